@@ -1,0 +1,21 @@
+"""Eight CPU devices for every test, strict arrays, and the way to the oracle's data where it is at hand."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+  """The folder of reference numbers and real data beside the checkout; skips where it is absent."""
+  if not _SHARED.is_dir():
+    pytest.skip("no folder ../shared with T5X's reference numbers beside this checkout")
+  return _SHARED
