@@ -1,0 +1,19 @@
+"""Mesh, logical axis rules, partitioner and processes."""
+
+from rosetta_t5.parallel.mesh import default_mesh
+from rosetta_t5.parallel.partitioner import (
+  BasePartitioner,
+  DataLayout,
+  PartitionedFunction,
+  PjitPartitioner,
+)
+from rosetta_t5.parallel.rules import standard_logical_axis_rules
+
+__all__ = [
+  "BasePartitioner",
+  "DataLayout",
+  "PartitionedFunction",
+  "PjitPartitioner",
+  "default_mesh",
+  "standard_logical_axis_rules",
+]

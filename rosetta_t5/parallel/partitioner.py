@@ -1,0 +1,280 @@
+"""Runs functions on the mesh: which part of which array lies on which device."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax.linen import partitioning as flax_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rosetta_t5.parallel.mesh import DATA_AXIS, default_mesh
+from rosetta_t5.parallel.rules import LogicalAxisRules, standard_logical_axis_rules
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLayout:
+  """Which part of each global batch this process reads.
+
+  Attributes:
+    batch_size: examples in the global batch.
+    shard_id: this process's shard of the data.
+    num_shards: shards that the data is read in.
+    is_first_host_in_replica_set: whether this process is the first that reads its shard.
+  """
+
+  batch_size: int
+  shard_id: int
+  num_shards: int
+  is_first_host_in_replica_set: bool
+
+
+class PartitionedFunction:
+  """A jitted function that is traced and run under its mesh and logical axis rules."""
+
+  def __init__(self, jitted: Any, mesh: Mesh, logical_axis_rules: LogicalAxisRules = ()):
+    self._jitted = jitted
+    self._mesh = mesh
+    self._rules = tuple(tuple(rule) for rule in logical_axis_rules)
+
+  @contextlib.contextmanager
+  def _context(self) -> Iterator[None]:
+    with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._rules):
+      yield
+
+  def __call__(self, *args: Any) -> Any:
+    with self._context():
+      return self._jitted(*args)
+
+  def lower(self, *args: Any) -> Any:
+    """Returns the function lowered for arguments of these shapes (see `jax.jit(f).lower`)."""
+    with self._context():
+      return self._jitted.lower(*args)
+
+
+class BasePartitioner(abc.ABC):
+  """What a run asks of a partitioner (T5X: BasePartitioner); subclass it to place arrays otherwise.
+
+  Attributes:
+    num_partitions: devices that share one copy of the model.
+  """
+
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: tuple[int, ...] | None = None,
+    params_on_devices: bool = True,
+    backend: str | None = None,
+    ici_mesh_shape: tuple[int, ...] | None = None,
+    dcn_mesh_shape: tuple[int, ...] | None = None,
+  ):
+    if num_partitions is None and model_parallel_submesh is None and ici_mesh_shape is None:
+      raise ValueError(
+        "the partitioner was given neither num_partitions nor model_parallel_submesh nor "
+        "ici_mesh_shape: set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism"
+      )
+    if num_partitions is not None and model_parallel_submesh is not None:
+      raise ValueError(
+        f"PjitPartitioner was given both num_partitions = {num_partitions} and "
+        f"model_parallel_submesh = {model_parallel_submesh}: set one of them to None"
+      )
+    self._num_partitions = num_partitions or 1
+    self._model_parallel_submesh = model_parallel_submesh
+    self._params_on_devices = params_on_devices
+    self._backend = backend
+    self._ici_mesh_shape = ici_mesh_shape
+    self._dcn_mesh_shape = dcn_mesh_shape
+    self._mesh: Mesh | None = None
+
+  @property
+  def mesh(self) -> Mesh:
+    """The mesh, made on first use so that a partitioner can be built before devices are touched."""
+    if self._mesh is None:
+      self._mesh = default_mesh(
+        self._num_partitions,
+        self._model_parallel_submesh,
+        self._backend,
+        self._ici_mesh_shape,
+        self._dcn_mesh_shape,
+      )
+    return self._mesh
+
+  @property
+  def params_on_devices(self) -> bool:
+    """Whether parameters stay on devices between steps; they always do here."""
+    return self._params_on_devices
+
+  @property
+  def data_partition_spec(self) -> PartitionSpec:
+    """How a batch is split: its first dimension over the axis `data`."""
+    return PartitionSpec(DATA_AXIS)
+
+  @property
+  def data_mesh_size(self) -> int:
+    """The number of devices along the axis `data`."""
+    return self.mesh.shape[DATA_AXIS]
+
+  def get_data_layout(
+    self, batch_size: int | None = None, host_index: int | None = None
+  ) -> DataLayout:
+    """Returns which part of a global batch the process `host_index` (default: this one) reads.
+
+    Raises:
+      ValueError: `batch_size` is not a multiple of the devices along `data`.
+    """
+    batch_size = self.data_mesh_size if batch_size is None else batch_size
+    if batch_size % self.data_mesh_size:
+      below = batch_size - batch_size % self.data_mesh_size
+      raise ValueError(
+        f"batch size {batch_size} cannot be split over the {self.data_mesh_size} devices of the "
+        f"mesh's data axis (mesh {dict(self.mesh.shape)}): set BATCH_SIZE to a multiple of "
+        f"{self.data_mesh_size}, such as {below or self.data_mesh_size} or "
+        f"{below + self.data_mesh_size}"
+      )
+    return _data_layout(self.mesh, batch_size, host_index)
+
+  def get_logical_axes(self, train_state: PyTree) -> PyTree:
+    """Returns the state with logical axis names in place of arrays."""
+    return train_state.as_logical_axes()
+
+  @abc.abstractmethod
+  def get_mesh_axes(self, train_state: PyTree) -> PyTree:
+    """Returns the state with a PartitionSpec in place of each array."""
+
+  @abc.abstractmethod
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> Any:
+    """Returns `fn` compiled for the mesh, with the given splits of its arguments and results."""
+
+  def compile(self, partitioned_fn: Any, *args: Any) -> Any:
+    """Returns the executable of `partitioned_fn` for arguments of these shapes."""
+    return partitioned_fn.lower(*args).compile()
+
+
+class PjitPartitioner(BasePartitioner):
+  """T5X's partitioner: logical axis rules on a mesh with the axes `data` and `model`."""
+
+  def __init__(
+    self,
+    num_partitions: int | None = None,
+    model_parallel_submesh: tuple[int, ...] | None = None,
+    params_on_devices: bool = True,
+    backend: str | None = None,
+    ici_mesh_shape: tuple[int, ...] | None = None,
+    dcn_mesh_shape: tuple[int, ...] | None = None,
+    logical_axis_rules: LogicalAxisRules | None = None,
+  ):
+    """Builds a partitioner; see `default_mesh` for the mesh's arguments.
+
+    Args:
+      num_partitions: devices that share one copy of the model.
+      model_parallel_submesh: T5X's TPU submesh; only its product counts.
+      params_on_devices: kept for T5X's callers; parameters always stay on devices.
+      backend: which backend's devices to take; None for the default one.
+      ici_mesh_shape: (data, model) within one node.
+      dcn_mesh_shape: (data, model) over nodes.
+      logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
+
+    Raises:
+      ValueError: no mesh is described, or two are.
+    """
+    super().__init__(
+      num_partitions,
+      model_parallel_submesh,
+      params_on_devices,
+      backend,
+      ici_mesh_shape,
+      dcn_mesh_shape,
+    )
+    rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+    self._rules = tuple(tuple(rule) for rule in rules)
+
+  @property
+  def logical_axis_rules(self) -> tuple[tuple[str, str | None], ...]:
+    """The (logical axis, mesh axis) pairs, in the order they are tried."""
+    return self._rules  # type: ignore[return-value]
+
+  def get_mesh_axes(self, train_state: PyTree) -> PyTree:
+    """Returns the state with a PartitionSpec in place of each array; empty: on every device."""
+    names = self.get_logical_axes(train_state)
+    known = {rule[0] for rule in self._rules}
+
+    def to_mesh(_: Any, axes: PartitionSpec | None) -> PartitionSpec:
+      if axes is None:
+        return PartitionSpec()
+      unknown = [axis for axis in axes if axis is not None and axis not in known]
+      if unknown:
+        raise ValueError(
+          f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
+          f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules; known axes: "
+          f"{', '.join(sorted(known))}"
+        )
+      return flax_partitioning.logical_to_mesh_axes(tuple(axes), self._rules)
+
+    return jax.tree.map(to_mesh, train_state, names)
+
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> PartitionedFunction:
+    """Returns `fn` jitted for the mesh.
+
+    Args:
+      fn: the function.
+      in_axis_resources: a PartitionSpec for each argument, or a tree (prefix) of them; None leaves
+        the choice to the argument.
+      out_axis_resources: the same for the results.
+      static_argnums: arguments that are compiled in.
+      donate_argnums: arguments whose memory the results may take.
+    """
+    jitted = jax.jit(
+      fn,
+      in_shardings=self._shardings(in_axis_resources),
+      out_shardings=self._shardings(out_axis_resources),
+      static_argnums=static_argnums,
+      donate_argnums=donate_argnums,
+    )
+    return PartitionedFunction(jitted, self.mesh, self._rules)
+
+  def _shardings(self, axis_resources: PyTree) -> PyTree:
+    def is_spec(leaf: Any) -> bool:
+      return isinstance(leaf, PartitionSpec)
+
+    return jax.tree.map(
+      lambda spec: NamedSharding(self.mesh, spec), axis_resources, is_leaf=is_spec
+    )
+
+
+def _data_layout(mesh: Mesh, batch_size: int, process: int | None) -> DataLayout:
+  """Shards the data by the rows of the mesh that each process's devices stand in."""
+  process = jax.process_index() if process is None else process
+  # Processes whose devices stand in the same rows hold the same part of the batch.
+  rows_of: dict[int, tuple[int, ...]] = {}
+  for row, devices in enumerate(mesh.devices):
+    for owner in sorted({device.process_index for device in devices.flat}):
+      rows_of[owner] = (*rows_of.get(owner, ()), row)
+  shards = sorted(set(rows_of.values()))
+  mine = rows_of[process]
+  readers = [owner for owner, rows in sorted(rows_of.items()) if rows == mine]
+  return DataLayout(
+    batch_size=batch_size,
+    shard_id=shards.index(mine),
+    num_shards=len(shards),
+    is_first_host_in_replica_set=readers[0] == process,
+  )
