@@ -1,0 +1,46 @@
+"""Attention: the XLA reference that every other kernel is held against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+# What a key that may not be seen weighs, as in T5X; a query that sees no key sees all alike.
+MASKED_LOGIT = -1e10
+
+
+def xla_attention(
+  q_BTHK: Float[Array, "B T H K"],
+  k_BSHK: Float[Array, "B S H K"],
+  v_BSHK: Float[Array, "B S H K"],
+  bias_1HTS: Float[Array, "#B #H #T S"] | None = None,
+  mask_B1TS: Bool[Array, "#B #H #T S"] | None = None,
+  value_scale_BHS: Float[Array, "B H S"] | None = None,
+  float32_logits: bool = False,
+) -> Float[Array, "B T H K"]:
+  """Returns softmax(q·k + bias)·v over the keys that the mask shows, in the type of `v`.
+
+  Logits are not scaled by 1/√K: T5's initialisation does that.
+
+  Args:
+    q_BTHK: queries.
+    k_BSHK: keys.
+    v_BSHK: values.
+    bias_1HTS: added to the logits.
+    mask_B1TS: True where the query may see the key.
+    value_scale_BHS: a factor on each head's value at each key. It carries attention dropout: T5X's
+      is shared along the queries, where dropping a weight and dropping a value are one.
+    float32_logits: whether logits and softmax are computed in float32 whatever the inputs' type.
+  """
+  if float32_logits:
+    q_BTHK, k_BSHK = q_BTHK.astype(jnp.float32), k_BSHK.astype(jnp.float32)
+  logits_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK)
+  if bias_1HTS is not None:
+    logits_BHTS = logits_BHTS + bias_1HTS.astype(logits_BHTS.dtype)
+  if mask_B1TS is not None:
+    logits_BHTS = jnp.where(mask_B1TS, logits_BHTS, jnp.asarray(MASKED_LOGIT, logits_BHTS.dtype))
+  weights_BHTS = jax.nn.softmax(logits_BHTS).astype(v_BSHK.dtype)
+  if value_scale_BHS is not None:
+    v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
+  return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)

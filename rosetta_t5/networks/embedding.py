@@ -1,0 +1,163 @@
+"""Token embedding, relative position bias and T5's layer norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from jaxtyping import Array, Float, Int
+
+from rosetta_t5.networks.dense import Initializer
+
+
+class Embed(nn.Module):
+  """A table of token vectors, [num_embeddings, features] in float32.
+
+  Attributes:
+    num_embeddings: rows; the vocabulary's size, padded as the model has it.
+    features: the width of a row.
+    cast_input_dtype: what to cast the ids to first, if anything.
+    dtype: what the vectors are returned in.
+    attend_dtype: what `attend` computes in; None for `dtype`.
+    embedding_init: initialiser of the table.
+    one_hot: kept for T5X's callers. T5X multiplies by one-hot rows; the gather here gives the same
+      numbers, and skips a quarter of a small model's step.
+  """
+
+  num_embeddings: int
+  features: int
+  cast_input_dtype: Any = None
+  dtype: Any = jnp.float32
+  attend_dtype: Any = None
+  embedding_init: Initializer = nn.initializers.normal(stddev=1.0)
+  one_hot: bool = False
+
+  def setup(self) -> None:
+    """Creates the table."""
+    self.embedding = param_with_axes(
+      "embedding",
+      self.embedding_init,
+      (self.num_embeddings, self.features),
+      jnp.float32,
+      axes=("vocab", "embed"),
+    )
+
+  def __call__(self, inputs_BT: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the vectors of the ids, [..., features]; an id outside the table gets zeros.
+
+    Raises:
+      ValueError: the ids are not integers.
+    """
+    if self.cast_input_dtype:
+      inputs_BT = inputs_BT.astype(self.cast_input_dtype)
+    if not jnp.issubdtype(inputs_BT.dtype, jnp.integer):
+      raise ValueError(f"token ids must be integers, but are {inputs_BT.dtype}")
+    # Cast after the gather: casting the table first would round its gradient, summed in dtype.
+    # Ids outside the table count as a one-hot row of zeros, which is what T5X makes of them.
+    vectors = jnp.take(self.embedding, inputs_BT, axis=0, mode="fill", fill_value=0)
+    vectors = vectors.astype(self.dtype)
+    return with_sharding_constraint(vectors, ("batch", "length", "embed"))
+
+  def attend(self, query_BTD: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Returns the products of `query` with every row: logits tied to the embedding."""
+    dtype = self.attend_dtype or self.dtype
+    return jnp.dot(query_BTD, jnp.asarray(self.embedding, dtype).T)
+
+
+def relative_position_bucket(
+  relative_position: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
+  """Returns T5's bucket of each distance key − query: exact near by, logarithmic farther out.
+
+  Half of a direction's buckets are for exact distances, the other half grow up to `max_distance`,
+  beyond which all share the last one (Raffel et al., 2020, section 2.1).
+
+  Args:
+    relative_position: integers, key position − query position.
+    bidirectional: whether keys after the query have buckets of their own; else they share bucket 0.
+    num_buckets: buckets in all.
+    max_distance: the distance at which the last bucket begins.
+  """
+  distance = -relative_position
+  first = np.zeros_like(distance)
+  if bidirectional:
+    num_buckets //= 2
+    first = np.where(distance < 0, num_buckets, 0)
+    distance = np.abs(distance)
+  else:
+    distance = np.maximum(distance, 0)
+  num_exact = num_buckets // 2
+  # float32 and the small constant decide on which side a power falls: they are T5's own.
+  beyond = np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps)
+  growth = beyond / np.log(max_distance / num_exact) * (num_buckets - num_exact)
+  logarithmic = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
+  return first + np.where(distance < num_exact, distance, logarithmic)
+
+
+class RelativePositionBiases(nn.Module):
+  """A learned bias for each head and each bucket of the distance between query and key.
+
+  Attributes:
+    num_buckets: buckets of distances, for both directions together.
+    max_distance: distances from here on share the last bucket.
+    num_heads: attention heads.
+    dtype: what the bias is returned in.
+    embedding_init: initialiser of the table [num_heads, num_buckets].
+  """
+
+  num_buckets: int
+  max_distance: int
+  num_heads: int
+  dtype: Any
+  embedding_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+
+  @nn.compact
+  def __call__(
+    self, query_length: int, key_length: int, bidirectional: bool = True
+  ) -> Float[Array, "1 H T S"]:
+    """Returns the bias of every pair of positions. It is the same for every example."""
+    table_HN = param_with_axes(
+      "rel_embedding",
+      self.embedding_init,
+      (self.num_heads, self.num_buckets),
+      jnp.float32,
+      axes=("heads", "relpos_buckets"),
+    )
+    distance_TS = np.arange(key_length)[None, :] - np.arange(query_length)[:, None]
+    bucket_TS = relative_position_bucket(
+      distance_TS, bidirectional, self.num_buckets, self.max_distance
+    )
+    # A product with one-hot rows, since the gradient of a gather would be a scatter, which is slow.
+    one_hot_TSN = jax.nn.one_hot(bucket_TS, self.num_buckets, dtype=self.dtype)
+    bias_HTS = jnp.einsum("hn,tsn->hts", jnp.asarray(table_HN, self.dtype), one_hot_TSN)
+    return bias_HTS[None]
+
+
+class LayerNorm(nn.Module):
+  """T5's norm: division by the root mean square, no mean, no bias; statistics in float32.
+
+  Attributes:
+    epsilon: added to the mean square.
+    dtype: what the result is returned in.
+    scale_init: initialiser of the scale.
+  """
+
+  epsilon: float = 1e-6
+  dtype: Any = jnp.float32
+  scale_init: Initializer = nn.initializers.ones
+
+  @nn.compact
+  def __call__(self, x_BTD: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Returns the normalised, scaled input."""
+    x_BTD = x_BTD.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
+    normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
+    scale_D = param_with_axes(
+      "scale", self.scale_init, (x_BTD.shape[-1],), jnp.float32, axes=("embed",)
+    )
+    scale_11D = scale_D.astype(self.dtype).reshape((1,) * (x_BTD.ndim - 1) + (-1,))
+    return normed_BTD * scale_11D
