@@ -1,0 +1,210 @@
+"""What a model promises a run: a loss, scores and predictions."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from rosetta_t5.models.metrics import Metrics, compute_base_metrics
+from rosetta_t5.training import losses
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]
+
+
+class BaseModel(abc.ABC):
+  """What the trainer asks of a model (T5X: BaseModel).
+
+  Attributes:
+    FEATURE_CONVERTER_CLS: the SeqIO feature converter that makes this model's batches.
+  """
+
+  FEATURE_CONVERTER_CLS: Any = None
+
+  def __init__(self, optimizer_def: Any):
+    self.optimizer_def = optimizer_def
+
+  @abc.abstractmethod
+  def loss_fn(
+    self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
+  ) -> tuple[Float[Array, ""], Metrics]:
+    """Returns the loss of a batch and its metrics; `dropout_rng` None turns dropout off."""
+
+  def eval_fn(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
+    """Returns the loss of a batch and its metrics, without dropout."""
+    return self.loss_fn(params, batch, dropout_rng=None)
+
+  def predict_batch(
+    self, params: PyTree, batch: Batch, rng: jax.Array | None = None
+  ) -> jax.Array | PyTree:
+    """Returns the predictions for a batch."""
+    return self.predict_batch_with_aux(params, batch, rng=rng)[0]
+
+  @abc.abstractmethod
+  def predict_batch_with_aux(
+    self, params: PyTree, batch: Batch, rng: jax.Array | None = None
+  ) -> tuple[PyTree, Mapping[str, jax.Array]]:
+    """Returns the predictions for a batch and what else was computed, such as scores."""
+
+  @abc.abstractmethod
+  def score_batch(
+    self, params: PyTree, batch: Batch, return_intermediates: bool = False
+  ) -> jax.Array | tuple[jax.Array, Mapping[str, Any]]:
+    """Returns the log likelihood of each example's targets, [B]."""
+
+  @abc.abstractmethod
+  def get_initial_variables(
+    self,
+    rng: jax.Array,
+    input_shapes: Mapping[str, tuple[int, ...]],
+    input_types: Mapping[str, Any] | None = None,
+  ) -> Mapping[str, PyTree]:
+    """Returns the variables of step 0, by collection, for inputs of these shapes."""
+
+
+class BaseTransformerModel(BaseModel):
+  """The loss that encoder-decoder and decoder-only models share."""
+
+  def __init__(
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: Callable[..., Any] | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+  ):
+    """Builds a model around a linen module.
+
+    Args:
+      module: the network.
+      input_vocabulary: the SeqIO vocabulary of the inputs.
+      output_vocabulary: the SeqIO vocabulary of the targets.
+      optimizer_def: the optimizer, kept here for the trainer as T5X keeps it.
+      decode_fn: beam search, sampling, or a function of the same signature.
+      label_smoothing: the share of the target's probability that is spread over the other tokens.
+      z_loss: the weight of the squared log of the softmax's normaliser.
+      loss_normalizing_factor: what the loss is divided by: a number, a
+        `SpecialLossNormalizingFactor` or its name, or None for a plain sum.
+
+    Raises:
+      ValueError: the factor is no number and no name of one.
+    """
+    super().__init__(optimizer_def)
+    self.module = module
+    self._input_vocabulary = input_vocabulary
+    self._output_vocabulary = output_vocabulary
+    self._decode_fn = decode_fn
+    self._label_smoothing = label_smoothing
+    self._z_loss = z_loss
+    if isinstance(loss_normalizing_factor, str):
+      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
+        loss_normalizing_factor
+      )
+    self._loss_normalizing_factor = loss_normalizing_factor
+
+  @property
+  def input_vocabulary(self) -> Any:
+    """The SeqIO vocabulary of the inputs."""
+    return self._input_vocabulary
+
+  @property
+  def output_vocabulary(self) -> Any:
+    """The SeqIO vocabulary of the targets."""
+    return self._output_vocabulary
+
+  @property
+  def decode_fn(self) -> Callable[..., Any] | None:
+    """Beam search, sampling or the like."""
+    return self._decode_fn
+
+  @abc.abstractmethod
+  def _compute_logits(
+    self,
+    params: PyTree,
+    batch: Batch,
+    dropout_rng: jax.Array | None = None,
+    mutable: Any = False,
+    other_variables: PyTree | None = None,
+  ) -> Any:
+    """Returns logits, [B, T, V]; with `mutable` set, also the collections it names."""
+
+  def loss_fn(
+    self,
+    params: PyTree,
+    batch: Batch,
+    dropout_rng: jax.Array | None,
+    flax_mutables: PyTree | None = None,
+  ) -> tuple[Float[Array, ""], Any]:
+    """Returns the loss, and the metrics of the batch.
+
+    Args:
+      params: the parameters.
+      batch: what the model's feature converter makes; `decoder_loss_weights` weigh the targets, and
+        without them every target that is no padding counts once.
+      dropout_rng: the key of the dropout masks; None turns dropout off.
+      flax_mutables: other variable collections; where given, their new values are returned too, as
+        (loss, (metrics, flax_mutables)).
+    """
+    if flax_mutables:
+      logits, mutables = self._compute_logits(
+        params, batch, dropout_rng, mutable=list(flax_mutables), other_variables=flax_mutables
+      )
+    else:
+      logits, mutables = self._compute_logits(params, batch, dropout_rng), None
+    targets = batch["decoder_target_tokens"]
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(
+      self._loss_normalizing_factor, batch
+    )
+    loss, z_loss, _ = losses.compute_weighted_cross_entropy(
+      logits,
+      targets=targets,
+      weights=weights,
+      label_smoothing=self._label_smoothing,
+      z_loss=self._z_loss,
+      loss_normalizing_factor=factor,
+    )
+    metrics = self._compute_metrics(
+      logits, targets, weights, loss, z_loss, segment_ids=self._segment_ids(batch)
+    )
+    return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
+
+  def _compute_metrics(
+    self,
+    logits: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    loss: jax.Array,
+    z_loss: jax.Array | None = None,
+    segment_ids: Mapping[str, jax.Array] | None = None,
+  ) -> Metrics:
+    """Returns the metrics of a batch; override to add your own."""
+    return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
+
+  def _segment_ids(self, batch: Batch) -> dict[str, jax.Array]:
+    """Which example each position of each token feature belongs to, for the padding metrics."""
+    segments = {}
+    for tokens, ids in (
+      ("encoder_input_tokens", "encoder_segment_ids"),
+      ("decoder_target_tokens", "decoder_segment_ids"),
+    ):
+      if tokens in batch:
+        segments[tokens] = batch[ids] if ids in batch else (batch[tokens] != 0).astype("int32")
+    return segments
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the vocabulary of the model's inputs."""
+  return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the vocabulary of the model's targets."""
+  return model.output_vocabulary

@@ -1,0 +1,100 @@
+"""What a model reports about a batch: T5X's train metrics, as mergeable metric objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from clu import metrics as clu_metrics
+from jaxtyping import Array, Float, Int, Shaped
+
+from rosetta_t5.telemetry import metrics as metrics_lib
+
+Metrics = dict[str, Any]
+
+
+def count_packed_examples(segment_ids: Int[Array, "B T"]) -> Int[Array, ""]:
+  """Returns the number of examples packed into the rows: runs of one nonzero segment id."""
+  previous = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
+  return jnp.sum((segment_ids != 0) & (segment_ids != previous))
+
+
+def correct_predictions(
+  logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]
+) -> Shaped[Array, "B T"]:
+  """Returns whether each target has the highest logit, the first one where several are highest."""
+  # argmax over a vocabulary is slow on a CPU; a maximum and a minimum are not.
+  highest_BT1 = jnp.max(logits_BTV, axis=-1, keepdims=True)
+  ids = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
+  vocabulary = jnp.int32(logits_BTV.shape[-1])
+  return targets_BT == jnp.min(jnp.where(logits_BTV == highest_BT1, ids, vocabulary), axis=-1)
+
+
+def compute_base_metrics(
+  logits: Float[Array, "B T V"],
+  targets: Int[Array, "B T"],
+  mask: Shaped[Array, "B T"] | None,
+  loss: Float[Array, ""],
+  z_loss: Float[Array, ""] | None = None,
+  segment_ids: Mapping[str, Int[Array, "B L"]] | None = None,
+) -> Metrics:
+  """Returns T5X's metrics of one batch; each can be merged with those of other batches.
+
+  Args:
+    logits: the model's output.
+    targets: the ids that were to be predicted.
+    mask: each target's weight; None counts all of them.
+    loss: the loss, z-loss included.
+    z_loss: the part of it that is z-loss.
+    segment_ids: for each feature, which example a position belongs to; 0 is padding.
+  """
+  mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
+  num_sequences, num_tokens, num_devices = targets.shape[0], targets.size, jax.device_count()
+  num_weighted = jnp.sum(mask)
+  average, per_step, rate = clu_metrics.Average, metrics_lib.AveragePerStep, metrics_lib.TimeRate
+  correct = correct_predictions(logits, targets) * mask
+  metrics: Metrics = {
+    "accuracy": clu_metrics.Accuracy(total=jnp.sum(correct), count=num_weighted),
+    "loss": per_step(total=loss),
+    "loss_per_nonpadding_target_token": average(total=loss, count=num_weighted),
+    "loss_per_all_target_tokens": average(total=loss, count=jnp.array(num_tokens)),
+    "timing/seqs_per_second": rate(numerator=jnp.array(num_sequences)),
+    "timing/steps_per_second": metrics_lib.StepsPerTime(),
+    "timing/seconds": metrics_lib.Time(),
+    "timing/seqs": metrics_lib.Sum(total=jnp.array(num_sequences)),
+    "timing/seqs_per_second_per_core": rate(numerator=jnp.array(num_sequences / num_devices)),
+    "timing/target_tokens_per_second": rate(numerator=jnp.array(num_tokens)),
+    "timing/target_tokens_per_second_per_core": rate(numerator=jnp.array(num_tokens / num_devices)),
+    "non_padding_fraction/loss_weights": average(total=num_weighted, count=jnp.array(num_tokens)),
+  }
+  if z_loss is not None:
+    cross_entropy = loss - z_loss
+    metrics |= {
+      "z_loss": per_step(total=z_loss),
+      "z_loss_per_all_target_tokens": average(total=z_loss, count=jnp.array(num_tokens)),
+      "cross_ent_loss": per_step(total=cross_entropy),
+      "cross_ent_loss_per_all_target_tokens": average(
+        total=cross_entropy, count=jnp.array(num_tokens)
+      ),
+    }
+  return metrics | _padding_metrics(segment_ids or {})
+
+
+def _padding_metrics(segment_ids: Mapping[str, Int[Array, "B L"]]) -> Metrics:
+  """How full the batch is, feature by feature and over all of them."""
+  if not segment_ids:
+    return {}
+  metrics: Metrics = {}
+  real = {feature: jnp.sum(ids != 0) for feature, ids in segment_ids.items()}
+  for feature, ids in segment_ids.items():
+    examples = count_packed_examples(ids)
+    metrics[f"effective_batch_size/{feature}"] = metrics_lib.AveragePerStep(total=examples)
+    metrics[f"non_padding_fraction/{feature}"] = clu_metrics.Average(
+      total=real[feature], count=jnp.array(ids.size)
+    )
+  metrics["non_padding_fraction/overall"] = clu_metrics.Average(
+    total=sum(real.values()), count=jnp.array(sum(ids.size for ids in segment_ids.values()))
+  )
+  return metrics
