@@ -51,7 +51,9 @@ def compute_base_metrics(
     segment_ids: for each feature, which example a position belongs to; 0 is padding.
   """
   mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
-  num_sequences, num_tokens, num_devices = targets.shape[0], targets.size, jax.device_count()
+  # Counts are float32: as int32, those of a long period would overflow.
+  num_sequences, num_tokens = jnp.float32(targets.shape[0]), jnp.float32(targets.size)
+  num_devices = jax.device_count()
   num_weighted = jnp.sum(mask)
   average, per_step, rate = clu_metrics.Average, metrics_lib.AveragePerStep, metrics_lib.TimeRate
   correct = correct_predictions(logits, targets) * mask
@@ -59,24 +61,24 @@ def compute_base_metrics(
     "accuracy": clu_metrics.Accuracy(total=jnp.sum(correct), count=num_weighted),
     "loss": per_step(total=loss),
     "loss_per_nonpadding_target_token": average(total=loss, count=num_weighted),
-    "loss_per_all_target_tokens": average(total=loss, count=jnp.array(num_tokens)),
-    "timing/seqs_per_second": rate(numerator=jnp.array(num_sequences)),
+    "loss_per_all_target_tokens": average(total=loss, count=num_tokens),
+    "timing/seqs_per_second": rate(numerator=num_sequences),
     "timing/steps_per_second": metrics_lib.StepsPerTime(),
     "timing/seconds": metrics_lib.Time(),
-    "timing/seqs": metrics_lib.Sum(total=jnp.array(num_sequences)),
-    "timing/seqs_per_second_per_core": rate(numerator=jnp.array(num_sequences / num_devices)),
-    "timing/target_tokens_per_second": rate(numerator=jnp.array(num_tokens)),
-    "timing/target_tokens_per_second_per_core": rate(numerator=jnp.array(num_tokens / num_devices)),
-    "non_padding_fraction/loss_weights": average(total=num_weighted, count=jnp.array(num_tokens)),
+    "timing/seqs": metrics_lib.Sum(total=num_sequences),
+    "timing/seqs_per_second_per_core": rate(numerator=num_sequences / num_devices),
+    "timing/target_tokens_per_second": rate(numerator=num_tokens),
+    "timing/target_tokens_per_second_per_core": rate(numerator=num_tokens / num_devices),
+    "non_padding_fraction/loss_weights": average(total=num_weighted, count=num_tokens),
   }
   if z_loss is not None:
     cross_entropy = loss - z_loss
     metrics |= {
       "z_loss": per_step(total=z_loss),
-      "z_loss_per_all_target_tokens": average(total=z_loss, count=jnp.array(num_tokens)),
+      "z_loss_per_all_target_tokens": average(total=z_loss, count=num_tokens),
       "cross_ent_loss": per_step(total=cross_entropy),
       "cross_ent_loss_per_all_target_tokens": average(
-        total=cross_entropy, count=jnp.array(num_tokens)
+        total=cross_entropy, count=num_tokens
       ),
     }
   return metrics | _padding_metrics(segment_ids or {})
@@ -92,9 +94,9 @@ def _padding_metrics(segment_ids: Mapping[str, Int[Array, "B L"]]) -> Metrics:
     examples = count_packed_examples(ids)
     metrics[f"effective_batch_size/{feature}"] = metrics_lib.AveragePerStep(total=examples)
     metrics[f"non_padding_fraction/{feature}"] = clu_metrics.Average(
-      total=real[feature], count=jnp.array(ids.size)
+      total=real[feature], count=jnp.float32(ids.size)
     )
   metrics["non_padding_fraction/overall"] = clu_metrics.Average(
-    total=sum(real.values()), count=jnp.array(sum(ids.size for ids in segment_ids.values()))
+    total=sum(real.values()), count=jnp.float32(sum(ids.size for ids in segment_ids.values()))
   )
   return metrics

@@ -38,10 +38,17 @@ class DataLayout:
 class PartitionedFunction:
   """A jitted function that is traced and run under its mesh and logical axis rules."""
 
-  def __init__(self, jitted: Any, mesh: Mesh, logical_axis_rules: LogicalAxisRules = ()):
+  def __init__(
+    self,
+    jitted: Any,
+    mesh: Mesh,
+    logical_axis_rules: LogicalAxisRules = (),
+    last_args: tuple[Any, ...] = (),
+  ):
     self._jitted = jitted
     self._mesh = mesh
     self._rules = tuple(tuple(rule) for rule in logical_axis_rules)
+    self._last_args = last_args
 
   @contextlib.contextmanager
   def _context(self) -> Iterator[None]:
@@ -50,12 +57,24 @@ class PartitionedFunction:
 
   def __call__(self, *args: Any) -> Any:
     with self._context():
-      return self._jitted(*args)
+      return self._jitted(*args, *self._last_args)
 
   def lower(self, *args: Any) -> Any:
     """Returns the function lowered for arguments of these shapes (see `jax.jit(f).lower`)."""
     with self._context():
-      return self._jitted.lower(*args)
+      return self._jitted.lower(*args, *self._last_args)
+
+  def compile(self, *args: Any) -> Callable[..., Any]:
+    """Returns the function compiled for arguments of these shapes."""
+    compiled, last_args = self.lower(*args).compile(), self._last_args
+    return lambda *given: compiled(*given, *last_args)
+
+  def bind_last(self, *last_args: Any) -> PartitionedFunction:
+    """Returns the function with its last arguments given.
+
+    They stay arguments of the compiled program: another value needs no other program.
+    """
+    return PartitionedFunction(self._jitted, self._mesh, self._rules, last_args)
 
 
 class BasePartitioner(abc.ABC):
@@ -159,8 +178,8 @@ class BasePartitioner(abc.ABC):
     """Returns `fn` compiled for the mesh, with the given splits of its arguments and results."""
 
   def compile(self, partitioned_fn: Any, *args: Any) -> Any:
-    """Returns the executable of `partitioned_fn` for arguments of these shapes."""
-    return partitioned_fn.lower(*args).compile()
+    """Returns `partitioned_fn` compiled for arguments of these shapes, to be called as it is."""
+    return partitioned_fn.compile(*args)
 
 
 class PjitPartitioner(BasePartitioner):

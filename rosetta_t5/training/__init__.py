@@ -1,0 +1,19 @@
+"""Training: the pure step, the state it works on, losses, schedules, optimizers, the trainer."""
+
+from rosetta_t5.training.hooks import Hook, run_due, stretches
+from rosetta_t5.training.step import accumulate_gradients, eval_step, train_step
+from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.trainer import BaseTrainer, Trainer, merge_metrics
+
+__all__ = [
+  "BaseTrainer",
+  "Hook",
+  "TrainState",
+  "Trainer",
+  "accumulate_gradients",
+  "eval_step",
+  "merge_metrics",
+  "run_due",
+  "stretches",
+  "train_step",
+]
