@@ -6,23 +6,21 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax import serialization, struct
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 PyTree = Any
 
 
-@struct.dataclass
-class OptimizerState:
+class OptimizerState(struct.PyTreeNode):
   """What an optimizer carries from step to step.
 
   Attributes:
-    step: int32 scalar, the number of updates made.
+    step: int32 scalar, the number of updates made; None in a tree of axis names.
     param_states: a pytree of the optimizer's own choosing.
   """
 
-  step: jax.Array
+  step: Any
   param_states: PyTree
 
 

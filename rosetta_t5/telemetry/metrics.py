@@ -1,0 +1,195 @@
+"""Metrics that a step can return and a run can merge: sums, averages per step, rates per second (T5X).
+
+A step runs compiled, where neither time nor the number of steps is known; `set_time_metrics_duration`
+and `set_step_metrics_num_steps` fill them in outside, before `compute()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from clu import metrics as clu_metrics
+from flax import struct
+
+Scalar = int | float | np.number | np.ndarray | jax.Array
+MetricsMap = MutableMapping[str, clu_metrics.Metric]
+
+
+@struct.dataclass
+class Sum(clu_metrics.Metric):
+  """The sum of everything seen."""
+
+  total: Any
+
+  @classmethod
+  def from_model_output(cls, values: Scalar, **_: Any) -> Sum:
+    """Returns the metric for an array of any shape, or one number."""
+    return cls(total=jnp.sum(jnp.asarray(values)))
+
+  def merge(self, other: Sum) -> Sum:
+    """Returns the metric over both."""
+    return type(self)(total=self.total + other.total)
+
+  def compute(self) -> Scalar:
+    """Returns the sum."""
+    return self.total
+
+
+@struct.dataclass
+class Step(clu_metrics.Metric):
+  """The number of steps; base of what is counted per step.
+
+  Microbatches would count as steps, so the number is set outside (`replace_steps`).
+  """
+
+  steps: Any = 1
+
+  def replace_steps(self, steps: Scalar) -> Step:
+    """Returns the metric with this number of steps."""
+    return self.replace(steps=steps)
+
+  def compute(self) -> Scalar:
+    """Returns the number of steps; raises ValueError if there is none."""
+    if self.steps is None:
+      raise ValueError(
+        f"{type(self).__name__} has no steps: call replace_steps(steps) before compute()"
+      )
+    return self.steps
+
+
+@struct.dataclass
+class AveragePerStep(Step):
+  """The sum of everything seen, divided by the number of steps."""
+
+  total: Any = None
+
+  @classmethod
+  def from_model_output(cls, values: Scalar, steps: int | None = 1, **_: Any) -> AveragePerStep:
+    """Returns the metric for an array of any shape, or one number."""
+    return cls(total=jnp.sum(jnp.asarray(values)), steps=steps)
+
+  def merge(self, other: AveragePerStep) -> AveragePerStep:
+    """Returns the metric over both."""
+    return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
+
+  def compute(self) -> Scalar:
+    """Returns the average; raises ValueError if there is no sum or no number of steps."""
+    if self.total is None:
+      raise ValueError("AveragePerStep has no total: make it with from_model_output(values)")
+    return self.total / super().compute()
+
+
+@struct.dataclass
+class Time(clu_metrics.Metric):
+  """A duration in seconds; base of what is measured per second.
+
+  A compiled step cannot read the clock, so the duration is set outside (`replace_duration`).
+  """
+
+  duration: Any = None
+
+  def merge(self, other: Time) -> Time:
+    """Returns the metric: the duration is set once for all."""
+    return self
+
+  def replace_duration(self, duration: Scalar) -> Time:
+    """Returns the metric with this duration in seconds."""
+    return self.replace(duration=duration)
+
+  def compute(self) -> Scalar:
+    """Returns the seconds; raises ValueError if none were set."""
+    if self.duration is None:
+      raise ValueError(
+        f"{type(self).__name__} has no duration: call replace_duration(seconds) before compute()"
+      )
+    return self.duration
+
+
+@struct.dataclass
+class TimeRate(Time):
+  """The sum of everything seen, per second."""
+
+  numerator: Any = None
+
+  @classmethod
+  def from_model_output(cls, numerator: Scalar, **_: Any) -> TimeRate:
+    """Returns the metric for one number."""
+    return cls(numerator=numerator)
+
+  def merge(self, other: TimeRate) -> TimeRate:
+    """Returns the metric over both; raises ValueError once a duration has been set."""
+    if self.duration is not None or other.duration is not None:
+      raise ValueError("TimeRate cannot be merged after replace_duration(): merge first")
+    return type(self)(numerator=self.numerator + other.numerator)
+
+  def compute(self) -> Scalar:
+    """Returns the sum per second."""
+    return self.numerator / super().compute()
+
+
+@struct.dataclass
+class StepsPerTime(Step, Time):
+  """Steps per second."""
+
+  @classmethod
+  def from_model_output(cls, steps: int | None = 1, **_: Any) -> StepsPerTime:
+    """Returns the metric for a number of steps."""
+    return cls(steps=steps)
+
+  def merge(self, other: StepsPerTime) -> StepsPerTime:
+    """Returns the metric over both."""
+    return type(self)(steps=self.steps + other.steps)
+
+  def compute(self) -> Scalar:
+    """Returns the steps per second."""
+    return Step.compute(self) / Time.compute(self)
+
+
+def is_metric_obj(obj: Any) -> bool:
+  """Tells whether `obj` is a metric."""
+  return isinstance(obj, clu_metrics.Metric)
+
+
+def is_time_metric(obj: Any) -> bool:
+  """Tells whether `obj` is a metric that needs a duration."""
+  return isinstance(obj, Time)
+
+
+def create_metrics_dict(float_metrics_dict: Mapping[str, Scalar]) -> dict[str, Sum]:
+  """Returns each number as a `Sum`."""
+  return {name: Sum(value) for name, value in float_metrics_dict.items()}
+
+
+def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
+  """Returns a metric whose fields are shapes (from `jax.eval_shape`) with zeros in their place."""
+
+  def defined(value: Any) -> Any:
+    if is_metric_obj(value):
+      return shape_obj_to_defined_obj(value)
+    return jnp.zeros(value.shape, value.dtype) if hasattr(value, "shape") else value
+
+  fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+  return type(obj)(**{name: defined(value) for name, value in fields.items()})
+
+
+def set_time_metrics_duration(metrics: Any, duration: Scalar) -> Any:
+  """Returns the tree of metrics with `duration` (seconds) set in those that need one."""
+  return jax.tree.map(
+    lambda m: m.replace_duration(duration) if is_time_metric(m) else m,
+    metrics,
+    is_leaf=is_metric_obj,
+  )
+
+
+def set_step_metrics_num_steps(metrics: Any, num_steps: Scalar) -> Any:
+  """Returns the tree of metrics with the number of steps set in those that count them."""
+  return jax.tree.map(
+    lambda m: m.replace_steps(num_steps) if isinstance(m, Step) else m,
+    metrics,
+    is_leaf=is_metric_obj,
+  )

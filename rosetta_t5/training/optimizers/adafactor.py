@@ -1,0 +1,342 @@
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) as T5X has it: factor rules, stacked parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.factor_rules import (
+  HEURISTIC_RULE,
+  FactorDim,
+  FactorDims,
+  FactorRule,
+  HParamMap,
+  resolve,
+  rules_from_axes,
+)
+from rosetta_t5.training.optimizers.param_names import axes_like, path_name
+
+PyTree = Any
+
+
+class AdafactorHyperParams(struct.PyTreeNode):
+  """The numbers of `Adafactor`; see there."""
+
+  learning_rate: Any
+  factored: bool
+  multiply_by_parameter_scale: bool | HParamMap
+  beta1: float | None
+  decay_rate: float
+  step_offset: int
+  clipping_threshold: float | None
+  weight_decay_rate: float | None
+  min_dim_size_to_factor: int
+  epsilon1: float
+  epsilon2: float
+  factor_map: HParamMap | Mapping[str, FactorRule] | None = None
+  logical_factor_rules: Mapping[str, FactorDim | str] | None = None
+  weight_decay_rate_lr_exponent: float | None = None
+  global_norm_clip_threshold: float | None = None
+  max_parameter_scale: float | None = None
+  skip_nan_updates: bool = False
+
+
+class AdafactorParamState(struct.PyTreeNode):
+  """One parameter's moments, float32; a slot without use is zeros of shape (1,).
+
+  In a tree of axis names these are PartitionSpecs or None.
+
+  Attributes:
+    v_row: second moment averaged over the column dimensions; factored parameters only.
+    v_col: second moment averaged over the row dimensions; factored parameters only.
+    v: second moment; parameters that are not factored only.
+    m: momentum of the update; with `beta1` only.
+  """
+
+  v_row: Any
+  v_col: Any
+  v: Any
+  m: Any
+
+
+class Adafactor(OptimizerDef):
+  """Adafactor, the optimizer of T5.
+
+  Args:
+    learning_rate: the step, relative to the parameter's scale; the trainer's schedule overrides it.
+    factored: keep the second moment of large matrices as rows and columns.
+    multiply_by_parameter_scale: make the step relative to the rms of the parameter; or a map from
+      parameter path to such a bool.
+    beta1: momentum; None for none, which saves a copy of the parameters.
+    decay_rate: the second moment's decay at update t is 1 − t^(−decay_rate).
+    step_offset: the step at which t began, so that finetuning may start its averages afresh.
+    clipping_threshold: the largest rms of an update before scaling; None for no limit.
+    weight_decay_rate: the part of a parameter that each update takes off it; None for none.
+    min_dim_size_to_factor: a matrix is factored if both dimensions are at least this large.
+    epsilon1: added to the squared gradient.
+    epsilon2: the least scale of a parameter.
+    dtype_momentum: dtype in which momentum is stored.
+    factor_map: factor rules by parameter path; replaced by what `set_param_axes` derives.
+    logical_factor_rules: the role of each logical axis (see `standard_logical_factor_rules`).
+    weight_decay_rate_lr_exponent: multiplies the weight decay by learning_rate ** exponent.
+    global_norm_clip_threshold: the largest norm of all gradients together; None for no limit.
+    max_parameter_scale: the largest scale of a parameter; None for no limit.
+    skip_nan_updates: keep the old value wherever the new one would be NaN.
+
+  Raises:
+    ValueError: `factor_map` is given though `factored` is False.
+    TypeError: a map is of another type than HParamMap.
+  """
+
+  hyper_params: AdafactorHyperParams
+
+  def __init__(
+    self,
+    learning_rate: float | None = None,
+    factored: bool = True,
+    multiply_by_parameter_scale: bool | HParamMap = True,
+    beta1: float | None = None,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    clipping_threshold: float | None = 1.0,
+    weight_decay_rate: float | None = None,
+    min_dim_size_to_factor: int = 128,
+    epsilon1: float = 1e-30,
+    epsilon2: float = 1e-3,
+    dtype_momentum: Any = jnp.float32,
+    factor_map: HParamMap | None = None,
+    logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
+    weight_decay_rate_lr_exponent: float | None = None,
+    global_norm_clip_threshold: float | None = None,
+    max_parameter_scale: float | None = None,
+    skip_nan_updates: bool = False,
+  ):
+    if not factored and factor_map is not None:
+      raise ValueError("Adafactor.factor_map has no use with factored = False: drop one of the two")
+    for name, value, kinds in (
+      ("multiply_by_parameter_scale", multiply_by_parameter_scale, (bool, HParamMap)),
+      ("factor_map", factor_map, (type(None), HParamMap)),
+    ):
+      if not isinstance(value, kinds):
+        raise TypeError(f"Adafactor.{name} must be one of {kinds}, not {type(value)}: {value!r}")
+    self.dtype_momentum = jnp.dtype(dtype_momentum)
+    super().__init__(
+      AdafactorHyperParams(
+        learning_rate=learning_rate,
+        factored=factored,
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1,
+        decay_rate=decay_rate,
+        step_offset=step_offset,
+        clipping_threshold=clipping_threshold,
+        weight_decay_rate=weight_decay_rate,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+        epsilon1=epsilon1,
+        epsilon2=epsilon2,
+        factor_map=factor_map,
+        logical_factor_rules=logical_factor_rules,
+        weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent,
+        global_norm_clip_threshold=global_norm_clip_threshold,
+        max_parameter_scale=max_parameter_scale,
+        skip_nan_updates=skip_nan_updates,
+      )
+    )
+
+  def set_param_axes(self, param_logical_axes: PyTree) -> None:
+    """Derives the factor rules from the names of the parameters' axes, if there are rules by name.
+
+    Raises:
+      ValueError: an axis has no rule (see `rules_from_axes`).
+    """
+    roles = self.hyper_params.logical_factor_rules
+    if roles is not None:
+      rules = rules_from_axes(param_logical_axes, roles)
+      self.hyper_params = self.hyper_params.replace(factor_map=rules)
+
+  def init_state(self, params: PyTree) -> OptimizerState:
+    """Returns zero moments for each parameter; raises ValueError where a rule does not fit."""
+    states = jax.tree_util.tree_map_with_path(
+      lambda path, param: self.init_param_state(param, path_name(path)), params
+    )
+    return OptimizerState(jnp.zeros((), jnp.int32), states)
+
+  def init_param_state(self, param: jax.Array, path: str) -> AdafactorParamState:
+    """Returns the zero moments of one parameter, by its path."""
+    dims = self._dims(param.shape, path)
+    unused = (1,)
+    v_row = tuple(np.delete(param.shape, dims.col)) if dims.factored else unused
+    v_col = tuple(np.delete(param.shape, dims.row)) if dims.factored else unused
+    has_momentum = self.hyper_params.beta1 is not None
+    return AdafactorParamState(
+      v_row=jnp.zeros(v_row, jnp.float32),
+      v_col=jnp.zeros(v_col, jnp.float32),
+      v=jnp.zeros(unused if dims.factored else param.shape, jnp.float32),
+      m=jnp.zeros(param.shape, self.dtype_momentum) if has_momentum else jnp.zeros(unused),
+    )
+
+  def apply_gradient(
+    self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
+  ) -> tuple[PyTree, OptimizerState]:
+    """Returns the parameters and the state after one update with `grads`, a tree like `params`.
+
+    Raises:
+      ValueError: there is no learning rate, neither the trainer's nor this optimizer's.
+    """
+    if hyper_params.learning_rate is None:
+      raise ValueError(
+        "Adafactor has no learning rate: set trainer.Trainer.learning_rate_fn, or "
+        "Adafactor.learning_rate"
+      )
+    if hyper_params.global_norm_clip_threshold:
+      grads = _clip_by_global_norm(grads, hyper_params.global_norm_clip_threshold)
+
+    def update(path: Any, param: jax.Array, moments: Any, grad: jax.Array) -> tuple:
+      return self.apply_param_gradient(
+        state.step, hyper_params, param, moments, grad, path_name(path)
+      )
+
+    updated = jax.tree_util.tree_map_with_path(update, params, state.param_states, grads)
+    structure: Any = jax.tree.structure(params)
+    new_params, new_states = zip(*structure.flatten_up_to(updated), strict=True)
+    new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
+    return structure.unflatten(new_params), new_state
+
+  def apply_param_gradient(
+    self,
+    step: jax.Array,
+    hyper_params: Any,
+    param: jax.Array,
+    state: AdafactorParamState,
+    grad: jax.Array,
+    path: str,
+  ) -> tuple[jax.Array, AdafactorParamState]:
+    """Returns one parameter and its moments after update number `step` (from 0)."""
+    dims = self._dims(param.shape, path)
+    grad = grad.astype(jnp.float32)
+    age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
+    decay = 1.0 - age ** (-hyper_params.decay_rate)
+    new_state = _second_moment(grad, state, decay, dims, hyper_params.epsilon1)
+    scale = self._step_size(hyper_params, param, dims, path)
+    if hyper_params.clipping_threshold is not None:
+      grad_apart, state_apart = _apart((grad, new_state))
+      rms = _rms(_precondition(grad_apart, state_apart, dims), dims.averaged)
+      scale = scale / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
+    update = _precondition(grad, new_state, dims) * scale
+    if hyper_params.beta1 is not None:
+      update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
+      new_state = new_state.replace(m=update.astype(self.dtype_momentum))
+    decayed = _weight_decay(hyper_params)
+    new_param = (param if decayed is None else (1.0 - decayed) * param) - update
+    if hyper_params.skip_nan_updates:
+      new_param, new_state = jax.tree.map(
+        lambda new, old: jnp.where(jnp.isnan(new), old, new), (new_param, new_state), (param, state)
+      )
+    return new_param.astype(param.dtype), new_state
+
+  def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
+    """Returns `optimizer` with axis names for arrays: `v` and `m` as the parameter, the rest None."""
+
+    def axes_of(names: Any, moments: AdafactorParamState) -> AdafactorParamState:
+      return AdafactorParamState(
+        v_row=None,
+        v_col=None,
+        v=None if moments.v.shape == (1,) else names,
+        m=None if self.hyper_params.beta1 is None else names,
+      )
+
+    structure: Any = jax.tree.structure(optimizer.target)
+    names = axes_like(optimizer.target, param_logical_axes)
+    moments = structure.flatten_up_to(optimizer.state.param_states)
+    axes = structure.unflatten(list(map(axes_of, names, moments)))
+    return optimizer.replace(state=OptimizerState(None, axes), target=param_logical_axes)
+
+  def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
+    """Returns the factored dimensions of one parameter."""
+    hyper_params = self.hyper_params
+    if not hyper_params.factored:
+      return resolve(None, shape, path, None)
+    try:
+      rule = hyper_params.factor_map[path] if hyper_params.factor_map else HEURISTIC_RULE
+    except KeyError:
+      raise ValueError(
+        f"Adafactor has no factorization rule for parameter {path!r} of shape {shape}: name its axes "
+        "with flax.linen.partitioning.param_with_axes, or add it to Adafactor.factor_map"
+      ) from None
+    return resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
+
+  def _step_size(
+    self, hyper_params: Any, param: jax.Array, dims: FactorDims, path: str
+  ) -> jax.Array:
+    """Returns the learning rate, times the parameter's scale where that is wanted."""
+    relative = hyper_params.multiply_by_parameter_scale
+    if isinstance(relative, HParamMap):
+      relative = relative[path]
+    learning_rate = jnp.asarray(hyper_params.learning_rate, jnp.float32)
+    if not relative:
+      return learning_rate
+    scale = jnp.maximum(_rms(param.astype(jnp.float32), dims.averaged), hyper_params.epsilon2)
+    if hyper_params.max_parameter_scale is not None:
+      scale = jnp.minimum(scale, hyper_params.max_parameter_scale)
+    return learning_rate * scale
+
+
+def _second_moment(
+  grad: jax.Array, state: AdafactorParamState, decay: jax.Array, dims: FactorDims, epsilon: float
+) -> AdafactorParamState:
+  """Returns the state with `grad` squared taken into its moving averages."""
+
+  def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
+    return decay * old + (1.0 - decay) * (new + epsilon)
+
+  if not dims.factored:
+    return state.replace(v=averaged(state.v, grad * grad))
+  return state.replace(
+    v_row=averaged(state.v_row, _mean_square(grad, dims.col)),
+    v_col=averaged(state.v_col, _mean_square(_apart(grad), dims.row)),
+  )
+
+
+def _precondition(grad: jax.Array, state: AdafactorParamState, dims: FactorDims) -> jax.Array:
+  """Returns `grad` divided by the root of its second moment."""
+  if not dims.factored:
+    return grad * jax.lax.rsqrt(state.v)
+  row = jnp.expand_dims(state.v_row, dims.col)
+  row_factor = jax.lax.rsqrt(row / jnp.mean(row, axis=dims.row, keepdims=True))
+  return grad * row_factor * jax.lax.rsqrt(jnp.expand_dims(state.v_col, dims.row))
+
+
+def _apart(tree: PyTree) -> PyTree:
+  """Returns the same values as other values to the compiler, at no cost.
+
+  Where two reductions and an update share a product, XLA for CPU writes the product to memory, which
+  takes longer than the update itself. Computing it afresh for each while reading `grad` is cheaper.
+  """
+  return jax.lax.optimization_barrier(tree)
+
+
+def _mean_square(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  return jnp.mean(x * x, axis=axis)
+
+
+def _rms(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the root mean square over `axis`, which is kept as dimensions of size 1."""
+  return jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True))
+
+
+def _clip_by_global_norm(grads: PyTree, threshold: float) -> PyTree:
+  """Returns the gradients, scaled down together to a norm of at most `threshold` (Pascanu et al. 2013)."""
+  squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+  norm = jnp.sqrt(sum(squares))
+  return jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
+
+
+def _weight_decay(hyper_params: AdafactorHyperParams) -> Any:
+  """Returns the part of a parameter that one update takes off it, or None."""
+  rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
+  return (rate or 1.0) * hyper_params.learning_rate**exponent if exponent else rate

@@ -1,0 +1,225 @@
+"""Which dimensions of a parameter Adafactor averages its second moment over.
+
+A matrix has its second moment kept as one value a row and one a column. Parameters of higher rank, or
+stacked over layers, need to be told which of their dimensions are rows, columns, or a stack of
+independent parameters; rules by logical axis name say so (as in T5X).
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rosetta_t5.training.optimizers.param_names import axes_by_path, path_name
+
+PyTree = Any
+
+
+class FactorDim(enum.Enum):
+  """The part that one dimension of a parameter plays in its factored second moment."""
+
+  NONE = None  # part of a parameter that is not factored
+  BATCH = 1  # a stack of parameters: nothing is averaged over it
+  ROW = 2
+  COLUMN = 3
+
+
+class HeuristicRule(enum.Enum):
+  """The rule "let the sizes decide": the two largest dimensions, if both are large enough."""
+
+  token = 1
+
+
+HEURISTIC_RULE = HeuristicRule.token
+FactorRule = HeuristicRule | tuple[FactorDim, ...] | None
+
+_DIM_NAMES = {
+  "row": FactorDim.ROW,
+  "col": FactorDim.COLUMN,
+  "column": FactorDim.COLUMN,
+  "batch": FactorDim.BATCH,
+  "none": FactorDim.NONE,
+  "unfactorized": FactorDim.NONE,
+}
+
+
+def standard_logical_factor_rules() -> dict[str, FactorDim]:
+  """Returns the role of each logical axis of T5's parameters (T5X's rules)."""
+  columns = (
+    "vocab mlp heads kv joined_kv q_wi_fused o_wo_fused multiquery_heads kv_fused mlp_activations"
+  )
+  return {
+    "embed": FactorDim.ROW,
+    **dict.fromkeys(columns.split(), FactorDim.COLUMN),
+    "relpos_buckets": FactorDim.NONE,
+    "layer_norm_scale": FactorDim.NONE,
+    "layers": FactorDim.BATCH,  # layers stacked by nn.scan
+    "stack": FactorDim.BATCH,  # parameters stacked by the user
+  }
+
+
+def factor_name_to_factordim(name: str | FactorDim | None) -> FactorDim:
+  """Returns the role that `name` ('row', 'column', 'batch', 'none') names; a role is passed through.
+
+  Raises:
+    ValueError: no role has this name.
+  """
+  if isinstance(name, FactorDim):
+    return name
+  try:
+    return _DIM_NAMES[str(name).lower()]
+  except KeyError:
+    raise ValueError(
+      f"unknown factor role {name!r}: expected one of {', '.join(_DIM_NAMES)}"
+    ) from None
+
+
+class HParamMap:
+  """Hyper-parameters by parameter path: the first regular expression found in the path decides.
+
+  Args:
+    rules: pairs of a regular expression and the value for the paths ("encoder/mlp/wi/kernel") in
+      which it is found.
+  """
+
+  def __init__(self, rules: Iterable[tuple[str, Any]]):
+    self._rules = [(re.compile(pattern), value) for pattern, value in rules]
+
+  def __getitem__(self, path: str) -> Any:
+    for pattern, value in self._rules:
+      if pattern.search(path):
+        return value
+    patterns = ", ".join(repr(pattern.pattern) for pattern, _ in self._rules)
+    raise KeyError(
+      f"no rule for parameter {path!r}: add one, or a last rule '.*'; there are {patterns}"
+    )
+
+  def __call__(self, params: PyTree) -> PyTree:
+    """Returns a tree like `params` with each leaf's value."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: self[path_name(path)], params)
+
+
+class FactorDims(NamedTuple):
+  """What one parameter's rule comes down to, as dimension numbers.
+
+  Attributes:
+    averaged: the dimensions over which scale and clipping are averaged: all but BATCH.
+    row: the dimensions that `v_row` keeps and `v_col` averages over; empty if not factored.
+    col: the dimensions that `v_col` keeps and `v_row` averages over; empty if not factored.
+  """
+
+  averaged: tuple[int, ...]
+  row: tuple[int, ...] = ()
+  col: tuple[int, ...] = ()
+
+  @property
+  def factored(self) -> bool:
+    """Whether the second moment is kept as rows and columns."""
+    return bool(self.row)
+
+
+def rules_from_axes(
+  param_logical_axes: PyTree, axis_roles: Mapping[str, FactorDim | str]
+) -> dict[str, FactorRule]:
+  """Returns each parameter's rule by its path, from the names of its axes.
+
+  Args:
+    param_logical_axes: a tree like the parameters' with a PartitionSpec of axis names at each leaf.
+    axis_roles: the role of each axis name (see `standard_logical_factor_rules`).
+
+  Raises:
+    ValueError: an axis has no role, or a parameter has rows and columns and an axis that is neither.
+  """
+  named = axes_by_path(param_logical_axes)
+  return {path: _rule_from_names(path, names or (), axis_roles) for path, names in named.items()}
+
+
+def resolve(
+  rule: FactorRule, shape: Sequence[int], path: str, min_dim_size: int | None
+) -> FactorDims:
+  """Returns the dimensions that a rule means for a parameter of this shape.
+
+  For rank ≤ 2 without a BATCH dimension the sizes decide whatever the rule says (as in T5X).
+
+  Args:
+    rule: one role a dimension, or HEURISTIC_RULE, or None for "not factored".
+    shape: the parameter's shape.
+    path: the parameter's name, for errors.
+    min_dim_size: the size from which on a dimension counts as large; None: factor by rule only.
+
+  Raises:
+    ValueError: the rule does not fit the shape, or the sizes would have to decide for rank > 2.
+  """
+  dims = tuple(range(len(shape)))
+  if rule is None:
+    return FactorDims(averaged=dims)
+  if isinstance(rule, HeuristicRule):
+    if len(shape) > 2:
+      raise ValueError(
+        f"Adafactor needs a factorization rule for parameter {path!r} of shape {tuple(shape)}: rank "
+        "3 and more are not decided by size. Set Adafactor.logical_factor_rules = "
+        "@adafactor.standard_logical_factor_rules(), or name it in Adafactor.factor_map"
+      )
+    return FactorDims(dims, *_two_largest(shape, min_dim_size))
+  roles = tuple(factor_name_to_factordim(role) for role in rule)
+  if len(roles) != len(shape):
+    raise ValueError(
+      f"the factorization rule {_role_names(roles)} has {len(roles)} dimensions, but parameter "
+      f"{path!r} has shape {tuple(shape)}"
+    )
+  if len(shape) <= 2 and FactorDim.BATCH not in roles:
+    return FactorDims(dims, *_two_largest(shape, min_dim_size))
+  row = tuple(dim for dim in dims if roles[dim] is FactorDim.ROW)
+  col = tuple(dim for dim in dims if roles[dim] is FactorDim.COLUMN)
+  averaged = tuple(dim for dim in dims if roles[dim] is not FactorDim.BATCH)
+  return FactorDims(averaged, row, col) if row and col else FactorDims(averaged)
+
+
+def _two_largest(
+  shape: Sequence[int], min_dim_size: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns (row, col) with the largest dimension as col, or nothing if a dimension is too small."""
+  if min_dim_size is None or len(shape) < 2:
+    return (), ()
+  *_, row, col = (int(dim) for dim in np.argsort(shape, kind="stable"))
+  return ((), ()) if shape[row] < min_dim_size else ((row,), (col,))
+
+
+def _rule_from_names(
+  path: str, axes: Iterable[str | None], axis_roles: Mapping[str, FactorDim | str]
+) -> FactorRule:
+  roles = tuple(_role(path, axis, axis_roles) for axis in axes)
+  is_row, is_col = FactorDim.ROW in roles, FactorDim.COLUMN in roles
+  if is_row and is_col and FactorDim.NONE in roles:
+    raise ValueError(
+      f"parameter {path!r} with axes {tuple(axes)} has the factor roles {_role_names(roles)}: beside "
+      "row and column an axis must be row, column or batch, not none. Change the role of that axis "
+      "in Adafactor.logical_factor_rules"
+    )
+  if is_row and is_col:
+    return roles
+  # Half a factorization is none; what remains of the rule is which dimensions are a stack.
+  return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
+
+
+def _role(path: str, axis: str | None, axis_roles: Mapping[str, FactorDim | str]) -> FactorDim:
+  if axis is None:
+    return FactorDim.NONE
+  if axis not in axis_roles:
+    near = difflib.get_close_matches(axis, axis_roles, n=1)
+    raise ValueError(
+      f"Adafactor.logical_factor_rules has no role for axis {axis!r} of parameter {path!r}"
+      + (f" (did you mean {near[0]!r}?)" if near else "")
+      + f": add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
+    )
+  return factor_name_to_factordim(axis_roles[axis])
+
+
+def _role_names(roles: Iterable[FactorDim]) -> str:
+  return "(" + ", ".join(role.name for role in roles) + ")"

@@ -1,0 +1,123 @@
+"""One optimizer for some parameters, another for others, none for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
+
+from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
+
+PyTree = Any
+
+
+class MultiOptimizer(OptimizerDef):
+  """Applies several optimizers, each to the parameters that its traversal visits (as in T5X).
+
+  Parameters that no traversal visits stay as they are and have no state. The optimizers must keep one
+  state a parameter, as Adafactor does; to mix optax's, use `optax.multi_transform` in
+  `optimizers.chain`.
+
+      kernels = flax.traverse_util.ModelParamTraversal(lambda path, _: 'kernel' in path)
+      MultiOptimizer([(kernels, Adafactor(decay_rate=0.8))])
+
+  Args:
+    traversals_and_optimizers: pairs of a traversal of the parameters and its optimizer.
+
+  Raises:
+    ValueError: an optimizer's state is not one state a parameter.
+  """
+
+  hyper_params: list[Any]
+
+  def __init__(self, traversals_and_optimizers: Sequence[tuple[Traversal, OptimizerDef]]):
+    self.traversals, self.sub_optimizers = zip(*traversals_and_optimizers, strict=True)
+    for optimizer in self.sub_optimizers:
+      if not hasattr(optimizer, "init_param_state"):
+        raise ValueError(
+          f"MultiOptimizer cannot hold {type(optimizer).__name__}, whose state is not one state a "
+          "parameter: use optimizers.chain([optax.multi_transform(...)]) instead"
+        )
+    super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
+
+  def init_state(self, params: PyTree) -> OptimizerState:
+    """Returns each visited parameter's initial state, None for the others.
+
+    Raises:
+      ValueError: two traversals visit the same parameter.
+    """
+    states: dict[tuple[str, ...], Any] = dict.fromkeys(flatten_dict(params))
+    owners: dict[tuple[str, ...], int] = {}
+    for index, (traversal, optimizer) in enumerate(self._pairs()):
+      part = _part(traversal, params)
+      for path in flatten_dict(part):
+        if path in owners:
+          raise ValueError(
+            f"optimizers {owners[path]} and {index} of MultiOptimizer both match parameter "
+            f"{'/'.join(path)!r}: narrow one of the two traversals"
+          )
+        owners[path] = index
+      states.update(flatten_dict(optimizer.init_state(part).param_states))
+    return OptimizerState(jnp.zeros((), jnp.int32), unflatten_dict(states))
+
+  def apply_gradient(
+    self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
+  ) -> tuple[PyTree, OptimizerState]:
+    """Returns parameters and state after each optimizer has updated its own."""
+    new_params, new_states = flatten_dict(params), flatten_dict(state.param_states)
+    for (traversal, optimizer), numbers in zip(self._pairs(), hyper_params, strict=True):
+      paths = list(flatten_dict(_part(traversal, params)))
+      part_params, part_states, part_grads = (
+        _select(tree, paths) for tree in (params, state.param_states, grads)
+      )
+      part_params, part_state = optimizer.apply_gradient(
+        numbers, part_params, OptimizerState(state.step, part_states), part_grads
+      )
+      new_params.update(flatten_dict(part_params))
+      new_states.update(flatten_dict(part_state.param_states))
+    return unflatten_dict(new_params), OptimizerState(state.step + 1, unflatten_dict(new_states))
+
+  def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
+    """Returns every optimizer's hyper-parameters with the same overrides, or `hyper_params=[...]`."""
+    numbers = hyper_param_overrides.pop("hyper_params", self.hyper_params)
+    if not hyper_param_overrides:
+      return numbers
+    return [each.replace(**hyper_param_overrides) for each in numbers]
+
+  def set_param_axes(self, param_logical_axes: PyTree) -> None:
+    """Passes each optimizer the axis names of its parameters."""
+    for traversal, optimizer in self._pairs():
+      if hasattr(optimizer, "set_param_axes"):
+        optimizer.set_param_axes(_part(traversal, param_logical_axes))
+    self.hyper_params = [optimizer.hyper_params for optimizer in self.sub_optimizers]
+
+  def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
+    """Returns `optimizer` with axis names, or None, in place of arrays."""
+    axes = dict.fromkeys(flatten_dict(optimizer.target))
+    for traversal, sub_optimizer in self._pairs():
+      part = _part(traversal, optimizer.target)
+      states = _select(optimizer.state.param_states, list(flatten_dict(part)))
+      whole = Optimizer(sub_optimizer, OptimizerState(None, states), part)
+      derived = sub_optimizer.derive_logical_axes(whole, param_logical_axes)
+      axes.update(flatten_dict(derived.state.param_states))
+    return optimizer.replace(
+      state=OptimizerState(None, unflatten_dict(axes)), target=param_logical_axes
+    )
+
+  def _pairs(self) -> zip[tuple[Traversal, Any]]:
+    return zip(self.traversals, self.sub_optimizers, strict=True)
+
+
+def _part(traversal: Traversal, tree: PyTree) -> PyTree:
+  """Returns the part of a nested dict that `traversal` visits."""
+  flat = flatten_dict(tree)
+  visited = traversal.iterate(unflatten_dict({path: "/".join(path) for path in flat}))
+  return _select(tree, [tuple(name.split("/")) for name in visited])
+
+
+def _select(tree: PyTree, paths: Sequence[tuple[str, ...]]) -> PyTree:
+  """Returns the part of a nested dict with these paths."""
+  flat = flatten_dict(tree)
+  return unflatten_dict({path: flat[path] for path in paths})
