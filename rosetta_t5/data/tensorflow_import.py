@@ -1,0 +1,44 @@
+"""TensorFlow's one way in: it reads data on the CPU and never sees a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import Any
+
+
+@functools.cache
+def import_tensorflow() -> Any:
+  """Imports TensorFlow, hides every GPU from it, and returns the module.
+
+  TensorFlow takes all memory of each GPU that it can see; the memory belongs to JAX. Hiding works
+  only before TensorFlow touches a device, hence the one door. Its log (start-up notes, and the
+  lack of a GPU driver as an "error") is silenced unless the user has set TF_CPP_MIN_LOG_LEVEL;
+  what goes wrong in earnest is raised.
+  """
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
+  import tensorflow as tf
+
+  tf.config.set_visible_devices([], "GPU")
+  return tf
+
+
+@functools.cache
+def import_seqio() -> Any:
+  """Imports seqio, TensorFlow first and without GPUs."""
+  import_tensorflow()
+  import seqio
+
+  return seqio
+
+
+def start_importing() -> threading.Thread:
+  """Imports TensorFlow and seqio in a thread: ten seconds that something else can use.
+
+  Whoever needs them meanwhile waits on Python's import lock; nothing is imported twice.
+  """
+  thread = threading.Thread(target=import_seqio, name="import-tensorflow", daemon=True)
+  thread.start()
+  return thread
