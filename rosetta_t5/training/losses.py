@@ -1,0 +1,166 @@
+"""Losses over tokens and what they are divided by, as T5X has them."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rosetta_t5.kernels.cross_entropy import cross_entropy
+
+Scalar = float | Float[Array, ""]
+
+
+@jax.custom_vjp
+def cross_entropy_with_logits(
+  logits: Float[Array, "*tokens vocab"], targets: Float[Array, "*tokens vocab"], z_loss: Scalar
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
+  """Returns each token's cross-entropy against soft targets plus z-loss, and the z-loss alone.
+
+  For integer targets `compute_weighted_cross_entropy` needs a fraction of the memory.
+
+  Args:
+    logits: computed in their own type.
+    targets: probabilities that sum to one over the vocabulary.
+    z_loss: weight of the squared log of the softmax' denominator.
+  """
+  return _soft_forward(logits, targets, z_loss)[0]
+
+
+def _soft_forward(logits: jax.Array, targets: jax.Array, z_loss: Scalar) -> tuple:
+  lse = jax.nn.logsumexp(logits, axis=-1)
+  z_term = z_loss * jnp.square(lse)
+  loss = z_term - jnp.sum(targets * (logits - lse[..., None]), axis=-1)
+  return (loss, z_term), (logits, targets, jnp.asarray(z_loss, lse.dtype), lse)
+
+
+def _soft_backward(residuals: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
+  logits, targets, z_loss, lse = residuals
+  grad_loss, grad_z = grads
+  grad_lse = grad_loss + (grad_loss + grad_z) * 2.0 * z_loss * lse
+  log_softmax = logits - lse[..., None]
+  grad_logits = grad_lse[..., None] * jnp.exp(log_softmax) - grad_loss[..., None] * targets
+  grad_targets = -grad_loss[..., None] * log_softmax
+  grad_z_loss = jnp.sum((grad_loss + grad_z) * jnp.square(lse))
+  return grad_logits.astype(logits.dtype), grad_targets.astype(targets.dtype), grad_z_loss
+
+
+cross_entropy_with_logits.defvjp(_soft_forward, _soft_backward)
+
+
+def compute_weighted_cross_entropy(
+  logits: Float[Array, "*tokens vocab"],
+  targets: Int[Array, "*tokens"],
+  weights: Float[Array, "*tokens"] | None = None,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  loss_normalizing_factor: Scalar | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""], Scalar]:
+  """Returns the sums over all tokens of loss (z-loss included), z-loss and weights, in float32.
+
+  Args:
+    logits: of any float type.
+    targets: the index of each token in the vocabulary.
+    weights: each token's weight; None for one each.
+    label_smoothing: ε, spread over the other tokens of the vocabulary.
+    z_loss: weight of the squared log of the softmax' denominator.
+    loss_normalizing_factor: what both losses are divided by; None for a plain sum.
+
+  Raises:
+    ValueError: the shapes do not fit.
+  """
+  if logits.shape[:-1] != targets.shape:
+    raise ValueError(
+      f"logits of shape {logits.shape} need targets of shape {logits.shape[:-1]}, not {targets.shape}"
+    )
+  loss, z_term = cross_entropy(logits, targets, z_loss, label_smoothing)
+  weight_sum: Scalar = float(math.prod(targets.shape))
+  if weights is not None:
+    loss, z_term, weight_sum = loss * weights, z_term * weights, jnp.sum(weights)
+  scale = 1.0 if loss_normalizing_factor is None else 1.0 / loss_normalizing_factor
+  return jnp.sum(loss) * scale, jnp.sum(z_term) * scale, weight_sum
+
+
+@enum.unique
+class SpecialLossNormalizingFactor(enum.Enum):
+  """What a loss is divided by where it is not a constant.
+
+  NUM_REAL_TARGET_TOKENS: the sum of the loss weights of the batch (without weights: the number of
+    target tokens that are not padding).
+  NUM_TOTAL_TARGET_TOKENS: the number of target tokens, padding included.
+  AVERAGE_PER_SEQUENCE: each sequence's loss is averaged over its own tokens, then over the sequences,
+    so that short ones count as much as long ones. Packed sequences count one by one.
+  """
+
+  NUM_REAL_TARGET_TOKENS = 1
+  NUM_TOTAL_TARGET_TOKENS = 2
+  AVERAGE_PER_SEQUENCE = 3
+
+
+def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
+  """Returns the factor of this name, in any case; gin files give names.
+
+  Raises:
+    ValueError: no factor has this name.
+  """
+  names = SpecialLossNormalizingFactor.__members__
+  if x.upper() in names:
+    return names[x.upper()]
+  near = difflib.get_close_matches(x.upper(), names, n=1)
+  raise ValueError(
+    f"unknown loss_normalizing_factor {x!r}"
+    + (f" (did you mean {near[0]!r}?)" if near else "")
+    + f": set LOSS_NORMALIZING_FACTOR to a number, None, or one of {', '.join(names)}"
+  )
+
+
+def get_loss_normalizing_factor_and_weights(
+  loss_normalizing_factor: float | str | SpecialLossNormalizingFactor | None,
+  batch: Mapping[str, jax.Array],
+) -> tuple[Scalar | None, Float[Array, "batch length"] | None]:
+  """Returns the number that the loss is divided by, and the weight of each target token.
+
+  A number or None is returned as it is, beside the batch's own weights or None. Otherwise tokens
+  without weights in the batch weigh 1, padding (token 0) weighs 0.
+
+  Args:
+    loss_normalizing_factor: a number, None, or a special factor or its name.
+    batch: `decoder_target_tokens` [batch, length]; perhaps `decoder_loss_weights`, and
+      `decoder_segment_ids` if sequences are packed.
+
+  Raises:
+    ValueError: no special factor has this name.
+  """
+  weights = batch.get("decoder_loss_weights")
+  factor = loss_normalizing_factor
+  if isinstance(factor, str):
+    factor = convert_special_loss_normalizing_factor_to_enum(factor)
+  if not isinstance(factor, SpecialLossNormalizingFactor):
+    return factor, weights
+  targets = batch["decoder_target_tokens"]
+  if weights is None:
+    weights = (targets > 0).astype(jnp.float32)
+  if factor is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
+    return jnp.sum(weights), weights
+  if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
+    return float(math.prod(targets.shape)), weights
+  weights = _averaged_per_sequence(weights, batch.get("decoder_segment_ids"))
+  return jnp.sum(weights), weights
+
+
+def _averaged_per_sequence(
+  weights_BT: jax.Array, segment_ids_BT: jax.Array | None
+) -> Float[Array, "batch length"]:
+  """Returns the weights divided by their sum over the sequence; 0 for padding and empty sequences."""
+  if segment_ids_BT is None:
+    segment_ids_BT = jnp.ones(weights_BT.shape, jnp.int32)
+  length = weights_BT.shape[-1]
+  sum_row = lambda w_T, ids_T: jax.ops.segment_sum(w_T, ids_T, num_segments=length + 1)[ids_T]
+  sums_BT = jax.vmap(sum_row)(weights_BT, segment_ids_BT)
+  counts_BT = (segment_ids_BT > 0) & (sums_BT != 0)
+  return jnp.where(counts_BT, weights_BT / jnp.where(counts_BT, sums_BT, 1.0), 0.0)
