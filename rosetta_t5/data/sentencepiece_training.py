@@ -31,8 +31,9 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
       minloglevel=2,
     )
   except RuntimeError as error:
+    reason = str(error).rpartition("] ")[2]  # without the place in SentencePiece's source
     raise ValueError(
-      f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text "
-      f"({str(error).splitlines()[-1]}): take more text or a smaller vocab_size."
+      f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text: {reason} "
+      "Take more text or a smaller vocab_size."
     ) from error
   return model.getvalue()

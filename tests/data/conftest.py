@@ -1,0 +1,77 @@
+"""SeqIO tasks made of a few lines of text, gone after each test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+
+AddTask = Callable[..., str]
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def add_task() -> Iterator[AddTask]:
+  """Registers a task of bytes whose targets are the lines in upper case; returns its name."""
+  tf, seqio = import_tensorflow(), import_seqio()
+  added = []
+
+  def add(
+    lines: Sequence[str],
+    name: str | None = None,
+    preprocessors: Sequence[Any] = (),
+    vocabulary: Any = None,
+    **more_splits: Sequence[str],
+  ) -> str:
+    name = name or f"lines_{next(_numbers)}"
+    splits = {"train": lines, **more_splits}
+    vocabulary = vocabulary or seqio.ByteVocabulary()
+
+    def read(split: str, shuffle_files: bool = False, seed: int | None = None) -> Any:
+      return tf.data.Dataset.from_tensor_slices(tf.constant(splits[split], tf.string))
+
+    def as_example(line: Any) -> dict[str, Any]:
+      return {"inputs": line, "targets": tf.strings.upper(line)}
+
+    seqio.TaskRegistry.add(
+      name,
+      source=seqio.FunctionDataSource(read, splits=list(splits)),
+      preprocessors=[
+        lambda dataset: dataset.map(as_example),
+        seqio.preprocessors.tokenize,
+        *preprocessors,
+        seqio.preprocessors.append_eos_after_trim,
+      ],
+      output_features={
+        "inputs": seqio.Feature(vocabulary, required=False),
+        "targets": seqio.Feature(vocabulary),
+      },
+    )
+    added.append(name)
+    return name
+
+  yield add
+  for name in added:
+    seqio.TaskRegistry.remove(name)
+
+
+@pytest.fixture
+def config() -> Callable[..., DatasetConfig]:
+  """Builds a DatasetConfig with small lengths; arguments override."""
+
+  def build(name: Any, **overrides: Any) -> DatasetConfig:
+    fields = {
+      "task_feature_lengths": {"inputs": 16, "targets": 16},
+      "split": "train",
+      "batch_size": 4,
+      "shuffle": False,
+      "seed": 0,
+    }
+    return DatasetConfig(name, **{**fields, **overrides})
+
+  return build

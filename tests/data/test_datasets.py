@@ -1,0 +1,229 @@
+"""get_dataset and get_training_eval_datasets: what is in the batches, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rosetta_t5.data import DatasetConfig, get_dataset, get_training_eval_datasets
+from rosetta_t5.data.tensorflow_import import import_seqio
+
+LINES = [f"line {number:03}" for number in range(12)]
+Config = Callable[..., DatasetConfig]
+
+
+@pytest.fixture
+def converter() -> Any:
+  return import_seqio().EncDecFeatureConverter
+
+
+@pytest.fixture
+def add_mixture() -> Iterator[Callable[..., str]]:
+  seqio, added = import_seqio(), []
+
+  def add(name: str, tasks: list[str]) -> str:
+    seqio.MixtureRegistry.add(name, tasks, default_rate=1)
+    added.append(name)
+    return name
+
+  yield add
+  for name in added:
+    seqio.MixtureRegistry.remove(name)
+
+
+def texts(dataset: Any, feature: str = "encoder_input_tokens") -> list[str]:
+  vocabulary = import_seqio().ByteVocabulary()
+  rows = [row for batch in dataset.as_numpy_iterator() for row in batch[feature]]
+  return [vocabulary.decode([int(token) for token in row if token]) for row in rows]
+
+
+def test_shards_together_hold_every_example_once(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  cfg = config(add_task(LINES), batch_size=6)
+  shards = [texts(get_dataset(cfg, shard, 3, converter, num_epochs=1)) for shard in range(3)]
+  assert [len(shard) for shard in shards] == [4, 4, 4]
+  assert sorted(line for shard in shards for line in shard) == LINES
+
+
+def test_each_shard_gets_its_part_of_the_batch(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  dataset = get_dataset(config(add_task(LINES), batch_size=6), 1, 3, converter)
+  assert dataset.element_spec["encoder_input_tokens"].shape == (2, 16)
+
+
+def test_a_batch_size_that_does_not_divide_is_refused_with_near_ones(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  with pytest.raises(ValueError, match=r"batch size 7 .* 3 data shards: set BATCH_SIZE .*6 or 9"):
+    get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
+
+
+def test_training_data_has_no_end(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  dataset = get_dataset(config(add_task(LINES), batch_size=5), 0, 1, converter)
+  assert texts(dataset.take(4)) == [*LINES, *LINES][:20]
+
+
+def test_one_seed_gives_one_order_and_another_seed_another(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(LINES)
+
+  def order(seed: int) -> list[str]:
+    return texts(get_dataset(config(name, shuffle=True, seed=seed), 0, 1, converter, num_epochs=1))
+
+  assert order(1) == order(1)
+  assert order(1) != order(2)
+  assert sorted(order(1)) == LINES
+
+
+def test_packing_puts_several_examples_into_one_sequence(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  cfg = config(
+    add_task(LINES), pack=True, batch_size=2, task_feature_lengths={"inputs": 24, "targets": 24}
+  )
+  batch = next(get_dataset(cfg, 0, 1, converter, num_epochs=1).as_numpy_iterator())
+  # A line is 8 bytes and the end token: two fit into 24.
+  expected = [1] * 9 + [2] * 9 + [0] * 6
+  np.testing.assert_array_equal(batch["encoder_segment_ids"][0], expected)
+  np.testing.assert_array_equal(batch["decoder_positions"][0], [*range(9), *range(9), *[0] * 6])
+
+
+def test_long_features_are_trimmed_unless_told_otherwise(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(["x" * 40])
+  cfg = config(name, batch_size=1)
+  batch = next(get_dataset(cfg, 0, 1, converter, num_epochs=1).as_numpy_iterator())
+  assert (batch["encoder_input_tokens"] > 0).all()
+
+
+def test_runtime_preprocessors_come_between_task_and_converter(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  cfg = config(add_task(LINES), runtime_preprocessors=[lambda dataset: dataset.skip(8)])
+  assert texts(get_dataset(cfg, 0, 1, converter, num_epochs=1)) == LINES[8:]
+
+
+def test_a_task_may_be_given_itself(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  task = import_seqio().TaskRegistry.get(add_task(LINES))
+  assert texts(get_dataset(config(task), 0, 1, converter, num_epochs=1)) == LINES
+
+
+def test_an_unknown_task_is_refused_with_near_names(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  add_task(LINES, name="squad_of_tests")
+  text = r"no SeqIO task or mixture 'squad_off_tests'.*'squad_of_tests'.*MIXTURE_OR_TASK_MODULE"
+  with pytest.raises(ValueError, match=text):
+    get_dataset(config("squad_off_tests"), 0, 1, converter)
+
+
+def test_an_unknown_task_of_a_module_says_what_was_imported(config: Config, converter: Any) -> None:
+  with pytest.raises(ValueError, match=r"module 'json' was imported, but registers no such name"):
+    get_dataset(config("squad_off_tests", module="json"), 0, 1, converter)
+
+
+def test_a_missing_split_is_refused_with_those_there_are(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(LINES, validation=LINES[:4])
+  with pytest.raises(ValueError, match=rf"'{name}' has no split 'test'; it has 'train', 'valid"):
+    get_dataset(config(name, split="test"), 0, 1, converter)
+
+
+@pytest.mark.parametrize(
+  ("lengths", "text"),
+  [
+    ({"inputs": 8}, r"gives no length for 'targets'.*'inputs': 8, 'targets': 512"),
+    (None, r"gives no length for 'inputs' and gives no length for 'targets'"),
+    ({"inputs": 8, "targets": 8, "target": 8}, r"names 'target', which the model does not read"),
+  ],
+)
+def test_lengths_that_do_not_fit_the_model_are_refused(
+  add_task: Callable[..., str], config: Config, converter: Any, lengths: Any, text: str
+) -> None:
+  with pytest.raises(ValueError, match=rf"TASK_FEATURE_LENGTHS = .*{text}"):
+    get_dataset(config(add_task(LINES), task_feature_lengths=lengths), 0, 1, converter)
+
+
+def test_a_task_that_drops_every_example_is_refused_instead_of_searched_forever(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(LINES, preprocessors=[lambda dataset: dataset.filter(lambda _: False)])
+  with pytest.raises(ValueError, match=rf"No example comes out of the split 'train' .*'{name}'"):
+    get_dataset(config(name), 0, 1, converter)
+
+
+def test_an_empty_shard_is_refused(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  with pytest.raises(ValueError, match=r"shard 2 of 4 of the split 'train'"):
+    get_dataset(config(add_task(LINES[:2])), 2, 4, converter)
+
+
+def test_continuing_from_the_last_checkpoint_is_another_functions_business(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  with pytest.raises(ValueError, match=r"restore_dataset = True"):
+    get_dataset(config(add_task(LINES)), 0, 1, converter, continue_from_last_checkpoint=True)
+
+
+def test_evaluation_repeats_short_data_up_to_its_steps(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(LINES, validation=LINES[:6])
+  datasets = get_training_eval_datasets(config(name, split="validation"), 0, 1, 4, converter)
+  assert list(datasets) == [name]
+  assert texts(datasets[name]) == (LINES[:6] * 3)[:16]
+
+
+def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(
+  add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
+) -> None:
+  first, second = add_task(LINES, validation=LINES), add_task(LINES, validation=LINES)
+  without_validation = add_task(LINES)
+  mixture = add_mixture("mixture_of_tests", [first, second, without_validation])
+  cfg = config(mixture, split="validation", seed=None)
+  datasets = get_training_eval_datasets(cfg, 0, 1, 2, converter)
+  assert list(datasets) == [first, second, mixture]
+  assert all(len(texts(dataset)) == 8 for dataset in datasets.values())
+
+
+def test_training_on_a_mixture_draws_from_each_task(
+  add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
+) -> None:
+  mixture = add_mixture("mixture_of_tests", [add_task(["a"]), add_task(["b"])])
+  assert set(texts(get_dataset(config(mixture), 0, 1, converter).take(8))) == {"a", "b"}
+
+
+def test_a_mixture_with_an_empty_task_is_refused_by_the_tasks_name(
+  add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
+) -> None:
+  mixture = add_mixture("mixture_of_tests", [add_task(LINES), add_task([], name="nothing_in_it")])
+  with pytest.raises(ValueError, match=r"No example comes out of .* task 'nothing_in_it'"):
+    get_dataset(config(mixture), 0, 1, converter)
+
+
+def test_evaluation_data_too_small_for_a_batch_is_refused(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  cfg = config(add_task(LINES, validation=["a"]), split="validation", batch_size=8)
+  with pytest.raises(ValueError, match=r"does not fill one batch of 8 examples in 2 passes"):
+    get_training_eval_datasets(cfg, 0, 1, 2, converter)
+
+
+def test_deterministic_tasks_are_refused(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  with pytest.raises(ValueError, match=r"deterministic=True.*leave it False"):
+    get_training_eval_datasets(config(add_task(LINES)), 0, 1, 2, converter, deterministic=True)

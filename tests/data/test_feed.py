@@ -1,0 +1,255 @@
+"""The feed: global batches on eight devices, drawn ahead, with a position that can be restored."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from clu.data import dataset_iterator
+
+from rosetta_t5.data import (
+  DatasetConfig,
+  ShardedDatasetIterator,
+  get_dataset,
+  get_zeros_batch_like_dataset,
+  get_zeros_batch_like_spec,
+  prepare_train_iter,
+)
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.parallel.partitioner import PjitPartitioner
+
+LINES = [f"line {number:03}" for number in range(100)]
+
+
+@pytest.fixture
+def make_feed() -> Iterator[Callable[..., ShardedDatasetIterator]]:
+  feeds = []
+
+  def make(data: Any, batch_size: int = 8, checkpoint_cfg: Any = None) -> ShardedDatasetIterator:
+    partitioner = PjitPartitioner(num_partitions=2)
+    feed = prepare_train_iter(
+      data,
+      partitioner=partitioner,
+      checkpoint_cfg=checkpoint_cfg,
+      data_layout=partitioner.get_data_layout(batch_size),
+    )
+    feeds.append(feed)
+    return feed
+
+  yield make
+  for feed in feeds:
+    feed.close()
+
+
+def counting(stop: int = 100, batch_size: int = 8) -> Iterator[dict[str, np.ndarray]]:
+  for number in range(stop):
+    yield {"x": np.full((batch_size, 2), number, np.int32)}
+
+
+def first_numbers(feed: ShardedDatasetIterator, count: int) -> list[int]:
+  return [int(np.asarray(next(feed)["x"])[0, 0]) for _ in range(count)]
+
+
+def seqio_dataset(add_task: Callable[..., str], **overrides: Any) -> Callable[[], Any]:
+  """Returns what builds the same shuffled, packed training data anew at each call."""
+  fields = {"batch_size": 8, "shuffle": True, "seed": 5, "pack": True, **overrides}
+  cfg = DatasetConfig(add_task(LINES), {"inputs": 24, "targets": 24}, "train", **fields)
+  return lambda: get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
+
+
+def assert_batches_equal(a: Any, b: Any) -> None:
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_batch_is_sharded_over_the_data_axis_and_whole_on_the_model_axis(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  batch = next(make_feed([{"x": np.arange(24).reshape(8, 3)}]))
+  assert batch["x"].sharding.spec == jax.sharding.PartitionSpec("data")
+  # Eight devices in four rows of two: each row holds two of the eight examples.
+  assert {shard.data.shape for shard in batch["x"].addressable_shards} == {(2, 3)}
+  np.testing.assert_array_equal(batch["x"], np.arange(24).reshape(8, 3))
+
+
+def test_a_dataset_of_tensorflow_gives_its_numbers_and_drops_its_text(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  tf = import_tensorflow()
+  elements = {"x": tf.range(8, dtype=tf.int64), "text": tf.constant(["a"] * 8)}
+  feed = make_feed(tf.data.Dataset.from_tensors(elements))
+  assert feed.element_spec == {"x": jax.ShapeDtypeStruct((8,), np.int32)}
+  batch = next(feed)
+  assert list(batch) == ["x"]
+  np.testing.assert_array_equal(batch["x"], range(8))
+
+
+def test_an_iterator_of_clu_is_taken_as_it_is(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  tf = import_tensorflow()
+  dataset = tf.data.Dataset.range(16).batch(8, drop_remainder=True).map(lambda x: {"x": x})
+  iterator = dataset_iterator.TfDatasetIterator(dataset, checkpoint=False)
+  feed = make_feed(iterator)
+  assert feed.iterator is iterator
+  np.testing.assert_array_equal(next(feed)["x"], range(8))
+
+
+def test_the_next_batches_are_drawn_while_the_caller_is_busy(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  drawn = threading.Semaphore(0)
+
+  def batches() -> Iterator[dict[str, np.ndarray]]:
+    for batch in counting():
+      drawn.release()
+      yield batch
+
+  make_feed(batches())
+  # One for the shapes, one ahead of it; the caller has asked for none.
+  assert drawn.acquire(timeout=10)
+  assert drawn.acquire(timeout=10)
+
+
+def test_an_error_in_the_thread_reaches_the_caller_in_its_turn(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  def batches() -> Iterator[dict[str, np.ndarray]]:
+    yield from counting(2)
+    raise OSError("disk gone")
+
+  feed = make_feed(batches())
+  assert first_numbers(feed, 2) == [0, 1]
+  with pytest.raises(OSError, match="disk gone"):
+    next(feed)
+
+
+def test_finite_data_ends(make_feed: Callable[..., ShardedDatasetIterator]) -> None:
+  assert [int(np.asarray(batch["x"])[0, 0]) for batch in make_feed(counting(3))] == [0, 1, 2]
+
+
+def test_data_without_a_full_batch_is_refused(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  tf = import_tensorflow()
+  dataset = tf.data.Dataset.range(7).batch(8, drop_remainder=True).map(lambda x: {"x": x})
+  with pytest.raises(ValueError, match=r"ended before its first batch of 8 examples"):
+    next(make_feed(dataset))
+
+
+def test_an_empty_iterable_is_refused(make_feed: Callable[..., ShardedDatasetIterator]) -> None:
+  with pytest.raises(ValueError, match="iterable is empty"):
+    make_feed([])
+
+
+def test_batches_of_another_size_are_refused(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  with pytest.raises(ValueError, match=r"'x' has the shape \(4, 2\).*reads 8 examples a batch"):
+    make_feed(counting(batch_size=4))
+
+
+def test_something_that_is_no_data_is_refused(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  with pytest.raises(ValueError, match=r"returned int\. It must return a tf\.data\.Dataset"):
+    make_feed(3)
+
+
+def test_restart_continues_with_the_next_batch_of_shuffled_packed_data(
+  make_feed: Callable[..., ShardedDatasetIterator],
+  add_task: Callable[..., str],
+  tmp_path: pathlib.Path,
+) -> None:
+  build = seqio_dataset(add_task)
+  feed = make_feed(build())
+  for _ in range(5):
+    next(feed)
+  feed.save(tmp_path / "train_ds")
+  expected = [next(feed) for _ in range(15)]
+
+  restarted = make_feed(build())
+  restarted.restore(tmp_path / "train_ds")
+  assert restarted.batches_handed_out == 5
+  for batch in expected:
+    assert_batches_equal(next(restarted), batch)
+
+
+def test_saving_does_not_disturb_what_follows(
+  make_feed: Callable[..., ShardedDatasetIterator],
+  add_task: Callable[..., str],
+  tmp_path: pathlib.Path,
+) -> None:
+  build = seqio_dataset(add_task)
+  saving, undisturbed = make_feed(build()), make_feed(build())
+  for step in range(6):
+    assert_batches_equal(next(saving), next(undisturbed))
+    saving.save(tmp_path / f"position_{step}")
+
+
+def test_restart_of_an_iterable_skips_what_was_handed_out(
+  make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
+) -> None:
+  feed = make_feed(counting())
+  first_numbers(feed, 4)
+  feed.save(tmp_path / "position")
+  restarted = make_feed(counting())
+  restarted.restore(tmp_path / "position")
+  assert first_numbers(restarted, 5) == [4, 5, 6, 7, 8]
+
+
+def test_reset_goes_back_to_the_first_batch(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  feed = make_feed(list(counting(9)))
+  first_numbers(feed, 4)
+  feed.reset()
+  assert first_numbers(feed, 3) == [0, 1, 2]
+
+
+def test_nothing_is_drawn_ahead_when_the_position_will_be_restored(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  restore = types.SimpleNamespace(restore_dataset=True)
+  data = IterableThatCounts()
+  make_feed(data, checkpoint_cfg=types.SimpleNamespace(restore=restore)).close()
+  assert data.drawn == 1  # for the shapes
+
+
+class IterableThatCounts:
+  drawn = 0
+
+  def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    for batch in counting():
+      self.drawn += 1
+      yield batch
+
+
+def test_a_missing_position_is_refused(
+  make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
+) -> None:
+  with pytest.raises(ValueError, match=r"cannot be restored from .*/gone.*restore_dataset = False"):
+    make_feed(counting()).restore(tmp_path / "gone")
+
+
+def test_a_pipeline_that_cannot_save_says_so(
+  make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
+) -> None:
+  tf = import_tensorflow()
+  dataset = tf.data.Dataset.from_generator(
+    counting, output_signature={"x": tf.TensorSpec([8, 2], tf.int32)}
+  )
+  with pytest.raises(ValueError, match=r"cannot save its position.*save_dataset = False"):
+    make_feed(dataset).save(tmp_path / "position")
+
+
+def test_zeros_like_a_spec_and_like_a_dataset(add_task: Callable[..., str]) -> None:
+  spec = {"x": jax.ShapeDtypeStruct((2, 3), np.int32)}
+  np.testing.assert_array_equal(get_zeros_batch_like_spec(spec)["x"], np.zeros((2, 3)))
+  batch = get_zeros_batch_like_dataset(seqio_dataset(add_task)(), batch_size=3)
+  assert batch["encoder_input_tokens"].shape == (3, 24)

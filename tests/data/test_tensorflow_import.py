@@ -1,0 +1,23 @@
+"""TensorFlow: not imported before it is needed, and without GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow, start_importing
+
+
+def test_importing_the_data_room_imports_no_tensorflow() -> None:
+  code = "import rosetta_t5.data, sys; print({'tensorflow', 'seqio', 'gin'} & set(sys.modules))"
+  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert result.stdout.strip() == "set()"
+
+
+def test_tensorflow_sees_no_gpu() -> None:
+  assert import_tensorflow().config.get_visible_devices("GPU") == []
+
+
+def test_the_thread_imports_what_is_imported_later() -> None:
+  start_importing().join()
+  assert import_seqio() is sys.modules["seqio"]

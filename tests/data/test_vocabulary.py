@@ -1,0 +1,108 @@
+"""Vocabularies of task and model: found, compared by content, measured against the table."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rosetta_t5.data import (
+  DatasetConfig,
+  get_vocabulary,
+  round_vocab_size_to_multiple,
+  verify_matching_vocabs,
+)
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabulary import same_vocabulary
+
+Config = Callable[..., DatasetConfig]
+TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
+
+
+@pytest.fixture
+def sentencepiece_file(tmp_path: pathlib.Path) -> pathlib.Path:
+  path = tmp_path / "pieces.model"
+  path.write_bytes(train_sentencepiece(TEXT, vocab_size=16))
+  return path
+
+
+def model_with(vocabulary: Any, rows: int = 384, output: Any = None) -> Any:
+  """A stand-in with what is read of a model: its vocabularies and its network's config."""
+  config = type("T5Config", (), {"vocab_size": rows})()
+  return types.SimpleNamespace(
+    input_vocabulary=vocabulary,
+    output_vocabulary=output or vocabulary,
+    module=types.SimpleNamespace(config=config),
+  )
+
+
+def test_the_vocabularies_are_those_of_inputs_and_targets(
+  add_task: Callable[..., str], config: Config
+) -> None:
+  bytes_ = import_seqio().ByteVocabulary()
+  assert get_vocabulary(config(add_task(["a"]))) == (bytes_, bytes_)
+
+
+def test_matching_vocabularies_pass(add_task: Callable[..., str], config: Config) -> None:
+  verify_matching_vocabs(config(add_task(["a"])), model_with(import_seqio().ByteVocabulary()))
+
+
+def test_different_vocabularies_are_refused_with_both_named(
+  add_task: Callable[..., str], config: Config, sentencepiece_file: pathlib.Path
+) -> None:
+  seqio = import_seqio()
+  name = add_task(["a"])
+  model = model_with(
+    seqio.ByteVocabulary(), output=seqio.SentencePieceVocabulary(str(sentencepiece_file))
+  )
+  text = rf"'{name}' .*different output vocabularies.*ByteVocabulary.*pieces.model: 16 tokens"
+  with pytest.raises(ValueError, match=text):
+    verify_matching_vocabs(config(name), model)
+
+
+def test_one_vocabulary_under_two_paths_is_the_same(
+  add_task: Callable[..., str], config: Config, sentencepiece_file: pathlib.Path
+) -> None:
+  seqio = import_seqio()
+  copy = sentencepiece_file.with_name("copy.model")
+  shutil.copy(sentencepiece_file, copy)
+  of_task, of_model = (
+    seqio.SentencePieceVocabulary(str(path), extra_ids=4) for path in (sentencepiece_file, copy)
+  )
+  assert of_task != of_model  # SeqIO compares paths
+  verify_matching_vocabs(config(add_task(["a"], vocabulary=of_task)), model_with(of_model))
+
+
+def test_other_extra_ids_make_another_vocabulary(sentencepiece_file: pathlib.Path) -> None:
+  seqio = import_seqio()
+  a, b = (seqio.SentencePieceVocabulary(str(sentencepiece_file), extra_ids=n) for n in (4, 5))
+  assert not same_vocabulary(a, b)
+
+
+def test_a_vocabulary_larger_than_the_embedding_table_is_refused_with_the_line_to_change(
+  add_task: Callable[..., str], config: Config
+) -> None:
+  name = add_task(["a"])
+  model = model_with(import_seqio().ByteVocabulary(), rows=128)
+  text = rf"'{name}' has 259 tokens .* only 128 rows\. Set network\.T5Config\.vocab_size = 384"
+  with pytest.raises(ValueError, match=text):
+    verify_matching_vocabs(config(name), model)
+
+
+def test_round_vocab_size_to_multiple() -> None:
+  assert round_vocab_size_to_multiple(import_seqio().ByteVocabulary()) == 384
+  assert round_vocab_size_to_multiple(import_seqio().ByteVocabulary(), divisor=7) == 259
+
+
+def test_a_vocabulary_too_large_for_its_text_is_refused() -> None:
+  with pytest.raises(ValueError, match=r"No SentencePiece vocabulary of 4000 pieces"):
+    train_sentencepiece(TEXT, vocab_size=4000)
+
+
+def test_the_same_text_gives_the_same_vocabulary() -> None:
+  assert train_sentencepiece(TEXT, vocab_size=16) == train_sentencepiece(TEXT, vocab_size=16)
