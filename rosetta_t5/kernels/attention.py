@@ -37,10 +37,37 @@ def xla_attention(
     q_BTHK, k_BSHK = q_BTHK.astype(jnp.float32), k_BSHK.astype(jnp.float32)
   logits_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK)
   if bias_1HTS is not None:
-    logits_BHTS = logits_BHTS + bias_1HTS.astype(logits_BHTS.dtype)
+    logits_BHTS = add_to_every_example(logits_BHTS, bias_1HTS.astype(logits_BHTS.dtype))
   if mask_B1TS is not None:
     logits_BHTS = jnp.where(mask_B1TS, logits_BHTS, jnp.asarray(MASKED_LOGIT, logits_BHTS.dtype))
   weights_BHTS = jax.nn.softmax(logits_BHTS).astype(v_BSHK.dtype)
   if value_scale_BHS is not None:
     v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
   return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+
+
+@jax.custom_vjp
+def add_to_every_example(
+  x_BHTS: Float[Array, "B H T S"], y_1HTS: Float[Array, "#B H T S"]
+) -> Float[Array, "B H T S"]:
+  """Returns x + y, where y may be one for the whole batch.
+
+  Its gradient sums over the batch by a product with ones: the sum that a broadcast's gradient is
+  takes XLA 50 times longer on a CPU, a third of a layer's time.
+  """
+  return x_BHTS + y_1HTS
+
+
+def _add_forward(x_BHTS: Array, y_1HTS: Array) -> tuple[Array, Array]:
+  return x_BHTS + y_1HTS, y_1HTS
+
+
+def _add_backward(y_1HTS: Array, grad_BHTS: Array) -> tuple[Array, Array]:
+  if y_1HTS.shape == grad_BHTS.shape:
+    return grad_BHTS, grad_BHTS
+  ones_B = jnp.ones(grad_BHTS.shape[0], grad_BHTS.dtype)
+  grad_HTS = jnp.einsum("b,bhts->hts", ones_B, grad_BHTS, precision=jax.lax.Precision.HIGHEST)
+  return grad_BHTS, grad_HTS[None]
+
+
+add_to_every_example.defvjp(_add_forward, _add_backward)

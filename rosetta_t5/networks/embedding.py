@@ -127,14 +127,30 @@ class RelativePositionBiases(nn.Module):
       jnp.float32,
       axes=("heads", "relpos_buckets"),
     )
-    distance_TS = np.arange(key_length)[None, :] - np.arange(query_length)[:, None]
-    bucket_TS = relative_position_bucket(
-      distance_TS, bidirectional, self.num_buckets, self.max_distance
+    distances = np.arange(1 - query_length, key_length)
+    buckets = relative_position_bucket(
+      distances, bidirectional, self.num_buckets, self.max_distance
     )
-    # A product with one-hot rows, since the gradient of a gather would be a scatter, which is slow.
-    one_hot_TSN = jax.nn.one_hot(bucket_TS, self.num_buckets, dtype=self.dtype)
-    bias_HTS = jnp.einsum("hn,tsn->hts", jnp.asarray(table_HN, self.dtype), one_hot_TSN)
-    return bias_HTS[None]
+    one_hot_NL = jax.nn.one_hot(buckets, self.num_buckets, dtype=self.dtype, axis=0)
+    bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
+    return _by_distance(bias_HL, query_length, key_length)[None]
+
+
+def _by_distance(
+  values_HL: Float[Array, "H L"], query_length: int, key_length: int
+) -> Float[Array, "H T S"]:
+  """Returns a matrix for each head whose entry (q, k) is the value of the distance k − q.
+
+  Values are those of the distances 1 − T to S − 1. Repeated end to end and cut into rows one entry
+  shorter than a repetition, they move on by one a row, which is what a gather would do; but the
+  gradient is a sum and not a scatter, which on a CPU takes longer than the layer.
+  """
+  heads, num_distances = values_HL.shape
+  repeated = jnp.broadcast_to(values_HL[:, None, :], (heads, query_length, num_distances))
+  start = query_length - 1
+  stop = start + query_length * (num_distances - 1)
+  rows = repeated.reshape(heads, -1)[:, start:stop].reshape(heads, query_length, -1)
+  return rows[:, :, :key_length]
 
 
 class LayerNorm(nn.Module):
