@@ -1,0 +1,23 @@
+"""Gin, flags, search paths, T5X's path names, and checking. The only room that imports gin."""
+
+from __future__ import annotations
+
+from rosetta_t5.config.command_line import rewrite_gin_args, run
+from rosetta_t5.config.errors import ConfigError
+from rosetta_t5.config.gin_functions import bool_fn, string_split_fn, sum_fn
+from rosetta_t5.config.launch import run_from_command_line
+from rosetta_t5.config.parsing import parse_gin_flags
+from rosetta_t5.config.summary import get_gin_config_str, summarize_gin_config
+
+__all__ = [
+  "ConfigError",
+  "bool_fn",
+  "get_gin_config_str",
+  "parse_gin_flags",
+  "rewrite_gin_args",
+  "run",
+  "run_from_command_line",
+  "string_split_fn",
+  "sum_fn",
+  "summarize_gin_config",
+]

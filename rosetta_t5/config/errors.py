@@ -1,0 +1,57 @@
+"""What the user wrote and cannot run, as text; and programs that end with that text."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
+# Gin appends this to whatever a configured function raises, once for every function on the way.
+_GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
+
+
+class ConfigError(ValueError):
+  """A command line or gin file that cannot run: what was given, where, and the line to change."""
+
+
+def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+  """Returns " Did you mean A or B?" for the known names most like `name`, or nothing."""
+  found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
+  return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+@contextlib.contextmanager
+def errors_as_text() -> Iterator[None]:
+  """Ends the program with an error's text alone when it is the user's to mend.
+
+  Exit status 2 says that the command line or a gin file is wrong, 1 that the run refused what it
+  was given. Errors that none of our own lines raised keep their traceback, and all of them do if
+  --debug is given or ROSETTA_T5_DEBUG=1 is set.
+  """
+  try:
+    yield
+  except ValueError as error:
+    if os.environ.get(DEBUG_VARIABLE) or not _is_for_the_user(error):
+      raise
+    text = _GIN_CALL_NOTE.sub("", str(error)).strip()
+    print(f"\nerror: {text}\n(--debug shows where this was raised)", file=sys.stderr, flush=True)
+    sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _is_for_the_user(error: ValueError) -> bool:
+  """Whether the line that raised is ours: our ValueErrors are written for users (rule 8)."""
+  return isinstance(error, ConfigError) or _raised_in(error.__traceback__).startswith("rosetta_t5.")
+
+
+def _raised_in(traceback: TracebackType | None) -> str:
+  """The name of the module whose line raised."""
+  module = ""
+  while traceback is not None:
+    module = traceback.tb_frame.f_globals.get("__name__", "")
+    traceback = traceback.tb_next
+  return module

@@ -1,0 +1,217 @@
+"""Gin files as statements that know their file and line, read before anything is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tokenize
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gin import config_parser
+
+from rosetta_t5.config.errors import ConfigError
+from rosetta_t5.config.t5x_paths import find_gin_file
+
+COMMAND_LINE = "the command line"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+  """`@scope/name`, or with `evaluate` `@scope/name()`."""
+
+  name: str
+  evaluate: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+  """`%NAME`."""
+
+  name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a statement stands: the file as it was named, the line's number, its text."""
+
+  file: str
+  line: int
+  text: str
+
+  def __str__(self) -> str:
+    where = self.file if self.file == COMMAND_LINE else f"{self.file}, line {self.line}"
+    return f"{where}:  {self.text.strip()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+  """`import X` or `from X import Y`, as gin's own parser holds it."""
+
+  statement: config_parser.ImportStatement
+  place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+  """`scope/selector.argument = value`; without an argument it sets the macro `scope/selector`."""
+
+  scope: str
+  selector: str
+  argument: str
+  value: Any
+  place: Place
+
+  @property
+  def macro(self) -> str | None:
+    """The name of the macro that this sets, if it sets one."""
+    if not self.argument:
+      return f"{self.scope}/{self.selector}" if self.scope else self.selector
+    is_macro = self.selector in ("macro", "gin.macro") and self.argument == "value"
+    return self.scope if is_macro else None
+
+  @property
+  def name(self) -> str:
+    """What this sets, as it would be written on the left of the equals sign."""
+    return self.macro or f"{self.scope}{'/' if self.scope else ''}{self.selector}.{self.argument}"
+
+  @property
+  def key(self) -> tuple[str, ...]:
+    """The same for two bindings of one thing, whatever its module is called in their files."""
+    if self.macro is not None:
+      return (self.macro,)
+    return (self.scope, self.selector.rsplit(".", 1)[-1], self.argument)
+
+
+@dataclasses.dataclass(frozen=True)
+class GinFile:
+  """One file: its statements in order, included files in their places."""
+
+  statements: tuple[Import | Binding | GinFile, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What the command line asks for: gin files, then bindings, later ones winning."""
+
+  files: tuple[GinFile, ...]
+  bindings: GinFile
+
+  def bindings_in_order(self) -> Iterator[Binding]:
+    """Yields every binding in the order in which it takes effect."""
+    for file in (*self.files, self.bindings):
+      yield from _bindings(file)
+
+  def in_force(self) -> list[Binding]:
+    """The bindings that no later one replaces."""
+    return list({binding.key: binding for binding in self.bindings_in_order()}.values())
+
+  def macros_used(self) -> dict[str, Place]:
+    """The macros that bindings in force use, each with the place of the first use."""
+    uses = ((value, b.place) for b in self.in_force() for value in leaves(b.value))
+    used: dict[str, Place] = {}
+    for value, place in uses:
+      if isinstance(value, Macro):
+        used.setdefault(value.name, place)
+    return used
+
+
+def read_program(
+  files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]
+) -> Program:
+  """Reads gin files, all that they include, and the command line's bindings.
+
+  Raises:
+    ConfigError: a file is missing, includes itself, or is no valid gin.
+  """
+  read = tuple(_read_file(name, search_paths) for name in files)
+  on_command_line = [s for text in bindings for s in _read_binding(text, search_paths)]
+  return Program(read, GinFile(tuple(on_command_line)))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+  """Yields what a value holds, down through dicts, lists and tuples."""
+  if isinstance(value, dict):
+    value = [*value.keys(), *value.values()]
+  if not isinstance(value, (list, tuple)):
+    yield value
+    return
+  for item in value:
+    yield from leaves(item)
+
+
+def _bindings(file: GinFile) -> Iterator[Binding]:
+  for statement in file.statements:
+    if isinstance(statement, GinFile):
+      yield from _bindings(statement)
+    elif isinstance(statement, Binding):
+      yield statement
+
+
+class _KeepNames(config_parser.ParserDelegate):
+  """Leaves names as names, where gin's own delegate would look them up."""
+
+  def configurable_reference(self, name: str, evaluate: bool) -> Reference:
+    return Reference(name, evaluate)
+
+  def macro(self, name: str) -> Macro:
+    return Macro(name)
+
+
+def _read_file(name: str, search_paths: Sequence[str], outer: tuple[str, ...] = ()) -> GinFile:
+  path = find_gin_file(name, search_paths)
+  text = path.read_text(encoding="utf-8")
+  return GinFile(tuple(_statements(text, name, search_paths, (*outer, str(path.resolve())))))
+
+
+def _read_binding(text: str, search_paths: Sequence[str]) -> list[Import | Binding | GinFile]:
+  try:
+    return list(_statements(text, COMMAND_LINE, search_paths, ()))
+  except ConfigError as error:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not value or value[0] in "'\"@%[({":
+      raise
+    raise ConfigError(
+      f"{error}\n  text needs quotes that the shell leaves in place: --gin.{name}=\"'{value}'\""
+    ) from error
+
+
+def _statements(
+  text: str, name: str, search_paths: Sequence[str], files: tuple[str, ...]
+) -> Iterator[Import | Binding | GinFile]:
+  """Yields the statements of `text`; `files` leads from the outermost file to this one."""
+  for statement in _parse(text, name):
+    if isinstance(statement, config_parser.BlockDeclaration):
+      continue  # each line of the block is a binding of its own
+    place = Place(name, statement.location.line_num, statement.location.line_content)
+    if isinstance(statement, config_parser.IncludeStatement):
+      yield _read_include(statement.filename, place, search_paths, files)
+    elif isinstance(statement, config_parser.ImportStatement):
+      yield Import(statement, place)
+    else:
+      yield Binding(statement.scope, statement.selector, statement.arg_name, statement.value, place)
+
+
+def _read_include(
+  name: str, place: Place, search_paths: Sequence[str], files: tuple[str, ...]
+) -> GinFile:
+  try:
+    if str(find_gin_file(name, search_paths).resolve()) in files:
+      raise ConfigError("the file includes itself: remove one of the includes.")
+    return _read_file(name, search_paths, files)
+  except ConfigError as error:
+    raise ConfigError(f"{error}\n  included from {place}") from None
+
+
+def _parse(text: str, name: str) -> Iterator[Any]:
+  """Yields gin's own statements, its syntax errors turned into ours."""
+  try:
+    yield from config_parser.ConfigParser(io.StringIO(text), _KeepNames())
+  except SyntaxError as error:
+    place = Place(name, error.lineno or 0, error.text or "")
+    raise ConfigError(f"this is no valid gin: {error.msg}\n  {place}") from error
+  except tokenize.TokenError as error:
+    message, (line, _) = error.args
+    lines = text.splitlines() or [""]
+    place = Place(name, line, lines[min(line, len(lines)) - 1])
+    raise ConfigError(f"this is no valid gin: {message}\n  {place}") from error

@@ -1,0 +1,134 @@
+"""Looks gin's names up: which object `utils.DatasetConfig` is, and whether it takes an argument."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import gin
+from gin import config_parser
+
+from rosetta_t5.config.errors import ConfigError, near
+
+_NO_LOCATION = config_parser.Location(None, 0, None, "")
+_TURN_ON = config_parser.ImportStatement(
+  "__gin__.dynamic_registration", is_from=True, alias=None, location=_NO_LOCATION
+)
+# What a flax module takes beside its own fields: no recipe sets these.
+_FLAX_ARGUMENTS = {"parent", "name"}
+
+
+class Names:
+  """The names that one gin file can use: what it imports, or else what code has registered.
+
+  On the command line (`others` given) a name may also be one that any file imports; T5X wants it
+  to be used in a file, which users cannot see from outside.
+  """
+
+  def __init__(self, others: Iterable[Names] = ()):
+    self._context = gin.config.ParseContext()
+    self._modules: dict[str, ModuleType] = {}
+    self._others = tuple(others)
+    self._dynamic = False
+
+  @property
+  def imports(self) -> list[config_parser.ImportStatement]:
+    """The import statements so far."""
+    return self._context.imports
+
+  def add_import(self, statement: config_parser.ImportStatement) -> None:
+    """Imports a module and makes its name usable."""
+    self._context.process_import(statement)
+    if statement.module == _TURN_ON.module:
+      self._dynamic = True
+    else:
+      name = statement.bound_name()
+      is_whole_name = statement.is_from or statement.alias  # else `import a.b`, which binds a
+      self._modules[name] = sys.modules[statement.module if is_whole_name else name]
+
+  def find(self, selector: str) -> gin.config.Configurable:
+    """Returns the object that `selector` names, registered with gin.
+
+    Raises:
+      ConfigError: there is none, or more than one.
+    """
+    if self._dynamic:
+      return self._find_imported(selector)
+    known = gin.config._REGISTRY.matching_selectors(selector)
+    if len(known) > 1:
+      choices = " or ".join(sorted(known))
+      raise ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
+    if known:
+      return gin.config._REGISTRY[known[0]]
+    for names in self._others:
+      if selector.split(".")[0] in names._modules:
+        return names.find(selector)
+    raise ConfigError(f"nothing is called {selector!r}.{near(selector, self._registered())}")
+
+  def _find_imported(self, selector: str) -> gin.config.Configurable:
+    first, *rest = selector.split(".")
+    if first == "gin":
+      return self._context.get_configurable(selector)
+    if first not in self._modules:
+      where = near(first, self._modules) or f" Import it: from … import {first}"
+      raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{where}")
+    found: Any = self._modules[first]
+    for name in rest:
+      if not hasattr(found, name):
+        owner = getattr(found, "__name__", first)
+        raise ConfigError(f"{owner} has no {name!r}.{near(name, _public(found))}")
+      found = getattr(found, name)
+    return self._context.get_configurable(selector)
+
+  def _registered(self) -> list[str]:
+    """The names of everything registered, as short as they are unique."""
+    registry = gin.config._REGISTRY
+    complete = [selector for selector, _ in registry.items() if not selector.startswith("gin.")]
+    return complete + [registry.minimal_selector(selector) for selector in complete]
+
+
+def run_script_names(function: Any) -> Names:
+  """Makes `function` what `import __main__ as train_script` finds, and registers it.
+
+  `__main__` is another program under the console script, under pytest, and in a notebook. Once
+  registered, `--gin.train.X` reaches the function even if no gin file sets anything of it.
+  """
+  setattr(sys.modules["__main__"], function.__name__, function)
+  names = Names()
+  names.add_import(_TURN_ON)
+  alias = {"evaluate": "eval"}.get(function.__name__, function.__name__) + "_script"
+  names.add_import(
+    config_parser.ImportStatement("__main__", is_from=False, alias=alias, location=_NO_LOCATION)
+  )
+  # Registered anew each time: of two functions of this name, the one to run now has it.
+  gin.config._INVERSE_REGISTRY.pop(function, None)
+  with gin.config.interactive_mode():
+    names.find(f"{alias}.{function.__name__}")
+  return names
+
+
+def check_takes(configurable: gin.config.Configurable, argument: str) -> None:
+  """Raises ConfigError, naming like ones, if `configurable` has no such argument."""
+  if not gin.config._might_have_parameter(configurable.wrapper, argument):
+    names = [name for name in parameters(configurable) if name not in _FLAX_ARGUMENTS]
+    raise ConfigError(
+      f"{configurable.name} has no argument {argument!r}.{near(argument, names)}\n"
+      f"  its arguments: {', '.join(names)}"
+    )
+
+
+def parameters(configurable: gin.config.Configurable) -> dict[str, inspect.Parameter]:
+  """The arguments of a function or class that gin may set, by name."""
+  try:
+    signature = inspect.signature(configurable.wrapped)
+  except (TypeError, ValueError):  # some built-in callables have no signature
+    return {}
+  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
+
+
+def _public(module: Any) -> list[str]:
+  return [name for name in dir(module) if not name.startswith("_")]

@@ -1,0 +1,69 @@
+"""Where gin files are found: beside the user first, then among the recipes, also by T5X's paths."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rosetta_t5.config.errors import ConfigError, near
+
+# The folder gin/ of the repository; a link in a checkout, a copy in an installed wheel.
+RECIPES = pathlib.Path(__file__).resolve().parents[1] / "recipes"
+
+# What T5X (and this repository) call a folder → where in RECIPES its files lie.
+FOLDERS = {
+  "gin": "",
+  "t5x/configs/runs": "runs",
+  "t5x/examples/t5": "models",
+  "t5x/contrib/gpu/t5": "models",
+}
+
+
+def recipe(path: str) -> pathlib.Path | None:
+  """Returns the recipe that T5X or this repository knows as `path`, or None."""
+  for folder, ours in FOLDERS.items():
+    if path.startswith(folder + "/"):
+      found = RECIPES / ours / path.removeprefix(folder + "/")
+      if found.is_file():
+        return found
+  return None
+
+
+def open_recipe(path: str) -> TextIO:
+  """Opens a recipe by T5X's path or ours."""
+  found = recipe(path)
+  assert found is not None, path
+  return found.open(encoding="utf-8")
+
+
+def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
+  """Returns the gin file called `path`: as it stands, in a search path, or among the recipes.
+
+  Raises:
+    ConfigError: there is none; names what was searched and files with near names.
+  """
+  for folder in ("", *search_paths):
+    candidate = pathlib.Path(folder, path)
+    if candidate.is_file():
+      return candidate
+  found = None if pathlib.Path(path).is_absolute() else recipe(path)
+  if found is None:
+    searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
+    raise ConfigError(
+      f"there is no gin file {path!r}.{near(path, _known(path, search_paths))}\n"
+      f"  searched: {searched}, and the recipes in {RECIPES}\n"
+      "  to search elsewhere too: --gin_search_paths=.,/another/folder"
+    )
+  return found
+
+
+def _known(path: str, search_paths: Sequence[str]) -> Iterator[str]:
+  """Names of gin files that `path` may have meant, spelt as `path` would have to be."""
+  for folder, ours in FOLDERS.items():
+    for file in (RECIPES / ours).rglob("*.gin"):
+      yield f"{folder}/{file.relative_to(RECIPES / ours)}"
+  parent = pathlib.Path(path).parent
+  for folder in search_paths:
+    for file in pathlib.Path(folder, parent).glob("*.gin"):
+      yield str(parent / file.name)

@@ -1,0 +1,23 @@
+"""T5X's `gin_utils`: parsing gin flags, writing the configuration down, functions for gin files."""
+
+from rosetta_t5.config import (
+  bool_fn,
+  get_gin_config_str,
+  parse_gin_flags,
+  rewrite_gin_args,
+  run,
+  string_split_fn,
+  sum_fn,
+  summarize_gin_config,
+)
+
+__all__ = [
+  "bool_fn",
+  "get_gin_config_str",
+  "parse_gin_flags",
+  "rewrite_gin_args",
+  "run",
+  "string_split_fn",
+  "sum_fn",
+  "summarize_gin_config",
+]

@@ -1,0 +1,58 @@
+"""Gin's global state, empty before and after each test, and files to parse."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gin
+import pytest
+
+from rosetta_t5.config.gin_files import read_program
+from rosetta_t5.config.parsing import configure
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+HEAD = """
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import toy
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_gin() -> Iterator[None]:
+  gin.clear_config()
+  before = {selector for selector, _ in gin.config._REGISTRY.items()}
+  yield
+  gin.clear_config()
+  for selector in {selector for selector, _ in gin.config._REGISTRY.items()} - before:
+    registered = gin.config._REGISTRY.pop(selector)
+    gin.config._INVERSE_REGISTRY.pop(registered.wrapped, None)
+
+
+@pytest.fixture
+def write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+  """Writes a gin file into a folder that is also the working directory."""
+  monkeypatch.chdir(tmp_path)
+
+  def _write(name: str, text: str) -> str:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    return name
+
+  return _write
+
+
+@pytest.fixture
+def run(write: Callable[[str, str], str]) -> Callable[..., Any]:
+  """Runs toy.train as configured by one file's text and bindings."""
+  import toy
+
+  def _run(text: str, *bindings: str, head: str = HEAD) -> Any:
+    files = [write("run.gin", head.strip() + "\n" + text.lstrip())]
+    return configure(read_program(files, bindings, ["."]), toy.train)()
+
+  return _run

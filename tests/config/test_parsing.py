@@ -1,0 +1,99 @@
+"""What gin files and the command line say reaches the functions they name."""
+
+from __future__ import annotations
+
+import gin
+import pytest
+
+from rosetta_t5.config import parse_gin_flags
+from rosetta_t5.config.errors import ConfigError
+
+RUN = """
+STEPS = 3
+train_script.train:
+  model = @toy.Model()
+  model_dir = '/run'
+  total_steps = %STEPS
+  dataset_cfg = @train/toy.DatasetConfig()
+toy.Model.width = 8
+train/toy.DatasetConfig.lengths = {'inputs': 64, 'targets': [1, %STEPS]}
+"""
+
+
+def test_file_sets_arguments_macros_and_scopes(run):
+  given = run(RUN)
+  assert given["model"].width == 8
+  assert given["total_steps"] == 3
+  assert given["dataset_cfg"].batch_size == 128
+  assert given["dataset_cfg"].lengths == {"inputs": 64, "targets": [1, 3]}
+
+
+@pytest.mark.parametrize(
+  ("binding", "get", "value"),
+  [
+    ("STEPS = 7", lambda given: given["total_steps"], 7),
+    ("train.total_steps = 7", lambda given: given["total_steps"], 7),
+    ("train_script.train.total_steps = 7", lambda given: given["total_steps"], 7),
+    ("toy.Model.width = 16", lambda given: given["model"].width, 16),
+    ("Model.width = 16", lambda given: given["model"].width, 16),
+    ("train/toy.DatasetConfig.batch_size = 2", lambda given: given["dataset_cfg"].batch_size, 2),
+    ("toy.DatasetConfig.batch_size = 2", lambda given: given["dataset_cfg"].batch_size, 2),
+    ("train.model_dir = 'a = b'", lambda given: given["model_dir"], "a = b"),
+    ("toy.Model.dropout_rate = -1.5", lambda given: given["model"].dropout_rate, -1.5),
+  ],
+)
+def test_command_line_wins_over_files(run, binding, get, value):
+  assert get(run(RUN, binding)) == value
+
+
+def test_command_line_reaches_what_a_file_only_imports(run):
+  import toy
+
+  given = run(RUN, "toy.Model.optimizer = @toy.Optimizer")
+  assert issubclass(given["model"].optimizer, toy.Optimizer)
+
+
+def test_the_run_needs_no_file_that_names_it(run):
+  given = run("", "train.model = None", "train.model_dir = 'x'", "train.total_steps = 1", head="")
+  assert given == {"model": None, "model_dir": "x", "total_steps": 1, "dataset_cfg": None}
+
+
+def test_file_may_call_the_run_by_another_name(run, write):
+  head = "from __gin__ import dynamic_registration\nimport __main__ as my_script\nimport toy"
+  text = RUN.replace("train_script", "my_script")
+  assert run(text, "my_script.train.model_dir = '/other'", head=head)["model_dir"] == "/other"
+
+
+def test_later_lines_and_files_win(run, write):
+  write("inner.gin", "STEPS = 5")
+  assert run(RUN + "include 'inner.gin'")["total_steps"] == 5
+  gin.clear_config()
+  assert run("include 'inner.gin'\n" + RUN)["total_steps"] == 3
+
+
+def test_includes_are_found_through_search_paths(write):
+  write("far/away.gin", "STEPS = 9")
+  write("main.gin", "include 'away.gin'")
+  parse_gin_flags([".", "far"], ["main.gin"], ["OTHER = %STEPS"])
+  assert gin.query_parameter("STEPS/macro.value") == 9
+
+
+def test_files_without_dynamic_registration_use_registered_names(write):
+  gin.external_configurable(lambda depth: depth, "old_style", module="toys")
+  write("old.gin", "old_style.depth = 4")
+  parse_gin_flags(["."], ["old.gin"], [])
+  assert gin.query_parameter("toys.old_style.depth") == 4
+
+
+def test_unknown_names_are_left_out_when_asked(write):
+  write("main.gin", "import no_such_module\nnowhere.x = 1\nSTEPS = 2")
+  parse_gin_flags(["."], ["main.gin"], [], skip_unknown=True)
+  assert gin.query_parameter("STEPS/macro.value") == 2
+  with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
+    parse_gin_flags(["."], ["main.gin"], [], skip_unknown=["nowhere"])
+
+
+def test_the_configuration_is_locked_unless_asked_otherwise(write):
+  parse_gin_flags(["."], [], ["A = %gin.REQUIRED"], finalize_config=False)
+  parse_gin_flags(["."], [], ["A = 1"])
+  assert gin.config_is_locked()

@@ -1,0 +1,39 @@
+"""A run in small: what the gin files of these tests configure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def train(
+  *, model: Any, model_dir: str, total_steps: int, dataset_cfg: Any = None
+) -> dict[str, Any]:
+  """Stands for a run page: returns what it was given."""
+  return {
+    "model": model,
+    "model_dir": model_dir,
+    "total_steps": total_steps,
+    "dataset_cfg": dataset_cfg,
+  }
+
+
+@dataclasses.dataclass
+class Model:
+  """Has one argument that must be given."""
+
+  width: int
+  optimizer: Any = None
+  dropout_rate: float = 0.1
+
+
+@dataclasses.dataclass
+class DatasetConfig:
+  """Built in scopes."""
+
+  batch_size: int = 128
+  lengths: Any = None
+
+
+class Optimizer:
+  """Handed on as a class."""
