@@ -1,0 +1,40 @@
+"""Save and restore: the layout of T5X's Orbax checkpoints, written in the background."""
+
+from rosetta_t5.checkpoints.config import (
+  CheckpointConfig,
+  RestoreCheckpointConfig,
+  SaveCheckpointConfig,
+)
+from rosetta_t5.checkpoints.fit import CheckpointMismatchError
+from rosetta_t5.checkpoints.folders import all_steps, latest_step, read_run_facts
+from rosetta_t5.checkpoints.initializer import TrainStateInitializer
+from rosetta_t5.checkpoints.manager import CheckpointSaveError, OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
+from rosetta_t5.checkpoints.restore import (
+  create_checkpoint_manager_and_restore,
+  create_orbax_checkpoint_manager,
+  find_start,
+  get_fallback_state,
+  get_first_valid_restore_config_and_paths,
+  restore,
+)
+
+__all__ = [
+  "CheckpointConfig",
+  "CheckpointMismatchError",
+  "CheckpointSaveError",
+  "OrbaxCheckpointManagerInterface",
+  "RestoreCheckpointConfig",
+  "SaveCheckpointConfig",
+  "TrainStateInitializer",
+  "UnreadableCheckpointError",
+  "all_steps",
+  "create_checkpoint_manager_and_restore",
+  "create_orbax_checkpoint_manager",
+  "find_start",
+  "get_fallback_state",
+  "get_first_valid_restore_config_and_paths",
+  "latest_step",
+  "read_run_facts",
+  "restore",
+]

@@ -1,0 +1,103 @@
+"""What a run is told about checkpoints: when to save, and what to start from (T5X's fields)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rosetta_t5.checkpoints.legacy import Checkpointer, refuse_legacy_checkpointer
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+
+_MODES = ("latest", "all", "specific")
+
+
+@dataclasses.dataclass
+class SaveCheckpointConfig:
+  """When and how checkpoints are saved.
+
+  Attributes:
+    dtype: of the stored floating-point parameters.
+    period: steps between checkpoints; None for none but the last.
+    checkpoint_steps: more steps to save at.
+    keep: how many of the latest stay; None for all.
+    keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
+    save_dataset: whether the position in the training data is stored too.
+    checkpointer_cls: T5X's field for its older layout; only its default is supported.
+    state_transformation_fns: not supported yet.
+    checkpoint_manager_cls: builds the manager; bind its further arguments (such as
+      force_keep_period) there.
+  """
+
+  dtype: str = "float32"
+  period: int | None = None
+  checkpoint_steps: Sequence[int] | None = None
+  keep: int | None = None
+  keep_dataset_checkpoints: int | None = None
+  save_dataset: bool = False
+  checkpointer_cls: Any = Checkpointer
+  state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
+  checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
+    OrbaxCheckpointManagerInterface
+  )
+
+  def __post_init__(self) -> None:
+    refuse_legacy_checkpointer(self.checkpointer_cls, "SaveCheckpointConfig.checkpointer_cls")
+    _refuse(self.state_transformation_fns, "SaveCheckpointConfig.state_transformation_fns")
+
+
+@dataclasses.dataclass
+class RestoreCheckpointConfig:
+  """What a run starts from when MODEL_DIR has no checkpoint of its own.
+
+  Attributes:
+    path: a checkpoint's folder (mode 'specific') or a folder of checkpoints; or several; an empty
+      one means none.
+    mode: 'specific' takes path as it is, 'latest' the last checkpoint in it, 'all' every one.
+    assignment_map: not supported yet.
+    strict: refuse names in the checkpoint that the model does not have.
+    fallback_to_scratch: initialise what the checkpoint lacks.
+    dtype: of the restored floating-point parameters; None for the model's own.
+    restore_dataset: go on at the stored position in the training data.
+    checkpointer_cls: T5X's field for its older layout; only its default is supported.
+    state_transformation_fns: not supported yet.
+    checkpoint_manager_cls: builds the manager.
+  """
+
+  path: str | Sequence[str]
+  mode: str = "latest"
+  assignment_map: Sequence[tuple[str, str | None]] | None = None
+  strict: bool = True
+  fallback_to_scratch: bool = False
+  dtype: str | None = None
+  restore_dataset: bool = False
+  checkpointer_cls: Any = Checkpointer
+  state_transformation_fns: Sequence[Callable[..., Any]] = ()
+  checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
+    OrbaxCheckpointManagerInterface
+  )
+
+  def __post_init__(self) -> None:
+    if self.mode not in _MODES:
+      near = difflib.get_close_matches(str(self.mode), _MODES, n=1)
+      hint = f"; did you mean {near[0]!r}?" if near else ""
+      raise ValueError(
+        f"RestoreCheckpointConfig.mode = {self.mode!r} is none of {', '.join(_MODES)}{hint}"
+      )
+    refuse_legacy_checkpointer(self.checkpointer_cls, "RestoreCheckpointConfig.checkpointer_cls")
+    _refuse(self.assignment_map, "RestoreCheckpointConfig.assignment_map")
+    _refuse(self.state_transformation_fns, "RestoreCheckpointConfig.state_transformation_fns")
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+  """Saving and restoring; None for neither."""
+
+  save: SaveCheckpointConfig | None = None
+  restore: RestoreCheckpointConfig | None = None
+
+
+def _refuse(value: Any, field: str) -> None:
+  if value:
+    raise ValueError(f"{field} is not supported yet: remove that binding")

@@ -1,0 +1,144 @@
+"""Where checkpoints lie: a folder `checkpoint_STEP` for each step, and what its files say at a glance."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import re
+from typing import Any
+
+from etils import epath
+
+STEP_PREFIX = "checkpoint"
+STATE_ITEM = "state"
+DATASET_ITEM = "dataset"
+
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+_COMMITTED = "commit_success.txt"
+_LEGACY_INDEX = "checkpoint"
+_STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
+# The bytes with which a msgpack map of a few entries begins; TensorFlow's index file is text.
+_MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
+
+
+class CheckpointTypes(enum.Enum):
+  """The layouts a checkpoint may have on disk (T5X's names)."""
+
+  ORBAX = "ORBAX"
+  T5X = "T5X"
+  T5X_TF = "T5X_TF"
+
+
+def checkpoint_path(directory: str | os.PathLike[str], step: int) -> epath.Path:
+  """Returns the folder of step `step` under `directory`."""
+  return epath.Path(directory) / f"{STEP_PREFIX}_{step}"
+
+
+def step_of(path: str | os.PathLike[str]) -> int | None:
+  """Returns the step in the name of a checkpoint's folder, or None for any other path."""
+  match = _STEP_NAME.fullmatch(epath.Path(path).name)
+  return int(match.group(1)) if match else None
+
+
+def all_steps(directory: str | os.PathLike[str]) -> list[int]:
+  """Returns the steps whose checkpoints under `directory` are complete, in ascending order.
+
+  A save writes into a folder of another name and renames it at the end, so a save that was killed
+  is never listed. On gs:// there is no rename: there the file that marks success decides.
+  """
+  root = epath.Path(directory)
+  if not root.is_dir():
+    return []
+  needs_mark = os.fspath(root).startswith("gs://")
+  steps = []
+  for entry in root.iterdir():
+    step = step_of(entry)
+    if step is None or not entry.is_dir():
+      continue
+    if needs_mark and not ((entry / _COMMITTED).exists() or (entry / _LEGACY_INDEX).exists()):
+      continue
+    steps.append(step)
+  return sorted(steps)
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+  """Returns the last complete step under `directory`, or None."""
+  steps = all_steps(directory)
+  return steps[-1] if steps else None
+
+
+def state_path(path: str | os.PathLike[str]) -> epath.Path:
+  """Returns the folder with the arrays of the Orbax checkpoint at `path`.
+
+  Accepts the checkpoint's folder and, as T5X's tools do, the folder of its item `state`.
+  """
+  folder = epath.Path(path)
+  return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
+
+
+def detect_checkpoint_type(
+  checkpoint_path: str | os.PathLike[str], expected: CheckpointTypes | None = None
+) -> CheckpointTypes:
+  """Returns the layout of the checkpoint at `checkpoint_path`, found by looking at its files.
+
+  Args:
+    checkpoint_path: a checkpoint's folder, its legacy index file, or a TensorFlow prefix.
+    expected: T5X's argument; what is found does not depend on it.
+
+  Raises:
+    ValueError: there is no checkpoint of a known layout.
+  """
+  del expected
+  path = epath.Path(checkpoint_path)
+  if (state_path(path) / "_METADATA").exists() or (path / _STEP_METADATA).exists():
+    return CheckpointTypes.ORBAX
+  index = path / _LEGACY_INDEX if path.is_dir() else path
+  if index.exists() and not index.is_dir():
+    first = index.read_bytes()[:1]
+    return CheckpointTypes.T5X if first and first[0] in _MSGPACK_MAPS else CheckpointTypes.T5X_TF
+  if epath.Path(f"{path}.index").exists():
+    return CheckpointTypes.T5X_TF
+  raise ValueError(f"{path} is not a checkpoint: {_what_is_there(path)}")
+
+
+def _what_is_there(path: epath.Path) -> str:
+  """Says what stands at `path` instead of a checkpoint, and what to write instead."""
+  if not path.exists():
+    return "there is no such file or folder"
+  steps = all_steps(path) if path.is_dir() else []
+  if steps:
+    return (
+      f"it is a folder of checkpoints (steps {', '.join(map(str, steps))}): give one of them, such "
+      f"as {checkpoint_path(path, steps[-1])}, or set RestoreCheckpointConfig.mode = 'latest'"
+    )
+  if not path.is_dir():
+    return "it is a file of another kind"
+  names = sorted(entry.name for entry in path.iterdir())
+  return f"the folder holds {', '.join(names[:8])}" if names else "the folder is empty"
+
+
+def read_run_facts(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the facts a run stored with a checkpoint (see OrbaxCheckpointManagerInterface).
+
+  Args:
+    checkpoint_dir: a checkpoint's folder, or a folder of checkpoints, whose latest is then read.
+
+  Returns:
+    The facts; empty where there is no checkpoint or it carries none (T5X's carry none).
+  """
+  folder = epath.Path(checkpoint_dir)
+  if step_of(folder) is None:
+    step = latest_step(folder)
+    if step is None:
+      return {}
+    folder = checkpoint_path(folder, step)
+  metadata = folder / _STEP_METADATA
+  if not metadata.exists():
+    return {}
+  try:
+    return dict(json.loads(metadata.read_text()).get("custom_metadata") or {})
+  except ValueError as error:
+    raise ValueError(
+      f"{metadata} is not readable as JSON ({error}): the checkpoint is damaged"
+    ) from (error)

@@ -1,0 +1,67 @@
+"""Which folders count as checkpoints, and what is said about paths that are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from rosetta_t5.checkpoints import folders
+
+
+def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
+  for name in ("checkpoint_5", "checkpoint_12", "checkpoint_007", "checkpoint_x", "train"):
+    (tmp_path / name).mkdir()
+  (tmp_path / "checkpoint_9.orbax-checkpoint-tmp-0").mkdir()
+  (tmp_path / "checkpoint_20").write_text("a file")
+  assert folders.all_steps(tmp_path) == [5, 12]
+  assert folders.latest_step(tmp_path) == 12
+  assert folders.latest_step(tmp_path / "absent") is None
+
+
+def test_step_is_read_from_a_folder_s_name(tmp_path):
+  assert folders.step_of(tmp_path / "checkpoint_30") == 30
+  assert folders.step_of(tmp_path) is None
+  assert folders.step_of(folders.checkpoint_path(tmp_path, 4)) == 4
+
+
+def test_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path):
+  (tmp_path / "checkpoint_5").mkdir()
+  with pytest.raises(
+    ValueError,
+    match=r"is a folder of checkpoints \(steps 5\): give one of them, "
+    r"such as .*checkpoint_5, or set RestoreCheckpointConfig.mode = 'latest'",
+  ):
+    folders.detect_checkpoint_type(tmp_path)
+
+
+def test_absent_empty_and_other_folders_are_said_to_be_so(tmp_path):
+  with pytest.raises(ValueError, match=r"there is no such file or folder"):
+    folders.detect_checkpoint_type(tmp_path / "absent")
+  with pytest.raises(ValueError, match=r"the folder is empty"):
+    folders.detect_checkpoint_type(tmp_path)
+  (tmp_path / "notes.txt").write_text("hello")
+  with pytest.raises(ValueError, match=r"the folder holds notes.txt"):
+    folders.detect_checkpoint_type(tmp_path)
+  with pytest.raises(ValueError, match=r"is not a checkpoint"):
+    folders.detect_checkpoint_type(tmp_path / "notes")
+
+
+def test_layouts_are_told_apart_by_their_files(tmp_path):
+  legacy, tensorflow = tmp_path / "legacy", tmp_path / "tensorflow"
+  legacy.mkdir()
+  (legacy / "checkpoint").write_bytes(b"\x82\xa7version")
+  tensorflow.mkdir()
+  (tensorflow / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1000"')
+  (tensorflow / "model.ckpt-1000.index").write_bytes(b"")
+  assert folders.detect_checkpoint_type(legacy) is folders.CheckpointTypes.T5X
+  assert folders.detect_checkpoint_type(legacy / "checkpoint") is folders.CheckpointTypes.T5X
+  assert folders.detect_checkpoint_type(tensorflow) is folders.CheckpointTypes.T5X_TF
+  prefix = tensorflow / "model.ckpt-1000"
+  assert folders.detect_checkpoint_type(prefix) is folders.CheckpointTypes.T5X_TF
+
+
+def test_unreadable_run_facts_are_named(tmp_path):
+  (tmp_path / "checkpoint_1").mkdir()
+  assert folders.read_run_facts(tmp_path) == {}
+  (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")
+  with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is not readable as JSON"):
+    folders.read_run_facts(tmp_path)

@@ -1,0 +1,271 @@
+"""Saving and restoring: values, layout, what stays on disk, and what happens when a save fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
+from rosetta_t5.checkpoints.pins import pin_checkpoint
+from rosetta_t5.checkpoints.reading import read_shapes
+
+
+def assert_equal_states(got, expected):
+  flat_got, flat_expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(flat_got, flat_expected, strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_restored_state_equals_saved_one_bit_for_bit(setup, tmp_path):
+  state = setup.state(step=3)
+  manager = setup.manager(tmp_path)
+  assert manager.save(state)
+  manager.close()
+  assert_equal_states(setup.manager(tmp_path).restore(), state)
+
+
+def test_optax_state_with_empty_parts_round_trips(adam_setup, tmp_path):
+  state = adam_setup.state(step=7)
+  manager = adam_setup.manager(tmp_path)
+  manager.save(state)
+  manager.close()
+  assert_equal_states(adam_setup.manager(tmp_path).restore(), state)
+
+
+def test_restored_arrays_lie_as_the_partitioner_says_on_another_mesh(setup, make_setup, tmp_path):
+  state = setup.state(step=1)
+  manager = setup.manager(tmp_path)
+  manager.save(state)
+  manager.close()
+  wide = make_setup(num_partitions=8)
+  restored = wide.manager(tmp_path).restore()
+  kernel = restored.params["wi"]
+  assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+  assert kernel.addressable_shards[0].data.shape == (8, 2)
+  np.testing.assert_array_equal(kernel, state.params["wi"])
+
+
+def test_values_are_those_at_the_time_of_save_though_the_state_is_donated_meanwhile(
+  setup, tmp_path
+):
+  state = setup.state(step=1)
+  expected = jax.tree.map(np.array, state)
+  add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+  manager = setup.manager(tmp_path)
+  manager.save(state)
+  for _ in range(20):
+    state = add(state)
+  manager.close()
+  assert_equal_states(setup.manager(tmp_path).restore(), expected)
+
+
+def test_layout_on_disk_is_t5x_s(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=5))
+  manager.close()
+  shapes = read_shapes(tmp_path / "checkpoint_5")
+  assert set(shapes) == {"state/step", "target/wi", "target/wo"} | {
+    f"state/param_states/{name}/{slot}"
+    for name in ("wi", "wo")
+    for slot in ("m", "v", "v_row", "v_col")
+  }
+  assert (shapes["state/step"].shape, shapes["state/step"].dtype) == ((), np.int32)
+  metadata = json.loads((tmp_path / "checkpoint_5/_CHECKPOINT_METADATA").read_text())
+  assert set(metadata["item_handlers"]) == {"state"}
+
+
+def test_parameters_are_stored_in_save_dtype_and_optimizer_state_as_it_is(setup, tmp_path):
+  manager = setup.manager(tmp_path, save_dtype="bfloat16")
+  manager.save(setup.state(step=1))
+  manager.close()
+  shapes = read_shapes(tmp_path / "checkpoint_1")
+  assert shapes["target/wi"].dtype == jnp.bfloat16
+  assert shapes["state/param_states/wi/v"].dtype == np.float32
+  assert shapes["state/step"].dtype == np.int32
+  assert setup.manager(tmp_path).restore().params["wi"].dtype == np.float32
+
+
+def test_restore_dtype_casts_parameters_only(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.close()
+  restored = setup.manager(tmp_path, restore_dtype="bfloat16").restore()
+  assert restored.params["wi"].dtype == jnp.bfloat16
+  assert restored.param_states["wi"].v.dtype == np.float32
+  assert restored.step.dtype == np.int32
+
+
+def test_keep_deletes_the_oldest_but_not_pinned_nor_forced_ones(setup, tmp_path):
+  manager = setup.manager(tmp_path, keep=2, force_keep_period=4)
+  for step in range(1, 8):
+    manager.save(setup.state(step=step))
+    manager.wait_until_finished()
+    if step == 1:
+      pin_checkpoint(tmp_path / "checkpoint_1")
+  manager.close()
+  assert all_steps(tmp_path) == [1, 4, 6, 7]
+  assert manager.all_steps() == [1, 4, 6, 7]
+
+
+def test_keep_below_one_is_refused(setup, tmp_path):
+  with pytest.raises(ValueError, match=r"keep = 0 would delete every checkpoint: set it to 1"):
+    setup.manager(tmp_path, keep=0)
+
+
+def test_save_is_due_at_period_and_checkpoint_steps_once(setup, tmp_path):
+  manager = setup.manager(tmp_path, period=10, checkpoint_steps=[13])
+  assert [step for step in range(1, 31) if manager.should_save(step)] == [10, 13, 20, 30]
+  assert manager.save(setup.state(step=10))
+  assert not manager.should_save(10)
+  assert not manager.save(setup.state(step=11), force=False)
+  manager.close()
+  assert not any(map(setup.manager(tmp_path, period=None).should_save, range(30)))
+
+
+def test_existing_checkpoint_is_never_overwritten(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1, seed=0))
+  assert not manager.save(setup.state(step=1, seed=1))
+  manager.close()
+  again = setup.manager(tmp_path)
+  assert not again.save(setup.state(step=1, seed=1))
+  assert_equal_states(again.restore(), setup.state(step=1, seed=0))
+
+
+def test_run_facts_are_readable_before_restore(setup, tmp_path):
+  assert read_run_facts(tmp_path) == {}
+  manager = setup.manager(tmp_path, run_facts={"random_seed": 17})
+  manager.save(setup.state(step=1))
+  manager.run_facts["data_seed"] = 3
+  manager.save(setup.state(step=2))
+  manager.close()
+  assert read_run_facts(tmp_path / "checkpoint_1") == {"random_seed": 17}
+  assert read_run_facts(tmp_path) == {"random_seed": 17, "data_seed": 3}
+
+
+def test_dataset_position_is_saved_at_the_step_and_restored(setup, counter, tmp_path):
+  manager = setup.manager(tmp_path, dataset_iterator=counter)
+  for step in (1, 2):
+    next(counter)
+    manager.save(setup.state(step=step))
+  next(counter)
+  manager.close()
+  saved = tmp_path / "checkpoint_1/dataset"
+  assert [file.name for file in saved.glob("train_ds*")] == ["train_ds-000-of-001"]
+  restorer = setup.manager(tmp_path, dataset_iterator=counter)
+  restorer.restore(step=1)
+  assert counter.position == 1
+  restorer.restore()
+  assert counter.position == 2
+  restorer.restore(step=1, restore_dataset=False)
+  assert counter.position == 2
+
+
+def test_missing_dataset_position_says_how_to_go_on(setup, counter, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.close()
+  with pytest.raises(
+    ValueError,
+    match=r"(?s)checkpoint_1 holds no dataset position.*it has none.*"
+    r"restore_dataset = False",
+  ):
+    setup.manager(tmp_path, dataset_iterator=counter).restore()
+
+
+def test_old_dataset_positions_go_but_their_parameters_stay(setup, counter, tmp_path):
+  manager = setup.manager(tmp_path, dataset_iterator=counter, keep_dataset_checkpoints=1)
+  for step in (1, 2, 3):
+    manager.save(setup.state(step=step))
+  manager.close()
+  have = [step for step in (1, 2, 3) if list(tmp_path.glob(f"checkpoint_{step}/dataset/train_ds*"))]
+  assert (all_steps(tmp_path), have) == ([1, 2, 3], [3])
+
+
+def test_nothing_is_written_before_the_first_save(setup, tmp_path):
+  manager = setup.manager(tmp_path / "new")
+  assert manager.latest_step() is None
+  manager.close()
+  assert not (tmp_path / "new").exists()
+
+
+def test_failed_background_save_stops_the_run_at_the_next_step(setup, tmp_path, monkeypatch):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.wait_until_finished()
+  fail_writes(monkeypatch)
+  manager.save(setup.state(step=2))
+  with pytest.raises(CheckpointSaveError) as caught:
+    ask_until_it_fails(manager)
+  text = str(caught.value)
+  assert "checkpoint_2 could not be saved" in text
+  assert "No space left on device" in text
+  assert "the last complete one is step 1" in text
+  assert latest_step(tmp_path) == 1
+
+
+def test_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, monkeypatch):
+  manager = setup.manager(tmp_path)
+  fail_writes(monkeypatch)
+  manager.save(setup.state(step=1))
+  with pytest.raises(CheckpointSaveError, match=r"there is no complete one yet"):
+    manager.wait_until_finished()
+
+
+def ask_until_it_fails(manager):
+  """Asks at each step whether to save, as a run does."""
+  while True:
+    manager.should_save(3)
+
+
+def fail_writes(monkeypatch):
+  """Makes the last act of a save, the rename, fail as on a full disk."""
+
+  def fail(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(os, "replace", fail)
+  monkeypatch.setattr(os, "rename", fail)
+  monkeypatch.setattr(pathlib.Path, "rename", fail)
+  monkeypatch.setattr(pathlib.Path, "replace", fail)
+
+
+def test_folder_that_cannot_be_written_is_named(setup, tmp_path):
+  blocked = tmp_path / "file"
+  blocked.write_text("in the way")
+  with pytest.raises(
+    CheckpointSaveError,
+    match=r"file/model/checkpoint_1 could not be saved: .*"
+    r"give a MODEL_DIR that can be written to",
+  ):
+    setup.manager(blocked / "model").save(setup.state(step=1))
+
+
+def test_missing_step_is_named_beside_those_that_exist(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  with pytest.raises(ValueError, match=r"no checkpoint of any step in .*: there are none"):
+    manager.restore()
+  manager.save(setup.state(step=1))
+  manager.close()
+  with pytest.raises(ValueError, match=r"no checkpoint of step 2 in .*: there are steps 1"):
+    manager.restore(step=2)
+
+
+def test_what_is_not_there_yet_is_refused(setup, tmp_path):
+  with pytest.raises(
+    ValueError, match=r"metric_name_to_monitor = 'train/accuracy': keeping the best"
+  ):
+    setup.manager(tmp_path, metric_name_to_monitor="train/accuracy")
+  manager = setup.manager(tmp_path)
+  with pytest.raises(ValueError, match=r"state_transformation_fns are not supported yet"):
+    manager.save(setup.state(step=1), state_transformation_fns=[lambda x: x])
+  with pytest.raises(ValueError, match=r"lazy_parameters = True is not supported yet"):
+    manager.restore(lazy_parameters=True)

@@ -1,0 +1,101 @@
+"""Reading checkpoints: T5X's own, and damaged ones."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rosetta_t5.checkpoints import UnreadableCheckpointError, folders
+from rosetta_t5.checkpoints.reading import read_shapes, read_state
+from rosetta_t5.checkpoints.state_dicts import unflatten_state_dict
+from rosetta_t5.parallel import PjitPartitioner
+
+
+@pytest.fixture
+def three_steps(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  for step in (1, 2, 3):
+    manager.save(setup.state(step=step))
+  manager.close()
+  return tmp_path
+
+
+def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(shared):
+  path = shared / "reference/t5x_orbax/checkpoint_20"
+  shapes = read_shapes(path)
+  assert len([name for name in shapes if name.startswith("target/")]) == 52
+  mesh = PjitPartitioner(num_partitions=2).mesh
+  split = NamedSharding(mesh, PartitionSpec("model"))
+  whole = NamedSharding(mesh, PartitionSpec())
+  shardings = {n: split if s.shape and s.shape[0] % 2 == 0 else whole for n, s in shapes.items()}
+  state = read_state(path, unflatten_state_dict(shapes), shardings)
+  embedding = state["target"]["token_embedder"]["embedding"]
+  assert int(state["state"]["step"]) == 20
+  assert state["state"]["step"].dtype == np.int32
+  assert embedding.sharding == split
+  assert embedding.shape == (384, 64)
+  # After 20 steps of Adafactor from normal(1.0) the table is still close to unit variance.
+  assert 0.9 < float(np.std(np.asarray(embedding))) < 1.1
+  mine = read_shapes(shared / "reference/t5x_orbax/checkpoint_20/state")
+  assert set(mine) == set(shapes)
+
+
+def test_t5x_legacy_checkpoint_is_recognised_and_refused_for_now(shared):
+  path = shared / "reference/t5x_legacy/checkpoint_10"
+  assert folders.detect_checkpoint_type(path) is folders.CheckpointTypes.T5X
+  with pytest.raises(
+    ValueError, match=r"T5X's older layout \(msgpack and zarr\), which is not supp"
+  ):
+    read_shapes(path)
+
+
+@pytest.mark.parametrize("victim", ["state/_METADATA", "state/manifest.ocdbt", "state"])
+def test_damaged_newest_checkpoint_names_itself_and_the_older_ones(setup, three_steps, victim):
+  damaged = three_steps / "checkpoint_3" / victim
+  if damaged.is_dir():
+    for file in damaged.rglob("*"):
+      if file.is_file():
+        file.write_bytes(file.read_bytes()[:10])
+  else:
+    damaged.write_bytes(damaged.read_bytes()[:10])
+  with pytest.raises(UnreadableCheckpointError) as caught:
+    setup.manager(three_steps).restore()
+  text = str(caught.value)
+  assert f"checkpoint {three_steps}/checkpoint_3 cannot be read: " in text
+  assert "Older steps beside it: 1, 2." in text
+  assert "move checkpoint_3 out of" in text
+  assert len(text) < 900
+
+
+def test_checkpoint_that_lost_its_arrays_is_unreadable(setup, three_steps):
+  for file in (three_steps / "checkpoint_3/state").rglob("d/*"):
+    file.unlink()
+  with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_3 cannot be read"):
+    setup.manager(three_steps).restore()
+
+
+def test_going_on_after_moving_the_damaged_one_away_works(setup, three_steps):
+  (three_steps / "checkpoint_3").rename(three_steps / "damaged")
+  assert int(setup.manager(three_steps).restore().step) == 2
+
+
+def test_only_checkpoint_damaged_says_there_is_no_older_one(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.close()
+  (tmp_path / "checkpoint_1/state/_METADATA").write_text("{")
+  with pytest.raises(UnreadableCheckpointError, match=r"There is no older checkpoint beside it"):
+    setup.manager(tmp_path).restore()
+
+
+def test_running_out_of_device_memory_is_not_called_damage(setup, three_steps, monkeypatch):
+  import orbax.checkpoint as ocp
+
+  def out_of_memory(*args, **kwargs):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", out_of_memory)
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED"):
+    setup.manager(three_steps).restore()

@@ -1,0 +1,226 @@
+"""What a run starts from: its own folder first, then what it was given, then scratch."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from rosetta_t5.checkpoints import (
+  CheckpointConfig,
+  CheckpointMismatchError,
+  OrbaxCheckpointManagerInterface,
+  RestoreCheckpointConfig,
+  SaveCheckpointConfig,
+  all_steps,
+  create_checkpoint_manager_and_restore,
+  create_orbax_checkpoint_manager,
+  find_start,
+  get_fallback_state,
+  get_first_valid_restore_config_and_paths,
+  read_run_facts,
+)
+from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
+
+RNG = jax.random.PRNGKey(9)
+
+
+@pytest.fixture
+def pretrained(setup, tmp_path):
+  folder = tmp_path / "pretrained"
+  manager = setup.manager(folder)
+  for step in (10, 20):
+    manager.save(setup.state(step=step))
+  manager.close()
+  return folder
+
+
+def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=None):
+  """As the run page does it."""
+  cfg, path = find_start(CheckpointConfig(save, restore), model_dir)
+  return create_checkpoint_manager_and_restore(
+    setup.initializer,
+    setup.partitioner,
+    cfg,
+    path,
+    RNG,
+    save_checkpoint_cfg=save,
+    model_dir=model_dir,
+    ds_iter=ds_iter,
+    run_facts=run_facts,
+  )
+
+
+def test_empty_folder_and_no_restore_means_scratch(setup, tmp_path):
+  state, manager = begin(setup, tmp_path, save=SaveCheckpointConfig(period=5))
+  assert state is None
+  assert manager.should_save(5)
+
+
+def test_nothing_to_save_nor_restore_needs_no_manager(setup, tmp_path):
+  assert begin(setup, tmp_path) == (None, None)
+
+
+def test_given_checkpoint_starts_a_new_folder_and_is_left_as_it_is(setup, pretrained, tmp_path):
+  model_dir = tmp_path / "model"
+  save = SaveCheckpointConfig(period=5, keep=1)
+  state, manager = begin(setup, model_dir, save, RestoreCheckpointConfig(path=str(pretrained)))
+  assert int(state.step) == 20
+  for step in (20, 25):
+    manager.save(state.replace_step(np.int32(step)))
+  manager.close()
+  assert all_steps(model_dir) == [25]
+  assert all_steps(pretrained) == [10, 20]
+
+
+def test_own_checkpoint_comes_before_the_given_one(setup, pretrained, tmp_path):
+  model_dir = tmp_path / "model"
+  manager = setup.manager(model_dir)
+  manager.save(setup.state(step=3))
+  manager.close()
+  state, _ = begin(setup, model_dir, restore=RestoreCheckpointConfig(path=str(pretrained)))
+  assert int(state.step) == 3
+
+
+def test_modes_choose_the_latest_every_or_the_named_checkpoint(pretrained):
+  def paths(path, mode):
+    return get_first_valid_restore_config_and_paths([RestoreCheckpointConfig(path, mode)])[1]
+
+  ten, twenty = f"{pretrained}/checkpoint_10", f"{pretrained}/checkpoint_20"
+  assert paths(str(pretrained), "latest") == (twenty,)
+  assert paths(str(pretrained), "all") == (ten, twenty)
+  assert paths(ten, "specific") == (ten,)
+  assert paths([ten, twenty], "specific") == (ten, twenty)
+  assert paths([], "latest") == ()
+  assert paths("", "specific") == ()
+
+
+def test_mode_with_a_typo_is_refused_with_the_near_one():
+  with pytest.raises(ValueError, match=r"mode = 'lattest' is none of .*; did you mean 'latest'\?"):
+    RestoreCheckpointConfig(path="p", mode="lattest")
+
+
+def test_pretraining_s_empty_restore_path_means_scratch(tmp_path):
+  start = find_start(CheckpointConfig(restore=RestoreCheckpointConfig(path=[])), tmp_path)
+  assert start == (None, None)
+
+
+def test_given_folder_without_checkpoints_is_refused_not_trained_from_scratch(tmp_path):
+  restore = RestoreCheckpointConfig(path=str(tmp_path / "typo"))
+  with pytest.raises(
+    ValueError,
+    match=r"there is no checkpoint to restore in .*typo \(mode = 'latest"
+    r"'\): set RestoreCheckpointConfig.path",
+  ):
+    find_start(CheckpointConfig(restore=restore), tmp_path)
+  restore.fallback_to_scratch = True
+  assert find_start(CheckpointConfig(restore=restore), tmp_path) == (None, None)
+
+
+def test_checkpoint_given_in_mode_latest_says_which_mode_to_set(pretrained, tmp_path):
+  restore = RestoreCheckpointConfig(path=f"{pretrained}/checkpoint_10")
+  with pytest.raises(ValueError, match=r"checkpoint_10 is a checkpoint itself: set .*'specific'"):
+    find_start(CheckpointConfig(restore=restore), tmp_path)
+
+
+def test_folder_given_in_mode_specific_says_which_path_to_give(setup, pretrained, tmp_path):
+  restore = RestoreCheckpointConfig(path=str(pretrained), mode="specific")
+  with pytest.raises(ValueError, match=r"is a folder of checkpoints \(steps 10, 20\): give one"):
+    begin(setup, tmp_path, restore=restore)
+
+
+def test_training_from_several_checkpoints_is_refused(pretrained, tmp_path):
+  restore = RestoreCheckpointConfig(path=str(pretrained), mode="all")
+  with pytest.raises(ValueError, match=r"names 2 checkpoints .*, but training starts from one"):
+    find_start(CheckpointConfig(restore=restore), tmp_path)
+
+
+def test_model_dir_of_another_model_is_refused_and_left_as_it_is(make_setup, setup, pretrained):
+  wider = make_setup(module=type(setup.module)(width=32))
+  with pytest.raises(CheckpointMismatchError, match=r"checkpoint_20 is not of this run's model"):
+    begin(wider, pretrained, save=SaveCheckpointConfig(period=1, keep=1))
+  assert all_steps(pretrained) == [10, 20]
+
+
+def test_fallback_fills_in_what_the_checkpoint_lacks(make_setup, setup, pretrained, tmp_path):
+  renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
+  restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True, strict=False)
+  state, _ = begin(renamed, tmp_path, restore=restore)
+  scratch = renamed.initializer.from_scratch(RNG)
+  np.testing.assert_array_equal(state.params["wo_0"], scratch.params["wo_0"])
+  np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
+
+
+def test_fallback_without_a_key_says_what_to_give(setup):
+  cfg = RestoreCheckpointConfig(path="p", fallback_to_scratch=True)
+  with pytest.raises(ValueError, match=r"give fallback_init_rng"):
+    get_fallback_state(cfg, setup.initializer.from_scratch, None)
+  assert (
+    get_fallback_state(RestoreCheckpointConfig("p"), setup.initializer.from_scratch, None) is None
+  )
+
+
+def test_resumed_run_goes_on_in_its_data_and_with_its_facts(setup, counter, tmp_path):
+  save = SaveCheckpointConfig(period=1, save_dataset=True)
+  _, manager = begin(setup, tmp_path, save, ds_iter=counter, run_facts={"random_seed": 5})
+  for _ in range(3):
+    next(counter)
+  manager.save(setup.state(step=3))
+  manager.close()
+  fresh = type(counter)()
+  state, _ = begin(setup, tmp_path, save, ds_iter=fresh, run_facts=read_run_facts(tmp_path))
+  assert (int(state.step), fresh.position) == (3, 3)
+
+
+def test_dataset_is_neither_saved_nor_restored_unless_asked(setup, counter, tmp_path):
+  _, manager = begin(setup, tmp_path, SaveCheckpointConfig(period=1), ds_iter=counter)
+  manager.save(setup.state(step=1))
+  manager.close()
+  assert not (tmp_path / "checkpoint_1/dataset").exists()
+
+
+def test_manager_takes_the_config_s_settings_and_a_class_of_the_user_s(setup, tmp_path):
+  class Mine(OrbaxCheckpointManagerInterface):
+    pass
+
+  save = SaveCheckpointConfig("bfloat16", 7, [3], 2, checkpoint_manager_cls=Mine)
+  manager = create_orbax_checkpoint_manager(
+    save_cfg=save,
+    train_state=setup.initializer.global_train_state_shape,
+    partitioner=setup.partitioner,
+    model_dir=tmp_path,
+  )
+  assert isinstance(manager, Mine)
+  assert [step for step in range(15) if manager.should_save(step)] == [0, 3, 7, 14]
+
+
+def test_what_comes_later_is_refused_by_name():
+  with pytest.raises(
+    ValueError, match=r"RestoreCheckpointConfig.assignment_map is not supported yet"
+  ):
+    RestoreCheckpointConfig("p", assignment_map=[("a", "b")])
+  with pytest.raises(
+    ValueError, match=r"SaveCheckpointConfig.state_transformation_fns is not supp"
+  ):
+    SaveCheckpointConfig(state_transformation_fns=[print])
+  with pytest.raises(ValueError, match=r"checkpointer_cls = SaveBestCheckpointer is not supported"):
+    SaveCheckpointConfig(checkpointer_cls=SaveBestCheckpointer)
+  with pytest.raises(ValueError, match=r"checkpoints.Checkpointer .* is not supported yet"):
+    Checkpointer()
+
+
+def test_configs_have_t5x_s_fields_and_defaults():
+  save, restore = SaveCheckpointConfig(), RestoreCheckpointConfig("p")
+  assert (save.dtype, save.period, save.checkpoint_steps, save.keep) == (
+    "float32",
+    None,
+    None,
+    None,
+  )
+  assert (save.keep_dataset_checkpoints, save.save_dataset) == (None, False)
+  assert (save.state_transformation_fns, restore.state_transformation_fns) == ([], ())
+  assert (restore.mode, restore.strict, restore.fallback_to_scratch) == ("latest", True, False)
+  assert (restore.dtype, restore.restore_dataset, restore.assignment_map) == (None, False, None)
+  assert CheckpointConfig() == CheckpointConfig(save=None, restore=None)
+  manager_classes = {save.checkpoint_manager_cls, restore.checkpoint_manager_cls}
+  assert manager_classes == {OrbaxCheckpointManagerInterface}
