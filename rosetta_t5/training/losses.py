@@ -158,9 +158,14 @@ def _averaged_per_sequence(
 ) -> Float[Array, "batch length"]:
   """Returns the weights divided by their sum over the sequence; 0 for padding and empty sequences."""
   if segment_ids_BT is None:
-    segment_ids_BT = jnp.ones(weights_BT.shape, jnp.int32)
-  length = weights_BT.shape[-1]
-  sum_row = lambda w_T, ids_T: jax.ops.segment_sum(w_T, ids_T, num_segments=length + 1)[ids_T]
-  sums_BT = jax.vmap(sum_row)(weights_BT, segment_ids_BT)
-  counts_BT = (segment_ids_BT > 0) & (sums_BT != 0)
-  return jnp.where(counts_BT, weights_BT / jnp.where(counts_BT, sums_BT, 1.0), 0.0)
+    sums_BT = jnp.sum(weights_BT, axis=-1, keepdims=True)
+  else:
+    sums_BT = jax.vmap(_sum_of_own_segment)(weights_BT, segment_ids_BT)
+    weights_BT = jnp.where(segment_ids_BT > 0, weights_BT, 0.0)
+  return jnp.where(sums_BT == 0, 0.0, weights_BT / jnp.where(sums_BT == 0, 1.0, sums_BT))
+
+
+def _sum_of_own_segment(weights_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
+  """Returns at each position the sum of the weights of its segment."""
+  sums = jax.ops.segment_sum(weights_T, segment_ids_T, num_segments=weights_T.size + 1)
+  return sums[segment_ids_T]

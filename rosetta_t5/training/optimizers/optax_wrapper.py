@@ -88,14 +88,18 @@ class OptaxWrapper(OptimizerDef):
 
   def init_state(self, params: PyTree) -> OptimizerState:
     """Returns the transformation's initial state at step 0."""
-    return OptimizerState(jnp.zeros((), jnp.int32), self.optax_optimizer.init(params))
+    param_states = _with_raw_keys(self.optax_optimizer.init(params))
+    return OptimizerState(jnp.zeros((), jnp.int32), param_states)
 
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
     """Returns the parameters and the state after one update; `hyper_params` is not read."""
-    updates, param_states = self.optax_optimizer.update(grads, state.param_states, params)
-    return optax.apply_updates(params, updates), OptimizerState(state.step + 1, param_states)
+    optax_types = jax.eval_shape(self.optax_optimizer.init, params)
+    optax_state = _with_typed_keys(state.param_states, optax_types)
+    updates, new_state = self.optax_optimizer.update(grads, optax_state, params)
+    new_params = optax.apply_updates(params, updates)
+    return new_params, OptimizerState(state.step + 1, _with_raw_keys(new_state))
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
@@ -154,3 +158,23 @@ yogi = wrap_optax_optimizer(optax.yogi)
 
 def _is_masked(node: Any) -> bool:
   return isinstance(node, optax.MaskedNode)
+
+
+def _is_key(leaf: Any) -> bool:
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _with_raw_keys(optax_state: PyTree) -> PyTree:
+  """Returns the state with random keys as uint32 arrays, which checkpoints can store."""
+  return jax.tree.map(
+    lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, optax_state
+  )
+
+
+def _with_typed_keys(optax_state: PyTree, optax_types: PyTree) -> PyTree:
+  """Returns the state with the random keys that `_with_raw_keys` took apart."""
+  return jax.tree.map(
+    lambda leaf, like: jax.random.wrap_key_data(leaf) if _is_key(like) else leaf,
+    optax_state,
+    optax_types,
+  )

@@ -1,0 +1,270 @@
+"""One contract, held by every optimizer: init, jitted steps, checkpoint round trip, logical axes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import traverse_util
+from flax.core import freeze
+from jax.sharding import PartitionSpec as P
+
+from rosetta_t5.training import optimizers
+from rosetta_t5.training.optimizers import Adafactor, MultiOptimizer, OptaxWrapper, adafactor
+from rosetta_t5.training.schedules import create_learning_rate_scheduler
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+  "dense": {"kernel": jnp.asarray(RNG.normal(size=(16, 24)), jnp.float32), "bias": jnp.ones(24)},
+  "norm": {"scale": jnp.full(16, 2.0)},
+}
+AXES = {
+  "dense": {"kernel": P("embed", "mlp"), "bias": P("mlp")},
+  "norm": {"scale": P("embed")},
+}
+
+
+def traversal(visits):
+  # Flax says that traversals will go; T5X's users have them in their gin files.
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    return traverse_util.ModelParamTraversal(lambda path, _: visits(path))
+
+
+KERNELS = traversal(lambda path: "kernel" in path)
+OTHERS = traversal(lambda path: "kernel" not in path)
+IS_KERNEL = {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
+GROUPS = {"dense": {"kernel": "a", "bias": "b"}, "norm": {"scale": "b"}}
+
+
+def wrapped(transformation):
+  return lambda: OptaxWrapper(transformation)
+
+
+OPTIMIZERS = {
+  "adafactor": lambda: Adafactor(0.1, min_dim_size_to_factor=8),
+  "adafactor momentum": lambda: Adafactor(0.1, beta1=0.9),
+  "adafactor unfactored": lambda: Adafactor(0.1, factored=False),
+  "multi": lambda: MultiOptimizer(
+    [(KERNELS, Adafactor(0.1)), (OTHERS, Adafactor(0.01, beta1=0.9))]
+  ),
+  "multi, a part": lambda: MultiOptimizer([(KERNELS, Adafactor(0.1))]),
+  "adabelief": lambda: optimizers.adabelief(0.1),
+  "adagrad": lambda: optimizers.adagrad(0.1),
+  "adam": lambda: optimizers.adam(0.1),
+  "adamw": lambda: optimizers.adamw(0.1, weight_decay=0.01),
+  "fromage": lambda: optimizers.fromage(0.1),
+  "lamb": lambda: optimizers.lamb(0.1),
+  "lars": lambda: optimizers.lars(1.0),
+  "lion": lambda: optimizers.lion(0.1),
+  "noisy_sgd": lambda: optimizers.noisy_sgd(0.1, key=0),
+  "radam": lambda: optimizers.radam(0.1),
+  "rmsprop": lambda: optimizers.rmsprop(0.1),
+  "sgd": lambda: optimizers.sgd(0.1),
+  "sgd momentum": lambda: optimizers.sgd(0.1, momentum=0.9, nesterov=True),
+  "yogi": lambda: optimizers.yogi(0.1),
+  "chain": lambda: optimizers.chain([optax.clip_by_global_norm(1.0), optax.adamw(0.1)]),
+  "chain with a schedule": lambda: optimizers.chain(
+    [optax.adam(create_learning_rate_scheduler("constant * linear_warmup", 0.1, warmup_steps=4))]
+  ),
+  "optax adafactor": wrapped(optax.adafactor(0.1, min_dim_size_to_factor=8)),
+  "ema": wrapped(optax.chain(optax.sgd(0.1), optax.ema(0.9))),
+  "masked": wrapped(optax.chain(optax.masked(optax.adam(-0.1), IS_KERNEL), optax.scale(-0.5))),
+  "multi_transform": wrapped(
+    optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.5)}, GROUPS)
+  ),
+  "multi_steps": wrapped(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+  "inject_hyperparams": wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)),
+  "apply_if_finite": wrapped(optax.apply_if_finite(optax.adam(0.1), 3)),
+  "sm3": wrapped(optax.sm3(0.1)),
+}
+
+
+def loss(params):
+  return sum(jnp.sum((leaf - 0.5) ** 2) for leaf in jax.tree.leaves(params))
+
+
+@jax.jit
+def step(optimizer):
+  return optimizer.apply_gradient(jax.grad(loss)(optimizer.target))
+
+
+@jax.jit
+def step_at(optimizer, learning_rate):
+  return optimizer.apply_gradient(optimizer.target, learning_rate=learning_rate)
+
+
+@pytest.fixture(params=OPTIMIZERS, scope="module")
+def definition(request):
+  return OPTIMIZERS[request.param]()
+
+
+def assert_trees_equal(got, want):
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+def test_loss_falls_and_everything_stays_finite(definition):
+  optimizer = definition.create(PARAMS)
+  assert optimizer.state.step == 0
+  for _ in range(20):
+    optimizer = step(optimizer)
+  assert optimizer.state.step == 20
+  assert loss(optimizer.target) < 0.95 * loss(PARAMS)
+  assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(optimizer))
+
+
+def test_a_restored_optimizer_continues_to_the_bit(definition):
+  saved = step(step(definition.create(PARAMS)))
+  stored = saved.state_dict()
+  flat = traverse_util.flatten_dict(stored, keep_empty_nodes=True)
+  assert all(isinstance(key, str) for path in flat for key in path)
+  assert all(isinstance(value, jax.Array) for value in flat.values())
+  assert set(stored) == {"target", "state"}
+  on_disk = jax.device_get(stored)
+  fresh = definition.create(jax.tree.map(jnp.zeros_like, PARAMS))
+  restored = fresh.restore_state(on_disk)
+  assert_trees_equal(restored, saved)
+  assert_trees_equal(step(restored), step(saved))
+
+
+def test_logical_axes_have_the_state_s_structure_and_fit_its_shapes(definition):
+  optimizer = definition.create(PARAMS)
+  axes = definition.derive_logical_axes(optimizer, AXES)
+  assert axes.target == AXES
+  leaves, structure = jax.tree.flatten(optimizer.state.param_states)
+  names = structure.flatten_up_to(axes.state.param_states)
+  for leaf, name in zip(leaves, names, strict=True):
+    assert name is None or len(name) == leaf.ndim
+  shapes = {
+    leaf.shape for leaf, name in zip(leaves, names, strict=True) if name == P("embed", "mlp")
+  }
+  assert shapes <= {(16, 24)}
+  moments = [leaf for leaf in leaves if leaf.shape == (16, 24)]
+  assert len(moments) == names.count(P("embed", "mlp"))
+
+
+def test_logical_axes_of_adamw_are_those_of_its_moments():
+  definition = OPTIMIZERS["chain"]()
+  axes = definition.derive_logical_axes(definition.create(PARAMS), AXES).state.param_states
+  adam_axes = axes[1][0]
+  assert adam_axes.mu == adam_axes.nu == AXES
+  assert adam_axes.count is None
+
+
+def test_logical_axes_may_be_frozen_and_incomplete():
+  partial = freeze({"dense": {"kernel": P("embed", "mlp")}})
+  for name in ("adam", "adafactor unfactored"):
+    definition = OPTIMIZERS[name]()
+    axes = definition.derive_logical_axes(definition.create(PARAMS), partial).state.param_states
+    found = [leaf for leaf in jax.tree.leaves(axes) if isinstance(leaf, P)]
+    assert set(found) == {P("embed", "mlp")}
+
+
+def test_optax_states_are_stored_under_t5x_s_names():
+  stored = OPTIMIZERS["chain"]().create(PARAMS).state_dict()["state"]
+  paths = {"/".join(path) for path in traverse_util.flatten_dict(stored)}
+  moments = {
+    f"param_states/1/0/{m}/{p}"
+    for m in ("mu", "nu")
+    for p in ("dense/kernel", "dense/bias", "norm/scale")
+  }
+  assert paths == moments | {"step", "param_states/1/0/count"}
+
+
+def test_adafactor_states_are_stored_under_t5x_s_names():
+  stored = OPTIMIZERS["adafactor"]().create(PARAMS).state_dict()["state"]
+  assert set(stored["param_states"]["dense"]["kernel"]) == {"v_row", "v_col", "v", "m"}
+
+
+def test_the_trainer_s_learning_rate_acts_on_adafactor_and_not_on_optax():
+  for name, acts in (("adafactor", True), ("multi", True), ("adam", False)):
+    optimizer = OPTIMIZERS[name]().create(PARAMS)
+    one, two = (step_at(optimizer, rate).target["dense"]["kernel"] for rate in (0.1, 0.2))
+    assert bool(jnp.any(one != two)) == acts
+    assert optimizer.optimizer_def.uses_learning_rate == acts
+
+
+def test_hyper_parameters_can_be_replaced_one_by_one_or_all():
+  definition = Adafactor(0.1)
+  assert definition.update_hyper_params(learning_rate=0.5).learning_rate == 0.5
+  assert definition.hyper_params.learning_rate == 0.1
+  other = definition.hyper_params.replace(decay_rate=0.7)
+  assert definition.update_hyper_params(hyper_params=other).decay_rate == 0.7
+  multi = OPTIMIZERS["multi"]()
+  assert [h.learning_rate for h in multi.update_hyper_params(learning_rate=0.5)] == [0.5, 0.5]
+  assert [h.beta1 for h in multi.update_hyper_params()] == [None, 0.9]
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name():
+  stored = OPTIMIZERS["sgd momentum"]().create(PARAMS).state_dict()
+  with pytest.raises(ValueError, match=r"another optimizer.*'param_states/0/count' is missing"):
+    OPTIMIZERS["adam"]().create(PARAMS).restore_state(stored)
+  with pytest.raises(ValueError, match=r"'param_states/0/count' is not known here"):
+    OPTIMIZERS["sgd"]().create(PARAMS).restore_state(
+      OPTIMIZERS["adam"]().create(PARAMS).state_dict()
+    )
+
+
+def test_a_multi_optimizer_leaves_what_no_traversal_visits():
+  optimizer = OPTIMIZERS["multi, a part"]().create(PARAMS)
+  after = step(optimizer)
+  assert after.state.param_states["norm"]["scale"] is None
+  assert_trees_equal(after.target["norm"], PARAMS["norm"])
+  assert jnp.all(after.target["dense"]["kernel"] != PARAMS["dense"]["kernel"])
+
+
+def test_a_multi_optimizer_updates_each_part_as_its_optimizer_would_alone():
+  both = step(OPTIMIZERS["multi"]().create(PARAMS)).target
+  alone = step(Adafactor(0.1).create(PARAMS)).target["dense"]["kernel"]
+  np.testing.assert_array_equal(both["dense"]["kernel"], alone)
+  momentum = step(Adafactor(0.01, beta1=0.9).create(PARAMS)).target
+  np.testing.assert_array_equal(both["norm"]["scale"], momentum["norm"]["scale"])
+
+
+def test_a_multi_optimizer_passes_the_factor_rules_on():
+  rules = adafactor.Adafactor(0.1, logical_factor_rules={"x": "row", "y": "column", "l": "batch"})
+  everything = traversal(lambda path: True)
+  multi = MultiOptimizer([(everything, rules)])
+  multi.set_param_axes({"w": P("l", "x", "y")})
+  optimizer = multi.create({"w": jnp.ones((2, 3, 4))})
+  assert optimizer.state.param_states["w"].v_row.shape == (2, 3)
+  assert jnp.all(optimizer.apply_gradient({"w": jnp.ones((2, 3, 4))}).target["w"] < 1)
+
+
+def test_a_parameter_for_two_optimizers_is_named():
+  twice = MultiOptimizer([(KERNELS, Adafactor(0.1)), (KERNELS, Adafactor(0.1))])
+  with pytest.raises(
+    ValueError, match=r"optimizers 0 and 1 .* both match parameter 'dense/kernel'"
+  ):
+    twice.init_state(PARAMS)
+
+
+def test_a_multi_optimizer_refuses_optax_and_says_what_to_use():
+  with pytest.raises(ValueError, match=r"OptaxWrapper.*optax.multi_transform"):
+    MultiOptimizer([(KERNELS, optimizers.adam(0.1))])
+
+
+def test_wrapped_optimizers_keep_optax_s_arguments_for_gin():
+  arguments = inspect.signature(optimizers.adamw).parameters
+  assert list(arguments)[:3] == list(inspect.signature(optax.adamw).parameters)[:3]
+  assert optimizers.adamw.__name__ == "adamw"
+
+
+@pytest.mark.filterwarnings("ignore:.seed. is deprecated:DeprecationWarning")
+def test_dpsgd_takes_gradients_of_each_example():
+  optimizer = optimizers.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=0.0, seed=0).create(
+    {"w": jnp.ones(2)}
+  )
+  after = optimizer.apply_gradient({"w": jnp.ones((3, 2))})
+  assert jnp.all(after.target["w"] < 1)
+
+
+def test_amos_says_what_it_needs():
+  with pytest.raises(ValueError, match=r"jestimator"):
+    optimizers.amos(0.1)
