@@ -1,0 +1,66 @@
+"""T5X's own checkpoints of the reference run restore into this project's train state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
+from rosetta_t5.checkpoints.state_dicts import flatten_state_dict
+from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules
+
+
+@pytest.fixture(scope="module")
+def initializer():
+  config = T5Config(
+    vocab_size=384,
+    emb_dim=64,
+    num_heads=4,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    head_dim=16,
+    mlp_dim=128,
+    mlp_activations=("gelu", "linear"),
+  )
+  optimizer = Adafactor(logical_factor_rules=standard_logical_factor_rules())
+  tokens = jnp.ones((16, 64), jnp.int32)
+
+  def init(rng, input_shapes, input_types):
+    return Transformer(config).init(rng, tokens, tokens, tokens, enable_dropout=False)
+
+  return TrainStateInitializer(optimizer, init, {}, PjitPartitioner(num_partitions=2))
+
+
+def read_raw(folder, name):
+  """Reads one array past Orbax."""
+  kvstore = {"driver": "ocdbt", "base": f"file://{folder}", "path": name.replace("/", ".")}
+  return ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
+
+
+def test_checkpoint_restores_with_the_stored_values_split_over_the_mesh(initializer, shared):
+  path = shared / "reference/t5x_orbax/checkpoint_20"
+  cfg = RestoreCheckpointConfig(path=str(path), mode="specific")
+  state = initializer.from_checkpoint([cfg])
+  assert int(state.step) == 20
+  flat = flatten_state_dict(state.state_dict())
+  assert len(flat) == 261
+  for name in (
+    "target/token_embedder/embedding",
+    "state/param_states/decoder/logits_dense/kernel/v",
+  ):
+    np.testing.assert_array_equal(flat[name], read_raw(path / "state", name))
+  kernel = state.params["encoder"]["layers_0"]["mlp"]["wi_0"]["kernel"]
+  assert kernel.addressable_shards[0].data.shape == (64, 64)
+
+
+def test_parameters_restore_in_bfloat16_when_asked(initializer, shared):
+  path = str(shared / "reference/t5x_orbax/checkpoint_20")
+  cfg = RestoreCheckpointConfig(path=path, mode="specific", dtype="bfloat16")
+  state = initializer.from_checkpoint([cfg])
+  assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+  assert {leaf.dtype for leaf in jax.tree.leaves(state.param_states)} == {jnp.dtype(jnp.float32)}
