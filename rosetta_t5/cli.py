@@ -1,0 +1,54 @@
+"""The `rosetta-t5` command: one short function a verb."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+
+def train(arguments: Sequence[str]) -> int:
+  """Train a model; the arguments are those of `python -m t5x.train`."""
+  sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
+  from rosetta_t5.config import run_from_command_line
+  from rosetta_t5.train import train as run_page
+
+  run_from_command_line(run_page, ["rosetta-t5 train", *arguments])
+  return 0
+
+
+def quickstart(arguments: Sequence[str]) -> int:
+  """Train a small T5 on the text of Python's own library, here and now."""
+  from rosetta_t5.quickstart import main as run_quickstart
+
+  return run_quickstart(*arguments) or 0
+
+
+def doctor(arguments: Sequence[str]) -> int:
+  """Show what is installed, what is missing, and the devices."""
+  from rosetta_t5.doctor import examine
+
+  return examine()
+
+
+VERBS = {verb.__name__: verb for verb in (train, quickstart, doctor)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the verb that the command line names and returns the exit status."""
+  verb, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+  if verb in ("-h", "--help", "help"):
+    print("rosetta-t5 VERB …\n")
+    print("\n".join(f"  {name:<12}{function.__doc__}" for name, function in VERBS.items()))
+    return 0
+  if verb not in VERBS:
+    like = " Did you mean {}?".format(*difflib.get_close_matches(verb, VERBS, n=1) or ["train"])
+    print(f"error: rosetta-t5 has no verb {verb!r}.{like}", file=sys.stderr)
+    print(f"  its verbs: {', '.join(VERBS)}", file=sys.stderr)
+    return 2
+  return VERBS[verb](arguments)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
