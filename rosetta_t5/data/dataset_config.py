@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
+from rosetta_t5.parallel.processes import drawn_seed
 
 if TYPE_CHECKING:
   import seqio
@@ -94,9 +92,4 @@ def resolve_seed(cfg: DatasetConfig, stored: int | None = None) -> int:
     return int(cfg.seed)
   if stored is not None:
     return int(stored)
-  drawn = np.int32(time.time())
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    drawn = multihost_utils.broadcast_one_to_all(drawn)
-  return int(drawn)
+  return drawn_seed()

@@ -7,6 +7,7 @@ from rosetta_t5.parallel.partitioner import (
   PartitionedFunction,
   PjitPartitioner,
 )
+from rosetta_t5.parallel.processes import drawn_seed, join_processes
 from rosetta_t5.parallel.rules import standard_logical_axis_rules
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
   "PartitionedFunction",
   "PjitPartitioner",
   "default_mesh",
+  "drawn_seed",
+  "join_processes",
   "standard_logical_axis_rules",
 ]

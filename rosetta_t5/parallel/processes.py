@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
+import numpy as np
 
 
 def join_processes(
@@ -51,3 +54,13 @@ def join_processes(
   jax.distributed.initialize(
     coordinator_address, process_count, process_index, initialization_timeout=initialization_timeout
   )
+
+
+def drawn_seed() -> int:
+  """Returns a seed drawn from the clock, the same on every process."""
+  seed = np.int32(time.time())
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    seed = multihost_utils.broadcast_one_to_all(seed)
+  return int(seed)

@@ -1,0 +1,320 @@
+"""A training run, from top to bottom: seeds, data, state, loop, end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.parallel import BasePartitioner, drawn_seed
+from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.metrics_manager import as_floats
+from rosetta_t5.telemetry.model_info import log_model_info
+from rosetta_t5.telemetry.nonfinite import check_finite
+from rosetta_t5.training import Hook, TrainState, run_due, stretches
+from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
+
+Actions = Mapping[ActionMode, Sequence[BaseAction]]
+
+
+def train(
+  *,
+  model: Any,
+  train_dataset_cfg: data.DatasetConfig,
+  train_eval_dataset_cfg: data.DatasetConfig | None,
+  infer_eval_dataset_cfg: data.DatasetConfig | None,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+  partitioner: BasePartitioner,
+  trainer_cls: Callable[..., Any],
+  model_dir: str,
+  total_steps: int,
+  eval_steps: int,
+  eval_period: int,
+  relative_steps: int | None = None,
+  stats_period: int | None = None,
+  random_seed: int | None,
+  use_hardware_rng: bool = False,
+  summarize_config_fn: Callable[[str, Any, int], None],
+  inference_evaluator_cls: Any = None,
+  get_dataset_fn: Callable[..., Any] = data.get_dataset,
+  concurrent_metrics: bool = True,
+  actions: Actions | None = None,
+  train_eval_get_dataset_fn: Callable[..., Any] = data.get_training_eval_datasets,
+  run_eval_before_training: bool = False,
+  train_state_initializer_cls: Any = checkpoints.TrainStateInitializer,
+  use_orbax: bool = True,
+  verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
+  gc_period: int = 0,
+) -> tuple[int, TrainState]:
+  """Trains a model; MODEL_DIR's latest checkpoint, if there is one, is continued.
+
+  Args:
+    model: the model.
+    train_dataset_cfg: what it learns from.
+    train_eval_dataset_cfg: what its loss is measured on from time to time; None for nothing.
+    infer_eval_dataset_cfg: what it makes predictions on; None, the only value supported so far.
+    checkpoint_cfg: what is saved, and where to start from if MODEL_DIR has no checkpoint.
+    partitioner: how arrays are split over devices.
+    trainer_cls: makes the trainer, such as `training.Trainer` with a schedule bound.
+    model_dir: where checkpoints, metrics and the configuration go.
+    total_steps: updates to have been made at the end.
+    eval_steps: batches of an evaluation.
+    eval_period: updates between evaluations.
+    relative_steps: updates from the start on; overrides total_steps.
+    stats_period: updates that a line of metrics is about; None for eval_period.
+    random_seed: seeds initialisation and dropout; None draws one and keeps it in the checkpoints.
+    use_hardware_rng: whether random bits come from a faster generator, one that depends on the
+      devices; so too where random_seed is None.
+    summarize_config_fn: called as f(model_dir, summary_writer, step) to write the configuration.
+    inference_evaluator_cls: goes with infer_eval_dataset_cfg.
+    get_dataset_fn: makes the training data.
+    concurrent_metrics: goes with infer_eval_dataset_cfg.
+    actions: by mode, what is done with metrics; an action can end training.
+    train_eval_get_dataset_fn: makes the evaluation data.
+    run_eval_before_training: whether the first evaluation comes before the first step.
+    train_state_initializer_cls: makes the train state.
+    use_orbax: T5X's choice of layout; checkpoints are Orbax's either way.
+    verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
+    gc_period: updates between garbage collections, which are otherwise off; 0 leaves Python's own.
+
+  Returns:
+    (updates made, the train state at the end).
+
+  Raises:
+    ValueError: something given does not fit together; nothing has been written over.
+    NonFiniteError: the loss or a gradient became NaN or infinite.
+  """
+  del inference_evaluator_cls, concurrent_metrics, use_orbax
+  _refuse_unsupported(infer_eval_dataset_cfg)
+
+  # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
+  restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
+  facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg)
+  if use_hardware_rng or random_seed is None:
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(facts["random_seed"]), 2)
+
+  # Data. The feed begins to draw its first batch at once; what evaluates is made meanwhile.
+  train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
+  if verify_matching_vocabs_fn is not None:
+    verify_matching_vocabs_fn(train_cfg, model)
+  layout = partitioner.get_data_layout(train_cfg.batch_size)
+  feed = data.prepare_train_iter(
+    get_dataset_fn(train_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS),
+    partitioner=partitioner,
+    checkpoint_cfg=checkpoint_cfg,
+    data_layout=layout,
+  )
+  evaluation = _Evaluation(
+    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
+  ).start()
+
+  # State: MODEL_DIR's own, else that of the checkpoint to start from, else a fresh one.
+  initializer = train_state_initializer_cls(
+    optimizer_def=model.optimizer_def,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: spec.shape for name, spec in feed.element_spec.items()},
+    input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
+    partitioner=partitioner,
+  )
+  state, manager = checkpoints.create_checkpoint_manager_and_restore(
+    initializer,
+    partitioner,
+    restore_cfg,
+    restore_path,
+    init_rng,
+    checkpoint_cfg.save,
+    model_dir,
+    ds_iter=feed,
+    run_facts=facts,
+  )
+  state = initializer.from_scratch(init_rng) if state is None else state
+  first_step = int(state.step)
+  if relative_steps:
+    total_steps = facts.setdefault("total_steps", first_step + relative_steps)
+
+  # Trainer: holds the state from here on. The step compiles while the feed draws its first batch.
+  trainer = trainer_cls(
+    model=model,
+    train_state=state,
+    partitioner=partitioner,
+    eval_names=evaluation.task_names(),
+    summary_dir=model_dir,
+    train_state_axes=initializer.train_state_axes,
+    rng=trainer_rng,
+  )
+  del state
+  trainer.compile_train(feed.element_spec)
+  log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
+  summarize_config_fn(model_dir, None, first_step)
+
+  # Loop. Of the hooks the checkpoint comes first: an evaluation that fails must not cost the steps
+  # before it.
+  progress = console.Progress(first_step, total_steps)
+  loop = _Loop(trainer, manager, feed, evaluation, actions, progress)
+  save = checkpoint_cfg.save
+  hooks = [
+    Hook("checkpoint", loop.save, save and save.period, (save and save.checkpoint_steps) or ()),
+    Hook("evaluation", loop.evaluate, eval_period, at_end=True),
+    Hook("garbage collection", lambda step: gc.collect() and None, gc_period),
+  ]
+  with _automatic_garbage_collection(on=not gc_period), progress:
+    loop.save(first_step)
+    if run_eval_before_training:
+      loop.evaluate(first_step)
+    loop.run(first_step, total_steps, hooks, stats_period or eval_period)
+  loop.close()
+  return int(trainer.train_state.step), trainer.train_state
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs `train` as the command line and its gin files say (`python -m t5x.train`)."""
+  config.run_from_command_line(train, argv)
+
+
+@dataclasses.dataclass
+class _Evaluation:
+  """What the loss is measured on: made in the background while the run prepares its state."""
+
+  cfg: data.DatasetConfig | None
+  get_datasets: Callable[..., Mapping[str, Any]]
+  num_batches: int
+  model: Any
+  partitioner: BasePartitioner
+
+  def start(self) -> _Evaluation:
+    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation-data")
+    self._datasets = pool.submit(self._make_datasets)
+    pool.shutdown(wait=False)
+    return self
+
+  def _make_datasets(self) -> Mapping[str, Any]:
+    if self.cfg is None:
+      return {}
+    layout = self.partitioner.get_data_layout(self.cfg.batch_size)
+    converter_cls = self.model.FEATURE_CONVERTER_CLS
+    return self.get_datasets(
+      self.cfg, layout.shard_id, layout.num_shards, self.num_batches, converter_cls
+    )
+
+  def task_names(self) -> list[str]:
+    return list(self._datasets.result())
+
+  def run(self, trainer: Any) -> dict[str, dict[str, float]]:
+    """Returns each task's metrics with the trainer's present state."""
+    feeds = {}
+    for name, dataset in self._datasets.result().items():
+      layout = self.partitioner.get_data_layout(self.cfg.batch_size)  # type: ignore[union-attr]
+      feeds[name] = data.prepare_train_iter(
+        dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
+      )
+    try:
+      return {name: as_floats(future.result()) for name, future in trainer.eval(feeds).items()}
+    finally:
+      for feed in feeds.values():
+        feed.close()
+
+
+@dataclasses.dataclass
+class _Loop:
+  """Stretches of steps, and between them the hooks that are due."""
+
+  trainer: Any
+  manager: checkpoints.OrbaxCheckpointManagerInterface | None
+  feed: Any
+  evaluation: _Evaluation
+  actions: Actions | None
+  progress: console.Progress
+  stopped: bool = False
+
+  def run(
+    self, first_step: int, last_step: int, hooks: Sequence[Hook], longest_stretch: int
+  ) -> None:
+    step = first_step
+    for start, step in stretches(first_step, last_step, hooks, longest_stretch):
+      self.train(start, step)
+      run_due(hooks, step, last_step)
+      if self.stopped:
+        break
+    self.save(step)
+
+  def train(self, start: int, stop: int) -> None:
+    values = as_floats(self.trainer.train(self.feed, stop - start, start_step=start).result())
+    check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
+    self.progress.report(stop, values)
+    self._act(ActionMode.TRAIN, {"train": values})
+
+  def save(self, step: int) -> None:
+    """Starts to save the state; a checkpoint that is there is left as it is."""
+    if self.manager is None or step in self.manager.all_steps():
+      return
+    started = time.monotonic()
+    self.manager.save(self.trainer.train_state)
+    self._write("timing/checkpoint_seconds", time.monotonic() - started, step)
+
+  def evaluate(self, step: int) -> None:
+    started = time.monotonic()
+    values = self.evaluation.run(self.trainer)
+    self._write("timing/evaluate_seconds", time.monotonic() - started, step)
+    for task, task_values in values.items():
+      self.progress.report_evaluation(step, task, task_values)
+    self._act(ActionMode.TRAIN_EVAL, values)
+
+  def close(self) -> None:
+    """Waits for what is written in the background."""
+    self.feed.close()
+    self.trainer.close()
+    if self.manager is not None:
+      self.manager.close()
+
+  def _act(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
+    if run_actions(mode, self.actions, self.trainer.train_state, values):
+      self.stopped = True
+
+  def _write(self, name: str, value: float, step: int) -> None:
+    self.trainer.train_metrics_manager.write_scalar(name, value, step)
+
+
+@contextlib.contextmanager
+def _automatic_garbage_collection(on: bool) -> Iterator[None]:
+  """Off, where collections at different times on different hosts would make all of them wait."""
+  if not on:
+    gc.disable()
+  try:
+    yield
+  finally:
+    gc.enable()
+
+
+def _run_facts(
+  model_dir: str,
+  restore_path: str | None,
+  random_seed: int | None,
+  train_dataset_cfg: data.DatasetConfig,
+) -> dict[str, Any]:
+  """Returns the seeds in use: those given, else those this run had before, else drawn ones."""
+  continued = restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir)
+  facts = checkpoints.read_run_facts(restore_path) if continued else {}
+  drawn = drawn_seed()
+  facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
+  facts["train_dataset_seed"] = data.resolve_seed(
+    train_dataset_cfg, facts.get("train_dataset_seed", drawn)
+  )
+  return facts
+
+
+def _refuse_unsupported(infer_eval_dataset_cfg: Any) -> None:
+  if infer_eval_dataset_cfg is not None:
+    raise ValueError(
+      "train.infer_eval_dataset_cfg is set, but evaluation by prediction is not supported yet: "
+      "set train.infer_eval_dataset_cfg = None; train_eval_dataset_cfg measures the loss"
+    )

@@ -1,0 +1,118 @@
+"""Actions: users' own code that looks at metrics during training and may end it."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from rosetta_t5.training.train_state import TrainState
+
+MetricsByTask = Mapping[str, Mapping[str, Any]]
+
+
+class ActionMode(enum.Enum):
+  """Whose metrics an action is shown."""
+
+  TRAIN = 1
+  TRAIN_EVAL = 2
+  INFER_EVAL = 3
+
+
+class BaseAction(abc.ABC):
+  """Something to be done with metrics (T5X: BaseAction)."""
+
+  @abc.abstractmethod
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Looks at the values of each task's metrics; returns True to end training."""
+
+
+class EarlyStoppingAction(BaseAction):
+  """Ends training once a metric has not improved for `patience` evaluations in a row."""
+
+  def __init__(
+    self,
+    metric: tuple[str, str],
+    mode: str,
+    patience: int = 3,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+  ):
+    """Builds the action.
+
+    Args:
+      metric: (task, metric's name).
+      mode: "min" if lower is better, else "max".
+      patience: evaluations without improvement that are borne.
+      atol: an improvement is more than this,
+      rtol: and more than this share of the best value.
+
+    Raises:
+      ValueError: `mode` is neither.
+    """
+    if mode not in ("min", "max"):
+      raise ValueError(f"EarlyStoppingAction.mode = {mode!r}, but it is 'min' or 'max'")
+    self._task, self._metric = metric
+    self._sign = 1.0 if mode == "max" else -1.0
+    self._patience, self._atol, self._rtol = patience, atol, rtol
+    self._best = -math.inf
+    self._without_improvement = 0
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Returns whether patience has run out."""
+    value = _value(metrics_by_task, self._task, self._metric)
+    if value is None:
+      return False
+    needed = self._atol if math.isinf(self._best) else self._atol + self._rtol * abs(self._best)
+    if self._sign * value > self._best + needed:
+      self._best, self._without_improvement = self._sign * value, 0
+    else:
+      self._without_improvement += 1
+    return self._without_improvement >= self._patience
+
+
+class TerminateOnNanAction(BaseAction):
+  """Ends training when a task's metric is NaN or infinite."""
+
+  def __init__(self, task: str, metric: str = "loss"):
+    """Builds the action for one metric of one task."""
+    self._task, self._metric = task, metric
+
+  def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+    """Returns whether the metric is not finite."""
+    value = _value(metrics_by_task, self._task, self._metric)
+    return value is not None and not math.isfinite(value)
+
+
+def run_actions(
+  mode: ActionMode,
+  actions: Mapping[Any, Sequence[BaseAction]] | None,
+  train_state: TrainState,
+  metrics_by_task: MetricsByTask,
+) -> bool:
+  """Runs the actions of one mode; returns True if any of them ends training.
+
+  Process 0 decides for all.
+  """
+  chosen = [*(actions or {}).get(mode, ()), *(actions or {}).get(mode.name, ())]
+  stop = any([action.run(train_state, metrics_by_task) for action in chosen])
+  if chosen and jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    stop = bool(multihost_utils.broadcast_one_to_all(np.array(stop)))
+  return stop
+
+
+def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
+  values = metrics_by_task.get(task, {})
+  if metric not in values:
+    logging.warning("no metric %r of task %r; there are: %s", metric, task, sorted(values))
+    return None
+  value = values[metric]
+  return float(np.asarray(getattr(value, "value", value)))

@@ -1,0 +1,18 @@
+"""T5X's `train`: `python -m t5x.train --gin_file=…`."""
+
+from rosetta_t5.train import (
+  main,
+  train,
+)
+from rosetta_t5.training.actions import (
+  run_actions,
+)
+
+__all__ = [
+  "main",
+  "run_actions",
+  "train",
+]
+
+if __name__ == "__main__":
+  main()

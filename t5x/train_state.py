@@ -1,0 +1,13 @@
+"""T5X's `train_state`."""
+
+from rosetta_t5.training.train_state import (
+  TrainState,
+)
+from rosetta_t5.training.train_state import (
+  TrainState as FlaxOptimTrainState,
+)
+
+__all__ = [
+  "FlaxOptimTrainState",
+  "TrainState",
+]
