@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def training_flops_per_sequence(
   *,
@@ -56,3 +58,19 @@ def model_flops_utilization(
       f"num_devices = {num_devices}"
     )
   return flops_per_sequence * sequences_per_second / (peak_flops * num_devices)
+
+
+def training_flops_of(config: Any, *, encoder_length: int, decoder_length: int) -> float:
+  """Returns `training_flops_per_sequence` of an encoder-decoder `T5Config`."""
+  return training_flops_per_sequence(
+    emb_dim=config.emb_dim,
+    num_heads=config.num_heads,
+    head_dim=config.head_dim,
+    mlp_dim=config.mlp_dim,
+    num_encoder_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    vocab_size=config.vocab_size,
+    encoder_length=encoder_length,
+    decoder_length=decoder_length,
+    num_mlp_activations=len(config.mlp_activations),
+  )

@@ -63,6 +63,27 @@ class NonFiniteError(ArithmeticError):
     super().__init__(_explain(step, first_bad, last_good))
 
 
+def check_finite(record: Any, train_state: Any, manager: Any) -> None:
+  """Raises NonFiniteError if the steps just made were not finite.
+
+  Args:
+    record: what `training.step` kept of them: `bad`, booleans for the loss and each parameter's
+      gradient in the first bad step, and `step`, the updates made before it; None for nothing.
+    train_state: gives the parameters' names.
+    manager: the checkpoint manager, whose running save is let finish; None for none.
+  """
+  bad_name = None if record is None else name_in_step(record.bad, train_state.params)
+  if bad_name is None:
+    return
+  updates_made = int(record.step)
+  good = None
+  if manager is not None:
+    manager.wait_until_finished()
+    steps = [step for step in manager.all_steps() if step <= updates_made]
+    good = manager.directory / f"checkpoint_{steps[-1]}" if steps else None
+  raise NonFiniteError(updates_made + 1, bad_name, good)
+
+
 def first_nonfinite(
   groups: Iterable[tuple[str, PyTree | Callable[[], PyTree]]],
 ) -> NonFinite | None:
