@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from rosetta_t5.data import stdlib_corpus
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
@@ -75,3 +77,18 @@ def config() -> Callable[..., DatasetConfig]:
     return DatasetConfig(name, **{**fields, **overrides})
 
   return build
+
+
+@pytest.fixture
+def paragraphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """A small text, which takes the place of the standard library's, and a vocabulary to match."""
+  text = [f"Paragraph {n} tells that {n * n} is the square of {n} and of {-n}." for n in range(600)]
+  monkeypatch.setattr(stdlib_corpus, "stdlib_paragraphs", lambda: iter(text))
+  monkeypatch.setattr(stdlib_corpus, "VOCAB_SIZE", 180)
+  return text
+
+
+@pytest.fixture
+def corpus_folder(paragraphs: list[str], tmp_path: pathlib.Path) -> pathlib.Path:
+  """A folder for text and vocabulary, not there yet."""
+  return tmp_path / "run" / "data"

@@ -13,10 +13,6 @@ from rosetta_t5.data import DatasetConfig, get_dataset, verify_matching_vocabs
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 TASK = "stdlib_docs_of_tests"
-PARAGRAPHS = [
-  f"Paragraph {number} tells that {number * number} is the square of {number} and of {-number}."
-  for number in range(600)
-]
 
 
 @pytest.fixture(scope="module")
@@ -27,70 +23,11 @@ def stdlib_docs() -> Any:
 
 
 @pytest.fixture
-def folder(
-  stdlib_docs: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[pathlib.Path]:
-  """A folder that is not there yet; text and vocabulary that go into it are small."""
-  folder = tmp_path / "run" / "data"
-  monkeypatch.setattr(stdlib_docs, "stdlib_paragraphs", lambda: iter(PARAGRAPHS))
-  monkeypatch.setattr(stdlib_docs, "VOCAB_SIZE", 180)
-  stdlib_docs.register(TASK, folder)
-  yield folder
+def folder(stdlib_docs: Any, corpus_folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A folder that is not there yet, which the task reads from."""
+  stdlib_docs.register(TASK, corpus_folder)
+  yield corpus_folder
   import_seqio().TaskRegistry.remove(TASK)
-
-
-def lines(folder: pathlib.Path, split: str) -> list[str]:
-  return [line for f in sorted(folder.glob(f"{split}-*")) for line in f.read_text().splitlines()]
-
-
-def test_text_is_split_by_hash_and_none_is_lost(stdlib_docs: Any, folder: pathlib.Path) -> None:
-  manifest = stdlib_docs.prepare(folder)
-  train, validation = lines(folder, "train"), lines(folder, "validation")
-  assert sorted(train + validation) == sorted(PARAGRAPHS)
-  assert 0 < len(validation) < 30
-  assert (manifest["train_paragraphs"], manifest["validation_paragraphs"]) == (
-    len(train),
-    len(validation),
-  )
-
-
-def test_preparing_again_changes_nothing(stdlib_docs: Any, folder: pathlib.Path) -> None:
-  first = stdlib_docs.prepare(folder)
-  stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-  assert stdlib_docs.prepare(folder, paragraphs=["another text"]) == first
-  assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
-
-
-def test_the_same_text_gives_the_same_files(
-  stdlib_docs: Any, folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-  assert stdlib_docs.prepare(folder) == stdlib_docs.prepare(tmp_path / "again")
-
-
-def test_a_failure_leaves_no_half_of_a_folder(stdlib_docs: Any, folder: pathlib.Path) -> None:
-  with pytest.raises(ValueError, match="No SentencePiece vocabulary"):
-    stdlib_docs.prepare(folder, paragraphs=["too little text"] * 3)
-  assert list(folder.parent.iterdir()) == []
-
-
-def test_another_folder_is_not_touched(stdlib_docs: Any, folder: pathlib.Path) -> None:
-  folder.mkdir(parents=True)
-  (folder / "thesis.txt").write_text("years of work")
-  with pytest.raises(ValueError, match=r"holds no manifest\.json.*ROSETTA_T5_STDLIB_DOCS"):
-    stdlib_docs.prepare(folder)
-  assert (folder / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_process_that_comes_second_takes_the_firsts_folder(
-  stdlib_docs: Any, folder: pathlib.Path
-) -> None:
-  def meanwhile() -> Iterator[str]:
-    stdlib_docs.prepare(folder)
-    yield from [*PARAGRAPHS, "This line is the second process's alone, and it is lost."]
-
-  assert stdlib_docs.prepare(folder, paragraphs=meanwhile())["train_paragraphs"] < 600
-  assert len(lines(folder, "train") + lines(folder, "validation")) == 600
-  assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_text_and_vocabulary_are_made_when_the_task_is_first_read(
