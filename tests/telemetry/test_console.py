@@ -1,0 +1,109 @@
+"""Plain lines for log files, a bar on terminals, nothing from other processes."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import pytest
+
+from rosetta_t5.telemetry import console
+
+VALUES = {
+  "loss": 5041.98,
+  "loss_per_nonpadding_target_token": 3.2112,
+  "timing/seqs_per_second": 12.34,
+  "timing/steps_per_second": 11.25,
+}
+
+
+class Flushed(io.StringIO):
+  """A stream that counts flushes and may say it is a terminal."""
+
+  def __init__(self, terminal=False):
+    super().__init__()
+    self.flushes = 0
+    self.terminal = terminal
+
+  def flush(self):
+    self.flushes += 1
+    super().flush()
+
+  def isatty(self):
+    return self.terminal
+
+
+def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
+  stream = Flushed()
+  with console.Progress(0, 1000, stream) as progress:
+    progress.report(100, VALUES)
+  assert stream.getvalue() == "step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s\n"
+  assert stream.flushes == 1
+
+
+def test_what_was_not_measured_is_left_out():
+  stream = Flushed()
+  progress = console.Progress(0, 10, stream)
+  progress.report(5, {"accuracy": 0.5})
+  progress.report(6, {"loss": 2.0})
+  assert stream.getvalue() == "step 5/10\nstep 6/10  loss 2.000\n"
+
+
+def test_first_and_last_loss_are_kept():
+  progress = console.Progress(0, 10, Flushed())
+  for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0)):
+    progress.report(step, {"loss": loss})
+  assert (progress.first_loss, progress.last_loss) == (5.0, 3.0)
+
+
+def test_evaluation_and_remarks_have_their_own_lines():
+  stream = Flushed()
+  progress = console.Progress(0, 10, stream)
+  progress.report_evaluation(5, "pile", {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0})
+  progress.say("[bold] is printed as it is")
+  assert stream.getvalue() == (
+    "evaluation at step 5  pile  loss 2.000  accuracy 0.25\n[bold] is printed as it is\n"
+  )
+
+
+def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  stream = Flushed(terminal=True)
+  with console.Progress(0, 1000, stream) as progress:
+    progress.report(100, VALUES)
+    progress.report_evaluation(100, "pile", {"loss": 2.5})
+  text = stream.getvalue()
+  assert "step 100/1000" in text
+  assert "loss 3.211  12.34 seq/s  eta 1m20s" in text
+  assert "evaluation at step 100  pile  loss 2.500" in text
+  assert "\x1b[" in text
+
+
+def test_dumb_terminal_gets_lines(monkeypatch):
+  monkeypatch.setenv("TERM", "dumb")
+  stream = Flushed(terminal=True)
+  with console.Progress(0, 10, stream) as progress:
+    progress.report(1, {"loss": 1.0})
+  assert stream.getvalue() == "step 1/10  loss 1.000\n"
+
+
+def test_other_processes_are_silent_but_keep_the_loss(monkeypatch):
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  stream = Flushed(terminal=True)
+  with console.Progress(0, 10, stream) as progress:
+    progress.report(1, {"loss": 1.0})
+    progress.say("x")
+  console.say("y", stream)
+  assert (stream.getvalue(), progress.last_loss) == ("", 1.0)
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"),
+  [
+    *((0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (80, "1m20s"), (7500, "2h05m")),
+    *((273600, "3d04h"), (-5, "0s"), (float("inf"), "?")),
+  ],
+)
+def test_durations_read_as_people_say_them(seconds, text):
+  assert console.duration_text(seconds) == text

@@ -1,0 +1,145 @@
+"""Metrics become values and TensorBoard files without the loop waiting for them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from clu import metrics as clu_metrics
+from clu import values as clu_values
+
+from rosetta_t5.telemetry import metrics
+from rosetta_t5.telemetry.metrics_manager import MetricsManager, as_floats
+
+
+class Recorder:
+  """Stands where TensorBoard's writer would; keeps what it is given."""
+
+  def __init__(self):
+    self.scalars = []
+    self.flushed = self.closed = 0
+
+  def write_scalars(self, step, scalars):
+    self.scalars.append((step, dict(scalars)))
+
+  def flush(self):
+    self.flushed += 1
+
+  def close(self):
+    self.closed += 1
+
+
+@pytest.fixture
+def manager(tmp_path, monkeypatch):
+  manager = MetricsManager("train", tmp_path)
+  manager._writer = Recorder()
+  return manager
+
+
+def test_values_are_means_per_step_and_rates_per_second(manager):
+  manager.start_duration_timer(block_on=jnp.zeros(()))
+  time.sleep(0.2)
+  summed = {
+    "loss": metrics.AveragePerStep.from_model_output(jnp.array([6.0, 2.0])),
+    "timing/seqs_per_second": metrics.TimeRate.from_model_output(numerator=16),
+    "timing/steps_per_second": metrics.StepsPerTime(),
+    "accuracy": clu_metrics.Average(total=jnp.array(3.0), count=jnp.array(4.0)),
+  }
+  values = manager.write_metrics_summary(summed, 20, num_steps=4).result()
+  floats = as_floats(values)
+  assert isinstance(values["loss"], clu_values.Scalar)
+  assert (floats["loss"], floats["accuracy"]) == (2.0, 0.75)
+  assert 16 / 0.6 < floats["timing/seqs_per_second"] < 16 / 0.2
+  assert floats["timing/steps_per_second"] * 4 == pytest.approx(floats["timing/seqs_per_second"])
+  manager.close()
+  assert manager._writer.scalars == [(20, floats)]
+
+
+def test_start_of_the_clock_survives_a_donated_array(manager):
+  step = jnp.zeros((), jnp.int32)
+  manager.start_duration_timer(block_on=step)
+  manager.start_duration_timer(block_on={"params": (kernel := jnp.ones(8)), "step": step})
+  jax.jit(lambda s, k: (s + 1, k + 1), donate_argnums=(0, 1))(step, kernel)
+  time_metric = {"seconds": metrics.Time()}
+  assert as_floats(manager.write_metrics_summary(time_metric, 1, 1).result())["seconds"] >= 0
+  manager.close()
+
+
+def test_scalars_are_written_in_order(manager):
+  manager.write_scalar("a", jnp.float32(1.0), 1)
+  manager.write_scalars(2, {"a": 2, "b": 3.0})
+  manager.flush()
+  assert manager._writer.scalars == [(1, {"a": 1.0}), (2, {"a": 2.0, "b": 3.0})]
+  manager.close()
+  assert manager._writer.closed == 1
+
+
+def test_failed_write_is_raised_by_what_follows(manager):
+  def fail(step, scalars):
+    raise OSError("disk full")
+
+  manager._writer.write_scalars = fail
+  manager.write_scalar("a", 1.0, 1)
+  concurrent.futures.wait([manager._last])
+  with pytest.raises(OSError, match=r"disk full"):
+    manager.write_scalar("a", 1.0, 2)
+
+
+def test_without_a_folder_values_are_computed_and_nothing_is_written():
+  manager = MetricsManager("train")
+  manager.write_scalar("a", 1.0, 1)
+  summary = {"loss": metrics.Sum(jnp.float32(3.0))}
+  assert as_floats(manager.write_metrics_summary(summary, 1, 1).result()) == {"loss": 3.0}
+  manager.summary_writer.write_texts(0, {"config": "x"})
+  manager.close()
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  manager = MetricsManager("train", tmp_path)
+  manager.write_scalar("a", 1.0, 1)
+  manager.close()
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_caller_does_not_wait_for_the_devices_or_the_writer(manager):
+  def slow(step, scalars):
+    time.sleep(0.5)
+
+  manager._writer.write_scalars = slow
+  started = time.monotonic()
+  manager.start_duration_timer()
+  for step in range(3):
+    manager.write_metrics_summary({"loss": metrics.Sum(jnp.float32(1.0))}, step, 1)
+  assert time.monotonic() - started < 0.4
+  manager.close()
+  assert time.monotonic() - started > 1.4
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path):
+  manager = MetricsManager("training_eval/pile", tmp_path)
+  manager.write_scalar("loss", 2.5, 7)
+  manager.close()
+  import tensorflow as tf
+
+  [path] = (tmp_path / "training_eval/pile").glob("events*")
+  records = tf.compat.v1.train.summary_iterator(str(path))
+  [event] = [event for event in records if event.summary.value]
+  [value] = event.summary.value
+  assert (event.step, value.tag, float(tf.make_ndarray(value.tensor))) == (7, "loss", 2.5)
+
+
+def test_making_a_manager_imports_no_tensorflow(tmp_path):
+  code = f"""
+import sys
+from rosetta_t5.telemetry.metrics_manager import MetricsManager
+MetricsManager("train", {str(tmp_path)!r}).start_duration_timer()
+print("tensorflow" in sys.modules)
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+  assert done.stdout.strip() == "False", done.stderr

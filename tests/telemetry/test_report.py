@@ -1,0 +1,94 @@
+"""The header and the end report name everything a reader of the log looks for."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+
+from rosetta_t5.parallel import default_mesh
+from rosetta_t5.telemetry import report
+
+PARAMS = {"a": jnp.ones((100, 20)), "b": jnp.ones(5)}
+BATCH = {
+  "encoder_input_tokens": jax.ShapeDtypeStruct((16, 64), jnp.int32),
+  "decoder_input_tokens": jax.ShapeDtypeStruct((16, 32), jnp.int32),
+  "decoder_loss_weights": jax.ShapeDtypeStruct((16, 32), jnp.int32),
+}
+CONFIG = types.SimpleNamespace(
+  emb_dim=64,
+  num_heads=4,
+  head_dim=16,
+  mlp_dim=128,
+  num_encoder_layers=2,
+  num_decoder_layers=2,
+  vocab_size=384,
+  mlp_activations=("gelu", "linear"),
+)
+
+
+class Model:
+  module = types.SimpleNamespace(config=CONFIG)
+
+
+def header(**overrides):
+  arguments = {
+    "model": Model(),
+    "params": PARAMS,
+    "mesh": default_mesh(2),
+    "task": "pile",
+    "batch": BATCH,
+    "steps": (0, 20),
+    "model_dir": "/runs/a",
+  }
+  return report.header(**arguments | overrides).splitlines()
+
+
+def test_header_says_what_runs_where_and_what_it_writes():
+  assert header(save_period=10) == [
+    "model    Model, 2,005 parameters, 0.07235 GFLOP a training sequence",
+    "devices  8 cpu devices, mesh data=4 model=2",
+    "data     pile, batch 16: encoder_input_tokens 64, decoder_input_tokens 32",
+    "steps    0 to 20, from scratch",
+    "writes   /runs/a, a checkpoint every 10 steps",
+  ]
+
+
+def test_header_names_the_checkpoint_and_notes():
+  lines = header(steps=(10, 20), restored_from="/p/checkpoint_10", notes=["schedule not used"])
+  assert lines[-3:] == [
+    "steps    10 to 20, from /p/checkpoint_10",
+    "writes   /runs/a, no checkpoints",
+    "note     schedule not used",
+  ]
+
+
+def test_header_of_a_model_without_a_config_leaves_flops_out():
+  assert header(model=object())[0] == "model    object, 2,005 parameters"
+
+
+def test_end_report_says_how_it_went_and_where_everything_is():
+  text = report.end_report(
+    steps=(0, 300),
+    seconds=95.0,
+    losses=(6.5, 3.25),
+    model_dir="/runs/a",
+    checkpoint="/runs/a/checkpoint_300",
+  )
+  assert text.splitlines() == [
+    "done        step 300: 300 steps in 1m35s",
+    "loss        6.500 at first, 3.250 at the end",
+    "checkpoint  /runs/a/checkpoint_300",
+    "metrics     tensorboard --logdir=/runs/a",
+  ]
+
+
+def test_end_report_of_a_finished_run_says_that_nothing_was_left_to_do():
+  text = report.end_report(
+    steps=(300, 300), seconds=1.0, losses=(None, None), model_dir="/runs/a", checkpoint=None
+  )
+  assert text.splitlines() == [
+    "done     step 300: nothing was left to do; a larger TRAIN_STEPS goes on",
+    "metrics  tensorboard --logdir=/runs/a",
+  ]
