@@ -21,7 +21,7 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def cross_entropy(
   logits: Float[Array, "*tokens vocab"],
   targets: Int[Array, "*tokens"],
-  z_loss: float | Float[Array, ""] = 0.0,
+  z_loss: float | int | Float[Array, ""] = 0.0,
   label_smoothing: float = 0.0,
 ) -> Loss:
   """Returns each token's loss and the part of it that is z-loss, in float32.

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from rosetta_t5.kernels.cross_entropy import cross_entropy
 
-Scalar = float | Float[Array, ""]
+Scalar = float | int | Num[Array, ""]
 
 
 @jax.custom_vjp
@@ -56,7 +56,7 @@ cross_entropy_with_logits.defvjp(_soft_forward, _soft_backward)
 def compute_weighted_cross_entropy(
   logits: Float[Array, "*tokens vocab"],
   targets: Int[Array, "*tokens"],
-  weights: Float[Array, "*tokens"] | None = None,
+  weights: Num[Array, "*tokens"] | None = None,
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
   loss_normalizing_factor: Scalar | None = None,
@@ -120,9 +120,9 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
 
 
 def get_loss_normalizing_factor_and_weights(
-  loss_normalizing_factor: float | str | SpecialLossNormalizingFactor | None,
+  loss_normalizing_factor: float | int | str | SpecialLossNormalizingFactor | None,
   batch: Mapping[str, jax.Array],
-) -> tuple[Scalar | None, Float[Array, "batch length"] | None]:
+) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
   """Returns the number that the loss is divided by, and the weight of each target token.
 
   A number or None is returned as it is, beside the batch's own weights or None. Otherwise tokens
@@ -162,7 +162,7 @@ def _averaged_per_sequence(
   else:
     sums_BT = jax.vmap(_sum_of_own_segment)(weights_BT, segment_ids_BT)
     weights_BT = jnp.where(segment_ids_BT > 0, weights_BT, 0.0)
-  return jnp.where(sums_BT == 0, 0.0, weights_BT / jnp.where(sums_BT == 0, 1.0, sums_BT))
+  return weights_BT / jnp.where(sums_BT == 0, 1.0, sums_BT)
 
 
 def _sum_of_own_segment(weights_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:

@@ -11,14 +11,14 @@ from rosetta_t5.training import losses
 from rosetta_t5.training.losses import SpecialLossNormalizingFactor as Special
 
 RNG = np.random.default_rng(0)
-LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32) * 3
-TARGETS = RNG.integers(0, 7, (3, 5)).astype(np.int32)
-WEIGHTS = RNG.integers(0, 2, (3, 5)).astype(np.float32)
+LOGITS = jnp.asarray(RNG.normal(size=(3, 5, 7)) * 3, jnp.float32)
+TARGETS = jnp.asarray(RNG.integers(0, 7, (3, 5)), jnp.int32)
+WEIGHTS = jnp.asarray(RNG.integers(0, 2, (3, 5)), jnp.float32)
 
 
 def plain(logits, targets, z_loss=0.0, smoothing=0.0):
   """Loss and z-loss of each token in float64, from one-hot targets."""
-  logits = logits.astype(np.float64)
+  logits, targets = np.asarray(logits, np.float64), np.asarray(targets)
   vocab = logits.shape[-1]
   lse = np.log(np.exp(logits).sum(-1, keepdims=True))
   off = smoothing / (vocab - 1)
@@ -50,13 +50,13 @@ def test_a_perfect_prediction_of_smoothed_targets_costs_nothing():
   soft = np.full((1, 1, 7), 0.1 / 6, np.float32)
   soft[0, 0, 2] = 0.9
   loss, _, _ = losses.compute_weighted_cross_entropy(
-    np.log(soft), np.array([[2]]), label_smoothing=0.1
+    jnp.log(soft), jnp.array([[2]]), label_smoothing=0.1
   )
   np.testing.assert_allclose(loss, 0.0, atol=1e-6)
 
 
 def test_soft_targets_agree_with_integer_targets():
-  soft = np.eye(7, dtype=np.float32)[TARGETS]
+  soft = jnp.eye(7)[TARGETS]
   loss, z_term = losses.cross_entropy_with_logits(LOGITS, soft, 1e-2)
   want_loss, want_z = plain(LOGITS, TARGETS, 1e-2)
   np.testing.assert_allclose(loss, want_loss, rtol=1e-5, atol=1e-6)

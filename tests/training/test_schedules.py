@@ -27,7 +27,7 @@ FORMULAS = {
 }
 
 
-def schedule(factors: str, **overrides: float):
+def schedule(factors, **overrides):
   numbers = {
     "base_learning_rate": BASE,
     "warmup_steps": WARMUP,

@@ -91,7 +91,6 @@ class MultiOptimizer(OptimizerDef):
     for traversal, optimizer in self._pairs():
       if hasattr(optimizer, "set_param_axes"):
         optimizer.set_param_axes(_part(traversal, param_logical_axes))
-    self.hyper_params = [optimizer.hyper_params for optimizer in self.sub_optimizers]
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
