@@ -7,6 +7,8 @@ import os
 import threading
 from typing import Any
 
+from rosetta_t5.data.keras_later import keras_later
+
 
 @functools.cache
 def import_tensorflow() -> Any:
@@ -19,7 +21,8 @@ def import_tensorflow() -> Any:
   """
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
-  import tensorflow as tf
+  with keras_later():
+    import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")
   return tf
@@ -29,7 +32,8 @@ def import_tensorflow() -> Any:
 def import_seqio() -> Any:
   """Imports seqio, TensorFlow first and without GPUs."""
   import_tensorflow()
-  import seqio
+  with keras_later():
+    import seqio
 
   return seqio
 

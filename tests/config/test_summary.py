@@ -1,0 +1,83 @@
+"""config.gin holds the run, and runs again."""
+
+from __future__ import annotations
+
+import gin
+import pytest
+
+from rosetta_t5.config import get_gin_config_str, parse_gin_flags, summarize_gin_config
+from rosetta_t5.config.gin_files import read_program
+from rosetta_t5.config.parsing import configure
+
+RUN = """
+STEPS = 3
+train_script.train:
+  model = @toy.Model()
+  model_dir = '/run'
+  total_steps = %STEPS
+  dataset_cfg = @train/toy.DatasetConfig
+toy.Model.width = 8
+toy.Model.optimizer = @toy.Optimizer
+train/toy.DatasetConfig.lengths = {'inputs': 64}
+"""
+
+
+def test_summary_holds_bindings_and_defaults_of_what_was_called(run):
+  run(RUN)
+  text = get_gin_config_str()
+  for line in (
+    "import __main__ as train_script",
+    "import toy",
+    "STEPS = 3",
+    "train_script.train.total_steps = %STEPS",
+    "toy.Model.dropout_rate = 0.1",  # a default, in force since Model was built
+    "train/toy.DatasetConfig.lengths = {'inputs': 64}",  # bound, and not called yet
+  ):
+    assert line in text.splitlines(), text
+
+
+def test_summary_runs_again_to_the_same_result(run, write):
+  import toy
+
+  first = run(RUN)
+  write("config.gin", get_gin_config_str())
+  gin.clear_config()
+  again = configure(read_program(["config.gin"], [], ["."]), toy.train)()
+  assert again["model"].width == first["model"].width
+  assert again["dataset_cfg"]().lengths == {"inputs": 64}
+  assert get_gin_config_str().count("\n") >= 20
+
+
+class _Writer:
+  """Keeps what a TensorBoard writer would be given."""
+
+  def __init__(self):
+    self.texts: dict[int, dict[str, str]] = {}
+    self.flushed = False
+
+  def write_texts(self, step, texts):
+    self.texts[step] = texts
+
+  def flush(self):
+    self.flushed = True
+
+
+def test_summary_is_written_to_the_run_and_to_tensorboard(tmp_path):
+  parse_gin_flags(["."], [], ["A = 1"])
+  writer = _Writer()
+  summarize_gin_config(str(tmp_path / "run"), writer, 7)
+  assert "A = 1" in (tmp_path / "run/config.gin").read_text()
+  assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.gin"]
+  assert "A = 1" in writer.texts[7]["config"]
+  assert writer.flushed
+
+
+def test_only_process_0_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr("jax.process_index", lambda: 1)
+  summarize_gin_config(str(tmp_path / "run"), None, 0)
+  assert not (tmp_path / "run").exists()
+
+
+def test_provenance_is_refused():
+  with pytest.raises(ValueError, match="leave show_provenance at False"):
+    get_gin_config_str(show_provenance=True)
