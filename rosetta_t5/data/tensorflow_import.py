@@ -19,10 +19,10 @@ def import_tensorflow() -> Any:
   lack of a GPU driver as an "error") is silenced unless the user has set TF_CPP_MIN_LOG_LEVEL;
   what goes wrong in earnest is raised.
   """
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets 1 where nothing is set.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
-  with keras_later():
-    import tensorflow as tf
+  import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")
   return tf
