@@ -1,0 +1,58 @@
+"""Decoding: beam search and sampling over any model that gives logits one token at a time."""
+
+from rosetta_t5.decoding.beam_search import (
+  NEG_INF_VALUE,
+  BeamState,
+  beam_init,
+  beam_search,
+  brevity_penalty,
+)
+from rosetta_t5.decoding.beams import (
+  add_beam_dim,
+  cache_gather_beams,
+  cache_map,
+  flat_batch_beam_expand,
+  flatten_beam_dim,
+  gather_beams,
+  gather_topk_beams,
+  top_k_two_stage,
+  unflatten_beam_dim,
+)
+from rosetta_t5.decoding.sampling import (
+  MIN_TEMPERATURE,
+  LogitCallbackFn,
+  SamplingLoopState,
+  StateCallbackFn,
+  temperature_sample,
+)
+from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
+from rosetta_t5.decoding.thresholds import float32_bsearch, int32_bsearch, topk_mask, topp_mask
+
+__all__ = [
+  "MIN_TEMPERATURE",
+  "NEG_INF",
+  "NEG_INF_VALUE",
+  "BeamState",
+  "DecodingState",
+  "LogitCallbackFn",
+  "SamplingLoopState",
+  "StateCallbackFn",
+  "TokensToLogits",
+  "add_beam_dim",
+  "beam_init",
+  "beam_search",
+  "brevity_penalty",
+  "cache_gather_beams",
+  "cache_map",
+  "flat_batch_beam_expand",
+  "flatten_beam_dim",
+  "float32_bsearch",
+  "gather_beams",
+  "gather_topk_beams",
+  "int32_bsearch",
+  "temperature_sample",
+  "top_k_two_stage",
+  "topk_mask",
+  "topp_mask",
+  "unflatten_beam_dim",
+]

@@ -1,0 +1,277 @@
+"""Beam search with a brevity penalty, as in T5X and flax (after Wu et al. 2016, arXiv:1609.08144)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import unfreeze
+from jaxtyping import Array, Float, Int
+
+from rosetta_t5.decoding import beams
+from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
+
+# `min_log_prob`'s default: no beam is ever given up.
+NEG_INF_VALUE = float(NEG_INF)
+
+
+class BeamState(struct.PyTreeNode):
+  """What the loop carries; beams are sorted, the best last.
+
+  Attributes:
+    cur_index: int32 position of the newest token: a scalar, or [batch] after prefilled caches.
+    live_logprobs: [batch, beam] log probabilities of the unfinished sequences.
+    finished_scores: [batch, beam] log probabilities over the brevity penalty.
+    live_seqs: [batch, beam, length + 1] unfinished sequences; position 0 holds a dummy.
+    finished_seqs: the same for finished ones.
+    finished_flags: [batch, beam] whether there is a finished sequence in this place.
+    cache: the model's cache of the unfinished sequences.
+    initial_index: [batch] where decoding started; None for position 0.
+  """
+
+  cur_index: jax.Array
+  live_logprobs: jax.Array
+  finished_scores: jax.Array
+  live_seqs: jax.Array
+  finished_seqs: jax.Array
+  finished_flags: jax.Array
+  cache: Any
+  initial_index: jax.Array | None = None
+
+
+class _Candidates(NamedTuple):
+  """The 2·beams best continuations of the live beams, the best first.
+
+  So many because even if half of them end here, a full set of unfinished ones remains.
+  """
+
+  log_probs_BC: jax.Array
+  seqs_BCL: jax.Array
+  parents_BC: jax.Array
+  ended_BC: jax.Array
+
+
+def brevity_penalty(alpha: float, length: int | jax.Array) -> jax.Array:
+  """Returns ((5 + length) / 6) ** alpha, by which log probabilities of this length are divided."""
+  return jnp.power((5.0 + length) / 6.0, alpha)
+
+
+def beam_init(
+  batch_size: int,
+  beam_size: int,
+  max_decode_len: int,
+  cache: beams.Cache,
+  offset: int = 0,
+  live_seqs: Int[Array, "batch beam length"] | None = None,
+  initial_index: Int[Array, " batch"] | None = None,
+) -> BeamState:
+  """Returns the state before the first step: one live beam, as its copies have probability 0.
+
+  Args:
+    batch_size: the number of sequences.
+    beam_size: the number of beams of each.
+    max_decode_len: the length of the sequences with the dummy in front.
+    cache: the model's cache without beams.
+    offset: where its batch dimension lies.
+    live_seqs: sequences to start from; zeros if None.
+    initial_index: the position of each sequence's newest token, if the cache is filled up to there.
+  """
+  beam = functools.partial(beams.add_beam_dim, beam_size=beam_size, offset=offset)
+  seqs = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
+  one_alive = _first_only(beam_size)
+  return BeamState(
+    cur_index=jnp.int32(0) if initial_index is None else initial_index,
+    live_logprobs=jnp.broadcast_to(one_alive, (batch_size, beam_size)),
+    finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
+    live_seqs=seqs if live_seqs is None else live_seqs,
+    finished_seqs=seqs,
+    finished_flags=jnp.zeros((batch_size, beam_size), bool),
+    cache=beams.cache_map(beam, cache, apply_to_index=initial_index is not None),
+    initial_index=initial_index,
+  )
+
+
+def beam_search(
+  inputs: Int[Array, "batch length"],
+  cache: beams.Cache,
+  tokens_to_logits: TokensToLogits,
+  eos_id: int,
+  num_decodes: int = 4,
+  alpha: float = 0.6,
+  max_decode_len: int | None = None,
+  max_decode_step: int = -1,
+  min_log_prob: float = NEG_INF_VALUE,
+  decode_rng: jax.Array | None = None,
+  cache_offset: int = 0,
+  initial_index: Int[Array, " batch"] | None = None,
+) -> tuple[Int[Array, "batch beam decode_len"], Float[Array, "batch beam"]]:
+  """Returns the best sequences that it finds, and their scores, the best last.
+
+  Scores are log probabilities over `brevity_penalty`. Where no sequence ended in time, the live ones
+  are returned with their log probabilities. Tokens after the end are 0.
+
+  Args:
+    inputs: a prompt, shifted right by one position; decoding follows it until its first 0.
+    cache: the model's cache for `batch` sequences.
+    tokens_to_logits: returns the next token's logits, and the cache with one position more.
+    eos_id: the token that ends a sequence.
+    num_decodes: the number of beams, and of sequences returned.
+    alpha: the strength of the brevity penalty.
+    max_decode_len: the longest decode; None for the length of `inputs`.
+    max_decode_step: the most steps, from `initial_index` on; negative for no limit.
+    min_log_prob: the search ends when no live sequence has a higher log probability.
+    decode_rng: not used; samplers have it.
+    cache_offset: 1 if the cache's batch dimension comes second, after scanned layers.
+    initial_index: [batch] for a cache that is filled up to these positions of `inputs`.
+  """
+  del decode_rng
+  batch_size, length = inputs.shape
+  # Position 0 is a dummy that starts the decoding.
+  max_len = (length if max_decode_len is None else max_decode_len) + 1
+  padding = ((0, 0), (0, max(0, max_len - length)))
+  prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding)[:, :max_len]
+  live_seqs = None if initial_index is None else beams.add_beam_dim(prompts_BL, num_decodes)
+  start = beam_init(
+    batch_size, num_decodes, max_len, unfreeze(cache), cache_offset, live_seqs, initial_index
+  )
+  last = jnp.int32(max_len - 1)
+  if max_decode_step >= 0:
+    last = jnp.minimum(last, start.cur_index + max_decode_step)
+
+  def goes_on(state: BeamState) -> jax.Array:
+    can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
+    if min_log_prob > NEG_INF_VALUE:
+      can_improve &= jnp.any(state.live_logprobs[:, -1] > min_log_prob)
+    return jnp.any(state.cur_index < last) & can_improve
+
+  def step(state: BeamState) -> BeamState:
+    logits_BKV, new_cache = _next_logits(state, tokens_to_logits, cache_offset)
+    candidates = _best_continuations(state, logits_BKV, prompts_BL, eos_id)
+    new_state = _select_live(state, candidates, new_cache, cache_offset)
+    new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)
+    if initial_index is None:
+      return new_state
+    return _keep_where(state.cur_index >= last, state, new_state)
+
+  final = jax.lax.while_loop(goes_on, step, start)
+  any_finished_B = jnp.any(final.finished_flags, axis=1)
+  seqs = jnp.where(any_finished_B[:, None, None], final.finished_seqs, final.live_seqs)
+  scores = jnp.where(any_finished_B[:, None], final.finished_scores, final.live_logprobs)
+  return seqs[:, :, 1:], scores
+
+
+def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
+  """Tells whether a live sequence could still displace a finished one: a bound, not an estimate."""
+  best_live_B1 = state.live_logprobs[:, -1:] / longest_penalty
+  worst_B1 = jnp.min(state.finished_scores, axis=1, keepdims=True)
+  worst_BK = jnp.where(state.finished_flags, worst_B1, NEG_INF_VALUE)
+  return ~jnp.all(worst_BK > best_live_B1)
+
+
+def _next_logits(
+  state: BeamState, tokens_to_logits: TokensToLogits, offset: int
+) -> tuple[jax.Array, Any]:
+  """Returns the logits [batch, beam, vocabulary] after the newest tokens, and the new cache."""
+  batch_size, beam_size, _ = state.live_seqs.shape
+  is_filled = state.initial_index is not None
+  per_sequence: Callable = functools.partial(beams.cache_map, apply_to_index=is_filled)
+  index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
+  tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
+  flat_logits, flat_cache = tokens_to_logits(
+    DecodingState(
+      cur_index=jnp.repeat(state.cur_index, beam_size) if is_filled else state.cur_index,
+      sequences=beams.flatten_beam_dim(state.live_seqs),
+      cur_token=beams.flatten_beam_dim(tokens_BK1),
+      cache=per_sequence(functools.partial(beams.flatten_beam_dim, offset=offset), state.cache),
+    )
+  )
+  split = functools.partial(beams.unflatten_beam_dim, batch_size=batch_size, beam_size=beam_size)
+  return split(flat_logits), per_sequence(
+    functools.partial(split, offset=offset), unfreeze(flat_cache)
+  )
+
+
+def _best_continuations(
+  state: BeamState, logits_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int
+) -> _Candidates:
+  """Returns the best continuations by one token; within a prompt, the prompt's."""
+  batch_size, beam_size, vocab = logits_BKV.shape
+  log_probs_BKV = (
+    jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + state.live_logprobs[..., None]
+  )
+  log_probs_BC, chosen_BC = beams.top_k_two_stage(
+    log_probs_BKV.reshape(batch_size, -1), 2 * beam_size
+  )
+  tokens_BC, parents_BC = chosen_BC % vocab, chosen_BC // vocab
+  index_B1 = _index_like(state.cur_index, prompts_BL)[:, :1] + 1
+  prompt_B1 = jnp.take_along_axis(prompts_BL, index_B1, axis=1)
+  # The prompt's token is certain, and one beam is enough to follow it.
+  log_probs_BC = jnp.where(prompt_B1 == 0, log_probs_BC, _first_only(2 * beam_size)[None])
+  tokens_BC = jnp.where(prompt_B1 == 0, tokens_BC, prompt_B1)
+  seqs_BCL = beams.gather_beams(state.live_seqs, parents_BC, batch_size, beam_size, 2 * beam_size)
+  position_BCL = jnp.broadcast_to(jnp.arange(seqs_BCL.shape[-1]), seqs_BCL.shape)
+  is_next = position_BCL == _index_like(state.cur_index, seqs_BCL) + 1
+  seqs_BCL = jnp.where(is_next, tokens_BC[..., None], seqs_BCL)
+  return _Candidates(log_probs_BC, seqs_BCL, parents_BC, tokens_BC == eos_id)
+
+
+def _select_live(
+  state: BeamState, candidates: _Candidates, new_cache: Any, offset: int
+) -> BeamState:
+  """Returns the state with the best continuations that go on as live beams."""
+  batch_size, beam_size = state.live_logprobs.shape
+  unfinished_BC = candidates.log_probs_BC + jnp.where(candidates.ended_BC, NEG_INF_VALUE, 0.0)
+  seqs, log_probs, parents = beams.gather_topk_beams(
+    (candidates.seqs_BCL, unfinished_BC, candidates.parents_BC),
+    unfinished_BC,
+    batch_size,
+    beam_size,
+  )
+  if beam_size > 1:  # A single beam has but one parent.
+    new_cache = beams.cache_gather_beams(
+      new_cache, parents, batch_size, beam_size, beam_size, offset=offset
+    )
+  return state.replace(
+    cur_index=state.cur_index + 1, live_logprobs=log_probs, live_seqs=seqs, cache=new_cache
+  )
+
+
+def _select_finished(
+  state: BeamState, candidates: _Candidates, alpha: float, length: jax.Array
+) -> BeamState:
+  """Returns the state with the best of the finished sequences, old and new."""
+  batch_size, beam_size = state.finished_scores.shape
+  penalty = brevity_penalty(alpha, _index_like(length, candidates.log_probs_BC))
+  scores_BC = candidates.log_probs_BC / penalty
+  scores_BC = scores_BC + jnp.where(candidates.ended_BC, 0.0, NEG_INF_VALUE)
+  old = (state.finished_seqs, state.finished_scores, state.finished_flags)
+  new = (candidates.seqs_BCL, scores_BC, candidates.ended_BC)
+  both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
+  seqs, scores, flags = beams.gather_topk_beams(both, both[1], batch_size, beam_size)
+  return state.replace(finished_seqs=seqs, finished_scores=scores, finished_flags=flags)
+
+
+def _keep_where(done_B: jax.Array, old: BeamState, new: BeamState) -> BeamState:
+  """Returns `new`, but `old` for the sequences that have reached the end before others."""
+
+  def keep(name: str) -> jax.Array:
+    before, after = getattr(old, name), getattr(new, name)
+    return jnp.where(_index_like(done_B, after), before, after)
+
+  live = ("cur_index", "live_logprobs", "live_seqs")
+  finished = ("finished_scores", "finished_seqs", "finished_flags")
+  return new.replace(**{name: keep(name) for name in live + finished})
+
+
+def _first_only(size: int) -> jax.Array:
+  """Returns log probabilities that leave only the first of `size` beams."""
+  return jnp.where(jnp.arange(size) == 0, 0.0, NEG_INF_VALUE).astype(jnp.float32)
+
+
+def _index_like(index: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns a scalar or [batch] number broadcast to the shape of `x`, whose batch comes first."""
+  return jnp.broadcast_to(index.reshape(index.shape + (1,) * (x.ndim - index.ndim)), x.shape)
