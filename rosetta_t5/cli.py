@@ -22,7 +22,7 @@ def quickstart(arguments: Sequence[str]) -> int:
   """Train a small T5 on the text of Python's own library, here and now."""
   from rosetta_t5.quickstart import main as run_quickstart
 
-  return run_quickstart(*arguments) or 0
+  return run_quickstart(arguments)
 
 
 def doctor(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from rosetta_t5.data.keras_later import keras_later
+from rosetta_t5.data.start_notes import without_start_notes
 
 
 @functools.cache
@@ -22,7 +23,8 @@ def import_tensorflow() -> Any:
   if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets 1 where nothing is set.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
-  import tensorflow as tf
+  with keras_later(), without_start_notes():
+    import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")
   return tf

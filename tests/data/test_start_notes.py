@@ -1,0 +1,27 @@
+"""TensorFlow's notes stay off the screen; everything else appears."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rosetta_t5.data.start_notes import without_start_notes
+
+NOTES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda drivers
+"""
+
+
+def test_notes_are_held_back_and_other_lines_are_not(capfd):
+  with without_start_notes():
+    os.write(2, NOTES + b"a line of another thread\n")
+  os.write(2, b"after\n")
+  assert capfd.readouterr().err == "a line of another thread\nafter\n"
+
+
+def test_what_was_said_before_an_error_appears(capfd):
+  with pytest.raises(ImportError), without_start_notes():
+    os.write(2, b"missing library\n")
+    raise ImportError
+  assert capfd.readouterr().err == "missing library\n"
