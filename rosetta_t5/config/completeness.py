@@ -24,12 +24,12 @@ EXAMPLES = {
   "TASK_FEATURE_LENGTHS": "{'inputs': 512, 'targets': 128}",
   "TRAIN_STEPS": "10000",
 }
-# What a gin file of its own sets, and the line that brings it in.
-INCLUDES = {
-  "MODEL": "include 't5x/examples/t5/t5_1_1/small.gin'",
-  "OPTIMIZER": "include 't5x/examples/t5/t5_1_1/small.gin'",
-  "VOCABULARY": "include 't5x/examples/t5/t5_1_1/small.gin'",
-  "train": "include 't5x/configs/runs/pretrain.gin'",
+# What a file of its own usually sets.
+FILES = {
+  "MODEL": "t5x/examples/t5/t5_1_1/small.gin",
+  "OPTIMIZER": "t5x/examples/t5/t5_1_1/small.gin",
+  "VOCABULARY": "t5x/examples/t5/t5_1_1/small.gin",
+  "train": "t5x/configs/runs/pretrain.gin",
 }
 
 
@@ -81,8 +81,8 @@ def _refuse_if_missing(missing: Mapping[str, Place], program: Program) -> None:
 
 
 def _how_to_give(name: str) -> str:
-  if name in INCLUDES:
-    return f"in your gin file: {INCLUDES[name]}"
+  if name in FILES:
+    return f"--gin_file={FILES[name]}, or in your gin file: include '{FILES[name]}'"
   return f'--gin.{name}="{EXAMPLES.get(name, "…")}"'
 
 
@@ -125,9 +125,10 @@ def _tell_unbound(
   name = ".".join(configurable.selector.split(".")[-2:])
   lines = [f"{name} needs {', '.join(needed)}"]
   lines += [f"  it is called at {place}" for place in _calls(scope, configurable.name, program)]
-  lines += [f"  add: {scope}{'/' if scope else ''}{name}.{argument} = …" for argument in needed]
-  if configurable.name in INCLUDES:
-    lines.append(f"  or all that it usually needs: {INCLUDES[configurable.name]}")
+  if configurable.name in FILES:
+    lines.append(f"  what it usually needs: {_how_to_give(configurable.name)}")
+  if configurable.name not in FILES or len(needed) <= 3:
+    lines += [f"  add: {scope}{'/' if scope else ''}{name}.{argument} = …" for argument in needed]
   return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.completeness import check_required
-from rosetta_t5.config.errors import DEBUG_VARIABLE, errors_as_text
+from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, errors_as_text
 from rosetta_t5.config.gin_files import read_program
 from rosetta_t5.config.parsing import configure
 
@@ -36,6 +36,8 @@ def run_from_command_line(function: Callable[..., Any], argv: Sequence[str] | No
       return None
     if command.debug:
       os.environ[DEBUG_VARIABLE] = "1"
+    if not (command.gin_file or command.gin_bindings):
+      raise ConfigError("there is nothing to run: --gin_file=gin/examples/quickstart.gin")
     program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
     check_required(program)
     _prepare(command)

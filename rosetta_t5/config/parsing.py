@@ -64,7 +64,8 @@ def parse_gin_flags(
 
 def configure(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:
   """Binds a whole program and returns `function` as gin configures it, everything checked."""
-  check_required(program)
+  if gin.config_is_locked():  # by an earlier run of this process
+    gin.clear_config()
   bind(program, run_script_names(function))
   check_spelling(program)
   check_complete(program, function)

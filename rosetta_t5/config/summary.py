@@ -21,11 +21,22 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
   """
   if show_provenance:
     raise ValueError("gin-config 0.5.0 keeps no provenance: leave show_provenance at False.")
+  values = {key: dict(bound) for key, bound in gin.config._CONFIG.items()}
   with gin.config._OPERATIVE_CONFIG_LOCK:
-    in_use = dict(gin.config._OPERATIVE_CONFIG)
-    keys = [*gin.config._CONFIG, *(key for key in in_use if key not in gin.config._CONFIG)]
-    merged = {key: gin.config._CONFIG.get(key, {}) | in_use.get(key, {}) for key in keys}
-    return gin.config._config_str(merged)
+    for (scope, selector), in_use in gin.config._OPERATIVE_CONFIG.items():
+      values.setdefault(_bound_at(scope, selector), {}).update(in_use)
+  return gin.config._config_str(values)
+
+
+def _bound_at(scope: str, selector: str) -> tuple[str, str]:
+  """Where the values in use in a scope come from: the innermost scope that binds any.
+
+  Gin opens a scope for each macro, and would write OPTIMIZER/adafactor.Adafactor.decay_rate; in a
+  file to be run again that would silently win over adafactor.Adafactor.decay_rate.
+  """
+  while scope and (scope, selector) not in gin.config._CONFIG:
+    scope = scope.rpartition("/")[0]
+  return scope, selector
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:

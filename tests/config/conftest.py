@@ -10,6 +10,7 @@ from typing import Any
 import gin
 import pytest
 
+from rosetta_t5.config.completeness import check_required
 from rosetta_t5.config.gin_files import read_program
 from rosetta_t5.config.parsing import configure
 
@@ -53,6 +54,8 @@ def run(write: Callable[[str, str], str]) -> Callable[..., Any]:
 
   def _run(text: str, *bindings: str, head: str = HEAD) -> Any:
     files = [write("run.gin", head.strip() + "\n" + text.lstrip())]
-    return configure(read_program(files, bindings, ["."]), toy.train)()
+    program = read_program(files, bindings, ["."])
+    check_required(program)
+    return configure(program, toy.train)()
 
   return _run

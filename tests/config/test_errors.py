@@ -182,7 +182,7 @@ def test_arguments_that_nobody_gives(run):
     run,
     "train_script.train needs model_dir",
     "add: train_script.train.model_dir = …",
-    "include 't5x/configs/runs/pretrain.gin'",
+    "--gin_file=t5x/configs/runs/pretrain.gin, or in your gin file: include 't5x/configs/",
     "toy.Model needs width",
     "it is called at run.gin, line 5:  model = @toy.Model()",
     "add: toy.Model.width = …",

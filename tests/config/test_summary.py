@@ -36,6 +36,14 @@ def test_summary_holds_bindings_and_defaults_of_what_was_called(run):
     assert line in text.splitlines(), text
 
 
+def test_summary_files_values_under_the_scope_that_binds_them(run):
+  run(RUN.replace("@toy.Model()", "%MODEL") + "MODEL = @toy.Model()\nOTHER/toy.Model.width = 9")
+  lines = get_gin_config_str().splitlines()
+  assert "toy.Model.dropout_rate = 0.1" in lines
+  assert "OTHER/toy.Model.width = 9" in lines
+  assert not [line for line in lines if line.startswith("MODEL/")]
+
+
 def test_summary_runs_again_to_the_same_result(run, write):
   import toy
 

@@ -21,7 +21,10 @@ def test_notes_are_held_back_and_other_lines_are_not(capfd):
 
 
 def test_what_was_said_before_an_error_appears(capfd):
-  with pytest.raises(ImportError), without_start_notes():
+  def fail():
     os.write(2, b"missing library\n")
     raise ImportError
+
+  with pytest.raises(ImportError), without_start_notes():
+    fail()
   assert capfd.readouterr().err == "missing library\n"
