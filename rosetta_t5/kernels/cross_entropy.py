@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -43,25 +43,39 @@ def _forward(
   logits: jax.Array, targets: jax.Array, z_loss: float | jax.Array, label_smoothing: float
 ) -> tuple[Loss, Residuals]:
   logits32 = logits.astype(jnp.float32)
-  lse = jax.nn.logsumexp(logits32, axis=-1)
+  highest = jnp.max(logits32, axis=-1)
+  total = jnp.sum(jnp.exp(logits32 - highest[..., None]), axis=-1)
+  log_total = jnp.log(total)
   on, off = _smoothed(label_smoothing, logits.shape[-1])
   picked = jnp.take_along_axis(logits32, targets[..., None], axis=-1)[..., 0]
-  loss = lse - (on - off) * picked
+  # Differences before sums, here and in the gradient, so that T5X's numbers come out to the last bit.
+  loss = -(on - off) * (picked - highest - log_total)
   if off:
-    loss = loss - off * jnp.sum(logits32, axis=-1) - _entropy(on, off, logits.shape[-1])
-  z_term = z_loss * jnp.square(lse)
-  return (loss + z_term, z_term), (logits, targets, jnp.asarray(z_loss, jnp.float32), lse)
+    rest = jnp.sum(logits32, axis=-1) - logits.shape[-1] * (highest + log_total)
+    loss = loss - off * rest - _entropy(on, off, logits.shape[-1])
+  z_term = z_loss * jnp.square(log_total + highest)
+  return (loss + z_term, z_term), (
+    logits,
+    targets,
+    jnp.asarray(z_loss, jnp.float32),
+    highest,
+    total,
+  )
 
 
 def _backward(label_smoothing: float, residuals: Residuals, grads: Loss) -> tuple:
-  logits, targets, z_loss, lse = residuals
+  logits, targets, z_loss, highest, total = residuals
   grad_loss, grad_z = grads
   on, off = _smoothed(label_smoothing, logits.shape[-1])
-  grad_lse = grad_loss + (grad_loss + grad_z) * 2.0 * z_loss * lse
-  softmax = jnp.exp(logits.astype(jnp.float32) - lse[..., None])
+  lse = jnp.log(total) + highest
+  exps = jnp.exp(logits.astype(jnp.float32) - highest[..., None])
   vocab = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
   wanted = jnp.where(vocab == targets[..., None], on, off)
-  grad_logits = grad_lse[..., None] * softmax - grad_loss[..., None] * wanted
+  softmax_factor = 1.0 + 2.0 * z_loss * lse
+  grad_logits = softmax_factor[..., None] * exps / total[..., None] - wanted
+  grad_logits = grad_loss[..., None] * grad_logits
+  grad_z_factor = grad_z * 2.0 * z_loss * lse / total
+  grad_logits = grad_logits + grad_z_factor[..., None] * exps
   grad_z_loss = jnp.sum((grad_loss + grad_z) * jnp.square(lse))
   return grad_logits.astype(logits.dtype), None, grad_z_loss
 
