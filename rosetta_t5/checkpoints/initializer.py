@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
+from rosetta_t5.checkpoints.leafwise import LeafwiseFunction
 from rosetta_t5.checkpoints.restore import (
   create_orbax_checkpoint_manager,
   get_fallback_state,
@@ -54,17 +55,19 @@ class TrainStateInitializer:
       return TrainState.create(optimizer_def, variables)
 
     self._init = init
-    self.global_train_state_shape: TrainState = jax.eval_shape(init, jax.random.PRNGKey(0))
+    self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
+    self._from_scratch: Callable[[jax.Array], TrainState] | None = None
+    self.global_train_state_shape: TrainState = self._traced.out_shape
     self.train_state_axes: TrainState = partitioner.get_mesh_axes(self.global_train_state_shape)
-    self._partitioned_init: Any = None
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
     """Returns a freshly initialised train state, each part of it computed where it will live."""
-    if self._partitioned_init is None:
-      self._partitioned_init = self._partitioner.partition(
-        self._init, in_axis_resources=None, out_axis_resources=self.train_state_axes
-      )
-    return self._partitioned_init(init_rng)
+    expected = self._traced.key
+    if (init_rng.shape, init_rng.dtype) != (expected.shape, expected.dtype):
+      self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
+    if self._from_scratch is None:
+      self._from_scratch = self._traced.partition(self._partitioner, self.train_state_axes)
+    return self._from_scratch(init_rng)
 
   def from_checkpoints(
     self,

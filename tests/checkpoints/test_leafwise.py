@@ -1,0 +1,122 @@
+"""Leaf by leaf gives what the whole function gives, with fewer programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+from rosetta_t5.checkpoints.leafwise import LeafwiseFunction
+from rosetta_t5.parallel import PjitPartitioner
+
+KEY = jax.random.PRNGKey(3)
+
+
+class CountingPartitioner(PjitPartitioner):
+  """Counts the functions it is given to compile."""
+
+  def __init__(self):
+    super().__init__(num_partitions=2)
+    self.count = 0
+
+  def partition(self, *args, **kwargs):
+    self.count += 1
+    return super().partition(*args, **kwargs)
+
+
+class Stack(nn.Module):
+  """Layers of equal shape, and one initialised from the data that runs through it."""
+
+  depth: int = 6
+  looks_at_data: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    for number in range(self.depth):
+      x = nn.Dense(8, name=f"layer_{number}")(x)
+    if self.looks_at_data:
+      self.param("mean", lambda key, values: jnp.mean(values, axis=0), x)
+    return x
+
+
+def run(fn, axes=None):
+  partitioner = CountingPartitioner()
+  traced = LeafwiseFunction(fn, KEY)
+  axes = jax.tree.map(lambda _: PartitionSpec(), traced.out_shape) if axes is None else axes
+  return traced.partition(partitioner, axes)(KEY), partitioner
+
+
+def assert_same(got, expected):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_equal_initialisers_are_compiled_once_and_give_their_own_values():
+  module = Stack()
+  init = lambda key: module.init(key, jnp.ones((4, 8)))  # noqa: E731
+  got, partitioner = run(init)
+  assert_same(got, jax.jit(init)(KEY))
+  assert partitioner.count == 2, "one program for six kernels, one for six biases"
+  kernels = [layer["kernel"] for layer in got["params"].values()]
+  assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == 6
+
+
+def test_constants_keys_arguments_and_closed_over_arrays_come_through():
+  table = jnp.arange(6.0).reshape(2, 3)
+
+  def fn(key):
+    a, b = jax.random.split(key)
+    normal = jax.random.normal(a, (4,))
+    return {
+      "zero": jnp.zeros((), jnp.int32),
+      "key": key,
+      "table": table,
+      "scaled": table * 2,
+      "normal": normal,
+      "normal_too": normal,
+      "others": [jax.random.normal(b, (4,)), jax.random.uniform(a, (4,)), 3.0 * normal],
+    }
+
+  got, _ = run(fn)
+  assert_same(got, jax.jit(fn)(KEY))
+
+
+def test_same_shape_with_another_scale_is_another_program():
+  def fn(key):
+    return [scale * jax.random.normal(key, (4,)) for scale in (1.5, 2.5, 1.5)]
+
+  got, partitioner = run(fn)
+  assert_same(got, jax.jit(fn)(KEY))
+  assert partitioner.count == 2
+
+
+def test_initialiser_that_looks_at_data_runs_with_what_it_needs():
+  module = Stack(looks_at_data=True)
+  init = lambda key: module.init(key, jnp.linspace(0.0, 1.0, 32).reshape(4, 8))  # noqa: E731
+  got, _ = run(init)
+  expected = jax.jit(init)(KEY)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+  assert np.any(got["params"]["mean"])
+
+
+def test_heavily_shared_work_is_done_once_as_one_program():
+  def fn(key):
+    x = jax.random.normal(key, (8,))
+    for _ in range(20):
+      x = jnp.sin(x) + 1.0
+    return [x * scale for scale in range(1, 9)]
+
+  got, partitioner = run(fn)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, jax.jit(fn)(KEY))
+  assert partitioner.count == 1
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec(None, "model")])
+def test_leaves_lie_where_they_are_told_with_values_that_do_not_depend_on_it(spec):
+  fn = lambda key: jax.random.normal(key, (8, 4))  # noqa: E731
+  got, _ = run(fn, spec)
+  assert got.sharding.spec == spec
+  np.testing.assert_array_equal(got, jax.jit(fn)(KEY))
