@@ -145,7 +145,7 @@ def beam_search(
   def goes_on(state: BeamState) -> jax.Array:
     can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
     if min_log_prob > NEG_INF_VALUE:
-      can_improve &= jnp.any(state.live_logprobs[:, -1] > min_log_prob)
+      can_improve &= jnp.any(state.live_logprobs > min_log_prob)
     return jnp.any(state.cur_index < last) & can_improve
 
   def step(state: BeamState) -> BeamState:

@@ -152,9 +152,7 @@ def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> N
       f"temperature_sample takes topk or topp, not both (topk={topk}, topp={topp}): set topk=0 to "
       "sample by topp"
     )
-  if max_decode_steps is None or isinstance(max_decode_steps, traced):
-    return
-  if max_decode_steps > length:
+  if isinstance(max_decode_steps, int) and max_decode_steps > length:
     raise ValueError(
       f"max_decode_steps={max_decode_steps} is more than the {length} positions of the decoder "
       "inputs: make these longer (task_feature_lengths['targets']) or take fewer steps"

@@ -1,0 +1,70 @@
+"""Beam dimensions: added, joined, split and gathered, also in caches of scanned layers."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import FrozenDict, freeze
+
+from rosetta_t5 import decoding
+
+X = np.arange(24).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_each_sequence_is_repeated_side_by_side(offset):
+  expanded = decoding.flat_batch_beam_expand(jnp.asarray(X), 5, offset)
+  np.testing.assert_array_equal(expanded, np.repeat(X, 5, axis=offset))
+  split = decoding.unflatten_beam_dim(expanded, X.shape[offset], 5, offset)
+  np.testing.assert_array_equal(split, decoding.add_beam_dim(jnp.asarray(X), 5, offset))
+  np.testing.assert_array_equal(decoding.flatten_beam_dim(split, offset), expanded)
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_beams_are_gathered_within_each_sequence(one_hot):
+  indices = jnp.array([[2, 0], [1, 1]])
+  nested = {"a": jnp.asarray(X), "b": jnp.asarray(X[..., 0] > 3)}
+  got = decoding.gather_beams(nested, indices, 2, 3, 2, one_hot)
+  np.testing.assert_array_equal(got["a"], X[np.arange(2)[:, None], indices])
+  np.testing.assert_array_equal(got["b"], (X[..., 0] > 3)[np.arange(2)[:, None], indices])
+  assert got["b"].dtype == bool
+
+
+def test_caches_are_gathered_but_for_what_has_no_batch():
+  stacked = jnp.asarray(np.stack([X, X + 100]))  # [layers, batch, beam, ...]
+  cache = {"key": stacked, "cache_index": jnp.arange(2), "cached_bias": jnp.arange(3)}
+  indices = jnp.array([[2, 0], [1, 1]])
+  got = decoding.cache_gather_beams({"layer": cache}, indices, 2, 3, 2, offset=1)["layer"]
+  for layer in range(2):
+    want = X[np.arange(2)[:, None], indices] + 100 * layer
+    np.testing.assert_array_equal(got["key"][layer], want)
+  np.testing.assert_array_equal(got["cache_index"], cache["cache_index"])
+  np.testing.assert_array_equal(got["cached_bias"], cache["cached_bias"])
+
+
+def test_the_index_is_mapped_only_if_there_is_one_for_each_sequence():
+  cache = freeze({"a": {"cache_index": jnp.array([1]), "position_embedder_index": jnp.array([1])}})
+
+  def double(x):
+    return x * 2
+
+  assert decoding.cache_map(double, cache)["a"]["cache_index"] == 1
+  mapped = decoding.cache_map(double, cache, apply_to_index=True)
+  assert isinstance(mapped, FrozenDict)
+  assert mapped["a"]["cache_index"] == 2
+  assert mapped["a"]["position_embedder_index"] == 1
+
+
+def test_the_best_beams_come_last():
+  scores = jnp.array([[1.0, 3.0, 2.0], [5.0, 4.0, 6.0]])
+  got = decoding.gather_topk_beams({"x": scores}, scores, 2, 2)["x"]
+  np.testing.assert_array_equal(got, [[2.0, 3.0], [5.0, 6.0]])
+
+
+def test_top_k_is_the_same_for_long_rows_with_ties():
+  x = jnp.asarray(np.random.default_rng(0).integers(0, 50, (3, 5000)), jnp.float32)
+  values, indices = decoding.top_k_two_stage(x, 4)
+  want = np.argsort(-np.asarray(x), axis=1, kind="stable")[:, :4]
+  np.testing.assert_array_equal(indices, want)
+  np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(x), want, 1))
