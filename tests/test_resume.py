@@ -1,0 +1,95 @@
+"""A run that is killed and started again goes on as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rosetta_t5.checkpoints import all_steps, read_run_facts
+
+_HERE = pathlib.Path(__file__).parent / "resume"
+_STEP = re.compile(r"step (\d+)/30  loss ([\d.]+)")
+
+
+def train(model_dir: pathlib.Path, kill_after: int | None = None) -> dict[int, str]:
+  """Runs `python -m t5x.train` and returns {step: loss as printed}; kills it after a step."""
+  command = [
+    *(sys.executable, "-m", "t5x.train", f"--gin_file={_HERE / 'resume.gin'}"),
+    f"--gin.MODEL_DIR='{model_dir}'",
+  ]
+  environment = os.environ | {"PYTHONPATH": str(_HERE), "JAX_PLATFORMS": "cpu"}
+  losses: dict[int, str] = {}
+  with (
+    open(f"{model_dir}.stderr", "w") as errors,
+    subprocess.Popen(
+      command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    ) as process,
+  ):
+    for match in filter(None, map(_STEP.match, process.stdout)):
+      losses[int(match[1])] = match[2]
+      if int(match[1]) == kill_after:
+        process.send_signal(signal.SIGKILL)
+        break
+  expected = 0 if kill_after is None else -signal.SIGKILL
+  assert process.returncode == expected, pathlib.Path(f"{model_dir}.stderr").read_text()[-3000:]
+  return losses
+
+
+def logged(model_dir: pathlib.Path, names: Sequence[str]) -> dict[tuple[int, str], bytes]:
+  """Returns TensorBoard's values, {(step, name): the bits}, of all events files in their order."""
+  import tensorflow as tf
+
+  values = {}
+  for path in sorted((model_dir / "train").glob("events*")):
+    for event in tf.compat.v1.train.summary_iterator(str(path)):
+      for value in event.summary.value:
+        if value.tag in names:
+          values[event.step, value.tag] = tf.make_ndarray(value.tensor).tobytes()
+  return values
+
+
+def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path):
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  whole_losses = train(whole)
+  assert all_steps(whole) == [0, 10, 20, 30]
+  assert set(read_run_facts(whole)) >= {"random_seed", "train_dataset_seed"}
+
+  # The seeds were drawn; the second run gets them, as a restart does, from the first checkpoint.
+  shutil.copytree(whole / "checkpoint_0", killed / "checkpoint_0")
+  before = train(killed, kill_after=15)
+  assert 30 not in all_steps(killed)
+  after = train(killed)
+  assert min(after) in (1, 11), "resumed from the last complete checkpoint"
+  assert before | after == whole_losses
+
+  names = ["loss", "accuracy", "z_loss", "learning_rate", "non_padding_fraction/overall"]
+  expected, got = logged(whole, names), logged(killed, names)
+  resumed = {key for key in expected if key[0] >= min(after)}
+  assert len(resumed) == len(names) * len(after)
+  assert {key: got[key] for key in resumed} == {key: expected[key] for key in resumed}
+
+  ends = [
+    ocp.PyTreeCheckpointHandler().restore(run / "checkpoint_30/state", args=as_numpy(run))
+    for run in (whole, killed)
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *ends)
+  positions = [(run / "checkpoint_30/dataset").glob("train_ds*") for run in (whole, killed)]
+  assert [p.name for p in positions[0]] == [p.name for p in positions[1]] != []
+
+
+def as_numpy(run: pathlib.Path) -> ocp.args.PyTreeRestore:
+  """Asks Orbax for numpy arrays, so that the devices it was saved on do not matter."""
+  metadata = ocp.PyTreeCheckpointHandler().metadata(run / "checkpoint_30/state").tree
+  return ocp.args.PyTreeRestore(
+    restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+  )
