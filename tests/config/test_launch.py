@@ -46,6 +46,18 @@ def test_one_process_can_run_twice(launch):
   assert launch("--gin_file=run.gin", "--gin.STEPS=5")["total_steps"] == 5
 
 
+def test_of_two_functions_of_one_name_the_given_one_runs(launch, monkeypatch):
+  import toy
+
+  def train(model, model_dir, total_steps):
+    return "another"
+
+  given = ("train", "--gin_file=run.gin", "--gin.STEPS=4")
+  assert launch(*given[1:])["total_steps"] == 4
+  assert run_from_command_line(train, given) == "another"
+  assert run_from_command_line(toy.train, given)["total_steps"] == 4
+
+
 def test_nothing_to_run(launch, capsys):
   with pytest.raises(SystemExit) as ended:
     launch()
