@@ -122,8 +122,17 @@ def test_the_search_stops_once_no_live_sequence_can_win():
   )
 
 
-def test_a_filled_cache_continues_each_sequence_where_it_is():
-  model = HistoryModel(vocab=7, length=13, per_sequence_index=True, eos_bias=0.5)
+def test_the_search_goes_on_while_a_longer_sequence_could_win():
+  # With this model a bound that forgot the longer sequence's larger penalty would stop too early.
+  model = HistoryModel(vocab=5, length=13, seed=4, eos_bias=1.0)
+  decodes, _ = search(model, np.zeros((1, 12)), num_decodes=2)
+  want = plain_beam_search(model, [0] * 12, 12, 2)
+  np.testing.assert_array_equal(decodes[0], [tokens for _, tokens in want])
+
+
+@pytest.mark.parametrize("eos_bias", [0.5, -1e6])
+def test_a_filled_cache_continues_each_sequence_where_it_is(eos_bias):
+  model = HistoryModel(vocab=7, length=13, per_sequence_index=True, eos_bias=eos_bias)
   prompts = np.zeros((3, 12), np.int32)
   prompts[0, 1:5] = [3, 2, 6, 5]
   prompts[2, 1:9] = [5, 4, 3, 2, 2, 3, 4, 6]

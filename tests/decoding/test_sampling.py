@@ -78,6 +78,19 @@ def test_samples_have_the_model_s_distribution():
   assert (np.diff(log_probs[0]) >= 0).all()
 
 
+def test_every_step_draws_anew_from_t5x_s_stream_of_keys():
+  model = HistoryModel(vocab=50, length=LENGTH + 1, eos_bias=-1e6)
+  model.table[:, [0, *range(2, 50)]] = 0.0
+  key = jax.random.key(5)
+  decodes, _ = sample(model, np.zeros((2, LENGTH)), topk=0, decode_rng=key)
+  assert all(len(set(tokens)) > 2 for tokens in decodes[:, 0])
+  logits = jnp.asarray(np.stack([model.table[0]] * 2))
+  first, rest = jax.random.split(key)
+  np.testing.assert_array_equal(decodes[:, 0, 0], jax.random.categorical(first, logits))
+  second = jax.random.categorical(jax.random.split(rest)[0], logits)
+  np.testing.assert_array_equal(decodes[:, 0, 1], second)
+
+
 def test_temperature_sharpens_and_its_log_probs_are_rescaled():
   model = HistoryModel(vocab=5, length=2)
   decodes, log_probs = sample(model, np.zeros((1, 1)), topk=0, temperature=0.5, num_decodes=4000)
@@ -134,6 +147,12 @@ def test_a_filled_cache_continues_each_sequence_where_it_is():
   cache = model.cache(3)
   filled = np.where(np.arange(LENGTH + 1) < index[:, None], np.pad(prompts, ((0, 0), (0, 1))), 0)
   cache["layer"] |= {"cached_key": jnp.asarray(filled), "cache_index": jnp.asarray(index)}
+  positions = []
+
+  def note_positions(state):
+    jax.debug.callback(positions.append, state.cur_index)
+    return state
+
   decodes, _ = sample(
     model,
     prompts,
@@ -142,7 +161,11 @@ def test_a_filled_cache_continues_each_sequence_where_it_is():
     topk=0,
     initial_index=jnp.asarray(index),
     num_decodes=2,
+    state_callback_fn=note_positions,
   )
+  jax.effects_barrier()
+  # A full sequence waits at one place behind its end, where the loop writes what nobody needs.
+  assert np.max(positions) == LENGTH + 1
   want = [greedy(model, list(p), LENGTH) for p in prompts]
   np.testing.assert_array_equal(decodes[:, 0], want)
   np.testing.assert_array_equal(decodes[:, 1], want)
