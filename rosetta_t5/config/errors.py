@@ -35,7 +35,7 @@ def errors_as_text() -> Iterator[None]:
   """
   try:
     yield
-  except ValueError as error:
+  except Exception as error:
     if os.environ.get(DEBUG_VARIABLE) or not _is_for_the_user(error):
       raise
     text = _GIN_CALL_NOTE.sub("", str(error)).strip()
@@ -43,9 +43,11 @@ def errors_as_text() -> Iterator[None]:
     sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _is_for_the_user(error: ValueError) -> bool:
-  """Whether the line that raised is ours: our ValueErrors are written for users (rule 8)."""
-  return isinstance(error, ConfigError) or _raised_in(error.__traceback__).startswith("rosetta_t5.")
+def _is_for_the_user(error: Exception) -> bool:
+  """Whether it is an error class of ours, or a ValueError of a line of ours: both are for users."""
+  if type(error).__module__.startswith("rosetta_t5."):
+    return True
+  return isinstance(error, ValueError) and _raised_in(error.__traceback__).startswith("rosetta_t5.")
 
 
 def _raised_in(traceback: TracebackType | None) -> str:

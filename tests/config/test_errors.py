@@ -230,6 +230,16 @@ def test_errors_for_users_end_the_program_without_traceback(capsys, monkeypatch)
   assert "error: no such thing\n" in capsys.readouterr().err
 
 
+def test_errors_of_our_own_classes_are_for_users_too(capsys, monkeypatch):
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  from rosetta_t5.telemetry.nonfinite import NonFiniteError
+
+  with pytest.raises(SystemExit) as ended, errors_as_text():
+    raise NonFiniteError(3, "params/w")
+  assert ended.value.code == 1
+  assert "params/w" in capsys.readouterr().err
+
+
 def test_errors_of_other_code_keep_their_traceback():
   with pytest.raises(ValueError, match="invalid literal"), errors_as_text():
     int("x")
