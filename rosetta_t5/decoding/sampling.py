@@ -99,49 +99,53 @@ def temperature_sample(
     max_decode_steps = at_most(max_decode_steps, limit)
   _check_limits(topk, topp, max_decode_steps, inputs.shape[1])
   batch_size, length = inputs.shape
-  expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
-  is_filled = initial_index is not None
   if num_decodes > 1:
+    expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
+    is_filled = initial_index is not None
     inputs = expand(inputs)
     cache = beams.cache_map(functools.partial(expand, offset=cache_offset), cache, is_filled)
-    initial_index = expand(initial_index) if initial_index is not None else None
-  temperature = jnp.asarray(temperature, jnp.float32)
-  sample = functools.partial(
-    _sample,
-    temperature_Bx1=jnp.repeat(temperature, num_decodes)[:, None]
-    if temperature.ndim
-    else temperature,
-    topk=topk,
-    topp=topp,
-    rescale_log_probs=rescale_log_probs,
-  )
+    initial_index = None if initial_index is None else expand(initial_index)
   max_len: int | jax.Array = length
   if max_decode_steps is not None:
     max_len = jnp.minimum(length, jnp.sum(inputs != 0, axis=1) + max_decode_steps)
+  temperature = jnp.asarray(temperature, jnp.float32)
+  if temperature.ndim:
+    temperature = jnp.repeat(temperature, num_decodes)[:, None]
   start = _initial_state(inputs, cache, initial_index, decode_rng)
-  eos_in_prompt_Bx1 = _count_eos(start.sequences, eos_id)
-  call_back = state_callback_fn or (lambda state: state)
-
-  def step(state: SamplingLoopState) -> SamplingLoopState:
-    state = call_back(state)
-    sample_rng, rng = jax.random.split(state.rng)
-    logits_BV, new_cache = tokens_to_logits(
-      DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
-    )
-    if logit_callback_fn is not None:
-      logits_BV = logit_callback_fn(logits_BV, state)
-    sampled = sample(logits_BV, sample_rng)
-    new_state = _append(state, *sampled, max_len, eos_in_prompt_Bx1, eos_id)
-    return new_state.replace(cache=unfreeze(new_cache), rng=rng)
-
-  final = call_back(jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start))
+  step = functools.partial(
+    _step,
+    tokens_to_logits=tokens_to_logits,
+    sample=functools.partial(_sample, temperature, topk, topp, rescale_log_probs),
+    append=functools.partial(_append, max_len, eos_id, _count_eos(start.sequences, eos_id)),
+    change_state=state_callback_fn or (lambda state: state),
+    change_logits=logit_callback_fn or (lambda logits, state: logits),
+  )
+  final = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start)
+  if state_callback_fn is not None:
+    final = state_callback_fn(final)
   decodes = beams.unflatten_beam_dim(final.sequences[:, 1:-1], batch_size, num_decodes)
   log_prob = beams.unflatten_beam_dim(final.log_prob, batch_size, num_decodes)
-  order = jnp.argsort(log_prob, axis=-1)
-  return (
-    jnp.take_along_axis(decodes, order[..., None], axis=1),
-    jnp.take_along_axis(log_prob, order, axis=1),
+  best_last = jnp.argsort(log_prob, axis=-1)
+  ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
+  return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
+
+
+def _step(
+  state: SamplingLoopState,
+  tokens_to_logits: TokensToLogits,
+  sample: Callable[..., tuple[jax.Array, jax.Array]],
+  append: Callable[..., SamplingLoopState],
+  change_state: StateCallbackFn,
+  change_logits: LogitCallbackFn,
+) -> SamplingLoopState:
+  """Returns the state with one token more."""
+  state = change_state(state)
+  sample_rng, rng = jax.random.split(state.rng)
+  logits_BV, new_cache = tokens_to_logits(
+    DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
   )
+  tokens_B, log_probs_B = sample(change_logits(logits_BV, state), sample_rng)
+  return append(state, tokens_B, log_probs_B).replace(cache=unfreeze(new_cache), rng=rng)
 
 
 def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
@@ -186,12 +190,12 @@ def _initial_state(
 
 
 def _sample(
-  logits_BV: jax.Array,
-  rng: jax.Array,
   temperature_Bx1: jax.Array,
   topk: Any,
   topp: Any,
   rescale_log_probs: bool,
+  logits_BV: jax.Array,
+  rng: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the next tokens [B] and their log probabilities [B]."""
 
@@ -223,12 +227,12 @@ def _picked_log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 
 def _append(
+  max_len: int | jax.Array,
+  eos_id: int,
+  eos_in_prompt_Bx1: jax.Array,
   state: SamplingLoopState,
   tokens_B: jax.Array,
   log_probs_B: jax.Array,
-  max_len: int | jax.Array,
-  eos_in_prompt_Bx1: jax.Array,
-  eos_id: int,
 ) -> SamplingLoopState:
   """Returns the state with the tokens, or the prompt's, at the next position; 0 after the end."""
   # A sequence that is full while others are not writes to its last place again and again.

@@ -137,12 +137,13 @@ def test_a_filled_cache_continues_each_sequence_where_it_is(eos_bias):
   prompts[0, 1:5] = [3, 2, 6, 5]
   prompts[2, 1:9] = [5, 4, 3, 2, 2, 3, 4, 6]
   index = np.array([4, 0, 8], np.int32)
+  start = jnp.asarray(index)
   cache = model.cache(3)
   filled = np.where(np.arange(13) < index[:, None], np.pad(prompts, ((0, 0), (0, 1))), 0)
   cache["layer"] |= {"cached_key": jnp.asarray(filled), "cache_index": jnp.asarray(index)}
   decodes, scores = jax.jit(
     lambda cache: beam_search(
-      jnp.asarray(prompts), cache, model.tokens_to_logits, EOS, num_decodes=3, initial_index=index
+      jnp.asarray(prompts), cache, model.tokens_to_logits, EOS, num_decodes=3, initial_index=start
     )
   )(jax.tree.map(jnp.asarray, cache))
   for i, prompt in enumerate(prompts):
