@@ -42,6 +42,7 @@ def manager(tmp_path, monkeypatch):
 
 
 def test_values_are_means_per_step_and_rates_per_second(manager):
+  started = time.monotonic()
   manager.start_duration_timer(block_on=jnp.zeros(()))
   time.sleep(0.2)
   summed = {
@@ -51,10 +52,11 @@ def test_values_are_means_per_step_and_rates_per_second(manager):
     "accuracy": clu_metrics.Average(total=jnp.array(3.0), count=jnp.array(4.0)),
   }
   values = manager.write_metrics_summary(summed, 20, num_steps=4).result()
+  took = time.monotonic() - started
   floats = as_floats(values)
   assert isinstance(values["loss"], clu_values.Scalar)
   assert (floats["loss"], floats["accuracy"]) == (2.0, 0.75)
-  assert 16 / 0.6 < floats["timing/seqs_per_second"] < 16 / 0.2
+  assert 16 / took < floats["timing/seqs_per_second"] < 16 / 0.2
   assert floats["timing/steps_per_second"] * 4 == pytest.approx(floats["timing/seqs_per_second"])
   manager.close()
   assert manager._writer.scalars == [(20, floats)]
@@ -116,7 +118,7 @@ def test_caller_does_not_wait_for_the_devices_or_the_writer(manager):
   manager.start_duration_timer()
   for step in range(3):
     manager.write_metrics_summary({"loss": metrics.Sum(jnp.float32(1.0))}, step, 1)
-  assert time.monotonic() - started < 0.4
+  assert time.monotonic() - started < 1.0
   manager.close()
   assert time.monotonic() - started > 1.4
 
