@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.telemetry.nonfinite import NonFinite, NonFiniteError, first_nonfinite, name_in_step
+from rosetta_t5.telemetry.nonfinite import (
+  NonFinite,
+  NonFiniteError,
+  check_finite,
+  first_nonfinite,
+  name_in_step,
+)
 
 GOOD = {"encoder": {"kernel": jnp.ones((2, 3))}, "step": jnp.int32(3)}
 
@@ -72,3 +82,44 @@ def test_step_s_record_is_turned_into_a_name():
   assert name_in_step([True, True, True], params) == "loss"
   assert name_in_step(jnp.array([False, False, True]), params) == "gradients b"
   assert name_in_step([False, True, True], params) == "gradients a/kernel"
+
+
+@dataclasses.dataclass
+class Manager:
+  """A checkpoint manager's view of a folder."""
+
+  directory: pathlib.Path
+  steps: list[int]
+  waited: bool = False
+
+  def wait_until_finished(self):
+    self.waited = True
+
+  def all_steps(self):
+    return self.steps
+
+
+STATE = types.SimpleNamespace(params={"a": {"kernel": 0}, "b": 0})
+
+
+def record(step, *bad):
+  return types.SimpleNamespace(step=jnp.int32(step), bad=jnp.array(bad))
+
+
+def test_finite_steps_pass():
+  check_finite(None, STATE, None)
+  check_finite(record(3, False, False, False), STATE, None)
+
+
+def test_bad_step_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
+  manager = Manager(tmp_path, [0, 10, 20, 30])
+  with pytest.raises(NonFiniteError) as caught:
+    check_finite(record(25, False, True, False), STATE, manager)
+  assert "at step 26: first in gradients a/kernel. " in str(caught.value)
+  assert f"The last good checkpoint is {tmp_path}/checkpoint_20;" in str(caught.value)
+  assert manager.waited, "a save that is running may be the last good one"
+
+
+def test_bad_run_without_checkpoints_says_so():
+  with pytest.raises(NonFiniteError, match=r"step 1: first in loss\. There is no checkpoint"):
+    check_finite(record(0, True, True, True), STATE, None)
