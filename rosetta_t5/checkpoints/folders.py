@@ -73,7 +73,7 @@ def state_path(path: str | os.PathLike[str]) -> epath.Path:
 
   Accepts the checkpoint's folder and, as T5X's tools do, the folder of its item `state`.
   """
-  folder = epath.Path(path)
+  folder = epath.Path(path).absolute()  # Orbax takes no other; MODEL_DIR may be relative
   return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
 
 

@@ -62,7 +62,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
   def __next__(self) -> GlobalBatch:
     """Returns the next batch; what went wrong in drawing it is raised here."""
-    self.start_prefetching(at_least=1)
+    self.start_prefetching(self._prefetch + 1)
     try:
       _, batch = self._pending.popleft().result()
     except StopIteration:
@@ -70,12 +70,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         raise
       raise ValueError(_no_batch_text(self._global_shapes)) from None
     self.batches_handed_out += 1
-    self.start_prefetching()
     return batch
 
-  def start_prefetching(self, at_least: int = 0) -> None:
+  def start_prefetching(self, batches: int | None = None) -> None:
     """Draws ahead in the background, so that the first batch is ready when the step is."""
-    while len(self._pending) < max(self._prefetch, at_least):
+    while len(self._pending) < (self._prefetch if batches is None else batches):
       self._pending.append(self._thread.submit(self._draw))
 
   def _draw(self) -> tuple[HostBatch, GlobalBatch]:

@@ -28,6 +28,7 @@ def add_task() -> Iterator[AddTask]:
     name: str | None = None,
     preprocessors: Sequence[Any] = (),
     vocabulary: Any = None,
+    add_eos: bool = True,
     **more_splits: Sequence[str],
   ) -> str:
     name = name or f"lines_{next(_numbers)}"
@@ -47,7 +48,7 @@ def add_task() -> Iterator[AddTask]:
         lambda dataset: dataset.map(as_example),
         seqio.preprocessors.tokenize,
         *preprocessors,
-        seqio.preprocessors.append_eos_after_trim,
+        *([seqio.preprocessors.append_eos_after_trim] if add_eos else []),
       ],
       output_features={
         "inputs": seqio.Feature(vocabulary, required=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data import DatasetConfig, get_dataset, get_training_eval_datasets
-from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]
 Config = Callable[..., DatasetConfig]
@@ -99,10 +100,13 @@ def test_packing_puts_several_examples_into_one_sequence(
 def test_long_features_are_trimmed_unless_told_otherwise(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  name = add_task(["x" * 40])
-  cfg = config(name, batch_size=1)
+  cfg = config(add_task(["x" * 40], add_eos=False), batch_size=1)
   batch = next(get_dataset(cfg, 0, 1, converter, num_epochs=1).as_numpy_iterator())
   assert (batch["encoder_input_tokens"] > 0).all()
+  untrimmed = dataclasses.replace(cfg, trim_output_features=False)
+  dataset = get_dataset(untrimmed, 0, 1, converter, num_epochs=1)
+  with pytest.raises(import_tensorflow().errors.InvalidArgumentError):
+    next(dataset.as_numpy_iterator())
 
 
 def test_runtime_preprocessors_come_between_task_and_converter(
@@ -181,10 +185,11 @@ def test_continuing_from_the_last_checkpoint_is_another_functions_business(
 def test_evaluation_repeats_short_data_up_to_its_steps(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  name = add_task(LINES, validation=LINES[:6])
-  datasets = get_training_eval_datasets(config(name, split="validation"), 0, 1, 4, converter)
+  name = add_task(LINES, validation=LINES[:3])
+  datasets = get_training_eval_datasets(config(name, split="validation"), 0, 1, 5, converter)
   assert list(datasets) == [name]
-  assert texts(datasets[name]) == (LINES[:6] * 3)[:16]
+  # Five passes over three examples fill three batches of four; then they begin anew.
+  assert texts(datasets[name]) == (LINES[:3] * 4 + LINES[:3] * 4)[:20]
 
 
 def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(

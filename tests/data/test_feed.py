@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,10 +111,10 @@ def test_the_next_batches_are_drawn_while_the_caller_is_busy(
       drawn.release()
       yield batch
 
-  make_feed(batches())
-  # One for the shapes, one ahead of it; the caller has asked for none.
-  assert drawn.acquire(timeout=10)
-  assert drawn.acquire(timeout=10)
+  feed = make_feed(batches())
+  assert all(drawn.acquire(timeout=20) for _ in range(2))  # before the caller has asked for one
+  next(feed)
+  assert drawn.acquire(timeout=20)  # two ahead again, before the caller asks for another
 
 
 def test_an_error_in_the_thread_reaches_the_caller_in_its_turn(
@@ -217,7 +218,8 @@ def test_nothing_is_drawn_ahead_when_the_position_will_be_restored(
 ) -> None:
   restore = types.SimpleNamespace(restore_dataset=True)
   data = IterableThatCounts()
-  make_feed(data, checkpoint_cfg=types.SimpleNamespace(restore=restore)).close()
+  make_feed(data, checkpoint_cfg=types.SimpleNamespace(restore=restore))
+  time.sleep(0.3)  # a thread would have drawn more by then
   assert data.drawn == 1  # for the shapes
 
 

@@ -25,8 +25,8 @@ def function():
   """
   return text  # A comment behind code is no line of prose of its own.
 
-x = {0: 1, 2: 3}
 # ======================= +++ ----- {} [] () ;;;; ====================
+x = {0: 1, 2: 3}
 # The module's docstring, long enough to be one paragraph of prose.
 '''
 

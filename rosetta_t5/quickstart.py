@@ -1,0 +1,219 @@
+"""The quickstart: text, vocabulary, a training run, and a look at what came of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5 import checkpoints
+from rosetta_t5.data import stdlib_corpus
+from rosetta_t5.data.tensorflow_import import start_importing
+
+GIN_FILE = "gin/examples/quickstart.gin"
+RUN_FOLDER = pathlib.Path("quickstart/run")
+BLANK = "____"
+SENTENCES = (
+  "Return the ____ of the object as a string.",
+  "Raise an exception if the file does not ____.",
+  "This method is called ____ the connection is closed.",
+)
+_BEAMS = 4
+_INTERRUPTED = 130
+_STOPPED = "Stopped. The same command goes on from the last checkpoint."
+_FAILED = "Training ended with the exit status {}; what went wrong stands above."
+_LONGEST_ANSWER = 16  # tokens, sentinels and all
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Trains a small T5 on text that this machine has, and shows what it learnt.
+
+  A second call goes on with an unfinished run, and leaves a finished one as it is.
+
+  Args:
+    argv: further arguments for the training command, such as --gin.TRAIN_STEPS=1000.
+
+  Returns:
+    The exit status: the training command's, if that failed.
+  """
+  options = list(argv or ())
+  facts = stdlib_corpus.prepare()
+  _say(
+    f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
+    f"{facts['characters'] / 1e6:.1f} MB: {facts['source']}",
+    f"In {_shown(stdlib_corpus.data_folder())}, with a vocabulary of "
+    f"{stdlib_corpus.VOCAB_SIZE:,} tokens trained on it.",
+  )
+  started_at = checkpoints.latest_step(RUN_FOLDER)
+  if started_at:
+    _say(f"There is a run in {RUN_FOLDER} already, at step {started_at}; it is continued.")
+  status = _train(options)
+  if status:
+    return status
+  if started_at and checkpoints.latest_step(RUN_FOLDER) == started_at:
+    _say(f"The run in {RUN_FOLDER} was finished: nothing was trained.")
+  _show_results(options)
+  return 0
+
+
+def _train(options: Sequence[str]) -> int:
+  """Runs the training command as a user would, and returns its exit status."""
+  command = ["-m", "t5x.train", f"--gin_file={GIN_FILE}", *options]
+  _say("Training, by this command:", f"  python {' '.join(command)}", "")
+  with subprocess.Popen([sys.executable, *command]) as training:
+    # Needed once training has ended, and free now: the command is busy with the same import, on
+    # one core. Not before the command starts, which would inherit the import's muted stderr.
+    importing = start_importing()
+    try:
+      status = training.wait()
+    except KeyboardInterrupt:
+      training.wait()  # The terminal has interrupted it too.
+      status = _INTERRUPTED
+  importing.join()  # A thread that imports while Python ends can crash it.
+  if status:
+    _say("", _STOPPED if status == _INTERRUPTED else _FAILED.format(status))
+  return status
+
+
+def _show_results(options: Sequence[str]) -> None:
+  """Prints losses, filled blanks, where everything is and what to try next."""
+  recipe = _read_recipe(options)
+  model, model_dir = recipe["model"], pathlib.Path(recipe["model_dir"])
+  task = recipe["train_eval_dataset_cfg"].name
+  _say("", "Loss, in nats a token:")
+  for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
+    first, last = _first_and_last_loss(model_dir / name)
+    _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
+  _say("", "Blanks, filled by the model:")
+  params = _restore_params(recipe)
+  input_length = recipe["train_dataset_cfg"].task_feature_lengths["inputs"]
+  for filled in fill_blanks(model, params, SENTENCES, input_length):
+    _say(f"  {filled}")
+  _say("", *_where_and_what_next(model_dir))
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+  """Stands in for the run page where gin configures it, and returns what that would receive."""
+  return arguments
+
+
+def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
+  """Returns the run page's arguments as the training command's gin file and options give them."""
+  from rosetta_t5.config.command_line import parse_command_line
+  from rosetta_t5.config.gin_files import read_program
+  from rosetta_t5.config.parsing import configure
+
+  command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])
+  program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
+  return configure(program, train)()
+
+
+def _restore_params(recipe: Mapping[str, Any]) -> Any:
+  """Returns the parameters of the run's last checkpoint."""
+  lengths = recipe["train_dataset_cfg"].task_feature_lengths
+  initializer = checkpoints.TrainStateInitializer(
+    optimizer_def=recipe["model"].optimizer_def,
+    init_fn=recipe["model"].get_initial_variables,
+    input_shapes={
+      "encoder_input_tokens": (1, lengths["inputs"]),
+      "decoder_input_tokens": (1, lengths["targets"]),
+    },
+    partitioner=recipe["partitioner"],
+  )
+  where = checkpoints.RestoreCheckpointConfig(os.path.abspath(recipe["model_dir"]), mode="latest")
+  state = initializer.from_checkpoint([where])
+  if state is None:
+    raise ValueError(
+      f"There is no checkpoint in {recipe['model_dir']}: utils.CheckpointConfig.save must not be "
+      "None for the quickstart, which looks at the trained model."
+    )
+  return state.params
+
+
+def fill_blanks(model: Any, params: Any, sentences: Sequence[str], input_length: int) -> list[str]:
+  """Returns sentences with the model's best guess in place of their blank ("____").
+
+  Args:
+    model: an encoder-decoder model, trained by span corruption.
+    params: its parameters.
+    sentences: one blank each.
+    input_length: tokens that the model's input is padded to.
+  """
+  import jax
+
+  vocabulary = model.input_vocabulary
+  sentinel = vocabulary.vocab_size - 1
+  tokens_BS = np.zeros((len(sentences), input_length), np.int32)
+  for row, sentence in enumerate(sentences):
+    before, after = (vocabulary.encode(part.strip()) for part in sentence.split(BLANK))
+    tokens = [*before, sentinel, *after, vocabulary.eos_id]
+    tokens_BS[row, : len(tokens)] = tokens
+  batch = {
+    "encoder_input_tokens": tokens_BS,
+    "decoder_input_tokens": np.zeros((len(sentences), _LONGEST_ANSWER), np.int32),
+  }
+  predict = functools.partial(
+    model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False
+  )
+  decodes_BT, _ = jax.jit(predict)(params, batch)
+  return [
+    sentence.replace(BLANK, f"[{_answer(vocabulary, decode)}]")
+    for sentence, decode in zip(sentences, np.asarray(decodes_BT), strict=True)
+  ]
+
+
+def _answer(vocabulary: Any, decode: np.ndarray) -> str:
+  """Returns the text of a target's first span: what stands between its first two sentinels."""
+  first_sentinel = vocabulary.vocab_size - vocabulary.extra_ids
+  tokens = [int(token) for token in decode]
+  if tokens and tokens[0] >= first_sentinel:
+    tokens = tokens[1:]
+  ends = (i for i, t in enumerate(tokens) if t >= first_sentinel or t in (0, vocabulary.eos_id))
+  return vocabulary.decode(tokens[: next(ends, len(tokens))]).strip()
+
+
+def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:
+  """Returns (step, loss a token) of the first and the last entry of TensorBoard's files."""
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  from tensorboard.util import tensor_util
+
+  events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+  entries = events.Tensors("loss_per_nonpadding_target_token")
+  losses = sorted(
+    (entry.step, float(tensor_util.make_ndarray(entry.tensor_proto))) for entry in entries
+  )
+  return losses[0], losses[-1]
+
+
+def _where_and_what_next(model_dir: pathlib.Path) -> list[str]:
+  step = checkpoints.latest_step(model_dir)
+  command = f"python -m t5x.train --gin_file={GIN_FILE}"
+  return [
+    f"Everything is in {_shown(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
+    "config.gin, model-info.txt.",
+    "",
+    "Next, for example:",
+    f"  {command} --gin.TRAIN_STEPS=2000  # train on",
+    f"  {command} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
+    f"  tensorboard --logdir={_shown(model_dir)}",
+  ]
+
+
+def _shown(path: pathlib.Path) -> str:
+  """A path as a user would type it."""
+  return os.path.relpath(path)
+
+
+def _say(*lines: str) -> None:
+  # Flushed, since the training command writes to the same terminal.
+  print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""The quickstart's parts on small things, and (slow) the whole of it on a small text."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+from rosetta_t5 import quickstart
+from rosetta_t5.data import stdlib_corpus
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TEXT = [
+  f"Return the {n} of the object {n + 1} or raise an error if {n * n} is it." for n in range(900)
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
+  from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+  from rosetta_t5.data.tensorflow_import import import_seqio
+
+  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
+  path.write_bytes(train_sentencepiece(TEXT, vocab_size=100))
+  return import_seqio().SentencePieceVocabulary(str(path), extra_ids=100)
+
+
+@pytest.fixture
+def empty_gin() -> Iterator[None]:
+  gin.clear_config()
+  yield
+  gin.clear_config()
+
+
+def model_of(vocabulary: Any) -> Any:
+  from rosetta_t5.models import EncoderDecoderModel
+  from rosetta_t5.networks.t5 import T5Config, Transformer
+
+  sizes = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
+  layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+  network = Transformer(T5Config(vocab_size=256, dropout_rate=0.0, **sizes, **layers))
+  return EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def=None)
+
+
+def test_an_answer_stands_between_the_first_two_sentinels(vocabulary: Any) -> None:
+  name, other = vocabulary.encode("object"), vocabulary.encode("error")
+  decode = np.array([199, *name, 198, *other, 1, 0, 0])
+  assert quickstart._answer(vocabulary, decode) == "object"
+
+
+@pytest.mark.parametrize("end", [[1, 0, 0], []])
+def test_an_answer_ends_with_the_text_where_no_second_sentinel_comes(
+  vocabulary: Any, end: list[int]
+) -> None:
+  decode = np.array([199, *vocabulary.encode("raise an error"), *end])
+  assert quickstart._answer(vocabulary, decode) == "raise an error"
+
+
+def test_blanks_are_filled_in_place(vocabulary: Any) -> None:
+  model = model_of(vocabulary)
+  shapes = {"encoder_input_tokens": (1, 32), "decoder_input_tokens": (1, 16)}
+  params = model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"]
+  filled = quickstart.fill_blanks(model, params, ["Return the ____ of it.", "____ an error"], 32)
+  assert filled[0].startswith("Return the [")
+  assert filled[0].endswith("] of it.")
+  assert filled[1].endswith("] an error")
+
+
+def test_the_sentences_have_one_blank_each() -> None:
+  assert [sentence.count(quickstart.BLANK) for sentence in quickstart.SENTENCES] == [1, 1, 1]
+
+
+def test_first_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:
+  from clu import metric_writers
+
+  for steps in ((20, 40), (60, 80)):  # a restart begins a file of its own
+    writer = metric_writers.SummaryWriter(str(tmp_path))
+    for step in steps:
+      writer.write_scalars(step, {"loss_per_nonpadding_target_token": 100.0 / step})
+    writer.close()
+  assert quickstart._first_and_last_loss(tmp_path) == ((20, 5.0), (80, 1.25))
+
+
+def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.setattr(stdlib_corpus, "VOCAB_SIZE", 200)
+  stdlib_corpus.prepare(paragraphs=TEXT)
+  status = quickstart.main(["--gin.TRAIN_STEPPS=7"])
+  output = capfd.readouterr()
+  assert status != 0
+  assert "python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.TRAIN_ST" in output.out
+  assert f"ended with the exit status {status}" in output.out
+  assert "TRAIN_STEPS" in output.err  # the near name
+
+
+def test_the_recipe_is_read_as_the_run_page_would(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, empty_gin: None
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  recipe = quickstart._read_recipe(["--gin.TRAIN_STEPS=7"])
+  assert recipe["total_steps"] == 7
+  assert recipe["model_dir"] == str(quickstart.RUN_FOLDER)
+  assert recipe["model"].module.config.vocab_size == stdlib_corpus.VOCAB_SIZE
+  assert list(tmp_path.iterdir()) == []  # text and vocabulary wait until they are looked into
+
+
+@pytest.mark.slow
+def test_the_whole_twice_in_an_empty_folder(tmp_path: pathlib.Path) -> None:
+  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+  def run() -> str:
+    command = [sys.executable, "-m", "rosetta_t5.quickstart", "--gin.TRAIN_STEPS=4"]
+    result = subprocess.run(
+      command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+  first = run()
+  assert "Return the [" in first
+  assert "checkpoint_4" in first
+  files = {path: path.stat().st_mtime_ns for path in (tmp_path / "quickstart/data").iterdir()}
+  second = run()
+  assert "at step 4; it is continued" in second
+  assert "was finished: nothing was trained" in second
+  assert {path: path.stat().st_mtime_ns for path in files} == files
