@@ -6,7 +6,7 @@ from rosetta_t5.checkpoints.config import (
   SaveCheckpointConfig,
 )
 from rosetta_t5.checkpoints.fit import CheckpointMismatchError
-from rosetta_t5.checkpoints.folders import all_steps, latest_step, read_run_facts
+from rosetta_t5.checkpoints.folders import all_steps, checkpoint_path, latest_step, read_run_facts
 from rosetta_t5.checkpoints.initializer import TrainStateInitializer
 from rosetta_t5.checkpoints.manager import CheckpointSaveError, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
@@ -29,6 +29,7 @@ __all__ = [
   "TrainStateInitializer",
   "UnreadableCheckpointError",
   "all_steps",
+  "checkpoint_path",
   "create_checkpoint_manager_and_restore",
   "create_orbax_checkpoint_manager",
   "find_start",

@@ -331,10 +331,11 @@ class OrbaxCheckpointManagerInterface:
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
     good = [s for s in folders.all_steps(self._directory) if s != step]
     last = f"the last complete one is step {good[-1]}" if good else "there is no complete one yet"
+    room = "make room or give a MODEL_DIR that can be written to, then " if _is_disk(error) else ""
     return CheckpointSaveError(
       f"checkpoint {folders.checkpoint_path(self._directory, step)} could not be saved: "
-      f"{type(error).__name__}: {error}. {_free_space(self._directory)}In this folder {last}; make "
-      "room or give a MODEL_DIR that can be written to, then start again to resume from there."
+      f"{type(error).__name__}: {error}. {_free_space(self._directory)}In this folder {last}; "
+      f"{room}start again to resume from there."
     )
 
 
@@ -354,6 +355,12 @@ def _float_dtype(dtype: Any, field: str) -> Any:
   if found is None or not jnp.issubdtype(found, jnp.floating):
     raise ValueError(f"{field} = {dtype!r} is no floating-point dtype: set 'float32' or 'bfloat16'")
   return found
+
+
+def _is_disk(error: Exception) -> bool:
+  """Whether a save failed for want of room or of the right to write; TensorStore says so in words."""
+  words = ("No space left", "Permission denied", "Read-only file system", "quota")
+  return isinstance(error, OSError) or any(word in str(error) for word in words)
 
 
 def _free_space(directory: epath.Path) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -155,7 +156,7 @@ def _quiet_failure() -> Iterator[None]:
 def unreadable(path: str | os.PathLike[str], error: Exception) -> UnreadableCheckpointError:
   """Returns the error for a damaged checkpoint: what is wrong, and which older ones there are."""
   folder = epath.Path(path)
-  reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+  reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
   text = f"checkpoint {folder} cannot be read: {reason}"
   step = folders.step_of(folder)
   older = [s for s in folders.all_steps(folder.parent) if step is not None and s < step]

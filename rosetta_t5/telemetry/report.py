@@ -44,7 +44,9 @@ def header(
   axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
   count = mesh.devices.size
   features = ", ".join(
-    f"{name} {leaf.shape[1]}" for name, leaf in batch.items() if name.endswith("_tokens")
+    f"{name} {batch[name].shape[1]}"
+    for name in ("encoder_input_tokens", "decoder_target_tokens")
+    if name in batch
   )
   size = next(iter(batch.values())).shape[0]
   start = f"from {restored_from}" if restored_from else "from scratch"

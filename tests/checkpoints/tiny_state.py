@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen import partitioning as nn_partitioning
 
@@ -58,7 +59,7 @@ class Setup:
 
   def state(self, step: int = 0, seed: int = 0) -> TrainState:
     state = self.initializer.from_scratch(jax.random.PRNGKey(seed))
-    return state.replace_step(jnp.asarray(step, jnp.int32))
+    return state.replace_step(jax.device_put(np.int32(step), state.step.sharding))
 
   def manager(self, directory: pathlib.Path, **kwargs: Any) -> OrbaxCheckpointManagerInterface:
     return OrbaxCheckpointManagerInterface(

@@ -14,6 +14,7 @@ PARAMS = {"a": jnp.ones((100, 20)), "b": jnp.ones(5)}
 BATCH = {
   "encoder_input_tokens": jax.ShapeDtypeStruct((16, 64), jnp.int32),
   "decoder_input_tokens": jax.ShapeDtypeStruct((16, 32), jnp.int32),
+  "decoder_target_tokens": jax.ShapeDtypeStruct((16, 32), jnp.int32),
   "decoder_loss_weights": jax.ShapeDtypeStruct((16, 32), jnp.int32),
 }
 CONFIG = types.SimpleNamespace(
@@ -49,7 +50,7 @@ def test_header_says_what_runs_where_and_what_it_writes():
   assert header(save_period=10) == [
     "model    Model, 2,005 parameters, 0.07235 GFLOP a training sequence",
     "devices  8 cpu devices, mesh data=4 model=2",
-    "data     pile, batch 16: encoder_input_tokens 64, decoder_input_tokens 32",
+    "data     pile, batch 16: encoder_input_tokens 64, decoder_target_tokens 32",
     "steps    0 to 20, from scratch",
     "writes   /runs/a, a checkpoint every 10 steps",
   ]
