@@ -20,8 +20,10 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.nonfinite import check_finite
+from rosetta_t5.telemetry.report import end_report, header
 from rosetta_t5.training import Hook, TrainState, run_due, stretches
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
+from rosetta_t5.training.optimizers import OptaxWrapper
 
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
@@ -127,22 +129,15 @@ def train(
     partitioner=partitioner,
   )
   state, manager = checkpoints.create_checkpoint_manager_and_restore(
-    initializer,
-    partitioner,
-    restore_cfg,
-    restore_path,
-    init_rng,
-    checkpoint_cfg.save,
-    model_dir,
-    ds_iter=feed,
-    run_facts=facts,
-  )
+    initializer, partitioner, restore_cfg, restore_path, init_rng, checkpoint_cfg.save, model_dir,
+    feed, run_facts=facts
+  )  # fmt: skip
   state = initializer.from_scratch(init_rng) if state is None else state
   first_step = int(state.step)
   if relative_steps:
     total_steps = facts.setdefault("total_steps", first_step + relative_steps)
 
-  # Trainer: holds the state from here on. The step compiles while the feed draws its first batch.
+  # Trainer: holds the state from here on, and the step compiles while the feed draws a batch.
   trainer = trainer_cls(
     model=model,
     train_state=state,
@@ -153,26 +148,15 @@ def train(
     rng=trainer_rng,
   )
   del state
-  trainer.compile_train(feed.element_spec)
-  log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
-  summarize_config_fn(model_dir, None, first_step)
-
-  # Loop. Of the hooks the checkpoint comes first: an evaluation that fails must not cost the steps
-  # before it.
-  progress = console.Progress(first_step, total_steps)
-  loop = _Loop(trainer, manager, feed, evaluation, actions, progress)
-  save = checkpoint_cfg.save
-  hooks = [
-    Hook("checkpoint", loop.save, save and save.period, (save and save.checkpoint_steps) or ()),
-    Hook("evaluation", loop.evaluate, eval_period, at_end=True),
-    Hook("garbage collection", lambda step: gc.collect() and None, gc_period),
-  ]
-  with _automatic_garbage_collection(on=not gc_period), progress:
-    loop.save(first_step)
-    if run_eval_before_training:
-      loop.evaluate(first_step)
-    loop.run(first_step, total_steps, hooks, stats_period or eval_period)
-  loop.close()
+  loop = _Loop(trainer, manager, feed, evaluation, actions, first_step, total_steps, model_dir)
+  _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path)
+  if first_step < total_steps:
+    trainer.compile_train(feed.element_spec)
+    log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
+    summarize_config_fn(model_dir, None, first_step)
+    with _automatic_garbage_collection(on=not gc_period):
+      loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)
+  loop.finish()
   return int(trainer.train_state.step), trainer.train_state
 
 
@@ -233,19 +217,42 @@ class _Loop:
   feed: Any
   evaluation: _Evaluation
   actions: Actions | None
-  progress: console.Progress
-  stopped: bool = False
+  first_step: int
+  total_steps: int
+  model_dir: str
+
+  def __post_init__(self) -> None:
+    self.step = self.first_step
+    self.stopped = False
+    self.started = time.monotonic()
+    self.progress = console.Progress(self.first_step, self.total_steps)
 
   def run(
-    self, first_step: int, last_step: int, hooks: Sequence[Hook], longest_stretch: int
+    self,
+    save: checkpoints.SaveCheckpointConfig | None,
+    eval_period: int,
+    stats_period: int | None,
+    gc_period: int,
+    run_eval_before_training: bool,
   ) -> None:
-    step = first_step
-    for start, step in stretches(first_step, last_step, hooks, longest_stretch):
-      self.train(start, step)
-      run_due(hooks, step, last_step)
-      if self.stopped:
-        break
-    self.save(step)
+    # The checkpoint comes first: an evaluation that fails must not cost the steps before it.
+    hooks = [
+      Hook("checkpoint", self.save, save and save.period, (save and save.checkpoint_steps) or ()),
+      Hook("evaluation", self.evaluate, eval_period, at_end=True),
+      Hook("garbage collection", _collect_garbage, gc_period),
+    ]
+    with self.progress:
+      self.save(self.first_step)
+      if run_eval_before_training:
+        self.evaluate(self.first_step)
+      for start, self.step in stretches(
+        self.first_step, self.total_steps, hooks, stats_period or eval_period
+      ):
+        self.train(start, self.step)
+        run_due(hooks, self.step, self.total_steps)
+        if self.stopped:
+          break
+      self.save(self.step)
 
   def train(self, start: int, stop: int) -> None:
     values = as_floats(self.trainer.train(self.feed, stop - start, start_step=start).result())
@@ -269,12 +276,24 @@ class _Loop:
       self.progress.report_evaluation(step, task, task_values)
     self._act(ActionMode.TRAIN_EVAL, values)
 
-  def close(self) -> None:
-    """Waits for what is written in the background."""
+  def finish(self) -> None:
+    """Waits for what is written in the background, and says where everything is."""
     self.feed.close()
     self.trainer.close()
+    checkpoint = None
     if self.manager is not None:
       self.manager.close()
+      if (latest := self.manager.latest_step()) is not None:
+        checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
+    console.say(
+      end_report(
+        steps=(self.first_step, self.step),
+        seconds=time.monotonic() - self.started,
+        losses=(self.progress.first_loss, self.progress.last_loss),
+        model_dir=self.model_dir,
+        checkpoint=checkpoint,
+      )
+    )
 
   def _act(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
     if run_actions(mode, self.actions, self.trainer.train_state, values):
@@ -282,6 +301,39 @@ class _Loop:
 
   def _write(self, name: str, value: float, step: int) -> None:
     self.trainer.train_metrics_manager.write_scalar(name, value, step)
+
+
+def _say_header(
+  loop: _Loop,
+  model: Any,
+  partitioner: BasePartitioner,
+  train_cfg: data.DatasetConfig,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+  restore_path: str | None,
+) -> None:
+  notes = []
+  if isinstance(model.optimizer_def, OptaxWrapper):
+    notes.append(
+      "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
+    )
+  console.say(
+    header(
+      model=model,
+      params=loop.trainer.train_state.params,
+      mesh=partitioner.mesh,
+      task=train_cfg.name,
+      batch=loop.feed.element_spec,
+      steps=(loop.first_step, loop.total_steps),
+      model_dir=loop.model_dir,
+      restored_from=restore_path,
+      save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
+      notes=notes,
+    )
+  )
+
+
+def _collect_garbage(step: int) -> None:
+  gc.collect()
 
 
 @contextlib.contextmanager

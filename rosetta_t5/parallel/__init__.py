@@ -1,5 +1,6 @@
 """Mesh, logical axis rules, partitioner and processes."""
 
+from rosetta_t5.parallel.host_memory import keep_freed_memory
 from rosetta_t5.parallel.mesh import default_mesh
 from rosetta_t5.parallel.partitioner import (
   BasePartitioner,
@@ -18,5 +19,6 @@ __all__ = [
   "default_mesh",
   "drawn_seed",
   "join_processes",
+  "keep_freed_memory",
   "standard_logical_axis_rules",
 ]
