@@ -9,8 +9,6 @@ same batch each time. A side's time is the median over the steps; the sides take
 change in the machine's speed meets both. PyTorch's step is timed eagerly and compiled.
 """
 
-
-
 import argparse
 import functools
 import statistics
@@ -53,7 +51,9 @@ def make_batch(batch_size: int, encoder_length: int, decoder_length: int) -> dic
   }
 
 
-def our_step(size: str, batch: dict[str, np.ndarray], optimizer: str, dtype: str) -> Callable[[], float]:
+def our_step(
+  size: str, batch: dict[str, np.ndarray], optimizer: str, dtype: str
+) -> Callable[[], float]:
   """Returns a function that makes one step and returns the loss."""
   emb_dim, heads, layers, mlp_dim = SIZES[size]
   config = T5Config(
@@ -96,7 +96,9 @@ def our_step(size: str, batch: dict[str, np.ndarray], optimizer: str, dtype: str
   return run
 
 
-def hugging_face_step(size: str, batch: dict[str, np.ndarray], compiled: bool) -> Callable[[], float]:
+def hugging_face_step(
+  size: str, batch: dict[str, np.ndarray], compiled: bool
+) -> Callable[[], float]:
   """Returns the same step by transformers' T5ForConditionalGeneration and torch's AdamW."""
   import torch
   import transformers
@@ -151,7 +153,9 @@ def main() -> None:
   if args.beside_hf:
     sides["Hugging Face eager"] = hugging_face_step(args.size, batch, compiled=False)
     sides["Hugging Face compiled"] = hugging_face_step(args.size, batch, compiled=True)
-  ours = f"train step {args.size} {args.dtype} {args.batch_size}x{args.lengths[0]}/{args.lengths[1]}"
+  ours = (
+    f"train step {args.size} {args.dtype} {args.batch_size}x{args.lengths[0]}/{args.lengths[1]}"
+  )
   sides[ours] = our_step(args.size, batch, args.optimizer, args.dtype)
 
   for run in sides.values():

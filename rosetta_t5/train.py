@@ -23,7 +23,6 @@ from rosetta_t5.telemetry.nonfinite import check_finite
 from rosetta_t5.telemetry.report import end_report, header
 from rosetta_t5.training import Hook, TrainState, run_due, stretches
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
-from rosetta_t5.training.optimizers import OptaxWrapper
 
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
@@ -237,7 +236,7 @@ class _Loop:
   ) -> None:
     # The checkpoint comes first: an evaluation that fails must not cost the steps before it.
     hooks = [
-      Hook("checkpoint", self.save, save and save.period, (save and save.checkpoint_steps) or ()),
+      *([Hook("checkpoint", self.save, save.period, save.checkpoint_steps or ())] if save else []),
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
       Hook("garbage collection", _collect_garbage, gc_period),
     ]
@@ -245,16 +244,16 @@ class _Loop:
       self.save(self.first_step)
       if run_eval_before_training:
         self.evaluate(self.first_step)
-      for start, self.step in stretches(
-        self.first_step, self.total_steps, hooks, stats_period or eval_period
-      ):
-        self.train(start, self.step)
+      longest = stats_period or eval_period
+      for start, stop in stretches(self.first_step, self.total_steps, hooks, longest):
+        self.train(start, stop)
         run_due(hooks, self.step, self.total_steps)
         if self.stopped:
           break
       self.save(self.step)
 
   def train(self, start: int, stop: int) -> None:
+    self.step = stop
     values = as_floats(self.trainer.train(self.feed, stop - start, start_step=start).result())
     check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
     self.progress.report(stop, values)
@@ -312,7 +311,7 @@ def _say_header(
   restore_path: str | None,
 ) -> None:
   notes = []
-  if isinstance(model.optimizer_def, OptaxWrapper):
+  if not model.optimizer_def.uses_learning_rate:
     notes.append(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
     )
@@ -354,8 +353,9 @@ def _run_facts(
   train_dataset_cfg: data.DatasetConfig,
 ) -> dict[str, Any]:
   """Returns the seeds in use: those given, else those this run had before, else drawn ones."""
-  continued = restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir)
-  facts = checkpoints.read_run_facts(restore_path) if continued else {}
+  facts: dict[str, Any] = {}
+  if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
+    facts = checkpoints.read_run_facts(restore_path)
   drawn = drawn_seed()
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
   facts["train_dataset_seed"] = data.resolve_seed(

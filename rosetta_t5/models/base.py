@@ -180,7 +180,7 @@ class BaseTransformerModel(BaseModel):
     self,
     logits: jax.Array,
     targets: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     loss: jax.Array,
     z_loss: jax.Array | None = None,
     segment_ids: Mapping[str, jax.Array] | None = None,

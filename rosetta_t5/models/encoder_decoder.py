@@ -97,7 +97,7 @@ class EncoderDecoderModel(BaseTransformerModel):
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables; the same key gives T5X's parameters."""
     types = input_types or {}
-    optional = {
+    optional: dict[str, Any] = {
       argument: jnp.ones(input_shapes[name], types.get(name, jnp.int32))
       for argument, name in (
         ("encoder_positions", "encoder_positions"),
@@ -208,7 +208,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
     inputs_BS, prompts_BT = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
-    encoded_BSD = self.module.apply(
+    encoded_BSD: Any = self.module.apply(
       {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
     )
     # Every beam or sample attends to its own copy of the encoded inputs.

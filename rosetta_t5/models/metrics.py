@@ -77,9 +77,7 @@ def compute_base_metrics(
       "z_loss": per_step(total=z_loss),
       "z_loss_per_all_target_tokens": average(total=z_loss, count=num_tokens),
       "cross_ent_loss": per_step(total=cross_entropy),
-      "cross_ent_loss_per_all_target_tokens": average(
-        total=cross_entropy, count=num_tokens
-      ),
+      "cross_ent_loss_per_all_target_tokens": average(total=cross_entropy, count=num_tokens),
     }
   return metrics | _padding_metrics(segment_ids or {})
 

@@ -27,4 +27,5 @@ def keep_freed_memory() -> bool:
   if mallopt is None:
     return False
   settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _NEVER), (_TRIM_THRESHOLD, _NEVER))
-  return all([bool(mallopt(parameter, value)) for parameter, value in settings])
+  done = [bool(mallopt(parameter, value)) for parameter, value in settings]
+  return all(done)

@@ -47,7 +47,7 @@ class PartitionedFunction:
   ):
     self._jitted = jitted
     self._mesh = mesh
-    self._rules = tuple(tuple(rule) for rule in logical_axis_rules)
+    self._rules = tuple((name, axis) for name, axis in logical_axis_rules)
     self._last_args = last_args
 
   @contextlib.contextmanager
@@ -218,12 +218,12 @@ class PjitPartitioner(BasePartitioner):
       dcn_mesh_shape,
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    self._rules = tuple(tuple(rule) for rule in rules)
+    self._rules = tuple((name, axis) for name, axis in rules)
 
   @property
   def logical_axis_rules(self) -> tuple[tuple[str, str | None], ...]:
     """The (logical axis, mesh axis) pairs, in the order they are tried."""
-    return self._rules  # type: ignore[return-value]
+    return self._rules
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with a PartitionSpec in place of each array; empty: on every device."""
@@ -240,7 +240,7 @@ class PjitPartitioner(BasePartitioner):
           f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules; known axes: "
           f"{', '.join(sorted(known))}"
         )
-      return flax_partitioning.logical_to_mesh_axes(tuple(axes), self._rules)
+      return flax_partitioning.logical_to_mesh_axes(tuple(axes), self._rules) or PartitionSpec()
 
     return jax.tree.map(to_mesh, train_state, names)
 

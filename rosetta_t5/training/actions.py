@@ -101,7 +101,9 @@ def run_actions(
   Process 0 decides for all.
   """
   chosen = [*(actions or {}).get(mode, ()), *(actions or {}).get(mode.name, ())]
-  stop = any([action.run(train_state, metrics_by_task) for action in chosen])
+  # Every action is run, also after one that ends training.
+  votes = [action.run(train_state, metrics_by_task) for action in chosen]
+  stop = any(votes)
   if chosen and jax.process_count() > 1:
     from jax.experimental import multihost_utils
 

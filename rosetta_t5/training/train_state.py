@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import serialization, struct
 from flax.core import unfreeze
 from flax.linen import partitioning as flax_partitioning
@@ -48,7 +47,7 @@ class TrainState(struct.PyTreeNode):
       optimizer_def: the optimizer; told the parameters' logical axes where there are any.
       model_variables: what `module.init` returned: `params`, `params_axes` and other collections.
     """
-    variables = unfreeze(model_variables)
+    variables = unfreeze(dict(model_variables))
     params = variables.pop("params")
     params_axes = variables.pop("params_axes", None)
     mutables_axes = {
@@ -72,6 +71,7 @@ class TrainState(struct.PyTreeNode):
   @property
   def _optimizer(self) -> Optimizer:
     """T5X's view of the same state: an optimizer that holds its target."""
+    assert self.optimizer_def is not None, "a train state is made by TrainState.create"
     return Optimizer(
       optimizer_def=self.optimizer_def,
       state=OptimizerState(self.step, self.param_states),
@@ -80,10 +80,7 @@ class TrainState(struct.PyTreeNode):
 
   def state_dict(self) -> dict[str, Any]:
     """Returns the nested dict that checkpoints store, in T5X's layout."""
-    stored: dict[str, Any] = {
-      "state": {"step": self.step, "param_states": serialization.to_state_dict(self.param_states)},
-      "target": unfreeze(serialization.to_state_dict(self.params)),
-    }
+    stored = self._optimizer.state_dict()
     if self.flax_mutables:
       stored["flax_mutables"] = unfreeze(serialization.to_state_dict(self.flax_mutables))
     return stored
@@ -94,14 +91,14 @@ class TrainState(struct.PyTreeNode):
     Raises:
       ValueError: the names in `state_dict` are not those of this state.
     """
-    stored = state_dict["state"]
+    optimizer = self._optimizer.restore_state(state_dict)
     mutables = self.flax_mutables
     if mutables and "flax_mutables" in state_dict:
       mutables = serialization.from_state_dict(mutables, state_dict["flax_mutables"])
     return self.replace(
-      step=jnp.asarray(stored["step"]) if isinstance(stored["step"], int) else stored["step"],
-      params=serialization.from_state_dict(self.params, state_dict["target"]),
-      param_states=serialization.from_state_dict(self.param_states, stored["param_states"]),
+      step=optimizer.state.step,
+      params=optimizer.target,
+      param_states=optimizer.state.param_states,
       flax_mutables=mutables,
     )
 
