@@ -58,8 +58,8 @@ class Embed(nn.Module):
       raise ValueError(f"token ids must be integers, but are {inputs_BT.dtype}")
     # Cast after the gather: casting the table first would round its gradient, summed in dtype.
     # Ids outside the table count as a one-hot row of zeros, which is what T5X makes of them.
-    vectors = jnp.take(self.embedding, inputs_BT, axis=0, mode="fill", fill_value=0)
-    vectors = vectors.astype(self.dtype)
+    rows = self.embedding.at[inputs_BT]
+    vectors = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
     return with_sharding_constraint(vectors, ("batch", "length", "embed"))
 
   def attend(self, query_BTD: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -127,30 +127,15 @@ class RelativePositionBiases(nn.Module):
       jnp.float32,
       axes=("heads", "relpos_buckets"),
     )
-    distances = np.arange(1 - query_length, key_length)
-    buckets = relative_position_bucket(
-      distances, bidirectional, self.num_buckets, self.max_distance
+    distance_TS = np.arange(key_length)[None, :] - np.arange(query_length)[:, None]
+    bucket_TS = relative_position_bucket(
+      distance_TS, bidirectional, self.num_buckets, self.max_distance
     )
-    one_hot_NL = jax.nn.one_hot(buckets, self.num_buckets, dtype=self.dtype, axis=0)
+    # A product with one-hot columns, as in T5X, to the last bit: a gather's gradient is a scatter,
+    # and of the sums that could take its place each rounds otherwise.
+    one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), self.num_buckets, dtype=self.dtype, axis=0)
     bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
-    return _by_distance(bias_HL, query_length, key_length)[None]
-
-
-def _by_distance(
-  values_HL: Float[Array, "H L"], query_length: int, key_length: int
-) -> Float[Array, "H T S"]:
-  """Returns a matrix for each head whose entry (q, k) is the value of the distance k − q.
-
-  Values are those of the distances 1 − T to S − 1. Repeated end to end and cut into rows one entry
-  shorter than a repetition, they move on by one a row, which is what a gather would do; but the
-  gradient is a sum and not a scatter, which on a CPU takes longer than the layer.
-  """
-  heads, num_distances = values_HL.shape
-  repeated = jnp.broadcast_to(values_HL[:, None, :], (heads, query_length, num_distances))
-  start = query_length - 1
-  stop = start + query_length * (num_distances - 1)
-  rows = repeated.reshape(heads, -1)[:, start:stop].reshape(heads, query_length, -1)
-  return rows[:, :, :key_length]
+    return bias_HL.reshape(1, self.num_heads, query_length, key_length)
 
 
 class LayerNorm(nn.Module):

@@ -222,13 +222,13 @@ class Adafactor(OptimizerDef):
     age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
     decay = 1.0 - age ** (-hyper_params.decay_rate)
     new_state = _second_moment(grad, state, decay, dims, hyper_params.epsilon1)
-    update = _precondition(grad, new_state, dims)
+    # Scaled in this order, as T5X rounds: the reference run multiplies a difference by 2000.
+    scale = self._step_size(hyper_params, param, dims, path)
     if hyper_params.clipping_threshold is not None:
       grad_apart, state_apart = _apart((grad, new_state))
       rms = _rms(_precondition(grad_apart, state_apart, dims), dims.averaged)
-      update = update / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
-    # In this order, as T5X rounds: the reference run multiplies a difference by 2000 in 20 steps.
-    update = self._step_size(hyper_params, param, dims, path) * update
+      scale = scale / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
+    update = _precondition(grad, new_state, dims) * scale
     if hyper_params.beta1 is not None:
       update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
       new_state = new_state.replace(m=update.astype(self.dtype_momentum))
