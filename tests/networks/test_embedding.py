@@ -1,0 +1,127 @@
+"""Embedding, relative position bias and norm against plain formulas."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rosetta_t5.networks.embedding import (
+  Embed,
+  LayerNorm,
+  RelativePositionBiases,
+  relative_position_bucket,
+)
+
+IDS = jnp.array([[0, 3, 3, 9], [10, 2**31 - 1, -1, -10]])  # the last four are outside the table
+
+
+def one_hot_product(table, ids):
+  return (ids[..., None] == jnp.arange(10)[None, None]).astype(table.dtype) @ table
+
+
+def test_gather_equals_the_product_with_one_hot_rows_also_outside_the_table():
+  embed = Embed(num_embeddings=10, features=4)
+  table = jnp.asarray(np.random.default_rng(0).normal(size=(10, 4)), jnp.float32)
+
+  def gathered(table):
+    return embed.apply({"params": {"embedding": table}}, IDS)
+
+  np.testing.assert_array_equal(gathered(table), one_hot_product(table, IDS))
+  np.testing.assert_array_equal(gathered(table)[1], 0.0)
+  weights = jnp.arange(32.0).reshape(2, 4, 4)
+  grad, expected = (
+    jax.grad(lambda t, f=f: jnp.sum(weights * f(t) ** 2))(table)
+    for f in (gathered, lambda t: one_hot_product(t, IDS))
+  )
+  np.testing.assert_allclose(grad, expected, rtol=1e-6)
+
+
+def test_table_stays_float32_and_its_gradient_is_summed_in_float32():
+  embed = Embed(num_embeddings=10, features=4, dtype=jnp.bfloat16)
+  table = embed.init(jax.random.PRNGKey(0), IDS)["params"]["embedding"]
+  assert table.dtype == jnp.float32
+  ids = jnp.zeros((1, 1000), jnp.int32)
+
+  def total(table):
+    vectors = embed.apply({"params": {"embedding": table}}, ids)
+    assert vectors.dtype == jnp.bfloat16
+    return jnp.sum(vectors.astype(jnp.float32))
+
+  # In bfloat16 a thousand ones add up to 256.
+  np.testing.assert_array_equal(jax.grad(total)(table)[0], 1000.0)
+
+
+def test_ids_that_are_no_integers_are_refused():
+  with pytest.raises(ValueError, match="token ids must be integers, but are float32"):
+    Embed(10, 4, cast_input_dtype=jnp.float32).init(jax.random.PRNGKey(0), IDS)
+
+
+def t5_bucket(distance, bidirectional, num_buckets=32):
+  """T5's definition for a maximum distance of 128, in integers.
+
+  Of a direction's buckets the first half is exact; from distance e on there is one more for each
+  factor (128/e)^(1/n), where e is also their number n. In integers: (128/e)^k · e^n ≤ distance^n.
+  """
+  first = 0
+  if bidirectional:
+    num_buckets //= 2
+    first = num_buckets if distance > 0 else 0
+    distance = abs(distance)
+  else:
+    distance = max(-distance, 0)
+  exact = num_buckets // 2
+  if distance < exact:
+    return first + distance
+  larger = [k for k in range(exact) if (128 // exact) ** k * exact**exact <= distance**exact]
+  return first + exact + max(larger)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_follow_t5_s_definition_at_every_distance(bidirectional):
+  distances = np.arange(-300, 301)
+  expected = [t5_bucket(int(d), bidirectional) for d in distances]
+  got = relative_position_bucket(distances, bidirectional, num_buckets=32, max_distance=128)
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 7), (7, 3), (1, 4), (40, 40)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_bias_is_a_gather_from_the_table_and_so_is_its_gradient(
+  queries, keys, bidirectional
+):
+  table = np.random.default_rng(0).normal(size=(2, 32)).astype(np.float32)
+  weights = np.random.default_rng(1).normal(size=(1, 2, queries, keys)).astype(np.float32)
+  distances = np.arange(keys)[None] - np.arange(queries)[:, None]
+  buckets = np.array([[t5_bucket(int(d), bidirectional) for d in row] for row in distances])
+  bias = functools.partial(
+    RelativePositionBiases(32, 128, 2, jnp.float32).apply,
+    query_length=queries,
+    key_length=keys,
+    bidirectional=bidirectional,
+  )
+
+  def weighted(table):
+    value = bias({"params": {"rel_embedding": table}})
+    return jnp.sum(value * weights), value
+
+  (_, value), grad = jax.jit(jax.value_and_grad(weighted, has_aux=True))(jnp.asarray(table))
+  np.testing.assert_array_equal(value, table[None, :, buckets])
+  expected = np.zeros((2, 32), np.float64)
+  np.add.at(expected, (slice(None), buckets), weights[0])
+  np.testing.assert_allclose(grad, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_norm_divides_by_the_root_mean_square_in_float32(dtype):
+  x = np.random.default_rng(0).normal(3.0, 2.0, size=(2, 3, 64))
+  scale = np.random.default_rng(1).normal(size=64)
+  variables = {"params": {"scale": jnp.asarray(scale, jnp.float32)}}
+  got = LayerNorm(dtype=dtype).apply(variables, jnp.asarray(x, jnp.float32))
+  assert got.dtype == dtype
+  expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+  tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+  np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=tolerance)

@@ -1,0 +1,118 @@
+"""Models small enough to compile in a moment: T5s that still have every part, and a table of pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.partitioning import param_with_axes
+
+from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.training import TrainState
+from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules
+
+VOCAB = 32
+
+# Every dimension divides by 4, so that a mesh can split it.
+T5_1_1 = T5Config(
+  vocab_size=VOCAB,
+  emb_dim=16,
+  num_heads=4,
+  num_encoder_layers=1,
+  num_decoder_layers=1,
+  head_dim=4,
+  mlp_dim=24,
+  mlp_activations=("gelu", "linear"),
+  dropout_rate=0.0,
+)
+T5_1_0 = dataclasses.replace(T5_1_1, mlp_activations=("relu",), logits_via_embedding=True)
+
+Batch = dict[str, jax.Array]
+
+
+def make_batch(batch_size: int = 8, inputs: int = 10, targets: int = 6, seed: int = 0) -> Batch:
+  """Returns random tokens, each row followed by at least one position of padding."""
+  rng = np.random.default_rng(seed)
+
+  def rows(length: int) -> np.ndarray:
+    real = np.arange(length) < rng.integers(length // 2, length, (batch_size, 1))
+    return np.where(real, rng.integers(2, VOCAB, (batch_size, length)), 0).astype(np.int32)
+
+  return feature(rows(inputs), rows(targets))
+
+
+def feature(inputs_BS: np.ndarray, targets_BT: np.ndarray) -> Batch:
+  """Returns the batch that SeqIO's feature converter makes of unpacked inputs and targets."""
+  return {
+    "encoder_input_tokens": jnp.asarray(inputs_BS),
+    "decoder_input_tokens": jnp.asarray(np.pad(targets_BT, ((0, 0), (1, 0)))[:, :-1]),
+    "decoder_target_tokens": jnp.asarray(targets_BT),
+    "decoder_loss_weights": jnp.asarray((targets_BT > 0).astype(np.int32)),
+  }
+
+
+def adafactor() -> Adafactor:
+  return Adafactor(logical_factor_rules=standard_logical_factor_rules())
+
+
+def make_model(module: Any = None, **arguments: Any) -> EncoderDecoderModel:
+  """Returns a model around `module`, T5 1.1 if none is given; token 1 ends its decodes."""
+  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=VOCAB)
+  return EncoderDecoderModel(
+    module=Transformer(T5_1_1) if module is None else module,
+    input_vocabulary=vocabulary,
+    output_vocabulary=vocabulary,
+    optimizer_def=adafactor(),
+    feature_converter_cls=object,
+    **arguments,
+  )
+
+
+@functools.cache
+def variables(module: nn.Module) -> Any:
+  """Returns the initial variables of seed 0."""
+  shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
+  init = functools.partial(make_model(module).get_initial_variables, input_shapes=shapes)
+  return jax.jit(init)(jax.random.PRNGKey(0))
+
+
+def params_of(config: T5Config) -> Any:
+  return variables(Transformer(config))["params"]
+
+
+def make_state(module: nn.Module) -> TrainState:
+  """Returns a train state of step 0."""
+  return TrainState.create(adafactor(), variables(module))
+
+
+class Bigram(nn.Module):
+  """Logits are one row of a table, that of the token before: all of a model but the network.
+
+  Attributes:
+    counts_calls: whether it has a mutable collection, a number that grows by one a call.
+  """
+
+  counts_calls: bool = False
+
+  @nn.compact
+  def __call__(
+    self,
+    encoder_input_tokens: jax.Array,
+    decoder_input_tokens: jax.Array,
+    decoder_target_tokens: jax.Array,
+    **options: Any,
+  ) -> jax.Array:
+    table = param_with_axes(
+      "table", nn.initializers.normal(), (VOCAB, VOCAB), jnp.float32, axes=("vocab", "embed")
+    )
+    if self.counts_calls:
+      calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+      calls.value += 1
+    return table[decoder_input_tokens]
