@@ -120,13 +120,7 @@ def train(
   ).start()
 
   # State: MODEL_DIR's own, else that of the checkpoint to start from, else a fresh one.
-  initializer = train_state_initializer_cls(
-    optimizer_def=model.optimizer_def,
-    init_fn=model.get_initial_variables,
-    input_shapes={name: spec.shape for name, spec in feed.element_spec.items()},
-    input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
-    partitioner=partitioner,
-  )
+  initializer = _make_initializer(train_state_initializer_cls, model, feed, partitioner)
   state, manager = checkpoints.create_checkpoint_manager_and_restore(
     initializer, partitioner, restore_cfg, restore_path, init_rng, checkpoint_cfg.save, model_dir,
     feed, run_facts=facts
@@ -300,6 +294,16 @@ class _Loop:
 
   def _write(self, name: str, value: float, step: int) -> None:
     self.trainer.train_metrics_manager.write_scalar(name, value, step)
+
+
+def _make_initializer(cls: Any, model: Any, feed: Any, partitioner: BasePartitioner) -> Any:
+  return cls(
+    optimizer_def=model.optimizer_def,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: spec.shape for name, spec in feed.element_spec.items()},
+    input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
+    partitioner=partitioner,
+  )
 
 
 def _say_header(

@@ -1,5 +1,6 @@
 """Mesh, logical axis rules, partitioner and processes."""
 
+from rosetta_t5.parallel.compilation import cache_compiled_programs
 from rosetta_t5.parallel.host_memory import keep_freed_memory
 from rosetta_t5.parallel.mesh import default_mesh
 from rosetta_t5.parallel.partitioner import (
@@ -16,6 +17,7 @@ __all__ = [
   "DataLayout",
   "PartitionedFunction",
   "PjitPartitioner",
+  "cache_compiled_programs",
   "default_mesh",
   "drawn_seed",
   "join_processes",
