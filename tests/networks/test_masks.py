@@ -1,0 +1,53 @@
+"""Who sees whom."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from rosetta_t5.networks.masks import (
+  combine_biases,
+  combine_masks,
+  make_attention_mask,
+  make_causal_mask,
+  make_decoder_mask,
+)
+
+TOKENS = jnp.array([[7, 8, 9, 5, 0]])
+
+
+def rows(mask):
+  """Returns one text a query, with x for every key it sees."""
+  return ["".join("x" if seen else "." for seen in row) for row in np.asarray(mask)[0, 0]]
+
+
+def test_decoder_sees_itself_and_what_came_before_but_no_padding():
+  assert rows(make_decoder_mask(TOKENS, bool)) == ["x....", "xx...", "xxx..", "xxxx.", "....."]
+
+
+def test_packed_examples_do_not_see_each_other():
+  segments = jnp.array([[1, 1, 2, 2, 0]])
+  mask = make_decoder_mask(TOKENS, bool, decoder_segment_ids=segments)
+  assert rows(mask) == ["x....", "xx...", "..x..", "..xx.", "....."]
+
+
+def test_positions_of_a_prefix_all_see_each_other():
+  prefix = jnp.array([[1, 1, 1, 0, 0]])
+  mask = make_decoder_mask(TOKENS, bool, decoder_causal_attention=prefix)
+  assert rows(mask) == ["xxx..", "xxx..", "xxx..", "xxxx.", "....."]
+
+
+def test_masks_have_the_type_and_dimensions_asked_for():
+  mask = make_attention_mask(TOKENS > 0, TOKENS[:, :3] > 0, extra_batch_dims=1, dtype=jnp.bfloat16)
+  assert (mask.shape, mask.dtype) == ((1, 1, 1, 5, 3), jnp.bfloat16)
+  causal = make_causal_mask(TOKENS, extra_batch_dims=2)
+  assert (causal.shape, causal.dtype) == ((1, 1, 1, 1, 5, 5), jnp.float32)
+  np.testing.assert_array_equal(causal[0, 0, 0, 0], np.tril(np.ones((5, 5))))
+
+
+def test_masks_combine_by_and_biases_by_sum_and_none_counts_as_nothing():
+  assert combine_masks(None, None) is None
+  assert combine_biases(None, None) is None
+  a, b = jnp.array([0.0, 2.0, 1.0]), jnp.array([1.0, 1.0, 0.0])
+  np.testing.assert_array_equal(combine_masks(a, None, b), [0.0, 1.0, 0.0])
+  np.testing.assert_array_equal(combine_biases(None, a, b), [1.0, 3.0, 1.0])
