@@ -6,8 +6,12 @@ import ctypes
 import sys
 
 # mallopt's parameters, from glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_NEVER = 2**31 - 1
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_SETTINGS = (
+  (_ARENA_MAX, 1),  # other arenas cannot keep large arrays
+  (_MMAP_MAX, 0),  # nothing outside the heap: such memory always goes back
+  (_TRIM_THRESHOLD, -1),  # and the heap never shrinks
+)
 
 
 def keep_freed_memory() -> bool:
@@ -26,6 +30,5 @@ def keep_freed_memory() -> bool:
   mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
   if mallopt is None:
     return False
-  settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, _NEVER), (_TRIM_THRESHOLD, _NEVER))
-  done = [bool(mallopt(parameter, value)) for parameter, value in settings]
+  done = [bool(mallopt(parameter, value)) for parameter, value in _SETTINGS]
   return all(done)
