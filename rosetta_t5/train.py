@@ -96,6 +96,7 @@ def train(
   """
   del inference_evaluator_cls, concurrent_metrics, use_orbax
   _refuse_unsupported(infer_eval_dataset_cfg)
+  started = time.monotonic()
 
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
   restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
@@ -126,7 +127,7 @@ def train(
     feed, run_facts=facts
   )  # fmt: skip
   state = initializer.from_scratch(init_rng) if state is None else state
-  first_step = int(state.step)
+  first_step = int(state.step)  # waits until the state is there
   if relative_steps:
     total_steps = facts.setdefault("total_steps", first_step + relative_steps)
 
@@ -141,10 +142,13 @@ def train(
     rng=trainer_rng,
   )
   del state
-  loop = _Loop(trainer, manager, feed, evaluation, actions, first_step, total_steps, model_dir)
+  saver = manager if checkpoint_cfg.save else None
+  loop = _Loop(
+    trainer, saver, feed, evaluation, actions, first_step, total_steps, model_dir, started
+  )
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path)
   if first_step < total_steps:
-    trainer.compile_train(feed.element_spec)
+    loop.compile()
     log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
     summarize_config_fn(model_dir, None, first_step)
     with _automatic_garbage_collection(on=not gc_period):
@@ -213,12 +217,18 @@ class _Loop:
   first_step: int
   total_steps: int
   model_dir: str
+  started: float
 
   def __post_init__(self) -> None:
     self.step = self.first_step
     self.stopped = False
-    self.started = time.monotonic()
     self.progress = console.Progress(self.first_step, self.total_steps)
+
+  def compile(self) -> None:
+    compiling = time.monotonic()
+    self._write("timing/init_or_restore_seconds", compiling - self.started, self.first_step)
+    self.trainer.compile_train(self.feed.element_spec)
+    self._write("timing/compilation_seconds", time.monotonic() - compiling, self.first_step)
 
   def run(
     self,
@@ -254,12 +264,13 @@ class _Loop:
     self._act(ActionMode.TRAIN, {"train": values})
 
   def save(self, step: int) -> None:
-    """Starts to save the state; a checkpoint that is there is left as it is."""
+    """Starts to save the state, if the run saves any; one that is there is left as it is."""
     if self.manager is None or step in self.manager.all_steps():
       return
     started = time.monotonic()
     self.manager.save(self.trainer.train_state)
     self._write("timing/checkpoint_seconds", time.monotonic() - started, step)
+    self._write("timing/uptime", time.monotonic() - self.started, step)
 
   def evaluate(self, step: int) -> None:
     started = time.monotonic()

@@ -9,9 +9,6 @@ from rosetta_t5.training.actions import (
   EarlyStoppingAction,
   TerminateOnNanAction,
 )
-from rosetta_t5.training.step import (
-  eval_step,
-)
 from rosetta_t5.training.trainer import (
   BaseTrainer,
   Trainer,
@@ -26,6 +23,5 @@ __all__ = [
   "MetricsManager",
   "TerminateOnNanAction",
   "Trainer",
-  "eval_step",
   "merge_metrics",
 ]

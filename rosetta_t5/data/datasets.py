@@ -12,6 +12,7 @@ from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
 from rosetta_t5.data.providers import (
+  check_cached,
   check_feature_lengths,
   check_not_empty,
   check_split,
@@ -74,6 +75,7 @@ def get_dataset_inner(
   converter = feature_converter_cls(
     pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
   )
+  check_cached(cfg, provider)
   check_split(cfg, provider)
   check_feature_lengths(cfg, converter)
   if num_epochs is None:

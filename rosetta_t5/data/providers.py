@@ -63,6 +63,23 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     )
 
 
+def check_cached(cfg: DatasetConfig, provider: Any) -> None:
+  """Checks that what is to be read from SeqIO's offline cache is there.
+
+  Raises:
+    ValueError: a task has no cache.
+  """
+  if not cfg.use_cached:
+    return
+  missing = [task.name for task in import_seqio().get_subtasks(provider) if not task.cache_dir]
+  if missing:
+    raise ValueError(
+      f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
+      "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
+      "cache's folder with --seqio_additional_cache_dirs."
+    )
+
+
 def has_split(provider: Any, split: str) -> bool:
   """Whether a task has a split, or every part of one like "train[:90%]+validation"."""
   return all(part.split("[")[0] in provider.splits for part in split.split("+"))
@@ -113,7 +130,6 @@ def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardIn
       shuffle=False,
       shard_info=shard_info,
       num_epochs=1,
-      try_in_mem_cache=False,
     )
     if not any(True for _ in dataset.take(1)):
       raise ValueError(empty_dataset_text(task.name, cfg.split, shard_info))

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 import platform
+from typing import Any
 
 import jax
 
@@ -19,7 +20,8 @@ def cache_compiled_programs() -> pathlib.Path | None:
   Returns:
     The folder; None where nothing was changed.
   """
-  if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+  settings: Any = jax.config
+  if settings.jax_compilation_cache_dir or not settings.jax_enable_compilation_cache:
     return None
   cache_home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   folder = pathlib.Path(cache_home) / "rosetta-t5" / "programs" / _processor()

@@ -232,3 +232,11 @@ def test_deterministic_tasks_are_refused(
 ) -> None:
   with pytest.raises(ValueError, match=r"deterministic=True.*leave it False"):
     get_training_eval_datasets(config(add_task(LINES)), 0, 1, 2, converter, deterministic=True)
+
+
+def test_a_task_without_the_cache_that_is_asked_for_is_refused_with_what_to_set(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  name = add_task(LINES)
+  with pytest.raises(ValueError, match=f"'{name}' has no offline cache.*USE_CACHED_TASKS = False"):
+    get_dataset(config(name, use_cached=True), 0, 1, converter)
