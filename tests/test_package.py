@@ -90,7 +90,6 @@ OTHERWISE = {
   "t5x.examples.t5.network.EncoderLayer": "the same",
   "t5x.partitioning.PjittedFnWithContext": "made by partition(), not by users",
   "t5x.train_state.FlaxOptimTrainState": "made by create(), not by users",
-  "t5x.trainer.eval_step": "takes the loss function instead of the model",
 }
 
 
