@@ -75,12 +75,25 @@ def make_model(module: Any = None, **arguments: Any) -> EncoderDecoderModel:
   )
 
 
+def initialise(module: nn.Module, key: jax.Array) -> Any:
+  """Returns the module's own initial variables."""
+  shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
+  return make_model(module).get_initial_variables(key, input_shapes=shapes)
+
+
 @functools.cache
 def variables(module: nn.Module) -> Any:
-  """Returns the initial variables of seed 0."""
-  shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
-  init = functools.partial(make_model(module).get_initial_variables, input_shapes=shapes)
-  return jax.jit(init)(jax.random.PRNGKey(0))
+  """Returns variables of the module's shapes, drawn by numpy: nothing is compiled."""
+  rng = np.random.default_rng(0)
+
+  def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    values = (
+      1.0 + rng.normal(size=leaf.shape) if leaf.ndim == 1 else rng.normal(size=leaf.shape) / 4
+    )
+    return jnp.asarray(values, leaf.dtype)
+
+  shapes = jax.eval_shape(functools.partial(initialise, module), jax.random.PRNGKey(0))
+  return shapes | {"params": jax.tree.map(draw, shapes["params"])}
 
 
 def params_of(config: T5Config) -> Any:
@@ -89,7 +102,8 @@ def params_of(config: T5Config) -> Any:
 
 def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
-  return TrainState.create(adafactor(), variables(module))
+  zeros = {n: jax.tree.map(jnp.zeros_like, v) for n, v in variables(module).items()}
+  return TrainState.create(adafactor(), zeros | {"params": variables(module)["params"]})
 
 
 class Bigram(nn.Module):

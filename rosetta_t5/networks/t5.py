@@ -139,15 +139,15 @@ class DecoderLayer(nn.Module):
     encoded_BSD: Float[Array, "B S D"],
     mask_B1TT: Bool[Array, "B 1 T T"] | None,
     cross_mask_B1TS: Bool[Array, "B 1 T S"] | None,
-    bias_1HTT: Float[Array, "1 H T T"] | None,
+    bias_1HLL: Float[Array, "1 H L L"] | None,
     deterministic: bool = False,
     decode: bool = False,
   ) -> Float[Array, "B T D"]:
-    """Returns the layer's output."""
+    """Returns the layer's output; L is T, or while decoding the length of the cache."""
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs_BTD)
     x = _attention(cfg, "self_attention")(
-      x, x, mask_B1TT, bias_1HTT, deterministic=deterministic, decode=decode
+      x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
     x = _shared_dropout(cfg)(x, deterministic=deterministic) + inputs_BTD
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
@@ -206,12 +206,12 @@ class Decoder(nn.Module):
     cfg = self.config
     # While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
     length = max_decode_length if decode and max_decode_length else tokens_BT.shape[-1]
-    bias_1HTT = _relative_bias(cfg)(length, length, False)
+    bias_1HLL = _relative_bias(cfg)(length, length, False)
     y = self.shared_embedding(tokens_BT.astype(jnp.int32))
     y = _shared_dropout(cfg)(y, deterministic=deterministic).astype(cfg.dtype)
     for layer in range(cfg.num_decoder_layers):
       y = DecoderLayer(cfg, name=f"layers_{layer}")(
-        y, encoded_BSD, mask_B1TT, cross_mask_B1TS, bias_1HTT, deterministic, decode
+        y, encoded_BSD, mask_B1TT, cross_mask_B1TS, bias_1HLL, deterministic, decode
       )
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
     y = _shared_dropout(cfg)(y, deterministic=deterministic)
