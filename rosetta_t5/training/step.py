@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
 from flax import struct
-from jax.sharding import PartitionSpec
+from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
@@ -82,7 +82,7 @@ def accumulate_gradients(
     total_grads, total_loss, mutables, rng = carry
     rng, part_rng = jax.random.split(rng)
     part = {
-      name: jax.lax.with_sharding_constraint(value, PartitionSpec("data"))
+      name: with_sharding_constraint(value, ("batch",) + (None,) * (value.ndim - 1))
       for name, value in part.items()
     }
     grads, loss, metrics, mutables = _gradients(loss_fn, state.params, mutables, part, part_rng)
@@ -94,7 +94,10 @@ def accumulate_gradients(
   zeros = jax.tree.map(jnp.zeros_like, state.params)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
-  metrics = {name: metric.reduce() for name, metric in stacked.items()}
+  # A metric without arrays (a duration, set after the step) has no parts to reduce.
+  metrics = {
+    n: metric.reduce() if jax.tree.leaves(metric) else metric for n, metric in stacked.items()
+  }
   return grads, loss, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables
 
 
