@@ -147,8 +147,8 @@ class BaseTransformerModel(BaseModel):
 
     Args:
       params: the parameters.
-      batch: what the model's feature converter makes; `decoder_loss_weights` weigh the targets, and
-        without them every target that is no padding counts once.
+      batch: what the model's feature converter makes; `decoder_loss_weights` weigh the targets.
+        Without them each counts once, padding too unless the normalizing factor is a special one.
       dropout_rng: the key of the dropout masks; None turns dropout off.
       flax_mutables: other variable collections; where given, their new values are returned too, as
         (loss, (metrics, flax_mutables)).

@@ -1,0 +1,183 @@
+"""The model around a network: its loss, its scores, and what it hands to the decoder."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import T5_1_1, VOCAB, Bigram, make_batch, make_model, params_of, variables
+
+from rosetta_t5.models import DecoderParams, get_input_vocabulary, get_output_vocabulary
+from rosetta_t5.training.losses import SpecialLossNormalizingFactor as Special
+from rosetta_t5.training.step import accumulate_gradients
+from rosetta_t5.training.train_state import TrainState
+
+BATCH = make_batch(4)
+TABLE = variables(Bigram())["params"]["table"]
+
+
+def token_losses(smoothing=0.0, z_loss=0.0):
+  """Returns each target's loss and z-loss under the table of pairs, in float64."""
+  logits = np.asarray(TABLE, np.float64)[np.asarray(BATCH["decoder_input_tokens"])]
+  lse = np.log(np.exp(logits).sum(-1))
+  off = smoothing / (VOCAB - 1)
+  wanted = np.where(np.eye(VOCAB)[BATCH["decoder_target_tokens"]] > 0, 1 - smoothing, off)
+  entropy = -(wanted * np.log(np.maximum(wanted, 1e-30))).sum(-1)
+  cross_entropy = -(wanted * (logits - lse[..., None])).sum(-1) - entropy
+  return cross_entropy + z_loss * lse**2, z_loss * lse**2
+
+
+REAL = np.asarray(BATCH["decoder_target_tokens"]) > 0
+
+
+def loss_of(batch, **arguments):
+  loss, metrics = make_model(Bigram(), **arguments).loss_fn({"table": TABLE}, batch, None)
+  return float(loss), metrics
+
+
+@pytest.mark.parametrize(
+  ("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.01)]
+)
+def test_loss_is_the_sum_over_weighted_targets(smoothing, z_loss):
+  loss, metrics = loss_of(BATCH, label_smoothing=smoothing, z_loss=z_loss)
+  expected, expected_z = (terms[REAL].sum() for terms in token_losses(smoothing, z_loss))
+  assert loss == pytest.approx(expected, rel=1e-6)
+  assert float(metrics["z_loss"].compute()) == pytest.approx(expected_z, rel=1e-6)
+  assert float(metrics["cross_ent_loss"].compute()) == pytest.approx(loss - expected_z, rel=1e-6)
+
+
+def test_without_weights_padding_counts_too_unless_a_special_factor_leaves_it_out():
+  unweighted = {name: BATCH[name] for name in BATCH if name != "decoder_loss_weights"}
+  terms, _ = token_losses()
+  assert loss_of(unweighted)[0] == pytest.approx(terms.sum(), rel=1e-6)
+  special = loss_of(unweighted, loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")[0]
+  assert special == pytest.approx(terms[REAL].mean(), rel=1e-6)
+
+
+def per_sequence(rows):
+  weights = REAL[rows] / REAL[rows].sum(1, keepdims=True)
+  return weights, weights.sum()
+
+
+# What each factor makes of some rows of the batch: the weights and what their sum is divided by.
+FACTORS = {
+  None: lambda rows: (REAL[rows], 1.0),
+  7.0: lambda rows: (REAL[rows], 7.0),
+  "NUM_REAL_TARGET_TOKENS": lambda rows: (REAL[rows], REAL[rows].sum()),
+  "num_total_target_tokens": lambda rows: (REAL[rows], REAL[rows].size),
+  Special.AVERAGE_PER_SEQUENCE: per_sequence,
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_each_microbatch_is_divided_by_its_own_factor_and_the_parts_are_summed(
+  factor, num_microbatches
+):
+  model = make_model(Bigram(), loss_normalizing_factor=factor)
+  state = TrainState.create(model.optimizer_def, variables(Bigram()))
+  run = functools.partial(accumulate_gradients, model.loss_fn, num_microbatches=num_microbatches)
+  _, loss, metrics, _ = jax.jit(run)(state, BATCH, jax.random.PRNGKey(0))
+  parts = [FACTORS[factor](rows) for rows in np.split(np.arange(4), num_microbatches)]
+  losses = np.split(token_losses()[0], num_microbatches)
+  expected = sum((part * w).sum() / norm for part, (w, norm) in zip(losses, parts, strict=True))
+  assert float(loss) == pytest.approx(expected, rel=1e-5)
+  assert float(metrics["loss"].compute()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_factor_that_does_not_exist_is_refused_when_the_model_is_made():
+  with pytest.raises(
+    ValueError, match=r"'NUM_REAL_TOKENS' \(did you mean 'NUM_REAL_TARGET_TOKENS'"
+  ):
+    make_model(Bigram(), loss_normalizing_factor="NUM_REAL_TOKENS")
+
+
+def test_score_is_the_log_likelihood_of_the_targets_without_padding():
+  model = make_model(Bigram())
+  expected = -(token_losses()[0] * REAL).sum(1)
+  np.testing.assert_allclose(model.score_batch({"table": TABLE}, BATCH), expected, rtol=1e-5)
+  unweighted = {name: BATCH[name] for name in BATCH if name != "decoder_loss_weights"}
+  scores, sown = model.score_batch({"table": TABLE}, unweighted, return_intermediates=True)
+  np.testing.assert_allclose(scores, expected, rtol=1e-5)
+  assert sown == {}
+
+
+@pytest.fixture(scope="module")
+def decodes():
+  """Four beams of each example, best last, with their scores."""
+  model = make_model(default_decoder_params=DecoderParams(num_decodes=4, return_all_decodes=True))
+  decode = functools.partial(model.predict_batch_with_aux, params_of(T5_1_1))
+  tokens, aux = jax.jit(decode)(BATCH)
+  return np.asarray(tokens), np.asarray(aux["scores"])
+
+
+def test_scores_of_decodes_are_those_of_teacher_forcing_with_beam_search_s_length_penalty(decodes):
+  tokens_BNT, scores_BN = decodes
+  assert tokens_BNT.shape == (4, 4, 6)
+  assert np.all(np.diff(scores_BN, axis=1) >= 0), "best last"
+  targets = tokens_BNT.reshape(16, 6)
+  batch = {
+    "encoder_input_tokens": jnp.repeat(BATCH["encoder_input_tokens"], 4, axis=0),
+    "decoder_input_tokens": jnp.asarray(np.pad(targets, ((0, 0), (1, 0)))[:, :-1]),
+    "decoder_target_tokens": jnp.asarray(targets),
+  }
+  log_likelihood = jax.jit(make_model().score_batch)(params_of(T5_1_1), batch)
+  # Wu et al., 2016, with alpha = 0.6; the end token counts.
+  ended = np.any(targets == 1, axis=1) & (scores_BN.reshape(16) > -1e6)
+  penalty = ((5 + np.argmax(targets == 1, axis=1) + 1) / 6) ** 0.6
+  assert ended.sum() >= 8
+  np.testing.assert_allclose(
+    scores_BN.reshape(16)[ended], (log_likelihood / penalty)[ended], rtol=1e-4
+  )
+
+
+def handed_to_decoder(**options):
+  """Returns what `predict_batch_with_aux` calls its decode_fn with; nothing is computed."""
+  given = {}
+
+  def decode(**arguments):
+    given.update(arguments)
+    shape = (*arguments["inputs"].shape[:1], arguments["num_decodes"], 6)
+    decodes = jnp.broadcast_to(jnp.arange(shape[1])[None, :, None], shape)
+    return decodes, decodes[..., 0].astype(jnp.float32)
+
+  model = make_model(decode_fn=decode)
+  predict = functools.partial(model.predict_batch_with_aux, params_of(T5_1_1), **options)
+  decoded, aux = jax.eval_shape(predict, BATCH)
+  return given, decoded.shape, aux["scores"].shape
+
+
+def test_decoder_is_told_the_end_token_and_the_caller_s_options():
+  given, decodes, scores = handed_to_decoder(
+    num_decodes=3, rng=jax.random.PRNGKey(0), decoder_params={"alpha": 0.5, "topk": 7}
+  )
+  assert (given["eos_id"], given["num_decodes"], given["alpha"], given["topk"]) == (1, 3, 0.5, 7)
+  assert (decodes, scores) == ((4, 6), (4,))
+  assert given["decode_rng"] is not None
+  given, decodes, scores = handed_to_decoder(num_decodes=3, return_all_decodes=True)
+  assert (decodes, scores) == ((4, 3, 6), (4, 3))
+  assert "decode_rng" not in given
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_targets_begin_the_decodes_only_where_asked(prompted):
+  seen = {}
+
+  def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
+    seen["inputs"] = inputs
+    return inputs[:, None], jnp.zeros((inputs.shape[0], 1))
+
+  model = make_model(decode_fn=decode)
+  got = model.predict_batch_with_aux(params_of(T5_1_1), BATCH, prompt_with_targets=prompted)[0]
+  expected = BATCH["decoder_input_tokens"] if prompted else jnp.zeros((4, 6), jnp.int32)
+  np.testing.assert_array_equal(got, expected)
+
+
+def test_vocabularies_and_converter_are_those_given():
+  model = make_model()
+  assert get_input_vocabulary(model) is model.input_vocabulary
+  assert get_output_vocabulary(model) is model.output_vocabulary
+  assert model.FEATURE_CONVERTER_CLS is object
