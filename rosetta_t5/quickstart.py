@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(options: Sequence[str]) -> int:
   """Runs the training command as a user would, and returns its exit status."""
   command = ["-m", "t5x.train", f"--gin_file={GIN_FILE}", *options]
-  _say("Training, by this command:", f"  python {' '.join(command)}", "")
+  _say("Training, by this command:", f"  {_python()} {' '.join(command)}", "")
   with subprocess.Popen([sys.executable, *command]) as training:
     # Needed once training has ended, and free now: the command is busy with the same import, on
     # one core. Not before the command starts, which would inherit the import's muted stderr.
@@ -79,6 +80,14 @@ def _train(options: Sequence[str]) -> int:
   if status:
     _say("", _STOPPED if status == _INTERRUPTED else _FAILED.format(status))
   return status
+
+
+def _python() -> str:
+  """Returns this Python as one would type it: `make` runs a virtual environment's, not activated."""
+  in_path = shutil.which("python")
+  if in_path is not None and os.path.samefile(in_path, sys.executable):
+    return "python"
+  return os.path.relpath(sys.executable)
 
 
 def _show_results(options: Sequence[str]) -> None:
@@ -193,7 +202,7 @@ def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple
 
 def _where_and_what_next(model_dir: pathlib.Path) -> list[str]:
   step = checkpoints.latest_step(model_dir)
-  command = f"python -m t5x.train --gin_file={GIN_FILE}"
+  command = f"{_python()} -m t5x.train --gin_file={GIN_FILE}"
   return [
     f"Everything is in {_shown(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
     "config.gin, model-info.txt.",
