@@ -150,11 +150,11 @@ class BasePartitioner(abc.ABC):
     batch_size = self.data_mesh_size if batch_size is None else batch_size
     if batch_size % self.data_mesh_size:
       below = batch_size - batch_size % self.data_mesh_size
+      near = " or ".join(str(size) for size in (below, below + self.data_mesh_size) if size)
       raise ValueError(
         f"batch size {batch_size} cannot be split over the {self.data_mesh_size} devices of the "
         f"mesh's data axis (mesh {dict(self.mesh.shape)}): set BATCH_SIZE to a multiple of "
-        f"{self.data_mesh_size}, such as {below or self.data_mesh_size} or "
-        f"{below + self.data_mesh_size}"
+        f"{self.data_mesh_size}, such as {near}"
       )
     return _data_layout(self.mesh, batch_size, host_index)
 

@@ -1,0 +1,225 @@
+"""Training on eight devices equals training on one, however arrays are split over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen.partitioning import with_sharding_constraint
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
+
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
+from rosetta_t5.telemetry.metrics_manager import as_floats
+from rosetta_t5.training import Trainer
+
+MODULE = Transformer(dataclasses.replace(T5_1_1, dropout_rate=0.1))
+DATA, MODEL = "data", "model"
+
+
+class OneDevice(PjitPartitioner):
+  """A partitioner of the first device only."""
+
+  @property
+  def mesh(self):
+    axis_types = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((1, 1), (DATA, MODEL), axis_types=axis_types, devices=jax.devices()[:1])
+
+
+def place(state, partitioner):
+  """Returns the state as the partitioner splits it, and its axes."""
+  axes = partitioner.get_mesh_axes(state)
+  shardings = jax.tree.map(
+    lambda spec: NamedSharding(partitioner.mesh, spec),
+    axes,
+    is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+  )
+  return jax.device_put(jax.tree.map(jnp.copy, state), shardings), axes
+
+
+def three_steps(partitioner):
+  """Returns the losses of three steps and the state after them."""
+  state, axes = place(make_state(MODULE), partitioner)
+  trainer = Trainer(
+    make_model(MODULE, z_loss=1e-4),
+    state,
+    partitioner,
+    (),
+    None,
+    axes,
+    jax.random.PRNGKey(0),
+    learning_rate_fn=lambda step: jnp.float32(0.01),
+    num_microbatches=None,
+  )
+  sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+  batches = (jax.device_put(make_batch(8, seed=seed), sharding) for seed in range(3))
+  losses = [as_floats(trainer.train(batches, 1).result())["loss"] for _ in range(3)]
+  trainer.close()
+  return losses, trainer.train_state
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+  return three_steps(OneDevice(num_partitions=1))
+
+
+# By name: the partitioner's arguments, how a kernel [embed=16, mlp=24] is split, its parts' shape.
+LAYOUTS = {
+  "data parallel": ({"num_partitions": 1}, (None, MODEL), (16, 24)),
+  "tensor parallel": ({"num_partitions": 2}, (None, MODEL), (16, 12)),
+  "parameters over data too": (
+    {"num_partitions": 2, "logical_axis_rules": standard_logical_axis_rules(1, 2)},
+    (DATA, MODEL),
+    (4, 12),
+  ),
+  "activations over model too": (
+    {"num_partitions": 2, "logical_axis_rules": standard_logical_axis_rules(2, 1)},
+    (None, MODEL),
+    (16, 12),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_eight_devices_give_the_losses_and_parameters_of_one(name, on_one_device):
+  arguments, spec, shape = LAYOUTS[name]
+  losses, state = three_steps(PjitPartitioner(**arguments))
+  np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)
+  expected = on_one_device[1].params
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
+  # Parameters, and with them the optimizer's state, still lie as they were meant to.
+  path = ("encoder", "layers_0", "mlp", "wi_0", "kernel")
+  kernel, moment = state.params, state.param_states
+  for key in path:
+    kernel, moment = kernel[key], moment[key]
+  for array in (kernel, moment.v):
+    wanted = NamedSharding(array.sharding.mesh, PartitionSpec(*spec))
+    assert array.sharding.is_equivalent_to(wanted, 2)
+    assert array.addressable_shards[0].data.shape == shape
+    assert len(array.sharding.device_set) == 8
+
+
+def test_logical_constraints_take_effect_on_the_mesh():
+  partitioner = PjitPartitioner(num_partitions=2)
+
+  def double(x):
+    return with_sharding_constraint(x * 2, ("batch", "mlp"))
+
+  x = jnp.ones((8, 8))
+  split = partitioner.partition(double, (None,), None)(x)
+  assert split.sharding.is_equivalent_to(
+    NamedSharding(partitioner.mesh, PartitionSpec(DATA, MODEL)), 2
+  )
+  assert double(x).sharding.device_set == {jax.devices()[0]}
+
+
+def test_functions_are_partitioned_as_told_and_arguments_can_be_bound_and_donated():
+  partitioner = PjitPartitioner(num_partitions=1)
+  add = partitioner.partition(
+    lambda x, times, y: x * times + y,
+    (PartitionSpec(DATA), PartitionSpec()),
+    PartitionSpec(DATA),
+    static_argnums=(1,),
+    donate_argnums=(0,),
+  )
+  x = jax.device_put(jnp.ones(8), NamedSharding(partitioner.mesh, PartitionSpec(DATA)))
+  result = add.bind_last(jnp.float32(2.0))(x, 3)
+  np.testing.assert_array_equal(result, np.full(8, 5.0))
+  assert result.addressable_shards[0].data.shape == (1,)
+  assert x.is_deleted()
+
+
+def test_a_compiled_function_keeps_its_bound_arguments():
+  partitioner = PjitPartitioner(num_partitions=1)
+  add = partitioner.partition(lambda x, y: x + y, None, None).bind_last(jnp.float32(1.0))
+  compiled = partitioner.compile(add, jax.ShapeDtypeStruct((8,), jnp.float32))
+  np.testing.assert_array_equal(compiled(jnp.zeros(8)), np.ones(8))
+
+
+def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+  partitioner = PjitPartitioner(num_partitions=2)
+  text = (
+    "batch size 10 cannot be split over the 4 devices of the mesh's data axis (mesh {'data': 4, "
+    "'model': 2}): set BATCH_SIZE to a multiple of 4, such as 8 or 12"
+  )
+  with pytest.raises(ValueError, match=re.escape(text)):
+    partitioner.get_data_layout(10)
+  with pytest.raises(ValueError, match="such as 4$"):
+    partitioner.get_data_layout(3)
+
+
+def test_one_process_reads_the_whole_batch():
+  layout = PjitPartitioner(num_partitions=2).get_data_layout(16)
+  assert layout == DataLayout(16, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
+  assert PjitPartitioner(num_partitions=2).get_data_layout().batch_size == 4
+
+
+class Grid(PjitPartitioner):
+  """A partitioner of a mesh whose devices belong to the processes that `owners` names."""
+
+  owners: tuple = ()
+
+  @property
+  def mesh(self):
+    devices = np.array(
+      [[types.SimpleNamespace(process_index=owner) for owner in row] for row in self.owners]
+    )
+    return types.SimpleNamespace(
+      devices=devices, shape={DATA: len(self.owners), MODEL: len(self.owners[0])}
+    )
+
+
+@pytest.mark.parametrize(
+  ("owners", "expected"),
+  [
+    # Each row its own process: four shards.
+    (((0,), (1,), (2,), (3,)), [(0, 4, True), (1, 4, True), (2, 4, True), (3, 4, True)]),
+    # Each process has two rows.
+    (((0,), (0,), (1,), (1,)), [(0, 2, True), (1, 2, True)]),
+    # Each row is shared by two processes, which read the same shard.
+    (((0, 1), (2, 3)), [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]),
+    # One copy of the model over all: everyone reads everything.
+    (((0, 0, 1, 1),), [(0, 1, True), (0, 1, False)]),
+  ],
+)
+def test_processes_that_share_rows_of_the_mesh_read_the_same_shard(owners, expected):
+  partitioner = Grid(num_partitions=1)
+  partitioner.owners = owners
+  layouts = [partitioner.get_data_layout(8, host_index=index) for index in range(len(expected))]
+  assert [
+    (layout.shard_id, layout.num_shards, layout.is_first_host_in_replica_set) for layout in layouts
+  ] == expected
+
+
+def test_axis_without_a_rule_is_named_with_the_rule_to_add():
+  rules = [rule for rule in standard_logical_axis_rules() if rule[0] != "vocab"]
+  partitioner = PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
+  with pytest.raises(
+    ValueError, match=r"logical axis 'vocab' has no rule: add \('vocab', None\) or"
+  ):
+    partitioner.get_mesh_axes(make_state(Bigram()))
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({}, "neither num_partitions nor model_parallel_submesh nor ici_mesh_shape"),
+    (
+      {"num_partitions": 2, "model_parallel_submesh": (1, 1, 1, 2)},
+      r"both num_partitions = 2 and model_parallel_submesh = \(1, 1, 1, 2\)",
+    ),
+  ],
+)
+def test_no_mesh_and_two_meshes_are_refused(arguments, text):
+  with pytest.raises(ValueError, match=text):
+    PjitPartitioner(**arguments)
+
+
+def test_making_a_partitioner_touches_no_device():
+  assert PjitPartitioner(num_partitions=3)._mesh is None

@@ -1,0 +1,90 @@
+"""Actions that end a run: early stopping, and metrics that are not finite."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rosetta_t5.training.actions import (
+  ActionMode,
+  BaseAction,
+  EarlyStoppingAction,
+  TerminateOnNanAction,
+  run_actions,
+)
+
+
+def stops_at(action, values, metric="loss"):
+  """Returns the number of values that the action bears before it ends training."""
+  for number, value in enumerate(values):
+    if action.run(None, {"task": {metric: value}}):
+      return number
+  return None
+
+
+@pytest.mark.parametrize(
+  ("settings", "values", "stop"),
+  [
+    ({"mode": "min"}, [3, 2, 2, 2, 2], 4),
+    ({"mode": "min"}, [3, 2, 2, 2, 1, 1, 1, 1], 7),
+    ({"mode": "min", "patience": 1}, [3, 4], 1),
+    ({"mode": "min", "patience": 2}, [3, 4, 2.9, 3, 3], 4),
+    ({"mode": "max"}, [0.1, 0.2, 0.1, 0.1, 0.1], 4),
+    ({"mode": "max", "patience": 2}, [0.1, 0.2, 0.3, 0.4], None),
+    ({"mode": "max", "patience": 1}, [-3.0, -2.0, -1.0], None),
+    ({"mode": "min", "atol": 0.5, "patience": 2}, [3, 2.6, 2.4, 2.4, 2.4], 4),
+    ({"mode": "min", "rtol": 0.1, "patience": 1}, [10, 8.9, 8.1], 2),
+    ({"mode": "max", "patience": 1}, [0.5, math.nan], 1),
+  ],
+)
+def test_early_stopping_bears_patience_values_without_improvement(settings, values, stop):
+  action = EarlyStoppingAction(("task", "loss"), **settings)
+  assert stops_at(action, values) == stop
+
+
+def test_early_stopping_refuses_another_mode():
+  with pytest.raises(
+    ValueError, match=r"EarlyStoppingAction.mode = 'mim', but it is 'min' or 'max'"
+  ):
+    EarlyStoppingAction(("task", "loss"), "mim")
+
+
+def test_metric_that_is_missing_is_told_and_ends_nothing(caplog):
+  action = EarlyStoppingAction(("task", "loss"), "min", patience=1)
+  assert stops_at(action, [1.0, 1.0], metric="accuracy") is None
+  assert "no metric 'loss' of task 'task'; there are: ['accuracy']" in caplog.text
+  assert not TerminateOnNanAction("other").run(None, {"task": {"loss": math.nan}})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])
+def test_metric_that_is_not_finite_ends_training(value):
+  assert stops_at(TerminateOnNanAction("task"), [1.0, 2.0, value]) == 2
+  assert stops_at(TerminateOnNanAction("task", "z_loss"), [0.0, value], metric="z_loss") == 1
+
+
+class Remember(BaseAction):
+  """Remembers what it was shown; ends training if told so."""
+
+  def __init__(self, stop=False):
+    self.shown, self.stop = [], stop
+
+  def run(self, train_state, metrics_by_task):
+    self.shown.append((train_state, metrics_by_task))
+    return self.stop
+
+
+def test_every_action_of_the_mode_runs_and_any_ends_training():
+  first, second, other = Remember(stop=True), Remember(), Remember()
+  actions = {ActionMode.TRAIN: [first, second], ActionMode.TRAIN_EVAL: [other]}
+  assert run_actions(ActionMode.TRAIN, actions, "state", {"train": {"loss": 1.0}})
+  assert first.shown == second.shown == [("state", {"train": {"loss": 1.0}})]
+  assert not other.shown
+  assert not run_actions(ActionMode.TRAIN_EVAL, actions, "state", {})
+  assert not run_actions(ActionMode.INFER_EVAL, actions, "state", {})
+
+
+def test_modes_may_be_named_as_in_gin_files_and_no_actions_are_fine():
+  assert run_actions(ActionMode.TRAIN, {"TRAIN": [Remember(stop=True)]}, None, {})
+  assert not run_actions(ActionMode.TRAIN, None, None, {})
