@@ -150,7 +150,7 @@ def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
   )
   with pytest.raises(ValueError, match=re.escape(text)):
     partitioner.get_data_layout(10)
-  with pytest.raises(ValueError, match="such as 4$"):
+  with pytest.raises(ValueError, match=r"such as 4$"):
     partitioner.get_data_layout(3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -80,7 +81,9 @@ def test_gradient_for_soft_targets_is_that_of_the_formula():
   jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_shapes_that_do_not_fit_are_named(monkeypatch):
+  # What a user sees: shapes are checked at every call only in tests.
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   with pytest.raises(ValueError, match=r"\(3, 5, 7\) need targets of shape \(3, 5\), not \(3, 4\)"):
     losses.compute_weighted_cross_entropy(LOGITS, TARGETS[:, :4])
 
