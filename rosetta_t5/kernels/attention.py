@@ -13,12 +13,12 @@ MASKED_LOGIT = -1e10
 def xla_attention(
   q_BTHK: Float[Array, "B T H K"],
   k_BSHK: Float[Array, "B S H K"],
-  v_BSHK: Float[Array, "B S H K"],
+  v_BSHK: Float[Array, "B S H Kv"],
   bias_1HTS: Float[Array, "#B #H #T S"] | None = None,
   mask_B1TS: Bool[Array, "#B #H #T S"] | None = None,
   value_scale_BHS: Float[Array, "B H S"] | None = None,
   float32_logits: bool = False,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H Kv"]:
   """Returns softmax(q·k + bias)·v over the keys that the mask shows, in the type of `v`.
 
   Logits are not scaled by 1/√K: T5's initialisation does that.
@@ -26,7 +26,7 @@ def xla_attention(
   Args:
     q_BTHK: queries.
     k_BSHK: keys.
-    v_BSHK: values.
+    v_BSHK: values, of the keys' size or another.
     bias_1HTS: added to the logits.
     mask_B1TS: True where the query may see the key.
     value_scale_BHS: a factor on each head's value at each key. It carries attention dropout: T5X's
