@@ -1,0 +1,288 @@
+"""A whole run, from the command line to its last checkpoint, and what it says to bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import gin
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing import event_file_loader
+from tensorboard.util import tensor_util
+
+from rosetta_t5.checkpoints import all_steps
+from rosetta_t5.config import run_from_command_line
+from rosetta_t5.train import train
+
+_HERE = pathlib.Path(__file__).parent / "run"
+_STEP = re.compile(r"step (\d+)/\d+  loss ([\d.]+)")
+
+# How near T5X's own numbers a run comes, step by step, in float32 on a CPU.
+T5X_TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def path_to_tasks():
+  """Lets gin files import run_task."""
+  sys.path.insert(0, str(_HERE))
+  yield
+  sys.path.remove(str(_HERE))
+
+
+def start(model_dir, *bindings):
+  """Runs run.gin in this process, on eight devices. Returns the exit status and what it said."""
+  out, err = io.StringIO(), io.StringIO()
+  status = 0
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      run_from_command_line(
+        train, ["train", f"--gin_file={_HERE / 'run.gin'}", f"--gin.MODEL_DIR='{model_dir}'",
+                *(f"--gin.{binding}" for binding in bindings)]
+      )  # fmt: skip
+    except SystemExit as end:
+      status = end.code
+    finally:
+      gin.clear_config()
+  return status, out.getvalue(), err.getvalue()
+
+
+def logged(model_dir, name="train"):
+  """Returns TensorBoard's values as {step: {metric: number}}."""
+  values = {}
+  for path in sorted((pathlib.Path(model_dir) / name).glob("events*")):
+    for event in event_file_loader.EventFileLoader(str(path)).Load():
+      for value in event.summary.value:
+        number = tensor_util.make_ndarray(value.tensor)
+        values.setdefault(event.step, {})[value.tag] = float(number)
+  return values
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A finished run's folder, and what it said."""
+  model_dir = tmp_path_factory.mktemp("finished") / "run"
+  status, out, err = start(model_dir)
+  assert status == 0, err
+  return model_dir, out
+
+
+def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
+  model_dir, said = finished
+  assert all_steps(model_dir) == [0, 2, 3]
+  assert "encoder/layers_0/mlp/wi_0/kernel" in (model_dir / "model-info.txt").read_text()
+  assert "BATCH_SIZE = 8" in (model_dir / "config.gin").read_text()
+  train, evaluation = logged(model_dir), logged(model_dir, "training_eval/run_upper_case")
+  assert {1, 2, 3} <= set(train)
+  assert set(evaluation) == {2, 3}
+  printed = {int(step): float(loss) for step, loss in _STEP.findall(said)}
+  expected = {step: train[step]["loss_per_nonpadding_target_token"] for step in (1, 2, 3)}
+  assert printed == pytest.approx(expected, abs=1e-3)
+  assert str(model_dir / "checkpoint_3") in said
+
+
+def files(folder):
+  return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_finished_run_says_so_and_trains_no_further(finished):
+  model_dir, _ = finished
+  before = files(model_dir)
+  status, said, err = start(model_dir)
+  assert status == 0, err
+  assert not _STEP.search(said)
+  assert re.search(r"finished|nothing (was|is) left", said), said
+  assert files(model_dir) == before
+
+
+# What was set wrong, and what is said of it: the thing, where it was set, what to change.
+BAD_INPUT = {
+  "unknown task": (
+    "MIXTURE_OR_TASK_NAME='run_uper_case'",
+    r"no SeqIO task or mixture 'run_uper_case' \(MIXTURE_OR_TASK_NAME\); near it: 'run_upper_case'",
+  ),
+  "unknown split": (
+    "train/utils.DatasetConfig.split='training'",
+    r"'run_upper_case' has no split 'training'; it has 'train', 'validation'. Set DatasetConfig.spl",
+  ),
+  "task without examples": (
+    "MIXTURE_OR_TASK_NAME='run_without_examples'",
+    r"No example comes out of the split 'train' .*'run_without_examples'",
+  ),
+  "task without a cache": (
+    "USE_CACHED_TASKS=True",
+    r"'run_upper_case' has no offline cache, but USE_CACHED_TASKS = True .*: set USE_CACHED_TASKS = F",
+  ),
+  "vocabulary larger than the model's": (
+    "network.T5Config.vocab_size=256",
+    r"259 tokens .* only 256 rows. Set network.T5Config.vocab_size = 384",
+  ),
+  "batch that does not divide over devices": (
+    "BATCH_SIZE=12",
+    r"batch size 12 cannot be split over the 8 devices .* set BATCH_SIZE to a multiple of 8, such as 8",
+  ),
+  "batch that does not divide into microbatches": (
+    "trainer.Trainer.num_microbatches=3",
+    r"trainer.Trainer.num_microbatches = 3 does not divide the batch of 8 examples: change one",
+  ),
+  "partitions that do not divide the devices": (
+    "partitioning.PjitPartitioner.num_partitions=3",
+    r"PjitPartitioner.num_partitions = 3 does not divide the 8 device\(s\) .* one of \[1, 2, 4, 8\]",
+  ),
+  "missing length": (
+    "TASK_FEATURE_LENGTHS={'inputs': 32}",
+    r"gives no length for 'targets'.* set TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 512}",
+  ),
+  "activation that does not exist": (
+    "network.T5Config.mlp_activations=('gleu', 'linear')",
+    r"T5Config.mlp_activations names 'gleu', which flax.linen does not have: use 'linear', 'gelu'",
+  ),
+  "float16": (
+    "network.T5Config.dtype='float16'",
+    r"T5Config.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16'",
+  ),
+  "checkpoint to start from that is not there": (
+    "utils.RestoreCheckpointConfig.path='no/such/folder'",
+    r"no checkpoint to restore in .*no/such/folder .*set RestoreCheckpointConfig.path",
+  ),
+  "evaluation by prediction": (
+    "train_script.train.infer_eval_dataset_cfg=@train_eval/utils.DatasetConfig()",
+    r"train.infer_eval_dataset_cfg is set, but .* not supported yet: set train.infer_eval_dataset_cfg",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_ends_in_a_short_text_before_anything_is_written(name, tmp_path):
+  binding, text = BAD_INPUT[name]
+  status, _, err = start(tmp_path / "run", binding)
+  assert status in (1, 2), err
+  assert re.search(text, err), err
+  assert "Traceback" not in err
+  assert len(err) < 1500
+  assert not (tmp_path / "run").exists() or not all_steps(tmp_path / "run")
+
+
+@pytest.fixture
+def continued(finished, tmp_path):
+  """A copy of the finished run's folder, to be continued."""
+  return shutil.copytree(finished[0], tmp_path / "run")
+
+
+def test_checkpoint_of_another_model_is_refused_and_left_as_it_is(continued):
+  before = files(continued)
+  status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_dim=64")
+  assert status == 1
+  assert f"checkpoint {continued}/checkpoint_3 is not of this run's model" in err
+  assert re.search(
+    r"wrong shape +target/decoder/layers_0/mlp/wi_0/kernel +\(16, 32\).*\(16, 64\)", err
+  )
+  assert "To train this model, give an empty folder (--gin.MODEL_DIR=" in err
+  assert "Traceback" not in err
+  assert files(continued) == before
+
+
+def test_checkpoint_of_another_architecture_names_the_parameters(continued):
+  status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_activations=('relu',)")
+  assert status == 1
+  assert re.search(
+    r"missing +target/decoder/layers_0/mlp/wi/kernel .*near: .*/mlp/wi_[01]/kernel", err
+  )
+
+
+def test_unreadable_checkpoint_is_named_with_the_older_ones(continued):
+  for path in (continued / "checkpoint_3/state").rglob("*"):
+    if path.is_file():
+      path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  status, _, err = start(continued, "TRAIN_STEPS=5")
+  assert status == 1
+  assert f"checkpoint {continued}/checkpoint_3 cannot be read" in err
+  assert "Older steps beside it: 0, 2. To go on from step 2, move checkpoint_3 out of" in err
+  assert "Traceback" not in err
+
+
+def test_run_that_becomes_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tmp_path):
+  status, _, err = start(
+    tmp_path / "run",
+    "utils.create_learning_rate_scheduler.base_learning_rate=1e38",
+    "utils.SaveCheckpointConfig.period=1",
+  )
+  assert status == 1
+  assert re.search(r"training is not finite \(NaN or infinity\) at step \d: first in \w+", err)
+  assert f"The last good checkpoint is {tmp_path}/run/checkpoint_" in err
+  assert "Traceback" not in err
+
+
+def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
+  """Starts `python -m t5x.train` as a user does; one CPU device a process."""
+  command = [
+    *(sys.executable, "-m", "t5x.train", f"--gin_file={gin_file}"),
+    *(f"--gin.MODEL_DIR='{model_dir}'", *arguments),
+  ]
+  variables = {"PYTHONPATH": str(_HERE), "JAX_PLATFORMS": "cpu", **(environment or {})}
+  return subprocess.Popen(
+    command,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | variables,
+  )
+
+
+def finish(process):
+  out, err = process.communicate(timeout=600)
+  assert process.returncode == 0, err[-3000:]
+  return out
+
+
+@pytest.mark.slow
+def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
+  process = launch(tmp_path / "run", "--gin.MIXTURE_OR_TASK_NAME='run_uper_case'")
+  out, err = process.communicate(timeout=600)
+  assert process.returncode == 1
+  assert "There is no SeqIO task or mixture 'run_uper_case'" in err
+  assert "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  group = ["--multiprocess_gpu", f"--coordinator_address=localhost:{port}", "--process_count=2"]
+  two = [
+    launch(tmp_path / "two", *group, f"--process_index={index}", "--gin.TRAIN_STEPS=5")
+    for index in range(2)
+  ]
+  said = [finish(process) for process in two]
+  finish(launch(tmp_path / "one", "--gin.TRAIN_STEPS=5"))
+  one, both = logged(tmp_path / "one"), logged(tmp_path / "two")
+  for step in range(1, 6):
+    for metric in ("loss", "accuracy", "non_padding_fraction/overall"):
+      assert both[step][metric] == pytest.approx(one[step][metric], rel=1e-5), (step, metric)
+  assert _STEP.search(said[0])
+  assert not _STEP.search(said[1]), "only the first process speaks"
+  assert all_steps(tmp_path / "two") == [0, 2, 4, 5]
+
+
+@pytest.mark.slow
+def test_reference_run_gives_every_metric_of_t5x_at_every_step(tmp_path, shared):
+  reference = shared / "reference"
+  environment = {"REFERENCE_TEXT": str(reference / "lines.txt"), "PYTHONPATH": str(reference)}
+  finish(launch(tmp_path / "run", gin_file=reference / "adafactor.gin", environment=environment))
+  expected = json.loads((reference / "adafactor_metrics.json").read_text())
+  got = logged(tmp_path / "run")
+  for step, wanted in expected.items():
+    values = {name: got[int(step)].get(name) for name in wanted}
+    for name, value in values.items():
+      np.testing.assert_allclose(
+        value, wanted[name], rtol=T5X_TOLERANCE, err_msg=f"{name}, step {step}"
+      )
