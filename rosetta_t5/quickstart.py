@@ -29,7 +29,7 @@ _BEAMS = 4
 _INTERRUPTED = 130
 _STOPPED = "Stopped. The same command goes on from the last checkpoint."
 _FAILED = "Training ended with the exit status {}; what went wrong stands above."
-_LONGEST_ANSWER = 16  # tokens, sentinels and all
+_LONGEST_ANSWER = 32  # tokens for all blanks, sentinels included
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,8 @@ def _train(options: Sequence[str]) -> int:
 def _python() -> str:
   """Returns this Python as one would type it: `make` runs a virtual environment's, not activated."""
   in_path = shutil.which("python")
-  if in_path is not None and os.path.samefile(in_path, sys.executable):
+  # Links are not followed: a virtual environment's Python is a link to one without its packages.
+  if in_path is not None and os.path.abspath(in_path) == os.path.abspath(sys.executable):
     return "python"
   return os.path.relpath(sys.executable)
 
@@ -148,43 +149,51 @@ def _restore_params(recipe: Mapping[str, Any]) -> Any:
 def fill_blanks(model: Any, params: Any, sentences: Sequence[str], input_length: int) -> list[str]:
   """Returns sentences with the model's best guess in place of their blank ("____").
 
+  All go into one input, for the model has seen none but full ones.
+
   Args:
     model: an encoder-decoder model, trained by span corruption.
     params: its parameters.
-    sentences: one blank each.
+    sentences: one blank each; together they must fit into an input.
     input_length: tokens that the model's input is padded to.
   """
   import jax
 
   vocabulary = model.input_vocabulary
-  sentinel = vocabulary.vocab_size - 1
-  tokens_BS = np.zeros((len(sentences), input_length), np.int32)
-  for row, sentence in enumerate(sentences):
+  sentinels = [vocabulary.vocab_size - 1 - blank for blank in range(len(sentences))]
+  tokens = []
+  for sentence, sentinel in zip(sentences, sentinels, strict=True):
     before, after = (vocabulary.encode(part.strip()) for part in sentence.split(BLANK))
-    tokens = [*before, sentinel, *after, vocabulary.eos_id]
-    tokens_BS[row, : len(tokens)] = tokens
+    tokens += [*before, sentinel, *after]
+  inputs_BS = np.zeros((1, input_length), np.int32)
+  inputs_BS[0, : len(tokens) + 1] = [*tokens, vocabulary.eos_id]
   batch = {
-    "encoder_input_tokens": tokens_BS,
-    "decoder_input_tokens": np.zeros((len(sentences), _LONGEST_ANSWER), np.int32),
+    "encoder_input_tokens": inputs_BS,
+    "decoder_input_tokens": np.zeros((1, _LONGEST_ANSWER), np.int32),
   }
   predict = functools.partial(
     model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False
   )
   decodes_BT, _ = jax.jit(predict)(params, batch)
+  answers = _answers(vocabulary, np.asarray(decodes_BT)[0])
   return [
-    sentence.replace(BLANK, f"[{_answer(vocabulary, decode)}]")
-    for sentence, decode in zip(sentences, np.asarray(decodes_BT), strict=True)
+    sentence.replace(BLANK, f"[{answers.get(sentinel, '')}]")
+    for sentence, sentinel in zip(sentences, sentinels, strict=True)
   ]
 
 
-def _answer(vocabulary: Any, decode: np.ndarray) -> str:
-  """Returns the text of a target's first span: what stands between its first two sentinels."""
-  first_sentinel = vocabulary.vocab_size - vocabulary.extra_ids
-  tokens = [int(token) for token in decode]
-  if tokens and tokens[0] >= first_sentinel:
-    tokens = tokens[1:]
-  ends = (i for i, t in enumerate(tokens) if t >= first_sentinel or t in (0, vocabulary.eos_id))
-  return vocabulary.decode(tokens[: next(ends, len(tokens))]).strip()
+def _answers(vocabulary: Any, decode: np.ndarray) -> dict[int, str]:
+  """Returns the text that follows each sentinel of a target, by the sentinel's id."""
+  spans: dict[int, list[int]] = {}
+  span: list[int] = []  # What comes before the first sentinel belongs to no blank.
+  for token in map(int, decode):
+    if token in (0, vocabulary.eos_id):
+      break
+    if token >= vocabulary.vocab_size - vocabulary.extra_ids:
+      span = spans.setdefault(token, [])
+    else:
+      span.append(token)
+  return {sentinel: vocabulary.decode(tokens).strip() for sentinel, tokens in spans.items()}
 
 
 def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -50,25 +50,22 @@ def model_of(vocabulary: Any) -> Any:
   return EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def=None)
 
 
-def test_an_answer_stands_between_the_first_two_sentinels(vocabulary: Any) -> None:
-  name, other = vocabulary.encode("object"), vocabulary.encode("error")
-  decode = np.array([199, *name, 198, *other, 1, 0, 0])
-  assert quickstart._answer(vocabulary, decode) == "object"
+def test_answers_follow_their_sentinels_and_end_with_the_text(vocabulary: Any) -> None:
+  name, other = vocabulary.encode("object"), vocabulary.encode("raise an error")
+  decode = np.array([199, *name, 198, *other, 1, *name, 0])
+  assert quickstart._answers(vocabulary, decode) == {199: "object", 198: "raise an error"}
 
 
-@pytest.mark.parametrize("end", [[1, 0, 0], []])
-def test_an_answer_ends_with_the_text_where_no_second_sentinel_comes(
-  vocabulary: Any, end: list[int]
-) -> None:
-  decode = np.array([199, *vocabulary.encode("raise an error"), *end])
-  assert quickstart._answer(vocabulary, decode) == "raise an error"
+def test_what_comes_before_the_first_sentinel_is_no_answer(vocabulary: Any) -> None:
+  decode = np.array([*vocabulary.encode("object"), 198, *vocabulary.encode("error")])
+  assert quickstart._answers(vocabulary, decode) == {198: "error"}
 
 
 def test_blanks_are_filled_in_place(vocabulary: Any) -> None:
   model = model_of(vocabulary)
-  shapes = {"encoder_input_tokens": (1, 32), "decoder_input_tokens": (1, 16)}
+  shapes = {"encoder_input_tokens": (1, 48), "decoder_input_tokens": (1, 16)}
   params = model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"]
-  filled = quickstart.fill_blanks(model, params, ["Return the ____ of it.", "____ an error"], 32)
+  filled = quickstart.fill_blanks(model, params, ["Return the ____ of it.", "____ an error"], 48)
   assert filled[0].startswith("Return the [")
   assert filled[0].endswith("] of it.")
   assert filled[1].endswith("] an error")

@@ -1,7 +1,8 @@
 """Leaves Keras out of TensorFlow's import until somebody uses it: 2.3 s of 10.6 s on two cores.
 
-TensorFlow imports Keras at its end, and tensorflow-text defines three Keras layers; Keras imports
-scikit-learn if it is there. Nothing on the way from text to batches needs any of them.
+TensorFlow imports Keras at its end, tensorflow-text defines three Keras layers and TensorBoard a Keras
+callback; Keras imports scikit-learn if it is there. Nothing on the way from text to batches to metrics
+needs any of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 # If set, and without the package tf_keras, TensorFlow's own import goes on without Keras. It reads
 # the variable again when somebody uses tf.keras, and by then it is unset.
 _VARIABLE = "TF_USE_LEGACY_KERAS"
-_LAYERS = "tensorflow_text.python.keras"
+_KERAS_USERS = ("tensorflow_text.python.keras", "tensorboard.plugins.hparams.api")
 
 
 @contextlib.contextmanager
@@ -31,7 +32,8 @@ def keras_later() -> Iterator[None]:
     yield
     return
   os.environ[_VARIABLE] = "1"
-  sys.modules.setdefault(_LAYERS, _Later(_LAYERS))
+  for name in _KERAS_USERS:
+    sys.modules.setdefault(name, _Later(name))
   try:
     yield
   finally:
