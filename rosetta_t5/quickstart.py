@@ -29,6 +29,10 @@ _BEAMS = 4
 _INTERRUPTED = 130
 _STOPPED = "Stopped. The same command goes on from the last checkpoint."
 _FAILED = "Training ended with the exit status {}; what went wrong stands above."
+_USAGE = """usage: rosetta-t5 quickstart [--gin.NAME=VALUE …]
+
+Trains a small T5 on the text of Python's own library, in ./quickstart, and shows what it learnt.
+A second call goes on with an unfinished run. Arguments are those of `python -m t5x.train`."""
 _LONGEST_ANSWER = 32  # tokens for all blanks, sentinels included
 
 
@@ -44,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status: the training command's, if that failed.
   """
   options = list(argv or ())
+  if {"-h", "--help"} & set(options):
+    print(_USAGE)
+    return 0
   facts = stdlib_corpus.prepare()
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
