@@ -1,6 +1,7 @@
 """T5X's `train_state`."""
 
 from rosetta_t5.training.train_state import (
+  InferenceState,
   TrainState,
 )
 from rosetta_t5.training.train_state import (
@@ -9,5 +10,6 @@ from rosetta_t5.training.train_state import (
 
 __all__ = [
   "FlaxOptimTrainState",
+  "InferenceState",
   "TrainState",
 ]

@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints.restore import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.optimizers.base import OptimizerDef
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.train_state import InferenceState, TrainState
 
 PyTree = Any
 
@@ -32,7 +32,7 @@ class TrainStateInitializer:
 
   def __init__(
     self,
-    optimizer_def: OptimizerDef,
+    optimizer_def: OptimizerDef | None,
     init_fn: Callable[..., Mapping[str, Any]],
     input_shapes: Mapping[str, tuple[int, ...]],
     partitioner: BasePartitioner,
@@ -41,7 +41,7 @@ class TrainStateInitializer:
     """Traces the initialisation; nothing is computed.
 
     Args:
-      optimizer_def: the optimizer.
+      optimizer_def: the optimizer; None for an `InferenceState`, which has none.
       init_fn: `init_fn(rng, input_shapes, input_types)` returns the module's variables
         (`model.get_initial_variables`).
       input_shapes: the shape of each of the model's inputs.
@@ -50,8 +50,10 @@ class TrainStateInitializer:
     """
     self._partitioner = partitioner
 
-    def init(rng: jax.Array) -> TrainState:
+    def init(rng: jax.Array) -> Any:
       variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
+      if optimizer_def is None:
+        return InferenceState.create(variables)
       return TrainState.create(optimizer_def, variables)
 
     self._init = init

@@ -2,12 +2,13 @@
 
 from rosetta_t5.training.hooks import Hook, run_due, stretches
 from rosetta_t5.training.step import accumulate_gradients, eval_step, train_step
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.train_state import InferenceState, TrainState
 from rosetta_t5.training.trainer import BaseTrainer, Trainer, merge_metrics
 
 __all__ = [
   "BaseTrainer",
   "Hook",
+  "InferenceState",
   "TrainState",
   "Trainer",
   "accumulate_gradients",

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 from tiny_models import Bigram, adafactor, make_state, variables
 
 from rosetta_t5.training.optimizers import adamw
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.train_state import InferenceState, TrainState
 
 STATE = make_state(Bigram(counts_calls=True))
+INFERENCE = InferenceState.create(variables(Bigram(counts_calls=True)))
 
 
 def assert_equal(a, b):
@@ -103,3 +104,27 @@ def test_optimizer_without_axes_is_named():
   state = TrainState.create(adafactor(), variables(Bigram())).replace(optimizer_def=Plainest())
   with pytest.raises(ValueError, match=r"optimizer Plainest has no method derive_logical_axes"):
     state.as_logical_axes()
+
+
+def test_inference_state_stores_what_a_train_state_does_but_the_optimizers():
+  stored = INFERENCE.state_dict()
+  assert set(stored["state"]) == {"step"}
+  whole = STATE.state_dict()
+  assert set(stored) == set(whole)
+  assert_equal(stored["target"], whole["target"])
+
+
+def test_inference_state_is_restored_from_a_train_state():
+  other = jax.tree.map(lambda x: x + 1, STATE)
+  restored = INFERENCE.restore_state(other.state_dict())
+  assert int(restored.step) == 1
+  assert_equal(restored.params, other.params)
+  assert restored.flax_mutables == {"counters": {"calls": 1}}
+
+
+def test_inference_state_has_the_axes_of_a_train_state_and_no_optimizer():
+  assert INFERENCE.as_logical_axes().params == STATE.as_logical_axes().params
+  with pytest.raises(NotImplementedError, match="no optimizer"):
+    INFERENCE.apply_gradient(STATE.params, learning_rate=0.1)
+  with pytest.raises(NotImplementedError, match="no optimizer"):
+    _ = INFERENCE.param_states
