@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import time
@@ -15,6 +15,7 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.parallel import BasePartitioner, drawn_seed
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
@@ -62,7 +63,7 @@ def train(
     model: the model.
     train_dataset_cfg: what it learns from.
     train_eval_dataset_cfg: what its loss is measured on from time to time; None for nothing.
-    infer_eval_dataset_cfg: what it makes predictions on; None, the only value supported so far.
+    infer_eval_dataset_cfg: what it makes predictions on at each evaluation; None for nothing.
     checkpoint_cfg: what is saved, and where to start from if MODEL_DIR has no checkpoint.
     partitioner: how arrays are split over devices.
     trainer_cls: makes the trainer, such as `training.Trainer` with a schedule bound.
@@ -76,9 +77,11 @@ def train(
     use_hardware_rng: whether random bits come from a faster generator, one that depends on the
       devices; so too where random_seed is None.
     summarize_config_fn: called as f(model_dir, summary_writer, step) to write the configuration.
-    inference_evaluator_cls: goes with infer_eval_dataset_cfg.
+    inference_evaluator_cls: judges the predictions, such as `seqio.Evaluator` with loggers bound;
+      None for one that writes TensorBoard's files and JSON.
     get_dataset_fn: makes the training data.
-    concurrent_metrics: goes with infer_eval_dataset_cfg.
+    concurrent_metrics: compute the metrics of predictions while training goes on; actions then see
+      them at the next evaluation.
     actions: by mode, what is done with metrics; an action can end training.
     train_eval_get_dataset_fn: makes the evaluation data.
     run_eval_before_training: whether the first evaluation comes before the first step.
@@ -94,8 +97,7 @@ def train(
     ValueError: something given does not fit together; nothing has been written over.
     NonFiniteError: the loss or a gradient became NaN or infinite.
   """
-  del inference_evaluator_cls, concurrent_metrics, use_orbax
-  _refuse_unsupported(infer_eval_dataset_cfg)
+  del use_orbax
   started = time.monotonic()
 
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
@@ -116,9 +118,13 @@ def train(
     checkpoint_cfg=checkpoint_cfg,
     data_layout=layout,
   )
-  evaluation = _Evaluation(
+  evaluation = LossEvaluation(
     train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
   ).start()
+  predictions = PredictionEvaluation(
+    infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, model_dir,
+    verify_matching_vocabs_fn
+  ).start()  # fmt: skip
 
   # State: MODEL_DIR's own, else that of the checkpoint to start from, else a fresh one.
   initializer = _make_initializer(train_state_initializer_cls, model, feed, partitioner)
@@ -144,11 +150,13 @@ def train(
   del state
   saver = manager if checkpoint_cfg.save else None
   loop = _Loop(
-    trainer, saver, feed, evaluation, actions, first_step, total_steps, model_dir, started
-  )
+    trainer, initializer.train_state_axes, saver, feed, evaluation, predictions, concurrent_metrics,
+    actions, first_step, total_steps, model_dir, started
+  )  # fmt: skip
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path)
   if first_step < total_steps:
     loop.compile()
+    predictions.wait_until_read()
     log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
     summarize_config_fn(model_dir, None, first_step)
     with _automatic_garbage_collection(on=not gc_period):
@@ -163,56 +171,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @dataclasses.dataclass
-class _Evaluation:
-  """What the loss is measured on: made in the background while the run prepares its state."""
-
-  cfg: data.DatasetConfig | None
-  get_datasets: Callable[..., Mapping[str, Any]]
-  num_batches: int
-  model: Any
-  partitioner: BasePartitioner
-
-  def start(self) -> _Evaluation:
-    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation-data")
-    self._datasets = pool.submit(self._make_datasets)
-    pool.shutdown(wait=False)
-    return self
-
-  def _make_datasets(self) -> Mapping[str, Any]:
-    if self.cfg is None:
-      return {}
-    layout = self.partitioner.get_data_layout(self.cfg.batch_size)
-    converter_cls = self.model.FEATURE_CONVERTER_CLS
-    return self.get_datasets(
-      self.cfg, layout.shard_id, layout.num_shards, self.num_batches, converter_cls
-    )
-
-  def task_names(self) -> list[str]:
-    return list(self._datasets.result())
-
-  def run(self, trainer: Any) -> dict[str, dict[str, float]]:
-    """Returns each task's metrics with the trainer's present state."""
-    feeds = {}
-    for name, dataset in self._datasets.result().items():
-      layout = self.partitioner.get_data_layout(self.cfg.batch_size)  # type: ignore[union-attr]
-      feeds[name] = data.prepare_train_iter(
-        dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
-      )
-    try:
-      return {name: as_floats(future.result()) for name, future in trainer.eval(feeds).items()}
-    finally:
-      for feed in feeds.values():
-        feed.close()
-
-
-@dataclasses.dataclass
 class _Loop:
   """Stretches of steps, and between them the hooks that are due."""
 
   trainer: Any
+  state_axes: Any
   manager: checkpoints.OrbaxCheckpointManagerInterface | None
   feed: Any
-  evaluation: _Evaluation
+  evaluation: LossEvaluation
+  predictions: PredictionEvaluation
+  concurrent_metrics: bool
   actions: Actions | None
   first_step: int
   total_steps: int
@@ -255,6 +223,7 @@ class _Loop:
         if self.stopped:
           break
       self.save(self.step)
+      self._collect_predictions()
 
   def train(self, start: int, stop: int) -> None:
     self.step = stop
@@ -275,14 +244,29 @@ class _Loop:
   def evaluate(self, step: int) -> None:
     started = time.monotonic()
     values = self.evaluation.run(self.trainer)
-    self._write("timing/evaluate_seconds", time.monotonic() - started, step)
     for task, task_values in values.items():
       self.progress.report_evaluation(step, task, task_values)
     self._act(ActionMode.TRAIN_EVAL, values)
+    self._collect_predictions()  # of the evaluation before this one
+    self.predictions.run(
+      self.trainer.train_state, self.state_axes, functools.partial(self._show_predictions, step)
+    )
+    if not self.concurrent_metrics:
+      self._collect_predictions()
+    self._write("timing/evaluate_seconds", time.monotonic() - started, step)
+
+  def _show_predictions(self, step: int, values: Mapping[str, Mapping[str, float]]) -> None:
+    for task, task_values in values.items():
+      self.progress.report_predictions(step, task, task_values)
+
+  def _collect_predictions(self) -> None:
+    if (values := self.predictions.collect()) is not None:
+      self._act(ActionMode.INFER_EVAL, values)
 
   def finish(self) -> None:
     """Waits for what is written in the background, and says where everything is."""
     self.feed.close()
+    self.predictions.close()
     self.trainer.close()
     checkpoint = None
     if self.manager is not None:
@@ -377,11 +361,3 @@ def _run_facts(
     train_dataset_cfg, facts.get("train_dataset_seed", drawn)
   )
   return facts
-
-
-def _refuse_unsupported(infer_eval_dataset_cfg: Any) -> None:
-  if infer_eval_dataset_cfg is not None:
-    raise ValueError(
-      "train.infer_eval_dataset_cfg is set, but evaluation by prediction is not supported yet: "
-      "set train.infer_eval_dataset_cfg = None; train_eval_dataset_cfg measures the loss"
-    )

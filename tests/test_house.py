@@ -20,6 +20,7 @@ ROOMS = (
   "doctor",
   "train",
   "config",
+  "inference",
   "checkpoints",
   "data",
   "models",

@@ -153,10 +153,6 @@ BAD_INPUT = {
     "utils.RestoreCheckpointConfig.path='no/such/folder'",
     r"no checkpoint to restore in .*no/such/folder .*set RestoreCheckpointConfig.path",
   ),
-  "evaluation by prediction": (
-    "train_script.train.infer_eval_dataset_cfg=@train_eval/utils.DatasetConfig()",
-    r"train.infer_eval_dataset_cfg is set, but .* not supported yet: set train.infer_eval_dataset_cfg",
-  ),
 }
 
 

@@ -77,6 +77,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     numbers += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
     self.say("  ".join([f"evaluation at step {step}", task, *numbers]))
 
+  def report_predictions(self, step: int, task: str, values: Mapping[str, float]) -> None:
+    """Shows the metrics of predictions for `task`."""
+    numbers = [f"{name} {value:.4g}" for name, value in values.items()]
+    self.say("  ".join([f"predictions at step {step}", task, *numbers]))
+
   def say(self, text: str) -> None:
     """Prints a line; above the bar where there is one."""
     if jax.process_index() != 0:

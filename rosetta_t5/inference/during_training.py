@@ -1,0 +1,137 @@
+"""The evaluations of a training run: the loss on held-out batches, and the metrics of predictions."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rosetta_t5 import data
+from rosetta_t5.inference.evaluator import InferenceEvaluator, plain_numbers
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry.console import say
+from rosetta_t5.telemetry.metrics_manager import as_floats
+
+Values = dict[str, dict[str, float]]
+
+
+@dataclasses.dataclass
+class LossEvaluation:
+  """What the loss is measured on: made in the background while the run prepares its state."""
+
+  cfg: data.DatasetConfig | None
+  get_datasets: Callable[..., Mapping[str, Any]]
+  num_batches: int
+  model: Any
+  partitioner: BasePartitioner
+
+  def start(self) -> LossEvaluation:
+    """Begins to make the data."""
+    self._datasets = _in_background(self._make_datasets)
+    return self
+
+  def _make_datasets(self) -> Mapping[str, Any]:
+    if self.cfg is None:
+      return {}
+    layout = self.partitioner.get_data_layout(self.cfg.batch_size)
+    converter_cls = self.model.FEATURE_CONVERTER_CLS
+    return self.get_datasets(
+      self.cfg, layout.shard_id, layout.num_shards, self.num_batches, converter_cls
+    )
+
+  def task_names(self) -> list[str]:
+    """Returns the tasks, once their data is made."""
+    return list(self._datasets.result())
+
+  def run(self, trainer: Any) -> Values:
+    """Returns each task's metrics with the trainer's present state."""
+    feeds = {}
+    for name, dataset in self._datasets.result().items():
+      layout = self.partitioner.get_data_layout(self.cfg.batch_size)  # type: ignore[union-attr]
+      feeds[name] = data.prepare_train_iter(
+        dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
+      )
+    try:
+      return {name: as_floats(future.result()) for name, future in trainer.eval(feeds).items()}
+    finally:
+      for feed in feeds.values():
+        feed.close()
+
+
+@dataclasses.dataclass
+class PredictionEvaluation:
+  """What predictions are made on: read in the background while the run prepares its state.
+
+  Metrics can be computed while training goes on. They are then collected at the next evaluation,
+  which is the same moment on every process.
+  """
+
+  cfg: data.DatasetConfig | None
+  evaluator_cls: Callable[..., Any] | None
+  model: Any
+  partitioner: BasePartitioner
+  model_dir: str
+  verify_matching_vocabs_fn: Callable[..., None] | None
+
+  def start(self) -> PredictionEvaluation:
+    """Begins to read the data."""
+    self._pending: Any = None
+    self._evaluator = _in_background(self._make_evaluator)
+    return self
+
+  def _make_evaluator(self) -> InferenceEvaluator | None:
+    if self.cfg is None:
+      return None
+    return InferenceEvaluator(
+      self.cfg,
+      self.evaluator_cls,
+      self.model,
+      self.partitioner,
+      self.model_dir,
+      self.verify_matching_vocabs_fn,
+    )
+
+  def wait_until_read(self) -> None:
+    """Waits for the data, so that what is wrong with it is said before the first step.
+
+    Raises:
+      ValueError: something given does not fit together.
+    """
+    evaluator = self._evaluator.result()
+    if self.cfg is not None and not evaluator.eval_tasks:
+      say(
+        f"note     no predictions are evaluated: '{self.cfg.name}' has no metrics for the split "
+        f"'{self.cfg.split}'"
+      )
+
+  def run(self, train_state: Any, train_state_axes: Any, show: Callable[[Values], None]) -> None:
+    """Predicts; `show` is called with the metrics once they are computed."""
+    evaluator = self._evaluator.result()
+    if evaluator is None or not evaluator.eval_tasks:
+      return
+    self._pending = evaluator.evaluate(train_state, train_state_axes)
+    self._pending.add_done_callback(
+      lambda done: None if done.exception() else show(plain_numbers(done.result()))
+    )
+
+  def collect(self) -> Values | None:
+    """Waits for the metrics of the last run; None if there is none that was not yet collected.
+
+    Raises:
+      ValueError: a metric failed.
+    """
+    pending, self._pending = self._pending, None
+    return None if pending is None else plain_numbers(pending.result())
+
+  def close(self) -> None:
+    """Waits until everything is written."""
+    if (evaluator := self._evaluator.result()) is not None:
+      evaluator.close()
+
+
+def _in_background(make: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+  pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation-data")
+  future = pool.submit(make)
+  pool.shutdown(wait=False)
+  return future

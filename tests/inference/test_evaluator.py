@@ -1,0 +1,159 @@
+"""Evaluation by prediction: the task's metrics get every example, and files hold what they saw."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_tasks import PAIRS, add_task, byte_model
+
+from rosetta_t5.checkpoints import TrainStateInitializer
+from rosetta_t5.data import DatasetConfig
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.inference.evaluator import InferenceEvaluator, plain_numbers
+from rosetta_t5.parallel import PjitPartitioner
+
+seen = {}
+
+
+def exact(targets, predictions):
+  seen["predictions"] = targets, predictions
+  return {"exact": sum(t == p for t, p in zip(targets, predictions, strict=True))}
+
+
+def likelihood(targets, scores):
+  seen["scores"] = targets, scores
+  return {"likelihood": import_seqio().metrics.Scalar(float(np.mean(scores)))}
+
+
+def confidence(targets, predictions, aux_values):
+  seen["aux"] = targets, predictions, aux_values
+  return {"confidence": float(np.mean(aux_values["scores"]))}
+
+
+@pytest.fixture(scope="module")
+def task():
+  add_task("pairs_with_metrics", metric_fns=[exact, likelihood, confidence])
+  add_task("pairs_without_metrics")
+  import_seqio().MixtureRegistry.add(
+    "pairs_mixture", [("pairs_with_metrics", 1), ("pairs_without_metrics", 1)]
+  )
+  yield "pairs_with_metrics"
+  import_seqio().MixtureRegistry.remove("pairs_mixture")
+  import_seqio().TaskRegistry.remove("pairs_with_metrics")
+  import_seqio().TaskRegistry.remove("pairs_without_metrics")
+
+
+def config(name, **fields):
+  given = {"task_feature_lengths": None, "split": "test", "batch_size": 8, "shuffle": False}
+  return DatasetConfig(name, **{**given, "seed": 0, **fields})
+
+
+@pytest.fixture(scope="module")
+def evaluated(task, tmp_path_factory):
+  """The evaluator after one evaluation at step 0, its folder, its metrics, the state."""
+  folder, model, partitioner = tmp_path_factory.mktemp("eval"), byte_model(), PjitPartitioner(1)
+  evaluator = InferenceEvaluator(config(task), None, model, partitioner, log_dir=folder)
+  shapes = {name: (8, *shape) for name, shape in evaluator.model_feature_shapes.items()}
+  initializer = TrainStateInitializer(None, model.get_initial_variables, shapes, partitioner)
+  state = initializer.from_scratch(jax.random.PRNGKey(0))
+  metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
+  return evaluator, folder / "inference_eval", metrics, model, state
+
+
+def batch_of(model):
+  """All examples as one batch, made by hand."""
+  inputs, targets = (
+    [[*model.input_vocabulary.encode(text), 1] for text in side]
+    for side in zip(*PAIRS, strict=True)
+  )
+
+  def padded(rows):
+    return np.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows], np.int32)
+
+  targets_BT = padded(targets)
+  batch = {
+    "encoder_input_tokens": padded(inputs),
+    "decoder_input_tokens": np.pad(targets_BT, ((0, 0), (1, 0)))[:, :-1],
+    "decoder_target_tokens": targets_BT,
+    "decoder_loss_weights": (targets_BT > 0).astype(np.int32),
+  }
+  return jax.tree.map(jnp.asarray, batch)
+
+
+def test_metrics_see_every_example_once_and_what_the_model_says_of_it(evaluated):
+  _, _, metrics, model, state = evaluated
+  texts = [target for _, target in PAIRS]
+  assert seen["predictions"][0] == seen["scores"][0] == seen["aux"][0] == texts
+  batch = batch_of(model)
+  scores = model.score_batch(state.params, batch)
+  np.testing.assert_allclose(seen["scores"][1], scores, rtol=1e-4)
+  decodes, aux = model.predict_batch_with_aux(state.params, batch)
+  said = [model.output_vocabulary.decode(row) for row in np.asarray(decodes).tolist()]
+  assert seen["predictions"][1] == seen["aux"][1] == said
+  np.testing.assert_allclose(seen["aux"][2]["scores"], aux["scores"], rtol=1e-4)
+  assert set(metrics["pairs_with_metrics"]) == {"exact", "likelihood", "confidence"}
+
+
+def test_files_hold_metrics_and_every_prediction(evaluated):
+  _, folder, metrics, _, _ = evaluated
+  task_metrics = metrics["pairs_with_metrics"]
+  (line,) = (folder / "pairs_with_metrics-metrics.jsonl").read_text().splitlines()
+  assert json.loads(line) == {
+    "step": 0,
+    "exact": task_metrics["exact"],
+    "likelihood": task_metrics["likelihood"].value,
+    "confidence": task_metrics["confidence"],
+  }
+  rows = [
+    json.loads(line)
+    for line in (folder / "pairs_with_metrics-000000.jsonl").read_text().splitlines()
+  ]
+  assert [row["target"] for row in rows] == [target for _, target in PAIRS]
+  assert [row["prediction"] for row in rows] == seen["predictions"][1]
+  assert list((folder / "pairs_with_metrics").glob("events*"))
+
+
+def test_lengths_left_open_are_those_of_the_longest_example(evaluated):
+  evaluator = evaluated[0]
+  assert evaluator.model_feature_shapes["encoder_input_tokens"] == (len("question 100") + 1,)
+  assert evaluator.model_feature_shapes["decoder_target_tokens"] == (len("answer 10") + 1,)
+
+
+def test_tasks_without_metrics_are_left_out(task):
+  def tasks(name):
+    return InferenceEvaluator(config(name), None, byte_model(), PjitPartitioner(1)).eval_tasks
+
+  assert [t.name for t in tasks("pairs_mixture")] == ["pairs_with_metrics"]
+  assert tasks("pairs_without_metrics") == []
+
+
+@pytest.mark.parametrize(
+  ("fields", "text"),
+  [
+    ({"pack": True}, "pack = True for the task 'pairs_with_metrics'.*set infer_eval/utils"),
+    ({"split": "testing"}, "no split 'testing'; it has 'test', 'train', 'validation'"),
+    ({"batch_size": 6}, "batch size 6 cannot be split over the 8 devices"),
+    ({"use_cached": True}, "no offline cache, but USE_CACHED_TASKS = True"),
+  ],
+)
+def test_what_cannot_be_evaluated_is_told(task, fields, text):
+  with pytest.raises(ValueError, match=text):
+    InferenceEvaluator(config(task, **fields), None, byte_model(), PjitPartitioner(1))
+
+
+def test_a_task_that_is_an_unregistered_object_is_told(task):
+  seqio = import_seqio()
+  unknown = seqio.TaskRegistry.get(task).replace(name="elsewhere")
+  with pytest.raises(ValueError, match=r"'elsewhere' .* not in SeqIO's registry"):
+    InferenceEvaluator(config(unknown), None, byte_model(), PjitPartitioner(1))
+
+
+def test_plain_numbers_leave_out_what_is_none():
+  seqio = import_seqio()
+  metrics = {"t": {"a": 1, "b": seqio.metrics.Scalar(2.5), "c": seqio.metrics.Text("x"), "d": "y"}}
+  assert plain_numbers(metrics) == {"t": {"a": 1.0, "b": 2.5}}
+  assert plain_numbers(None) == {}
