@@ -11,20 +11,33 @@ from rosetta_t5.config.errors import ConfigError, near
 # The folder gin/ of the repository; a link in a checkout, a copy in an installed wheel.
 RECIPES = pathlib.Path(__file__).resolve().parents[1] / "recipes"
 
-# What T5X (and this repository) call a folder → where in RECIPES its files lie.
-FOLDERS = {
-  "gin": "",
-  "t5x/configs/runs": "runs",
-  "t5x/examples/t5": "models",
-  "t5x/contrib/gpu/t5": "models",
-}
+# What T5X (and this repository) call a folder, and where in RECIPES its files lie. The first row
+# that has the file is taken: T5X keeps runs, models and examples of one family in one folder.
+FOLDERS = (
+  ("gin", ""),
+  ("t5x/configs/runs", "runs"),
+  ("t5x/examples/t5/t5_1_1/examples", "examples"),
+  ("t5x/examples/t5/byt5/examples", "examples/byt5"),
+  ("t5x/examples/t5", "models"),
+  ("t5x/examples/scalable_t5/t5_1_1/examples", "examples/scalable_t5"),
+  ("t5x/examples/scalable_t5/umt5", "models/umt5"),
+  ("t5x/examples/scalable_t5/umt5", "examples/umt5"),
+  ("t5x/examples/scalable_t5", "models/scalable_t5"),
+  ("t5x/examples/decoder_only/examples", "examples/decoder_only"),
+  ("t5x/examples/decoder_only/models", "models/decoder_only"),
+  ("t5x/examples/decoder_only", "models/decoder_only"),  # so T5X's own examples call it
+  ("t5x/contrib/gpu/t5/configs/runs", "runs"),
+  ("t5x/contrib/gpu/t5/t5_1_1/examples", "examples"),
+  ("t5x/contrib/gpu/t5", "models"),
+)
 
 
 def recipe(path: str) -> pathlib.Path | None:
   """Returns the recipe that T5X or this repository knows as `path`, or None."""
-  for folder, ours in FOLDERS.items():
-    if path.startswith(folder + "/"):
-      found = RECIPES / ours / path.removeprefix(folder + "/")
+  name = pathlib.PurePosixPath(path)
+  for folder, ours in FOLDERS:
+    if name.is_relative_to(folder):
+      found = RECIPES / ours / name.relative_to(folder)
       if found.is_file():
         return found
   return None
@@ -60,7 +73,7 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
 
 def _known(path: str, search_paths: Sequence[str]) -> Iterator[str]:
   """Names of gin files that `path` may have meant, spelt as `path` would have to be."""
-  for folder, ours in FOLDERS.items():
+  for folder, ours in FOLDERS:
     for file in (RECIPES / ours).rglob("*.gin"):
       yield f"{folder}/{file.relative_to(RECIPES / ours)}"
   parent = pathlib.Path(path).parent
