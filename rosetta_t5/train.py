@@ -16,7 +16,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.parallel import BasePartitioner, drawn_seed
+from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, drawn_seed
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -96,6 +96,7 @@ def train(
   Raises:
     ValueError: something given does not fit together; nothing has been written over.
     NonFiniteError: the loss or a gradient became NaN or infinite.
+    Interrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
   """
   del use_orbax
   started = time.monotonic()
@@ -162,6 +163,9 @@ def train(
     with _automatic_garbage_collection(on=not gc_period):
       loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)
   loop.finish()
+  if trainer.stopped_at is not None:
+    console.say(f"interrupted  after step {loop.step}: the same command goes on from there")
+    raise Interrupted(loop.step)
   return int(trainer.train_state.step), trainer.train_state
 
 
@@ -212,7 +216,8 @@ class _Loop:
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
       Hook("garbage collection", _collect_garbage, gc_period),
     ]
-    with self.progress:
+    with self.progress, Interruption() as interruption:
+      self.trainer.should_stop = interruption.is_due
       self.save(self.first_step)
       if run_eval_before_training:
         self.evaluate(self.first_step)
@@ -226,10 +231,11 @@ class _Loop:
       self._collect_predictions()
 
   def train(self, start: int, stop: int) -> None:
-    self.step = stop
     values = as_floats(self.trainer.train(self.feed, stop - start, start_step=start).result())
+    self.step = self.trainer.stopped_at or stop
+    self.stopped |= self.trainer.stopped_at is not None
     check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
-    self.progress.report(stop, values)
+    self.progress.report(self.step, values)
     self._act(ActionMode.TRAIN, {"train": values})
 
   def save(self, step: int) -> None:

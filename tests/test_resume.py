@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
 
@@ -21,8 +22,10 @@ _HERE = pathlib.Path(__file__).parent / "resume"
 _STEP = re.compile(r"step (\d+)/30  loss ([\d.]+)")
 
 
-def train(model_dir: pathlib.Path, kill_after: int | None = None) -> dict[int, str]:
-  """Runs `python -m t5x.train` and returns {step: loss as printed}; kills it after a step."""
+def train(
+  model_dir: pathlib.Path, signal_after: int | None = None, sent: signal.Signals = signal.SIGKILL
+) -> dict[int, str]:
+  """Runs `python -m t5x.train` and returns {step: loss as printed}; signals it after a step."""
   command = [
     *(sys.executable, "-m", "t5x.train", f"--gin_file={_HERE / 'resume.gin'}"),
     f"--gin.MODEL_DIR='{model_dir}'",
@@ -37,10 +40,10 @@ def train(model_dir: pathlib.Path, kill_after: int | None = None) -> dict[int, s
   ):
     for match in filter(None, map(_STEP.match, process.stdout)):
       losses[int(match[1])] = match[2]
-      if int(match[1]) == kill_after:
-        process.send_signal(signal.SIGKILL)
-        break
-  expected = 0 if kill_after is None else -signal.SIGKILL
+      if int(match[1]) == signal_after:
+        process.send_signal(sent)
+  # Killed it has no say; told to end it saves, and says so to whoever restarts it.
+  expected = {None: 0, signal.SIGKILL: -signal.SIGKILL}.get(signal_after and sent, 143)
   assert process.returncode == expected, pathlib.Path(f"{model_dir}.stderr").read_text()[-3000:]
   return losses
 
@@ -59,16 +62,38 @@ def logged(model_dir: pathlib.Path, names: Sequence[str]) -> dict[tuple[int, str
   return values
 
 
-def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path):
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  whole_losses = train(whole)
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[int, str]]:
+  """Returns the folder and losses of a run that nothing happens to."""
+  folder = tmp_path_factory.mktemp("unbroken") / "whole"
+  return folder, train(folder)
+
+
+@pytest.mark.parametrize(
+  "sent", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
+def test_a_run_told_to_end_saves_its_last_step_and_goes_on_from_it(tmp_path, unbroken, sent):
+  whole, losses = unbroken
+  told = tmp_path / "told"
+  shutil.copytree(whole / "checkpoint_0", told / "checkpoint_0")
+  before = train(told, signal_after=13, sent=sent)
+  last = all_steps(told)[-1]
+  assert last == max(before) and 13 <= last < 30 and last % 10, "saved between two periods"
+  after = train(told)
+  assert min(after) == last + 1
+  assert before | after == losses
+
+
+def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path, unbroken):
+  whole, whole_losses = unbroken
+  killed = tmp_path / "killed"
   assert all_steps(whole) == [0, 10, 20, 30]
   assert set(read_run_facts(whole)) >= {"random_seed", "train_dataset_seed"}
 
   # The seeds were drawn; the second run gets them, as a restart does, from the first checkpoint.
   shutil.copytree(whole / "checkpoint_0", killed / "checkpoint_0")
   # Once step 21 is done, the save of step 20 has begun, and so the one of step 10 has ended.
-  before = train(killed, kill_after=24)
+  before = train(killed, signal_after=24)
   assert 30 not in all_steps(killed)
   after = train(killed)
   assert min(after) in (11, 21), "resumed from the last complete checkpoint"

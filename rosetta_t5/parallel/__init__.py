@@ -2,6 +2,7 @@
 
 from rosetta_t5.parallel.compilation import cache_compiled_programs
 from rosetta_t5.parallel.host_memory import keep_freed_memory
+from rosetta_t5.parallel.interruption import Interrupted, Interruption
 from rosetta_t5.parallel.mesh import default_mesh
 from rosetta_t5.parallel.partitioner import (
   BasePartitioner,
@@ -15,6 +16,8 @@ from rosetta_t5.parallel.rules import standard_logical_axis_rules
 __all__ = [
   "BasePartitioner",
   "DataLayout",
+  "Interrupted",
+  "Interruption",
   "PartitionedFunction",
   "PjitPartitioner",
   "cache_compiled_programs",

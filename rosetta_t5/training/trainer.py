@@ -42,6 +42,8 @@ class BaseTrainer(abc.ABC):
     train_state: the state after the last step.
     train_metrics_manager: writes what `train` measures.
     eval_metrics_managers: for each evaluation task, writes what `eval` measures.
+    should_stop: asked after every step of `train`, with the updates made so far; None for never.
+    stopped_at: the updates made when it said so; None before.
   """
 
   def __init__(
@@ -77,6 +79,8 @@ class BaseTrainer(abc.ABC):
       name: MetricsManager(f"training_eval/{name}", summary_dir) for name in eval_names
     }
     self.first_nonfinite: FirstNonFinite | None = None
+    self.should_stop: Callable[[int], bool] | None = None
+    self.stopped_at: int | None = None
 
   @property
   @abc.abstractmethod
@@ -95,7 +99,7 @@ class BaseTrainer(abc.ABC):
   def train(
     self, batch_iter: Iterator[Batch], num_steps: int, start_step: int | None = None
   ) -> Any:
-    """Runs `num_steps` steps.
+    """Runs `num_steps` steps, fewer if `should_stop` says so.
 
     Args:
       batch_iter: sharded batches.
@@ -114,6 +118,9 @@ class BaseTrainer(abc.ABC):
       with jax.profiler.StepTraceAnnotation("train", step_num=step):
         self.train_state, new_metrics = step_fn(self.train_state, next(batch_iter))
       metrics = new_metrics if metrics is None else self._merge(metrics, new_metrics)
+      if self.should_stop is not None and self.should_stop(step + 1):
+        self.stopped_at, num_steps = step + 1, step + 1 - start_step
+        break
     metrics = dict(metrics or {})
     self.first_nonfinite = metrics.pop(FIRST_NONFINITE, None)
     return manager.write_metrics_summary(metrics, start_step + num_steps, num_steps)
