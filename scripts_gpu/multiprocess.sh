@@ -1,0 +1,60 @@
+# shellcheck shell=bash
+# What the two multiprocess scripts share: this process among those of the job. To be sourced.
+
+# Where process 0 listens: on the job's first node, at a port that no other job on it has.
+coordinator_address() {
+  local host
+  if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
+    host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
+  else
+    host=${SLURM_LAUNCH_NODE_IPADDR:?neither SLURM_JOB_NODELIST nor SLURM_LAUNCH_NODE_IPADDR is set}
+  fi
+  echo "$host:${COORDINATOR_PORT:-$((12345 + (${SLURM_JOB_ID:-0} * 16 + ${SLURM_STEP_ID:-0} % 16) % 20000))}"
+}
+
+# Sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND.
+prepare_process() {
+  : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
+  : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
+  : "${PACK:=0}" "${CHECKPOINT_DISABLE:=0}" "${MODEL_DIR:=model_dir}" "${GPUS_PER_NODE:=8}"
+  : "${WITH_MP:=0}" "${WITH_NSYS:=0}" "${T5X_WORKSPACE_DIR:=$PWD}"
+  local tasks=${SLURM_NTASKS:-1}
+
+  check_model
+  check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1
+  check_number TP_SIZE "$TP_SIZE" 1
+  check_number ENC_SL "$ENC_SL" 1
+  check_number DEC_SL "$DEC_SL" 1
+  check_choice CHECKPOINT_DISABLE "$CHECKPOINT_DISABLE" 0 1
+  ((tasks % TP_SIZE == 0)) ||
+    die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "A copy of the model is split over TP_SIZE of them."
+  check_data
+  find_python
+  (($(count_gpus) > 0)) || export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+  set_xla_flags many_nodes
+  export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+
+  [[ $MODEL_DIR == /* ]] || MODEL_DIR=$T5X_WORKSPACE_DIR/$MODEL_DIR
+  # shellcheck disable=SC2034 # build_command reads it.
+  BSIZE=$((BSIZE_PER_GPU * tasks / TP_SIZE))
+  build_command
+  COMMAND+=(
+    --gin.TASK_FEATURE_LENGTHS="{\"inputs\": $ENC_SL, \"targets\": $DEC_SL}"
+    --gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE"
+    --gin.train.gc_period=2000)
+  [[ $CHECKPOINT_DISABLE == 0 ]] || COMMAND+=(--gin.utils.CheckpointConfig.save=None)
+  [[ $WITH_MP != 1 ]] ||
+    COMMAND+=(--multiprocess_gpu
+      --coordinator_address="$(coordinator_address)"
+      --process_count="$tasks"
+      --process_index="${SLURM_PROCID:?WITH_MP=1 needs SLURM_PROCID: start it by srun}")
+  [[ $WITH_NSYS != 1 ]] ||
+    COMMAND=(nsys profile -t "nvtx,cuda,cublas" -o "$MODEL_DIR/profile_${SLURM_PROCID:-0}" -f true -c cudaProfilerApi "${COMMAND[@]}")
+}
+
+run_process() {
+  local more
+  read -r -a more <<<"${TRAIN_ARGS:-}"
+  # In place of the shell, so that Slurm's signals reach the training.
+  exec "${COMMAND[@]}" "${more[@]}"
+}

@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# A Slurm job of the .sub scripts, on its first node: checks, one srun, and back into the queue if need be.
+# To be sourced, with KIND, SCRIPT and SCRIPTS_DIR set.
+set -euo pipefail
+# shellcheck source=training.sh
+source "$SCRIPTS_DIR/training.sh"
+help_if_asked "$@"
+
+GPUS_PER_NODE=${1:-8}
+BASE_SCRIPT=${2:-$SCRIPTS_DIR/$SCRIPT}
+check_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
+[[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job for sbatch" "For example: MODEL_DIR=my_run sbatch -N8 $0"
+[[ -n ${MODEL_DIR:-} ]] || die "MODEL_DIR is not set" "It names the run's folder, under BASE_T5X_WORKSPACE_DIR."
+[[ -f $BASE_SCRIPT ]] || die "there is no script $BASE_SCRIPT" "Give it as the second argument, or set T5X_DIR to the clone."
+[[ -z ${BASE_TFDS_DATA_DIR:-} || -z ${DATASET_MAP:-} ]] || die "BASE_TFDS_DATA_DIR and DATASET_MAP are both set" "Set one."
+
+: "${BASE_T5X_WORKSPACE_DIR:=${SLURM_SUBMIT_DIR:-$PWD}}" "${CONTAINER:=}"
+: "${BASE_T5X_OUTPUTS_DIR:=$BASE_T5X_WORKSPACE_DIR/outputs}"
+[[ -z ${BASE_CHECKPOINTS_DIR:-} || $MODEL_DIR == /* ]] || MODEL_DIR=$BASE_CHECKPOINTS_DIR/$MODEL_DIR
+export GPUS_PER_NODE MODEL_DIR WITH_MP=1
+
+arguments=(--ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1)
+if [[ -n $CONTAINER ]]; then
+  : "${TFDS_DATA_DIR:=/t5x_home/datasets}"
+  export TFDS_DATA_DIR T5X_WORKSPACE_DIR=/t5x_home/workspace
+  data=${DATASET_MAP:-${BASE_TFDS_DATA_DIR:?BASE_TFDS_DATA_DIR or DATASET_MAP says where the data sets are}:$TFDS_DATA_DIR}
+  mounts=$data,$BASE_T5X_WORKSPACE_DIR:$T5X_WORKSPACE_DIR,$SCRIPTS_DIR:$SCRIPTS_DIR
+  [[ -z ${BASE_CHECKPOINTS_DIR:-} ]] || mounts+=,$BASE_CHECKPOINTS_DIR:$BASE_CHECKPOINTS_DIR
+  arguments+=(--container-image="$CONTAINER" --container-mounts="$mounts")
+else
+  [[ -z ${DATASET_MAP:-} ]] || die "DATASET_MAP is for containers, and CONTAINER is empty" "Set BASE_TFDS_DATA_DIR."
+  export TFDS_DATA_DIR=${TFDS_DATA_DIR:-${BASE_TFDS_DATA_DIR:-}} T5X_WORKSPACE_DIR=$BASE_T5X_WORKSPACE_DIR
+fi
+
+folder=$BASE_T5X_OUTPUTS_DIR/multinode/$KIND-${FT_TASK:+$FT_TASK-}${T5_SIZE:-large}-${PREC:-bfloat16}-N$SLURM_JOB_NUM_NODES
+mkdir -p "$folder"
+echo "output of the processes: $folder/output-$SLURM_JOB_ID-*.txt"
+
+# Slurm signals this shell alone. The step gets SIGTERM, on which every process saves and ends.
+requeue=0
+# shellcheck disable=SC2317 # The traps call it.
+interrupt() {
+  requeue=1
+  echo "job $SLURM_JOB_ID is interrupted: the processes save, then it goes back to the queue"
+  kill -TERM "$step" 2>/dev/null || true
+}
+trap interrupt USR1
+trap interrupt TERM
+
+output=$folder/output-%j-%t.txt
+srun "${arguments[@]}" --open-mode=append -o "$output" -e "$output" bash "$BASE_SCRIPT" &
+step=$!
+status=0
+while kill -0 "$step" 2>/dev/null; do
+  status=0
+  wait "$step" || status=$?
+done
+if ((requeue)); then
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 0
+fi
+exit "$status"

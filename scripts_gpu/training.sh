@@ -1,0 +1,137 @@
+# shellcheck shell=bash
+# What the scripts beside this file share: their checks, and the training command they end in. To be sourced.
+
+die() {
+  printf 'error: %s\n' "$1" >&2
+  shift
+  (($# == 0)) || printf '  %s\n' "$@" >&2
+  exit 2
+}
+
+note() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+
+# Prints the comment that the script begins with, where -h or --help is asked for.
+help_if_asked() {
+  local argument
+  for argument; do
+    [[ $argument == -h || $argument == --help ]] || continue
+    awk 'NR > 1 { if (!/^#/ || /^#SBATCH/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit 0
+  done
+}
+
+# check_choice NAME VALUE CHOICE...
+check_choice() {
+  local name=$1 value=$2 choice
+  shift 2
+  for choice; do [[ $value != "$choice" ]] || return 0; done
+  die "$name is '$value', but must be one of: $*" "See $(basename "$0") --help."
+}
+
+# check_number NAME VALUE MINIMUM
+check_number() {
+  [[ $2 =~ ^[0-9]+$ ]] && (($2 >= $3)) && return
+  die "$1 is '$2', but must be a whole number, at least $3" "See $(basename "$0") --help."
+}
+
+# Sets PYTHON to one that has the package: what is given, the clone's own, or the one on PATH.
+find_python() {
+  local beside=${SCRIPTS_DIR}/../.venv/bin/python
+  if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=python3
+    [[ ! -x $beside ]] || PYTHON=$beside
+  fi
+  # A folder with another t5x in it is of no use; rosetta_t5 is what runs.
+  "$PYTHON" -c 'import rosetta_t5' 2>/dev/null ||
+    die "$PYTHON has no rosetta_t5" "Install it ('make setup' in the clone, or 'pip install .'), or set PYTHON."
+}
+
+count_gpus() {
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    awk -F, '{ print NF }' <<<"$CUDA_VISIBLE_DEVICES"
+  elif command -v nvidia-smi >/dev/null; then
+    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+  else
+    echo 0
+  fi
+}
+
+# use_gpus COUNT: exactly these many; where there is none, so many devices on the CPU.
+use_gpus() {
+  local there
+  there=$(count_gpus)
+  if ((there == 0)); then
+    note "no GPU here: the CPU stands in, as $1 device(s)"
+    export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} JAX_NUM_CPU_DEVICES=${JAX_NUM_CPU_DEVICES:-$1}
+    return
+  fi
+  (($1 <= there)) ||
+    die "NUM_GPUS is $1, but this machine shows $there GPU(s)" "Give at most $there, or change CUDA_VISIBLE_DEVICES."
+  export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(($1 - 1)))}
+}
+
+check_model() {
+  check_choice T5_SIZE "$T5_SIZE" tiny small base large xl xxl
+  [[ $PREC != float16 ]] ||
+    die "PREC is float16, in which T5's activations overflow" "Use bfloat16, which has float32's range, or float32."
+  check_choice PREC "$PREC" float32 bfloat16
+  check_number NUM_MICROBATCHES "$NUM_MICROBATCHES" 0
+  check_choice TRANSPOSE_BS "$TRANSPOSE_BS" 0 1
+  check_choice FUSE_QKV "$FUSE_QKV" 0 1
+  check_choice PACK "$PACK" 0 1
+  [[ -z $ENABLE_FP8 ]] || check_choice ENABLE_FP8 "$ENABLE_FP8" 0 1
+  # FP8 multiplies what is kept in bfloat16. Left alone it is on where the GPU has it.
+  if [[ ${ENABLE_FP8:-1} == 1 && $PREC != bfloat16 ]]; then
+    note "FP8 needs PREC=bfloat16, which is used; ENABLE_FP8=0 keeps $PREC"
+    PREC=bfloat16
+  fi
+}
+
+check_data() {
+  : "${TFDS_DATA_DIR:=}"
+  [[ -n $TFDS_DATA_DIR || ! -d /t5x_home/datasets ]] || TFDS_DATA_DIR=/t5x_home/datasets
+  [[ -z $TFDS_DATA_DIR || -d $TFDS_DATA_DIR ]] ||
+    die "TFDS_DATA_DIR=$TFDS_DATA_DIR is no folder" "It holds the data sets, one folder each (docs/data.md)."
+}
+
+# new_finetuning_folder: copies the last checkpoint of MODEL_DIR, and goes on there.
+new_finetuning_folder() {
+  local last
+  last=$(find "$MODEL_DIR" -maxdepth 1 -name 'checkpoint_*' -printf '%f\n' 2>/dev/null |
+    grep -E '^checkpoint_[0-9]+$' | sort -t_ -k2 -n | tail -1)
+  [[ -n $last ]] || die "MAKE_FT_DIR=true, but $MODEL_DIR has no checkpoint to copy"
+  local folder
+  folder=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$(date +%F_%H-%M-%S)
+  mkdir "$folder"
+  cp -r "$MODEL_DIR/$last" "$folder/"
+  note "$MODEL_DIR/$last is copied to $folder, where finetuning goes on"
+  MODEL_DIR=$folder
+}
+
+# Sets COMMAND, from GIN_FILE, BSIZE and the variables that the scripts are given.
+build_command() {
+  local batch
+  COMMAND=("$PYTHON" -u -m t5x.train
+    --gin_file="t5x/contrib/gpu/t5/t5_1_1/examples/${GIN_FILE}"
+    --gin.MODEL_DIR="\"$MODEL_DIR\""
+    --gin.network.T5Config.dtype="\"$PREC\""
+    --gin.network.T5Config.transpose_batch_sequence="$TRANSPOSE_BS"
+    --gin.network.T5Config.fuse_qkv_params="$FUSE_QKV"
+    --gin.trainer.Trainer.num_microbatches="$NUM_MICROBATCHES"
+    --gin.train.te_config_cls=@te_helper.TransformerEngineConfig
+    --gin.te_helper.TransformerEngineConfig.fp8_format='"hybrid"'
+    --gin.train/utils.DatasetConfig.pack="$PACK"
+    --gin.train_eval/utils.DatasetConfig.pack="$PACK")
+  for batch in train train_eval infer_eval; do
+    COMMAND+=(--gin."$batch"/utils.DatasetConfig.batch_size="$BSIZE")
+  done
+  # Not given, it is left to what the GPUs can do; given, it is meant, and fails where it cannot be.
+  [[ -z $ENABLE_FP8 ]] || COMMAND+=(--gin.te_helper.TransformerEngineConfig.enabled="$ENABLE_FP8")
+  [[ -z ${TFDS_DATA_DIR:-} ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
+}
+
+# The flags for this machine and size, and after them the user's own, which win.
+set_xla_flags() {
+  XLA_FLAGS=$("$PYTHON" -m rosetta_t5.parallel.xla_flags "${SCRIPTS_DIR}/xla_flags/$1.txt")
+  export XLA_FLAGS
+}
