@@ -1,0 +1,1 @@
+"""NVIDIA's edition of T5X."""

@@ -1,0 +1,1 @@
+"""NVIDIA's scripts, under T5X's path."""

@@ -1,0 +1,1 @@
+../../../../scripts_gpu/multiprocess.sh

@@ -1,0 +1,1 @@
+../../../../scripts_gpu/singlenode_ft_frompile.sh

@@ -1,0 +1,1 @@
+../../../../scripts_gpu/singlenode_pretrain_pile.sh

@@ -1,0 +1,1 @@
+../../../../scripts_gpu/slurm_job.sh
