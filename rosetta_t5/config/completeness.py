@@ -46,21 +46,18 @@ def check_required(program: Program) -> None:
   _refuse_if_missing(missing, program)
 
 
-def check_complete(program: Program, function: Callable[..., Any] | None = None) -> None:
-  """Raises ConfigError for macros that are used and set nowhere, and for arguments left open.
-
-  Args:
-    program: what was bound.
-    function: what will be called, if known; then the arguments that it needs, and those of all
-      that is built for it, are checked too.
-  """
+def check_macros(program: Program) -> None:
+  """Raises ConfigError with every macro that is used and set nowhere."""
   used = program.macros_used()
   _refuse_if_missing({name: used[name] for name in used if not _is_set(name)}, program)
-  if function is not None:
-    found = _unbound(gin.config._INVERSE_REGISTRY[function], [], set())
-    told = [_tell_unbound(*what, program) for what in found]
-    if told:
-      raise ConfigError("\n".join(told))
+
+
+def check_arguments(program: Program, function: Callable[..., Any]) -> None:
+  """Raises ConfigError for arguments left open, of what will be called and all that is built for it."""
+  found = _unbound(gin.config._INVERSE_REGISTRY[function], [], set())
+  told = [_tell_unbound(*what, program) for what in found]
+  if told:
+    raise ConfigError("\n".join(told))
 
 
 def _is_set(macro: str) -> bool:

@@ -19,6 +19,42 @@ class ConfigError(ValueError):
   """A command line or gin file that cannot run: what was given, where, and the line to change."""
 
 
+class FollowOnError(ConfigError):
+  """What is wrong only because something else is, which has been told: a name of a failed import."""
+
+
+class Problems:
+  """What is wrong with a configuration, collected so that all of it can be told at once.
+
+  Attributes:
+    texts: one text a problem, in the order in which they were found.
+  """
+
+  def __init__(self) -> None:
+    self.texts: list[str] = []
+
+  @contextlib.contextmanager
+  def noted(self, *more: object) -> Iterator[None]:
+    """Notes a ConfigError of the body, with lines of its own (where it comes from), and goes on."""
+    try:
+      yield
+    except ConfigError as error:
+      if not (self.texts and isinstance(error, FollowOnError)):
+        self.texts.append("\n".join([str(error), *(f"  {line}" for line in more)]))
+
+  def refuse(self) -> None:
+    """Raises ConfigError with every problem, if there are any."""
+    if len(self.texts) == 1:
+      raise ConfigError(self.texts[0])
+    if self.texts:
+      raise ConfigError(f"{len(self.texts)} problems\n\n{self}")
+
+  def __str__(self) -> str:
+    """The problems, numbered."""
+    numbered = (f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(self.texts, 1))
+    return "\n".join(numbered)
+
+
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
   """Returns " Did you mean A or B?" for the known names most like `name`, or nothing."""
   found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gin import config_parser
 
-from rosetta_t5.config.errors import ConfigError
+from rosetta_t5.config.errors import ConfigError, Problems
 from rosetta_t5.config.t5x_paths import find_gin_file
 
 COMMAND_LINE = "the command line"
@@ -97,10 +97,14 @@ class Program:
   files: tuple[GinFile, ...]
   bindings: GinFile
 
+  def statements(self) -> Iterator[Import | Binding]:
+    """Yields every import and binding in the order in which it takes effect."""
+    for file in (*self.files, self.bindings):
+      yield from _flat(file)
+
   def bindings_in_order(self) -> Iterator[Binding]:
     """Yields every binding in the order in which it takes effect."""
-    for file in (*self.files, self.bindings):
-      yield from _bindings(file)
+    yield from (s for s in self.statements() if isinstance(s, Binding))
 
   def in_force(self) -> list[Binding]:
     """The bindings that no later one replaces."""
@@ -117,15 +121,28 @@ class Program:
 
 
 def read_program(
-  files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]
+  files: Sequence[str],
+  bindings: Sequence[str],
+  search_paths: Sequence[str],
+  problems: Problems | None = None,
 ) -> Program:
   """Reads gin files, all that they include, and the command line's bindings.
 
+  Args:
+    files: gin files, each as it stands, or found in a search path or among the recipes.
+    bindings: single statements.
+    search_paths: folders.
+    problems: takes what is wrong, and what can be read is returned; None to raise it.
+
   Raises:
-    ConfigError: a file is missing, includes itself, or is no valid gin.
+    ConfigError: files are missing, include themselves, or are no valid gin.
   """
-  read = tuple(_read_file(name, search_paths) for name in files)
-  on_command_line = [s for text in bindings for s in _read_binding(text, search_paths)]
+  found = Problems() if problems is None else problems
+  way = _Way(search_paths, found)
+  read = tuple(_read_file(name, way) for name in files)
+  on_command_line = [s for text in bindings for s in _read_binding(text, way)]
+  if problems is None:
+    found.refuse()
   return Program(read, GinFile(tuple(on_command_line)))
 
 
@@ -140,11 +157,11 @@ def leaves(value: Any) -> Iterator[Any]:
     yield from leaves(item)
 
 
-def _bindings(file: GinFile) -> Iterator[Binding]:
+def _flat(file: GinFile) -> Iterator[Import | Binding]:
   for statement in file.statements:
     if isinstance(statement, GinFile):
-      yield from _bindings(statement)
-    elif isinstance(statement, Binding):
+      yield from _flat(statement)
+    else:
       yield statement
 
 
@@ -158,49 +175,58 @@ class _KeepNames(config_parser.ParserDelegate):
     return Macro(name)
 
 
-def _read_file(name: str, search_paths: Sequence[str], outer: tuple[str, ...] = ()) -> GinFile:
-  path = find_gin_file(name, search_paths)
-  text = path.read_text(encoding="utf-8")
-  return GinFile(tuple(_statements(text, name, search_paths, (*outer, str(path.resolve())))))
+@dataclasses.dataclass(frozen=True)
+class _Way:
+  """How a file was come by: from which files, by which include statements, the innermost first."""
+
+  search_paths: Sequence[str]
+  problems: Problems
+  files: tuple[str, ...] = ()
+  includes: tuple[Place, ...] = ()
+
+  def included(self, place: Place) -> _Way:
+    return dataclasses.replace(self, includes=(place, *self.includes))
 
 
-def _read_binding(text: str, search_paths: Sequence[str]) -> list[Import | Binding | GinFile]:
-  try:
-    return list(_statements(text, COMMAND_LINE, search_paths, ()))
-  except ConfigError as error:
-    name, _, value = (part.strip() for part in text.partition("="))
-    if not value or value[0] in "'\"@%[({":
-      raise
-    raise ConfigError(
-      f"{error}\n  text needs quotes that the shell leaves in place: --gin.{name}=\"'{value}'\""
-    ) from error
+def _read_file(name: str, way: _Way) -> GinFile:
+  """Reads a file as far as it can be read; what is wrong is noted."""
+  statements = []
+  with way.problems.noted(*(f"included from {place}" for place in way.includes)):
+    path = find_gin_file(name, way.search_paths)
+    if str(path.resolve()) in way.files:
+      raise ConfigError("the file includes itself: remove one of the includes.")
+    inner = dataclasses.replace(way, files=(*way.files, str(path.resolve())))
+    for statement in _statements(path.read_text(encoding="utf-8"), name, inner):
+      statements.append(statement)
+  return GinFile(tuple(statements))
 
 
-def _statements(
-  text: str, name: str, search_paths: Sequence[str], files: tuple[str, ...]
-) -> Iterator[Import | Binding | GinFile]:
-  """Yields the statements of `text`; `files` leads from the outermost file to this one."""
+def _read_binding(text: str, way: _Way) -> list[Import | Binding | GinFile]:
+  with way.problems.noted():
+    try:
+      return list(_statements(text, COMMAND_LINE, way))
+    except ConfigError as error:
+      name, _, value = (part.strip() for part in text.partition("="))
+      if not value or value[0] in "'\"@%[({":
+        raise
+      raise ConfigError(
+        f"{error}\n  text needs quotes that the shell leaves in place: --gin.{name}=\"'{value}'\""
+      ) from error
+  return []
+
+
+def _statements(text: str, name: str, way: _Way) -> Iterator[Import | Binding | GinFile]:
+  """Yields the statements of `text`, included files in their places."""
   for statement in _parse(text, name):
     if isinstance(statement, config_parser.BlockDeclaration):
       continue  # each line of the block is a binding of its own
     place = Place(name, statement.location.line_num, statement.location.line_content)
     if isinstance(statement, config_parser.IncludeStatement):
-      yield _read_include(statement.filename, place, search_paths, files)
+      yield _read_file(statement.filename, way.included(place))
     elif isinstance(statement, config_parser.ImportStatement):
       yield Import(statement, place)
     else:
       yield Binding(statement.scope, statement.selector, statement.arg_name, statement.value, place)
-
-
-def _read_include(
-  name: str, place: Place, search_paths: Sequence[str], files: tuple[str, ...]
-) -> GinFile:
-  try:
-    if str(find_gin_file(name, search_paths).resolve()) in files:
-      raise ConfigError("the file includes itself: remove one of the includes.")
-    return _read_file(name, search_paths, files)
-  except ConfigError as error:
-    raise ConfigError(f"{error}\n  included from {place}") from None
 
 
 def _parse(text: str, name: str) -> Iterator[Any]:

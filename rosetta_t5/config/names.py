@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterable
@@ -11,7 +12,9 @@ from typing import Any
 import gin
 from gin import config_parser
 
-from rosetta_t5.config.errors import ConfigError, near
+from rosetta_t5.config.errors import ConfigError, FollowOnError, near
+from rosetta_t5.config.scripts import RUN_MODES, SCRIPTS, find_script
+from rosetta_t5.config.unimported import StandIn, is_slow, read_instead
 
 _NO_LOCATION = config_parser.Location(None, 0, None, "")
 _TURN_ON = config_parser.ImportStatement(
@@ -26,12 +29,16 @@ class Names:
 
   On the command line (`others` given) a name may also be one that any file imports; T5X wants it
   to be used in a file, which users cannot see from outside.
+
+  With `read_slow`, modules that would import TensorFlow are read instead (see `unimported`).
   """
 
-  def __init__(self, others: Iterable[Names] = ()):
+  def __init__(self, others: Iterable[Names] = (), read_slow: bool = False):
     self._context = gin.config.ParseContext()
     self._modules: dict[str, ModuleType] = {}
+    self._failed: set[str] = set()
     self._others = tuple(others)
+    self._read_slow = read_slow
     self._dynamic = False
 
   @property
@@ -41,13 +48,17 @@ class Names:
 
   def add_import(self, statement: config_parser.ImportStatement) -> None:
     """Imports a module and makes its name usable."""
-    self._context.process_import(statement)
-    if statement.module == _TURN_ON.module:
-      self._dynamic = True
-    else:
-      name = statement.bound_name()
-      is_whole_name = statement.is_from or statement.alias  # else `import a.b`, which binds a
-      self._modules[name] = sys.modules[statement.module if is_whole_name else name]
+    read = self._read_slow and is_slow(statement.module)
+    name = statement.bound_name()
+    self._failed.add(name)  # until it is there
+    with read_instead(statement.module) if read else contextlib.nullcontext():
+      self._context.process_import(statement)
+      if statement.module == _TURN_ON.module:
+        self._dynamic = True
+      else:
+        is_whole_name = statement.is_from or statement.alias  # else `import a.b`, which binds a
+        self._modules[name] = sys.modules[statement.module if is_whole_name else name]
+    self._failed.discard(name)
 
   def find(self, selector: str) -> gin.config.Configurable:
     """Returns the object that `selector` names, registered with gin.
@@ -72,16 +83,29 @@ class Names:
     first, *rest = selector.split(".")
     if first == "gin":
       return self._context.get_configurable(selector)
+    if first in self._failed:
+      raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
     if first not in self._modules:
       where = near(first, self._modules) or f" Import it: from … import {first}"
       raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{where}")
     found: Any = self._modules[first]
+    if found is sys.modules["__main__"] and rest and rest[0] in SCRIPTS:
+      self._make_script(rest[0])
     for name in rest:
       if not hasattr(found, name):
         owner = getattr(found, "__name__", first)
         raise ConfigError(f"{owner} has no {name!r}.{near(name, _public(found))}")
       found = getattr(found, name)
     return self._context.get_configurable(selector)
+
+  def _make_script(self, name: str) -> None:
+    """Puts a run where `import __main__` finds it, whatever program `__main__` is."""
+    main = sys.modules["__main__"]
+    if hasattr(main, name):
+      return
+    is_run = name in RUN_MODES.values()
+    read = self._read_slow and not is_run
+    setattr(main, name, getattr(StandIn(SCRIPTS[name]), name) if read else find_script(name))
 
   def _registered(self) -> list[str]:
     """The names of everything registered, as short as they are unique."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sysconfig
 import traceback
@@ -11,8 +12,8 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.completeness import check_complete, check_required
-from rosetta_t5.config.errors import ConfigError, near
+from rosetta_t5.config.completeness import check_arguments, check_macros, check_required
+from rosetta_t5.config.errors import ConfigError, FollowOnError, Problems, near
 from rosetta_t5.config.gin_files import (
   Binding,
   GinFile,
@@ -29,6 +30,25 @@ from rosetta_t5.config.t5x_paths import open_recipe, recipe
 
 # Programs that call gin's own parser can include recipes too.
 gin.config.register_file_reader(open_recipe, lambda path: recipe(path) is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+  """How statements are bound.
+
+  Attributes:
+    skip_unknown: leave out bindings of, and imports of, what does not exist: all, or those named.
+    problems: takes what is wrong.
+    read_slow: read modules that would import TensorFlow instead of importing them.
+  """
+
+  skip_unknown: bool | Sequence[str] = False
+  problems: Problems = dataclasses.field(default_factory=Problems)
+  read_slow: bool = False
+
+  def may_skip(self, name: str) -> bool:
+    """Whether `name` may be unknown."""
+    return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
 
 
 def parse_gin_flags(
@@ -51,56 +71,77 @@ def parse_gin_flags(
     ConfigError: something is missing, misspelt or no valid gin; names its file and line.
   """
   program = read_program(gin_files, gin_bindings, gin_search_paths)
+  how = How(skip_unknown)
   if finalize_config:
     check_required(program)
-  bind(program, skip_unknown=skip_unknown)
+  bind(program, how)
   if finalize_config:
-    check_spelling(program)
-    check_complete(program)
+    check_bound(program, None, how.problems)
+  how.problems.refuse()
+  if finalize_config:
     gin.finalize()
   for line in gin.config_str().splitlines():
     logging.getLogger(__name__).info("%s", line)
 
 
 def configure(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:
-  """Binds a whole program and returns `function` as gin configures it, everything checked."""
-  if gin.config_is_locked():  # by an earlier run of this process
-    gin.clear_config()
-  bind(program, run_script_names(function))
-  check_spelling(program)
-  check_complete(program, function)
+  """Binds a whole program and returns `function` as gin configures it, everything checked.
+
+  Raises:
+    ConfigError: with all that is wrong.
+  """
+  how = How()
+  bind(program, how, function)
+  check_bound(program, function, how.problems)
+  how.problems.refuse()
   gin.finalize()
   return gin.get_configurable(function)
 
 
-def bind(
-  program: Program,
-  run_script: Names | None = None,
-  skip_unknown: bool | Sequence[str] = False,
-) -> None:
-  """Binds every statement in order: files, then the command line."""
-  seen = [run_script] if run_script else []
+def check_bound(program: Program, function: Callable[..., Any] | None, problems: Problems) -> None:
+  """Notes what is misspelt or missing in a program that has been bound."""
+  all_bound = not problems.texts
+  with problems.noted():
+    check_spelling(program)
+  with problems.noted():
+    check_macros(program)
+  # What could not be bound would only be told a second time.
+  if function is not None and all_bound:
+    with problems.noted():
+      check_arguments(program, function)
+
+
+def bind(program: Program, how: How, function: Callable[..., Any] | None = None) -> None:
+  """Binds every statement in order: files, then the command line.
+
+  Args:
+    program: the statements.
+    how: what to do about what cannot be bound.
+    function: what will be run, if that is known; gin files find it in `__main__`.
+  """
+  if gin.config_is_locked():  # by an earlier run of this process
+    gin.clear_config()
+  seen = [run_script_names(function)] if function else []
   for file in program.files:
-    _bind_file(file, Names(), seen, skip_unknown)
-  _bind_file(program.bindings, Names(others=reversed(seen)), seen, skip_unknown)
+    _bind_file(file, Names(read_slow=how.read_slow), seen, how)
+  _bind_file(program.bindings, Names(reversed(seen), how.read_slow), seen, how)
 
 
-def _bind_file(
-  file: GinFile, names: Names, seen: list[Names], skip_unknown: bool | Sequence[str]
-) -> None:
+def _bind_file(file: GinFile, names: Names, seen: list[Names], how: How) -> None:
   """Binds one file's statements; the names of each file seen are kept for the command line."""
   for statement in file.statements:
-    if isinstance(statement, GinFile):
-      _bind_file(statement, Names(), seen, skip_unknown)
-    elif isinstance(statement, Import):
-      _import(statement, names, skip_unknown)
-    else:
-      _bind_statement(statement, names, skip_unknown)
+    with how.problems.noted():
+      if isinstance(statement, GinFile):
+        _bind_file(statement, Names(read_slow=how.read_slow), seen, how)
+      elif isinstance(statement, Import):
+        _import(statement, names, how)
+      else:
+        _bind_statement(statement, names, how)
   gin.config._IMPORTS.update(names.imports)
   seen.append(names)
 
 
-def _bind_statement(statement: Binding, names: Names, skip_unknown: bool | Sequence[str]) -> None:
+def _bind_statement(statement: Binding, names: Names, how: How) -> None:
   """Sets one argument or macro."""
   with _at(statement.place):
     if statement.macro is not None:
@@ -109,7 +150,7 @@ def _bind_statement(statement: Binding, names: Names, skip_unknown: bool | Seque
       try:
         configurable = names.find(statement.selector)
       except ConfigError:
-        if _may_skip(statement.selector, skip_unknown):
+        if how.may_skip(statement.selector):
           return
         raise
       check_takes(configurable, statement.argument)
@@ -134,13 +175,13 @@ def _with_references(value: Any, names: Names) -> Any:
       return value
 
 
-def _import(statement: Import, names: Names, skip_unknown: bool | Sequence[str]) -> None:
+def _import(statement: Import, names: Names, how: How) -> None:
   """Imports a module for one gin file."""
   module = statement.statement.module
   try:
     names.add_import(statement.statement)
   except ModuleNotFoundError as error:
-    if not _may_skip(module, skip_unknown):
+    if not how.may_skip(module):
       raise ConfigError(f"{_what_is_missing(module, error)}\n  {statement.place}") from error
   except Exception as error:
     raise ConfigError(
@@ -181,14 +222,12 @@ def _submodules(package: str) -> list[str]:
   return [module.name for module in pkgutil.iter_modules(path)]
 
 
-def _may_skip(name: str, skip_unknown: bool | Sequence[str]) -> bool:
-  return skip_unknown if isinstance(skip_unknown, bool) else name in skip_unknown
-
-
 @contextlib.contextmanager
 def _at(place: Place) -> Iterator[None]:
   """Adds the place to whatever goes wrong with a statement."""
   try:
     yield
+  except FollowOnError:
+    raise
   except Exception as error:
     raise ConfigError(f"{error}\n  {place}") from error
