@@ -18,11 +18,19 @@ Values = dict[str, dict[str, float]]
 
 @dataclasses.dataclass
 class LossEvaluation:
-  """What the loss is measured on: made in the background while the run prepares its state."""
+  """What the loss is measured on: made in the background while the run prepares its state.
+
+  Attributes:
+    cfg: the data; None for nothing.
+    get_datasets: makes each task's batches.
+    num_batches: how many of them; None where `get_datasets` has that bound.
+    model: the model.
+    partitioner: splits batches over the devices.
+  """
 
   cfg: data.DatasetConfig | None
   get_datasets: Callable[..., Mapping[str, Any]]
-  num_batches: int
+  num_batches: int | None
   model: Any
   partitioner: BasePartitioner
 
@@ -35,9 +43,13 @@ class LossEvaluation:
     if self.cfg is None:
       return {}
     layout = self.partitioner.get_data_layout(self.cfg.batch_size)
-    converter_cls = self.model.FEATURE_CONVERTER_CLS
+    steps = {} if self.num_batches is None else {"eval_steps": self.num_batches}
     return self.get_datasets(
-      self.cfg, layout.shard_id, layout.num_shards, self.num_batches, converter_cls
+      self.cfg,
+      layout.shard_id,
+      layout.num_shards,
+      feature_converter_cls=self.model.FEATURE_CONVERTER_CLS,
+      **steps,
     )
 
   def task_names(self) -> list[str]:

@@ -13,7 +13,7 @@ from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.train_state import InferenceState, TrainState
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -121,7 +121,7 @@ def _check_divides(num_microbatches: int, batch: Batch) -> None:
     )
 
 
-def eval_step(state: TrainState, batch: Batch, *, eval_fn: LossFn) -> Metrics:
+def eval_step(state: TrainState | InferenceState, batch: Batch, *, eval_fn: LossFn) -> Metrics:
   """Returns the metrics of a batch without dropout: eval_fn(params, batch) → (loss, metrics)."""
   return dict(eval_fn(state.params, batch)[1])
 

@@ -1,0 +1,18 @@
+"""T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
+
+from rosetta_t5.eval import (
+  evaluate,
+  main,
+)
+from rosetta_t5.inference.evaluator import (
+  InferenceEvaluator,
+)
+
+__all__ = [
+  "InferenceEvaluator",
+  "evaluate",
+  "main",
+]
+
+if __name__ == "__main__":
+  main()

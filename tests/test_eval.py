@@ -1,0 +1,149 @@
+"""Evaluating checkpoints: one, a list or all of a folder; each once; with a table at the end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_tasks import add_task, byte_model
+
+from rosetta_t5 import checkpoints, data
+from rosetta_t5.eval import evaluate
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.telemetry.metrics_table import metrics_table
+from rosetta_t5.training import Trainer
+
+TASK = "pairs_to_evaluate"
+STEPS = (3, 7)
+
+
+def likelihood(targets, scores):
+  return {"likelihood": float(scores.mean())}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+  """Checkpoints of two steps with parameters of their own, optimizer state included."""
+  add_task(TASK, metric_fns=[likelihood])
+  folder, model, partitioner = tmp_path_factory.mktemp("run"), byte_model(), PjitPartitioner(1)
+  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
+  initializer = checkpoints.TrainStateInitializer(
+    model.optimizer_def, model.get_initial_variables, shapes, partitioner
+  )
+  manager = checkpoints.OrbaxCheckpointManagerInterface(
+    folder, initializer.global_train_state_shape, partitioner
+  )
+  for step in STEPS:
+    state = initializer.from_scratch(jax.random.PRNGKey(step))
+    manager.save(state.replace_step(jax.device_put(np.int32(step), state.step.sharding)))
+  manager.close()
+  yield folder
+  data.tensorflow_import.import_seqio().TaskRegistry.remove(TASK)
+
+
+def run(path, output_dir, mode="specific", **arguments):
+  def config(**fields):
+    given = {"task_feature_lengths": None, "split": "test", "batch_size": 8, "shuffle": False}
+    return data.DatasetConfig(**{"mixture_or_task_name": TASK, **given, "seed": 0, **fields})
+
+  given = {
+    "model": byte_model(),
+    "dataset_cfg": config(**arguments.pop("dataset", {})),
+    "restore_checkpoint_cfg": checkpoints.RestoreCheckpointConfig(path, mode=mode),
+    "partitioner": PjitPartitioner(num_partitions=1),
+    "output_dir": str(output_dir),
+    "summarize_config_fn": lambda model_dir, summary_writer, step: None,
+  }
+  return evaluate(**{**given, **arguments})
+
+
+def logged(output_dir):
+  path = output_dir / f"inference_eval/{TASK}-metrics.jsonl"
+  return {row["step"]: row["likelihood"] for row in map(json.loads, path.read_text().splitlines())}
+
+
+def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
+  own = shutil.copytree(model_dir, tmp_path / "run")
+  shutil.move(own / "checkpoint_7", tmp_path / "checkpoint_7")
+  out = tmp_path / "out"
+  first = run(str(own), out, mode="all")
+  assert list(first) == [3]
+  shutil.move(tmp_path / "checkpoint_7", own / "checkpoint_7")
+  capsys.readouterr()
+  second = run(str(own), out, mode="all")
+  assert list(second) == [7]
+  likelihoods = {**first, **second}
+  assert logged(out) == {step: likelihoods[step][TASK]["likelihood"] for step in STEPS}
+  assert likelihoods[3] != likelihoods[7]
+  said = capsys.readouterr().out
+  assert f"left out, as they have been evaluated before: {own}/checkpoint_3" in said
+  assert f"{TASK}  step  likelihood\n" in said
+  assert f"results  {out}/inference_eval" in said
+  assert (out / f"eval.{TASK}.ckpt").read_text().split() == [
+    f"{own}/checkpoint_3",
+    f"{own}/checkpoint_7",
+  ]
+  assert "Total number of parameters" in (out / "model-info.txt").read_text()
+
+
+def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
+  seen = []
+
+  class Watched(Trainer):
+    def eval(self, batch_iters):
+      futures = super().eval(batch_iters)
+      seen.append({name: future.result() for name, future in futures.items()})
+      return futures
+
+  results = run(
+    [str(model_dir / "checkpoint_7"), str(model_dir / "checkpoint_3")],
+    tmp_path,
+    dataset={"task_feature_lengths": {"inputs": 16, "targets": 16}},
+    training_evaluator_cls=Watched,
+    train_eval_get_dataset_fn=functools.partial(data.get_training_eval_datasets, eval_steps=1),
+  )
+  assert list(results) == [7, 3]
+  losses = [float(jnp.asarray(values[TASK]["loss"].value)) for values in seen]
+  assert len(losses) == 2
+  assert losses[0] != losses[1]
+  assert list((tmp_path / "training_eval" / TASK).glob("events*"))
+
+
+@pytest.mark.parametrize(
+  ("path", "mode", "text"),
+  [
+    ("", "all", "there is no checkpoint to evaluate in .*set CHECKPOINT_PATH"),
+    ("checkpoint_5", "specific", "checkpoint_5 is not a checkpoint: there is no such file or fol"),
+  ],
+)
+def test_checkpoints_that_are_not_there_are_told(model_dir, tmp_path, path, mode, text):
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(ValueError, match=text):
+    run(str(tmp_path / "empty" / path), tmp_path / "out", mode=mode)
+
+
+def test_a_task_without_metrics_is_refused_before_anything_is_written(model_dir, tmp_path):
+  add_task("pairs_not_to_evaluate")
+  with pytest.raises(ValueError, match="'pairs_not_to_evaluate' has no task with metrics for the"):
+    run(str(model_dir), tmp_path / "out", dataset={"mixture_or_task_name": "pairs_not_to_evaluate"})
+  data.tensorflow_import.import_seqio().TaskRegistry.remove("pairs_not_to_evaluate")
+  assert not (tmp_path / "out").exists()
+
+
+def test_table_has_a_block_a_task_a_row_a_step_and_a_column_a_metric():
+  metrics = {
+    2000: {"squad": {"em": 81.25, "f1": 88.123456}, "mnli": {"accuracy": 83.0}},
+    1000: {"squad": {"em": 7.5}},
+  }
+  assert metrics_table(metrics) == (
+    "squad  step     em      f1\n"
+    "       1000    7.5\n"
+    "       2000  81.25  88.123\n"
+    "mnli  step  accuracy\n"
+    "      2000        83"
+  )
