@@ -13,8 +13,31 @@ from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jaxtyping import Array, Float
 
 Initializer = Callable[..., Array]
+# y_NO = product(x_NI, w_IO); the kernel may have several dimensions of outputs.
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
+  """Returns a variance-scaling initialiser whose input and output dimensions are told with the call.
+
+  It is called as init(key, shape, dtype, in_axis, out_axis), what `nd_kernel=True` asks of one. Joined
+  to a matrix its values are those of `nn.initializers.variance_scaling` for that matrix.
+
+  Args:
+    scale: a factor on the variance.
+    mode: `fan_in`, `fan_out` or `fan_avg`.
+    distribution: `normal`, `truncated_normal` or `uniform`.
+  """
+
+  def initialise(
+    key: Array, shape: Sequence[int], dtype: Any, in_axis: Sequence[int], out_axis: Sequence[int]
+  ) -> Array:
+    scaling: Any = nn.initializers.variance_scaling
+    return scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
+
+  return initialise
 
 
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -24,15 +47,19 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 class DenseGeneral(nn.Module):
   """A projection over `axis` onto `features`, both of which may span several dimensions.
 
-  The kernel is stored, and drawn, as a matrix [inputs, outputs] whose sides join those dimensions,
-  as T5X stores it: its initial values depend on that.
+  The kernel is stored, and drawn, as a matrix [inputs, outputs] whose sides join those dimensions, as
+  T5X's T5 has it; with `nd_kernel` it keeps them apart, as T5X's scalable T5 has it.
 
   Attributes:
     features: the size, or sizes, of the output's last dimensions.
     axis: the input dimension(s) that are summed over; they must be the last ones.
     dtype: what the product is computed in; the kernel is kept in float32.
-    kernel_init: called as init(key, [inputs, outputs], float32).
-    kernel_axes: logical names of the kernel's two dimensions.
+    kernel_init: called as init(key, [inputs, outputs], float32), with `nd_kernel` as
+      init(key, [*inputs, *outputs], float32, in_axis, out_axis).
+    kernel_axes: logical names of the kernel's dimensions.
+    nd_kernel: whether the kernel is stored as [*inputs, *outputs].
+    make_product: called once a projection for the function that multiplies rows by kernel; None for
+      `matrix_product`. What it makes may be a linen module, which then keeps its state in this one.
   """
 
   features: int | Sequence[int]
@@ -40,10 +67,17 @@ class DenseGeneral(nn.Module):
   dtype: Any = jnp.float32
   kernel_init: Initializer = fan_in_truncated_normal
   kernel_axes: tuple[str, ...] = ()
+  nd_kernel: bool = False
+  make_product: Callable[[], Product] | None = None
 
   @nn.compact
-  def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
+  def __call__(self, inputs: Float[Array, "..."], kernel_only: bool = False) -> Float[Array, "..."]:
     """Returns the projection, [..., *features], in `dtype`.
+
+    Args:
+      inputs: what is projected.
+      kernel_only: whether to return the kernel instead, [inputs, outputs] in `dtype`, for a caller
+        that multiplies by several kernels at once.
 
     Raises:
       ValueError: `axis` is not the input's last dimension(s).
@@ -56,35 +90,54 @@ class DenseGeneral(nn.Module):
         f"input of shape {inputs.shape} names others"
       )
     kept = inputs.shape[: inputs.ndim - len(axes)]
-    shape = (math.prod(inputs.shape[len(kept) :]), math.prod(features))
+    kernel = self._kernel(inputs.shape[len(kept) :], features)
+    kernel = jnp.asarray(kernel, self.dtype)
+    if kernel_only:
+      return kernel
+    rows = inputs.astype(self.dtype).reshape(-1, kernel.shape[0])
+    product = self.make_product() if self.make_product else matrix_product
+    return product(rows, kernel).reshape(*kept, *features)
+
+  def _kernel(self, summed: tuple[int, ...], features: tuple[int, ...]) -> jax.Array:
+    """Returns the kernel as a matrix, however it is stored."""
+    matrix, axes = (math.prod(summed), math.prod(features)), tuple(self.kernel_axes)
+    if not self.nd_kernel:
+      return param_with_axes("kernel", self.kernel_init, matrix, jnp.float32, axes=axes)
+    shape = (*summed, *features)
+    in_axis, out_axis = tuple(range(len(summed))), tuple(range(len(summed), len(shape)))
     kernel = param_with_axes(
-      "kernel", self.kernel_init, shape, jnp.float32, axes=tuple(self.kernel_axes)
+      "kernel", self.kernel_init, shape, jnp.float32, in_axis, out_axis, axes=axes
     )
-    rows = inputs.astype(self.dtype).reshape(-1, shape[0])
-    outputs = matrix_product(rows, jnp.asarray(kernel, self.dtype))
-    return outputs.reshape(*kept, *features)
+    return kernel.reshape(matrix)
 
 
 @jax.custom_vjp
-def matrix_product(x_NI: Float[Array, "N I"], w_IO: Float[Array, "I O"]) -> Float[Array, "N O"]:
+def matrix_product(x_NI: Float[Array, "N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "N *O"]:
   """Returns x·w. Its gradient for w is written as xᵀ·dy.
 
   Differentiated by jax it would be (dyᵀ·x)ᵀ, for which XLA on a CPU computes dy, often a long chain
   of a gated activation, straight into a transposed array: slower than the product itself.
   """
-  return jnp.dot(x_NI, w_IO)
+  return jnp.tensordot(x_NI, w_IO, axes=1)
 
 
 def _product_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Array]]:
-  return jnp.dot(x_NI, w_IO), (x_NI, w_IO)
+  return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO)
 
 
 def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
   x_NI, w_IO = operands
-  return jnp.dot(dy_NO, w_IO.T), jnp.dot(x_NI.T, dy_NO)
+  # wᵀ is written with its outputs first, whatever their number.
+  w_OI = jnp.moveaxis(w_IO, 0, -1)
+  return jnp.tensordot(dy_NO, w_OI, axes=w_OI.ndim - 1), jnp.tensordot(x_NI.T, dy_NO, axes=1)
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
+
+
+def activation_axes(last: str, transpose_batch_sequence: bool) -> tuple[str, str, str]:
+  """Returns the logical axes of activations whose last dimension is `last`."""
+  return ("length", "batch", last) if transpose_batch_sequence else ("batch", "length", last)
 
 
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -115,6 +168,9 @@ class MlpBlock(nn.Module):
     kernel_init: initialiser of all kernels.
     intermediate_dropout_rate: dropout on the hidden layer, shared along the length.
     dtype: what the products are computed in.
+    nd_kernel: how `kernel_init` is called, see `DenseGeneral`.
+    make_product: see `DenseGeneral`.
+    transpose_batch_sequence: whether inputs are [length, batch, features].
   """
 
   intermediate_dim: int = 2048
@@ -122,10 +178,13 @@ class MlpBlock(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
+  nd_kernel: bool = False
+  make_product: Callable[[], Product] | None = None
+  transpose_batch_sequence: bool = False
 
   @nn.compact
   def __call__(
-    self, inputs_BTD: Float[Array, "B T D"], decode: bool = False, deterministic: bool = False
+    self, inputs: Float[Array, "B T D"], decode: bool = False, deterministic: bool = False
   ) -> Float[Array, "B T D"]:
     """Returns the block's output; `decode` is taken for T5X's callers and changes nothing."""
     del decode
@@ -137,18 +196,25 @@ class MlpBlock(nn.Module):
         dtype=self.dtype,
         kernel_init=self.kernel_init,
         kernel_axes=("embed", "mlp"),
+        nd_kernel=self.nd_kernel,
+        make_product=self.make_product,
         name=name,
-      )(inputs_BTD)
+      )(inputs)
       branch_BTF = activation_function(activation)(branch_BTF)
       hidden_BTF = branch_BTF if hidden_BTF is None else hidden_BTF * branch_BTF
-    hidden_BTF = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(
+    length_axis = -3 if self.transpose_batch_sequence else -2
+    hidden_BTF = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(length_axis,))(
       hidden_BTF, deterministic=deterministic
     )
-    hidden_BTF = with_sharding_constraint(hidden_BTF, ("batch", "length", "mlp"))
+    hidden_BTF = with_sharding_constraint(
+      hidden_BTF, activation_axes("mlp", self.transpose_batch_sequence)
+    )
     return DenseGeneral(
-      inputs_BTD.shape[-1],
+      inputs.shape[-1],
       dtype=self.dtype,
       kernel_init=self.kernel_init,
       kernel_axes=("mlp", "embed"),
+      nd_kernel=self.nd_kernel,
+      make_product=self.make_product,
       name="wo",
     )(hidden_BTF)
