@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rosetta_t5.config.changes import changes_since
+from rosetta_t5.config.checking import Resolved
 from rosetta_t5.config.command_line import rewrite_gin_args, run
 from rosetta_t5.config.errors import ConfigError
 from rosetta_t5.config.gin_functions import bool_fn, string_split_fn, sum_fn
@@ -11,7 +13,9 @@ from rosetta_t5.config.summary import get_gin_config_str, summarize_gin_config
 
 __all__ = [
   "ConfigError",
+  "Resolved",
   "bool_fn",
+  "changes_since",
   "get_gin_config_str",
   "parse_gin_flags",
   "rewrite_gin_args",

@@ -9,9 +9,10 @@ from typing import Any
 from absl import app, flags
 
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError
+from rosetta_t5.config.scripts import RUN_MODES
 
-# How to define it, name, default, help.
-_FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
+# How to define it, name, default, help; the choices, if there are a few.
+_FLAGS: tuple[tuple[Any, ...], ...] = (
   (flags.DEFINE_multi_string, "gin_file", [], "A gin file, found through the search paths. Give it "
    "as often as there are files; later ones win."),
   (flags.DEFINE_multi_string, "gin_bindings", [], "One statement, as it would stand in a gin file; "
@@ -25,6 +26,12 @@ _FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
   (flags.DEFINE_integer, "process_count", None, "How many processes there are."),
   (flags.DEFINE_integer, "process_index", None, "Which of them this is, from 0."),
   (flags.DEFINE_integer, "initialization_timeout", 300, "Seconds to wait for all processes."),
+  (flags.DEFINE_enum, "run_mode", None, "What to run; for t5x.main.", RUN_MODES),
+  (flags.DEFINE_bool, "dry_run", False, "Resolve everything, say all that is wrong, print what would "
+   "be run, and touch no device."),
+  (flags.DEFINE_integer, "devices", None, "How many devices the run is for; for --dry_run, which "
+   "touches none. Default: those of this machine."),
+  (flags.DEFINE_integer, "shard_id", None, "Which shard of the examples this is for; for t5x.infer."),
   (flags.DEFINE_bool, "debug", False, f"Show tracebacks of all errors ({DEBUG_VARIABLE}=1)."),
   (flags.DEFINE_bool, "help", False, "Show this."),
 )  # fmt: skip
@@ -44,6 +51,10 @@ class CommandLine:
   process_count: int | None = None
   process_index: int | None = None
   initialization_timeout: int = 300
+  run_mode: str | None = None
+  dry_run: bool = False
+  devices: int | None = None
+  shard_id: int | None = None
   debug: bool = False
   help: bool = False
 
@@ -101,9 +112,9 @@ def _rewrite(argument: str) -> str:
 
 def _define_flags() -> None:
   """Defines our flags once; those that a user's script has defined stay as they are."""
-  for define, name, default, text in _FLAGS:
+  for define, name, default, text, *choices in _FLAGS:
     if name not in flags.FLAGS:
-      define(name, default, text)
+      define(name, default, *choices, text)
   flags.FLAGS.unparse_flags()
 
 

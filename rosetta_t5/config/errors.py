@@ -74,9 +74,17 @@ def errors_as_text() -> Iterator[None]:
   except Exception as error:
     if os.environ.get(DEBUG_VARIABLE) or not _is_for_the_user(error):
       raise
-    text = _GIN_CALL_NOTE.sub("", str(error)).strip()
-    print(f"\nerror: {text}\n(--debug shows where this was raised)", file=sys.stderr, flush=True)
+    print(
+      f"\nerror: {gin_notes_cut(str(error))}\n(--debug shows where this was raised)",
+      file=sys.stderr,
+      flush=True,
+    )
     sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def gin_notes_cut(text: str) -> str:
+  """Returns an error's text without what gin appends on its way through configured functions."""
+  return _GIN_CALL_NOTE.sub("", text).strip()
 
 
 def _is_for_the_user(error: Exception) -> bool:

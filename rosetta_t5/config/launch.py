@@ -8,40 +8,83 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from rosetta_t5.config.checking import Resolved, Rows, check
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.completeness import check_required
-from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, errors_as_text
+from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems, errors_as_text
 from rosetta_t5.config.gin_files import read_program
 from rosetta_t5.config.parsing import configure
+from rosetta_t5.config.scripts import RUN_MODES, find_script, runs_named_in
+from rosetta_t5.config.which_t5x import check_which_t5x
 
 
-def run_from_command_line(function: Callable[..., Any], argv: Sequence[str] | None = None) -> Any:
+def run_from_command_line(
+  function: Callable[..., Any] | None,
+  argv: Sequence[str] | None = None,
+  describe: Callable[[Resolved], Rows] | None = None,
+) -> Any:
   """Runs `function` as the command line and its gin files configure it.
 
   Whatever can be known to be wrong is said before TensorFlow is imported, and the rest before a
   device is touched. Errors that are the user's to mend end the program with their text alone.
 
   Args:
-    function: a run page such as `train`. Gin files know it as `train_script.train`.
+    function: a run page such as `train`. Gin files know it as `train_script.train`. None takes the
+      one that --run_mode names, or else the gin files bind arguments of.
     argv: the program's name and its arguments; None for those of this process.
+    describe: tells, for --dry_run, what a resolved run is.
 
   Returns:
-    What `function` returns.
+    What `function` returns; None for --help and --dry_run.
   """
+  is_own_process = argv is None
   argv = sys.argv if argv is None else argv
   with errors_as_text():
     command = parse_command_line(argv)
     if command.help:
-      print(usage(f"python -m t5x.{function.__name__}"))
+      print(usage(f"python -m t5x.{function.__name__ if function else 'main'}"))
       return None
     if command.debug:
       os.environ[DEBUG_VARIABLE] = "1"
     if not (command.gin_file or command.gin_bindings):
       raise ConfigError("there is nothing to run: --gin_file=gin/examples/quickstart.gin")
+    check_which_t5x()
+    function = function or _chosen(command)
+    if command.dry_run:
+      if is_own_process:
+        _leave_accelerators_alone()
+      print(check(command, function, describe))
+      return None
+    if function is None:
+      raise ConfigError(f"the gin files bind no run. Say which: --run_mode={'|'.join(RUN_MODES)}")
     program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
     check_required(program)
     _prepare(command)
-    return configure(program, function)()
+    run = configure(program, function)
+    return run() if command.shard_id is None else run(shard_id=command.shard_id)
+
+
+def _chosen(command: CommandLine) -> Callable[..., Any] | None:
+  """The run that --run_mode names; else the only one that the gin files bind arguments of."""
+  if command.run_mode:
+    return find_script(RUN_MODES[command.run_mode])
+  program = read_program(
+    command.gin_file, command.gin_bindings, command.gin_search_paths, Problems()
+  )
+  names = runs_named_in(program)
+  if len(names) > 1:
+    raise ConfigError(
+      f"the gin files bind several runs ({', '.join(names)}). Say which: "
+      f"--run_mode={'|'.join(mode for mode, name in RUN_MODES.items() if name in names)}"
+    )
+  return find_script(names[0]) if names else None
+
+
+def _leave_accelerators_alone() -> None:
+  """A check computes nothing; whatever it asks jax is answered by the CPU's backend."""
+  import jax
+
+  jax.config.update("jax_platforms", "cpu")
 
 
 def _prepare(command: CommandLine) -> None:

@@ -70,6 +70,11 @@ def is_slow(module: str) -> bool:
   return False
 
 
+def is_stand_in(value: Any) -> bool:
+  """Whether a function, class or value stands for one of a module that was not imported."""
+  return isinstance(value, NotMade) or bool(getattr(value, "is_stand_in", False))
+
+
 @contextlib.contextmanager
 def read_instead(module: str) -> Iterator[None]:
   """In this context an import of `module` finds a stand-in made from its source."""
@@ -223,6 +228,7 @@ def _callable(node: ast.FunctionDef | ast.ClassDef, module: str) -> Any:
   def stand_in(*args: Any, **kwargs: Any) -> NotMade:
     return NotMade(full_name, {**{str(n): arg for n, arg in enumerate(args)}, **kwargs})
 
+  stand_in.is_stand_in = True  # type: ignore[attr-defined]
   stand_in.__name__ = stand_in.__qualname__ = node.name
   stand_in.__module__ = module
   stand_in.__doc__ = ast.get_docstring(node)

@@ -101,7 +101,7 @@ def test_t5x_train_says_what_is_missing_without_traceback(tmp_path):
   assert "4 values are missing:" in ended.stderr
   for name in ("DROPOUT_RATE", "MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS", "MODEL_DIR"):
     assert f"\n  {name}, needed at " in ended.stderr
-  assert "t5x/examples/t5/t5_1_1/base.gin, line 15:  DROPOUT_RATE = %gin.REQUIRED" in ended.stderr
+  assert "/loss_vocabulary_optimizer.gin, line 12:  DROPOUT_RATE = %gin.REQUIRED" in ended.stderr
   assert "Traceback" not in ended.stderr
   assert "TRAIN_STEPS" not in ended.stderr
 
