@@ -41,12 +41,12 @@ def quantise(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], F
 
 
 @jax.custom_vjp
-def fp8_product(x_NI: Float[Array, "N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "N *O"]:
+def fp8_product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "*N *O"]:
   """Returns x·w, in their type, of operands rounded to eight bits; so are both products backward.
 
   Args:
-    x_NI: rows.
-    w_IO: a kernel, or several stacked along its second dimension.
+    x_NI: rows, in one dimension or several.
+    w_IO: a kernel, whose outputs may have several dimensions, too.
   """
   return _forward(x_NI, w_IO)[0]
 
@@ -54,16 +54,18 @@ def fp8_product(x_NI: Float[Array, "N I"], w_IO: Float[Array, "I *O"]) -> Float[
 def _forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, ...]]:
   x8_NI, x_scale = quantise(x_NI, FORWARD)
   w8_IO, w_scale = quantise(w_IO, FORWARD)
-  y_NO = _scaled_dot(x8_NI, w8_IO, ((1,), (0,)), x_scale, w_scale, x_NI.dtype)
+  last = (x_NI.ndim - 1,)
+  y_NO = _scaled_dot(x8_NI, w8_IO, (last, (0,)), x_scale, w_scale, x_NI.dtype)
   return y_NO, (x8_NI, x_scale, w8_IO, w_scale)
 
 
 def _backward(residuals: tuple[Array, ...], dy_NO: Array) -> tuple[Array, Array]:
   x8_NI, x_scale, w8_IO, w_scale = residuals
   dy8_NO, dy_scale = quantise(dy_NO, GRADIENT)
-  outputs = tuple(range(1, dy_NO.ndim))
-  dx_NI = _scaled_dot(dy8_NO, w8_IO, (outputs, outputs), dy_scale, w_scale, dy_NO.dtype)
-  dw_IO = _scaled_dot(x8_NI, dy8_NO, ((0,), (0,)), x_scale, dy_scale, dy_NO.dtype)
+  rows = tuple(range(x8_NI.ndim - 1))
+  outputs = tuple(range(len(rows), dy_NO.ndim)), tuple(range(1, w8_IO.ndim))
+  dx_NI = _scaled_dot(dy8_NO, w8_IO, outputs, dy_scale, w_scale, dy_NO.dtype)
+  dw_IO = _scaled_dot(x8_NI, dy8_NO, (rows, rows), x_scale, dy_scale, dy_NO.dtype)
   return dx_NI, dw_IO
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,9 +12,64 @@ from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Float, Shaped
 
 from rosetta_t5.kernels.attention import xla_attention
-from rosetta_t5.networks.dense import DenseGeneral, Initializer
+from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 
 _HEADS = ("batch", "length", "heads", "kv")
+
+
+def _dropout_scale(key: Array, rate: float, k_BSHK: Array, dtype: Any) -> jax.Array:
+  """Returns a factor [B, H, S] for each head's values: 0 where a key is dropped."""
+  batch, length, heads, _ = k_BSHK.shape
+  keep_rate = 1.0 - rate
+  # The shape [B, H, 1, S] is T5X's: it decides which keys are dropped.
+  keep = jax.random.bernoulli(key, keep_rate, (batch, heads, 1, length))
+  return (keep[:, :, 0] / jnp.asarray(keep_rate, dtype)).astype(dtype)
+
+
+def dot_product_attention(
+  query: Float[Array, "B T H K"],
+  key: Float[Array, "B S H K"],
+  value: Float[Array, "B S H Kv"],
+  bias: Float[Array, "#B #H #T #S"] | None = None,
+  dropout_rng: Array | None = None,
+  dropout_rate: float = 0.0,
+  deterministic: bool = False,
+  dtype: Any = jnp.float32,
+  float32_logits: bool = False,
+) -> Float[Array, "B T H Kv"]:
+  """Returns what the queries gather from the values; the module's computation as a function.
+
+  Args:
+    query: queries, not scaled.
+    key: keys.
+    value: values.
+    bias: added to the logits; masks are given as a bias too, −1e10 where a key may not be seen.
+    dropout_rng: the key of the dropout on the weights, which is shared along the queries.
+    dropout_rate: its rate.
+    deterministic: whether dropout is off.
+    dtype: what the weights are rounded to; the result has the wider of this and the values' type.
+    float32_logits: whether logits and softmax are float32 whatever the inputs' type.
+
+  Raises:
+    ValueError: there is dropout but no key for it.
+  """
+  drops = not deterministic and dropout_rate > 0.0
+  if drops and dropout_rng is None:
+    raise ValueError(
+      f"dot_product_attention was given dropout_rate = {dropout_rate} but no dropout_rng: give a "
+      "key, or deterministic=True"
+    )
+  if bias is not None:
+    pairs = (query.shape[2], query.shape[1], key.shape[1])
+    bias = jnp.broadcast_to(bias, (bias.shape[0], *pairs))
+  return xla_attention(
+    query,
+    key,
+    value.astype(jnp.promote_types(dtype, value.dtype)),
+    bias_1HTS=bias,
+    value_scale_BHS=_dropout_scale(dropout_rng, dropout_rate, key, dtype) if drops else None,
+    float32_logits=float32_logits,
+  )
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -27,6 +83,13 @@ class MultiHeadDotProductAttention(nn.Module):
     kernel_init: initialiser of the four kernels; the query's is divided by √head_dim.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the query projection's input is divided by √head_dim as well.
+    nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed], and how
+      `kernel_init` is called; see `DenseGeneral`.
+    make_product: how the projections multiply; see `DenseGeneral`.
+    transpose_batch_sequence: whether inputs and output are [length, batch, features].
+    fuse_qkv_params: whether one product makes queries, keys and values where they have one input,
+      else keys and values. The kernels are stacked while a program is traced; they are stored as
+      ever.
   """
 
   num_heads: int
@@ -36,6 +99,10 @@ class MultiHeadDotProductAttention(nn.Module):
   kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
   float32_logits: bool = False
   scale_attn_logits: bool = False
+  nd_kernel: bool = False
+  make_product: Callable[[], Product] | None = None
+  transpose_batch_sequence: bool = False
+  fuse_qkv_params: bool = False
 
   @nn.compact
   def __call__(
@@ -59,16 +126,7 @@ class MultiHeadDotProductAttention(nn.Module):
         (in `init`, with the full length) only makes the cache.
       deterministic: whether dropout is off.
     """
-    # In dtype, as T5X has it: √128 rounded to bfloat16 is in the initial values.
-    depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
-
-    def query_init(*args: Any) -> Array:
-      return self.kernel_init(*args) / depth_scale
-
-    scaled_q = inputs_q / depth_scale if self.scale_attn_logits else inputs_q
-    q_BTHK = self._project(scaled_q, "query", query_init)
-    k_BSHK = self._project(inputs_kv, "key", self.kernel_init)
-    v_BSHK = self._project(inputs_kv, "value", self.kernel_init)
+    q_BTHK, k_BSHK, v_BSHK = self._queries_keys_values(inputs_q, inputs_kv)
     if decode:
       k_BSHK, v_BSHK, mask, bias = self._step_cache(k_BSHK, v_BSHK, mask, bias)
     outputs_BTHK = xla_attention(
@@ -80,33 +138,75 @@ class MultiHeadDotProductAttention(nn.Module):
       value_scale_BHS=None if deterministic else self._dropout_scale(k_BSHK),
       float32_logits=self.float32_logits,
     )
+    if self.transpose_batch_sequence:
+      outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     return DenseGeneral(
       inputs_q.shape[-1],
       axis=(-2, -1),
       dtype=self.dtype,
       kernel_init=self.kernel_init,
-      kernel_axes=("joined_kv", "embed"),
+      kernel_axes=("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed"),
+      nd_kernel=self.nd_kernel,
+      make_product=self.make_product,
+      transpose_batch_sequence=self.transpose_batch_sequence,
       name="out",
     )(outputs_BTHK)
 
-  def _project(self, inputs: jax.Array, name: str, kernel_init: Initializer) -> jax.Array:
-    heads = DenseGeneral(
+  def _queries_keys_values(self, inputs_q: jax.Array, inputs_kv: jax.Array) -> list[jax.Array]:
+    """Returns [B, T, H, K], [B, S, H, K] and [B, S, H, K]."""
+    # In dtype, as T5X has it: √128 rounded to bfloat16 is in the initial values.
+    depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
+
+    def query_init(*args: Any) -> Array:
+      return self.kernel_init(*args) / depth_scale
+
+    query = self._projection("query", query_init)
+    key, value = (self._projection(name, self.kernel_init) for name in ("key", "value"))
+    logit_scale = depth_scale if self.scale_attn_logits else None
+    if self.fuse_qkv_params and inputs_q is inputs_kv:
+      heads = self._fused(inputs_q, [query, key, value], logit_scale)
+    else:
+      q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
+      if self.fuse_qkv_params:
+        heads = [q_BTHK, *self._fused(inputs_kv, [key, value])]
+      else:
+        heads = [q_BTHK, key(inputs_kv), value(inputs_kv)]
+    if self.transpose_batch_sequence:
+      heads = [x_TBHK.swapaxes(0, 1) for x_TBHK in heads]
+    return [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
+
+  def _fused(
+    self, inputs: jax.Array, projections: list[DenseGeneral], logit_scale: jax.Array | None = None
+  ) -> list[jax.Array]:
+    """Returns what the projections make of `inputs`, of one product; the first's divided by a scale."""
+    kernels = [projection(inputs, kernel_only=True) for projection in projections]
+    if logit_scale is not None:
+      kernels[0] = kernels[0] / logit_scale
+    # Stacked along a new dimension: side by side, kernels split over devices would have to move.
+    w_DNJ = jnp.stack(kernels, axis=1)
+    row_shape = inputs.shape[:-1] if self.transpose_batch_sequence else (-1,)
+    product = self.make_product() if self.make_product else matrix_product
+    x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
+    y = product(x_ND, w_DNJ)
+    shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
+    return [y[..., index, :].reshape(shape) for index in range(len(kernels))]
+
+  def _projection(self, name: str, kernel_init: Initializer) -> DenseGeneral:
+    return DenseGeneral(
       (self.num_heads, self.head_dim),
       dtype=self.dtype,
       kernel_init=kernel_init,
-      kernel_axes=("embed", "joined_kv"),
+      kernel_axes=("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv"),
+      nd_kernel=self.nd_kernel,
+      make_product=self.make_product,
+      transpose_batch_sequence=self.transpose_batch_sequence,
       name=name,
-    )(inputs)
-    return with_sharding_constraint(heads, _HEADS)
+    )
 
   def _dropout_scale(self, k_BSHK: jax.Array) -> jax.Array | None:
     if self.dropout_rate == 0.0:
       return None
-    batch, length, heads, _ = k_BSHK.shape
-    keep_rate = 1.0 - self.dropout_rate
-    # The shape [B, H, 1, S] is T5X's: it decides which keys are dropped.
-    keep = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, (batch, heads, 1, length))
-    return (keep[:, :, 0] / jnp.asarray(keep_rate, self.dtype)).astype(self.dtype)
+    return _dropout_scale(self.make_rng("dropout"), self.dropout_rate, k_BSHK, self.dtype)
 
   def _step_cache(
     self, k_BSHK: jax.Array, v_BSHK: jax.Array, mask: jax.Array | None, bias: jax.Array | None

@@ -13,7 +13,7 @@ from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jaxtyping import Array, Float
 
 Initializer = Callable[..., Array]
-# y_NO = product(x_NI, w_IO); the kernel may have several dimensions of outputs.
+# y_NO = product(x_NI, w_IO); rows and outputs may have several dimensions each.
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -60,6 +60,8 @@ class DenseGeneral(nn.Module):
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
     make_product: called once a projection for the function that multiplies rows by kernel; None for
       `matrix_product`. What it makes may be a linen module, which then keeps its state in this one.
+    transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
+      dimensions: joining them would gather a batch that is split over devices.
   """
 
   features: int | Sequence[int]
@@ -69,6 +71,7 @@ class DenseGeneral(nn.Module):
   kernel_axes: tuple[str, ...] = ()
   nd_kernel: bool = False
   make_product: Callable[[], Product] | None = None
+  transpose_batch_sequence: bool = False
 
   @nn.compact
   def __call__(self, inputs: Float[Array, "..."], kernel_only: bool = False) -> Float[Array, "..."]:
@@ -94,7 +97,8 @@ class DenseGeneral(nn.Module):
     kernel = jnp.asarray(kernel, self.dtype)
     if kernel_only:
       return kernel
-    rows = inputs.astype(self.dtype).reshape(-1, kernel.shape[0])
+    row_shape = kept if self.transpose_batch_sequence else (-1,)
+    rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
     product = self.make_product() if self.make_product else matrix_product
     return product(rows, kernel).reshape(*kept, *features)
 
@@ -112,7 +116,7 @@ class DenseGeneral(nn.Module):
 
 
 @jax.custom_vjp
-def matrix_product(x_NI: Float[Array, "N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "N *O"]:
+def matrix_product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "*N *O"]:
   """Returns x·w. Its gradient for w is written as xᵀ·dy.
 
   Differentiated by jax it would be (dyᵀ·x)ᵀ, for which XLA on a CPU computes dy, often a long chain
@@ -127,9 +131,9 @@ def _product_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Arra
 
 def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
   x_NI, w_IO = operands
-  # wᵀ is written with its outputs first, whatever their number.
-  w_OI = jnp.moveaxis(w_IO, 0, -1)
-  return jnp.tensordot(dy_NO, w_OI, axes=w_OI.ndim - 1), jnp.tensordot(x_NI.T, dy_NO, axes=1)
+  w_OI, x_IN = jnp.moveaxis(w_IO, 0, -1), jnp.moveaxis(x_NI, -1, 0)
+  dx_NI = jnp.tensordot(dy_NO, w_OI, axes=w_OI.ndim - 1)
+  return dx_NI, jnp.tensordot(x_IN, dy_NO, axes=x_IN.ndim - 1)
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
@@ -198,6 +202,7 @@ class MlpBlock(nn.Module):
         kernel_axes=("embed", "mlp"),
         nd_kernel=self.nd_kernel,
         make_product=self.make_product,
+        transpose_batch_sequence=self.transpose_batch_sequence,
         name=name,
       )(inputs)
       branch_BTF = activation_function(activation)(branch_BTF)
@@ -216,5 +221,6 @@ class MlpBlock(nn.Module):
       kernel_axes=("mlp", "embed"),
       nd_kernel=self.nd_kernel,
       make_product=self.make_product,
+      transpose_batch_sequence=self.transpose_batch_sequence,
       name="wo",
     )(hidden_BTF)
