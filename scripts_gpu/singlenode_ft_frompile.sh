@@ -43,7 +43,7 @@ FUSE_QKV=${12:-1}
 PACK=${13:-0}
 (($# <= 13)) || die "$# arguments are given, but there are 13" "See $(basename "$0") --help."
 
-((NUM_GPUS != 0)) 2>/dev/null || [[ -n ${4:-} ]] || NUM_GPUS=1
+[[ $NUM_GPUS != 0 || -n ${4:-} ]] || NUM_GPUS=1
 check_choice FT_TASK "$FT_TASK" mnli2 squad1
 check_number NUM_GPUS "$NUM_GPUS" 1
 check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1

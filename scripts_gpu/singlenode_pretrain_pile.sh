@@ -39,7 +39,7 @@ FUSE_QKV=${10:-1}
 PACK=${11:-0}
 (($# <= 11)) || die "$# arguments are given, but there are 11" "See $(basename "$0") --help."
 
-((NUM_GPUS != 0)) 2>/dev/null || [[ -n ${3:-} ]] || NUM_GPUS=1
+[[ $NUM_GPUS != 0 || -n ${3:-} ]] || NUM_GPUS=1
 check_number NUM_GPUS "$NUM_GPUS" 1
 check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1
 check_model

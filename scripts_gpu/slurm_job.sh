@@ -36,13 +36,14 @@ folder=$BASE_T5X_OUTPUTS_DIR/multinode/$KIND-${FT_TASK:+$FT_TASK-}${T5_SIZE:-lar
 mkdir -p "$folder"
 echo "output of the processes: $folder/output-$SLURM_JOB_ID-*.txt"
 
-# Slurm signals this shell alone. The step gets SIGTERM, on which every process saves and ends.
+# Slurm signals this shell alone. It passes SIGTERM on to the processes, which save and end. (srun must not
+# get it: srun would have them killed.)
 requeue=0
 # shellcheck disable=SC2317 # The traps call it.
 interrupt() {
   requeue=1
   echo "job $SLURM_JOB_ID is interrupted: the processes save, then it goes back to the queue"
-  kill -TERM "$step" 2>/dev/null || true
+  scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap interrupt USR1
 trap interrupt TERM

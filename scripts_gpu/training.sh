@@ -97,8 +97,9 @@ check_data() {
 # new_finetuning_folder: copies the last checkpoint of MODEL_DIR, and goes on there.
 new_finetuning_folder() {
   local last
+  [[ -d $MODEL_DIR ]] || die "MAKE_FT_DIR=true, but there is no folder $MODEL_DIR"
   last=$(find "$MODEL_DIR" -maxdepth 1 -name 'checkpoint_*' -printf '%f\n' 2>/dev/null |
-    grep -E '^checkpoint_[0-9]+$' | sort -t_ -k2 -n | tail -1)
+    { grep -E '^checkpoint_[0-9]+$' || true; } | sort -t_ -k2 -n | tail -1)
   [[ -n $last ]] || die "MAKE_FT_DIR=true, but $MODEL_DIR has no checkpoint to copy"
   local folder
   folder=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$(date +%F_%H-%M-%S)

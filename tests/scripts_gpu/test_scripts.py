@@ -1,0 +1,227 @@
+"""NVIDIA's scripts: what they refuse, and the command that they end in."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
+_DOOR = pathlib.Path(__file__).parents[2] / "t5x/contrib/gpu/scripts_gpu"
+_USERS = sorted(path.name for path in _SCRIPTS.glob("*_*_*.s*"))
+# Stands in for Python where only the command matters; what else the scripts ask of it, it is asked.
+_PYTHON = """#!/usr/bin/env bash
+[[ $1 == -u ]] || exec "{python}" "$@"
+printf '%s\\n' "$@" "XLA_FLAGS=$XLA_FLAGS" "CPUS=${{JAX_NUM_CPU_DEVICES:-}}"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path):
+  """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
+  python = tmp_path / "python"
+  python.write_text(_PYTHON.format(python=sys.executable))
+  python.chmod(0o755)
+  root = str(_SCRIPTS.parent)
+  kept = {"PATH": os.environ["PATH"], "PYTHONPATH": root, "PYTHON": str(python)}
+
+  def run_script(script: str, *arguments: str, folder: pathlib.Path = _SCRIPTS, **environment: str):
+    command = ["bash", str(folder / script), *arguments]
+    done = subprocess.run(
+      command,
+      cwd=tmp_path,
+      env=kept | environment,
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+  return run_script
+
+
+def test_pretraining_passes_its_positional_arguments_on(run, tmp_path):
+  status, out, _ = run(
+    "singlenode_pretrain_pile.sh",
+    *["base", "float32", "4", "16", "out", "here", "2", "0", "0", "1", "1"],
+  )
+  assert status == 0
+  arguments = out.splitlines()
+  assert arguments[:3] == ["-u", "-m", "t5x.train"]
+  assert {
+    "--gin_file=t5x/contrib/gpu/t5/t5_1_1/examples/base_pile_pretrain.gin",
+    f'--gin.MODEL_DIR="{tmp_path}/here"',
+    '--gin.network.T5Config.dtype="float32"',
+    "--gin.network.T5Config.transpose_batch_sequence=0",
+    "--gin.network.T5Config.fuse_qkv_params=1",
+    "--gin.trainer.Trainer.num_microbatches=2",
+    "--gin.te_helper.TransformerEngineConfig.enabled=0",
+    "--gin.train/utils.DatasetConfig.pack=1",
+    "--gin.train/utils.DatasetConfig.batch_size=64",
+    "--gin.infer_eval/utils.DatasetConfig.batch_size=64",
+    "CPUS=4",
+  } <= set(arguments)
+  log = "base_gpu_4_float32_gbs_64_fp8_0_fuseqkv_1_transbs_0.log"
+  assert (tmp_path / "out" / log).read_text() == out
+
+
+def test_fp8_that_is_not_asked_for_is_left_to_the_gpu_and_asks_for_bfloat16(run):
+  _, out, err = run("singlenode_pretrain_pile.sh", "small", "float32", "1", "8", "out")
+  assert "TransformerEngineConfig.enabled" not in out
+  assert '--gin.network.T5Config.dtype="bfloat16"' in out
+  assert "FP8 needs PREC=bfloat16, which is used; ENABLE_FP8=0 keeps float32" in err
+
+
+def test_without_arguments_the_documented_defaults_run(run, tmp_path):
+  status, out, _ = run("singlenode_pretrain_pile.sh")
+  assert status == 0
+  assert "small_pile_pretrain.gin" in out
+  assert f'--gin.MODEL_DIR="{tmp_path}/model_dir"' in out
+  assert (tmp_path / "logs").is_dir()
+
+
+def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(run, tmp_path):
+  for step in (900, 1000, 2000):
+    (tmp_path / f"pre/checkpoint_{step}").mkdir(parents=True)
+  (tmp_path / "pre/checkpoint_3000.orbax-checkpoint-tmp-1").mkdir()
+  arguments = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
+  status, out, _ = run("singlenode_ft_frompile.sh", *arguments)
+  assert status == 0
+  (folder,) = tmp_path.glob("ft_pre_*")
+  assert [path.name for path in folder.iterdir()] == ["checkpoint_2000"]
+  assert f'--gin.MODEL_DIR="{folder}"' in out
+  assert "small_squad1_finetune_adam.gin" in out
+
+
+def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path):
+  status, out, _ = run(
+    "multiprocess_pretrain_pile.sh",
+    T5_SIZE="xl",
+    BSIZE_PER_GPU="6",
+    TP_SIZE="2",
+    ENC_SL="256",
+    ENABLE_FP8="0",
+    SLURM_NTASKS="16",
+    SLURM_PROCID="3",
+    WITH_MP="1",
+    CHECKPOINT_DISABLE="1",
+    SLURM_LAUNCH_NODE_IPADDR="10.0.0.7",
+    SLURM_JOB_ID="1",
+    MODEL_DIR="runs/a",
+    T5X_WORKSPACE_DIR=str(tmp_path),
+    XLA_FLAGS="--xla_force_host_platform_device_count=1",
+  )
+  assert status == 0
+  assert {
+    "--gin_file=t5x/contrib/gpu/t5/t5_1_1/examples/xl_pile_pretrain.gin",
+    f'--gin.MODEL_DIR="{tmp_path}/runs/a"',
+    '--gin.TASK_FEATURE_LENGTHS={"inputs": 256, "targets": 128}',
+    "--gin.TRAIN_STEPS=1000000",
+    "--gin.train.stats_period=100",
+    "--gin.train/utils.DatasetConfig.batch_size=48",
+    "--gin.partitioning.PjitPartitioner.num_partitions=2",
+    "--gin.utils.CheckpointConfig.save=None",
+    "--multiprocess_gpu",
+    "--coordinator_address=10.0.0.7:12361",
+    "--process_count=16",
+    "--process_index=3",
+  } <= set(out.splitlines())
+  flags = re.search("XLA_FLAGS=(.*)", out)[1].split()
+  assert flags[-1] == "--xla_force_host_platform_device_count=1", "the user's come last, and win"
+  assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags
+
+
+@pytest.mark.parametrize(
+  ("script", "arguments", "environment", "text"),
+  [
+    (
+      "singlenode_pretrain_pile.sh",
+      ["smal"],
+      {},
+      "T5_SIZE is 'smal', but must be one of: tiny small",
+    ),
+    ("singlenode_pretrain_pile.sh", ["small", "float16"], {}, "in which T5's activations overflow"),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "two"],
+      {},
+      "NUM_GPUS is 'two', but must be",
+    ),
+    ("singlenode_pretrain_pile.sh", ["x"] * 12, {}, "12 arguments are given, but there are 11"),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "3"],
+      {"CUDA_VISIBLE_DEVICES": "0,1"},
+      "NUM_GPUS is 3, but this machine shows 2 GPU(s)",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      [],
+      {"TFDS_DATA_DIR": "/nowhere"},
+      "TFDS_DATA_DIR=/nowhere is no folder",
+    ),
+    ("singlenode_pretrain_pile.sh", [], {"PYTHON": "/bin/false"}, "/bin/false has no rosetta_t5"),
+    (
+      "singlenode_ft_frompile.sh",
+      ["mnli"],
+      {},
+      "FT_TASK is 'mnli', but must be one of: mnli2 squad1",
+    ),
+    (
+      "singlenode_ft_frompile.sh",
+      ["mnli2", "small", "bfloat16", "1", "8", "out", "empty", "0", "true"],
+      {},
+      "but there is no folder",
+    ),
+    (
+      "multiprocess_pretrain_pile.sh",
+      [],
+      {"SLURM_NTASKS": "6", "TP_SIZE": "4"},
+      "TP_SIZE=4 does not divide the job's 6 processes",
+    ),
+    ("example_slurm_pretrain_pile.sub", [], {}, "this is a job for sbatch"),
+    (
+      "example_slurm_pretrain_pile.sub",
+      [],
+      {"SLURM_JOB_ID": "1", "SCRIPTS_DIR": str(_SCRIPTS)},
+      "MODEL_DIR is not set",
+    ),
+  ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+  run, tmp_path, script, arguments, environment, text
+):
+  before = set(tmp_path.iterdir())
+  status, out, err = run(script, *arguments, **environment)
+  assert status == 2
+  assert f"error: {text}" in err or text in err
+  assert out == ""
+  assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("script", _USERS)
+def test_help_explains_every_argument(run, script):
+  status, out, err = run(script, "--help", SCRIPTS_DIR=str(_SCRIPTS))
+  assert (status, err) == (0, "")
+  assert len(out.splitlines()) > 10
+
+
+def test_the_scripts_stand_under_t5x_path_too(run):
+  assert {path.name for path in _DOOR.iterdir()} >= {path.name for path in _SCRIPTS.iterdir()}
+  status, out, _ = run("singlenode_pretrain_pile.sh", folder=_DOOR)
+  assert status == 0
+  assert "small_pile_pretrain.gin" in out
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+  scripts = [str(path) for path in _SCRIPTS.iterdir() if path.suffix in (".sh", ".sub")]
+  done = subprocess.run(
+    ["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts], capture_output=True, text=True, check=False
+  )
+  assert done.stdout == ""
