@@ -63,11 +63,16 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
   found = None if pathlib.Path(path).is_absolute() else recipe(path)
   if found is None:
     searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
-    raise ConfigError(
-      f"there is no gin file {path!r}.{near(path, _known(path, search_paths))}\n"
-      f"  searched: {searched}, and the recipes in {RECIPES}\n"
-      "  to search elsewhere too: --gin_search_paths=.,/another/folder"
-    )
+    known = set(_known(path, search_paths))
+    folder, _, _ = path.rpartition("/")
+    there = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
+    lines = [
+      f"there is no gin file {path!r}.{near(path, known)}",
+      *([f"  in {folder}: {', '.join(there)}"] if folder and there else []),
+      f"  searched: {searched}, and the recipes in {RECIPES}",
+      "  to search elsewhere too: --gin_search_paths=.,/another/folder",
+    ]
+    raise ConfigError("\n".join(lines))
   return found
 
 
