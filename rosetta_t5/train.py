@@ -104,6 +104,7 @@ def train(
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
   restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
   facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg)
+  facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(facts["random_seed"]), 2)

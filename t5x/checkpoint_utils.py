@@ -1,6 +1,7 @@
 """T5X's `checkpoint_utils`: pins, removal, and what layout a checkpoint has."""
 
 from rosetta_t5.checkpoints.folders import CheckpointTypes, detect_checkpoint_type
+from rosetta_t5.checkpoints.loading import get_restore_parameters
 from rosetta_t5.checkpoints.pins import (
   is_pinned_checkpoint,
   pin_checkpoint,
@@ -13,6 +14,7 @@ from rosetta_t5.checkpoints.pins import (
 __all__ = [
   "CheckpointTypes",
   "detect_checkpoint_type",
+  "get_restore_parameters",
   "is_pinned_checkpoint",
   "pin_checkpoint",
   "pinned_checkpoint_filepath",

@@ -11,6 +11,7 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
   restore,
 )
+from rosetta_t5.checkpoints.legacy_manager import LegacyCheckpointer, LegacyCheckpointManager
 from rosetta_t5.data import (
   DatasetConfig,
   ShardedDatasetIterator,
@@ -35,6 +36,8 @@ from rosetta_t5.training.schedules import (
 __all__ = [
   "CheckpointConfig",
   "DatasetConfig",
+  "LegacyCheckpointManager",
+  "LegacyCheckpointer",
   "RestoreCheckpointConfig",
   "SaveCheckpointConfig",
   "ShardedDatasetIterator",

@@ -1,4 +1,4 @@
-"""Save and restore: the layout of T5X's Orbax checkpoints, written in the background."""
+"""Save and restore: written in T5X's Orbax layout in the background, read from any layout."""
 
 from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
@@ -8,7 +8,7 @@ from rosetta_t5.checkpoints.config import (
 from rosetta_t5.checkpoints.fit import CheckpointMismatchError
 from rosetta_t5.checkpoints.folders import all_steps, checkpoint_path, latest_step, read_run_facts
 from rosetta_t5.checkpoints.initializer import TrainStateInitializer
-from rosetta_t5.checkpoints.manager import CheckpointSaveError, OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
   create_checkpoint_manager_and_restore,
@@ -17,7 +17,9 @@ from rosetta_t5.checkpoints.restore import (
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   restore,
+  started_from,
 )
+from rosetta_t5.checkpoints.save_errors import CheckpointSaveError
 
 __all__ = [
   "CheckpointConfig",
@@ -38,4 +40,5 @@ __all__ = [
   "latest_step",
   "read_run_facts",
   "restore",
+  "started_from",
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rosetta_t5.checkpoints.legacy import Checkpointer, refuse_legacy_checkpointer
+from rosetta_t5.checkpoints.assignment_map import apply_assignment_map
+from rosetta_t5.checkpoints.legacy import Checkpointer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 
 _MODES = ("latest", "all", "specific")
@@ -24,13 +26,15 @@ class SaveCheckpointConfig:
     keep: how many of the latest stay; None for all.
     keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
     save_dataset: whether the position in the training data is stored too.
-    checkpointer_cls: T5X's field for its older layout; only its default is supported.
-    state_transformation_fns: not supported yet.
+    checkpointer_cls: T5X's field for its older layout. Checkpoints are Orbax's whatever it is, but
+      what SaveBestCheckpointer is bound to (metric_name_to_monitor, ...) counts.
+    state_transformation_fns: `fn(state_dict, parameter_infos)` returns both, changed, before the
+      state is written.
     checkpoint_manager_cls: builds the manager; bind its further arguments (such as
       force_keep_period) there.
   """
 
-  dtype: str = "float32"
+  dtype: str | None = "float32"
   period: int | None = None
   checkpoint_steps: Sequence[int] | None = None
   keep: int | None = None
@@ -43,8 +47,7 @@ class SaveCheckpointConfig:
   )
 
   def __post_init__(self) -> None:
-    refuse_legacy_checkpointer(self.checkpointer_cls, "SaveCheckpointConfig.checkpointer_cls")
-    _refuse(self.state_transformation_fns, "SaveCheckpointConfig.state_transformation_fns")
+    _check_dtype(self.dtype, "SaveCheckpointConfig.dtype")
 
 
 @dataclasses.dataclass
@@ -53,15 +56,19 @@ class RestoreCheckpointConfig:
 
   Attributes:
     path: a checkpoint's folder (mode 'specific') or a folder of checkpoints; or several; an empty
-      one means none.
+      one means none. A checkpoint may be Orbax's, T5X's older one, Mesh TensorFlow's (folder or
+      prefix) or a Hugging Face folder: its layout is found by looking.
     mode: 'specific' takes path as it is, 'latest' the last checkpoint in it, 'all' every one.
-    assignment_map: not supported yet.
+    assignment_map: (pattern, replacement) pairs: a parameter of the model whose whole name the
+      regular expression matches takes the value of the checkpoint's name that the replacement gives;
+      None leaves it out (then set fallback_to_scratch).
     strict: refuse names in the checkpoint that the model does not have.
     fallback_to_scratch: initialise what the checkpoint lacks.
     dtype: of the restored floating-point parameters; None for the model's own.
     restore_dataset: go on at the stored position in the training data.
-    checkpointer_cls: T5X's field for its older layout; only its default is supported.
-    state_transformation_fns: not supported yet.
+    checkpointer_cls: T5X's field for its older layout; the layout is found by looking.
+    state_transformation_fns: `fn(checkpoint's state dict, model's)` returns the former changed,
+      after assignment_map.
     checkpoint_manager_cls: builds the manager.
   """
 
@@ -85,9 +92,11 @@ class RestoreCheckpointConfig:
       raise ValueError(
         f"RestoreCheckpointConfig.mode = {self.mode!r} is none of {', '.join(_MODES)}{hint}"
       )
-    refuse_legacy_checkpointer(self.checkpointer_cls, "RestoreCheckpointConfig.checkpointer_cls")
-    _refuse(self.assignment_map, "RestoreCheckpointConfig.assignment_map")
-    _refuse(self.state_transformation_fns, "RestoreCheckpointConfig.state_transformation_fns")
+    _check_dtype(self.dtype, "RestoreCheckpointConfig.dtype")
+    if self.assignment_map is not None:
+      # As in T5X, the map is the first of the transformations.
+      renaming = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)
+      self.state_transformation_fns = (renaming, *self.state_transformation_fns)
 
 
 @dataclasses.dataclass
@@ -98,6 +107,6 @@ class CheckpointConfig:
   restore: RestoreCheckpointConfig | None = None
 
 
-def _refuse(value: Any, field: str) -> None:
-  if value:
-    raise ValueError(f"{field} is not supported yet: remove that binding")
+def _check_dtype(dtype: Any, field: str) -> None:
+  if dtype not in (None, "float32", "bfloat16", "float16"):
+    raise ValueError(f"{field} = {dtype!r} is none of 'float32', 'bfloat16', None")

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+OPTIMIZER_STATE = "state/param_states/"
+# Where flax's and Transformer Engine's fp8 layers keep their scales.
+FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
+
+_log = logging.getLogger(__name__)
 
 _ROWS_SHOWN = 20
 _NEAR = 0.8
@@ -44,6 +51,57 @@ def compare(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Misf
   for name in sorted(set(stored) & set(expected)):
     misfits += _compare_leaf(name, stored[name], expected[name])
   return misfits
+
+
+def check_fit(
+  path: Any,
+  stored: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  allow_missing: bool = False,
+  allow_unexpected: bool = False,
+) -> set[str]:
+  """Returns the names of `expected` that a restore can take from `stored`.
+
+  Args:
+    path: the checkpoint, for what is said.
+    stored: what it has, by name.
+    expected: what the train state needs, by name.
+    allow_missing: leave out what the checkpoint lacks, and optimizer state that does not fit.
+    allow_unexpected: ignore what only the checkpoint has.
+
+  Raises:
+    CheckpointMismatchError: something else does not fit.
+  """
+  fresh = list(FP8_COLLECTIONS)
+  if allow_missing or not any(map(_is_optimizer_state, stored)):
+    fresh += [OPTIMIZER_STATE, *([] if allow_missing else ["state/step"])]
+  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
+  misfits = compare(stored, expected)
+  tolerated = [m for m in misfits if m.name.startswith(tuple(fresh)) or allowed.get(m.problem)]
+  if len(tolerated) < len(misfits):
+    raise mismatch_error(path, misfits)
+  _log_tolerated(path, tolerated)
+  begun_again = _with_their_siblings(tolerated, expected)
+  return {name for name in expected if name not in begun_again}
+
+
+def _with_their_siblings(misfits: list[Misfit], expected: Mapping[str, Any]) -> set[str]:
+  """Returns the names to leave out: an optimizer's state of one parameter is restored whole or not."""
+  names = {misfit.name for misfit in misfits}
+  folders = {name.rpartition("/")[0] for name in names if _is_optimizer_state(name)}
+  siblings = {n for n in expected if _is_optimizer_state(n) and n.rpartition("/")[0] in folders}
+  return names | siblings
+
+
+def _log_tolerated(path: Any, misfits: list[Misfit]) -> None:
+  done = {"missing": "is not in it and starts from scratch", "unexpected": "is not used"}
+  for misfit in misfits:
+    what = done.get(misfit.problem, f"is of {misfit.problem} and starts from scratch")
+    level = logging.DEBUG if _is_optimizer_state(misfit.name) else logging.WARNING
+    _log.log(level, "checkpoint %s: %s %s", path, misfit.name, what)
+  states = sum(_is_optimizer_state(misfit.name) for misfit in misfits)
+  if states:
+    _log.warning("checkpoint %s: %d parts of the optimizer's state start afresh", path, states)
 
 
 def _compare_leaf(name: str, stored: Any, expected: Any) -> Iterable[Misfit]:
@@ -89,7 +147,7 @@ def _advice(path: Any, misfits: list[Misfit]) -> str:
     return (
       "The parameters fit, the optimizer's state does not: the checkpoint was written with another "
       "OPTIMIZER. Bind that one, or train in another MODEL_DIR; RestoreCheckpointConfig."
-      "fallback_to_scratch = True (with strict = False) starts what does not fit afresh."
+      "fallback_to_scratch = True starts what does not fit afresh."
     )
   return (
     "To train this model, give an empty folder (--gin.MODEL_DIR=\"'...'\"); to go on with the "
@@ -117,7 +175,7 @@ def _near(misfit: Misfit, misfits: list[Misfit]) -> str:
 
 
 def _is_optimizer_state(name: str) -> bool:
-  return name.startswith("state/param_states")
+  return name.startswith(OPTIMIZER_STATE)
 
 
 def _has_optimizer_state(names: Iterable[str]) -> bool:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import os
 import re
 from typing import Any
 
 from etils import epath
 
+from rosetta_t5.checkpoints.formats import hugging_face
+
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
 DATASET_ITEM = "dataset"
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+_ARRAY_METADATA = "_METADATA"
 _COMMITTED = "commit_success.txt"
 _LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
 # The bytes with which a msgpack map of a few entries begins; TensorFlow's index file is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
 
+_log = logging.getLogger(__name__)
+
 
 class CheckpointTypes(enum.Enum):
-  """The layouts a checkpoint may have on disk (T5X's names)."""
+  """The layouts a checkpoint may have on disk (T5X's names, and one more)."""
 
   ORBAX = "ORBAX"
   T5X = "T5X"
   T5X_TF = "T5X_TF"
+  HUGGING_FACE = "HUGGING_FACE"
 
 
 def checkpoint_path(directory: str | os.PathLike[str], step: int) -> epath.Path:
@@ -68,6 +75,21 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
   return steps[-1] if steps else None
 
 
+def find_step(directory: str | os.PathLike[str], step: int | None) -> epath.Path:
+  """Returns the folder of a step, or of the latest.
+
+  Raises:
+    ValueError: it is not there.
+  """
+  steps = all_steps(directory)
+  step = steps[-1] if step is None and steps else step
+  if step not in steps:
+    there = f"there are steps {', '.join(map(str, steps))}" if steps else "there are none"
+    wanted = "any step" if step is None else f"step {step}"
+    raise ValueError(f"no checkpoint of {wanted} in {directory}: {there}")
+  return checkpoint_path(directory, step)
+
+
 def state_path(path: str | os.PathLike[str]) -> epath.Path:
   """Returns the folder with the arrays of the Orbax checkpoint at `path`.
 
@@ -84,22 +106,44 @@ def detect_checkpoint_type(
 
   Args:
     checkpoint_path: a checkpoint's folder, its legacy index file, or a TensorFlow prefix.
-    expected: T5X's argument; what is found does not depend on it.
+    expected: what the caller thinks it is; anything else is logged.
 
   Raises:
     ValueError: there is no checkpoint of a known layout.
   """
-  del expected
-  path = epath.Path(checkpoint_path)
-  if (state_path(path) / "_METADATA").exists() or (path / _STEP_METADATA).exists():
+  found = _layout(epath.Path(checkpoint_path))
+  if found is None:
+    raise ValueError(
+      f"{checkpoint_path} is not a checkpoint: {_what_is_there(epath.Path(checkpoint_path))}"
+    )
+  if expected not in (None, found):
+    _log.warning("%s was expected to be %s, but is %s", checkpoint_path, expected, found)
+  return found
+
+
+def _layout(path: epath.Path) -> CheckpointTypes | None:
+  if (state_path(path) / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
     return CheckpointTypes.ORBAX
-  index = path / _LEGACY_INDEX if path.is_dir() else path
-  if index.exists() and not index.is_dir():
-    first = index.read_bytes()[:1]
-    return CheckpointTypes.T5X if first and first[0] in _MSGPACK_MAPS else CheckpointTypes.T5X_TF
-  if epath.Path(f"{path}.index").exists():
+  if hugging_face.is_hugging_face(path):
+    return CheckpointTypes.HUGGING_FACE
+  for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
+    if index.exists() and not index.is_dir() and (found := _index_layout(index)):
+      return found
+  partial_copy = path.is_dir() and any(path.glob("*.ckpt-*.index"))
+  is_tensorflow = partial_copy or epath.Path(f"{path}.index").exists()
+  return CheckpointTypes.T5X_TF if is_tensorflow else None
+
+
+def _index_layout(index: epath.Path) -> CheckpointTypes | None:
+  """Tells by the file `checkpoint`, which three layouts have, which of them it is."""
+  with index.open("rb") as file:
+    start = file.read(1 << 20)
+  if start.startswith(b"model_checkpoint_path"):
     return CheckpointTypes.T5X_TF
-  raise ValueError(f"{path} is not a checkpoint: {_what_is_there(path)}")
+  if not start or start[0] not in _MSGPACK_MAPS:
+    return None
+  # Orbax's first versions kept the arrays' names in such a file.
+  return CheckpointTypes.ORBAX if b"PLACEHOLDER://" in start else CheckpointTypes.T5X
 
 
 def _what_is_there(path: epath.Path) -> str:

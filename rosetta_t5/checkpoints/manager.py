@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5.checkpoints import folders
+from rosetta_t5.checkpoints.best_metric import BestMetric
 from rosetta_t5.checkpoints.dataset_item import (
   DATASET_PREFIX,
   DatasetArgs,
   DatasetCheckpointHandler,
   dataset_filename,
 )
-from rosetta_t5.checkpoints.reading import check_fit, read_shapes, read_state, unreadable
+from rosetta_t5.checkpoints.formats import mesh_tf
+from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
+from rosetta_t5.checkpoints.fresh_state import completed
+from rosetta_t5.checkpoints.reading import Transformation, check_fits, read_state, unreadable
 from rosetta_t5.checkpoints.retention import Retention, drop_old_dataset_positions
+from rosetta_t5.checkpoints.save_errors import save_error
+from rosetta_t5.checkpoints.saved_state import (
+  SaveTransformation,
+  float_dtype,
+  step_number,
+  stored_dtype,
+  stored_leaves,
+  transformed_state,
+)
 from rosetta_t5.checkpoints.state_dicts import (
   flatten_state_dict,
   merge_state,
@@ -33,12 +42,6 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
 PyTree = Any
-
-_log = logging.getLogger(__name__)
-
-
-class CheckpointSaveError(RuntimeError):
-  """A checkpoint could not be written, so the run stops rather than train on without one."""
 
 
 class OrbaxCheckpointManagerInterface:
@@ -51,6 +54,7 @@ class OrbaxCheckpointManagerInterface:
   Attributes:
     run_facts: small JSON facts stored with each checkpoint, such as the seeds that were drawn; read
       them with `read_run_facts` before anything is restored.
+    state_transformation_fns: applied to what is saved where `save` is given none.
   """
 
   def __init__(
@@ -86,34 +90,33 @@ class OrbaxCheckpointManagerInterface:
       checkpoint_steps: more steps at which `should_save` says yes.
       keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
       force_keep_period: steps that are a multiple of it are never deleted.
-      metric_name_to_monitor: keeping the best checkpoints by a metric is not supported yet.
-      metric_mode: goes with metric_name_to_monitor.
-      keep_checkpoints_without_metrics: goes with metric_name_to_monitor.
+      metric_name_to_monitor: RUN/TAG, such as 'train/accuracy': `keep` then counts the best by this
+        metric of TensorBoard's files under `directory`, and the latest stays beside them.
+      metric_mode: 'max' or 'min', which values are better.
+      keep_checkpoints_without_metrics: whether checkpoints of unknown metric stay.
       run_facts: see the attribute.
 
     Raises:
-      ValueError: `keep` is below 1, a dtype is none of floating point, or metric_name_to_monitor is
-        given.
+      ValueError: `keep` is below 1, a dtype is none of floating point, or metric_name_to_monitor or
+        metric_mode is none.
     """
-    del metric_mode, keep_checkpoints_without_metrics
+    best = None
     if metric_name_to_monitor is not None:
-      raise ValueError(
-        f"metric_name_to_monitor = {metric_name_to_monitor!r}: keeping the best checkpoints by a "
-        "metric is not supported yet; remove that binding, `keep` then counts the latest ones"
-      )
+      best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self._directory = epath.Path(directory)
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = _float_dtype(save_dtype, "save_dtype (SaveCheckpointConfig.dtype)")
-    self._restore_dtype = _float_dtype(
+    self._save_dtype = float_dtype(save_dtype, "save_dtype (SaveCheckpointConfig.dtype)")
+    self._restore_dtype = float_dtype(
       restore_dtype, "restore_dtype (RestoreCheckpointConfig.dtype)"
     )
-    self._retention = Retention(self._directory, keep, force_keep_period)
+    self._retention = Retention(self._directory, keep, force_keep_period, best)
     self._period = period
     self._checkpoint_steps = frozenset(checkpoint_steps or ())
     self._keep_dataset = keep_dataset_checkpoints
     self.run_facts = dict(run_facts or {})
+    self.state_transformation_fns: Sequence[SaveTransformation] = ()
     self._steps = folders.all_steps(self._directory)
     self._writer: ocp.CheckpointManager | None = None
     self._pending: int | None = None
@@ -144,7 +147,7 @@ class OrbaxCheckpointManagerInterface:
   def save(
     self,
     train_state: TrainState,
-    state_transformation_fns: Sequence[Callable[..., Any]] = (),
+    state_transformation_fns: Sequence[SaveTransformation] = (),
     force: bool = True,
   ) -> bool:
     """Starts saving `train_state` and returns once its values are copied from the devices.
@@ -153,7 +156,7 @@ class OrbaxCheckpointManagerInterface:
 
     Args:
       train_state: what to save; its step names the folder.
-      state_transformation_fns: not supported yet.
+      state_transformation_fns: `fn(state_dict, parameter_infos)` returns both, changed; in order.
       force: save though `should_save` says no. A checkpoint that is there is never overwritten.
 
     Returns:
@@ -162,12 +165,17 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: this save or the one before it failed.
     """
-    _refuse_transformations(state_transformation_fns)
-    step = int(get_local_data(train_state.step))
+    step = step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
       return False
     self.wait_until_finished()
-    items: dict[str, Any] = {folders.STATE_ITEM: self._state_args(train_state)}
+    items: dict[str, Any] = {
+      folders.STATE_ITEM: self._state_args(
+        transformed_state(
+          train_state, self._partitioner, state_transformation_fns or self.state_transformation_fns
+        )
+      )
+    }
     if self._dataset_iterator is not None:
       items[folders.DATASET_ITEM] = DatasetArgs(self._dataset_iterator)
     try:
@@ -175,7 +183,7 @@ class OrbaxCheckpointManagerInterface:
         step, args=ocp.args.Composite(**items), force=True, custom_metadata=dict(self.run_facts)
       )
     except Exception as error:
-      raise self._save_error(step, error) from error
+      raise save_error(self._directory, step, error) from error
     self._pending = step
     self._steps = sorted({*self._steps, step})
     return True
@@ -192,7 +200,7 @@ class OrbaxCheckpointManagerInterface:
     try:
       self._orbax().wait_until_finished()
     except Exception as error:
-      raise self._save_error(step, error) from error
+      raise save_error(self._directory, step, error) from error
     self._steps = folders.all_steps(self._directory)
     if self._keep_dataset is not None and jax.process_index() == 0:
       drop_old_dataset_positions(self._directory, self._keep_dataset, DATASET_PREFIX)
@@ -216,7 +224,7 @@ class OrbaxCheckpointManagerInterface:
     step: int | None = None,
     path: str | os.PathLike[str] | None = None,
     fallback_state: Mapping[str, Any] | None = None,
-    state_transformation_fns: Sequence[Callable[..., Any]] = (),
+    state_transformation_fns: Sequence[Transformation] = (),
     lazy_parameters: bool = False,
     *,
     restore_dataset: bool = True,
@@ -226,10 +234,12 @@ class OrbaxCheckpointManagerInterface:
 
     Args:
       step: which of this folder's; None, without `path`, for the latest.
-      path: a checkpoint's folder anywhere.
-      fallback_state: nested state dict from which names that the checkpoint lacks are taken.
-      state_transformation_fns: not supported yet.
-      lazy_parameters: not supported yet.
+      path: a checkpoint anywhere, of any layout (see `reading.read_arrays`).
+      fallback_state: nested state dict from which what the checkpoint lacks is taken; optimizer
+        state that does not fit is taken from it too.
+      state_transformation_fns: `fn(checkpoint's state dict, this train state's)` returns the former
+        changed; in order.
+      lazy_parameters: T5X's argument; as in T5X, Orbax's manager reads everything at once.
       restore_dataset: move the dataset iterator, if there is one, to its stored position too.
       strict: refuse names in the checkpoint that the train state does not have.
 
@@ -238,10 +248,42 @@ class OrbaxCheckpointManagerInterface:
       UnreadableCheckpointError: the checkpoint is damaged.
       ValueError: there is no such checkpoint.
     """
-    _refuse_transformations(state_transformation_fns)
-    if lazy_parameters:
-      raise ValueError("lazy_parameters = True is not supported yet: leave it out")
+    del lazy_parameters
     folder = self._checkpoint_to_restore(step, path)
+    restored = self._restored(
+      folder, fallback_state, strict=strict, transformations=state_transformation_fns
+    )
+    if restore_dataset and self._dataset_iterator is not None:
+      self._restore_dataset(folder)
+    return restored
+
+  def restore_from_tf_checkpoint(
+    self,
+    path_or_dir: str | os.PathLike[str],
+    strict: bool = True,
+    translator: CheckpointTranslator | None = None,
+  ) -> TrainState:
+    """Returns the train state of a Mesh TensorFlow checkpoint.
+
+    Args:
+      path_or_dir: its prefix, or the folder.
+      strict: refuse names that the train state does not have.
+      translator: renames its entries; None for the rules of T5 1.0 and 1.1.
+
+    Raises:
+      CheckpointMismatchError: names or shapes differ.
+    """
+    arrays = mesh_tf.read_arrays(path_or_dir, translator)
+    return self._restored(epath.Path(path_or_dir), None, strict=strict, arrays=arrays)
+
+  def _restored(
+    self,
+    folder: epath.Path,
+    fallback_state: Mapping[str, Any] | None,
+    *,
+    strict: bool,
+    **reading: Any,
+  ) -> TrainState:
     shardings = self._flat_shardings()
     state_dict = read_state(
       folder,
@@ -250,18 +292,23 @@ class OrbaxCheckpointManagerInterface:
       params_dtype=self._restore_dtype,
       allow_missing=fallback_state is not None,
       allow_unexpected=not strict,
+      **reading,
     )
     if fallback_state is not None:
       merged = flatten_state_dict(merge_state(state_dict, fallback_state))
       placed = {name: jax.device_put(merged[name], shardings[name]) for name in shardings}
       state_dict = merge_state(unflatten_state_dict(placed), state_dict)
-    if restore_dataset and self._dataset_iterator is not None:
-      self._restore_dataset(folder)
-    return self._train_state.restore_state(state_dict)
+    return self._train_state.restore_state(
+      completed(state_dict, self._train_state, shardings, folder)
+    )
 
   def check_fits(self, path: str | os.PathLike[str]) -> None:
     """Raises CheckpointMismatchError unless the checkpoint at `path` is of this train state."""
-    check_fit(path, read_shapes(path), self._train_state.state_dict())
+    check_fits(path, self._train_state.state_dict())
+
+  def protect(self, step: int) -> None:
+    """Keeps the checkpoint of `step` whatever `keep` says, such as the one a run started from."""
+    self._retention.protected.add(step)
 
   def _checkpoint_to_restore(
     self, step: int | None, path: str | os.PathLike[str] | None
@@ -270,13 +317,7 @@ class OrbaxCheckpointManagerInterface:
       raise ValueError(f"restore was given both step = {step} and path = {path}: leave one out")
     if path is not None:
       return epath.Path(path)
-    steps = folders.all_steps(self._directory)
-    step = steps[-1] if step is None and steps else step
-    if step not in steps:
-      there = f"there are steps {', '.join(map(str, steps))}" if steps else "there are none"
-      wanted = "any step" if step is None else f"step {step}"
-      raise ValueError(f"no checkpoint of {wanted} in {self._directory}: {there}")
-    return folders.checkpoint_path(self._directory, step)
+    return folders.find_step(self._directory, step)
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     args = DatasetArgs(self._dataset_iterator)
@@ -289,19 +330,15 @@ class OrbaxCheckpointManagerInterface:
     specs = flatten_state_dict(self._partitioner.get_mesh_axes(self._train_state).state_dict())
     return {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
 
-  def _state_args(self, train_state: TrainState) -> ocp.args.PyTreeSave:
-    flat = flatten_state_dict(train_state.state_dict())
-    # As in T5X, what holds no array (None, an optimizer's empty state) is not stored.
-    state_dict = unflatten_state_dict(
-      {k: leaf for k, leaf in flat.items() if hasattr(leaf, "shape")}
+  def _state_args(self, state_dict: PyTree) -> ocp.args.PyTreeSave:
+    leaves = stored_leaves(state_dict)
+    save_args = {
+      name: ocp.SaveArgs(dtype=stored_dtype(name, leaf, self._save_dtype))
+      for name, leaf in leaves.items()
+    }
+    return ocp.args.PyTreeSave(
+      item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
     )
-    save_args = jax.tree.map(lambda _: ocp.SaveArgs(), state_dict)
-    save_args["target"] = jax.tree.map(self._param_save_args, state_dict["target"])
-    return ocp.args.PyTreeSave(item=state_dict, save_args=save_args)
-
-  def _param_save_args(self, leaf: Any) -> ocp.SaveArgs:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return ocp.SaveArgs(dtype=self._save_dtype if is_float else None)
 
   def _dataset_handler(self) -> DatasetCheckpointHandler:
     layout = self._partitioner.get_data_layout()
@@ -327,52 +364,3 @@ class OrbaxCheckpointManagerInterface:
         epath.Path(self._directory).absolute(), item_handlers=handlers, options=options
       )
     return self._writer
-
-  def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
-    good = [s for s in folders.all_steps(self._directory) if s != step]
-    last = f"the last complete one is step {good[-1]}" if good else "there is no complete one yet"
-    room = "make room or give a MODEL_DIR that can be written to, then " if _is_disk(error) else ""
-    return CheckpointSaveError(
-      f"checkpoint {folders.checkpoint_path(self._directory, step)} could not be saved: "
-      f"{type(error).__name__}: {error}. {_free_space(self._directory)}In this folder {last}; "
-      f"{room}start again to resume from there."
-    )
-
-
-def get_local_data(x: Any) -> Any:
-  """Returns the part of `x` that this process holds, as a numpy array if `x` is a jax array."""
-  return np.asarray(x.addressable_data(0)) if isinstance(x, jax.Array) else x
-
-
-def _float_dtype(dtype: Any, field: str) -> Any:
-  """Returns `dtype` (a name or a dtype) as a dtype; None stays None."""
-  if dtype is None:
-    return None
-  try:
-    found = jnp.dtype(dtype)
-  except TypeError:
-    found = None
-  if found is None or not jnp.issubdtype(found, jnp.floating):
-    raise ValueError(f"{field} = {dtype!r} is no floating-point dtype: set 'float32' or 'bfloat16'")
-  return found
-
-
-def _is_disk(error: Exception) -> bool:
-  """Whether a save failed for want of room or of the right to write; TensorStore says so in words."""
-  words = ("No space left", "Permission denied", "Read-only file system", "quota")
-  return isinstance(error, OSError) or any(word in str(error) for word in words)
-
-
-def _free_space(directory: epath.Path) -> str:
-  for folder in (directory, *directory.parents):
-    if folder.exists() and not os.fspath(folder).startswith("gs://"):
-      return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free there. "
-  return ""
-
-
-def _refuse_transformations(functions: Sequence[Any]) -> None:
-  if functions:
-    raise ValueError(
-      "state_transformation_fns are not supported yet: remove them from SaveCheckpointConfig and "
-      "RestoreCheckpointConfig"
-    )

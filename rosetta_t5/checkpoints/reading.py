@@ -1,55 +1,59 @@
-"""Reads the train state of an Orbax checkpoint, from anywhere, straight onto this run's devices."""
+"""Reads the train state of a checkpoint, of any layout, straight onto this run's devices."""
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import logging
 import os
-import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 
-from rosetta_t5.checkpoints import folders
-from rosetta_t5.checkpoints.fit import Misfit, compare, mismatch_error
+from rosetta_t5.checkpoints import fit, folders
+from rosetta_t5.checkpoints.formats import hugging_face, mesh_tf, orbax_layout, t5x_legacy
+from rosetta_t5.checkpoints.layouts import LayoutError, relaid
+from rosetta_t5.checkpoints.lazy_arrays import StoredArray, placed, stored
 from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 PyTree = Any
+Transformation = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
-# What Orbax and TensorStore raise for missing and damaged files. Not RuntimeError: a device that
-# runs out of memory is no fault of the checkpoint.
-_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+# What the layouts raise for missing and damaged files. Not RuntimeError: a device that runs out of
+# memory is no fault of the checkpoint.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError)
+_READ_AT_ONCE = 16
+_READERS: dict[folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
+  folders.CheckpointTypes.ORBAX: orbax_layout.read_arrays,
+  folders.CheckpointTypes.T5X: t5x_legacy.read_arrays,
+  folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
+  folders.CheckpointTypes.HUGGING_FACE: hugging_face.read_arrays,
+}
 
 
 class UnreadableCheckpointError(ValueError):
   """A checkpoint is there but cannot be read."""
 
 
-def read_shapes(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns {flat name: array metadata with `shape` and `dtype`} of the checkpoint at `path`.
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names; no value is read yet.
+
+  Args:
+    path: a checkpoint of any layout, recognised by looking: Orbax, T5X's older one, Mesh
+      TensorFlow's (folder or prefix), a Hugging Face folder.
 
   Raises:
     UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint, or one whose layout is not read yet.
+    ValueError: there is no checkpoint.
   """
-  found = folders.detect_checkpoint_type(path)
-  if found is not folders.CheckpointTypes.ORBAX:
-    layout = {"T5X": "T5X's older layout (msgpack and zarr)", "T5X_TF": "TensorFlow's layout"}
-    raise ValueError(
-      f"checkpoint {path} is in {layout[found.value]}, which is not supported yet: give a "
-      "checkpoint that T5X or rosetta-t5 wrote with Orbax"
-    )
-  # The item's own folder is read, not the step's: T5X's step metadata names handlers of T5X.
+  layout = folders.detect_checkpoint_type(path)
   try:
-    with _quiet_failure():
-      metadata = ocp.PyTreeCheckpointHandler().metadata(folders.state_path(path))
-    return _arrays(flatten_state_dict(metadata.tree))
+    return {name: stored(value) for name, value in _READERS[layout](path).items()}
   except _DAMAGE as error:
     raise unreadable(path, error) from error
 
@@ -59,7 +63,9 @@ def read_state(
   expected: Mapping[str, Any],
   shardings: Mapping[str, Any],
   *,
+  arrays: Mapping[str, Any] | None = None,
   params_dtype: Any = None,
+  transformations: Sequence[Transformation] = (),
   allow_missing: bool = False,
   allow_unexpected: bool = False,
 ) -> dict[str, Any]:
@@ -68,66 +74,78 @@ def read_state(
   Names, shapes and dtypes are compared first, so a checkpoint that does not fit costs no memory.
 
   Args:
-    path: an Orbax checkpoint's folder.
+    path: a checkpoint of any layout.
     expected: nested state dict of the train state's leaves (`shape`, `dtype`).
     shardings: flat dict of the sharding each leaf is to have.
+    arrays: the checkpoint's, by flat name, if they are read already.
     params_dtype: the dtype of the floating-point parameters; None for the train state's.
-    allow_missing: leave names out that the checkpoint lacks.
+    transformations: `fn(checkpoint's nested state dict, expected)` returns the former renamed or
+      changed; its leaves are arrays still on disk, which numpy functions read.
+    allow_missing: leave names out that the checkpoint lacks; optimizer state that does not fit too.
     allow_unexpected: ignore names that only the checkpoint has.
 
   Raises:
     CheckpointMismatchError: the checkpoint does not fit.
     UnreadableCheckpointError: files are missing or damaged.
   """
-  stored = read_shapes(path)
-  check_fit(path, stored, expected, allow_missing, allow_unexpected)
+  arrays = read_arrays(path) if arrays is None else arrays
+  arrays = _transformed({n: stored(x) for n, x in arrays.items()}, expected, transformations)
   flat = flatten_state_dict(expected, keep_empty_nodes=True)
-  wanted = {name: leaf for name, leaf in _arrays(flat).items() if name in stored}
-  restore_args = {
-    name: ocp.ArrayRestoreArgs(
-      dtype=_dtype(name, leaf, params_dtype), sharding=shardings[name], global_shape=leaf.shape
-    )
-    for name, leaf in wanted.items()
-  }
-  args = ocp.args.PyTreeRestore(
-    item=unflatten_state_dict(wanted),
-    restore_args=unflatten_state_dict(restore_args),
-    partial_restore=True,
-  )
+  wanted = {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
   try:
-    with _quiet_failure():
-      restored = ocp.PyTreeCheckpointHandler().restore(folders.state_path(path), args=args)
-  except _DAMAGE as error:
-    raise unreadable(path, error) from error
+    arrays = relaid(arrays, wanted)
+  except LayoutError as error:
+    raise fit.CheckpointMismatchError(f"checkpoint {path}: {error}") from error
+  # As in T5X, what a transformation leaves over is left out.
+  unexpected = allow_unexpected or bool(transformations)
+  fitting = fit.check_fit(path, arrays, wanted, allow_missing, unexpected)
+  chosen = {
+    name: arrays[name].astype(_dtype(name, leaf, params_dtype))
+    for name, leaf in wanted.items()
+    if name in fitting
+  }
   # Optimizers have leaves without a value (None, empty states), which are not on disk.
   valueless = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
-  return unflatten_state_dict({**valueless, **flatten_state_dict(restored)})
+  return unflatten_state_dict({**valueless, **_place_all(path, chosen, shardings)})
 
 
-def check_fit(
-  path: str | os.PathLike[str],
-  stored: Mapping[str, Any],
+def check_fits(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
+  """Raises CheckpointMismatchError unless the checkpoint at `path` has what `expected` needs.
+
+  Args:
+    path: a checkpoint of any layout.
+    expected: nested state dict of leaves with `shape` and `dtype`.
+  """
+  wanted = {n: leaf for n, leaf in flatten_state_dict(expected).items() if hasattr(leaf, "shape")}
+  fit.check_fit(path, relaid(read_arrays(path), wanted), wanted)
+
+
+def _place_all(
+  path: Any, arrays: Mapping[str, StoredArray], shardings: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+  with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+    futures = {name: pool.submit(placed, arrays[name], shardings[name]) for name in arrays}
+    try:
+      return {name: future.result() for name, future in futures.items()}
+    except _DAMAGE as error:
+      raise unreadable(path, error) from error
+    finally:
+      for future in futures.values():
+        future.cancel()
+
+
+def _transformed(
+  arrays: dict[str, StoredArray],
   expected: Mapping[str, Any],
-  allow_missing: bool = False,
-  allow_unexpected: bool = False,
-) -> None:
-  """Raises CheckpointMismatchError if `stored` does not fit `expected`; see `read_state`."""
-  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
-  misfits = compare(stored, _arrays(flatten_state_dict(expected)))
-  tolerated = [misfit for misfit in misfits if allowed.get(misfit.problem)]
-  if len(tolerated) < len(misfits):
-    raise mismatch_error(path, misfits)
-  _log_tolerated(path, tolerated)
-
-
-def _arrays(flat: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
-
-
-def _log_tolerated(path: Any, misfits: list[Misfit]) -> None:
-  done = {"missing": "is not in it and starts from scratch", "unexpected": "is not used"}
-  for misfit in misfits:
-    _log.warning("checkpoint %s: %s %s", path, misfit.name, done[misfit.problem])
+  transformations: Sequence[Transformation],
+) -> dict[str, StoredArray]:
+  if not transformations:
+    return arrays
+  state: Any = unflatten_state_dict(arrays)
+  for transform in transformations:
+    state = transform(state, expected)
+  flat = flatten_state_dict(state)
+  return {name: stored(leaf) for name, leaf in flat.items() if hasattr(leaf, "shape")}
 
 
 def _dtype(name: str, leaf: Any, params_dtype: Any) -> Any:
@@ -135,28 +153,10 @@ def _dtype(name: str, leaf: Any, params_dtype: Any) -> Any:
   return params_dtype if is_param and params_dtype is not None else leaf.dtype
 
 
-@contextlib.contextmanager
-def _quiet_failure() -> Iterator[None]:
-  """Keeps a failed restore from printing a stack trace for each array that was still being read.
-
-  Their reads end after Orbax has closed its event loop, in threads of their own, so the filter stays
-  after a failure.
-  """
-  print_unraisable = sys.unraisablehook
-
-  def skip_closed_loop(unraisable: Any) -> None:
-    if "Event loop is closed" not in str(unraisable.exc_value):
-      print_unraisable(unraisable)
-
-  sys.unraisablehook = skip_closed_loop
-  yield
-  sys.unraisablehook = print_unraisable
-
-
 def unreadable(path: str | os.PathLike[str], error: Exception) -> UnreadableCheckpointError:
   """Returns the error for a damaged checkpoint: what is wrong, and which older ones there are."""
   folder = epath.Path(path)
-  reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
+  reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
   text = f"checkpoint {folder} cannot be read: {reason}"
   step = folders.step_of(folder)
   older = [s for s in folders.all_steps(folder.parent) if step is not None and s < step]

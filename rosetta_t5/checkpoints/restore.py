@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from etils import epath
 
 from rosetta_t5.checkpoints import folders
 from rosetta_t5.checkpoints.config import (
@@ -14,9 +15,13 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
+from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
+
+# The run fact that names the checkpoint a finetuning run began with.
+STARTED_FROM = "started_from"
 
 if TYPE_CHECKING:
   from rosetta_t5.checkpoints.initializer import TrainStateInitializer
@@ -85,9 +90,16 @@ def restore(
   return checkpoint_manager.restore(
     path=paths,
     fallback_state=fallback_state,
-    restore_dataset=restore_cfg.restore_dataset,
-    strict=restore_cfg.strict,
+    state_transformation_fns=restore_cfg.state_transformation_fns,
+    **_own_arguments(checkpoint_manager, restore_cfg),
   )
+
+
+def _own_arguments(manager: Any, cfg: RestoreCheckpointConfig) -> dict[str, bool]:
+  """Returns what this project's manager is told beyond T5X's arguments; a user's class has its own."""
+  if not isinstance(manager, OrbaxCheckpointManagerInterface):
+    return {}
+  return {"restore_dataset": cfg.restore_dataset, "strict": cfg.strict}
 
 
 def get_fallback_state(
@@ -149,6 +161,7 @@ def create_orbax_checkpoint_manager(
       "checkpoint_steps": save_cfg.checkpoint_steps,
       "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
     }
+    saving |= _best_checkpointer_arguments(save_cfg, train_state, partitioner, directory)
   uses_dataset = (save_cfg and save_cfg.save_dataset) or (
     restore_cfg and restore_cfg.restore_dataset
   )
@@ -160,9 +173,59 @@ def create_orbax_checkpoint_manager(
     restore_dtype=restore_cfg.dtype if restore_cfg else None,
     **saving,
   )
-  # An attribute, so that users' own manager classes with T5X's arguments work.
+  # Attributes, so that users' own manager classes with T5X's arguments work.
   manager.run_facts = dict(run_facts or {})
+  manager.state_transformation_fns = tuple(save_cfg.state_transformation_fns if save_cfg else ())
+  _protect_start(manager)
   return manager
+
+
+def _best_checkpointer_arguments(
+  cfg: SaveCheckpointConfig, train_state: Any, partitioner: BasePartitioner, directory: Any
+) -> dict[str, Any]:
+  """Returns what a SaveBestCheckpointer is bound to, as arguments of the manager.
+
+  One is built to see: Gin's bindings take effect when it is called.
+  """
+  if cfg.checkpointer_cls in (None, Checkpointer):
+    return {}
+  checkpointer = cfg.checkpointer_cls(
+    train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
+  )
+  if not isinstance(checkpointer, SaveBestCheckpointer):
+    return {}
+  names = (
+    "metric_name_to_monitor",
+    "metric_mode",
+    "keep_checkpoints_without_metrics",
+    "force_keep_period",
+  )
+  return {name: getattr(checkpointer, name) for name in names}
+
+
+def started_from(
+  checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str], restore_path: str | None
+) -> str | None:
+  """Returns the checkpoint that a finetuning run began with, which nothing may delete; else None.
+
+  Args:
+    checkpoint_cfg: what the run is told; without something to restore it is no finetuning.
+    model_dir: where it saves. A checkpoint there that remembers its run's start tells it again.
+    restore_path: what the run, perhaps a restart, goes on from.
+  """
+  if restore_path is None or not _paths(checkpoint_cfg.restore):
+    return None
+  own = epath.Path(restore_path).parent == epath.Path(model_dir)
+  facts = folders.read_run_facts(restore_path) if own else {}
+  return facts.get(STARTED_FROM) or os.fspath(restore_path)
+
+
+def _protect_start(manager: Any) -> None:
+  """Keeps the checkpoint the run began with, if it lies among those the manager may delete."""
+  start = manager.run_facts.get(STARTED_FROM)
+  step = None if start is None else folders.step_of(start)
+  if step is not None and epath.Path(start).parent == epath.Path(manager.directory):
+    manager.protect(step)
 
 
 def create_checkpoint_manager_and_restore(
@@ -225,11 +288,20 @@ def _paths(cfg: RestoreCheckpointConfig | None) -> list[str]:
 
 def _checkpoints_at(path: str, mode: str) -> list[str]:
   """Returns the checkpoints that a path means in a mode."""
-  if mode == "specific":
+  if mode == "specific" or _has_no_steps(path):
     return [path]
   steps = folders.all_steps(path)
   chosen = steps[-1:] if mode == "latest" else steps
   return [os.fspath(folders.checkpoint_path(path, step)) for step in chosen]
+
+
+def _has_no_steps(path: str) -> bool:
+  """Returns whether a path is of a layout that knows no folder of steps: then the mode says nothing."""
+  try:
+    found = folders.detect_checkpoint_type(path)
+  except ValueError:
+    return False
+  return found in (folders.CheckpointTypes.HUGGING_FACE, folders.CheckpointTypes.T5X_TF)
 
 
 def _nothing_to_restore(cfg: RestoreCheckpointConfig) -> str:

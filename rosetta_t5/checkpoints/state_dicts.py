@@ -10,6 +10,13 @@ from flax.core import unfreeze
 
 PyTree = Any
 
+_SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
+
+
+def tensorstore_leaf(_: Any, value: Mapping[str, Any]) -> bool:
+  """Returns whether a dict is not a level of names but describes an array in TensorStore."""
+  return set(value) >= _SPEC_KEYS
+
 
 def flatten_state_dict(
   state_dict: Mapping[str, Any], keep_empty_nodes: bool = False
@@ -21,7 +28,10 @@ def flatten_state_dict(
     keep_empty_nodes: keep empty dicts as leaves, so that unflattening gives them back.
   """
   return traverse_util.flatten_dict(
-    unfreeze(dict(state_dict)), sep="/", keep_empty_nodes=keep_empty_nodes
+    unfreeze(dict(state_dict)),
+    sep="/",
+    keep_empty_nodes=keep_empty_nodes,
+    is_leaf=tensorstore_leaf,
   )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import data
-from rosetta_t5.checkpoints.manager import get_local_data
+from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.evaluator import make_evaluator
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.parallel import BasePartitioner

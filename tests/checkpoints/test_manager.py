@@ -13,7 +13,7 @@ import pytest
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
 from rosetta_t5.checkpoints.pins import pin_checkpoint
-from rosetta_t5.checkpoints.reading import read_shapes
+from rosetta_t5.checkpoints.reading import read_arrays
 
 
 def assert_equal_states(got, expected):
@@ -71,7 +71,7 @@ def test_layout_on_disk_is_t5x_s(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=5))
   manager.close()
-  shapes = read_shapes(tmp_path / "checkpoint_5")
+  shapes = read_arrays(tmp_path / "checkpoint_5")
   assert set(shapes) == {"state/step", "target/wi", "target/wo"} | {
     f"state/param_states/{name}/{slot}"
     for name in ("wi", "wo")
@@ -86,7 +86,7 @@ def test_parameters_are_stored_in_save_dtype_and_optimizer_state_as_it_is(setup,
   manager = setup.manager(tmp_path, save_dtype="bfloat16")
   manager.save(setup.state(step=1))
   manager.close()
-  shapes = read_shapes(tmp_path / "checkpoint_1")
+  shapes = read_arrays(tmp_path / "checkpoint_1")
   assert shapes["target/wi"].dtype == jnp.bfloat16
   assert shapes["state/param_states/wi/v"].dtype == np.float32
   assert shapes["state/step"].dtype == np.int32
@@ -257,15 +257,3 @@ def test_missing_step_is_named_beside_those_that_exist(setup, tmp_path):
   manager.close()
   with pytest.raises(ValueError, match=r"no checkpoint of step 2 in .*: there are steps 1"):
     manager.restore(step=2)
-
-
-def test_what_is_not_there_yet_is_refused(setup, tmp_path):
-  with pytest.raises(
-    ValueError, match=r"metric_name_to_monitor = 'train/accuracy': keeping the best"
-  ):
-    setup.manager(tmp_path, metric_name_to_monitor="train/accuracy")
-  manager = setup.manager(tmp_path)
-  with pytest.raises(ValueError, match=r"state_transformation_fns are not supported yet"):
-    manager.save(setup.state(step=1), state_transformation_fns=[lambda x: x])
-  with pytest.raises(ValueError, match=r"lazy_parameters = True is not supported yet"):
-    manager.restore(lazy_parameters=True)

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, folders
-from rosetta_t5.checkpoints.reading import read_shapes, read_state
+from rosetta_t5.checkpoints.legacy import Checkpointer
+from rosetta_t5.checkpoints.reading import read_arrays, read_state
 from rosetta_t5.checkpoints.state_dicts import unflatten_state_dict
 from rosetta_t5.parallel import PjitPartitioner
 
@@ -24,7 +25,7 @@ def three_steps(setup, tmp_path):
 
 def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(shared):
   path = shared / "reference/t5x_orbax/checkpoint_20"
-  shapes = read_shapes(path)
+  shapes = read_arrays(path)
   assert len([name for name in shapes if name.startswith("target/")]) == 52
   mesh = PjitPartitioner(num_partitions=2).mesh
   split = NamedSharding(mesh, PartitionSpec("model"))
@@ -38,17 +39,19 @@ def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(share
   assert embedding.shape == (384, 64)
   # After 20 steps of Adafactor from normal(1.0) the table is still close to unit variance.
   assert 0.9 < float(np.std(np.asarray(embedding))) < 1.1
-  mine = read_shapes(shared / "reference/t5x_orbax/checkpoint_20/state")
+  mine = read_arrays(shared / "reference/t5x_orbax/checkpoint_20/state")
   assert set(mine) == set(shapes)
 
 
-def test_t5x_legacy_checkpoint_is_recognised_and_refused_for_now(shared):
+def test_t5x_legacy_checkpoint_has_the_names_and_shapes_of_the_orbax_one(shared):
   path = shared / "reference/t5x_legacy/checkpoint_10"
   assert folders.detect_checkpoint_type(path) is folders.CheckpointTypes.T5X
-  with pytest.raises(
-    ValueError, match=r"T5X's older layout \(msgpack and zarr\), which is not supp"
-  ):
-    read_shapes(path)
+  legacy = read_arrays(path)
+  orbax = read_arrays(shared / "reference/t5x_orbax/checkpoint_20")
+  assert {n: (x.shape, x.dtype) for n, x in legacy.items()} == {
+    n: (x.shape, x.dtype) for n, x in orbax.items()
+  }
+  assert int(legacy["state/step"].get()) == 10
 
 
 @pytest.mark.parametrize("victim", ["state/_METADATA", "state/manifest.ocdbt", "state"])
@@ -91,11 +94,17 @@ def test_only_checkpoint_damaged_says_there_is_no_older_one(setup, tmp_path):
 
 
 def test_running_out_of_device_memory_is_not_called_damage(setup, three_steps, monkeypatch):
-  import orbax.checkpoint as ocp
-
   def out_of_memory(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", out_of_memory)
+  monkeypatch.setattr(jax, "make_array_from_callback", out_of_memory)
   with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED"):
     setup.manager(three_steps).restore()
+
+
+def test_chunk_that_is_gone_is_damage_not_zeros(setup, tmp_path):
+  legacy = Checkpointer(setup.state(), setup.partitioner, tmp_path)
+  legacy.save(setup.state(step=1))
+  (tmp_path / "checkpoint_1/target.wi/0.0").unlink()
+  with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_1 cannot be read"):
+    setup.manager(tmp_path).restore()

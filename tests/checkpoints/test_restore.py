@@ -20,7 +20,6 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
   read_run_facts,
 )
-from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
 
 RNG = jax.random.PRNGKey(9)
 
@@ -192,21 +191,6 @@ def test_manager_takes_the_config_s_settings_and_a_class_of_the_user_s(setup, tm
   )
   assert isinstance(manager, Mine)
   assert [step for step in range(15) if manager.should_save(step)] == [0, 3, 7, 14]
-
-
-def test_what_comes_later_is_refused_by_name():
-  with pytest.raises(
-    ValueError, match=r"RestoreCheckpointConfig.assignment_map is not supported yet"
-  ):
-    RestoreCheckpointConfig("p", assignment_map=[("a", "b")])
-  with pytest.raises(
-    ValueError, match=r"SaveCheckpointConfig.state_transformation_fns is not supp"
-  ):
-    SaveCheckpointConfig(state_transformation_fns=[print])
-  with pytest.raises(ValueError, match=r"checkpointer_cls = SaveBestCheckpointer is not supported"):
-    SaveCheckpointConfig(checkpointer_cls=SaveBestCheckpointer)
-  with pytest.raises(ValueError, match=r"checkpoints.Checkpointer .* is not supported yet"):
-    Checkpointer()
 
 
 def test_configs_have_t5x_s_fields_and_defaults():

@@ -1,0 +1,199 @@
+"""One model's parameters in another tree: layers stacked by a scan or apart, kernels 2-D or by heads.
+
+T5X's plain T5 has `encoder/layers_0/…`, 2-D kernels and one relative bias a stack. Its scalable T5 has
+`encoder/encoder/…` with layers stacked on axis 1, kernels [embed, heads, kv] and a bias a layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5.checkpoints.lazy_arrays import StoredArray, reshaped, stacked, taken
+
+SCAN_AXIS = 1
+
+_log = logging.getLogger(__name__)
+
+_SCANNED = re.compile(r"(.*/)(encoder|decoder)/(?:\2|layers)/(.+)")
+_LAYER = re.compile(r"(.*/)(encoder|decoder)/layers_(\d+)/(.+)")
+_SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
+_BY_HEADS = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
+# What T5X's scalable T5 called its bias at first.
+_OLD_BIAS = "relative_posemb/"
+_STATES = "state/param_states/"
+
+
+class LayoutError(ValueError):
+  """A checkpoint's parameters cannot be written in the model's tree without changing the model."""
+
+
+def relaid(
+  arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
+) -> dict[str, StoredArray]:
+  """Returns `arrays` under the names and shapes of `expected` wherever the values are the same ones.
+
+  What cannot be had so keeps its name and shape, for a comparison to show.
+
+  Args:
+    arrays: a checkpoint's, by flat name.
+    expected: the model's leaves with `shape`, by flat name.
+
+  Raises:
+    LayoutError: layers that are to share a relative bias have different ones.
+  """
+  if not _differs(arrays, expected):
+    return dict(arrays)
+  apart = layers_apart(arrays)
+  result, used = {}, set()
+  for name, leaf in expected.items():
+    sources = _sources(name, leaf, apart)
+    if sources is None:
+      continue
+    result[name] = _assembled(name, leaf, [apart[source] for source in sources])
+    used.update(sources)
+  _log.info("the checkpoint's layers are stored in another tree; they are read into the model's")
+  return {**{name: array for name, array in apart.items() if name not in used}, **result}
+
+
+def is_scanned(names: Any) -> bool:
+  """Returns whether some layers are stacked in one array."""
+  return any(_SCANNED.fullmatch(name) for name in names)
+
+
+def layers_apart(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns arrays with each layer's part under a name of its own (`encoder/layers_0/…`).
+
+  Optimizer state that is not of its parameter's shape cannot be taken apart and keeps its name.
+  """
+  apart: dict[str, StoredArray] = {}
+  for name, array in arrays.items():
+    match = _SCANNED.fullmatch(name.replace(_OLD_BIAS, "relpos_bias/"))
+    if match is None:
+      apart[name.replace(_OLD_BIAS, "relpos_bias/")] = array
+      continue
+    layers = _number_of_layers(name, array, arrays)
+    if layers is None:
+      apart[name] = array
+      continue
+    prefix, side, rest = match.groups()
+    for layer in range(layers):
+      # A single zero stands for what Adafactor does not keep.
+      part = array if array.size == 1 else taken(array, SCAN_AXIS, layer)
+      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = part
+  return apart
+
+
+def _number_of_layers(
+  name: str, array: StoredArray, arrays: Mapping[str, StoredArray]
+) -> int | None:
+  if not name.startswith(_STATES):
+    return array.shape[SCAN_AXIS] if array.ndim > SCAN_AXIS else None
+  parameter = _parameter_of(name, arrays)
+  if parameter is None or (array.size > 1 and array.shape != parameter.shape):
+    return None
+  return parameter.shape[SCAN_AXIS]
+
+
+def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
+  """Returns the parameter that an optimizer's state belongs to, or None.
+
+  Adafactor's state is `…/PARAMETER/v`, that of optax `…/0/mu/PARAMETER`.
+  """
+  inner = name.removeprefix(_STATES)
+  if (found := arrays.get("target/" + inner.rpartition("/")[0])) is not None:
+    return found
+  parts = inner.split("/")
+  suffixes = ("target/" + "/".join(parts[start:]) for start in range(len(parts)))
+  return next((arrays[suffix] for suffix in suffixes if suffix in arrays), None)
+
+
+def _differs(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
+  """Returns whether the two trees of parameters differ in names, or in shapes of one size."""
+  for name, leaf in expected.items():
+    if not name.startswith("target/"):
+      continue
+    array = arrays.get(name)
+    if array is None or (array.shape != tuple(leaf.shape) and array.size == math.prod(leaf.shape)):
+      return True
+  return False
+
+
+def _sources(name: str, leaf: Any, apart: Mapping[str, StoredArray]) -> list[str] | None:
+  """Returns the names in `apart` that make up the model's `name`, one or one a layer; or None."""
+  if name in apart:
+    return [name]
+  if match := _SCANNED.fullmatch(name):
+    prefix, side, rest = match.groups()
+    layers = _expected_layers(name, leaf, apart, prefix, side)
+    names = [
+      _layer_source(f"{prefix}{side}/layers_{layer}/{rest}", apart) for layer in range(layers)
+    ]
+    return names if names and None not in names else None  # type: ignore[return-value]
+  if match := _SHARED_BIAS.fullmatch(name):
+    prefix, side, rest = match.groups()
+    pattern = re.compile(rf"{re.escape(prefix)}{side}/layers_\d+/{re.escape(rest)}")
+    return sorted(filter(pattern.fullmatch, apart)) or None
+  source = _layer_source(name, apart)
+  return None if source is None else [source]
+
+
+def _expected_layers(
+  name: str, leaf: Any, apart: Mapping[str, StoredArray], prefix: str, side: str
+) -> int:
+  if math.prod(leaf.shape) > 1 and len(leaf.shape) > SCAN_AXIS:
+    return int(leaf.shape[SCAN_AXIS])
+  numbers = [
+    int(m[3]) for n in apart if (m := _LAYER.fullmatch(n)) and m[1] == prefix and m[2] == side
+  ]
+  return max(numbers, default=-1) + 1
+
+
+def _layer_source(name: str, apart: Mapping[str, StoredArray]) -> str | None:
+  """Returns the name of a layer's array; that of a bias may be the stack's, which the layers share."""
+  if name in apart:
+    return name
+  match = _LAYER.fullmatch(name)
+  if match and match[4].startswith("relpos_bias/"):
+    shared = f"{match[1]}{match[2]}/{match[4]}"
+    return shared if shared in apart else None
+  return None
+
+
+def _assembled(name: str, leaf: Any, sources: list[StoredArray]) -> StoredArray:
+  shape = tuple(leaf.shape)
+  if _SCANNED.fullmatch(name):
+    if math.prod(shape) == 1:
+      return sources[0]
+    inner = shape[:SCAN_AXIS] + shape[SCAN_AXIS + 1 :]
+    parts = [_by_heads(name, source, inner) for source in sources]
+    # Layers of another shape stay as they are, for the comparison to show.
+    return stacked(parts, SCAN_AXIS) if len({part.shape for part in parts}) == 1 else parts[0]
+  if len(sources) > 1:
+    _require_equal(name, sources)
+  return _by_heads(name, sources[0], shape)
+
+
+def _by_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> StoredArray:
+  """Joins or parts the axes of heads and head size, which are next to each other."""
+  if _BY_HEADS.fullmatch(name) and array.size == math.prod(shape):
+    return reshaped(array, shape)
+  return array
+
+
+def _require_equal(name: str, biases: list[StoredArray]) -> None:
+  if not name.startswith("target/"):
+    return
+  first = biases[0].get()
+  differing = [i for i, bias in enumerate(biases) if not np.array_equal(bias.get(), first)]
+  if differing:
+    raise LayoutError(
+      f"{name} is one relative bias for all layers, but the checkpoint has {len(biases)} that differ "
+      f"(layer {differing[0]} from layer 0): a model that shares them is another model. Restore it "
+      "into one with a bias a layer: the scalable T5 (t5x.examples.scalable_t5.network)"
+    )
