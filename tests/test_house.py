@@ -19,6 +19,8 @@ ROOMS = (
   "quickstart",
   "doctor",
   "train",
+  "eval",
+  "infer",
   "config",
   "inference",
   "checkpoints",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.providers import find_provider
-from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import seqio
@@ -97,3 +98,16 @@ def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 12
   """Returns the vocabulary's size rounded up, for an embedding table that divides evenly."""
   size = vocabulary.vocab_size
   return size + -size % divisor
+
+
+def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:
+  """Returns tokens as text up to the first end of sequence: bytes, or an array of them.
+
+  By TensorFlow, as T5X's files of predictions are written: a vocabulary's own `decode` may write
+  what stands for no character otherwise.
+
+  Args:
+    vocabulary: a SeqIO vocabulary.
+    tokens: ids, [T] or [N, T].
+  """
+  return vocabulary.decode_tf(import_tensorflow().constant(tokens)).numpy()

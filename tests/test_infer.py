@@ -1,0 +1,283 @@
+"""Inference into files: what they hold, how shards share the work, how a killed run goes on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
+
+from rosetta_t5 import checkpoints, data
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.infer import infer
+from rosetta_t5.inference.chunks import FailFastThreadPoolExecutor
+from rosetta_t5.inference.results import merge_chunks_to_file, write_inferences_to_file
+from rosetta_t5.parallel import PjitPartitioner
+
+TASK = "pairs_to_infer"
+_HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  """A checkpoint of step 5, optimizer state included."""
+  add_task(TASK)
+  folder, model, partitioner = tmp_path_factory.mktemp("run"), byte_model(), PjitPartitioner(1)
+  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
+  initializer = checkpoints.TrainStateInitializer(
+    model.optimizer_def, model.get_initial_variables, shapes, partitioner
+  )
+  manager = checkpoints.OrbaxCheckpointManagerInterface(
+    folder, initializer.global_train_state_shape, partitioner
+  )
+  state = initializer.from_scratch(jax.random.PRNGKey(5))
+  manager.save(state.replace_step(jax.device_put(np.int32(5), state.step.sharding)))
+  manager.close()
+  yield str(folder / "checkpoint_5")
+  import_seqio().TaskRegistry.remove(TASK)
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint):
+  """Infers in chunks of one batch, 8 examples."""
+
+  def start(output_dir, dataset=None, restore=None, **arguments):
+    cfg = {"task_feature_lengths": {"inputs": 16, "targets": 16}, "split": "test", "batch_size": 8}
+    fixed = {"mixture_or_task_name": TASK, "shuffle": False, "seed": 0}
+    given = {
+      "mode": "score",
+      "model": byte_model(),
+      "dataset_cfg": data.DatasetConfig(**{**fixed, **cfg, **(dataset or {})}),
+      "restore_checkpoint_cfg": checkpoints.RestoreCheckpointConfig(
+        **{"path": checkpoint, "mode": "specific", **(restore or {})}
+      ),
+      "partitioner": PjitPartitioner(num_partitions=1),
+      "output_dir": str(output_dir),
+      "checkpoint_period": 1,
+      "summarize_config_fn": lambda model_dir, summary_writer, step: None,
+    }
+    infer(**{**given, **arguments})
+
+  return start
+
+
+def rows(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def scored(run, tmp_path_factory):
+  """A finished folder, and the rows of its file."""
+  out = tmp_path_factory.mktemp("scored")
+  run(out)
+  return out, rows(out / f"{TASK}-score.jsonl-00000-of-00001")
+
+
+def test_every_example_is_scored_once_in_order_and_chunks_are_gone(scored):
+  out, written = scored
+  assert [row["inputs"] for row in written] == [
+    {"inputs_pretokenized": question, "targets_pretokenized": answer} for question, answer in PAIRS
+  ]
+  assert all(row["score"] < 0 for row in written)
+  assert sorted(path.name for path in out.iterdir()) == [
+    "model-info.txt",
+    f"{TASK}-score.jsonl-00000-of-00001",
+    f"{TASK}-score.jsonl-00000-of-00001.COMPLETED",
+  ]
+
+
+def test_finished_inference_does_nothing_more(scored, run, capsys):
+  out, _ = scored
+  path = out / f"{TASK}-score.jsonl-00000-of-00001"
+  before = path.stat().st_mtime_ns
+  run(out)
+  assert "is complete: nothing was left to do" in capsys.readouterr().out
+  assert path.stat().st_mtime_ns == before
+
+
+def fails_at(chunk, path, *arguments):
+  if path.endswith(chunk):
+    raise OSError("no space left")
+  write_inferences_to_file(path, *arguments)
+
+
+def test_inference_that_failed_goes_on_after_its_last_chunk(scored, run, tmp_path, capsys):
+  _, expected = scored
+  with pytest.raises(OSError, match="no space left"):
+    run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
+  assert not (tmp_path / f"{TASK}-score.jsonl-00000-of-00001").exists()
+  capsys.readouterr()
+  run(tmp_path)
+  said = capsys.readouterr().out
+  assert "going on after 1 chunks" in said
+  assert "chunk 0:" not in said
+  assert rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00001") == expected
+
+
+def test_chunks_of_other_settings_are_not_mixed(run, tmp_path):
+  with pytest.raises(OSError, match="no space left"):
+    run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
+  with pytest.raises(ValueError, match=r"checkpoint_period was 1 and is 2. Set it back") as error:
+    run(tmp_path, checkpoint_period=2)
+  assert f"tmp-{TASK}-00000-of-00001 holds the chunks of an earlier run" in str(error.value)
+
+
+def test_shards_share_the_examples(scored, run, tmp_path):
+  _, expected = scored
+  for shard in range(2):
+    run(tmp_path, shard_id=shard, num_shards=2, merge_chunked_results=shard == 0)
+  first = rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00002")
+  # Left as chunks: five examples are one chunk.
+  name = f"{TASK}-score.jsonl-00001-of-00002"
+  second = rows(tmp_path / f"tmp-{TASK}-00001-of-00002" / f"{name}-chunk00000")
+  assert not (tmp_path / name).exists()
+  assert (tmp_path / f"{name}.COMPLETED").exists()
+  assert (len(first), len(second)) == (6, 5)
+  shared = [row for pair in zip(first, [*second, None], strict=True) for row in pair][:-1]
+  assert [row["inputs"] for row in shared] == [row["inputs"] for row in expected]
+  np.testing.assert_allclose(
+    [row["score"] for row in shared], [row["score"] for row in expected], rtol=1e-5
+  )
+
+
+def test_predictions_with_aux_are_text_and_numbers(run, tmp_path):
+  write = functools.partial(
+    write_inferences_to_file, output_ids=True, input_fields_to_include=["targets"]
+  )
+  run(tmp_path, mode="predict_with_aux", write_fn=write, restore={"dtype": "bfloat16"})
+  written = rows(tmp_path / f"{TASK}-predict_with_aux.jsonl-00000-of-00001")
+  assert len(written) == len(PAIRS)
+  tf = import_tensorflow()
+  for row in written:
+    assert set(row) == {"inputs", "prediction", "prediction_tokens", "aux"}
+    assert set(row["inputs"]) == {"targets", "targets_pretokenized"}
+    text = byte_vocabulary().decode_tf(tf.constant(row["prediction_tokens"])).numpy().decode()
+    assert row["prediction"] == text
+    assert 0 not in row["prediction_tokens"]
+    assert type(row["aux"]["scores"]) is float
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"mode": "predictions"}, "infer.mode = 'predictions' does not exist: set one of predict, sco"),
+    ({"shard_id": 2, "num_shards": 2}, "shard_id = 2 does not exist among infer.num_shards = 2"),
+    ({"dataset": {"split": "tests"}}, f"The task '{TASK}' has no split 'tests'"),
+    ({"dataset": {"task_feature_lengths": {"inputs": 9}}}, "gives no length for 'targets'"),
+    ({"restore": {"path": "nowhere"}}, "nowhere is not a checkpoint"),
+    ({"restore": {"path": "nowhere", "mode": "latest"}}, "no checkpoint to infer with in nowhere"),
+  ],
+)
+def test_what_cannot_be_inferred_is_told_before_anything_is_written(run, tmp_path, arguments, text):
+  with pytest.raises(ValueError, match=text):
+    run(tmp_path / "out", **arguments)
+  assert not (tmp_path / "out").exists()
+
+
+def test_tfrecords_become_a_task(tmp_path):
+  tf, seqio = import_tensorflow(), import_seqio()
+  path = str(tmp_path / "examples.tfrecord")
+  with tf.io.TFRecordWriter(path) as writer:
+    for question, _ in PAIRS[:3]:
+      text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[question.encode()]))
+      features = tf.train.Features(feature={"question": text})
+      writer.write(tf.train.Example(features=features).SerializeToString())
+  features = {name: seqio.Feature(byte_vocabulary()) for name in ("inputs", "targets")}
+  name = create_task_from_tfexample_file([path], "tfrecord", "question", None, features)
+  assert create_task_from_tfexample_file([path], "tfrecord", "question", None, features) == name
+  examples = list(seqio.get_mixture_or_task(name).get_dataset(None, "infer", shuffle=False))
+  seqio.TaskRegistry.remove(name)
+  assert [e["inputs_pretokenized"].numpy().decode() for e in examples] == [q for q, _ in PAIRS[:3]]
+  assert examples[0]["inputs"].numpy().tolist() == [*byte_vocabulary().encode(PAIRS[0][0]), 1]
+  with pytest.raises(ValueError, match=r"there is no file '.*nothing': set TF_EXAMPLE_FILE_PATHS"):
+    create_task_from_tfexample_file([f"{tmp_path}/nothing"], "tfrecord", "q", None, features)
+  with pytest.raises(ValueError, match="file_type = 'sstable' cannot be read outside of Google"):
+    create_task_from_tfexample_file([path], "sstable", "q", None, features)
+
+
+def write(path, mode="score", inferences=([1.5], {}), **options):
+  tf = import_tensorflow()
+  examples = {"x": [[1, 2]], "x_pretokenized": ["é"], "n": [3], "image": [b"\xff"]}
+  task_ds = tf.data.Dataset.from_tensor_slices(examples)
+  write_inferences_to_file(str(path), inferences, task_ds, mode, **options)
+  return rows(path)
+
+
+def test_inputs_that_are_written_can_be_chosen(tmp_path):
+  path = tmp_path / "file"
+  assert write(path)[0]["inputs"] == {"x_pretokenized": "é"}
+  assert write(path, include_all_inputs=True)[0]["inputs"] == {
+    "x": [1, 2],
+    "x_pretokenized": "é",
+    "n": 3,
+    "image": "\\xff",
+  }
+  assert write(path, input_fields_to_include=["n"])[0]["inputs"] == {"n": 3}
+  with pytest.raises(ValueError, match="both include_all_inputs and input_fields_to_include"):
+    write(path, include_all_inputs=True, input_fields_to_include=["n"])
+  with pytest.raises(ValueError, match="needs a vocabulary in mode 'predict'"):
+    write(path, mode="predict")
+
+
+def test_aux_of_scores_is_written_where_there_is_any(tmp_path):
+  assert "aux" not in write(tmp_path / "file")[0]
+  aux = {"layers": {"norms": ([np.array([1.0, 2.0])],)}}
+  assert write(tmp_path / "file", inferences=([1.5], aux))[0]["aux"] == {
+    "layers": {"norms": [[1.0, 2.0]]}
+  }
+
+
+def test_a_missing_chunk_is_not_merged_over(tmp_path):
+  for number in (0, 2):
+    (tmp_path / f"file-chunk{number:05}").write_text("x")
+  with pytest.raises(ValueError, match=r"not complete \(there are \[0, 2\]\): remove that folder"):
+    merge_chunks_to_file(str(tmp_path), "file", str(tmp_path), None)
+
+
+def test_what_fails_in_a_thread_is_raised_at_the_next_call():
+  executor = FailFastThreadPoolExecutor(max_workers=1)
+  executor.submit(int, "one").exception()
+  with pytest.raises(ValueError, match="invalid literal"):
+    executor.submit(int, "1")
+  executor.submit(int, "two")
+  with pytest.raises(ValueError, match="invalid literal"):
+    executor.shutdown(wait=True)
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_where_it_was(tmp_path):
+  command = [sys.executable, _HERE / "infer/killed.py"]
+  environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
+
+  def start(folder):
+    return subprocess.Popen([*command, folder], env=environment, stdout=subprocess.PIPE, text=True)
+
+  def finish(process):
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    return out
+
+  killed = start(tmp_path / "killed")
+  for line in killed.stdout:
+    if "chunk00002" in line:  # written, but not yet marked as complete
+      killed.send_signal(signal.SIGKILL)
+      break
+  killed.communicate()
+  assert killed.returncode == -signal.SIGKILL
+  assert not list((tmp_path / "killed/out").glob("*.COMPLETED"))
+  said = finish(start(tmp_path / "killed"))
+  assert "going on after 2 chunks" in said
+  finish(start(tmp_path / "whole"))
+  name = "pairs_of_a_killed_run-score.jsonl-00000-of-00001"
+  whole = (tmp_path / "whole/out" / name).read_text()
+  assert (tmp_path / "killed/out" / name).read_text() == whole
+  assert len(whole.splitlines()) == 40
