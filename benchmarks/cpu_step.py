@@ -154,6 +154,11 @@ class Worker:
     self._pipe.send(True)
     return self._pipe.recv()
 
+  def last_result(self) -> Any:
+    """Returns what the last step returned."""
+    self._pipe.send("result")
+    return self._pipe.recv()
+
   def close(self) -> None:
     """Ends the process."""
     self._pipe.send(False)
@@ -162,9 +167,13 @@ class Worker:
 
 def _serve(make_step: Callable[..., Callable[[], float]], arguments: tuple, pipe: Any) -> None:
   run = make_step(*arguments)
-  while pipe.recv():
+  result = None
+  while request := pipe.recv():
+    if request == "result":
+      pipe.send(result)
+      continue
     started = time.perf_counter()
-    run()
+    result = run()
     pipe.send(time.perf_counter() - started)
 
 

@@ -1,0 +1,192 @@
+"""Times decoding with T5 1.1 on this machine's CPU, beside Hugging Face's `generate` if it is installed.
+
+  python benchmarks/decode.py                    # ours: greedy and beam 4, batch 16, 512/64 tokens
+  python benchmarks/decode.py --beside-hf        # and Hugging Face's on PyTorch, in turns
+
+Both sides have the same random weights and inputs and write the same number of tokens for each input:
+no token ends a sequence. Each side has a process of its own, and they take turns, so that a change in
+the machine's speed meets all of them. A side's time is the median over its runs, the encoder included.
+Where both sides run, it is also told how many of the tokens are the same.
+"""
+
+import argparse
+import statistics
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from cpu_step import SIZES, VOCAB_SIZE, Worker
+
+from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.parallel import keep_freed_memory
+
+Params = dict[str, Any]
+
+
+def random_params(size: str) -> Params:
+  """Returns parameters as numpy arrays; the same for each call."""
+  module = Transformer(t5_config(size))
+  tokens = jax.ShapeDtypeStruct((1, 1), "int32")
+  shapes = jax.eval_shape(
+    lambda *args: module.init(*args, enable_dropout=False), jax.random.PRNGKey(0), *[tokens] * 3
+  )["params"]
+  rng = np.random.default_rng(0)
+
+  def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    if leaf.ndim == 1:
+      return np.ones(leaf.shape, np.float32)
+    return (rng.standard_normal(leaf.shape, np.float32) / np.sqrt(leaf.shape[0])).astype(np.float32)
+
+  return jax.tree.map(draw, shapes)
+
+
+def t5_config(size: str) -> T5Config:
+  """Returns the sizes of our network."""
+  emb_dim, heads, layers, mlp_dim = SIZES[size]
+  return T5Config(
+    vocab_size=VOCAB_SIZE,
+    emb_dim=emb_dim,
+    num_heads=heads,
+    num_encoder_layers=layers,
+    num_decoder_layers=layers,
+    mlp_dim=mlp_dim,
+    mlp_activations=("gelu", "linear"),
+    dropout_rate=0.0,
+  )
+
+
+def our_decode(
+  size: str, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns a function that decodes the inputs and returns the best tokens, [batch, new_tokens]."""
+  keep_freed_memory()  # as the `rosetta-t5` command does
+  vocabulary = types.SimpleNamespace(eos_id=-1)  # No token ends a sequence.
+  model = EncoderDecoderModel(Transformer(t5_config(size)), vocabulary, vocabulary, None)
+  params = jax.device_put(random_params(size))
+  batch = {
+    "encoder_input_tokens": inputs,
+    "decoder_input_tokens": np.zeros((len(inputs), new_tokens), np.int32),
+  }
+  predict = jax.jit(lambda params, batch: model.predict_batch_with_aux(params, batch, num_decodes=beams))
+  return lambda: np.asarray(predict(params, batch)[0])
+
+
+def hugging_face_decode(
+  size: str, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns the same by transformers' T5ForConditionalGeneration.generate."""
+  import torch
+  import transformers
+
+  emb_dim, heads, layers, mlp_dim = SIZES[size]
+  config = transformers.T5Config(
+    vocab_size=VOCAB_SIZE,
+    d_model=emb_dim,
+    d_kv=64,
+    d_ff=mlp_dim,
+    num_layers=layers,
+    num_heads=heads,
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+    decoder_start_token_id=0,
+    eos_token_id=None,
+  )
+  module = transformers.T5ForConditionalGeneration(config).eval()
+  # transformers 5 ties the output layer to the embedding whatever the configuration says.
+  module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
+  module.load_state_dict(hugging_face_weights(random_params(size)))
+  module.generation_config.eos_token_id = None
+  tokens = torch.from_numpy(inputs).long()
+
+  def run() -> np.ndarray:
+    with torch.inference_mode():
+      decodes = module.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=new_tokens,
+        num_beams=beams,
+        do_sample=False,
+      )
+    return decodes[:, 1:].numpy()
+
+  return run
+
+
+def hugging_face_weights(params: Params) -> dict[str, Any]:
+  """Returns the same weights under transformers' names."""
+  import torch
+
+  named = {
+    "shared.weight": params["token_embedder"]["embedding"],
+    "lm_head.weight": params["decoder"]["logits_dense"]["kernel"].T,
+  }
+  for stack in ("encoder", "decoder"):
+    named[f"{stack}.embed_tokens.weight"] = named["shared.weight"]
+    named[f"{stack}.final_layer_norm.weight"] = params[stack][f"{stack}_norm"]["scale"]
+    bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    named[bias] = params[stack]["relpos_bias"]["rel_embedding"].T
+    for name, layer in params[stack].items():
+      if name.startswith("layers_"):
+        named |= _block_weights(f"{stack}.block.{name.removeprefix('layers_')}.layer", layer)
+  return {name: torch.from_numpy(np.array(value)) for name, value in named.items()}
+
+
+def _block_weights(prefix: str, layer: Params) -> dict[str, np.ndarray]:
+  is_decoder = "self_attention" in layer
+  attention = {"0.SelfAttention": "self_attention" if is_decoder else "attention"}
+  norm = "pre_self_attention_layer_norm" if is_decoder else "pre_attention_layer_norm"
+  norms = {"0": norm, "2" if is_decoder else "1": "pre_mlp_layer_norm"}
+  if is_decoder:
+    attention["1.EncDecAttention"] = "encoder_decoder_attention"
+    norms["1"] = "pre_cross_attention_layer_norm"
+  weights = {f"{prefix}.{i}.layer_norm.weight": layer[norm]["scale"] for i, norm in norms.items()}
+  for theirs, ours in attention.items():
+    for short, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
+      weights[f"{prefix}.{theirs}.{short}.weight"] = layer[ours][name]["kernel"].T
+  for name in ("wi_0", "wi_1", "wo"):
+    dense = f"{prefix}.{2 if is_decoder else 1}.DenseReluDense.{name}.weight"
+    weights[dense] = layer["mlp"][name]["kernel"].T
+  return weights
+
+
+def main() -> None:
+  """Times the sides in turns and prints a line each."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--size", choices=SIZES, default="small")
+  parser.add_argument("--batch-size", type=int, default=16)
+  parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), metavar=("ENC", "DEC"))
+  parser.add_argument("--beams", type=int, nargs="+", default=(1, 4), help="1 is greedy decoding")
+  parser.add_argument("--runs", type=int, default=3, help="timed runs of each side")
+  parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
+  args = parser.parse_args()
+  if min(args.runs, args.batch_size, *args.lengths, *args.beams) < 1:
+    parser.error("--runs, --batch-size, --lengths and --beams take positive numbers")
+
+  shape = (args.batch_size, args.lengths[0])
+  inputs = np.random.default_rng(1).integers(2, 32000, shape, dtype=np.int32)
+  makers = {"Hugging Face": hugging_face_decode} if args.beside_hf else {}
+  makers["ours"] = our_decode
+  for beams in args.beams:
+    arguments = (args.size, inputs, args.lengths[1], beams)
+    workers = {name: Worker(make, arguments) for name, make in makers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
+    for _ in range(args.runs):
+      for name, worker in workers.items():
+        seconds[name].append(worker.time_step())
+    decodes = {name: worker.last_result() for name, worker in workers.items()}
+    for name, times in seconds.items():
+      workers[name].close()
+      median = statistics.median(times)
+      rate = args.batch_size * args.lengths[1] / median
+      same = np.mean(decodes[name] == decodes["ours"])
+      print(
+        f"beam {beams} {name}: {median:.2f} s, {rate:.0f} tokens/s, {same:.1%} of tokens as ours",
+        flush=True,
+      )
+
+
+if __name__ == "__main__":
+  main()
