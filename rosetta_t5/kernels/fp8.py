@@ -41,7 +41,7 @@ def quantise(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], F
 
 
 @jax.custom_vjp
-def fp8_product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "*N *O"]:
+def fp8_product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]) -> Float[Array, "*N ..."]:
   """Returns x·w, in their type, of operands rounded to eight bits; so are both products backward.
 
   Args:

@@ -116,7 +116,9 @@ class DenseGeneral(nn.Module):
 
 
 @jax.custom_vjp
-def matrix_product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I *O"]) -> Float[Array, "*N *O"]:
+def matrix_product(
+  x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]
+) -> Float[Array, "*N ..."]:
   """Returns x·w. Its gradient for w is written as xᵀ·dy.
 
   Differentiated by jax it would be (dyᵀ·x)ᵀ, for which XLA on a CPU computes dy, often a long chain

@@ -5,75 +5,31 @@ Parameters have T5X's names, shapes and initial values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.dense import DenseGeneral, MlpBlock
+from rosetta_t5.networks.dense import DenseGeneral, MlpBlock, activation_axes
 from rosetta_t5.networks.embedding import Embed, LayerNorm, RelativePositionBiases
 from rosetta_t5.networks.masks import make_attention_mask, make_decoder_mask
-
-_ACTIVATION = ("batch", "length", "embed")
-
-
-@struct.dataclass
-class T5Config:
-  """The sizes and switches of a T5 model.
-
-  Attributes:
-    vocab_size: rows of the embedding table; at least the vocabulary's size.
-    dtype: what activations are computed in, float32 or bfloat16; parameters stay float32.
-    emb_dim: the model's width.
-    num_heads: attention heads.
-    num_encoder_layers: layers of the encoder.
-    num_decoder_layers: layers of the decoder.
-    head_dim: the size of one head.
-    mlp_dim: the feed-forward block's hidden size.
-    mlp_activations: ('relu',) for T5 1.0, ('gelu', 'linear') for T5 1.1.
-    dropout_rate: the rate of every dropout.
-    logits_via_embedding: whether the output layer is the embedding table (T5 1.0).
-    float32_attention_logits: whether attention logits and softmax are float32 under bfloat16.
-    scale_attn_logits: whether the queries' input is divided by √head_dim.
-  """
-
-  vocab_size: int
-  dtype: Any = jnp.float32
-  emb_dim: int = 512
-  num_heads: int = 8
-  num_encoder_layers: int = 6
-  num_decoder_layers: int = 6
-  head_dim: int = 64
-  mlp_dim: int = 2048
-  mlp_activations: Sequence[str] = ("relu",)
-  dropout_rate: float = 0.1
-  logits_via_embedding: bool = False
-  float32_attention_logits: bool = False
-  scale_attn_logits: bool = False
-
-  def __post_init__(self) -> None:
-    """Refuses what T5 cannot be trained with."""
-    if jnp.dtype(self.dtype) == jnp.float16:
-      raise ValueError(
-        "T5Config.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', "
-        "or 'float32'"
-      )
+from rosetta_t5.networks.remat import remat_layer
+from rosetta_t5.networks.t5_config import T5Config
 
 
 def _attention(config: T5Config, name: str) -> MultiHeadDotProductAttention:
-  return MultiHeadDotProductAttention(
+  return config.attention_class(
     num_heads=config.num_heads,
     head_dim=config.head_dim,
     dtype=config.dtype,
     dropout_rate=config.dropout_rate,
     float32_logits=config.float32_attention_logits,
     scale_attn_logits=config.scale_attn_logits,
+    make_product=config.make_product,
+    transpose_batch_sequence=config.transpose_batch_sequence,
+    fuse_qkv_params=config.fuse_qkv_params,
     name=name,
   )
 
@@ -84,16 +40,20 @@ def _mlp(config: T5Config) -> MlpBlock:
     activations=config.mlp_activations,
     intermediate_dropout_rate=config.dropout_rate,
     dtype=config.dtype,
+    make_product=config.make_product,
+    transpose_batch_sequence=config.transpose_batch_sequence,
     name="mlp",
   )
 
 
-def _relative_bias(config: T5Config) -> RelativePositionBiases:
+def relative_bias(config: T5Config) -> RelativePositionBiases:
+  """Returns T5's bias, for a stack of layers or for one of them."""
   return RelativePositionBiases(
     num_buckets=32,
     max_distance=128,
     num_heads=config.num_heads,
     dtype=config.dtype,
+    embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
     name="relpos_bias",
   )
 
@@ -101,6 +61,32 @@ def _relative_bias(config: T5Config) -> RelativePositionBiases:
 def _shared_dropout(config: T5Config) -> nn.Dropout:
   """A dropout that drops the same features at every position."""
   return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,))
+
+
+def token_embedder(config: T5Config) -> Embed:
+  """Returns the embedding that encoder, decoder and tied logits share."""
+  return Embed(
+    num_embeddings=config.vocab_size,
+    features=config.emb_dim,
+    dtype=config.dtype,
+    attend_dtype=jnp.float32,
+    embedding_init=nn.initializers.normal(stddev=1.0),
+  )
+
+
+def _layer_dropout(config: T5Config) -> nn.Dropout:
+  """The same for activations inside a layer, whose length may come first."""
+  length_axis = -3 if config.transpose_batch_sequence else -2
+  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(length_axis,))
+
+
+def _layer_axes(config: T5Config) -> tuple[str, str, str]:
+  return activation_axes("embed", config.transpose_batch_sequence)
+
+
+def _transposed(config: T5Config, x: jax.Array) -> jax.Array:
+  """Returns [B, T, D] as the layers want it, and what they return as [B, T, D]."""
+  return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 
 
 class EncoderLayer(nn.Module):
@@ -111,20 +97,20 @@ class EncoderLayer(nn.Module):
   @nn.compact
   def __call__(
     self,
-    inputs_BSD: Float[Array, "B S D"],
+    inputs: Float[Array, "X Y D"],
     mask_B1SS: Bool[Array, "B 1 S S"] | None,
     bias_1HSS: Float[Array, "1 H S S"] | None,
     deterministic: bool = False,
-  ) -> Float[Array, "B S D"]:
-    """Returns the layer's output."""
+  ) -> Float[Array, "X Y D"]:
+    """Returns the layer's output; X and Y are B and S, transposed S and B."""
     cfg = self.config
-    x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs_BSD)
+    x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
     x = _attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
-    x = _shared_dropout(cfg)(x, deterministic=deterministic) + inputs_BSD
+    x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
     y = _mlp(cfg)(y, deterministic=deterministic)
-    y = _shared_dropout(cfg)(y, deterministic=deterministic) + x
-    return with_sharding_constraint(y, _ACTIVATION)
+    y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
+    return with_sharding_constraint(y, _layer_axes(cfg))
 
 
 class DecoderLayer(nn.Module):
@@ -135,30 +121,33 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(
     self,
-    inputs_BTD: Float[Array, "B T D"],
-    encoded_BSD: Float[Array, "B S D"],
+    inputs: Float[Array, "X Y D"],
+    encoded: Float[Array, "_ _ D"],
     mask_B1TT: Bool[Array, "B 1 T T"] | None,
     cross_mask_B1TS: Bool[Array, "B 1 T S"] | None,
     bias_1HLL: Float[Array, "1 H L L"] | None,
     deterministic: bool = False,
     decode: bool = False,
-  ) -> Float[Array, "B T D"]:
-    """Returns the layer's output; L is T, or while decoding the length of the cache."""
+  ) -> Float[Array, "X Y D"]:
+    """Returns the layer's output; L is T, or while decoding the length of the cache.
+
+    X and Y are B and T, transposed T and B.
+    """
     cfg = self.config
-    x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs_BTD)
+    x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs)
     x = _attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
-    x = _shared_dropout(cfg)(x, deterministic=deterministic) + inputs_BTD
+    x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
     y = _attention(cfg, "encoder_decoder_attention")(
-      y, encoded_BSD, cross_mask_B1TS, deterministic=deterministic
+      y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
-    y = _shared_dropout(cfg)(y, deterministic=deterministic) + x
+    y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
     z = _mlp(cfg)(z, deterministic=deterministic)
-    z = _shared_dropout(cfg)(z, deterministic=deterministic) + y
-    return with_sharding_constraint(z, _ACTIVATION)
+    z = _layer_dropout(cfg)(z, deterministic=deterministic) + y
+    return with_sharding_constraint(z, _layer_axes(cfg))
 
 
 class Encoder(nn.Module):
@@ -170,19 +159,28 @@ class Encoder(nn.Module):
   @nn.compact
   def __call__(
     self,
-    tokens_BS: Int[Array, "B S"],
-    mask_B1SS: Bool[Array, "B 1 S S"] | None = None,
+    encoder_input_tokens: Int[Array, "B S"],
+    encoder_mask: Bool[Array, "B 1 S S"] | None = None,
     deterministic: bool = False,
   ) -> Float[Array, "B S D"]:
     """Returns the encoded tokens."""
     cfg = self.config
-    bias_1HSS = _relative_bias(cfg)(tokens_BS.shape[-1], tokens_BS.shape[-1], True)
-    x = self.shared_embedding(tokens_BS.astype(jnp.int32))
+    x = self.shared_embedding(encoder_input_tokens.astype(jnp.int32))
     x = _shared_dropout(cfg)(x, deterministic=deterministic).astype(cfg.dtype)
-    for layer in range(cfg.num_encoder_layers):
-      x = EncoderLayer(cfg, name=f"layers_{layer}")(x, mask_B1SS, bias_1HSS, deterministic)
+    x = self._layers(x, encoder_mask, deterministic)
     x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(x)
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
+
+  def _layers(
+    self, x_BSD: jax.Array, mask_B1SS: jax.Array | None, deterministic: bool
+  ) -> jax.Array:
+    cfg, length = self.config, x_BSD.shape[-2]
+    bias_1HSS = relative_bias(cfg)(length, length, True)
+    layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, static_arguments=(4,))
+    x = _transposed(cfg, x_BSD)
+    for layer in range(cfg.num_encoder_layers):
+      x = layer_cls(cfg, name=f"layers_{layer}")(x, mask_B1SS, bias_1HSS, deterministic)
+    return _transposed(cfg, x)
 
 
 class Decoder(nn.Module):
@@ -194,25 +192,29 @@ class Decoder(nn.Module):
   @nn.compact
   def __call__(
     self,
-    encoded_BSD: Float[Array, "B S D"],
-    tokens_BT: Int[Array, "B T"],
-    mask_B1TT: Bool[Array, "B 1 T T"] | None = None,
-    cross_mask_B1TS: Bool[Array, "B 1 T S"] | None = None,
+    encoded: Float[Array, "B S D"],
+    decoder_input_tokens: Int[Array, "B T"],
+    decoder_positions: Int[Array, "B T"] | None = None,
+    decoder_mask: Bool[Array, "B 1 T T"] | None = None,
+    encoder_decoder_mask: Bool[Array, "B 1 T S"] | None = None,
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
   ) -> Float[Array, "B T V"]:
-    """Returns the logits, in float32."""
+    """Returns the logits, in float32; `decoder_positions` is not used, as positions are relative."""
+    del decoder_positions
     cfg = self.config
-    # While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
-    length = max_decode_length if decode and max_decode_length else tokens_BT.shape[-1]
-    bias_1HLL = _relative_bias(cfg)(length, length, False)
-    y = self.shared_embedding(tokens_BT.astype(jnp.int32))
+    y = self.shared_embedding(decoder_input_tokens.astype(jnp.int32))
     y = _shared_dropout(cfg)(y, deterministic=deterministic).astype(cfg.dtype)
-    for layer in range(cfg.num_decoder_layers):
-      y = DecoderLayer(cfg, name=f"layers_{layer}")(
-        y, encoded_BSD, mask_B1TT, cross_mask_B1TS, bias_1HLL, deterministic, decode
-      )
+    y = self._layers(
+      y,
+      encoded,
+      decoder_mask,
+      encoder_decoder_mask,
+      deterministic,
+      decode,
+      max_decode_length,
+    )
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
     y = _shared_dropout(cfg)(y, deterministic=deterministic)
     if cfg.logits_via_embedding:
@@ -220,6 +222,34 @@ class Decoder(nn.Module):
     return DenseGeneral(
       cfg.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
     )(y)
+
+  def _layers(
+    self,
+    y_BTD: jax.Array,
+    encoded_BSD: jax.Array,
+    mask_B1TT: jax.Array | None,
+    cross_mask_B1TS: jax.Array | None,
+    deterministic: bool,
+    decode: bool,
+    max_decode_length: int | None,
+  ) -> jax.Array:
+    cfg, length = self.config, bias_length(y_BTD, decode, max_decode_length)
+    bias_1HLL = relative_bias(cfg)(length, length, False)
+    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_arguments=(6, 7))
+    y, encoded = _transposed(cfg, y_BTD), _transposed(cfg, encoded_BSD)
+    for layer in range(cfg.num_decoder_layers):
+      y = layer_cls(cfg, name=f"layers_{layer}")(
+        y, encoded, mask_B1TT, cross_mask_B1TS, bias_1HLL, deterministic, decode
+      )
+    return _transposed(cfg, y)
+
+
+def bias_length(y_BTD: jax.Array, decode: bool, max_decode_length: int | None) -> int:
+  """Returns how many positions a decoder's bias covers.
+
+  While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
+  """
+  return max_decode_length if decode and max_decode_length else y_BTD.shape[-2]
 
 
 class Transformer(nn.Module):
@@ -233,15 +263,9 @@ class Transformer(nn.Module):
 
   def setup(self) -> None:
     """Creates the embedding that encoder, decoder and tied logits share."""
-    cfg = self.config
-    self.token_embedder = Embed(
-      num_embeddings=cfg.vocab_size,
-      features=cfg.emb_dim,
-      dtype=cfg.dtype,
-      attend_dtype=jnp.float32,
-    )
-    self.encoder = Encoder(cfg, self.token_embedder)
-    self.decoder = Decoder(cfg, self.token_embedder)
+    self.token_embedder = token_embedder(self.config)
+    self.encoder = Encoder(self.config, self.token_embedder)
+    self.decoder = Decoder(self.config, self.token_embedder)
 
   def encode(
     self,
@@ -301,8 +325,8 @@ class Transformer(nn.Module):
     logits: jax.Array = self.decoder(
       encoded,
       decoder_input_tokens,
-      mask,
-      cross_mask,
+      decoder_mask=mask,
+      encoder_decoder_mask=cross_mask,
       deterministic=not enable_dropout,
       decode=decode,
       max_decode_length=max_decode_length,
