@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.networks.dense import Initializer
 
+default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
 
 class Embed(nn.Module):
   """A table of token vectors, [num_embeddings, features] in float32.
@@ -33,7 +35,7 @@ class Embed(nn.Module):
   cast_input_dtype: Any = None
   dtype: Any = jnp.float32
   attend_dtype: Any = None
-  embedding_init: Initializer = nn.initializers.normal(stddev=1.0)
+  embedding_init: Initializer = default_embed_init
   one_hot: bool = False
 
   def setup(self) -> None:
@@ -46,26 +48,26 @@ class Embed(nn.Module):
       axes=("vocab", "embed"),
     )
 
-  def __call__(self, inputs_BT: Int[Array, "..."]) -> Float[Array, "..."]:
+  def __call__(self, inputs: Int[Array, "..."]) -> Float[Array, "..."]:
     """Returns the vectors of the ids, [..., features]; an id outside the table gets zeros.
 
     Raises:
       ValueError: the ids are not integers.
     """
     if self.cast_input_dtype:
-      inputs_BT = inputs_BT.astype(self.cast_input_dtype)
-    if not jnp.issubdtype(inputs_BT.dtype, jnp.integer):
-      raise ValueError(f"token ids must be integers, but are {inputs_BT.dtype}")
+      inputs = inputs.astype(self.cast_input_dtype)
+    if not jnp.issubdtype(inputs.dtype, jnp.integer):
+      raise ValueError(f"token ids must be integers, but are {inputs.dtype}")
     # Cast after the gather: casting the table first would round its gradient, summed in dtype.
     # Ids outside the table count as a one-hot row of zeros, which is what T5X makes of them.
-    rows = self.embedding.at[inputs_BT]
+    rows = self.embedding.at[inputs]
     vectors = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
     return with_sharding_constraint(vectors, ("batch", "length", "embed"))
 
-  def attend(self, query_BTD: Float[Array, "... D"]) -> Float[Array, "... V"]:
+  def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Returns the products of `query` with every row: logits tied to the embedding."""
     dtype = self.attend_dtype or self.dtype
-    return jnp.dot(query_BTD, jnp.asarray(self.embedding, dtype).T)
+    return jnp.dot(query, jnp.asarray(self.embedding, dtype).T)
 
 
 def relative_position_bucket(
@@ -113,13 +115,11 @@ class RelativePositionBiases(nn.Module):
   max_distance: int
   num_heads: int
   dtype: Any
-  embedding_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+  embedding_init: Initializer = default_embed_init
 
   @nn.compact
-  def __call__(
-    self, query_length: int, key_length: int, bidirectional: bool = True
-  ) -> Float[Array, "1 H T S"]:
-    """Returns the bias of every pair of positions. It is the same for every example."""
+  def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> Float[Array, "1 H T S"]:
+    """Returns the bias of each of `qlen` queries and `klen` keys, the same for every example."""
     table_HN = param_with_axes(
       "rel_embedding",
       self.embedding_init,
@@ -127,7 +127,7 @@ class RelativePositionBiases(nn.Module):
       jnp.float32,
       axes=("heads", "relpos_buckets"),
     )
-    distance_TS = np.arange(key_length)[None, :] - np.arange(query_length)[:, None]
+    distance_TS = np.arange(klen)[None, :] - np.arange(qlen)[:, None]
     bucket_TS = relative_position_bucket(
       distance_TS, bidirectional, self.num_buckets, self.max_distance
     )
@@ -135,7 +135,7 @@ class RelativePositionBiases(nn.Module):
     # and of the sums that could take its place each rounds otherwise.
     one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), self.num_buckets, dtype=self.dtype, axis=0)
     bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
-    return bias_HL.reshape(1, self.num_heads, query_length, key_length)
+    return bias_HL.reshape(1, self.num_heads, qlen, klen)
 
 
 class LayerNorm(nn.Module):
@@ -152,9 +152,9 @@ class LayerNorm(nn.Module):
   scale_init: Initializer = nn.initializers.ones
 
   @nn.compact
-  def __call__(self, x_BTD: Float[Array, "... D"]) -> Float[Array, "... D"]:
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """Returns the normalised, scaled input."""
-    x_BTD = x_BTD.astype(jnp.float32)
+    x_BTD = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
     scale_D = param_with_axes(

@@ -99,8 +99,8 @@ def test_relative_bias_is_a_gather_from_the_table_and_so_is_its_gradient(
   buckets = np.array([[t5_bucket(int(d), bidirectional) for d in row] for row in distances])
   bias = functools.partial(
     RelativePositionBiases(32, 128, 2, jnp.float32).apply,
-    query_length=queries,
-    key_length=keys,
+    qlen=queries,
+    klen=keys,
     bidirectional=bidirectional,
   )
 
