@@ -17,7 +17,7 @@ MAKE_VENV = $(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 is needed: none is 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: quickstart setup test test-all lint format lock clean
+.PHONY: quickstart setup test test-all lint format golden lock clean
 
 quickstart: $(READY) ## Train a small T5 on text that is here already
 	@$(BIN)/rosetta-t5 quickstart
@@ -38,6 +38,9 @@ lint: $(READY) ## Format, lint and types
 format: $(READY) ## Mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+golden: $(READY) ## Write anew what every recipe comes to (tests/golden)
+	$(BIN)/python tests/golden_recipes.py
 
 lock: ## Choose the newest versions again, for Python 3.11 to 3.13 (needs uv)
 	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra t5 \
