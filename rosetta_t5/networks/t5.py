@@ -84,9 +84,22 @@ def _layer_axes(config: T5Config) -> tuple[str, str, str]:
   return activation_axes("embed", config.transpose_batch_sequence)
 
 
-def _transposed(config: T5Config, x: jax.Array) -> jax.Array:
+def transposed(config: T5Config, x: jax.Array) -> jax.Array:
   """Returns [B, T, D] as the layers want it, and what they return as [B, T, D]."""
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
+
+
+def length_of(config: T5Config, x: jax.Array) -> int:
+  """Returns the length of activations inside the layers."""
+  return x.shape[0 if config.transpose_batch_sequence else 1]
+
+
+def bias_length(length: int, decode: bool, max_decode_length: int | None) -> int:
+  """Returns how many positions a decoder's bias covers, where it is given `length` of them.
+
+  While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
+  """
+  return max_decode_length if decode and max_decode_length else length
 
 
 class EncoderLayer(nn.Module):
@@ -177,10 +190,10 @@ class Encoder(nn.Module):
     cfg, length = self.config, x_BSD.shape[-2]
     bias_1HSS = relative_bias(cfg)(length, length, True)
     layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, static_arguments=(4,))
-    x = _transposed(cfg, x_BSD)
+    x = transposed(cfg, x_BSD)
     for layer in range(cfg.num_encoder_layers):
       x = layer_cls(cfg, name=f"layers_{layer}")(x, mask_B1SS, bias_1HSS, deterministic)
-    return _transposed(cfg, x)
+    return transposed(cfg, x)
 
 
 class Decoder(nn.Module):
@@ -233,23 +246,15 @@ class Decoder(nn.Module):
     decode: bool,
     max_decode_length: int | None,
   ) -> jax.Array:
-    cfg, length = self.config, bias_length(y_BTD, decode, max_decode_length)
+    cfg, length = self.config, bias_length(y_BTD.shape[-2], decode, max_decode_length)
     bias_1HLL = relative_bias(cfg)(length, length, False)
     layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_arguments=(6, 7))
-    y, encoded = _transposed(cfg, y_BTD), _transposed(cfg, encoded_BSD)
+    y, encoded = transposed(cfg, y_BTD), transposed(cfg, encoded_BSD)
     for layer in range(cfg.num_decoder_layers):
       y = layer_cls(cfg, name=f"layers_{layer}")(
         y, encoded, mask_B1TT, cross_mask_B1TS, bias_1HLL, deterministic, decode
       )
-    return _transposed(cfg, y)
-
-
-def bias_length(y_BTD: jax.Array, decode: bool, max_decode_length: int | None) -> int:
-  """Returns how many positions a decoder's bias covers.
-
-  While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
-  """
-  return max_decode_length if decode and max_decode_length else y_BTD.shape[-2]
+    return transposed(cfg, y)
 
 
 class Transformer(nn.Module):
