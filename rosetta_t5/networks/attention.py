@@ -9,9 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import with_sharding_constraint
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.attention import xla_attention
+from rosetta_t5.networks import cache
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 
 _HEADS = ("batch", "length", "heads", "kv")
@@ -114,6 +115,8 @@ class MultiHeadDotProductAttention(nn.Module):
     *,
     decode: bool = False,
     deterministic: bool = False,
+    prefill: bool = False,
+    prefill_lengths: Int[Array, " B"] | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns what the queries gather from the keys and values.
 
@@ -125,10 +128,22 @@ class MultiHeadDotProductAttention(nn.Module):
       decode: whether `inputs_q` is one position, the next after those in the cache. The first call
         (in `init`, with the full length) only makes the cache.
       deterministic: whether dropout is off.
+      prefill: whether the inputs are whole prompts, to be put into a cache that has been made.
+      prefill_lengths: how many of their positions; None for as many as the first query sees.
+
+    Raises:
+      ValueError: `prefill` and `decode` at once, or several positions to decode.
     """
     q_BTHK, k_BSHK, v_BSHK = self._queries_keys_values(inputs_q, inputs_kv)
-    if decode:
-      k_BSHK, v_BSHK, mask, bias = self._step_cache(k_BSHK, v_BSHK, mask, bias)
+    if prefill and decode:
+      raise ValueError(
+        "prefill and decode exclude each other: first fill the cache with prefill=True, then decode "
+        "position by position with decode=True"
+      )
+    if prefill or decode:
+      k_BSHK, v_BSHK, mask, bias = self._use_cache(
+        k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
+      )
     outputs_BTHK = xla_attention(
       q_BTHK,
       k_BSHK,
@@ -208,27 +223,85 @@ class MultiHeadDotProductAttention(nn.Module):
       return None
     return _dropout_scale(self.make_rng("dropout"), self.dropout_rate, k_BSHK, self.dtype)
 
-  def _step_cache(
-    self, k_BSHK: jax.Array, v_BSHK: jax.Array, mask: jax.Array | None, bias: jax.Array | None
+  def update_cache_prefill(
+    self,
+    key: jax.Array,
+    value: jax.Array,
+    cached_key: nn.Variable,
+    cached_value: nn.Variable,
+    cache_index: nn.Variable,
+    prefill_lengths: jax.Array,
+  ) -> tuple[jax.Array, ...]:
+    """Returns (key, value, lengths, new cached_key, new cached_value, new cache_index).
+
+    Args:
+      key: [B, S, H, K], of a whole prompt.
+      value: the same.
+      cached_key: the cache variable, [B, H, K, L].
+      cached_value: the same.
+      cache_index: the next position to be written; from here on one for each example.
+      prefill_lengths: [B], how many positions to keep; the rest of the cache is 0.
+    """
+    del cache_index
+    keys = cache.prefilled(key, cached_key.value, prefill_lengths)
+    values = cache.prefilled(value, cached_value.value, prefill_lengths)
+    return key, value, prefill_lengths, keys, values, prefill_lengths
+
+  def update_cache_decode(
+    self,
+    key: jax.Array,
+    value: jax.Array,
+    cached_key: nn.Variable,
+    cached_value: nn.Variable,
+    cache_index: nn.Variable,
+  ) -> tuple[jax.Array, ...]:
+    """Returns (all keys, all values, index, new cached_key, new cached_value, new cache_index).
+
+    Args:
+      key: [B, 1, H, K], of the position at the index.
+      value: the same.
+      cached_key: the cache variable, [B, H, K, L].
+      cached_value: the same.
+      cache_index: the position to write: a scalar, or [B] after a prefill.
+    """
+    index = cache_index.value
+    keys = cache.extended(key, cached_key.value, index)
+    values = cache.extended(value, cached_value.value, index)
+    back = (0, 3, 1, 2)
+    return keys.transpose(back), values.transpose(back), index, keys, values, index + 1
+
+  def _use_cache(
+    self,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    prefill: bool,
+    prefill_lengths: jax.Array | None,
   ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Adds one position to the cache; returns keys and values so far, and their mask and bias."""
+    """Fills the cache, or adds a position; returns keys and values to see, their mask and bias."""
     is_made = self.has_variable("cache", "cached_key")
-    keys = self.variable("cache", "cached_key", jnp.zeros, k_BSHK.shape, k_BSHK.dtype)
-    values = self.variable("cache", "cached_value", jnp.zeros, v_BSHK.shape, v_BSHK.dtype)
+    keys = self.variable("cache", "cached_key", cache.empty, k_BSHK)
+    values = self.variable("cache", "cached_value", cache.empty, v_BSHK)
     index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
     if not is_made:
       return k_BSHK, v_BSHK, mask, bias
-    if k_BSHK.shape[1] != 1:
-      raise ValueError(
-        f"decoding takes one position at a time, but was given {k_BSHK.shape[1]}: call the module "
-        "without decode=True for whole sequences"
-      )
-    length = keys.value.shape[1]
-    keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k_BSHK, index.value, axis=1)
-    values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v_BSHK, index.value, axis=1)
-    past_111S = (jnp.arange(length) <= index.value)[None, None, None]
-    seen = past_111S if mask is None else past_111S & (mask != 0)
-    if bias is not None:
-      bias = jax.lax.dynamic_slice_in_dim(bias, index.value, 1, axis=2)
-    index.value = index.value + 1
-    return keys.value, values.value, seen, bias
+    if prefill:
+      if prefill_lengths is None:
+        if mask is None:
+          raise ValueError("prefill needs prefill_lengths, or a mask that tells where prompts end")
+        prefill_lengths = jnp.sum(mask[:, 0, 0] != 0, axis=-1, dtype=index.value.dtype)
+      variables = (keys, values, index, prefill_lengths)
+      new = self.update_cache_prefill(k_BSHK, v_BSHK, *variables)
+    else:
+      if k_BSHK.shape[1] != 1:
+        raise ValueError(
+          f"decoding takes one position at a time, but was given {k_BSHK.shape[1]}: call the module "
+          "without decode=True for whole sequences"
+        )
+      new = self.update_cache_decode(k_BSHK, v_BSHK, keys, values, index)
+      past_B11S = cache.seen(new[2], new[0].shape[1])
+      mask = past_B11S if mask is None else past_B11S & (mask != 0)
+      bias = None if bias is None else cache.bias_row(bias, new[2])
+    k_BSHK, v_BSHK, _, keys.value, values.value, index.value = new
+    return k_BSHK, v_BSHK, mask, bias
