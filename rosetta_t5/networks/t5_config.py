@@ -76,6 +76,7 @@ class T5Config:
     for name in ("transpose_batch_sequence", "fuse_qkv_params"):
       if (value := getattr(self, name)) not in (0, 1):
         raise ValueError(f"T5Config.{name} = {value!r} must be True or False, or 1 or 0")
+      object.__setattr__(self, name, bool(value))  # scripts give 1 and 0
     check_one_of("T5Config.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
     check_one_of("T5Config.remat_policy", self.remat_policy, REMAT_POLICIES)
 

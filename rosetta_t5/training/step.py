@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
 from flax import struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
@@ -104,12 +105,19 @@ def accumulate_gradients(
 def _gradients(
   loss_fn: LossFn, params: PyTree, mutables: PyTree, batch: Batch, dropout_rng: jax.Array
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
-  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   if not mutables:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, metrics), grads = grad_fn(params, batch, dropout_rng)
     return grads, loss, metrics, mutables
-  (loss, (metrics, mutables)), grads = grad_fn(params, batch, dropout_rng, mutables)
-  return grads, loss, metrics, mutables
+
+  def loss_of(params: PyTree, overwritten: PyTree) -> tuple[jax.Array, Any]:
+    return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
+
+  # A collection whose gradient is its next value (fp8's scales): replaced, never summed.
+  overwritten = {name: mutables[name] for name in (OVERWRITE_WITH_GRADIENT,) if name in mutables}
+  grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+  (loss, (metrics, mutables)), (grads, overwritten) = grad_fn(params, overwritten)
+  return grads, loss, metrics, {**mutables, **overwritten}
 
 
 def _check_divides(num_microbatches: int, batch: Batch) -> None:

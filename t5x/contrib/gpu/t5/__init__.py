@@ -1,0 +1,1 @@
+"""The T5 networks of NVIDIA's GPU edition of T5X."""

@@ -1,0 +1,9 @@
+"""NVIDIA's `te_helper`."""
+
+from rosetta_t5.networks.precision import (
+  TransformerEngineConfig,
+)
+
+__all__ = [
+  "TransformerEngineConfig",
+]
