@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,30 @@ from collections.abc import Sequence
 
 def train(arguments: Sequence[str]) -> int:
   """Train a model; the arguments are those of `python -m t5x.train`."""
-  sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
-  from rosetta_t5.config import run_from_command_line
-  from rosetta_t5.train import train as run_page
+  return _run("train", arguments)
 
-  run_from_command_line(run_page, ["rosetta-t5 train", *arguments])
+
+def eval(arguments: Sequence[str]) -> int:
+  """Evaluate checkpoints; the arguments are those of `python -m t5x.eval`."""
+  return _run("eval", arguments)
+
+
+def infer(arguments: Sequence[str]) -> int:
+  """Write predictions or scores; the arguments are those of `python -m t5x.infer`."""
+  return _run("infer", arguments)
+
+
+def check(arguments: Sequence[str]) -> int:
+  """Say all that is wrong with gin files, and what they would run: check FILE… [--gin.X=Y]."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # what is checked may be meant for GPUs that others use
+  files = [f"--gin_file={a}" if not a.startswith("-") else a for a in arguments]
+  return _run("main", [*files, "--dry_run"])
+
+
+def _run(module: str, arguments: Sequence[str]) -> int:
+  sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
+  page = importlib.import_module(f"rosetta_t5.{module}")
+  page.main([f"rosetta-t5 {module}", *arguments])
   return 0
 
 
@@ -32,7 +52,7 @@ def doctor(arguments: Sequence[str]) -> int:
   return examine()
 
 
-VERBS = {verb.__name__: verb for verb in (train, quickstart, doctor)}
+VERBS = {verb.__name__: verb for verb in (train, eval, infer, check, quickstart, doctor)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

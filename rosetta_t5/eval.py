@@ -15,6 +15,7 @@ from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -108,7 +109,7 @@ def evaluate(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `evaluate` as the command line and its gin files say (`python -m t5x.eval`)."""
-  config.run_from_command_line(evaluate, argv)
+  config.run_from_command_line(evaluate, argv, describe_run)
 
 
 class _Evaluated:

@@ -24,6 +24,7 @@ from rosetta_t5.inference.results import (
   write_inferences_to_file,
 )
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 
@@ -139,7 +140,7 @@ def infer(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `infer` as the command line and its gin files say (`python -m t5x.infer`)."""
-  config.run_from_command_line(infer, argv)
+  config.run_from_command_line(infer, argv, describe_run)
 
 
 def _infer_task(

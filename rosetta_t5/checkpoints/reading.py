@@ -109,15 +109,26 @@ def read_state(
   return unflatten_state_dict({**valueless, **_place_all(path, chosen, shardings)})
 
 
-def check_fits(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
+def check_fits(
+  path: str | os.PathLike[str],
+  expected: Mapping[str, Any],
+  allow_missing: bool = False,
+  allow_unexpected: bool = False,
+) -> None:
   """Raises CheckpointMismatchError unless the checkpoint at `path` has what `expected` needs.
 
   Args:
     path: a checkpoint of any layout.
     expected: nested state dict of leaves with `shape` and `dtype`.
+    allow_missing: see `read_state`.
+    allow_unexpected: see `read_state`.
   """
   wanted = {n: leaf for n, leaf in flatten_state_dict(expected).items() if hasattr(leaf, "shape")}
-  fit.check_fit(path, relaid(read_arrays(path), wanted), wanted)
+  try:
+    arrays = relaid(read_arrays(path), wanted)
+  except LayoutError as error:
+    raise fit.CheckpointMismatchError(f"checkpoint {path}: {error}") from error
+  fit.check_fit(path, arrays, wanted, allow_missing, allow_unexpected)
 
 
 def _place_all(

@@ -192,8 +192,11 @@ def _names(module: str) -> set[str]:
   return {name for name in names if not name.startswith("_")}
 
 
+@functools.cache
 def _find(module: str, name: str) -> Any:
   """What a module has under a name: a stand-in for a function, class, module or value; or None."""
+  if _exists(f"{module}.{name}"):
+    return StandIn(f"{module}.{name}")
   for node in _at_once(_body(module)):
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
       return _callable(node, module)
@@ -206,16 +209,25 @@ def _find(module: str, name: str) -> Any:
         if name == (alias.asname or alias.name.split(".")[0]):
           bound = alias.name if alias.asname else name
           return StandIn(bound) if _exists(bound) else None
-  if name in _names(module):
-    return NotMade(f"{module}.{name}", {})
-  return StandIn(f"{module}.{name}") if _exists(f"{module}.{name}") else None
+    if isinstance(node, ast.Assign) and name in {ast.unparse(target) for target in node.targets}:
+      return _find_assigned(node.value, module) or NotMade(f"{module}.{name}", {})
+  return NotMade(f"{module}.{name}", {}) if name in _names(module) else None
+
+
+def _find_assigned(value: ast.expr, module: str) -> Any:
+  """What `name = other` or `name = module.other` makes of the name."""
+  *owner, name = ast.unparse(value).split(".")
+  if not all(part.isidentifier() for part in (*owner, name)):
+    return None
+  found = _find(module, owner[0]) if owner else None
+  return getattr(found, name, None) if len(owner) == 1 and isinstance(found, StandIn) else None
 
 
 def _find_imported(node: ast.ImportFrom, module: str, name: str) -> Any:
   origin = _origin(node, module)
   for alias in node.names:
     if alias.name == "*" and _exists(origin):
-      return _find(origin, name)
+      return _find(origin, name) if name in _names(origin) else None
     if name == (alias.asname or alias.name) and _exists(origin):
       return _find(origin, alias.name)
   return None

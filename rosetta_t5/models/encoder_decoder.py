@@ -16,18 +16,30 @@ from rosetta_t5.training import losses
 
 
 class _LazySeqioClass:
-  """A class attribute whose value is a class of SeqIO, imported when it is first asked for.
+  """A class attribute whose value is a class of SeqIO, imported when a model asks for it.
 
-  SeqIO brings TensorFlow, which a model needs only where it meets a dataset.
+  SeqIO brings TensorFlow, which a model needs only where it meets a dataset. Read from the model's
+  class, as inspection does, it is this object, which does what the class would when it is used.
   """
 
   def __init__(self, name: str):
     self._name = name
 
-  def __get__(self, instance: Any, owner: type) -> Any:
+  def _load(self) -> Any:
     import seqio
 
     return getattr(seqio, self._name)
+
+  def __get__(self, instance: Any, owner: type) -> Any:
+    return self if instance is None else self._load()
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._load()(*args, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("_"):
+      raise AttributeError(name)
+    return getattr(self._load(), name)
 
 
 @flax.struct.dataclass

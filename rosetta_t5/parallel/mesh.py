@@ -30,24 +30,41 @@ def default_mesh(
     ValueError: the devices cannot be divided so.
   """
   devices = jax.devices(backend)
-  if ici_mesh_shape:
-    over_nodes = dcn_mesh_shape or (1,) * len(ici_mesh_shape)
-    shape = tuple(int(i * d) for i, d in zip(ici_mesh_shape, over_nodes, strict=True))
-  else:
-    if model_parallel_submesh:
-      num_partitions = int(np.prod(model_parallel_submesh))
-    _check_divides(num_partitions, len(devices))
-    shape = (len(devices) // num_partitions, num_partitions)
-  if int(np.prod(shape)) != len(devices):
-    raise ValueError(
-      f"a mesh of shape {shape} needs {int(np.prod(shape))} devices, but there are {len(devices)}: "
-      "set PjitPartitioner.ici_mesh_shape and dcn_mesh_shape to sizes whose product is that"
-    )
+  shape = mesh_shape(
+    len(devices), num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
+  )
   # Neighbouring devices talk most within a model replica, so `model` is the fastest-moving axis.
   # Axes are Auto: linen's logical constraints fail on jax's default, Explicit.
   return jax.make_mesh(
     shape, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2, devices=devices
   )
+
+
+def mesh_shape(
+  num_devices: int,
+  num_partitions: int,
+  model_parallel_submesh: tuple[int, ...] | None = None,
+  ici_mesh_shape: tuple[int, ...] | None = None,
+  dcn_mesh_shape: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+  """Returns the sizes of the axes `data` and `model` for so many devices; see `default_mesh`.
+
+  Raises:
+    ValueError: they cannot be divided so.
+  """
+  if not ici_mesh_shape:
+    if model_parallel_submesh:
+      num_partitions = int(np.prod(model_parallel_submesh))
+    _check_divides(num_partitions, num_devices)
+    return (num_devices // num_partitions, num_partitions)
+  over_nodes = dcn_mesh_shape or (1,) * len(ici_mesh_shape)
+  shape = tuple(int(i * d) for i, d in zip(ici_mesh_shape, over_nodes, strict=True))
+  if int(np.prod(shape)) != num_devices:
+    raise ValueError(
+      f"a mesh of shape {shape} needs {int(np.prod(shape))} devices, but there are {num_devices}: "
+      "set PjitPartitioner.ici_mesh_shape and dcn_mesh_shape to sizes whose product is that"
+    )
+  return shape
 
 
 def _check_divides(num_partitions: int, num_devices: int) -> None:

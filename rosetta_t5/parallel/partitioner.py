@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rosetta_t5.parallel.mesh import DATA_AXIS, default_mesh
+from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS, default_mesh, mesh_shape
 from rosetta_t5.parallel.rules import LogicalAxisRules, standard_logical_axis_rules
 
 PyTree = Any
@@ -124,6 +124,21 @@ class BasePartitioner(abc.ABC):
       )
     return self._mesh
 
+  def mesh_shape(self, num_devices: int) -> dict[str, int]:
+    """Returns the size of each axis that the mesh would have with so many devices; touches none.
+
+    Raises:
+      ValueError: they cannot be divided so.
+    """
+    shape = mesh_shape(
+      num_devices,
+      self._num_partitions,
+      self._model_parallel_submesh,
+      self._ici_mesh_shape,
+      self._dcn_mesh_shape,
+    )
+    return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
+
   @property
   def params_on_devices(self) -> bool:
     """Whether parameters stay on devices between steps; they always do here."""
@@ -148,14 +163,7 @@ class BasePartitioner(abc.ABC):
       ValueError: `batch_size` is not a multiple of the devices along `data`.
     """
     batch_size = self.data_mesh_size if batch_size is None else batch_size
-    if batch_size % self.data_mesh_size:
-      below = batch_size - batch_size % self.data_mesh_size
-      near = " or ".join(str(size) for size in (below, below + self.data_mesh_size) if size)
-      raise ValueError(
-        f"batch size {batch_size} cannot be split over the {self.data_mesh_size} devices of the "
-        f"mesh's data axis (mesh {dict(self.mesh.shape)}): set BATCH_SIZE to a multiple of "
-        f"{self.data_mesh_size}, such as {near}"
-      )
+    check_batch_size(batch_size, self.mesh.shape)
     return _data_layout(self.mesh, batch_size, host_index)
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
@@ -277,6 +285,18 @@ class PjitPartitioner(BasePartitioner):
 
     return jax.tree.map(
       lambda spec: NamedSharding(self.mesh, spec), axis_resources, is_leaf=is_spec
+    )
+
+
+def check_batch_size(batch_size: int, mesh_sizes: Mapping[str, int]) -> None:
+  """Raises ValueError unless a batch can be split over the axis `data` of a mesh of these sizes."""
+  shards = mesh_sizes[DATA_AXIS]
+  if batch_size % shards:
+    below = batch_size - batch_size % shards
+    near = " or ".join(str(size) for size in (below, below + shards) if size)
+    raise ValueError(
+      f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's data axis "
+      f"(mesh {dict(mesh_sizes)}): set BATCH_SIZE to a multiple of {shards}, such as {near}"
     )
 
 

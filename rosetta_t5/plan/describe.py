@@ -1,0 +1,226 @@
+"""The rows that `--dry_run` prints: task, model, mesh, batch, optimizer, checkpoints, FLOPs, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from rosetta_t5.config import Resolved, changes_since
+from rosetta_t5.config.gin_files import Macro, Reference, leaves
+from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.partitioner import check_batch_size
+from rosetta_t5.plan import memory, start
+from rosetta_t5.plan.data import data_rows
+from rosetta_t5.plan.devices import expected_devices
+from rosetta_t5.plan.shapes import input_lengths, state_shapes
+from rosetta_t5.telemetry.flops import training_flops_of
+from rosetta_t5.telemetry.model_info import count_parameters
+
+Rows = list[tuple[str, str]]
+
+
+def describe_run(resolved: Resolved) -> Rows:
+  """Returns what a resolved run is, a row a subject, and adds to its problems what does not fit.
+
+  Each row is made from what could be built; where something is missing, its row is left out.
+  """
+  rows: Rows = [("run", resolved.run)] if resolved.run else []
+  parts = (data_rows, _model, _mesh, _batch, _optimizer, _steps, start.rows, _costs, _changes)
+  plan = Plan(resolved)
+  for part in parts:
+    with _noted(resolved):
+      rows += part(plan)
+  return rows
+
+
+@dataclasses.dataclass
+class Plan:
+  """A resolved run, and what follows from it: made when first asked for."""
+
+  resolved: Resolved
+
+  def __getitem__(self, name: str) -> Any:
+    """An argument of the run, or None."""
+    return self.resolved.arguments.get(name)
+
+  @property
+  def is_training(self) -> bool:
+    """Whether the run updates parameters."""
+    return self["trainer_cls"] is not None
+
+  @property
+  def dataset_cfg(self) -> Any:
+    """The data whose batches the model sees most."""
+    return self["train_dataset_cfg"] or self["dataset_cfg"]
+
+  @functools.cached_property
+  def lengths(self) -> dict[str, int]:
+    """How long the model's inputs are."""
+    return input_lengths(self["model"], getattr(self.dataset_cfg, "task_feature_lengths", None))
+
+  @functools.cached_property
+  def state(self) -> Any:
+    """The train state's shapes."""
+    batch_size = getattr(self.dataset_cfg, "batch_size", 1)
+    return state_shapes(self["model"], batch_size, self.lengths, self.is_training)
+
+  @functools.cached_property
+  def devices(self) -> tuple[int, str]:
+    """How many devices there will be, and of what kind."""
+    count, kind = expected_devices()
+    return (self.resolved.devices, "") if self.resolved.devices else (count, kind)
+
+  @functools.cached_property
+  def mesh(self) -> dict[str, int]:
+    """The size of each mesh axis."""
+    return self["partitioner"].mesh_shape(self.devices[0])
+
+  @property
+  def microbatches(self) -> int:
+    """The parts that a batch is worked through in."""
+    return self.resolved.settings.get("trainer_cls", {}).get("num_microbatches") or 1
+
+
+@contextlib.contextmanager
+def _noted(resolved: Resolved) -> Iterator[None]:
+  """Notes a ValueError, which is for the user; an argument that could not be built leaves no row."""
+  try:
+    yield
+  except (AttributeError, TypeError, KeyError) as error:
+    if not resolved.problems.texts:
+      raise error
+  except ValueError as error:
+    if str(error) not in resolved.problems.texts:
+      resolved.problems.texts.append(str(error))
+
+
+def _model(plan: Plan) -> Rows:
+  model = plan["model"]
+  if model is None:
+    return []
+  module = getattr(model, "module", None)
+  dtype = getattr(getattr(module, "config", None), "dtype", None)
+  text = f"{type(model).__name__} of {type(module).__module__}.{type(module).__name__}, "
+  text += f"{count_parameters(plan.state.params):,} parameters"
+  return [("model", text + (f", computed in {jnp.dtype(dtype).name}" if dtype else ""))]
+
+
+def _mesh(plan: Plan) -> Rows:
+  if plan["partitioner"] is None:
+    return []
+  count, kind = plan.devices
+  axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
+  what = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
+  hint = "" if plan.resolved.devices else " (--devices=N plans for others)"
+  return [("mesh", f"{axes} on {what}{hint}")]
+
+
+def _batch(plan: Plan) -> Rows:
+  if plan.dataset_cfg is None:
+    return []
+  size, parts = plan.dataset_cfg.batch_size, plan.microbatches
+  check_batch_size(size, plan.mesh)
+  if size % parts:
+    raise ValueError(
+      f"trainer.Trainer.num_microbatches = {parts} does not divide the batch of {size} examples: "
+      "change one of the two"
+    )
+  each = size / plan.mesh[DATA_AXIS]
+  text = f"{size} examples, {each:g} a device along {DATA_AXIS}"
+  if parts > 1:
+    text += f", in {parts} microbatches of {size // parts}"
+  return [("batch", text)]
+
+
+def _optimizer(plan: Plan) -> Rows:
+  if not plan.is_training:
+    return []
+  optimizer = getattr(plan["model"], "optimizer_def", None)
+  rows = [("optimizer", _made_of("OPTIMIZER", plan) or type(optimizer).__name__)]
+  schedule = plan.resolved.settings.get("trainer_cls", {}).get("learning_rate_fn")
+  if schedule is not None:
+    rate = _rates(schedule, plan["total_steps"])
+    if not getattr(optimizer, "uses_learning_rate", True):
+      rate += ": only logged, optax optimizers follow their own"
+    rows.append(("learning rate", rate))
+  return rows
+
+
+def _rates(schedule: Callable[[int], Any], total_steps: int | None) -> str:
+  last = total_steps or 1
+  steps = sorted({0, 1, *(last * n // 4 for n in (1, 2, 3, 4))})
+  return ", ".join(f"{float(schedule(step)):.3g} at {step}" for step in steps)
+
+
+def _made_of(macro: str, plan: Plan) -> str:
+  """What gin files make a macro of: `Adafactor`, or `chain(clip_by_global_norm, adamw)`."""
+  in_force = {binding.key: binding for binding in plan.resolved.program.in_force()}
+  found = in_force.get((macro,))
+  return ", ".join(_reference_texts(found.value, in_force)) if found else ""
+
+
+def _reference_texts(value: Any, in_force: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
+  for leaf in leaves(value):
+    if isinstance(leaf, Macro) and (leaf.name,) in in_force:
+      yield from _reference_texts(in_force[leaf.name,].value, in_force)
+    if isinstance(leaf, Reference):
+      name = leaf.name.rsplit("/", 1)[-1].rsplit(".", 1)[-1]
+      parts = in_force.get(("", name, "transformations"))
+      inner = ", ".join(_reference_texts(parts.value, in_force)) if parts else ""
+      yield f"{name}({inner})" if inner else name
+
+
+def _steps(plan: Plan) -> Rows:
+  if not plan.is_training:
+    return []
+  relative = plan["relative_steps"]
+  total = f"{relative} from the start on" if relative else f"to {plan['total_steps']}"
+  periods = [
+    f"{name} every {plan[f'{name}_period']}" for name in ("stats", "eval") if plan[f"{name}_period"]
+  ]
+  return [("steps", ", ".join([total, *periods]))]
+
+
+def _costs(plan: Plan) -> Rows:
+  if plan["model"] is None or plan["partitioner"] is None:
+    return []
+  rows = _flops(plan) if plan.is_training else []
+  parts = memory.state_bytes(plan.state, plan["partitioner"].get_mesh_axes(plan.state), plan.mesh)
+  if plan.is_training:
+    parts["gradients"] = parts["params"]
+    examples = plan.dataset_cfg.batch_size / plan.mesh[DATA_AXIS] / plan.microbatches
+    config = getattr(plan["model"].module, "config", None)
+    kept = memory.activation_bytes(config, plan.lengths, examples, plan.mesh.get(MODEL_AXIS, 1))
+    parts |= {"activations": kept} if kept is not None else {}
+  total = memory.size_text(sum(parts.values()))
+  each = ", ".join(f"{name} {memory.size_text(size)}" for name, size in parts.items())
+  return [*rows, ("memory", f"about {total} a device: {each}")]
+
+
+def _flops(plan: Plan) -> Rows:
+  batch_size = plan.dataset_cfg.batch_size
+  config = getattr(getattr(plan["model"], "module", None), "config", None)
+  if hasattr(config, "num_encoder_layers") and "encoder" in plan.lengths:
+    lengths = plan.lengths
+    one = training_flops_of(
+      config, encoder_length=lengths["encoder"], decoder_length=lengths["decoder"]
+    )
+    return [("FLOPs", f"{one * batch_size / 1e12:,.4g} TFLOP a step")]
+  tokens = batch_size * sum(plan.lengths.values())
+  estimate = 6 * count_parameters(plan.state.params) * tokens
+  return [("FLOPs", f"about {estimate / 1e12:,.4g} TFLOP a step (6 a parameter and token)")]
+
+
+def _changes(plan: Plan) -> Rows:
+  folder = plan["model_dir"] or plan["output_dir"]
+  if not folder:
+    return []
+  changes = changes_since(folder, plan.resolved.program)
+  if not changes:
+    return []
+  return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]

@@ -1,0 +1,8 @@
+"""T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…`."""
+
+from rosetta_t5.main import RunMode, main
+
+__all__ = ["RunMode", "main"]
+
+if __name__ == "__main__":
+  main()
