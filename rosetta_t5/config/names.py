@@ -131,6 +131,13 @@ def run_script_names(function: Any) -> Names:
   gin.config._INVERSE_REGISTRY.pop(function, None)
   with gin.config.interactive_mode():
     names.find(f"{alias}.{function.__name__}")
+  if function.__name__ == "train":
+    # NVIDIA's scripts name it in flags while no gin file imports it.
+    names.add_import(
+      config_parser.ImportStatement(
+        "t5x.te_helper", is_from=True, alias=None, location=_NO_LOCATION
+      )
+    )
   return names
 
 

@@ -112,7 +112,9 @@ def choose_fp8(
     )
   emulated = ", emulated" if _lacking_hardware() else ""
   if config.backend == "te":
-    return Fp8Choice(_te_product_maker(config.recipe), f"Transformer Engine, {config.recipe} scaling")
+    return Fp8Choice(
+      _te_product_maker(config.recipe), f"Transformer Engine, {config.recipe} scaling"
+    )
   why = "set" if config.backend == "native" else "auto: needs no state and no further package"
   text = f"XLA's own products, {config.recipe} scaling ({why}{emulated})"
   make_product = _current if config.recipe == "current" else DelayedProduct

@@ -5,6 +5,8 @@ Parameters have T5X's names, shapes and initial values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config
 
 
-def _attention(config: T5Config, name: str) -> MultiHeadDotProductAttention:
+def attention(config: Any, name: str) -> MultiHeadDotProductAttention:
+  """Returns the attention of a config like `T5Config`."""
   return config.attention_class(
     num_heads=config.num_heads,
     head_dim=config.head_dim,
@@ -34,7 +37,8 @@ def _attention(config: T5Config, name: str) -> MultiHeadDotProductAttention:
   )
 
 
-def _mlp(config: T5Config) -> MlpBlock:
+def mlp(config: Any) -> MlpBlock:
+  """Returns the feed-forward block of a config like `T5Config`."""
   return MlpBlock(
     intermediate_dim=config.mlp_dim,
     activations=config.mlp_activations,
@@ -46,7 +50,7 @@ def _mlp(config: T5Config) -> MlpBlock:
   )
 
 
-def relative_bias(config: T5Config) -> RelativePositionBiases:
+def relative_bias(config: Any) -> RelativePositionBiases:
   """Returns T5's bias, for a stack of layers or for one of them."""
   return RelativePositionBiases(
     num_buckets=32,
@@ -63,7 +67,7 @@ def _shared_dropout(config: T5Config) -> nn.Dropout:
   return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,))
 
 
-def token_embedder(config: T5Config) -> Embed:
+def token_embedder(config: Any, name: str | None = None) -> Embed:
   """Returns the embedding that encoder, decoder and tied logits share."""
   return Embed(
     num_embeddings=config.vocab_size,
@@ -71,6 +75,7 @@ def token_embedder(config: T5Config) -> Embed:
     dtype=config.dtype,
     attend_dtype=jnp.float32,
     embedding_init=nn.initializers.normal(stddev=1.0),
+    name=name,
   )
 
 
@@ -118,10 +123,10 @@ class EncoderLayer(nn.Module):
     """Returns the layer's output; X and Y are B and S, transposed S and B."""
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
-    x = _attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
+    x = attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
     x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
-    y = _mlp(cfg)(y, deterministic=deterministic)
+    y = mlp(cfg)(y, deterministic=deterministic)
     y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
     return with_sharding_constraint(y, _layer_axes(cfg))
 
@@ -148,17 +153,17 @@ class DecoderLayer(nn.Module):
     """
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs)
-    x = _attention(cfg, "self_attention")(
+    x = attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
     x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
-    y = _attention(cfg, "encoder_decoder_attention")(
+    y = attention(cfg, "encoder_decoder_attention")(
       y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
     y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
-    z = _mlp(cfg)(z, deterministic=deterministic)
+    z = mlp(cfg)(z, deterministic=deterministic)
     z = _layer_dropout(cfg)(z, deterministic=deterministic) + y
     return with_sharding_constraint(z, _layer_axes(cfg))
 

@@ -24,6 +24,7 @@ def header(
   model_dir: str | os.PathLike[str],
   restored_from: str | None = None,
   save_period: int | None = None,
+  computation: str | None = None,
   notes: Sequence[str] = (),
 ) -> str:
   """Returns the lines printed before the first step.
@@ -38,6 +39,7 @@ def header(
     model_dir: where everything is written.
     restored_from: the checkpoint's path; None from scratch.
     save_period: steps between checkpoints; None for no checkpoints.
+    computation: number formats and kernels, and why these.
     notes: warnings about the run, a line each.
   """
   device = mesh.devices.flat[0]
@@ -60,6 +62,7 @@ def header(
     ("data", f"{task}, batch {size}: {features}"),
     ("steps", f"{steps[0]} to {steps[1]}, {start}"),
     ("writes", f"{os.fspath(model_dir)}, {saves}"),
+    *([("computes", computation)] if computation else []),
     *(("note", note) for note in notes),
   ]
   return _rows(rows)
