@@ -1,0 +1,1 @@
+"""T5X's decoder-only example network."""
