@@ -13,7 +13,8 @@ from rosetta_t5.data.providers import (
   find_provider,
   has_split,
 )
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.text_examples import in_chunks
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -78,13 +79,5 @@ class InferenceData:
   def chunks(
     self, task: Any, size: int, first: int = 0
   ) -> Iterator[tuple[int, tf.data.Dataset, tf.data.Dataset]]:
-    """Yields (number, task's examples, model's examples) of each chunk from `first` on.
-
-    The examples before are drawn and dropped: for any pipeline, even one that can save no
-    position, these are the examples that an earlier call has yielded.
-    """
-    tf = import_tensorflow()
-    both = tf.data.Dataset.zip(self._datasets(task)).skip(first * size)
-    for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
-      pairs = tf.data.Dataset.from_tensor_slices(chunk)
-      yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)
+    """Yields (number, task's examples, model's examples) of each chunk from `first` on."""
+    return in_chunks(*self._datasets(task), size, first)

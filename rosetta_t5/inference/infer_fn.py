@@ -121,7 +121,7 @@ class _Rows:
     if isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[1], Mapping):
       outputs, aux = outputs
       aux = jax.tree.map(list if self._keep_aux_as_numpy else _as_lists, dict(aux))
-      self._aux = aux if self._aux is None else _joined(self._aux, aux)
+      self._aux = aux if self._aux is None else join_aux(self._aux, aux)
     leaves, structure = jax.tree.flatten(outputs)
     rows = zip(*map(_as_lists, leaves), strict=True)
     self._outputs += [jax.tree.unflatten(structure, row) for row in rows]
@@ -142,7 +142,8 @@ class _Rows:
     return pairs, aux
 
 
-def _joined(a: PyTree, b: PyTree) -> PyTree:
+def join_aux(a: PyTree, b: PyTree) -> PyTree:
+  """Returns auxiliary values, trees of lists, of the examples of a and then of b."""
   return jax.tree.map(lambda x, y: x + y, a, b, is_leaf=lambda x: isinstance(x, list))
 
 

@@ -1,0 +1,399 @@
+"""A model in a notebook: train, predict, score and evaluate on examples that are typed in."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rosetta_t5 import checkpoints, data
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.text_examples import (
+  Example,
+  default_preprocessors,
+  get_dataset_from_natural_text_examples,
+  in_chunks,
+)
+from rosetta_t5.data.vocabulary import decode_tokens
+from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
+from rosetta_t5.inference.metric_functions import compute_metrics, needed_arguments
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry.model_info import log_model_info
+from rosetta_t5.training import Trainer
+from rosetta_t5.training.schedules import create_learning_rate_scheduler
+
+Preprocessors = Sequence[Callable[..., Any]]
+Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
+_KEPT_CHECKPOINTS = 5
+
+
+class InferenceType(enum.Enum):
+  """What `infer_with_preprocessors` does."""
+
+  PREDICT_WITH_AUX = 1
+  SCORE = 2
+
+
+class InteractiveModel:
+  """A model with its parameters, for examples that are texts or {"input": text, "target": text}.
+
+  T5X's class. Example, with a model and a partitioner at hand:
+
+    model = InteractiveModel(
+      batch_size=8, task_feature_lengths={"inputs": 64, "targets": 32}, output_dir="notebook",
+      partitioner=partitioner, model=model, dtype="float32", restore_mode="latest",
+      checkpoint_path="runs/my_text",
+      input_shapes={"encoder_input_tokens": (8, 64), "decoder_input_tokens": (8, 32)},
+    )
+    predictions, aux = model.predict_with_aux(["A first question?"])
+
+  Attributes:
+    model: the model.
+    partitioner: how arrays are split over devices.
+    trainer: makes the steps.
+    train_state: the parameters and the optimizer's state.
+    train_state_axes: the same with PartitionSpecs in place of arrays.
+    features: the `seqio.Feature` of inputs and targets.
+  """
+
+  def __init__(
+    self,
+    batch_size: int,
+    task_feature_lengths: Mapping[str, int],
+    output_dir: str,
+    partitioner: BasePartitioner,
+    model: Any,
+    dtype: str | None,
+    restore_mode: str,
+    checkpoint_path: str,
+    input_shapes: Mapping[str, tuple[int, ...]],
+    input_types: Mapping[str, Any] | None = None,
+    init_random_seed: int = 42,
+    add_eos: bool = True,
+    eval_names: Sequence[str] | None = None,
+  ):
+    """Restores the parameters, or initialises them.
+
+    Args:
+      batch_size: examples a batch; more are worked through batch by batch, fewer are filled up.
+      task_feature_lengths: tokens of each feature, {"inputs": 64, "targets": 32}.
+      output_dir: where checkpoints, metrics and model-info.txt go.
+      partitioner: how arrays are split over devices.
+      model: the model.
+      dtype: of restored and saved parameters; None for their own.
+      restore_mode: 'specific', or 'latest' for the last checkpoint in a folder.
+      checkpoint_path: the checkpoint or the folder; empty for the latest in `output_dir`, and where
+        there is none, from scratch.
+      input_shapes: the shape of each of the model's inputs, the batch included.
+      input_types: their dtypes; None for the model's default.
+      init_random_seed: seeds initial values and dropout.
+      add_eos: whether inputs and targets end with the end of sequence.
+      eval_names: the tasks of `trainer.eval`.
+
+    Raises:
+      ValueError: there is no checkpoint at `checkpoint_path`, or it is of another model.
+    """
+    self.model, self.partitioner = model, partitioner
+    self._batch_size, self._lengths = batch_size, task_feature_lengths
+    self._output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
+    self._layout = partitioner.get_data_layout(batch_size)
+    self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
+    feature = import_seqio().Feature
+    self.features = {
+      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos),
+      "targets": feature(vocabulary=model.output_vocabulary, add_eos=add_eos),
+    }
+    self._infer_fns: dict[Any, InferFn] = {}
+    self._train_summary: Any = None
+    self._restore_cfg = None
+    if checkpoint_path:
+      self._restore_cfg = checkpoints.RestoreCheckpointConfig(
+        checkpoint_path, mode=restore_mode, dtype=dtype
+      )
+    init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(init_random_seed), 2)
+    initializer = checkpoints.TrainStateInitializer(
+      optimizer_def=model.optimizer_def,
+      init_fn=model.get_initial_variables,
+      input_shapes=input_shapes,
+      input_types=input_types,
+      partitioner=partitioner,
+    )
+    self.train_state_axes = initializer.train_state_axes
+    self._save_cfg = checkpoints.SaveCheckpointConfig(
+      dtype=dtype or "float32", keep=_KEPT_CHECKPOINTS, period=1000
+    )
+    self._manager = checkpoints.create_orbax_checkpoint_manager(
+      save_cfg=self._save_cfg,
+      train_state=initializer.global_train_state_shape,
+      partitioner=partitioner,
+      model_dir=self._output_dir,
+    )
+    self.trainer = Trainer(
+      model=model,
+      train_state=self._first_state(initializer, init_rng),
+      partitioner=partitioner,
+      eval_names=list(eval_names or ()),
+      summary_dir=self._output_dir,
+      train_state_axes=self.train_state_axes,
+      rng=trainer_rng,
+      learning_rate_fn=create_learning_rate_scheduler(),
+      num_microbatches=None,
+    )
+    info_file = os.path.join(self._output_dir, "model-info.txt")
+    log_model_info(info_file, initializer.global_train_state_shape, partitioner)
+
+  def _first_state(self, initializer: Any, init_rng: jax.Array) -> Any:
+    if self._restore_cfg is not None:
+      state = initializer.from_checkpoint([self._restore_cfg], init_rng=init_rng)
+      if state is None:
+        raise ValueError(
+          f"there is no checkpoint in {self._restore_cfg.path} (restore_mode = "
+          f"{self._restore_cfg.mode!r}): give the path of one, or an empty checkpoint_path to begin "
+          "from scratch"
+        )
+      return state
+    own = checkpoints.RestoreCheckpointConfig(self._output_dir, mode="latest")
+    return initializer.from_checkpoint_or_scratch([own], init_rng=init_rng)
+
+  @property
+  def setup(self) -> dict[str, Any]:
+    """What the model was built with, as far as a run needs to know it."""
+    return {
+      "batch_size": self._batch_size,
+      "lengths": self._lengths,
+      "output_dir": self._output_dir,
+      "restore": self._restore_cfg,
+      "save": self._save_cfg,
+    }
+
+  @property
+  def train_state(self) -> Any:
+    """The state after the last step."""
+    return self.trainer.train_state
+
+  @property
+  def train_summary(self) -> Any:
+    """The metrics' values of the last train step, by name; None before the first."""
+    return None if self._train_summary is None else self._train_summary.result()
+
+  @property
+  def step(self) -> int:
+    """Updates made."""
+    return int(self.train_state.step)
+
+  def train_step(self, examples: Sequence[Example]) -> None:
+    """Makes one step on a batch of examples, and saves a checkpoint.
+
+    Raises:
+      ValueError: there are fewer examples than a batch.
+    """
+    self.train_step_with_preprocessors(examples, default_preprocessors())
+
+  def train_step_with_preprocessors(
+    self, examples: Sequence[Example], preprocessors: Preprocessors
+  ) -> None:
+    """Makes one step on a batch of examples that these functions preprocess; see `train_step`."""
+    if len(examples) < self._batch_size:
+      raise ValueError(
+        f"{len(examples)} examples do not fill one batch of {self._batch_size}: give more, or build "
+        "the InteractiveModel with a smaller batch_size"
+      )
+    _, model_ds = self._datasets(examples, preprocessors)
+    # Of each host's share; the whole batch where there is one host.
+    shard = model_ds.shard(self._layout.num_shards, self._layout.shard_id)
+    host_batch = self._batch_size // self._layout.num_shards
+    self.train_step_from_batch_iterator(shard.batch(host_batch).as_numpy_iterator())
+    self.save_checkpoint()
+
+  def train_step_from_batch_iterator(self, iterator: Iterator[Any]) -> None:
+    """Makes one step on the iterator's next batch of the model's features."""
+    # One batch alone: a feed draws ahead, and those batches would be lost.
+    feed = data.prepare_train_iter(
+      [next(iterator)],
+      partitioner=self.partitioner,
+      checkpoint_cfg=None,
+      data_layout=self._layout,
+    )
+    try:
+      self._train_summary = self.trainer.train(feed, 1, start_step=self.step)
+    finally:
+      feed.close()
+
+  def save_checkpoint(self) -> None:
+    """Saves `output_dir/checkpoint_STEP`; the last five are kept."""
+    self._manager.save(self.train_state)
+    self._manager.wait_until_finished()
+
+  def infer_with_preprocessors(
+    self,
+    mode: InferenceType,
+    examples: Sequence[Example],
+    preprocessors: Preprocessors,
+    **inference_kwargs: Any,
+  ) -> Inferences:
+    """Predicts or scores any number of examples.
+
+    Args:
+      mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
+      examples: the examples.
+      preprocessors: make features of texts.
+      **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
+        such as num_decodes=4.
+
+    Returns:
+      ([(example's features, prediction's text as bytes or score)], {name: auxiliary values}).
+    """
+    methods = {
+      InferenceType.PREDICT_WITH_AUX: self.model.predict_batch_with_aux,
+      InferenceType.SCORE: self.model.score_batch,
+    }
+    if mode not in methods:
+      raise ValueError(
+        f"mode = {mode!r} is no InferenceType: give InferenceType.PREDICT_WITH_AUX or "
+        "InferenceType.SCORE"
+      )
+    key = (mode, repr(sorted(inference_kwargs.items())))
+    if key not in self._infer_fns:
+      self._infer_fns[key] = get_infer_fn(
+        functools.partial(methods[mode], **inference_kwargs),
+        self._batch_size,
+        self.train_state_axes,
+        self.partitioner,
+      )
+    inferences: list[tuple[Mapping[str, Any], Any]] = []
+    all_aux: dict[str, Any] = {}
+    datasets = self._datasets(examples, preprocessors)
+    for number, task_ds, model_ds in in_chunks(*datasets, self._batch_size):
+      rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
+      result = self._infer_fns[key](model_ds.enumerate(), self.train_state, rng)
+      pairs, aux = result if isinstance(result, tuple) else (result, {})
+      outputs = [output for _, output in pairs]
+      if mode is InferenceType.PREDICT_WITH_AUX:
+        vocabulary = self.features["targets"].vocabulary
+        outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
+      inferences += zip(task_ds.as_numpy_iterator(), outputs, strict=True)
+      all_aux = join_aux(all_aux, aux) if all_aux else aux
+    return inferences, all_aux
+
+  def predict_with_aux(self, examples: Sequence[Example]) -> Inferences:
+    """Returns predictions with their examples, and auxiliary values such as scores."""
+    return self.infer_with_preprocessors(
+      InferenceType.PREDICT_WITH_AUX, examples, default_preprocessors()
+    )
+
+  def score(self, examples: Sequence[Example]) -> list[tuple[Mapping[str, Any], float]]:
+    """Returns the log likelihood of each example's target, with the example."""
+    return self.infer_with_preprocessors(InferenceType.SCORE, examples, default_preprocessors())[0]
+
+  def evaluate(
+    self, examples: Sequence[Example], metric_fns: Sequence[Callable[..., Any]]
+  ) -> dict[str, Any]:
+    """Returns metrics by name, of functions f(targets, predictions) or f(targets, scores), …"""
+    return self.evaluate_with_preprocessors(examples, default_preprocessors(), metric_fns)
+
+  def evaluate_with_preprocessors(
+    self,
+    examples: Sequence[Example],
+    preprocessors: Preprocessors,
+    metric_fns: Sequence[Callable[..., Any]],
+    postprocessor: Callable[..., Any] | None = None,
+  ) -> dict[str, Any]:
+    """Returns metrics by name.
+
+    Args:
+      examples: with targets.
+      preprocessors: make features of texts.
+      metric_fns: f(targets, scores), f(targets, predictions) or f(targets, predictions,
+        aux_values); each returns numbers by name.
+      postprocessor: text → what the metrics get, as f(text, example=features, is_target=bool).
+
+    Raises:
+      ValueError: a function has other arguments, or two give metrics of one name.
+    """
+    needs = [needed_arguments(metric_fn) for metric_fn in metric_fns]
+    dataset, _ = self._datasets(examples, preprocessors)
+
+    def postprocess(text: Any, example: Mapping[str, Any], is_target: bool) -> Any:
+      text = text.decode("utf-8") if isinstance(text, bytes) else text
+      if postprocessor is None:
+        return text
+      return postprocessor(text, example=example, is_target=is_target)
+
+    given: dict[str, Any] = {
+      "targets": [
+        postprocess(example["targets_pretokenized"], example, is_target=True)
+        for example in dataset.as_numpy_iterator()
+      ]
+    }
+    if any("predictions" in names for names in needs):
+      predictions, given["aux_values"] = self.infer_with_preprocessors(
+        InferenceType.PREDICT_WITH_AUX, examples, preprocessors
+      )
+      given["predictions"] = [
+        postprocess(prediction, example, is_target=False) for example, prediction in predictions
+      ]
+    if any("scores" in names for names in needs):
+      scores, _ = self.infer_with_preprocessors(InferenceType.SCORE, examples, preprocessors)
+      given["scores"] = np.array([score for _, score in scores])
+    return compute_metrics(metric_fns, given)
+
+  def train_loop(
+    self,
+    num_steps: int,
+    eval_period: int | None = 1,
+    train_batches: Sequence[Any] | None = None,
+    predict_batches: Sequence[Any] | None = None,
+    score_batches: Sequence[Any] | None = None,
+    eval_batches: Sequence[Any] | None = None,
+    metrics_fns: Sequence[Callable[..., Any]] | None = None,
+  ) -> tuple[Any, Any, Any]:
+    """Trains, and predicts, scores and evaluates from time to time.
+
+    Args:
+      num_steps: steps to make.
+      eval_period: steps from one look at the other batches to the next, the first after one step.
+      train_batches: one batch, a list of examples, or a list of batches, repeated as needed; None
+        trains nothing.
+      predict_batches: what is predicted, likewise.
+      score_batches: what is scored, likewise.
+      eval_batches: what is evaluated, likewise.
+      metrics_fns: see `evaluate`.
+
+    Returns:
+      (predictions, scores, metrics) of the last look's last batch; None for what was not given.
+    """
+    train = _as_batches(train_batches)
+    predict, score, evaluate = map(_as_batches, (predict_batches, score_batches, eval_batches))
+    predictions = scores = metrics = None
+    for step in range(num_steps):
+      if train:
+        self.train_step(train[step % len(train)])
+      if not eval_period or step % eval_period:
+        continue
+      for batch in predict:
+        predictions, _ = self.predict_with_aux(batch)
+      for batch in score:
+        scores = self.score(batch)
+      for batch in evaluate:
+        metrics = self.evaluate(batch, metrics_fns or ())
+    return predictions, scores, metrics
+
+  def _datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
+    """Returns the examples, with the features of a task and with those of the model."""
+    dataset = get_dataset_from_natural_text_examples(
+      examples, preprocessors, self._lengths, self.features
+    )
+    return dataset, self._converter(dataset, task_feature_lengths=self._lengths)
+
+
+def _as_batches(batches: Sequence[Any] | None) -> list[Sequence[Example]]:
+  """Returns a list of batches: none for None, one for a list of examples."""
+  if not batches:
+    return []
+  return [batches] if isinstance(batches[0], str | bytes | Mapping) else list(batches)

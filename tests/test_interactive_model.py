@@ -1,0 +1,209 @@
+"""A model in a notebook: it learns, predicts, scores and evaluates what is typed in."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
+
+from rosetta_t5.checkpoints import RestoreCheckpointConfig, SaveCheckpointConfig, all_steps
+from rosetta_t5.config.completeness import check_required
+from rosetta_t5.config.gin_files import read_program
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.text_examples import (
+  default_preprocessors,
+  get_batches_from_seqio,
+  get_dataset_from_natural_text_examples,
+  get_seqio_task_from_examples,
+)
+from rosetta_t5.interactive.gin_text import T5XScriptType, get_gin_config_from_interactive_model
+from rosetta_t5.interactive.model import InferenceType, InteractiveModel
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.training.optimizers import adamw
+
+EXAMPLES = [{"input": question, "target": answer} for question, answer in PAIRS]
+LENGTHS = {"inputs": 16, "targets": 12}
+
+
+def build(folder, **arguments):
+  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 12)}
+  given = {
+    "batch_size": 8,
+    "task_feature_lengths": LENGTHS,
+    "output_dir": str(folder),
+    "partitioner": PjitPartitioner(num_partitions=1),
+    "model": byte_model(),
+    "dtype": "float32",
+    "restore_mode": "latest",
+    "checkpoint_path": "",
+    "input_shapes": shapes,
+  }
+  return InteractiveModel(**{**given, **arguments})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  """Before its first step; tests that train it build their own."""
+  return build(tmp_path_factory.mktemp("interactive"))
+
+
+def test_examples_are_scored_in_their_order_whatever_their_number(model):
+  scored = model.score(EXAMPLES)
+  assert [example["inputs_pretokenized"].decode() for example, _ in scored] == [
+    question for question, _ in PAIRS
+  ]
+  again = model.score(EXAMPLES[9:])
+  np.testing.assert_allclose([s for _, s in again], [s for _, s in scored[9:]], rtol=1e-5)
+
+
+def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
+  predictions, aux = model.predict_with_aux([question for question, _ in PAIRS])
+  assert len(predictions) == len(aux["scores"]) == len(PAIRS)
+  assert all(isinstance(text, bytes) for _, text in predictions)
+  both, _ = model.infer_with_preprocessors(
+    InferenceType.PREDICT_WITH_AUX,
+    EXAMPLES[:2],
+    default_preprocessors(),
+    num_decodes=2,
+    return_all_decodes=True,
+  )
+  assert [text.shape for _, text in both] == [(2,), (2,)]
+  with pytest.raises(ValueError, match=r"mode = 'score' is no InferenceType: give"):
+    model.infer_with_preprocessors("score", EXAMPLES, default_preprocessors())
+
+
+def test_metrics_get_texts_and_scores(model):
+  seen = {}
+
+  def accuracy(targets, predictions):
+    seen["predictions"] = predictions
+    return {"accuracy": sum(t == p for t, p in zip(targets, predictions, strict=True))}
+
+  def likelihood(targets, scores):
+    seen["targets"] = targets
+    return {"likelihood": float(scores.mean())}
+
+  def best(targets, predictions, aux_values):
+    return {"best": max(aux_values["scores"])}
+
+  metrics = model.evaluate(EXAMPLES, [accuracy, likelihood, best])
+  assert seen["targets"] == [answer for _, answer in PAIRS]
+  predictions, aux = model.predict_with_aux(EXAMPLES)
+  assert seen["predictions"] == [text.decode() for _, text in predictions]
+  expected = np.mean([score for _, score in model.score(EXAMPLES)])
+  assert metrics == {
+    "accuracy": 0,
+    "likelihood": pytest.approx(expected, rel=1e-5),
+    "best": max(aux["scores"]),
+  }
+  shout = model.evaluate_with_preprocessors(
+    EXAMPLES,
+    default_preprocessors(),
+    [lambda targets, scores: {"first": targets[0]}],
+    postprocessor=lambda text, example, is_target: (text.upper(), is_target),
+  )
+  assert shout == {"first": ("ANSWER 0", True)}
+
+
+def test_metrics_that_cannot_be_computed_are_told(model):
+  with pytest.raises(
+    ValueError, match=r"a metric_fn has the arguments \(labels\), but takes \(tar"
+  ):
+    model.evaluate(EXAMPLES, [lambda labels: {}])
+  with pytest.raises(ValueError, match="two metric_fns give a metric called 'n': rename one"):
+    model.evaluate(EXAMPLES, [lambda targets, scores: {"n": 1}] * 2)
+
+
+def test_training_on_examples_raises_their_scores_and_is_saved_and_restored(tmp_path):
+  learner = byte_model()
+  learner.optimizer_def = adamw(learning_rate=0.01)  # the notebook's schedule begins at 0
+  model = build(tmp_path / "first", model=learner)
+  first = model.score(EXAMPLES[:8])
+  predictions, scores, metrics = model.train_loop(
+    2,
+    eval_period=2,
+    train_batches=EXAMPLES[:8],
+    score_batches=[EXAMPLES[:8], EXAMPLES[8:]],
+    eval_batches=EXAMPLES[:8],
+    metrics_fns=[lambda targets, scores: {"likelihood": float(scores.mean())}],
+  )
+  assert predictions is None
+  assert len(scores) == 3, "those of the last batch"
+  assert metrics["likelihood"] > np.mean([score for _, score in first])
+  assert model.step == 2
+  assert all_steps(tmp_path / "first") == [1, 2]
+  assert float(jnp.asarray(model.train_summary["loss"].value)) > 0
+  for again in (
+    build(tmp_path / "first", model=learner),
+    build(tmp_path / "second", model=learner, checkpoint_path=str(tmp_path / "first")),
+  ):
+    assert again.step == 2
+    jax.tree.map(np.testing.assert_array_equal, again.train_state, model.train_state)
+
+
+def test_too_few_examples_and_a_missing_checkpoint_are_told(model, tmp_path):
+  with pytest.raises(ValueError, match="3 examples do not fill one batch of 8: give more, or"):
+    model.train_step(EXAMPLES[:3])
+  with pytest.raises(ValueError, match=r"no checkpoint in .*nowhere \(restore_mode = 'latest'\)"):
+    build(tmp_path, checkpoint_path=str(tmp_path / "nowhere"))
+
+
+def test_examples_of_another_kind_are_told(model):
+  tokenize = default_preprocessors()[:1]
+  with pytest.raises(ValueError, match=r"an example is a text, or .* one with \['inputs'\]"):
+    model.score([{"inputs": "x"}])
+  with pytest.raises(ValueError, match="the feature 'inputs' is string of rank 0, and not int32"):
+    get_dataset_from_natural_text_examples(EXAMPLES, [], LENGTHS, model.features)
+  long = [{"input": "x" * 99, "target": ""}]
+  (cut,) = get_dataset_from_natural_text_examples(long, tokenize, LENGTHS, model.features)
+  assert cut["inputs"].shape == (16,)
+
+
+def test_batches_are_taken_from_tasks():
+  add_task("pairs_in_batches")
+  batches = get_batches_from_seqio("pairs_in_batches", "test", 4, 2, shuffle=False)
+  assert [[e["input"].decode() for e in batch] for batch in batches] == [
+    [question for question, _ in PAIRS[:4]],
+    [question for question, _ in PAIRS[4:8]],
+  ]
+  ((tokens,),) = get_batches_from_seqio(
+    "pairs_in_batches", "test", 1, 1, get_pretokenized_examples=False, shuffle=False
+  )
+  assert tokens["target"] == [*byte_vocabulary().encode(PAIRS[0][1]), 1]
+  with pytest.raises(ValueError, match=r"3 batches of 4 examples were asked for.* has 11 examples"):
+    get_batches_from_seqio("pairs_in_batches", "test", 4, 3)
+  import_seqio().TaskRegistry.remove("pairs_in_batches")
+
+
+def test_examples_become_a_task(model):
+  task = get_seqio_task_from_examples(
+    "examples_as_a_task", model, EXAMPLES, default_preprocessors()
+  )
+  dataset = task.get_dataset(LENGTHS, "validation", shuffle=False)
+  texts = [example["targets_pretokenized"].decode() for example in dataset.as_numpy_iterator()]
+  import_seqio().TaskRegistry.remove("examples_as_a_task")
+  assert texts == [answer for _, answer in PAIRS]
+
+
+@pytest.mark.parametrize("script", list(T5XScriptType))
+def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
+  restore = None
+  if script is not T5XScriptType.PRETRAINING:
+    restore = RestoreCheckpointConfig("runs/one", mode="latest", dtype="bfloat16")
+  setup = {"batch_size": 8, "lengths": LENGTHS, "output_dir": "out", "restore": restore}
+  model = types.SimpleNamespace(setup={**setup, "save": SaveCheckpointConfig(keep=5, period=1000)})
+  text = get_gin_config_from_interactive_model(
+    model, script, "a_task", "", "include 't5x/examples/t5/t5_1_1/tiny.gin'", train_steps=9
+  )
+  path = tmp_path / "run.gin"
+  path.write_text(text)
+  program = read_program([str(path)], [], ["."])
+  check_required(program)
+  bound = {binding.name: binding.value for binding in program.in_force()}
+  assert bound["MIXTURE_OR_TASK_NAME"] == "a_task"
+  assert bound["TASK_FEATURE_LENGTHS"] == LENGTHS
+  assert (bound["utils.RestoreCheckpointConfig.path"] == "runs/one") is (restore is not None)
