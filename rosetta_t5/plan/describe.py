@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from rosetta_t5.config import Resolved, changes_since
 from rosetta_t5.config.gin_files import Macro, Reference, leaves
+from rosetta_t5.config.unimported import NeedsImport
 from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS
 from rosetta_t5.parallel.partitioner import check_batch_size
 from rosetta_t5.plan import memory, start
@@ -30,12 +30,27 @@ def describe_run(resolved: Resolved) -> Rows:
   Each row is made from what could be built; where something is missing, its row is left out.
   """
   rows: Rows = [("run", resolved.run)] if resolved.run else []
-  parts = (data_rows, _model, _mesh, _batch, _optimizer, _steps, start.rows, _costs, _changes)
   plan = Plan(resolved)
-  for part in parts:
-    with _noted(resolved):
-      rows += part(plan)
+  for part in _PARTS:
+    rows += _told(part, plan)
   return rows
+
+
+def _told(part: Callable[[Plan], Rows], plan: Plan) -> Rows:
+  """Returns the rows of a part; a ValueError is the user's to mend, and becomes a problem."""
+  problems = plan.resolved.problems.texts
+  try:
+    return part(plan)
+  except NeedsImport:
+    raise
+  except ValueError as error:
+    if str(error) not in problems:
+      problems.append(str(error))
+  except Exception as error:
+    # A model with inputs of its own, say; or an argument is lacking, which has been told.
+    if not problems:
+      return [("not told", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")]
+  return []
 
 
 @dataclasses.dataclass
@@ -84,19 +99,6 @@ class Plan:
   def microbatches(self) -> int:
     """The parts that a batch is worked through in."""
     return self.resolved.settings.get("trainer_cls", {}).get("num_microbatches") or 1
-
-
-@contextlib.contextmanager
-def _noted(resolved: Resolved) -> Iterator[None]:
-  """Notes a ValueError, which is for the user; an argument that could not be built leaves no row."""
-  try:
-    yield
-  except (AttributeError, TypeError, KeyError) as error:
-    if not resolved.problems.texts:
-      raise error
-  except ValueError as error:
-    if str(error) not in resolved.problems.texts:
-      resolved.problems.texts.append(str(error))
 
 
 def _model(plan: Plan) -> Rows:
@@ -224,3 +226,6 @@ def _changes(plan: Plan) -> Rows:
   if not changes:
     return []
   return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]
+
+
+_PARTS = (data_rows, _model, _mesh, _batch, _optimizer, _steps, start.rows, _costs, _changes)

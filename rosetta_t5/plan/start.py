@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
@@ -17,19 +20,50 @@ def rows(plan: Any) -> Rows:
     ValueError: there is no such checkpoint, or it is of another model.
   """
   if plan["checkpoint_cfg"] is not None and plan["model_dir"]:
-    cfg, path = checkpoints.find_start(plan["checkpoint_cfg"], plan["model_dir"])
-    found = [("starts from", path or "scratch")]
-    return [*found, ("saves", _saves(plan)), *_checked(plan, cfg, [path] if path else [])]
+    return [*_training_start(plan), ("saves", _saves(plan))]
   given = plan["restore_checkpoint_cfg"]
   if given is None:
     return []
   cfgs = given if isinstance(given, list | tuple) else [given]
+  return [*_restored(plan, cfgs), ("writes", str(plan["output_dir"]))]
+
+
+def _training_start(plan: Any) -> Rows:
+  """MODEL_DIR's checkpoint, else the one that is given: which then must be there."""
+  cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
+  own = dataclasses.replace(cfg, restore=None)
+  found, path = (None, None) if _is_remote(folder) else checkpoints.find_start(own, folder)
+  if path is None and cfg.restore is not None:
+    if any(map(_is_remote, _paths(cfg.restore))):
+      return _not_looked_at([cfg.restore])
+    found, path = checkpoints.find_start(cfg, folder)
+  _check(plan, found, [path] if path else [])
+  return [("starts from", path or "scratch")]
+
+
+def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
+  if any(_is_remote(path) for cfg in cfgs for path in _paths(cfg)):
+    return _not_looked_at(cfgs)
   cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
   if not paths:
-    tried = ", ".join(str(c.path) for c in cfgs)
+    tried = ", ".join(path for cfg in cfgs for path in _paths(cfg))
     raise ValueError(f"there is no checkpoint to restore in {tried}: set CHECKPOINT_PATH")
-  text = paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …"
-  return [("restores", text), ("writes", str(plan["output_dir"])), *_checked(plan, cfg, paths)]
+  _check(plan, cfg, paths)
+  return [("restores", paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …")]
+
+
+def _not_looked_at(cfgs: Sequence[Any]) -> Rows:
+  paths = ", ".join(path for cfg in cfgs for path in _paths(cfg))
+  return [("starts from", f"{paths} (not looked at: it is not on this machine)")]
+
+
+def _paths(cfg: Any) -> list[str]:
+  given = [cfg.path] if isinstance(cfg.path, str | os.PathLike) else list(cfg.path or ())
+  return [os.fspath(path) for path in given if os.fspath(path)]
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+  return "://" in os.fspath(path)
 
 
 def _saves(plan: Any) -> str:
@@ -44,12 +78,10 @@ def _saves(plan: Any) -> str:
   return f"{', '.join(parts)}, in {plan['model_dir']}"
 
 
-def _checked(plan: Any, cfg: Any, paths: list[str] | tuple[str, ...]) -> Rows:
+def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
   """Compares each checkpoint with the run's train state, as restoring it would."""
-  if cfg is None or plan["model"] is None:
-    return []
-  if cfg.assignment_map or cfg.state_transformation_fns:
-    return []  # names are changed on the way
+  if cfg is None or plan["model"] is None or cfg.assignment_map or cfg.state_transformation_fns:
+    return  # there is nothing to compare, or names are changed on the way
   expected = plan.state.state_dict()
   for path in paths:
     check_fits(
@@ -58,4 +90,3 @@ def _checked(plan: Any, cfg: Any, paths: list[str] | tuple[str, ...]) -> Rows:
       allow_missing=cfg.fallback_to_scratch,
       allow_unexpected=not cfg.strict,
     )
-  return []
