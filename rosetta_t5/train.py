@@ -16,7 +16,10 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, drawn_seed
+from rosetta_t5.networks.computation import computation_text
+from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
+from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -56,6 +59,7 @@ def train(
   use_orbax: bool = True,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   gc_period: int = 0,
+  te_config_cls: Any = None,
 ) -> tuple[int, TrainState]:
   """Trains a model; MODEL_DIR's latest checkpoint, if there is one, is continued.
 
@@ -89,6 +93,7 @@ def train(
     use_orbax: T5X's choice of layout; checkpoints are Orbax's either way.
     verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
     gc_period: updates between garbage collections, which are otherwise off; 0 leaves Python's own.
+    te_config_cls: makes the `TransformerEngineConfig` that turns fp8 on (NVIDIA's T5X); None for no fp8.
 
   Returns:
     (updates made, the train state at the end).
@@ -100,6 +105,8 @@ def train(
   """
   del use_orbax
   started = time.monotonic()
+  fp8 = choose_fp8(te_config_cls)
+  model = with_fp8(model, fp8)
 
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
   restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
@@ -155,7 +162,7 @@ def train(
     trainer, initializer.train_state_axes, saver, feed, evaluation, predictions, concurrent_metrics,
     actions, first_step, total_steps, model_dir, started
   )  # fmt: skip
-  _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path)
+  _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path, fp8)
   if first_step < total_steps:
     loop.compile()
     predictions.wait_until_read()
@@ -172,7 +179,7 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `train` as the command line and its gin files say (`python -m t5x.train`)."""
-  config.run_from_command_line(train, argv)
+  config.run_from_command_line(train, argv, describe_run)
 
 
 @dataclasses.dataclass
@@ -196,6 +203,7 @@ class _Loop:
     self.step = self.first_step
     self.stopped = False
     self.progress = console.Progress(self.first_step, self.total_steps)
+    self.watchdog = Watchdog()
 
   def compile(self) -> None:
     compiling = time.monotonic()
@@ -217,7 +225,7 @@ class _Loop:
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
       Hook("garbage collection", _collect_garbage, gc_period),
     ]
-    with self.progress, Interruption() as interruption:
+    with self.progress, Interruption() as interruption, self.watchdog:
       self.trainer.should_stop = interruption.is_due
       self.save(self.first_step)
       if run_eval_before_training:
@@ -232,7 +240,8 @@ class _Loop:
       self._collect_predictions()
 
   def train(self, start: int, stop: int) -> None:
-    values = as_floats(self.trainer.train(self.feed, stop - start, start_step=start).result())
+    batches = self.watchdog.batches(self.feed, start)
+    values = as_floats(self.trainer.train(batches, stop - start, start_step=start).result())
     self.step = self.trainer.stopped_at or stop
     self.stopped |= self.trainer.stopped_at is not None
     check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
@@ -243,12 +252,14 @@ class _Loop:
     """Starts to save the state, if the run saves any; one that is there is left as it is."""
     if self.manager is None or step in self.manager.all_steps():
       return
+    self.watchdog.at(f"saving step {step}")
     started = time.monotonic()
     self.manager.save(self.trainer.train_state)
     self._write("timing/checkpoint_seconds", time.monotonic() - started, step)
     self._write("timing/uptime", time.monotonic() - self.started, step)
 
   def evaluate(self, step: int) -> None:
+    self.watchdog.at(f"evaluating step {step}")
     started = time.monotonic()
     values = self.evaluation.run(self.trainer)
     for task, task_values in values.items():
@@ -315,8 +326,9 @@ def _say_header(
   train_cfg: data.DatasetConfig,
   checkpoint_cfg: checkpoints.CheckpointConfig,
   restore_path: str | None,
+  fp8: Fp8Choice,
 ) -> None:
-  notes = []
+  notes = [f"fp8 {fp8.text}"] if fp8.warning else []
   if not model.optimizer_def.uses_learning_rate:
     notes.append(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
@@ -332,6 +344,7 @@ def _say_header(
       model_dir=loop.model_dir,
       restored_from=restore_path,
       save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
+      computation=computation_text(model, fp8),
       notes=notes,
     )
   )

@@ -12,6 +12,7 @@ from rosetta_t5.parallel.partitioner import (
 )
 from rosetta_t5.parallel.processes import drawn_seed, join_processes
 from rosetta_t5.parallel.rules import standard_logical_axis_rules
+from rosetta_t5.parallel.watchdog import Watchdog
 
 __all__ = [
   "BasePartitioner",
@@ -20,6 +21,7 @@ __all__ = [
   "Interruption",
   "PartitionedFunction",
   "PjitPartitioner",
+  "Watchdog",
   "cache_compiled_programs",
   "default_mesh",
   "drawn_seed",

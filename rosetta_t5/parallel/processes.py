@@ -7,6 +7,8 @@ import time
 import jax
 import numpy as np
 
+_HEARTBEAT_TIMEOUT_S = 45
+
 
 def join_processes(
   multiprocess_gpu: bool,
@@ -52,7 +54,12 @@ def join_processes(
       f"processes count from 0 to {process_count - 1}."
     )
   jax.distributed.initialize(
-    coordinator_address, process_count, process_index, initialization_timeout=initialization_timeout
+    coordinator_address,
+    process_count,
+    process_index,
+    initialization_timeout=initialization_timeout,
+    # When a process dies or freezes, the others end after this time.
+    heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
   )
 
 

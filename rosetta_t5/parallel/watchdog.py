@@ -1,0 +1,183 @@
+"""Ends a run of several processes when one of them holds up the others, and says which and where.
+
+A collective waits for ever for a process that does not come. Every process tells the others, through
+jax's coordination service, where it stands; a frozen one is known by its silence.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+
+VARIABLE = "ROSETTA_T5_STALL_SECONDS"
+EXIT_STATUS = 70
+_DEFAULT_SECONDS = 1800.0
+_STACK_FRAMES = 12
+_KEY = "rosetta_t5/watchdog"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Where a process says that it stands.
+
+  Attributes:
+    process: its index.
+    place: host and process id, for people.
+    position: what it does, the same words in every process that does the same.
+    seconds: how long it has been doing that, or how long it has been silent.
+    stack: its main thread's calls, if it has been at it for long.
+    silent: whether it has stopped to report.
+  """
+
+  process: int
+  place: str
+  position: str
+  seconds: float
+  stack: str = ""
+  silent: bool = False
+
+
+def blocking(reports: Mapping[int, Report]) -> list[int]:
+  """Returns the processes that hold up the others; none if all do the same and so wait for no one.
+
+  The silent ones, or else those whose position fewest share: the others wait in one collective.
+  """
+  silent = [process for process, report in reports.items() if report.silent]
+  counts = collections.Counter(report.position for report in reports.values())
+  if silent or len(counts) == 1:
+    return silent
+  # Of two processes at two positions, the one that computes is the one that waits.
+  most = max(counts, key=lambda position: (counts[position], "computing" in position))
+  return [process for process, report in reports.items() if report.position != most]
+
+
+class Watchdog:
+  """Watches inside a `with`, where there are several processes."""
+
+  def __init__(self, seconds: float | None = None) -> None:
+    """Sets the time without progress after which the run ends.
+
+    Args:
+      seconds: None for the environment's ROSETTA_T5_STALL_SECONDS, else 1800; 0 for never.
+    """
+    given = os.environ.get(VARIABLE, _DEFAULT_SECONDS) if seconds is None else seconds
+    self._limit = float(given)
+    self._position, self._since = "starting", time.monotonic()
+    self._ended = threading.Event()
+    self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
+    self._thread: threading.Thread | None = None
+
+  def __enter__(self) -> Watchdog:
+    if jax.process_count() > 1 and self._limit > 0:
+      self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+      self._thread.start()
+    return self
+
+  def __exit__(
+    self,
+    exception_type: type[BaseException] | None,
+    exception: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self._ended.set()
+    if self._thread is not None:
+      self._thread.join()
+
+  def at(self, position: str) -> None:
+    """Says what this process begins to do, in words that are the same in every process."""
+    self._position, self._since = position, time.monotonic()
+
+  def batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
+    """Returns the source's batches, and says where the run stands as they are drawn.
+
+    Args:
+      source: yields batches for ever.
+      step: updates made so far.
+    """
+    return source if self._thread is None else self._batches(source, step)
+
+  def _batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
+    while True:
+      self.at(f"waiting for the batch of step {step + 1}")
+      batch = next(source)
+      self.at(f"computing step {step + 1}")
+      yield batch
+      step += 1
+
+  def _watch(self) -> None:
+    from jax._src import (
+      distributed,
+    )  # as Orbax does: jax has no public name for its key-value store
+
+    client = distributed.global_state.client
+    beat, warned = 0, 0.0
+    while not self._ended.wait(min(5.0, self._limit / 5)):
+      beat += 1
+      client.key_value_set(
+        f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat)), allow_overwrite=True
+      )
+      reports = self._reports(client.key_value_dir_get(_KEY))
+      still = time.monotonic() - self._since
+      if still < self._limit or len(reports) < jax.process_count():
+        continue
+      if guilty := blocking(reports):
+        print(_describe(reports, guilty), file=sys.stderr, flush=True)
+        os._exit(EXIT_STATUS)
+      if still > warned + self._limit and jax.process_index() == 0:
+        warned = still
+        print(f"slow: every process has been {self._position} for {still:.0f} s", file=sys.stderr)
+
+  def _own(self, beat: int) -> dict[str, Any]:
+    still = time.monotonic() - self._since
+    return {
+      "beat": beat,
+      "place": f"{socket.gethostname()}, process id {os.getpid()}",
+      "position": self._position,
+      "seconds": still,
+      "stack": _main_stack() if still > self._limit / 2 else "",
+    }
+
+  def _reports(self, entries: list[tuple[str, str]]) -> dict[int, Report]:
+    now, reports = time.monotonic(), {}
+    for key, text in entries:
+      process, said = int(key.rpartition("/")[2]), json.loads(text)
+      beat = said.pop("beat")
+      if self._heard.get(process, (None,))[0] != beat:
+        self._heard[process] = (beat, now)
+      silence = now - self._heard[process][1]
+      if silent := silence > max(self._limit / 2, 3.0):
+        said["seconds"] = silence
+      reports[process] = Report(process=process, silent=silent, **said)
+    return reports
+
+
+def _main_stack() -> str:
+  frame = sys._current_frames().get(threading.main_thread().ident or 0)
+  return "".join(traceback.format_stack(frame, limit=None)[-_STACK_FRAMES:]) if frame else ""
+
+
+def _describe(reports: Mapping[int, Report], guilty: list[int]) -> str:
+  lines = ["error: this run makes no progress, and ends. Its processes:"]
+  for process, report in sorted(reports.items()):
+    silence = ", silent" if report.silent else ""
+    mark = "  <- holds up the others" if process in guilty else ""
+    lines.append(
+      f"  {process} ({report.place}): {report.position}{silence} for {report.seconds:.0f} s{mark}"
+    )
+  for process in guilty:
+    if stack := reports[process].stack:
+      lines += [f"Process {process} stands at:", stack.rstrip()]
+  lines.append(f"Progress is awaited for {VARIABLE} seconds (0: for ever).")
+  return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""A process that hangs, freezes or dies ends the others, which name it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rosetta_t5.parallel.watchdog import EXIT_STATUS, Report, blocking
+
+_HERE = pathlib.Path(__file__).parent
+_RUN = _HERE.parent / "run"
+
+
+def report(process: int, position: str, silent: bool = False) -> Report:
+  return Report(process, "here", position, 1.0, silent=silent)
+
+
+@pytest.mark.parametrize(
+  ("positions", "guilty"),
+  [
+    (["computing step 3"] * 3, []),
+    (["computing step 3", "waiting for the batch of step 3", "computing step 3"], [1]),
+    (["waiting for the batch of step 3", "computing step 3"], [0]),
+    (["saving step 3", "saving step 3", "evaluating step 3"], [2]),
+  ],
+)
+def test_whoever_stands_elsewhere_holds_up_the_others(positions, guilty):
+  assert blocking({i: report(i, position) for i, position in enumerate(positions)}) == guilty
+
+
+def test_a_silent_process_holds_up_the_others_wherever_it_stood():
+  reports = {0: report(0, "computing step 3"), 1: report(1, "computing step 3", silent=True)}
+  assert blocking(reports) == [1]
+
+
+@contextlib.contextmanager
+def two_processes(folder: pathlib.Path, **environment: str) -> Iterator[list[subprocess.Popen]]:
+  """Yields two processes of one run that will take long."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  variables = os.environ | {"PYTHONPATH": f"{_RUN}:{_HERE}", "JAX_PLATFORMS": "cpu"} | environment
+  command = [
+    *(sys.executable, "-m", "t5x.train", f"--gin_file={_RUN / 'run.gin'}", "--multiprocess_gpu"),
+    *(f"--gin.MODEL_DIR='{folder}/run'", "--gin.TRAIN_STEPS=1000000", "--process_count=2"),
+    *(f"--coordinator_address=localhost:{port}", "--gin.train.eval_period=1000000"),
+    *(
+      "--gin.train.train_eval_dataset_cfg=None",
+      "--gin.train.stats_period=1",
+      "--gin.utils.SaveCheckpointConfig.period=1000000",
+    ),
+    *(environment.get("ARGUMENTS", "").split()),
+  ]
+  processes = []
+  for index in range(2):
+    arguments = [*command, f"--process_index={index}"]
+    with (folder / f"{index}.txt").open("w") as output:
+      processes.append(
+        subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=variables)
+      )
+  try:
+    yield processes
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+
+
+def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
+  end = time.monotonic() + 240
+  while "step 5/" not in (folder / "0.txt").read_text():
+    assert process.poll() is None and time.monotonic() < end, (folder / "0.txt").read_text()[-3000:]
+    time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "seconds"), [(signal.SIGSTOP, 60), (signal.SIGKILL, 60)])
+def test_a_process_that_freezes_or_dies_ends_the_other_within_a_minute(tmp_path, sent, seconds):
+  with two_processes(tmp_path, ROSETTA_T5_STALL_SECONDS="8") as (first, second):
+    wait_until_trained(tmp_path, first)
+    second.send_signal(sent)
+    assert first.wait(seconds) != 0
+    said = (tmp_path / "0.txt").read_text()
+    if sent == signal.SIGSTOP:
+      assert first.returncode == EXIT_STATUS
+      assert f"process id {second.pid}): computing step" in said
+      assert "silent for" in said
+      assert said.count("<- holds up the others") == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named_with_its_stack_and_both_end(tmp_path):
+  hang = "--gin.MIXTURE_OR_TASK_NAME='hangs' --gin.MIXTURE_OR_TASK_MODULE='hanging_task'"
+  with two_processes(tmp_path, ROSETTA_T5_STALL_SECONDS="8", ARGUMENTS=hang) as (first, second):
+    assert first.wait(300) != 0
+    assert second.wait(60) != 0
+  said = (tmp_path / "0.txt").read_text()
+  assert f"process id {second.pid}): waiting for the batch of step" in said
+  assert "Process 1 stands at:" in said
+  assert "/data/feed.py" in said.partition("Process 1 stands at:")[2]
