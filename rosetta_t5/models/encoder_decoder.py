@@ -229,6 +229,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     options = dict(decoder_params or {})
     if rng is not None:
       options.setdefault("decode_rng", rng)
+    if getattr(self.module, "scan_layers", False):
+      # Scanned layers stack their caches, so that the batch comes second.
+      options.setdefault("cache_offset", 1)
 
     def tokens_to_logits(state: Any) -> tuple[jax.Array, PyTree]:
       return self._compute_logits_from_slice(
