@@ -54,12 +54,14 @@ def dot_product_attention(
   Raises:
     ValueError: there is dropout but no key for it.
   """
-  drops = not deterministic and dropout_rate > 0.0
-  if drops and dropout_rng is None:
-    raise ValueError(
-      f"dot_product_attention was given dropout_rate = {dropout_rate} but no dropout_rng: give a "
-      "key, or deterministic=True"
-    )
+  value_scale_BHS = None
+  if not deterministic and dropout_rate > 0.0:
+    if dropout_rng is None:
+      raise ValueError(
+        f"dot_product_attention was given dropout_rate = {dropout_rate} but no dropout_rng: give a "
+        "key, or deterministic=True"
+      )
+    value_scale_BHS = _dropout_scale(dropout_rng, dropout_rate, key, dtype)
   if bias is not None:
     pairs = (query.shape[2], query.shape[1], key.shape[1])
     bias = jnp.broadcast_to(bias, (bias.shape[0], *pairs))
@@ -68,7 +70,7 @@ def dot_product_attention(
     key,
     value.astype(jnp.promote_types(dtype, value.dtype)),
     bias_1HTS=bias,
-    value_scale_BHS=_dropout_scale(dropout_rng, dropout_rate, key, dtype) if drops else None,
+    value_scale_BHS=value_scale_BHS,
     float32_logits=float32_logits,
   )
 
