@@ -2,6 +2,7 @@
 
 from rosetta_t5.networks.attention import (
   MultiHeadDotProductAttention,
+  dot_product_attention,
 )
 from rosetta_t5.networks.dense import (
   DenseGeneral,
@@ -11,6 +12,7 @@ from rosetta_t5.networks.embedding import (
   Embed,
   LayerNorm,
   RelativePositionBiases,
+  default_embed_init,
 )
 from rosetta_t5.networks.masks import (
   combine_biases,
@@ -29,6 +31,8 @@ __all__ = [
   "RelativePositionBiases",
   "combine_biases",
   "combine_masks",
+  "default_embed_init",
+  "dot_product_attention",
   "make_attention_mask",
   "make_causal_mask",
   "make_decoder_mask",

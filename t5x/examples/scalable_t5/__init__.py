@@ -1,0 +1,1 @@
+"""T5X's example networks."""
