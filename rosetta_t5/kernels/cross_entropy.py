@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -36,12 +36,13 @@ def cross_entropy(
     z_loss: weight of lse² (Mesh-TensorFlow's way to keep the logits from drifting).
     label_smoothing: ε, a Python number; 0 costs nothing.
   """
-  return _forward(logits, targets, z_loss, label_smoothing)[0]
+  return loss_and_residuals(logits, targets, z_loss, label_smoothing)[0]
 
 
-def _forward(
+def loss_and_residuals(
   logits: jax.Array, targets: jax.Array, z_loss: float | jax.Array, label_smoothing: float
 ) -> tuple[Loss, Residuals]:
+  """Returns `cross_entropy`'s results and what `logits_gradient` needs, the logits first."""
   logits32 = logits.astype(jnp.float32)
   highest = jnp.max(logits32, axis=-1)
   total = jnp.sum(jnp.exp(logits32 - highest[..., None]), axis=-1)
@@ -63,7 +64,8 @@ def _forward(
   )
 
 
-def _backward(label_smoothing: float, residuals: Residuals, grads: Loss) -> tuple:
+def logits_gradient(label_smoothing: float, residuals: Residuals, grads: Loss) -> tuple:
+  """Returns `cross_entropy`'s gradients for logits, targets (none) and z_loss."""
   logits, targets, z_loss, highest, total = residuals
   grad_loss, grad_z = grads
   on, off = _smoothed(label_smoothing, logits.shape[-1])
@@ -80,7 +82,7 @@ def _backward(label_smoothing: float, residuals: Residuals, grads: Loss) -> tupl
   return grad_logits.astype(logits.dtype), None, grad_z_loss
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(loss_and_residuals, logits_gradient)
 
 
 def _smoothed(label_smoothing: float, vocab: int) -> tuple[float, float]:
@@ -91,3 +93,14 @@ def _smoothed(label_smoothing: float, vocab: int) -> tuple[float, float]:
 def _entropy(on: float, off: float, vocab: int) -> float:
   """Returns the entropy of the smoothed targets, the least value of their cross-entropy."""
   return -(on * math.log(on) + (vocab - 1) * off * math.log(off)) if on else math.log(vocab - 1)
+
+
+def correct_predictions(
+  logits_BTV: Float[Array, "*tokens vocab"], targets_BT: Int[Array, "*tokens"]
+) -> Bool[Array, "*tokens"]:
+  """Returns whether each target has the highest logit, the first one where several are highest."""
+  # argmax over a vocabulary is slow on a CPU; a maximum and a minimum are not.
+  highest_BT1 = jnp.max(logits_BTV, axis=-1, keepdims=True)
+  ids = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
+  vocabulary = jnp.int32(logits_BTV.shape[-1])
+  return targets_BT == jnp.min(jnp.where(logits_BTV == highest_BT1, ids, vocabulary), axis=-1)

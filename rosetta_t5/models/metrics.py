@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from rosetta_t5.kernels.cross_entropy import correct_predictions
 from rosetta_t5.telemetry import metrics as metrics_lib
 
 Metrics = dict[str, Any]
@@ -21,42 +22,79 @@ def count_packed_examples(segment_ids: Int[Array, "B T"]) -> Int[Array, ""]:
   return jnp.sum((segment_ids != 0) & (segment_ids != previous))
 
 
-def correct_predictions(
-  logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]
-) -> Shaped[Array, "B T"]:
-  """Returns whether each target has the highest logit, the first one where several are highest."""
-  # argmax over a vocabulary is slow on a CPU; a maximum and a minimum are not.
-  highest_BT1 = jnp.max(logits_BTV, axis=-1, keepdims=True)
-  ids = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
-  vocabulary = jnp.int32(logits_BTV.shape[-1])
-  return targets_BT == jnp.min(jnp.where(logits_BTV == highest_BT1, ids, vocabulary), axis=-1)
+def compute_weighted_accuracy(
+  logits: Float[Array, "B T V"],
+  targets: Int[Array, "B T"],
+  weights: Shaped[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+  """Returns the sum of the weights of targets that have the highest logit (T5X: for old callers).
+
+  Args:
+    logits: the model's output.
+    targets: the ids that were to be predicted.
+    weights: each target's weight; None for 1.
+
+  Raises:
+    ValueError: logits and targets do not fit.
+  """
+  if logits.ndim != targets.ndim + 1:
+    raise ValueError(
+      f"logits of shape {logits.shape} do not fit targets of shape {targets.shape}: they have one "
+      "dimension more, the vocabulary"
+    )
+  correct = correct_predictions(logits, targets)
+  return jnp.sum(correct if weights is None else correct * weights)
+
+
+def compute_metrics(
+  logits: Float[Array, "B T V"],
+  targets: Int[Array, "B T"],
+  weights: Shaped[Array, "B T"] | None,
+  loss: Float[Array, ""],
+  weight_sum: Shaped[Array, ""],
+  additional_metrics: Metrics,
+) -> Metrics:
+  """Returns sums over one batch, as T5X had them before `compute_base_metrics`, and the additional."""
+  sums = {
+    "loss": loss,
+    "accuracy": compute_weighted_accuracy(logits, targets, weights),
+    "weight_sum": weight_sum,
+    "num_examples": targets.shape[0],
+    "num_tokens": targets.size,
+  }
+  return {**metrics_lib.create_metrics_dict(sums), **additional_metrics}
 
 
 def compute_base_metrics(
-  logits: Float[Array, "B T V"],
+  logits: Float[Array, "B T V"] | None,
   targets: Int[Array, "B T"],
   mask: Shaped[Array, "B T"] | None,
   loss: Float[Array, ""],
   z_loss: Float[Array, ""] | None = None,
   segment_ids: Mapping[str, Int[Array, "B L"]] | None = None,
+  correct: Bool[Array, "B T"] | None = None,
 ) -> Metrics:
   """Returns T5X's metrics of one batch; each can be merged with those of other batches.
 
   Args:
-    logits: the model's output.
+    logits: the model's output; not needed where `correct` is given.
     targets: the ids that were to be predicted.
     mask: each target's weight; None counts all of them.
     loss: the loss, z-loss included.
     z_loss: the part of it that is z-loss.
     segment_ids: for each feature, which example a position belongs to; 0 is padding.
+    correct: whether each target has the highest logit; None computes it from the logits.
   """
+  if correct is None:
+    assert logits is not None
+    correct = correct_predictions(logits, targets)
   mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
   # Counts are float32: as int32, those of a long period would overflow.
   num_sequences, num_tokens = jnp.float32(targets.shape[0]), jnp.float32(targets.size)
   num_devices = jax.device_count()
   num_weighted = jnp.sum(mask)
   average, per_step, rate = clu_metrics.Average, metrics_lib.AveragePerStep, metrics_lib.TimeRate
-  correct = correct_predictions(logits, targets) * mask
+  correct = correct * mask
   metrics: Metrics = {
     "accuracy": clu_metrics.Accuracy(total=jnp.sum(correct), count=num_weighted),
     "loss": per_step(total=loss),

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.dense import DenseGeneral, MlpBlock, activation_axes
+from rosetta_t5.networks.dense import MlpBlock, activation_axes
 from rosetta_t5.networks.embedding import Embed, LayerNorm, RelativePositionBiases
 from rosetta_t5.networks.masks import make_attention_mask, make_decoder_mask
+from rosetta_t5.networks.output_layer import output_layer
 from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config
 
@@ -218,7 +220,8 @@ class Decoder(nn.Module):
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
-  ) -> Float[Array, "B T V"]:
+    return_logits: bool = True,
+  ) -> Float[Array, "B T V"] | Unprojected:
     """Returns the logits, in float32; `decoder_positions` is not used, as positions are relative."""
     del decoder_positions
     cfg = self.config
@@ -235,11 +238,7 @@ class Decoder(nn.Module):
     )
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
     y = _shared_dropout(cfg)(y, deterministic=deterministic)
-    if cfg.logits_via_embedding:
-      return self.shared_embedding.attend(y) / jnp.sqrt(y.shape[-1])
-    return DenseGeneral(
-      cfg.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
-    )(y)
+    return output_layer(cfg, self.shared_embedding, y, return_logits)
 
   def _layers(
     self,
@@ -302,7 +301,8 @@ class Transformer(nn.Module):
     enable_dropout: bool = True,
     decode: bool = False,
     max_decode_length: int | None = None,
-  ) -> Float[Array, "B T V"]:
+    return_logits: bool = True,
+  ) -> Float[Array, "B T V"] | Unprojected:
     """Returns the logits of the targets.
 
     Args:
@@ -316,6 +316,7 @@ class Transformer(nn.Module):
       enable_dropout: whether dropout is on.
       decode: whether the tokens are one position, the next after those in the cache.
       max_decode_length: how many positions the cache holds.
+      return_logits: False for the logits' two factors; see `output_layer`.
     """
     del decoder_positions
     real_inputs = encoder_input_tokens > 0
@@ -332,7 +333,7 @@ class Transformer(nn.Module):
       cross_mask &= make_attention_mask(
         decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool
       )
-    logits: jax.Array = self.decoder(
+    logits: jax.Array | Unprojected = self.decoder(
       encoded,
       decoder_input_tokens,
       decoder_mask=mask,
@@ -340,6 +341,7 @@ class Transformer(nn.Module):
       deterministic=not enable_dropout,
       decode=decode,
       max_decode_length=max_decode_length,
+      return_logits=return_logits,
     )
     return logits
 
@@ -355,7 +357,8 @@ class Transformer(nn.Module):
     *,
     enable_dropout: bool = True,
     decode: bool = False,
-  ) -> Float[Array, "B T V"]:
+    return_logits: bool = True,
+  ) -> Float[Array, "B T V"] | Unprojected:
     """Returns the logits of the targets given the inputs; see `encode` and `decode`."""
     del encoder_positions
     encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout)
@@ -369,4 +372,5 @@ class Transformer(nn.Module):
       decoder_positions=decoder_positions,
       enable_dropout=enable_dropout,
       decode=decode,
+      return_logits=return_logits,
     )
