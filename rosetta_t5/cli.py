@@ -38,6 +38,20 @@ def _run(module: str, arguments: Sequence[str]) -> int:
   return 0
 
 
+def convert(arguments: Sequence[str]) -> int:
+  """Write a checkpoint in another layout: convert SRC DST --to {t5x,t5x-legacy,hf,rosetta}."""
+  from rosetta_t5.checkpoints.convert import main as run_convert
+
+  return run_convert(arguments)
+
+
+def ckpt(arguments: Sequence[str]) -> int:
+  """Look into checkpoints of any layout: ckpt ls|show|diff|verify PATH."""
+  from rosetta_t5.checkpoints.inspect_command import main as run_inspection
+
+  return run_inspection(arguments)
+
+
 def quickstart(arguments: Sequence[str]) -> int:
   """Train a small T5 on the text of Python's own library, here and now."""
   from rosetta_t5.quickstart import main as run_quickstart
@@ -52,7 +66,9 @@ def doctor(arguments: Sequence[str]) -> int:
   return examine()
 
 
-VERBS = {verb.__name__: verb for verb in (train, eval, infer, check, quickstart, doctor)}
+VERBS = {
+  verb.__name__: verb for verb in (train, eval, infer, check, convert, ckpt, quickstart, doctor)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

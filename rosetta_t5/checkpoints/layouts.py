@@ -27,6 +27,7 @@ _BY_HEADS = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
 # What T5X's scalable T5 called its bias at first.
 _OLD_BIAS = "relative_posemb/"
 _STATES = "state/param_states/"
+_SIDES = ("encoder", "decoder")
 
 
 class LayoutError(ValueError):
@@ -197,3 +198,46 @@ def _require_equal(name: str, biases: list[StoredArray]) -> None:
       f"(layer {differing[0]} from layer 0): a model that shares them is another model. Restore it "
       "into one with a bias a layer: the scalable T5 (t5x.examples.scalable_t5.network)"
     )
+
+
+def plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns parameters in the plain tree: layers apart, attention kernels 2-D.
+
+  Names that are no parameters are left out.
+  """
+  apart = layers_apart({n: x for n, x in arrays.items() if n.startswith("target/")})
+  for name, array in apart.items():
+    if _BY_HEADS.fullmatch(name) and array.ndim == 3:
+      first, second, third = array.shape
+      joined = (first * second, third) if "/out/" in name else (first, second * third)
+      apart[name] = reshaped(array, joined)
+  return apart
+
+
+def scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns parameters of the plain tree in that of T5X's scalable T5; biases become the layers' own."""
+  expected: dict[str, Any] = {}
+  layers = {side: _expected_layers("", np.empty(0), arrays, "target/", side) for side in _SIDES}
+  for name, array in arrays.items():
+    match = _LAYER.fullmatch(name)
+    shared = _SHARED_BIAS.fullmatch(name)
+    if match is None and shared is None:
+      expected[name] = array
+      continue
+    side, rest = (match[2], match[4]) if match else (shared[2], shared[3])  # type: ignore[index]
+    inner = _shape_by_heads(name, array, arrays, side)
+    shape = (*inner[:SCAN_AXIS], layers[side], *inner[SCAN_AXIS:])
+    expected[f"target/{side}/{side}/{rest}"] = np.broadcast_to(np.zeros((), array.dtype), shape)
+  return relaid(arrays, expected)
+
+
+def _shape_by_heads(
+  name: str, array: StoredArray, arrays: Mapping[str, StoredArray], side: str
+) -> tuple[int, ...]:
+  if not _BY_HEADS.fullmatch(name) or array.ndim != 2:
+    return array.shape
+  bias = re.compile(rf"target/{side}/(layers_\d+/)?relpos_bias/rel_embedding")
+  heads = next(arrays[n].shape[0] for n in arrays if bias.fullmatch(n))
+  if "/out/" in name:
+    return (heads, array.shape[0] // heads, array.shape[1])
+  return (array.shape[0], heads, array.shape[1] // heads)

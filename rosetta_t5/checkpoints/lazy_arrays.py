@@ -162,11 +162,12 @@ class StoredArray(LazyThreadPoolArray):
     return StoredArray(self._shape, dtype, self._read_fn, self.sliceable)
 
   def read(self, index: Index) -> np.ndarray:
-    """Reads the part at `index`, a tuple of one slice a dimension."""
-    return _as(self._read_fn(index), self._dtype)
+    """Reads the part at `index`, a tuple of one slice a dimension; slices may reach beyond the end."""
+    bounds = [part.indices(size) for part, size in zip(index, self._shape, strict=True)]
+    return _as(self._read_fn(tuple(slice(a, b) for a, b, _ in bounds)), self._dtype)
 
   def _read_all(self) -> np.ndarray:
-    return self._read_fn((slice(None),) * self.ndim)
+    return self._read_fn(tuple(slice(0, size) for size in self._shape))
 
 
 def stored(value: Any) -> StoredArray:

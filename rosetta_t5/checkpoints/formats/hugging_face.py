@@ -118,6 +118,15 @@ def _with_shared_bias(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
   return arrays
 
 
+def activations(config: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns T5Config.mlp_activations for a config's `feed_forward_proj`."""
+  gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
+  if gate not in ("", "gated"):
+    raise ValueError(f"feed_forward_proj = {config['feed_forward_proj']!r} is not known")
+  name = {"gelu_new": "gelu"}.get(name, name)
+  return (name, "linear") if gate else (name,)
+
+
 def scales_logits(config: Mapping[str, Any]) -> bool:
   """Returns whether the model divides what goes into its output layer by √d_model.
 

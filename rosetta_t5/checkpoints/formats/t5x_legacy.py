@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_sta
 INDEX = "checkpoint"
 VERSION = 3
 # T5X's chunks: large enough for distant storage, small enough to be read in parts.
-_CHUNK_BYTES = 64 * 1024 * 1024
+CHUNK_BYTES = 64 * 1024 * 1024
 
 
 def index_file(path: str | os.PathLike[str]) -> epath.Path:
@@ -73,7 +73,7 @@ class LegacyWriter:
       self._index[name] = array.get()
       return
     inner = name.replace("/", ".")
-    chunks = chunk_shape(array.shape, _CHUNK_BYTES // array.dtype.itemsize)
+    chunks = chunk_shape(array.shape, CHUNK_BYTES // array.dtype.itemsize)
     metadata = {
       "shape": list(array.shape),
       "chunks": chunks,
@@ -86,11 +86,7 @@ class LegacyWriter:
       "kvstore": tensorstores.kvstore(self.unfinished / inner),
       "metadata": metadata,
     }
-    store = ts.open(spec, create=True).result()
-    rows = chunks[0]
-    for start in range(0, array.shape[0], rows):
-      part = (slice(start, start + rows), *(slice(None) for _ in array.shape[1:]))
-      store[part].write(array.read(part)).result()
+    write_in_parts(ts.open(spec, create=True).result(), array)
     # The path is relative, so that the checkpoint can be moved.
     driver = "gcs" if os.fspath(self.folder).startswith("gs://") else "file"
     place = {"driver": driver, "path": inner + "/"}
@@ -109,6 +105,18 @@ class LegacyWriter:
     (self.unfinished / INDEX).write_bytes(contents)
     self.unfinished.rename(self.folder)
     return self.folder
+
+
+def write_in_parts(store: ts.TensorStore, array: StoredArray) -> None:
+  """Writes an array into its store, a row of chunks in memory at a time."""
+  if not array.shape or not array.sliceable:
+    store.write(array.get()).result()
+    return
+  rows = int((store.chunk_layout.write_chunk.shape or array.shape)[0] or 1)
+  for start in range(0, array.shape[0], rows):
+    part = (slice(start, start + rows), *(slice(None) for _ in array.shape[1:]))
+    values = array.read(part)
+    store[start : start + len(values)].write(values).result()
 
 
 def remove_unfinished(directory: str | os.PathLike[str]) -> None:
