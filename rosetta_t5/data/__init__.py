@@ -8,6 +8,7 @@ from rosetta_t5.data.feed import (
   get_zeros_batch_like_spec,
   prepare_train_iter,
 )
+from rosetta_t5.data.own_files import file_task
 from rosetta_t5.data.tensorflow_import import start_importing
 from rosetta_t5.data.vocabulary import (
   get_vocabulary,
@@ -18,6 +19,7 @@ from rosetta_t5.data.vocabulary import (
 __all__ = [
   "DatasetConfig",
   "ShardedDatasetIterator",
+  "file_task",
   "get_dataset",
   "get_dataset_inner",
   "get_training_eval_datasets",

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from rosetta_t5.data.keras_later import keras_later
+from rosetta_t5.data.local_assets import read_local_vocabularies
 from rosetta_t5.data.start_notes import without_start_notes
 
 
@@ -32,11 +33,12 @@ def import_tensorflow() -> Any:
 
 @functools.cache
 def import_seqio() -> Any:
-  """Imports seqio, TensorFlow first and without GPUs."""
+  """Imports seqio, TensorFlow first and without GPUs; its vocabularies are read from this machine."""
   import_tensorflow()
   with keras_later():
     import seqio
 
+  read_local_vocabularies(seqio.vocabularies)
   return seqio
 
 

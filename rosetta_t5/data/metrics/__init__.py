@@ -1,0 +1,26 @@
+"""The metrics of T5's tasks: functions of targets and predictions, each returning {name: number}."""
+
+from rosetta_t5.data.metrics.answers import lambada, normalize_answer, squad
+from rosetta_t5.data.metrics.classification import (
+  accuracy,
+  f1_score_with_invalid,
+  matthews_corrcoef,
+  pearson_corrcoef,
+  sequence_accuracy,
+  spearman_corrcoef,
+)
+from rosetta_t5.data.metrics.generation import bleu, rouge
+
+__all__ = [
+  "accuracy",
+  "bleu",
+  "f1_score_with_invalid",
+  "lambada",
+  "matthews_corrcoef",
+  "normalize_answer",
+  "pearson_corrcoef",
+  "rouge",
+  "sequence_accuracy",
+  "spearman_corrcoef",
+  "squad",
+]

@@ -1,0 +1,16 @@
+"""Text files as they come: formats, compression, records, what is wrong with them. No TensorFlow."""
+
+from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples
+from rosetta_t5.data.reading.blocks import BlockReader
+from rosetta_t5.data.reading.formats import Layout, find_files, format_of
+from rosetta_t5.data.reading.records import read_records
+
+__all__ = [
+  "BadExample",
+  "BadExamples",
+  "BlockReader",
+  "Layout",
+  "find_files",
+  "format_of",
+  "read_records",
+]

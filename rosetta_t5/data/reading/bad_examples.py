@@ -1,0 +1,89 @@
+"""Examples that cannot be used: counted and told, or refused, but never passed over in silence."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+
+from absl import logging
+
+POLICIES = ("skip", "refuse")
+_TOLD = 10
+# A file whose first records are all bad is the wrong file, or is read the wrong way.
+_HOPELESS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class BadExample:
+  """A record that cannot be used.
+
+  Attributes:
+    file: where it is.
+    line: its line, or its row in files without lines; from 1.
+    reason: a short phrase.
+  """
+
+  file: str
+  line: int
+  reason: str
+
+  def __str__(self) -> str:
+    return f"{self.file}, line {self.line}: {self.reason}"
+
+
+class BadExamples:
+  """Takes bad examples by a policy, from any thread.
+
+  Attributes:
+    counts: how many there were, by reason.
+  """
+
+  def __init__(self, policy: str = "skip"):
+    """Args: policy: "skip" counts and logs them; "refuse" stops at the first."""
+    if policy not in POLICIES:
+      raise ValueError(f"on_bad_example = {policy!r} is none of {' or '.join(POLICIES)}")
+    self.policy = policy
+    self.counts: collections.Counter[str] = collections.Counter()
+    self.first: BadExample | None = None
+    self._lock = threading.Lock()
+
+  @property
+  def total(self) -> int:
+    """How many there were."""
+    return sum(self.counts.values())
+
+  def add(self, bad: BadExample) -> None:
+    """Counts one.
+
+    Raises:
+      ValueError: the policy is to refuse.
+    """
+    if self.policy == "refuse":
+      raise ValueError(f'{bad}. Mend it, or set on_bad_example = "skip" to go on without it.')
+    with self._lock:
+      self.counts[bad.reason] += 1
+      self.first = self.first or bad
+      total = self.total
+    if total <= _TOLD or not total & (total - 1):  # then at powers of two
+      logging.warning("Bad example %d is left out: %s", total, bad)
+
+  def check_hope(self, path: str, good: int, bad: int, is_end: bool) -> None:
+    """Stops if nothing good has come out of a file.
+
+    Raises:
+      ValueError: all of the file, or of its beginning, was bad.
+    """
+    if good or not bad or not (is_end or bad >= _HOPELESS):
+      return
+    raise ValueError(
+      f"Not one of the {'' if is_end else 'first '}{bad} records of {path} can be used; the first "
+      f"is bad for this reason: {self.first}"
+    )
+
+  def summary(self) -> str:
+    """Returns one line: how many, why, and the first."""
+    if not self.first:
+      return "no bad examples"
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in self.counts.most_common(5))
+    return f"{self.total} bad examples left out ({reasons}); the first: {self.first}"

@@ -1,0 +1,163 @@
+"""Records out of files: one dictionary of columns each, or what is wrong with it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+from rosetta_t5.data.reading.bad_examples import BadExample
+from rosetta_t5.data.reading.formats import Layout, format_of, open_bytes
+
+Record = Mapping[str, Any]
+# The place (a line's number, or a row's) and the record.
+Located = tuple[int, Record | BadExample]
+
+_BROKEN_FILE = (OSError, EOFError, ValueError)  # pyarrow's and lzma's errors are of these kinds
+
+
+def read_records(path: str, layout: Layout | None = None) -> Iterator[Located]:
+  """Yields the records of a file in order, bad ones as `BadExample`.
+
+  Text has the one column "text". A file that is cut off or damaged gives what comes before, then
+  one bad example; it never raises.
+  """
+  layout = layout or Layout()
+  place = 0
+  try:
+    for place, record in _READERS[format_of(path, layout)](path, layout):
+      yield place, record
+  except _BROKEN_FILE as error:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {reason[0][:200]}")
+  except Exception as error:
+    if type(error).__module__.split(".")[0] not in ("lzma", "_lzma", "zlib", "pyarrow"):
+      raise
+    yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {error}"[:300])
+
+
+def _decoded(path: str, place: int, line: bytes) -> str | BadExample:
+  try:
+    text = line.decode("utf-8")
+  except UnicodeDecodeError as error:
+    return BadExample(path, place, f"no UTF-8 at byte {error.start} ({error.reason})")
+  return BadExample(path, place, "a NUL byte") if "\0" in text else text
+
+
+def _text(path: str, layout: Layout) -> Iterator[Located]:
+  with open_bytes(path) as file:
+    if layout.text_unit == "file":
+      units: Iterator[tuple[int, bytes]] = iter([(1, file.read())])
+    elif layout.text_unit == "paragraph":
+      units = _paragraphs(file)
+    else:
+      units = enumerate(file, start=1)
+    for place, raw in units:
+      text = _decoded(path, place, raw)
+      if isinstance(text, BadExample):
+        yield place, text
+      elif text.strip():  # empty lines are layout, not examples
+        yield place, {"text": text.strip("\r\n")}
+
+
+def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+  start, lines = 1, []
+  for number, line in enumerate(file, start=1):
+    if line.strip():
+      start = number if not lines else start
+      lines.append(line)
+    elif lines:
+      yield start, b"".join(lines)
+      lines = []
+  if lines:
+    yield start, b"".join(lines)
+
+
+def _jsonl(path: str, layout: Layout) -> Iterator[Located]:
+  with open_bytes(path) as file:
+    for place, raw in enumerate(file, start=1):
+      if not raw.strip():
+        continue
+      yield place, _json_record(path, place, raw)
+
+
+def _json_record(path: str, place: int, raw: bytes) -> Record | BadExample:
+  text = _decoded(path, place, raw)
+  if isinstance(text, BadExample):
+    return text
+  try:
+    record = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    cut = "" if raw.endswith(b"\n") else " (the file's last line has no end)"
+    return BadExample(path, place, f"no JSON: {str(error)[:80]}{cut}")
+  if isinstance(record, dict):
+    return record
+  return BadExample(path, place, f"a JSON {type(record).__name__}, not an object with columns")
+
+
+def _table(delimiter: str) -> Callable[[str, Layout], Iterator[Located]]:
+  def read(path: str, layout: Layout) -> Iterator[Located]:
+    with open_bytes(path) as file:
+      text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+      # tsv files as they are handed out (GLUE's, MNLI's) have quotes that are only characters
+      quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+      csv.field_size_limit(1 << 30)
+      rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
+      names = list(layout.columns or next(rows, []))
+      for row in rows:
+        if row:
+          yield rows.line_num, _row(path, rows.line_num, names, row)
+
+  return read
+
+
+def _row(path: str, place: int, names: list[str], row: list[str]) -> Record | BadExample:
+  if len(row) != len(names):
+    return BadExample(path, place, f"{len(row)} columns where {len(names)} are named")
+  for value in row:
+    if "\0" in value:
+      return BadExample(path, place, "a NUL byte")
+    if any("\udc80" <= character <= "\udcff" for character in value):
+      return BadExample(path, place, "no UTF-8")
+  return dict(zip(names, row, strict=True))
+
+
+def _parquet(path: str, layout: Layout) -> Iterator[Located]:
+  from pyarrow import parquet
+
+  with parquet.ParquetFile(path) as file:
+    yield from _rows(file.iter_batches(batch_size=1024))
+
+
+def _arrow(path: str, layout: Layout) -> Iterator[Located]:
+  """Hugging Face's files on disk: Arrow's stream format; Arrow's file format too."""
+  import pyarrow
+
+  with pyarrow.memory_map(path) as file:
+    if file.read(6) == b"ARROW1":
+      with pyarrow.ipc.open_file(file) as batches:
+        yield from _rows(batches.get_batch(i) for i in range(batches.num_record_batches))
+      return
+    file.seek(0)
+    with pyarrow.ipc.open_stream(file) as stream:
+      yield from _rows(stream)
+
+
+def _rows(batches: Any) -> Iterator[Located]:
+  place = 0
+  for batch in batches:
+    for record in batch.to_pylist():
+      place += 1
+      yield place, record
+
+
+_READERS: dict[str, Callable[[str, Layout], Iterator[Located]]] = {
+  "text": _text,
+  "jsonl": _jsonl,
+  "csv": _table(","),
+  "tsv": _table("\t"),
+  "parquet": _parquet,
+  "arrow": _arrow,
+}

@@ -1,0 +1,67 @@
+"""From a record's columns to the texts of an example."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell them
+
+
+def make_converter(templates: Mapping[str, str]) -> Any:
+  """Returns a function from a record to {feature: text}, or to the reason why there is none.
+
+  Args:
+    templates: for each feature a column's name, or text with columns in braces: "{a} and {b}".
+      Two braces stand for one.
+
+  Raises:
+    ValueError: a template's braces do not match, or it names no column.
+  """
+  parsed = {feature: _parse(feature, template) for feature, template in templates.items()}
+
+  def convert(record: Mapping[str, Any]) -> dict[str, str] | str:
+    fields = {}
+    for feature, parts in parsed.items():
+      texts = []
+      for text, column in parts:
+        texts.append(text)
+        if column is not None:
+          if column not in record:
+            return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
+          texts.append(_as_text(record[column]))
+      fields[feature] = "".join(texts)
+      if not fields[feature].strip():
+        return f"{feature} is empty"
+      if "\0" in fields[feature]:
+        return f"a NUL character in {feature}"
+      if _SURROGATE.search(fields[feature]):
+        return f"half a surrogate pair in {feature}, which UTF-8 cannot hold"
+    return fields
+
+  return convert
+
+
+def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
+  """Returns pairs of literal text and the column after it."""
+  if "{" not in template and "}" not in template:
+    return [("", template)]
+  try:
+    parts = [(text, column) for text, column, _, _ in string.Formatter().parse(template)]
+  except ValueError as error:
+    raise ValueError(f'{feature} = "{template}" is no template: {error}') from error
+  if not any(column for _, column in parts):
+    raise ValueError(f'{feature} = "{template}" names no column: write "{{text}}", say')
+  return parts
+
+
+def _as_text(value: Any) -> str:
+  if value is None:
+    return ""
+  if isinstance(value, str):
+    return value
+  if isinstance(value, (list, tuple)):
+    return " ".join(map(_as_text, value))
+  return str(value)
