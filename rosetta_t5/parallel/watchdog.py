@@ -122,8 +122,8 @@ class Watchdog:
     )  # as Orbax does: jax has no public name for its key-value store
 
     client = distributed.global_state.client
-    beat, warned = 0, 0.0
-    while not self._ended.wait(min(5.0, self._limit / 5)):
+    beat, warned, interval = 0, 0.0, min(5.0, self._limit / 5)
+    while not self._ended.wait(interval):
       beat += 1
       client.key_value_set(
         f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat)), allow_overwrite=True
@@ -134,6 +134,8 @@ class Watchdog:
         continue
       if guilty := blocking(reports):
         print(_describe(reports, guilty), file=sys.stderr, flush=True)
+        if jax.process_index() in guilty:  # Its end would end the others before they have spoken.
+          time.sleep(2 * interval)
         os._exit(EXIT_STATUS)
       if still > warned + self._limit and jax.process_index() == 0:
         warned = still
