@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5.data.catalogue import TASKS, register
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
 from rosetta_t5.data.tensorflow_import import import_seqio
 
@@ -24,9 +25,10 @@ def find_provider(cfg: DatasetConfig) -> Any:
     import_module(cfg.module)
   if not isinstance(cfg.mixture_or_task_name, str):
     return cfg.mixture_or_task_name
+  register(cfg.name)
   known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
   if cfg.name not in known:
-    raise ValueError(_unknown_task(cfg, known))
+    raise ValueError(_unknown_task(cfg, {*known, *TASKS}))
   return seqio.get_mixture_or_task(cfg.name)
 
 
