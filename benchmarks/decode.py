@@ -70,7 +70,9 @@ def our_decode(
     "encoder_input_tokens": inputs,
     "decoder_input_tokens": np.zeros((len(inputs), new_tokens), np.int32),
   }
-  predict = jax.jit(lambda params, batch: model.predict_batch_with_aux(params, batch, num_decodes=beams))
+  predict = jax.jit(
+    lambda params, batch: model.predict_batch_with_aux(params, batch, num_decodes=beams)
+  )
   return lambda: np.asarray(predict(params, batch)[0])
 
 

@@ -1,4 +1,4 @@
-"""Models: what a run asks of one, and T5."""
+"""Models: what a run asks of one, T5, and language models."""
 
 from rosetta_t5.models.base import (
   BaseModel,
@@ -6,16 +6,29 @@ from rosetta_t5.models.base import (
   get_input_vocabulary,
   get_output_vocabulary,
 )
+from rosetta_t5.models.decode_call import DecodeFnCallable, TokensIdsToLogitsCallable
+from rosetta_t5.models.decoder_only import DecoderOnlyModel, remove_prefix
 from rosetta_t5.models.encoder_decoder import DecoderParams, EncoderDecoderModel
-from rosetta_t5.models.metrics import compute_base_metrics, count_packed_examples
+from rosetta_t5.models.metrics import (
+  compute_base_metrics,
+  compute_metrics,
+  compute_weighted_accuracy,
+  count_packed_examples,
+)
 
 __all__ = [
   "BaseModel",
   "BaseTransformerModel",
+  "DecodeFnCallable",
+  "DecoderOnlyModel",
   "DecoderParams",
   "EncoderDecoderModel",
+  "TokensIdsToLogitsCallable",
   "compute_base_metrics",
+  "compute_metrics",
+  "compute_weighted_accuracy",
   "count_packed_examples",
   "get_input_vocabulary",
   "get_output_vocabulary",
+  "remove_prefix",
 ]

@@ -8,13 +8,31 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax.core import unfreeze
 from jaxtyping import Array, Float
 
+from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.metrics import Metrics, compute_base_metrics
 from rosetta_t5.training import losses
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
+
+
+class LazySeqioClass:
+  """A class attribute whose value is a class of SeqIO, imported when it is first asked for.
+
+  SeqIO brings TensorFlow, which a model needs only where it meets a dataset.
+  """
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def __get__(self, instance: Any, owner: type) -> Any:
+    import seqio
+
+    return getattr(seqio, self._name)
 
 
 class BaseModel(abc.ABC):
@@ -80,6 +98,7 @@ class BaseTransformerModel(BaseModel):
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    loss_chunk_length: int | None = None,
   ):
     """Builds a model around a linen module.
 
@@ -93,6 +112,8 @@ class BaseTransformerModel(BaseModel):
       z_loss: the weight of the squared log of the softmax's normaliser.
       loss_normalizing_factor: what the loss is divided by: a number, a
         `SpecialLossNormalizingFactor` or its name, or None for a plain sum.
+      loss_chunk_length: target positions whose logits exist at a time while the loss is computed;
+        None for all at once, which is faster where memory allows it.
 
     Raises:
       ValueError: the factor is no number and no name of one.
@@ -104,6 +125,14 @@ class BaseTransformerModel(BaseModel):
     self._decode_fn = decode_fn
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
+    self._loss_chunk_length = check_loss_chunk_length(loss_chunk_length)
+    if (
+      loss_chunk_length and type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
+    ):
+      raise ValueError(
+        f"{type(self).__name__}._compute_metrics wants all logits, which loss_chunk_length = "
+        f"{loss_chunk_length} never makes: set it to None"
+      )
     if isinstance(loss_normalizing_factor, str):
       loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
         loss_normalizing_factor
@@ -153,16 +182,24 @@ class BaseTransformerModel(BaseModel):
       flax_mutables: other variable collections; where given, their new values are returned too, as
         (loss, (metrics, flax_mutables)).
     """
+    options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
     if flax_mutables:
-      logits, mutables = self._compute_logits(
-        params, batch, dropout_rng, mutable=list(flax_mutables), other_variables=flax_mutables
-      )
+      options |= {"mutable": list(flax_mutables), "other_variables": flax_mutables}
+      logits, mutables = self._compute_logits(params, batch, dropout_rng, **options)
     else:
-      logits, mutables = self._compute_logits(params, batch, dropout_rng), None
+      logits, mutables = self._compute_logits(params, batch, dropout_rng, **options), None
     targets = batch["decoder_target_tokens"]
     factor, weights = losses.get_loss_normalizing_factor_and_weights(
       self._loss_normalizing_factor, batch
     )
+    segments = self._segment_ids(batch)
+    if self._loss_chunk_length:
+      token_loss, token_z, correct = chunked_cross_entropy(
+        logits, targets, self._z_loss, self._label_smoothing, self._loss_chunk_length
+      )
+      loss, z_loss, _ = losses.weighted_sums(token_loss, token_z, weights, factor)
+      metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
+      return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
     loss, z_loss, _ = losses.compute_weighted_cross_entropy(
       logits,
       targets=targets,
@@ -171,9 +208,7 @@ class BaseTransformerModel(BaseModel):
       z_loss=self._z_loss,
       loss_normalizing_factor=factor,
     )
-    metrics = self._compute_metrics(
-      logits, targets, weights, loss, z_loss, segment_ids=self._segment_ids(batch)
-    )
+    metrics = self._compute_metrics(logits, targets, weights, loss, z_loss, segment_ids=segments)
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
 
   def _compute_metrics(
@@ -189,15 +224,38 @@ class BaseTransformerModel(BaseModel):
     return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
   def _segment_ids(self, batch: Batch) -> dict[str, jax.Array]:
-    """Which example each position of each token feature belongs to, for the padding metrics."""
-    segments = {}
-    for tokens, ids in (
-      ("encoder_input_tokens", "encoder_segment_ids"),
-      ("decoder_target_tokens", "decoder_segment_ids"),
-    ):
-      if tokens in batch:
-        segments[tokens] = batch[ids] if ids in batch else (batch[tokens] != 0).astype("int32")
-    return segments
+    """Which example each position of each feature belongs to, for the metrics, with T5X's names."""
+    suffix = "_segment_ids"
+    packed = {n.removesuffix(suffix): ids for n, ids in batch.items() if n.endswith(suffix)}
+    if packed:
+      return packed
+    tokens = ("encoder_input_tokens", "decoder_target_tokens")
+    return {name: (batch[name] != 0).astype("int32") for name in tokens if name in batch}
+
+  def score_batch(
+    self, params: PyTree, batch: Batch, return_intermediates: bool = False
+  ) -> jax.Array | tuple[jax.Array, Mapping[str, Any]]:
+    """Returns the log likelihood of each example's targets, [B], each weighed by its loss weight.
+
+    Without `decoder_loss_weights` all but padding counts. With `return_intermediates`, returns also
+    what the module sowed and, under `decoder`, T5X's `target_tokens`, `loss_weights` and
+    `token_scores`, each in a tuple of one.
+    """
+    mutable: Any = ["intermediates"] if return_intermediates else False
+    outputs = self._compute_logits(params, batch, mutable=mutable)
+    logits_BTV, collections = outputs if return_intermediates else (outputs, {})
+    targets_BT = batch["decoder_target_tokens"]
+    weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
+    picked_BT = jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    scores_BT = picked_BT * weights_BT
+    scores_B = jnp.sum(scores_BT, axis=-1)
+    if not return_intermediates:
+      return scores_B
+    intermediates = dict(unfreeze(collections.get("intermediates", {})))
+    own = {"target_tokens": targets_BT, "loss_weights": weights_BT, "token_scores": scores_BT}
+    intermediates["decoder"] = intermediates.get("decoder", {}) | {n: (v,) for n, v in own.items()}
+    return scores_B, intermediates
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Any:
@@ -208,3 +266,17 @@ def get_input_vocabulary(model: BaseTransformerModel) -> Any:
 def get_output_vocabulary(model: BaseTransformerModel) -> Any:
   """Returns the vocabulary of the model's targets."""
   return model.output_vocabulary
+
+
+def check_loss_chunk_length(value: int | None) -> int | None:
+  """Returns a loss_chunk_length that can be used.
+
+  Raises:
+    ValueError: it is no positive number.
+  """
+  if value is None or (isinstance(value, int) and value > 0):
+    return value
+  raise ValueError(
+    f"loss_chunk_length = {value!r} must be a number of target positions from 1 on, such as 16, or "
+    "None for all of them at once"
+  )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,35 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from rosetta_t5 import decoding
-from rosetta_t5.models.base import BaseTransformerModel, Batch, PyTree
+from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
+from rosetta_t5.models.decode_call import accepts, call_decode_fn
 from rosetta_t5.training import losses
-
-
-class _LazySeqioClass:
-  """A class attribute whose value is a class of SeqIO, imported when a model asks for it.
-
-  SeqIO brings TensorFlow, which a model needs only where it meets a dataset. Read from the model's
-  class, as inspection does, it is this object, which does what the class would when it is used.
-  """
-
-  def __init__(self, name: str):
-    self._name = name
-
-  def _load(self) -> Any:
-    import seqio
-
-    return getattr(seqio, self._name)
-
-  def __get__(self, instance: Any, owner: type) -> Any:
-    return self if instance is None else self._load()
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return self._load()(*args, **kwargs)
-
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith("_"):
-      raise AttributeError(name)
-    return getattr(self._load(), name)
 
 
 @flax.struct.dataclass
@@ -58,7 +33,7 @@ class DecoderParams:
 class EncoderDecoderModel(BaseTransformerModel):
   """T5 (T5X: EncoderDecoderModel)."""
 
-  FEATURE_CONVERTER_CLS = _LazySeqioClass("EncDecFeatureConverter")
+  FEATURE_CONVERTER_CLS = LazySeqioClass("EncDecFeatureConverter")
 
   def __init__(
     self,
@@ -72,6 +47,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     z_loss: float = 0.0,
     loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
     default_decoder_params: DecoderParams | None = None,
+    loss_chunk_length: int | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments not named here.
 
@@ -86,6 +62,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       z_loss: see `BaseTransformerModel`.
       loss_normalizing_factor: see `BaseTransformerModel`.
       default_decoder_params: how many decodes `predict_batch` makes and returns.
+      loss_chunk_length: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
@@ -99,6 +76,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       label_smoothing=label_smoothing,
       z_loss=z_loss,
       loss_normalizing_factor=loss_normalizing_factor,
+      loss_chunk_length=loss_chunk_length,
     )
 
   def get_initial_variables(
@@ -133,6 +111,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     dropout_rng: jax.Array | None = None,
     mutable: Any = False,
     other_variables: PyTree | None = None,
+    **module_options: Any,
   ) -> Any:
     return self.module.apply(
       {"params": params, **(other_variables or {})},
@@ -147,6 +126,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       enable_dropout=dropout_rng is not None,
       rngs=None if dropout_rng is None else {"dropout": dropout_rng},
       mutable=mutable,
+      **module_options,
     )
 
   def _compute_logits_from_slice(
@@ -172,23 +152,43 @@ class EncoderDecoderModel(BaseTransformerModel):
     )
     return jnp.squeeze(logits, axis=1), variables["cache"]
 
-  def _initial_cache(self, params: PyTree, batch: Batch) -> PyTree:
-    """Returns an empty cache as long as the targets."""
+  def _compute_kv_cache(
+    self,
+    params: PyTree,
+    encoded_inputs: jax.Array,
+    encoder_input_tokens: jax.Array,
+    decoder_input_tokens: jax.Array,
+    prefill_decoder_prompt: bool = False,
+  ) -> tuple[PyTree, jax.Array | None]:
+    """Returns a cache as long as the targets, and how far its prompts fill it, [B], or None.
 
-    def make_cache() -> PyTree:
-      _, variables = self.module.apply(
-        {"params": params},
-        jnp.ones_like(batch["encoder_input_tokens"]),
-        jnp.ones_like(batch["decoder_input_tokens"]),
-        jnp.ones_like(batch["decoder_input_tokens"]),
-        decode=True,
-        enable_dropout=False,
-        mutable=["cache"],
-      )
-      return variables["cache"]
-
-    # Only shapes are wanted: the pass itself is not run.
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make_cache))
+    Args:
+      params: the parameters.
+      encoded_inputs: what the encoder made of the inputs.
+      encoder_input_tokens: the inputs, for their padding.
+      decoder_input_tokens: prompts, if any.
+      prefill_decoder_prompt: whether the prompts are put into the cache at once.
+    """
+    ones = (jnp.ones_like(encoder_input_tokens), *[jnp.ones_like(decoder_input_tokens)] * 2)
+    _, variables = self.module.apply(
+      {"params": params}, *ones, decode=True, enable_dropout=False, mutable=["cache"]
+    )
+    if not prefill_decoder_prompt:
+      return variables["cache"], None
+    lengths_B = jnp.sum(decoder_input_tokens != 0, axis=1)
+    _, variables = self.module.apply(
+      {"params": params, "cache": variables["cache"]},
+      encoded_inputs,
+      encoder_input_tokens,
+      decoder_input_tokens,
+      jnp.ones_like(decoder_input_tokens),
+      enable_dropout=False,
+      prefill=True,
+      prefill_lengths=lengths_B,
+      mutable=["cache"],
+      method=self.module.decode,
+    )
+    return variables["cache"], lengths_B
 
   def predict_batch_with_aux(
     self,
@@ -206,66 +206,57 @@ class EncoderDecoderModel(BaseTransformerModel):
       params: the parameters.
       batch: `encoder_input_tokens` [B, S] and `decoder_input_tokens` [B, T]; T limits the decodes.
       rng: the key for sampling.
-      decoder_params: further arguments of `decode_fn`.
+      decoder_params: further arguments of `decode_fn`, such as `alpha`, `max_decode_len`,
+        `temperature` or `decode_rng`; an `eos_id` among them goes before the vocabulary's.
       return_all_decodes: whether all decodes are returned, [B, N, T], the best last; else the best,
         [B, T].
       num_decodes: N; None for the model's default.
-      prompt_with_targets: whether `decoder_input_tokens` begin the decodes.
+      prompt_with_targets: whether `decoder_input_tokens`, without their end token, begin the decodes.
 
     Returns:
       (decodes, {"scores": [B, N] or [B]}).
+
+    Raises:
+      ValueError: `decode_fn` does not take an argument of `decoder_params`, or one that it needs.
     """
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
     inputs_BS, prompts_BT = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
+    # An end token in the prompt would end the decode: the prompt is to be gone on with.
+    is_kept = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
+    prompts_BT = jnp.where(is_kept, prompts_BT, 0)
     encoded_BSD: Any = self.module.apply(
       {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
     )
-    # Every beam or sample attends to its own copy of the encoded inputs.
-    encoded = decoding.flat_batch_beam_expand(encoded_BSD, num_decodes)
-    raw_inputs = decoding.flat_batch_beam_expand(inputs_BS, num_decodes)
-    options = dict(decoder_params or {})
-    if rng is not None:
-      options.setdefault("decode_rng", rng)
-    if getattr(self.module, "scan_layers", False):
-      # Scanned layers stack their caches, so that the batch comes second.
-      options.setdefault("cache_offset", 1)
-
-    def tokens_to_logits(state: Any) -> tuple[jax.Array, PyTree]:
-      return self._compute_logits_from_slice(
-        state, params, encoded, raw_inputs, prompts_BT.shape[1]
-      )
-
-    decodes_BNT, scores_BN = self._decode_fn(  # type: ignore[misc]
-      inputs=prompts_BT if prompt_with_targets else jnp.zeros_like(prompts_BT),
-      cache=self._initial_cache(params, batch),
-      tokens_to_logits=tokens_to_logits,
+    takes_prompts = accepts(self.decode_fn, "initial_index") and accepts(
+      self.module.decode, "prefill"
+    )
+    cache, initial_index = self._compute_kv_cache(
+      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=takes_prompts
+    )
+    optional = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
+    if initial_index is not None:
+      optional["initial_index"] = initial_index
+    decodes_BNT, scores_BN = call_decode_fn(
+      self.decode_fn,
+      decoder_params,
+      rng,
+      optional,
+      inputs=prompts_BT,
+      cache=cache,
+      # Every beam or sample attends to its own copy of the encoded inputs.
+      tokens_to_logits=functools.partial(
+        self._compute_logits_from_slice,
+        params=params,
+        encoded_inputs=decoding.flat_batch_beam_expand(encoded_BSD, num_decodes),
+        raw_inputs=decoding.flat_batch_beam_expand(inputs_BS, num_decodes),
+        max_decode_length=prompts_BT.shape[1],
+      ),
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,
-      **options,
     )
     if return_all_decodes:
       return decodes_BNT, {"scores": scores_BN}
     return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
-
-  def score_batch(
-    self, params: PyTree, batch: Batch, return_intermediates: bool = False
-  ) -> jax.Array | tuple[jax.Array, Mapping[str, Any]]:
-    """Returns the log likelihood of each example's targets, [B], padding left out.
-
-    With `return_intermediates`, returns also what the module sowed, and the decoder's logits are
-    not among it unless the module sows them.
-    """
-    mutable: Any = ["intermediates"] if return_intermediates else False
-    outputs = self._compute_logits(params, batch, mutable=mutable)
-    logits_BTV, collections = outputs if return_intermediates else (outputs, {})
-    targets_BT = batch["decoder_target_tokens"]
-    weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
-    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
-    scores_BT = jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    scores_B = jnp.sum(scores_BT * weights_BT, axis=-1)
-    if return_intermediates:
-      return scores_B, collections.get("intermediates", {})
-    return scores_B

@@ -102,7 +102,11 @@ def test_score_is_the_log_likelihood_of_the_targets_without_padding():
   unweighted = {name: BATCH[name] for name in BATCH if name != "decoder_loss_weights"}
   scores, sown = model.score_batch({"table": TABLE}, unweighted, return_intermediates=True)
   np.testing.assert_allclose(scores, expected, rtol=1e-5)
-  assert sown == {}
+  assert sown.keys() == {"decoder"}
+  (of_tokens,) = sown["decoder"]["token_scores"]
+  np.testing.assert_allclose(of_tokens, -token_losses()[0] * REAL, rtol=1e-5)
+  np.testing.assert_array_equal(sown["decoder"]["loss_weights"][0], REAL)
+  np.testing.assert_array_equal(sown["decoder"]["target_tokens"][0], BATCH["decoder_target_tokens"])
 
 
 @pytest.fixture(scope="module")

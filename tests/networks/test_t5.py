@@ -96,7 +96,8 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
       mutable=["cache"], method=module.decode,
     )  # fmt: skip
 
-  cache = model._initial_cache(params, batch)
+  tokens = batch["decoder_input_tokens"]
+  cache, _ = model._compute_kv_cache(params, encoded, batch["encoder_input_tokens"], tokens)
   for position in range(6):
     token_B1 = batch["decoder_input_tokens"][:, position, None]
     got, changed = step(cache, token_B1)
