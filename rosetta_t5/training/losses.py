@@ -79,7 +79,24 @@ def compute_weighted_cross_entropy(
       f"logits of shape {logits.shape} need targets of shape {logits.shape[:-1]}, not {targets.shape}"
     )
   loss, z_term = cross_entropy(logits, targets, z_loss, label_smoothing)
-  weight_sum: Scalar = float(math.prod(targets.shape))
+  return weighted_sums(loss, z_term, weights, loss_normalizing_factor)
+
+
+def weighted_sums(
+  loss: Float[Array, "*tokens"],
+  z_term: Float[Array, "*tokens"],
+  weights: Num[Array, "*tokens"] | None = None,
+  loss_normalizing_factor: Scalar | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""], Scalar]:
+  """Returns the sums over all tokens of loss, z-loss and weights; the losses divided by the factor.
+
+  Args:
+    loss: each token's loss.
+    z_term: the part of it that is z-loss.
+    weights: each token's weight; None for one each.
+    loss_normalizing_factor: what both losses are divided by; None for a plain sum.
+  """
+  weight_sum: Scalar = float(math.prod(loss.shape))
   if weights is not None:
     loss, z_term, weight_sum = loss * weights, z_term * weights, jnp.sum(weights)
   scale = 1.0 if loss_normalizing_factor is None else 1.0 / loss_normalizing_factor
