@@ -1,0 +1,44 @@
+# rosetta-t5 on NVIDIA GPUs. jax's wheels bring CUDA's libraries; the base image brings the driver's hooks.
+#
+#   docker build -t rosetta-t5 .                                    # --build-arg TE=1 adds Transformer Engine
+#   docker run --gpus all -v /data:/data -v $PWD/runs:/runs rosetta-t5 \
+#     rosetta-t5 train --gin_file=gin/examples/small_pile_pretrain.gin --gin.MODEL_DIR="'/runs/small'"
+ARG CUDA=13.0.1
+FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# Versions are Ubuntu's: they follow the base image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+  && apt-get install -y --no-install-recommends python3 python3-venv python3-dev make g++ git \
+  && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --shell /bin/bash t5 && mkdir /opt/rosetta-t5 && chown t5 /opt/rosetta-t5
+USER t5
+WORKDIR /opt/rosetta-t5
+ENV PATH=/opt/rosetta-t5/.venv/bin:$PATH PYTHONUNBUFFERED=1
+
+# What is installed changes less often than the code: a layer of its own.
+FROM base AS installed
+COPY --chown=t5 Makefile setup.cfg pyproject.toml requirements.lock README.md LICENSE ./
+COPY --chown=t5 rosetta_t5 rosetta_t5
+COPY --chown=t5 t5x t5x
+COPY --chown=t5 gin gin
+COPY --chown=t5 scripts_gpu scripts_gpu
+RUN make setup
+ARG EXTRAS=gpu
+RUN jax=$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.lock) \
+  && if [[ -n "$EXTRAS" ]]; then .venv/bin/python -m pip install --no-cache-dir "jax[cuda13]==$jax"; fi
+ARG TE=0
+# Transformer Engine is built here, against CUDA's headers: slow, and only on request.
+RUN if [[ "$TE" == 1 ]]; then \
+    .venv/bin/python -m pip install --no-cache-dir --no-build-isolation "transformer-engine[jax]>=2.20"; fi
+
+FROM installed AS tested
+COPY --chown=t5 tests tests
+COPY --chown=t5 docs docs
+COPY --chown=t5 benchmarks benchmarks
+RUN make test && touch /tmp/tested
+
+FROM installed
+# The image exists only if the tests have passed.
+COPY --from=tested /tmp/tested /tmp/tested
+CMD ["rosetta-t5", "doctor"]
