@@ -20,8 +20,19 @@ def eval(arguments: Sequence[str]) -> int:
 
 
 def infer(arguments: Sequence[str]) -> int:
-  """Write predictions or scores; the arguments are those of `python -m t5x.infer`."""
+  """Write predictions or scores, as `python -m t5x.infer`; or for texts: --model_dir, --input."""
+  if any(argument.split("=")[0] == "--input" for argument in arguments):
+    from rosetta_t5.text import infer as infer_texts
+
+    return infer_texts(arguments)
   return _run("infer", arguments)
+
+
+def chat(arguments: Sequence[str]) -> int:
+  """Fill the blanks of sentences that you type: chat MODEL_DIR."""
+  from rosetta_t5.text import chat as chat_with
+
+  return chat_with(arguments)
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -67,7 +78,8 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 VERBS = {
-  verb.__name__: verb for verb in (train, eval, infer, check, convert, ckpt, quickstart, doctor)
+  verb.__name__: verb
+  for verb in (train, eval, infer, chat, check, convert, ckpt, quickstart, doctor)
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import shutil
@@ -11,21 +10,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rosetta_t5 import checkpoints
 from rosetta_t5.data import stdlib_corpus
 from rosetta_t5.data.tensorflow_import import start_importing
+from rosetta_t5.inference.infilling import fill_blanks
 
 GIN_FILE = "gin/examples/quickstart.gin"
 RUN_FOLDER = pathlib.Path("quickstart/run")
-BLANK = "____"
 SENTENCES = (
   "Return the ____ of the object as a string.",
   "Raise an exception if the file does not ____.",
   "This method is called ____ the connection is closed.",
 )
-_BEAMS = 4
 _INTERRUPTED = 130
 _STOPPED = "Stopped. The same command goes on from the last checkpoint."
 _FAILED = "Training ended with the exit status {}; what went wrong stands above."
@@ -33,7 +29,6 @@ _USAGE = """usage: rosetta-t5 quickstart [--gin.NAME=VALUE …]
 
 Trains a small T5 on the text of Python's own library, in ./quickstart, and shows what it learnt.
 A second call goes on with an unfinished run. Arguments are those of `python -m t5x.train`."""
-_LONGEST_ANSWER = 32  # tokens for all blanks, sentinels included
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,56 +146,6 @@ def _restore_params(recipe: Mapping[str, Any]) -> Any:
       "None for the quickstart, which looks at the trained model."
     )
   return state.params
-
-
-def fill_blanks(model: Any, params: Any, sentences: Sequence[str], input_length: int) -> list[str]:
-  """Returns sentences with the model's best guess in place of their blank ("____").
-
-  All go into one input, for the model has seen none but full ones.
-
-  Args:
-    model: an encoder-decoder model, trained by span corruption.
-    params: its parameters.
-    sentences: one blank each; together they must fit into an input.
-    input_length: tokens that the model's input is padded to.
-  """
-  import jax
-
-  vocabulary = model.input_vocabulary
-  sentinels = [vocabulary.vocab_size - 1 - blank for blank in range(len(sentences))]
-  tokens = []
-  for sentence, sentinel in zip(sentences, sentinels, strict=True):
-    before, after = (vocabulary.encode(part.strip()) for part in sentence.split(BLANK))
-    tokens += [*before, sentinel, *after]
-  inputs_BS = np.zeros((1, input_length), np.int32)
-  inputs_BS[0, : len(tokens) + 1] = [*tokens, vocabulary.eos_id]
-  batch = {
-    "encoder_input_tokens": inputs_BS,
-    "decoder_input_tokens": np.zeros((1, _LONGEST_ANSWER), np.int32),
-  }
-  predict = functools.partial(
-    model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False
-  )
-  decodes_BT, _ = jax.jit(predict)(params, batch)
-  answers = _answers(vocabulary, np.asarray(decodes_BT)[0])
-  return [
-    sentence.replace(BLANK, f"[{answers.get(sentinel, '')}]")
-    for sentence, sentinel in zip(sentences, sentinels, strict=True)
-  ]
-
-
-def _answers(vocabulary: Any, decode: np.ndarray) -> dict[int, str]:
-  """Returns the text that follows each sentinel of a target, by the sentinel's id."""
-  spans: dict[int, list[int]] = {}
-  span: list[int] = []  # What comes before the first sentinel belongs to no blank.
-  for token in map(int, decode):
-    if token in (0, vocabulary.eos_id):
-      break
-    if token >= vocabulary.vocab_size - vocabulary.extra_ids:
-      span = spans.setdefault(token, [])
-    else:
-      span.append(token)
-  return {sentinel: vocabulary.decode(tokens).strip() for sentinel, tokens in spans.items()}
 
 
 def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:

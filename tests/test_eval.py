@@ -6,11 +6,9 @@ import functools
 import json
 import shutil
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from tiny_tasks import add_task, byte_model
+from tiny_tasks import add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.eval import evaluate
@@ -28,20 +26,10 @@ def likelihood(targets, scores):
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-  """Checkpoints of two steps with parameters of their own, optimizer state included."""
+  """Checkpoints of two steps."""
   add_task(TASK, metric_fns=[likelihood])
-  folder, model, partitioner = tmp_path_factory.mktemp("run"), byte_model(), PjitPartitioner(1)
-  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
-  initializer = checkpoints.TrainStateInitializer(
-    model.optimizer_def, model.get_initial_variables, shapes, partitioner
-  )
-  manager = checkpoints.OrbaxCheckpointManagerInterface(
-    folder, initializer.global_train_state_shape, partitioner
-  )
-  for step in STEPS:
-    state = initializer.from_scratch(jax.random.PRNGKey(step))
-    manager.save(state.replace_step(jax.device_put(np.int32(step), state.step.sharding)))
-  manager.close()
+  folder = tmp_path_factory.mktemp("run")
+  save_checkpoints(folder, STEPS)
   yield folder
   data.tensorflow_import.import_seqio().TaskRegistry.remove(TASK)
 

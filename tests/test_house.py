@@ -23,6 +23,8 @@ ROOMS = (
   "eval",
   "infer",
   "interactive",
+  "text",
+  "model_dir",
   "plan",
   "config",
   "inference",

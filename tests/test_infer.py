@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
-from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
+from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
@@ -29,19 +28,10 @@ _HERE = pathlib.Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-  """A checkpoint of step 5, optimizer state included."""
+  """A checkpoint of step 5."""
   add_task(TASK)
-  folder, model, partitioner = tmp_path_factory.mktemp("run"), byte_model(), PjitPartitioner(1)
-  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
-  initializer = checkpoints.TrainStateInitializer(
-    model.optimizer_def, model.get_initial_variables, shapes, partitioner
-  )
-  manager = checkpoints.OrbaxCheckpointManagerInterface(
-    folder, initializer.global_train_state_shape, partitioner
-  )
-  state = initializer.from_scratch(jax.random.PRNGKey(5))
-  manager.save(state.replace_step(jax.device_put(np.int32(5), state.step.sharding)))
-  manager.close()
+  folder = tmp_path_factory.mktemp("run")
+  save_checkpoints(folder, [5])
   yield str(folder / "checkpoint_5")
   import_seqio().TaskRegistry.remove(TASK)
 

@@ -20,8 +20,9 @@ from rosetta_t5.data.text_examples import (
   get_dataset_from_natural_text_examples,
   get_seqio_task_from_examples,
 )
+from rosetta_t5.inference.text_inference import InferenceType
 from rosetta_t5.interactive.gin_text import T5XScriptType, get_gin_config_from_interactive_model
-from rosetta_t5.interactive.model import InferenceType, InteractiveModel
+from rosetta_t5.interactive.model import InteractiveModel
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import adamw
 

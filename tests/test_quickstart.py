@@ -7,30 +7,18 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import gin
-import jax
-import numpy as np
 import pytest
 
 from rosetta_t5 import quickstart
 from rosetta_t5.data import stdlib_corpus
+from rosetta_t5.inference.infilling import BLANK
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXT = [
   f"Return the {n} of the object {n + 1} or raise an error if {n * n} is it." for n in range(900)
 ]
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
-  from rosetta_t5.data.sentencepiece_training import train_sentencepiece
-  from rosetta_t5.data.tensorflow_import import import_seqio
-
-  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
-  path.write_bytes(train_sentencepiece(TEXT, vocab_size=100))
-  return import_seqio().SentencePieceVocabulary(str(path), extra_ids=100)
 
 
 @pytest.fixture
@@ -40,39 +28,8 @@ def empty_gin() -> Iterator[None]:
   gin.clear_config()
 
 
-def model_of(vocabulary: Any) -> Any:
-  from rosetta_t5.models import EncoderDecoderModel
-  from rosetta_t5.networks.t5 import T5Config, Transformer
-
-  sizes = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
-  layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
-  network = Transformer(T5Config(vocab_size=256, dropout_rate=0.0, **sizes, **layers))
-  return EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def=None)
-
-
-def test_answers_follow_their_sentinels_and_end_with_the_text(vocabulary: Any) -> None:
-  name, other = vocabulary.encode("object"), vocabulary.encode("raise an error")
-  decode = np.array([199, *name, 198, *other, 1, *name, 0])
-  assert quickstart._answers(vocabulary, decode) == {199: "object", 198: "raise an error"}
-
-
-def test_what_comes_before_the_first_sentinel_is_no_answer(vocabulary: Any) -> None:
-  decode = np.array([*vocabulary.encode("object"), 198, *vocabulary.encode("error")])
-  assert quickstart._answers(vocabulary, decode) == {198: "error"}
-
-
-def test_blanks_are_filled_in_place(vocabulary: Any) -> None:
-  model = model_of(vocabulary)
-  shapes = {"encoder_input_tokens": (1, 48), "decoder_input_tokens": (1, 16)}
-  params = model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"]
-  filled = quickstart.fill_blanks(model, params, ["Return the ____ of it.", "____ an error"], 48)
-  assert filled[0].startswith("Return the [")
-  assert filled[0].endswith("] of it.")
-  assert filled[1].endswith("] an error")
-
-
 def test_the_sentences_have_one_blank_each() -> None:
-  assert [sentence.count(quickstart.BLANK) for sentence in quickstart.SENTENCES] == [1, 1, 1]
+  assert [sentence.count(BLANK) for sentence in quickstart.SENTENCES] == [1, 1, 1]
 
 
 def test_first_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from tiny_models import adafactor
 
+from rosetta_t5 import checkpoints
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.parallel import PjitPartitioner
 
 PAIRS = tuple((f"question {n * n}", f"answer {n}") for n in range(11))
 
@@ -61,3 +66,19 @@ def byte_model(**arguments: Any) -> EncoderDecoderModel:
     optimizer_def=adafactor(),
     **arguments,
   )
+
+
+def save_checkpoints(folder: pathlib.Path, steps: Sequence[int]) -> None:
+  """Saves `byte_model()` at these steps, each with parameters of its own, the optimizer's included."""
+  model, partitioner = byte_model(), PjitPartitioner(num_partitions=1)
+  shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
+  initializer = checkpoints.TrainStateInitializer(
+    model.optimizer_def, model.get_initial_variables, shapes, partitioner
+  )
+  manager = checkpoints.OrbaxCheckpointManagerInterface(
+    folder, initializer.global_train_state_shape, partitioner
+  )
+  for step in steps:
+    state = initializer.from_scratch(jax.random.PRNGKey(step))
+    manager.save(state.replace_step(jax.device_put(np.int32(step), state.step.sharding)))
+  manager.close()

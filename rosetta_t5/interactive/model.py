@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,31 +11,20 @@ import jax
 import numpy as np
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.text_examples import (
-  Example,
-  default_preprocessors,
-  get_dataset_from_natural_text_examples,
-  in_chunks,
-)
-from rosetta_t5.data.vocabulary import decode_tokens
-from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
+from rosetta_t5.data.text_examples import Example, default_preprocessors
 from rosetta_t5.inference.metric_functions import compute_metrics, needed_arguments
+from rosetta_t5.inference.text_inference import (
+  Inferences,
+  InferenceType,
+  Preprocessors,
+  TextInference,
+)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
-Preprocessors = Sequence[Callable[..., Any]]
-Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
 _KEPT_CHECKPOINTS = 5
-
-
-class InferenceType(enum.Enum):
-  """What `infer_with_preprocessors` does."""
-
-  PREDICT_WITH_AUX = 1
-  SCORE = 2
 
 
 class InteractiveModel:
@@ -103,13 +90,6 @@ class InteractiveModel:
     self._batch_size, self._lengths = batch_size, task_feature_lengths
     self._output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
     self._layout = partitioner.get_data_layout(batch_size)
-    self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
-    feature = import_seqio().Feature
-    self.features = {
-      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos),
-      "targets": feature(vocabulary=model.output_vocabulary, add_eos=add_eos),
-    }
-    self._infer_fns: dict[Any, InferFn] = {}
     self._train_summary: Any = None
     self._restore_cfg = None
     if checkpoint_path:
@@ -125,6 +105,10 @@ class InteractiveModel:
       partitioner=partitioner,
     )
     self.train_state_axes = initializer.train_state_axes
+    self._texts = TextInference(
+      model, partitioner, self.train_state_axes, batch_size, task_feature_lengths, add_eos
+    )
+    self.features = self._texts.features
     self._save_cfg = checkpoints.SaveCheckpointConfig(
       dtype=dtype or "float32", keep=_KEPT_CHECKPOINTS, period=1000
     )
@@ -204,7 +188,7 @@ class InteractiveModel:
         f"{len(examples)} examples do not fill one batch of {self._batch_size}: give more, or build "
         "the InteractiveModel with a smaller batch_size"
       )
-    _, model_ds = self._datasets(examples, preprocessors)
+    _, model_ds = self._texts.datasets(examples, preprocessors)
     # Of each host's share; the whole batch where there is one host.
     shard = model_ds.shard(self._layout.num_shards, self._layout.shard_id)
     host_batch = self._batch_size // self._layout.num_shards
@@ -249,37 +233,7 @@ class InteractiveModel:
     Returns:
       ([(example's features, prediction's text as bytes or score)], {name: auxiliary values}).
     """
-    methods = {
-      InferenceType.PREDICT_WITH_AUX: self.model.predict_batch_with_aux,
-      InferenceType.SCORE: self.model.score_batch,
-    }
-    if mode not in methods:
-      raise ValueError(
-        f"mode = {mode!r} is no InferenceType: give InferenceType.PREDICT_WITH_AUX or "
-        "InferenceType.SCORE"
-      )
-    key = (mode, repr(sorted(inference_kwargs.items())))
-    if key not in self._infer_fns:
-      self._infer_fns[key] = get_infer_fn(
-        functools.partial(methods[mode], **inference_kwargs),
-        self._batch_size,
-        self.train_state_axes,
-        self.partitioner,
-      )
-    inferences: list[tuple[Mapping[str, Any], Any]] = []
-    all_aux: dict[str, Any] = {}
-    datasets = self._datasets(examples, preprocessors)
-    for number, task_ds, model_ds in in_chunks(*datasets, self._batch_size):
-      rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
-      result = self._infer_fns[key](model_ds.enumerate(), self.train_state, rng)
-      pairs, aux = result if isinstance(result, tuple) else (result, {})
-      outputs = [output for _, output in pairs]
-      if mode is InferenceType.PREDICT_WITH_AUX:
-        vocabulary = self.features["targets"].vocabulary
-        outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
-      inferences += zip(task_ds.as_numpy_iterator(), outputs, strict=True)
-      all_aux = join_aux(all_aux, aux) if all_aux else aux
-    return inferences, all_aux
+    return self._texts.infer(mode, examples, preprocessors, self.train_state, **inference_kwargs)
 
   def predict_with_aux(self, examples: Sequence[Example]) -> Inferences:
     """Returns predictions with their examples, and auxiliary values such as scores."""
@@ -317,7 +271,7 @@ class InteractiveModel:
       ValueError: a function has other arguments, or two give metrics of one name.
     """
     needs = [needed_arguments(metric_fn) for metric_fn in metric_fns]
-    dataset, _ = self._datasets(examples, preprocessors)
+    dataset, _ = self._texts.datasets(examples, preprocessors)
 
     def postprocess(text: Any, example: Mapping[str, Any], is_target: bool) -> Any:
       text = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -383,13 +337,6 @@ class InteractiveModel:
       for batch in evaluate:
         metrics = self.evaluate(batch, metrics_fns or ())
     return predictions, scores, metrics
-
-  def _datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
-    """Returns the examples, with the features of a task and with those of the model."""
-    dataset = get_dataset_from_natural_text_examples(
-      examples, preprocessors, self._lengths, self.features
-    )
-    return dataset, self._converter(dataset, task_feature_lengths=self._lengths)
 
 
 def _as_batches(batches: Sequence[Any] | None) -> list[Sequence[Example]]:

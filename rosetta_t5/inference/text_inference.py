@@ -1,0 +1,130 @@
+"""Predictions and scores for texts as they are typed, any number of them."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.text_examples import (
+  Example,
+  get_dataset_from_natural_text_examples,
+  in_chunks,
+)
+from rosetta_t5.data.vocabulary import decode_tokens
+from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
+from rosetta_t5.parallel import BasePartitioner
+
+Preprocessors = Sequence[Callable[..., Any]]
+Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
+
+
+class InferenceType(enum.Enum):
+  """What is inferred."""
+
+  PREDICT_WITH_AUX = 1
+  SCORE = 2
+
+
+class TextInference:
+  """Turns texts into a model's batches, and what comes out into text.
+
+  Attributes:
+    features: the `seqio.Feature` of inputs and targets.
+  """
+
+  def __init__(
+    self,
+    model: Any,
+    partitioner: BasePartitioner,
+    train_state_axes: Any,
+    batch_size: int,
+    task_feature_lengths: Mapping[str, int],
+    add_eos: bool = True,
+  ):
+    """Builds it; nothing is compiled before the first call.
+
+    Args:
+      model: the model.
+      partitioner: splits batches over the devices.
+      train_state_axes: the train state with PartitionSpecs in place of arrays.
+      batch_size: examples a batch.
+      task_feature_lengths: tokens of inputs and targets.
+      add_eos: whether they end with the end of sequence.
+    """
+    feature = import_seqio().Feature
+    self.features = {
+      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos),
+      "targets": feature(vocabulary=model.output_vocabulary, add_eos=add_eos),
+    }
+    self._model, self._partitioner, self._axes = model, partitioner, train_state_axes
+    self._batch_size, self._lengths = batch_size, task_feature_lengths
+    self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
+    self._infer_fns: dict[Any, InferFn] = {}
+
+  def datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
+    """Returns the examples as datasets with the features of a task, and with those of the model."""
+    dataset = get_dataset_from_natural_text_examples(
+      examples, preprocessors, self._lengths, self.features
+    )
+    return dataset, self._converter(dataset, task_feature_lengths=self._lengths)
+
+  def infer(
+    self,
+    mode: InferenceType,
+    examples: Sequence[Example],
+    preprocessors: Preprocessors,
+    train_state: Any,
+    **inference_kwargs: Any,
+  ) -> Inferences:
+    """Predicts or scores examples.
+
+    Args:
+      mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
+      examples: texts, or {"input": text, "target": text}.
+      preprocessors: make features of texts.
+      train_state: has the parameters.
+      **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
+        such as num_decodes=4.
+
+    Returns:
+      ([(example's features, prediction's text as bytes or score)], {name: auxiliary values}).
+
+    Raises:
+      ValueError: `mode` is no InferenceType.
+    """
+    infer_fn = self._infer_fn(mode, inference_kwargs)
+    inferences: list[tuple[Mapping[str, Any], Any]] = []
+    all_aux: dict[str, Any] = {}
+    datasets = self.datasets(examples, preprocessors)
+    for number, task_ds, model_ds in in_chunks(*datasets, self._batch_size):
+      rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
+      result = infer_fn(model_ds.enumerate(), train_state, rng)
+      pairs, aux = result if isinstance(result, tuple) else (result, {})
+      outputs = [output for _, output in pairs]
+      if mode is InferenceType.PREDICT_WITH_AUX:
+        vocabulary = self.features["targets"].vocabulary
+        outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
+      inferences += zip(task_ds.as_numpy_iterator(), outputs, strict=True)
+      all_aux = join_aux(all_aux, aux) if all_aux else aux
+    return inferences, all_aux
+
+  def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> InferFn:
+    methods = {
+      InferenceType.PREDICT_WITH_AUX: self._model.predict_batch_with_aux,
+      InferenceType.SCORE: self._model.score_batch,
+    }
+    if mode not in methods:
+      raise ValueError(
+        f"mode = {mode!r} is no InferenceType: give InferenceType.PREDICT_WITH_AUX or "
+        "InferenceType.SCORE"
+      )
+    key = (mode, repr(sorted(arguments.items())))
+    if key not in self._infer_fns:
+      step = functools.partial(methods[mode], **arguments)
+      self._infer_fns[key] = get_infer_fn(step, self._batch_size, self._axes, self._partitioner)
+    return self._infer_fns[key]

@@ -1,0 +1,93 @@
+"""Blanks filled in place, and what is said where they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rosetta_t5.inference.infilling import BlankFiller, answers_of
+
+TEXT = [
+  f"Return the {n} of the object {n + 1} or raise an error if {n * n} is it." for n in range(900)
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
+  from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+  from rosetta_t5.data.tensorflow_import import import_seqio
+
+  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
+  path.write_bytes(train_sentencepiece(TEXT, vocab_size=100))
+  return import_seqio().SentencePieceVocabulary(str(path), extra_ids=100)
+
+
+def model_of(vocabulary: Any) -> Any:
+  from rosetta_t5.models import EncoderDecoderModel
+  from rosetta_t5.networks.t5 import T5Config, Transformer
+
+  sizes = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
+  layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+  network = Transformer(T5Config(vocab_size=256, dropout_rate=0.0, **sizes, **layers))
+  return EncoderDecoderModel(network, vocabulary, vocabulary, optimizer_def=None)
+
+
+@pytest.fixture(scope="module")
+def fill(vocabulary: Any) -> BlankFiller:
+  model = model_of(vocabulary)
+  shapes = {"encoder_input_tokens": (1, 48), "decoder_input_tokens": (1, 16)}
+  return BlankFiller(
+    model, model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"], 48
+  )
+
+
+def test_answers_follow_their_sentinels_and_end_with_the_text(vocabulary: Any) -> None:
+  name, other = vocabulary.encode("object"), vocabulary.encode("raise an error")
+  decode = np.array([199, *name, 198, *other, 1, *name, 0])
+  assert answers_of(vocabulary, decode) == {199: "object", 198: "raise an error"}
+
+
+def test_what_comes_before_the_first_sentinel_is_no_answer(vocabulary: Any) -> None:
+  decode = np.array([*vocabulary.encode("object"), 198, *vocabulary.encode("error")])
+  assert answers_of(vocabulary, decode) == {198: "error"}
+
+
+def test_blanks_are_filled_in_place(fill: BlankFiller) -> None:
+  filled = fill(["Return the ____ of it.", "____ an ___"])
+  assert filled[0].startswith("Return the [")
+  assert filled[0].endswith("] of it.")
+  assert filled[1].count("[") == 2
+  assert "] an [" in filled[1]
+
+
+def test_each_blank_gets_the_answer_to_its_sentinel(
+  fill: BlankFiller, vocabulary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  seen = []
+
+  def predict(params: Any, batch: Any) -> Any:
+    seen.extend(np.asarray(batch["encoder_input_tokens"])[0].tolist())
+    decode = [198, *vocabulary.encode("object"), 199, *vocabulary.encode("error"), 1]
+    return np.array([decode]), {}
+
+  monkeypatch.setattr(fill, "_predict", predict)
+  assert fill(["the ____ of", "an ____ is"]) == ["the [error] of", "an [object] is"]
+  encode = vocabulary.encode
+  text = [*encode("the"), 199, *encode("of"), *encode("an"), 198, *encode("is"), 1]
+  assert seen == text + [0] * (48 - len(text))
+
+
+@pytest.mark.parametrize(
+  ("text", "said"),
+  [
+    ("no blank at all", "there is no blank to fill: write ____ where words are missing"),
+    ("____ " * 101, "there are 101 blanks, but the model's vocabulary has 100 extra ids"),
+    ("____" + " object" * 60, r"the text has \d+ tokens and an end, but the model reads 48"),
+  ],
+)
+def test_what_cannot_be_filled_is_told(fill: BlankFiller, text: str, said: str) -> None:
+  with pytest.raises(ValueError, match=said):
+    fill([text])

@@ -1,0 +1,134 @@
+"""Text in, text out: files, templates, going on, and sentences filled as they are typed."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import gin
+import pytest
+from tiny_tasks import save_checkpoints
+
+from rosetta_t5 import cli
+
+CONFIG = """
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import tiny_tasks
+from t5x import partitioning
+from t5x import utils
+
+train_script.train:
+  model = @tiny_tasks.byte_model()
+  partitioner = @partitioning.PjitPartitioner()
+  train_dataset_cfg = @utils.DatasetConfig()
+partitioning.PjitPartitioner.num_partitions = 1
+utils.DatasetConfig:
+  mixture_or_task_name = 'none'
+  task_feature_lengths = {'inputs': 16, 'targets': 12}
+  split = 'train'
+  batch_size = 8
+  shuffle = False
+  seed = 0
+"""
+ROWS = [{"question": f"what is {n}?", "answer": f"it is {n * n}"} for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("run")
+  save_checkpoints(folder, [3, 7])
+  (folder / "config.gin").write_text(CONFIG)
+  return folder
+
+
+@pytest.fixture(autouse=True)
+def empty_gin(monkeypatch):
+  monkeypatch.setattr("rosetta_t5.parallel.cache_compiled_programs", lambda: None)
+  yield
+  gin.clear_config()
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+  return path
+
+
+def infer(model_dir, *arguments):
+  return cli.main(["infer", "--model_dir", str(model_dir), *map(str, arguments)])
+
+
+def test_rows_are_answered_and_a_killed_call_is_gone_on_with(model_dir, rows_file, tmp_path, capfd):
+  output = tmp_path / "answers.jsonl"
+  call = ("--input", rows_file, "--template", "q: {question}", "--output", output)
+  assert infer(model_dir, *call) == 0
+  written = [json.loads(line) for line in output.read_text().splitlines()]
+  assert [row["inputs"] for row in written] == ROWS
+  assert {type(row["prediction"]) for row in written} == {str}
+  assert all(row["score"] < 0 for row in written)
+  whole = output.read_text()
+  # As a call leaves it that was killed in the middle of the tenth line.
+  output.write_text(whole[: whole.rindex('"prediction"')])
+  assert infer(model_dir, *call) == 0
+  again = [json.loads(line) for line in output.read_text().splitlines()]
+  assert again[:9] == written[:9]
+  assert (again[9]["inputs"], again[9]["prediction"]) == (ROWS[9], written[9]["prediction"])
+  assert f"going on after 9 lines of {output}" in capfd.readouterr().err
+
+
+def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd):
+  call = ("--input", rows_file, "--template", "q: {question}", "--targets", "{answer}")
+  assert infer(model_dir, *call) == 0
+  last = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+  assert infer(model_dir / "checkpoint_3", *call) == 0
+  first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+  assert [set(row) for row in last] == [{"inputs", "score"}] * 10
+  assert all(a["score"] != b["score"] for a, b in zip(first, last, strict=True))
+
+
+def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
+  monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+  assert infer(model_dir, "--input=-", "--output_length", 4) == 0
+  rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+  assert [row["inputs"] for row in rows] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    (["--template", "{title}"], "line 1 of the input has no field 'title', which the template '{t"),
+    ([], "are JSON objects, and what the model is to read of them is not said: give --template"),
+    (["--input", "nothing.txt"], "there is no file 'nothing.txt': give --input a file, or - for"),
+    (
+      ["--template", "{question}", "--model_dir", "elsewhere"],
+      "elsewhere/config.gin: give the MODEL",
+    ),
+  ],
+)
+def test_what_cannot_be_answered_is_told(model_dir, rows_file, capfd, arguments, text):
+  with pytest.raises(SystemExit) as end:
+    infer(model_dir, "--input", rows_file, *arguments)
+  assert end.value.code in (1, 2)
+  assert text in capfd.readouterr().err
+
+
+def test_an_output_of_another_input_is_left_alone(model_dir, rows_file, tmp_path, capfd):
+  output = tmp_path / "answers.jsonl"
+  output.write_text('{"inputs": "something else", "prediction": "x"}\n')
+  with pytest.raises(SystemExit):
+    infer(model_dir, "--input", rows_file, "--template", "{question}", "--output", output)
+  assert "line 1 of it is not about line 1 of the input: give another --output" in (
+    capfd.readouterr().err
+  )
+  assert "something else" in output.read_text()
+
+
+def test_chat_answers_until_an_empty_line(model_dir, monkeypatch, capfd):
+  typed = iter(["no blank", "the ____ is", ""])
+  monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+  assert cli.main(["chat", str(model_dir)]) == 0
+  said = capfd.readouterr().out
+  assert "there is no blank to fill" in said
+  assert "but the model's vocabulary has 0 extra ids" in said
