@@ -63,6 +63,13 @@ def ckpt(arguments: Sequence[str]) -> int:
   return run_inspection(arguments)
 
 
+def vocab(arguments: Sequence[str]) -> int:
+  """Train a vocabulary on your text, or look at one: vocab train --input GLOB --out FILE."""
+  from rosetta_t5.data.vocabulary_training import main as run_vocab
+
+  return run_vocab(arguments)
+
+
 def quickstart(arguments: Sequence[str]) -> int:
   """Train a small T5 on the text of Python's own library, here and now."""
   from rosetta_t5.quickstart import main as run_quickstart
@@ -79,7 +86,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 VERBS = {
   verb.__name__: verb
-  for verb in (train, eval, infer, chat, check, convert, ckpt, quickstart, doctor)
+  for verb in (train, eval, infer, chat, check, convert, ckpt, vocab, quickstart, doctor)
 }
 
 

@@ -8,6 +8,7 @@ from rosetta_t5.data.feed import (
   get_zeros_batch_like_spec,
   prepare_train_iter,
 )
+from rosetta_t5.data.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.own_files import file_task
 from rosetta_t5.data.tensorflow_import import start_importing
 from rosetta_t5.data.vocabulary import (
@@ -26,6 +27,7 @@ __all__ = [
   "get_vocabulary",
   "get_zeros_batch_like_dataset",
   "get_zeros_batch_like_spec",
+  "gpt2_vocabulary",
   "import_module",
   "prepare_train_iter",
   "resolve_seed",

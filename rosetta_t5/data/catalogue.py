@@ -15,7 +15,7 @@ from rosetta_t5.data.objectives import preprocessors
 from rosetta_t5.data.own_files import T5_VOCABULARY
 from rosetta_t5.data.reading import BadExamples, BlockReader
 from rosetta_t5.data.task_recipe import LocalFiles, TaskRecipe
-from rosetta_t5.data.tasks import glue, pretraining, supervised
+from rosetta_t5.data.known import glue, pretraining, supervised
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _tfds_source(folder: str) -> Any:
       return folder
 
   source = seqio.TfdsDataSource(tfds_data_dir=folder)
-  source._tfds_dataset = FolderLoader(None, data_dir=folder)
+  source._tfds_dataset = FolderLoader(None, data_dir=folder, read_only=True)
   return source
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.catalogue import TASKS, register
@@ -21,7 +22,9 @@ def find_provider(cfg: DatasetConfig) -> Any:
     ValueError: no such name is registered; the text has near names and what to set.
   """
   seqio = import_seqio()
-  if cfg.module:
+  known_here = isinstance(cfg.mixture_or_task_name, str) and cfg.name in TASKS
+  # T5X's recipes import the package t5 for tasks that are known here as well.
+  if cfg.module and not (known_here and cfg.module.split(".")[0] == "t5" and not find_spec("t5")):
     import_module(cfg.module)
   if not isinstance(cfg.mixture_or_task_name, str):
     return cfg.mixture_or_task_name

@@ -1,0 +1,1 @@
+"""The known tasks as tables: pretraining, GLUE, other supervised ones. No TensorFlow."""

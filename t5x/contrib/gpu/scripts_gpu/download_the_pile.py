@@ -1,0 +1,8 @@
+"""What became of the Pile, and a look at a copy of it (NVIDIA's script of this name)."""
+
+from rosetta_t5.data.pile_copy import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+  main()
