@@ -243,7 +243,7 @@ class _Loop:
     batches = self.watchdog.batches(self.feed, start)
     values = as_floats(self.trainer.train(batches, stop - start, start_step=start).result())
     self.step = self.trainer.stopped_at or stop
-    self.stopped |= self.trainer.stopped_at is not None
+    self.stopped |= self.trainer.stopped_at is not None or self.trainer.stop_training
     check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
     self.progress.report(self.step, values)
     self._act(ActionMode.TRAIN, {"train": values})

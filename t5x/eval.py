@@ -1,5 +1,6 @@
 """T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
 
+from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.eval import (
   evaluate,
   main,
@@ -10,6 +11,7 @@ from rosetta_t5.inference.evaluator import (
 
 __all__ = [
   "InferenceEvaluator",
+  "SummarizeConfigFn",
   "evaluate",
   "main",
 ]

@@ -1,5 +1,6 @@
 """T5X's `infer`: `python -m t5x.infer --gin_file=…`."""
 
+from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.data.tfexample_task import (
   create_task_from_tfexample_file,
 )
@@ -18,6 +19,7 @@ from rosetta_t5.inference.results import (
 
 __all__ = [
   "FailFastThreadPoolExecutor",
+  "SummarizeConfigFn",
   "create_task_from_tfexample_file",
   "infer",
   "main",

@@ -12,6 +12,8 @@ from rosetta_t5.checkpoints import (
   restore,
 )
 from rosetta_t5.checkpoints.legacy_manager import LegacyCheckpointer, LegacyCheckpointManager
+from rosetta_t5.checkpoints.saved_state import get_local_data
+from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import (
   DatasetConfig,
   ShardedDatasetIterator,
@@ -26,16 +28,39 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.telemetry.model_info import (
-  log_model_info,
+from rosetta_t5.data.protocols import GetDatasetCallable, GetEvalDatasetCallable
+from rosetta_t5.inference.infer_fn import get_infer_fn
+from rosetta_t5.inference.protocols import (
+  EvaluatorConstructor,
+  InferFnCallable,
+  InferStepWithoutRngCallable,
+  InferStepWithRngCallable,
 )
-from rosetta_t5.training.schedules import (
-  create_learning_rate_scheduler,
+from rosetta_t5.parallel.agreement import (
+  multihost_assert_equal,
+  set_hardware_rng_ops,
+  sync_global_devices,
 )
+from rosetta_t5.telemetry.model_info import log_model_info
+from rosetta_t5.training.checkpoint_steps import (
+  find_first_checkpoint_step,
+  find_next_checkpoint_step,
+)
+from rosetta_t5.training.param_names import flatten_dict_string_keys, override_params_axes_names
+from rosetta_t5.training.protocols import InitFnCallable, LearningRateCallable
+from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 __all__ = [
   "CheckpointConfig",
   "DatasetConfig",
+  "EvaluatorConstructor",
+  "GetDatasetCallable",
+  "GetEvalDatasetCallable",
+  "InferFnCallable",
+  "InferStepWithRngCallable",
+  "InferStepWithoutRngCallable",
+  "InitFnCallable",
+  "LearningRateCallable",
   "LegacyCheckpointManager",
   "LegacyCheckpointer",
   "RestoreCheckpointConfig",
@@ -45,18 +70,28 @@ __all__ = [
   "create_checkpoint_manager_and_restore",
   "create_learning_rate_scheduler",
   "create_orbax_checkpoint_manager",
+  "find_first_checkpoint_step",
+  "find_next_checkpoint_step",
+  "flatten_dict_string_keys",
   "get_dataset",
   "get_dataset_inner",
   "get_fallback_state",
   "get_first_valid_restore_config_and_paths",
+  "get_infer_fn",
+  "get_local_data",
   "get_training_eval_datasets",
   "get_vocabulary",
   "get_zeros_batch_like_dataset",
   "get_zeros_batch_like_spec",
   "import_module",
   "log_model_info",
+  "multihost_assert_equal",
+  "override_params_axes_names",
   "prepare_train_iter",
   "restore",
   "round_vocab_size_to_multiple",
+  "run_main",
+  "set_hardware_rng_ops",
+  "sync_global_devices",
   "verify_matching_vocabs",
 ]

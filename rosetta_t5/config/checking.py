@@ -187,6 +187,8 @@ def _text(resolved: Resolved, rows: Rows) -> str:
 @contextmanager
 def _nothing_left_behind() -> Iterator[None]:
   """Forgets what a check has bound, and its stand-ins, so that a run in this process starts anew."""
+  main = vars(sys.modules["__main__"])
+  before = {name: main[name] for name in SCRIPTS if name in main}
   try:
     yield
   finally:
@@ -195,7 +197,6 @@ def _nothing_left_behind() -> Iterator[None]:
       if is_stand_in(configurable.wrapped):
         gin.config._REGISTRY.pop(selector)
         gin.config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
-    main = sys.modules["__main__"]
-    for name in SCRIPTS:
-      if is_stand_in(getattr(main, name, None)):
-        delattr(main, name)
+    for name in [name for name in SCRIPTS if is_stand_in(main.get(name))]:
+      del main[name]
+    main.update(before)

@@ -101,6 +101,11 @@ def run(main: Callable[[list[str]], Any]) -> None:
   app.run(main, flags_parser=lambda args: app.parse_flags_with_usage(rewrite_gin_args(args)))
 
 
+def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[..., Any]) -> None:
+  """Runs a user's own program with its own parser of flags (T5X: utils.run_main)."""
+  app.run(main, flags_parser=flags_parser)
+
+
 def _rewrite(argument: str) -> str:
   if not argument.startswith("--gin."):
     return argument

@@ -14,7 +14,7 @@ from gin import config_parser
 
 from rosetta_t5.config.errors import ConfigError, FollowOnError, near
 from rosetta_t5.config.scripts import RUN_MODES, SCRIPTS, find_script
-from rosetta_t5.config.unimported import StandIn, is_slow, read_instead
+from rosetta_t5.config.unimported import StandIn, is_slow, is_stand_in, read_instead
 
 _NO_LOCATION = config_parser.Location(None, 0, None, "")
 _TURN_ON = config_parser.ImportStatement(
@@ -101,11 +101,11 @@ class Names:
   def _make_script(self, name: str) -> None:
     """Puts a run where `import __main__` finds it, whatever program `__main__` is."""
     main = sys.modules["__main__"]
-    if hasattr(main, name):
-      return
-    is_run = name in RUN_MODES.values()
-    read = self._read_slow and not is_run
-    setattr(main, name, getattr(StandIn(SCRIPTS[name]), name) if read else find_script(name))
+    if self._read_slow and name not in RUN_MODES.values():
+      if not is_stand_in(getattr(main, name, None)):
+        setattr(main, name, getattr(StandIn(SCRIPTS[name]), name))
+    elif not hasattr(main, name):
+      setattr(main, name, find_script(name))
 
   def _registered(self) -> list[str]:
     """The names of everything registered, as short as they are unique."""

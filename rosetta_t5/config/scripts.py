@@ -15,7 +15,7 @@ SCRIPTS = {
   "train": "rosetta_t5.train",
   "evaluate": "rosetta_t5.eval",
   "infer": "rosetta_t5.infer",
-  "create_task_from_tfexample_file": "rosetta_t5.infer",
+  "create_task_from_tfexample_file": "rosetta_t5.data.tfexample_task",
   "precompile": "rosetta_t5.precompile",
 }
 # What can be run, as T5X's run modes call it.

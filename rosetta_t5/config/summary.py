@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any
+from typing import Any, Protocol
 
 import gin
 import jax
+
+
+class SummarizeConfigFn(Protocol):
+  """Writes a run's configuration down (T5X's protocol)."""
+
+  def __call__(self, model_dir: str, summary_writer: Any, step: int) -> None:
+    """Writes it into MODEL_DIR, and with a writer as TensorBoard text of a step."""
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:

@@ -12,6 +12,7 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS, default_mesh, mesh_shape
 from rosetta_t5.parallel.rules import LogicalAxisRules, standard_logical_axis_rules
 
@@ -144,6 +145,23 @@ class BasePartitioner(abc.ABC):
     """Whether parameters stay on devices between steps; they always do here."""
     return self._params_on_devices
 
+  @params_on_devices.setter
+  def params_on_devices(self, value: bool) -> None:
+    self._params_on_devices = value
+
+  def move_params_to_devices(self, train_state: PyTree, train_state_axes: PyTree) -> PyTree:
+    """Returns the state on the devices, each array split as `train_state_axes` says."""
+
+    def place(spec: PartitionSpec | None, array: Any) -> Any:
+      return jax.device_put(array, NamedSharding(self.mesh, spec or PartitionSpec()))
+
+    return jax.tree.map(place, train_state_axes, train_state, is_leaf=_is_spec_or_none)
+
+  @property
+  def use_shardy_partitioner(self) -> bool:
+    """Whether XLA's newer partitioner, Shardy, splits programs: jax's own choice."""
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """How a batch is split: its first dimension over the axis `data`."""
@@ -165,6 +183,26 @@ class BasePartitioner(abc.ABC):
     batch_size = self.data_mesh_size if batch_size is None else batch_size
     check_batch_size(batch_size, self.mesh.shape)
     return _data_layout(self.mesh, batch_size, host_index)
+
+  @property
+  def data_shards(self) -> int:
+    """How many parts the data is read in."""
+    return self.get_data_layout().num_shards
+
+  @property
+  def data_shard_id(self) -> int:
+    """Which of them this process reads."""
+    return self.get_data_layout().shard_id
+
+  @property
+  def _local_chunker(self) -> LocalChunker:
+    return LocalChunker(self.mesh)
+
+  def get_local_chunk_info(
+    self, global_shape: tuple[int, ...], mesh_axes: Sequence[str | None]
+  ) -> LocalChunkInfo:
+    """Returns which part of an array lies on this process's devices."""
+    return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with logical axis names in place of arrays."""
@@ -190,7 +228,45 @@ class BasePartitioner(abc.ABC):
     return partitioned_fn.compile(*args)
 
 
-class PjitPartitioner(BasePartitioner):
+class BasePjitPartitioner(BasePartitioner):
+  """A partitioner that compiles with jit for its mesh; a subclass says how the state is split (T5X)."""
+
+  _rules: tuple[tuple[str, str | None], ...] = ()
+
+  def partition(
+    self,
+    fn: Callable[..., Any],
+    in_axis_resources: PyTree,
+    out_axis_resources: PyTree,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+  ) -> PartitionedFunction:
+    """Returns `fn` jitted for the mesh.
+
+    Args:
+      fn: the function.
+      in_axis_resources: a PartitionSpec for each argument, or a tree (prefix) of them; None leaves
+        the choice to the argument.
+      out_axis_resources: the same for the results.
+      static_argnums: arguments that are compiled in.
+      donate_argnums: arguments whose memory the results may take.
+    """
+    jitted = jax.jit(
+      fn,
+      in_shardings=self._shardings(in_axis_resources),
+      out_shardings=self._shardings(out_axis_resources),
+      static_argnums=static_argnums,
+      donate_argnums=donate_argnums,
+    )
+    return PartitionedFunction(jitted, self.mesh, self._rules)
+
+  def _shardings(self, axis_resources: PyTree) -> PyTree:
+    return jax.tree.map(
+      lambda spec: NamedSharding(self.mesh, spec), axis_resources, is_leaf=_is_spec
+    )
+
+
+class PjitPartitioner(BasePjitPartitioner):
   """T5X's partitioner: logical axis rules on a mesh with the axes `data` and `model`."""
 
   def __init__(
@@ -252,40 +328,13 @@ class PjitPartitioner(BasePartitioner):
 
     return jax.tree.map(to_mesh, train_state, names)
 
-  def partition(
-    self,
-    fn: Callable[..., Any],
-    in_axis_resources: PyTree,
-    out_axis_resources: PyTree,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-  ) -> PartitionedFunction:
-    """Returns `fn` jitted for the mesh.
 
-    Args:
-      fn: the function.
-      in_axis_resources: a PartitionSpec for each argument, or a tree (prefix) of them; None leaves
-        the choice to the argument.
-      out_axis_resources: the same for the results.
-      static_argnums: arguments that are compiled in.
-      donate_argnums: arguments whose memory the results may take.
-    """
-    jitted = jax.jit(
-      fn,
-      in_shardings=self._shardings(in_axis_resources),
-      out_shardings=self._shardings(out_axis_resources),
-      static_argnums=static_argnums,
-      donate_argnums=donate_argnums,
-    )
-    return PartitionedFunction(jitted, self.mesh, self._rules)
+def _is_spec(leaf: Any) -> bool:
+  return isinstance(leaf, PartitionSpec)
 
-  def _shardings(self, axis_resources: PyTree) -> PyTree:
-    def is_spec(leaf: Any) -> bool:
-      return isinstance(leaf, PartitionSpec)
 
-    return jax.tree.map(
-      lambda spec: NamedSharding(self.mesh, spec), axis_resources, is_leaf=is_spec
-    )
+def _is_spec_or_none(leaf: Any) -> bool:
+  return leaf is None or _is_spec(leaf)
 
 
 def check_batch_size(batch_size: int, mesh_sizes: Mapping[str, int]) -> None:

@@ -50,14 +50,20 @@ def train_step(
     loss_fn, state, batch, jax.random.fold_in(rng, state.step), num_microbatches
   )
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables)
-  metrics["learning_rate"] = clu_metrics.Average(total=learning_rate, count=jnp.array(1.0))
-  metrics["learning_rate/current"] = clu_metrics.LastValue(
-    total=learning_rate, count=jnp.array(1.0)
-  )
+  metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
   if weight_metrics is not None:
     metrics |= weight_metrics(grads, state, new_state)
   return new_state, metrics
+
+
+def learning_rate_metrics(learning_rate: Float[Array, ""]) -> Metrics:
+  """Returns the learning rate as a mean over steps, and as it was last."""
+  one = jnp.array(1.0)
+  return {
+    "learning_rate": clu_metrics.Average(total=learning_rate, count=one),
+    "learning_rate/current": clu_metrics.LastValue(total=learning_rate, count=one),
+  }
 
 
 def accumulate_gradients(

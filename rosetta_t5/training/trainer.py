@@ -39,6 +39,7 @@ class BaseTrainer(abc.ABC):
   `_partitioned_eval_step(train_state, batch) → metrics`, as properties.
 
   Attributes:
+    stop_training: a subclass sets it to end the run after the stretch of steps that it is in.
     train_state: the state after the last step.
     train_metrics_manager: writes what `train` measures.
     eval_metrics_managers: for each evaluation task, writes what `eval` measures.
@@ -81,6 +82,18 @@ class BaseTrainer(abc.ABC):
     self.first_nonfinite: FirstNonFinite | None = None
     self.should_stop: Callable[[int], bool] | None = None
     self.stopped_at: int | None = None
+    self.stop_training = False
+
+  def __enter__(self) -> BaseTrainer:
+    """A trainer is a context that closes it."""
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self.close()
+
+  def _get_step_rng(self, step: jax.Array | int) -> jax.Array:
+    """The key of the step after `step` updates."""
+    return jax.random.fold_in(self._base_rng, step)
 
   @property
   @abc.abstractmethod

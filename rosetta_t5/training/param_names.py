@@ -1,0 +1,54 @@
+"""Parameters by their names: flat, and their logical axes by pattern (T5X's functions)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import traverse_util
+from flax.core import unfreeze
+from flax.linen.partitioning import AxisMetadata
+
+
+def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a nested dict flat, its keys joined by slashes."""
+  return traverse_util.flatten_dict(unfreeze(x), sep="/")
+
+
+def override_params_axes_names(
+  model_variables: Mapping[str, Any],
+  params_axes_names_override: Sequence[tuple[str, tuple[str, ...]]] = (),
+) -> dict[str, Any]:
+  """Returns a module's variables with other logical axis names for some parameters.
+
+  Args:
+    model_variables: what `module.init` returned, with `params` and `params_axes`.
+    params_axes_names_override: (pattern, axis names); the first whose pattern matches a parameter's
+      whole name, such as "encoder/layers_.*/mlp/wi/kernel", decides.
+
+  Raises:
+    ValueError: the variables have no `params_axes`, or a parameter has another rank than the names.
+  """
+  variables = dict(unfreeze(model_variables))
+  if "params_axes" not in variables:
+    raise ValueError(
+      "override_params_axes_names was given variables without 'params_axes': the module makes its "
+      "parameters without flax.linen.partitioning.param_with_axes"
+    )
+  axes = flatten_dict_string_keys(variables["params_axes"])
+  for name, param in flatten_dict_string_keys(variables["params"]).items():
+    for pattern, names in params_axes_names_override:
+      if re.fullmatch(pattern, name):
+        _check_rank(name, param.shape, pattern, names)
+        axes[f"{name}_axes"] = AxisMetadata(names=tuple(names))
+        break
+  return {**variables, "params_axes": traverse_util.unflatten_dict(axes, sep="/")}
+
+
+def _check_rank(name: str, shape: tuple[int, ...], pattern: str, names: Sequence[str]) -> None:
+  if len(shape) != len(names):
+    raise ValueError(
+      f"params_axes_names_override gives {name}, of shape {tuple(shape)}, the {len(names)} axes "
+      f"{tuple(names)} (by the pattern {pattern!r}): give it {len(shape)}"
+    )
