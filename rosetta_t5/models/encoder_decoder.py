@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.decode_call import accepts, call_decode_fn
+from rosetta_t5.networks.attention import ENCODED
 from rosetta_t5.training import losses
 
 
@@ -136,10 +137,11 @@ class EncoderDecoderModel(BaseTransformerModel):
     encoded_inputs: jax.Array,
     raw_inputs: jax.Array,
     max_decode_length: int,
+    encoded_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
     logits, variables = self.module.apply(
-      {"params": params, "cache": decoding_state.cache},
+      {"params": params, "cache": decoding_state.cache, **(encoded_variables or {})},
       encoded_inputs,
       raw_inputs,
       decoding_state.cur_token,
@@ -190,6 +192,28 @@ class EncoderDecoderModel(BaseTransformerModel):
     )
     return variables["cache"], lengths_B
 
+  def _encoded_variables(
+    self, params: PyTree, cache: PyTree, encoded_BSD: jax.Array, inputs_BS: jax.Array, length: int
+  ) -> PyTree:
+    """Returns what attention to the inputs computes of them alone, to be the same in every step.
+
+    It is one for all beams of an example. A network that keeps nothing of the kind gives {}.
+    """
+    tokens_B1 = jnp.zeros((inputs_BS.shape[0], 1), jnp.int32)
+    _, variables = self.module.apply(
+      {"params": params, "cache": cache},
+      encoded_BSD,
+      inputs_BS,
+      tokens_B1,
+      tokens_B1,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=length,
+      mutable=["cache", ENCODED],
+      method=self.module.decode,
+    )
+    return {name: variables[name] for name in (ENCODED,) if name in variables}
+
   def predict_batch_with_aux(
     self,
     params: PyTree,
@@ -239,6 +263,12 @@ class EncoderDecoderModel(BaseTransformerModel):
     optional = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
     if initial_index is not None:
       optional["initial_index"] = initial_index
+    kept: dict[str, Any] = {}
+    if accepts(self._compute_logits_from_slice, "encoded_variables"):
+      length = prompts_BT.shape[1]
+      kept["encoded_variables"] = self._encoded_variables(
+        params, cache, encoded_BSD, inputs_BS, length
+      )
     decodes_BNT, scores_BN = call_decode_fn(
       self.decode_fn,
       decoder_params,
@@ -253,6 +283,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         encoded_inputs=decoding.flat_batch_beam_expand(encoded_BSD, num_decodes),
         raw_inputs=decoding.flat_batch_beam_expand(inputs_BS, num_decodes),
         max_decode_length=prompts_BT.shape[1],
+        **kept,
       ),
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,

@@ -16,6 +16,9 @@ from rosetta_t5.networks import cache
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 
 _HEADS = ("batch", "length", "heads", "kv")
+# The collection of keys and values that cross-attention made of the encoded inputs. Where it is
+# mutable they are put there; where it is given they are taken from it, for all of an example's beams.
+ENCODED = "encoded"
 
 
 def _dropout_scale(key: Array, rate: float, k_BSHK: Array, dtype: Any) -> jax.Array:
@@ -146,6 +149,9 @@ class MultiHeadDotProductAttention(nn.Module):
       k_BSHK, v_BSHK, mask, bias = self._use_cache(
         k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
       )
+    num_queries = q_BTHK.shape[:2]
+    if k_BSHK.shape[0] != q_BTHK.shape[0]:
+      q_BTHK, mask = cache.beams_as_positions(q_BTHK, mask, k_BSHK.shape[0])
     outputs_BTHK = xla_attention(
       q_BTHK,
       k_BSHK,
@@ -155,6 +161,7 @@ class MultiHeadDotProductAttention(nn.Module):
       value_scale_BHS=None if deterministic else self._dropout_scale(k_BSHK),
       float32_logits=self.float32_logits,
     )
+    outputs_BTHK = outputs_BTHK.reshape(*num_queries, *outputs_BTHK.shape[2:])
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     return DenseGeneral(
@@ -180,6 +187,12 @@ class MultiHeadDotProductAttention(nn.Module):
     query = self._projection("query", query_init)
     key, value = (self._projection(name, self.kernel_init) for name in ("key", "value"))
     logit_scale = depth_scale if self.scale_attn_logits else None
+    if self.has_variable(ENCODED, "key"):
+      q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
+      if self.transpose_batch_sequence:
+        q_BTHK = q_BTHK.swapaxes(0, 1)
+      kept = [self.get_variable(ENCODED, name) for name in ("key", "value")]
+      return [with_sharding_constraint(q_BTHK, _HEADS), *map(cache.by_position, kept)]
     if self.fuse_qkv_params and inputs_q is inputs_kv:
       heads = self._fused(inputs_q, [query, key, value], logit_scale)
     else:
@@ -190,7 +203,12 @@ class MultiHeadDotProductAttention(nn.Module):
         heads = [q_BTHK, key(inputs_kv), value(inputs_kv)]
     if self.transpose_batch_sequence:
       heads = [x_TBHK.swapaxes(0, 1) for x_TBHK in heads]
-    return [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
+    heads = [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
+    is_cross = inputs_q is not inputs_kv
+    if is_cross and self.is_mutable_collection(ENCODED) and not self.is_initializing():
+      for name, x_BSHK in zip(("key", "value"), heads[1:], strict=True):
+        self.put_variable(ENCODED, name, cache.by_length(x_BSHK))
+    return heads
 
   def _fused(
     self, inputs: jax.Array, projections: list[DenseGeneral], logit_scale: jax.Array | None = None
@@ -269,8 +287,7 @@ class MultiHeadDotProductAttention(nn.Module):
     index = cache_index.value
     keys = cache.extended(key, cached_key.value, index)
     values = cache.extended(value, cached_value.value, index)
-    back = (0, 3, 1, 2)
-    return keys.transpose(back), values.transpose(back), index, keys, values, index + 1
+    return cache.by_position(keys), cache.by_position(values), index, keys, values, index + 1
 
   def _use_cache(
     self,

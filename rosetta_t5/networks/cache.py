@@ -10,6 +10,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
+def by_length(x_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
+  """Returns keys or values in the cache's layout."""
+  return x_BSHK.transpose(0, 2, 3, 1)
+
+
+def by_position(x_BHKS: Float[Array, "B H K S"]) -> Float[Array, "B S H K"]:
+  """Returns keys or values of a cache in the layout of attention."""
+  return x_BHKS.transpose(0, 3, 1, 2)
+
+
+def beams_as_positions(
+  q_NTHK: Float[Array, "N T H K"], mask_N1TS: Shaped[Array, "#N 1 #T S"] | None, batch_size: int
+) -> tuple[Float[Array, "B M H K"], Shaped[Array, "#B 1 _ S"] | None]:
+  """Returns the queries, and their mask, of an example's beams as positions of one sequence.
+
+  The beams, which lie side by side, see the same keys, and these are then read once for all.
+  """
+  q_BMHK = q_NTHK.reshape(batch_size, -1, *q_NTHK.shape[2:])
+  if mask_N1TS is None:
+    return q_BMHK, None
+  rows = (*q_NTHK.shape[:2], mask_N1TS.shape[-1])
+  mask_NTS = jnp.broadcast_to(mask_N1TS[:, 0], rows)
+  return q_BMHK, mask_NTS.reshape(batch_size, 1, -1, rows[-1])
+
+
 def empty(x_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
   """Returns a cache of zeros for keys or values of this shape."""
   batch, length, heads, size = x_BSHK.shape
@@ -21,7 +46,7 @@ def prefilled(
 ) -> Float[Array, "B H K L"]:
   """Returns the cache with each example's first positions filled, and zeros after them."""
   missing = cache_BHKL.shape[-1] - x_BSHK.shape[1]
-  x_BHKL = jnp.pad(x_BSHK.transpose(0, 2, 3, 1), ((0, 0),) * 3 + ((0, missing),))
+  x_BHKL = jnp.pad(by_length(x_BSHK), ((0, 0),) * 3 + ((0, missing),))
   is_filled_B11L = jnp.arange(x_BHKL.shape[-1])[None, None, None] < lengths_B[:, None, None, None]
   return jnp.where(is_filled_B11L, x_BHKL, 0).astype(cache_BHKL.dtype)
 
@@ -35,7 +60,7 @@ def extended(
 
   An index beyond the cache, of an example that is full while others are not, writes nothing.
   """
-  x_BHK1 = x_B1HK.transpose(0, 2, 3, 1)
+  x_BHK1 = by_length(x_B1HK)
   if index.ndim == 0:
     return jax.lax.dynamic_update_slice_in_dim(cache_BHKL, x_BHK1, index, axis=3)
   examples_B = jnp.arange(x_B1HK.shape[0])
