@@ -23,6 +23,8 @@ ROOMS = (
   "eval",
   "infer",
   "interactive",
+  "export",
+  "precompile",
   "text",
   "model_dir",
   "plan",

@@ -1,0 +1,109 @@
+"""Compiles a train step before the machines are there that will run it, and writes it down."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.data.feed_source import feed_source
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry import console
+from rosetta_t5.training import Trainer
+
+_LEARNING_RATE = 1e-3  # T5X's; a program for a schedule of one's own needs trainer_cls
+
+
+def precompile(
+  *,
+  model: Any,
+  train_dataset_cfg: data.DatasetConfig,
+  partitioner: BasePartitioner,
+  model_dir: str,
+  random_seed: int | None,
+  get_dataset_fn: Callable[..., Any] = data.get_dataset,
+  verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
+  trainer_cls: Callable[..., Any] | None = None,
+) -> None:
+  """Lowers and compiles the train step; parameters are neither made nor read.
+
+  The compiled program stays in jax's cache of programs (JAX_COMPILATION_CACHE_DIR): a run with the
+  same trainer, model, batch and devices then starts without compiling. MODEL_DIR gets
+  `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization`, HLO as text, and `assignment`,
+  the mesh's device ids as numpy writes them.
+
+  Args:
+    model: the model.
+    train_dataset_cfg: gives the batch's shapes.
+    partitioner: how arrays are split over devices.
+    model_dir: where the files go.
+    random_seed: the run's; None where it has none, which chooses the generator as in a run.
+    get_dataset_fn: makes the training data.
+    verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
+    trainer_cls: the run's, such as `trainer.Trainer` with its schedule bound; None for a constant
+      learning rate.
+
+  Raises:
+    ValueError: something given does not fit together.
+  """
+  if random_seed is None:
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+  if verify_matching_vocabs_fn is not None:
+    verify_matching_vocabs_fn(train_dataset_cfg, model)
+  layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
+  dataset = get_dataset_fn(
+    train_dataset_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS
+  )
+  batch = {
+    name: jax.ShapeDtypeStruct(
+      (layout.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+    )
+    for name, x in feed_source(dataset).element_spec.items()
+  }
+  initializer = checkpoints.TrainStateInitializer(
+    optimizer_def=model.optimizer_def,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: x.shape for name, x in batch.items()},
+    input_types={name: x.dtype for name, x in batch.items()},
+    partitioner=partitioner,
+  )
+  make_trainer = trainer_cls or functools.partial(
+    Trainer, learning_rate_fn=lambda step: jnp.float32(_LEARNING_RATE), num_microbatches=None
+  )
+  trainer = make_trainer(
+    model=model,
+    train_state=initializer.global_train_state_shape,
+    partitioner=partitioner,
+    eval_names=[],
+    summary_dir=None,
+    train_state_axes=initializer.train_state_axes,
+    rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
+  )
+  started = time.monotonic()
+  lowered = trainer._partitioned_train_step.lower(trainer.train_state, batch)
+  compiled = lowered.compile()
+  console.say(f"compiled the train step in {console.duration_text(time.monotonic() - started)}")
+  _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs `precompile` as the command line and its gin files say."""
+  config.run_from_command_line(precompile, argv)
+
+
+def _write(folder: epath.Path, lowered: Any, compiled: Any, mesh: jax.sharding.Mesh) -> None:
+  if jax.process_index() != 0:
+    return
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "lowered_hlo_pre_optimization").write_text(lowered.as_text(dialect="hlo"))
+  (folder / "lowered_hlo_post_optimization").write_text(compiled.as_text())
+  with (folder / "assignment").open("wb") as file:
+    np.save(file, mesh.device_ids)
+  console.say(f"written  {folder}/lowered_hlo_*, {folder}/assignment")

@@ -1,0 +1,14 @@
+"""T5X's `precompile`: compiles a train step ahead of its run."""
+
+from rosetta_t5.precompile import (
+  main,
+  precompile,
+)
+
+__all__ = [
+  "main",
+  "precompile",
+]
+
+if __name__ == "__main__":
+  main()
