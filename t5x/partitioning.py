@@ -7,6 +7,7 @@ from rosetta_t5.parallel import (
   default_mesh,
   standard_logical_axis_rules,
 )
+from rosetta_t5.parallel import PjitPartitioner as ModelBasedPjitPartitioner
 from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.partitioner import (
   BasePjitPartitioner,
@@ -34,6 +35,7 @@ __all__ = [
   "LocalChunkInfo",
   "LocalChunker",
   "LogicalAxisRules",
+  "ModelBasedPjitPartitioner",
   "PartitionSpec",
   "PjitPartitioner",
   "PjittedFnWithContext",

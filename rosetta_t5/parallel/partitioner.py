@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,17 +38,28 @@ class DataLayout:
 
 
 class PartitionedFunction:
-  """A jitted function that is traced and run under its mesh and logical axis rules."""
+  """A jitted function that is traced and run under its mesh and logical axis rules.
+
+  T5X calls it PjittedFnWithContext; partitioners of one's own return it from `partition`.
+  """
 
   def __init__(
     self,
-    jitted: Any,
-    mesh: Mesh,
+    pjitted_fn: Any,
+    partition_mesh: Mesh,
     logical_axis_rules: LogicalAxisRules = (),
     last_args: tuple[Any, ...] = (),
   ):
-    self._jitted = jitted
-    self._mesh = mesh
+    """Wraps a function.
+
+    Args:
+      pjitted_fn: what `jax.jit` returned.
+      partition_mesh: the mesh.
+      logical_axis_rules: (logical axis, mesh axis) pairs.
+      last_args: arguments that come after those of each call.
+    """
+    self._jitted = pjitted_fn
+    self._mesh = partition_mesh
     self._rules = tuple((name, axis) for name, axis in logical_axis_rules)
     self._last_args = last_args
 
@@ -56,14 +68,14 @@ class PartitionedFunction:
     with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._rules):
       yield
 
-  def __call__(self, *args: Any) -> Any:
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
     with self._context():
-      return self._jitted(*args, *self._last_args)
+      return self._jitted(*args, *self._last_args, **kwargs)
 
-  def lower(self, *args: Any) -> Any:
+  def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Returns the function lowered for arguments of these shapes (see `jax.jit(f).lower`)."""
     with self._context():
-      return self._jitted.lower(*args, *self._last_args)
+      return self._jitted.lower(*args, *self._last_args, **kwargs)
 
   def compile(self, *args: Any) -> Callable[..., Any]:
     """Returns the function compiled for arguments of these shapes."""
@@ -94,18 +106,20 @@ class BasePartitioner(abc.ABC):
     ici_mesh_shape: tuple[int, ...] | None = None,
     dcn_mesh_shape: tuple[int, ...] | None = None,
   ):
-    if num_partitions is None and model_parallel_submesh is None and ici_mesh_shape is None:
+    if not num_partitions and not model_parallel_submesh and ici_mesh_shape is None:
       raise ValueError(
         "the partitioner was given neither num_partitions nor model_parallel_submesh nor "
         "ici_mesh_shape: set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism"
       )
-    if num_partitions is not None and model_parallel_submesh is not None:
+    # T5X's runs set num_partitions = 1, and some of its recipes a submesh besides: that one counts.
+    asked = math.prod(model_parallel_submesh or ())
+    if model_parallel_submesh and num_partitions not in (None, 1, asked):
       raise ValueError(
         f"PjitPartitioner was given both num_partitions = {num_partitions} and "
-        f"model_parallel_submesh = {model_parallel_submesh}: set one of them to None"
+        f"model_parallel_submesh = {model_parallel_submesh}, which is {asked}: set one of them to None"
       )
     self._num_partitions = num_partitions or 1
-    self._model_parallel_submesh = model_parallel_submesh
+    self._model_parallel_submesh = model_parallel_submesh or None
     self._params_on_devices = params_on_devices
     self._backend = backend
     self._ici_mesh_shape = ici_mesh_shape

@@ -211,14 +211,25 @@ def test_axis_without_a_rule_is_named_with_the_rule_to_add():
   [
     ({}, "neither num_partitions nor model_parallel_submesh nor ici_mesh_shape"),
     (
-      {"num_partitions": 2, "model_parallel_submesh": (1, 1, 1, 2)},
-      r"both num_partitions = 2 and model_parallel_submesh = \(1, 1, 1, 2\)",
+      {"num_partitions": 4, "model_parallel_submesh": (1, 1, 1, 2)},
+      r"both num_partitions = 4 and model_parallel_submesh = \(1, 1, 1, 2\), which is 2",
     ),
   ],
 )
 def test_no_mesh_and_two_meshes_are_refused(arguments, text):
   with pytest.raises(ValueError, match=text):
     PjitPartitioner(**arguments)
+
+
+@pytest.mark.parametrize("num_partitions", [None, 1, 2])
+def test_a_submesh_counts_beside_the_one_partition_that_runs_set(num_partitions):
+  partitioner = PjitPartitioner(num_partitions, model_parallel_submesh=(1, 1, 1, 2))
+  assert partitioner.mesh_shape(8) == {"data": 4, "model": 2}
+
+
+def test_an_empty_submesh_is_none():
+  partitioner = PjitPartitioner(num_partitions=2, model_parallel_submesh=())
+  assert partitioner.mesh_shape(8) == {"data": 4, "model": 2}
 
 
 def test_making_a_partitioner_touches_no_device():
