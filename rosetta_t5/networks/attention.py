@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.networks import cache
+from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 
 _HEADS = ("batch", "length", "heads", "kv")
@@ -96,6 +97,7 @@ class MultiHeadDotProductAttention(nn.Module):
     fuse_qkv_params: whether one product makes queries, keys and values where they have one input,
       else keys and values. The kernels are stacked while a program is traced; they are stored as
       ever.
+    attention_kernel: the fused kernel for a `SegmentMask`, flash or cudnn.
   """
 
   num_heads: int
@@ -109,13 +111,14 @@ class MultiHeadDotProductAttention(nn.Module):
   make_product: Callable[[], Product] | None = None
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
+  attention_kernel: str = "xla"
 
   @nn.compact
   def __call__(
     self,
     inputs_q: Float[Array, "B T D"],
     inputs_kv: Float[Array, "B S D"],
-    mask: Shaped[Array, "B 1 T S"] | None = None,
+    mask: Shaped[Array, "B 1 T S"] | SegmentMask | None = None,
     bias: Float[Array, "1 H T S"] | None = None,
     *,
     decode: bool = False,
@@ -128,7 +131,7 @@ class MultiHeadDotProductAttention(nn.Module):
     Args:
       inputs_q: where queries are made from.
       inputs_kv: where keys and values are made from.
-      mask: nonzero where a query may see a key.
+      mask: nonzero where a query may see a key; a `SegmentMask` takes `attention_kernel` into use.
       bias: added to the logits.
       decode: whether `inputs_q` is one position, the next after those in the cache. The first call
         (in `init`, with the full length) only makes the cache.
@@ -152,15 +155,21 @@ class MultiHeadDotProductAttention(nn.Module):
     num_queries = q_BTHK.shape[:2]
     if k_BSHK.shape[0] != q_BTHK.shape[0]:
       q_BTHK, mask = cache.beams_as_positions(q_BTHK, mask, k_BSHK.shape[0])
-    outputs_BTHK = xla_attention(
-      q_BTHK,
-      k_BSHK,
-      v_BSHK,
-      bias_1HTS=bias,
-      mask_B1TS=None if mask is None else mask != 0,
-      value_scale_BHS=None if deterministic else self._dropout_scale(k_BSHK),
-      float32_logits=self.float32_logits,
-    )
+    value_scale = None if deterministic else self._dropout_scale(k_BSHK)
+    if isinstance(mask, SegmentMask):
+      outputs_BTHK = fused_attention(
+        self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale
+      )
+    else:
+      outputs_BTHK = xla_attention(
+        q_BTHK,
+        k_BSHK,
+        v_BSHK,
+        bias_1HTS=bias,
+        mask_B1TS=None if mask is None else mask != 0,
+        value_scale_BHS=value_scale,
+        float32_logits=self.float32_logits,
+      )
     outputs_BTHK = outputs_BTHK.reshape(*num_queries, *outputs_BTHK.shape[2:])
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
@@ -192,7 +201,9 @@ class MultiHeadDotProductAttention(nn.Module):
       if self.transpose_batch_sequence:
         q_BTHK = q_BTHK.swapaxes(0, 1)
       kept = [self.get_variable(ENCODED, name) for name in ("key", "value")]
-      return [with_sharding_constraint(q_BTHK, _HEADS), *map(cache.by_position, kept)]
+      # Without the barrier XLA transposes them before the loop and back again in every step.
+      k_BSHK, v_BSHK = map(cache.by_position, jax.lax.optimization_barrier(kept))
+      return [with_sharding_constraint(q_BTHK, _HEADS), k_BSHK, v_BSHK]
     if self.fuse_qkv_params and inputs_q is inputs_kv:
       heads = self._fused(inputs_q, [query, key, value], logit_scale)
     else:

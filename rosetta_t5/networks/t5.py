@@ -15,6 +15,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.attention_kernel import (
+  SegmentMask,
+  choose_attention_kernel,
+  is_fused,
+  segment_mask,
+)
 from rosetta_t5.networks.dense import MlpBlock, activation_axes
 from rosetta_t5.networks.embedding import Embed, LayerNorm, RelativePositionBiases
 from rosetta_t5.networks.masks import make_attention_mask, make_decoder_mask
@@ -35,6 +41,7 @@ def attention(config: Any, name: str) -> MultiHeadDotProductAttention:
     make_product=config.make_product,
     transpose_batch_sequence=config.transpose_batch_sequence,
     fuse_qkv_params=config.fuse_qkv_params,
+    attention_kernel=choose_attention_kernel(config).name,
     name=name,
   )
 
@@ -118,7 +125,7 @@ class EncoderLayer(nn.Module):
   def __call__(
     self,
     inputs: Float[Array, "X Y D"],
-    mask_B1SS: Bool[Array, "B 1 S S"] | None,
+    mask_B1SS: Bool[Array, "B 1 S S"] | SegmentMask | None,
     bias_1HSS: Float[Array, "1 H S S"] | None,
     deterministic: bool = False,
   ) -> Float[Array, "X Y D"]:
@@ -143,8 +150,8 @@ class DecoderLayer(nn.Module):
     self,
     inputs: Float[Array, "X Y D"],
     encoded: Float[Array, "_ _ D"],
-    mask_B1TT: Bool[Array, "B 1 T T"] | None,
-    cross_mask_B1TS: Bool[Array, "B 1 T S"] | None,
+    mask_B1TT: Bool[Array, "B 1 T T"] | SegmentMask | None,
+    cross_mask_B1TS: Bool[Array, "B 1 T S"] | SegmentMask | None,
     bias_1HLL: Float[Array, "1 H L L"] | None,
     deterministic: bool = False,
     decode: bool = False,
@@ -180,7 +187,7 @@ class Encoder(nn.Module):
   def __call__(
     self,
     encoder_input_tokens: Int[Array, "B S"],
-    encoder_mask: Bool[Array, "B 1 S S"] | None = None,
+    encoder_mask: Bool[Array, "B 1 S S"] | SegmentMask | None = None,
     deterministic: bool = False,
   ) -> Float[Array, "B S D"]:
     """Returns the encoded tokens."""
@@ -215,8 +222,8 @@ class Decoder(nn.Module):
     encoded: Float[Array, "B S D"],
     decoder_input_tokens: Int[Array, "B T"],
     decoder_positions: Int[Array, "B T"] | None = None,
-    decoder_mask: Bool[Array, "B 1 T T"] | None = None,
-    encoder_decoder_mask: Bool[Array, "B 1 T S"] | None = None,
+    decoder_mask: Bool[Array, "B 1 T T"] | SegmentMask | None = None,
+    encoder_decoder_mask: Bool[Array, "B 1 T S"] | SegmentMask | None = None,
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
@@ -287,6 +294,8 @@ class Transformer(nn.Module):
     mask = make_attention_mask(real, real, jnp.logical_and, dtype=bool)
     if encoder_segment_ids is not None:
       mask &= make_attention_mask(encoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool)
+    if is_fused(self.config):
+      mask = segment_mask(self.config, real, real, encoder_segment_ids, encoder_segment_ids)
     return self.encoder(encoder_input_tokens, mask, deterministic=not enable_dropout)
 
   def decode(
@@ -333,6 +342,10 @@ class Transformer(nn.Module):
       cross_mask &= make_attention_mask(
         decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool
       )
+    if not decode and is_fused(self.config):
+      ids = decoder_segment_ids, encoder_segment_ids
+      mask = segment_mask(self.config, real_targets, real_targets, ids[0], ids[0], causal=True)
+      cross_mask = segment_mask(self.config, real_targets, real_inputs, *ids)
     logits: jax.Array | Unprojected = self.decoder(
       encoded,
       decoder_input_tokens,
