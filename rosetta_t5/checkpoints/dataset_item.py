@@ -10,6 +10,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 DATASET_PREFIX = "train_ds"
+# The run fact that says what batches a stored position counts.
+BATCH_FACT = "dataset_batch"
+
+_START_OVER = (
+  "to start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
+  "restart in MODEL_DIR: SaveCheckpointConfig.save_dataset = False)"
+)
 
 
 def dataset_filename(shard_id: int, num_shards: int) -> str:
@@ -63,6 +70,35 @@ ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_rest
 )
 
 
+def batch_fact(iterator: Any) -> dict[str, list[int]]:
+  """Returns {feature: shape of a batch}, which is stored so that another one is noticed; {} if unknown."""
+  spec = getattr(iterator, "element_spec", None) or {}
+  return {name: list(map(int, leaf.shape)) for name, leaf in sorted(spec.items())}
+
+
+def check_same_batches(folder: epath.Path, stored: Any, iterator: Any) -> None:
+  """Raises ValueError if the position in `folder` was stored for batches of other shapes.
+
+  Args:
+    folder: the checkpoint.
+    stored: what `batch_fact` returned for the run that wrote it; None if it wrote no such fact.
+    iterator: this run's.
+  """
+  now = batch_fact(iterator)
+  if not stored or not now or stored == now:
+    return
+  differing = [
+    f"{name}: {stored.get(name, 'none')} there, {now.get(name, 'none')} now"
+    for name in sorted({*stored, *now})
+    if stored.get(name) != now.get(name)
+  ]
+  raise ValueError(
+    f"checkpoint {folder} holds a position in data of other batches ({'; '.join(differing[:4])}): "
+    "another BATCH_SIZE, TASK_FEATURE_LENGTHS or packing, so the position means other examples. "
+    f"Set them as they were, or {_START_OVER}"
+  )
+
+
 def _no_position(folder: epath.Path, filename: str) -> str:
   """Says which dataset positions a checkpoint has and how to go on without this one."""
   found = (
@@ -71,7 +107,6 @@ def _no_position(folder: epath.Path, filename: str) -> str:
   have = f"it has {', '.join(found)}" if found else "it has none"
   return (
     f"checkpoint {folder.parent} holds no dataset position {filename!r} for this process ({have}): "
-    "the run that wrote it did not save its dataset, or read it in another number of shards. To "
-    "start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
-    "restart in MODEL_DIR: SaveCheckpointConfig.save_dataset = False)"
+    "the run that wrote it did not save its dataset, or read it in another number of shards (hosts). "
+    f"{_START_OVER[0].upper()}{_START_OVER[1:]}"
   )

@@ -146,7 +146,7 @@ def _advice(path: Any, misfits: list[Misfit]) -> str:
   if all(_is_optimizer_state(misfit.name) for misfit in misfits):
     return (
       "The parameters fit, the optimizer's state does not: the checkpoint was written with another "
-      "OPTIMIZER. Bind that one, or train in another MODEL_DIR; RestoreCheckpointConfig."
+      "OPTIMIZER. Bind that one (its state may also depend on how layers are stacked), or train in another MODEL_DIR; RestoreCheckpointConfig."
       "fallback_to_scratch = True starts what does not fit afresh."
     )
   return (

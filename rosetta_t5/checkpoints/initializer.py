@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.leafwise import LeafwiseFunction
@@ -60,7 +61,12 @@ class TrainStateInitializer:
     self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
     self._from_scratch: Callable[[jax.Array], TrainState] | None = None
     self.global_train_state_shape: TrainState = self._traced.out_shape
-    self.train_state_axes: TrainState = partitioner.get_mesh_axes(self.global_train_state_shape)
+    # T5X's partitioners leave None where an array lies whole on every device.
+    self.train_state_axes: TrainState = jax.tree.map(
+      lambda _, spec: PartitionSpec() if spec is None else spec,
+      self.global_train_state_shape,
+      partitioner.get_mesh_axes(self.global_train_state_shape),
+    )
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
     """Returns a freshly initialised train state, each part of it computed where it will live."""

@@ -6,6 +6,7 @@ T5X's plain T5 has `encoder/layers_0/…`, 2-D kernels and one relative bias a s
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -51,12 +52,14 @@ def relaid(
   if not _differs(arrays, expected):
     return dict(arrays)
   apart = layers_apart(arrays)
+  axis = scan_axis(expected)
   result, used = {}, set()
   for name, leaf in expected.items():
-    sources = _sources(name, leaf, apart)
+    sources = _sources(name, apart)
     if sources is None:
       continue
-    result[name] = _assembled(name, leaf, [apart[source] for source in sources])
+    place = _stack_axis(name, leaf, expected, axis) if _SCANNED.fullmatch(name) else None
+    result[name] = _assembled(name, leaf, [apart[source] for source in sources], place)
     used.update(sources)
   _log.info("the checkpoint's layers are stored in another tree; they are read into the model's")
   return {**{name: array for name, array in apart.items() if name not in used}, **result}
@@ -73,32 +76,57 @@ def layers_apart(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   Optimizer state that is not of its parameter's shape cannot be taken apart and keeps its name.
   """
   apart: dict[str, StoredArray] = {}
+  axis = scan_axis(arrays)
   for name, array in arrays.items():
     match = _SCANNED.fullmatch(name.replace(_OLD_BIAS, "relpos_bias/"))
     if match is None:
       apart[name.replace(_OLD_BIAS, "relpos_bias/")] = array
       continue
-    layers = _number_of_layers(name, array, arrays)
-    if layers is None:
+    prefix, side, rest = match.groups()
+    if _is_single_zero(name, array) and (parameter := _parameter_of(name, arrays)) is not None:
+      for layer in range(parameter.shape[axis]):
+        apart[f"{prefix}{side}/layers_{layer}/{rest}"] = array
+      continue
+    place = _stack_axis(name, array, arrays, axis)
+    if place is None:
       apart[name] = array
       continue
-    prefix, side, rest = match.groups()
-    for layer in range(layers):
-      # A single zero stands for what Adafactor does not keep.
-      part = array if array.size == 1 else taken(array, SCAN_AXIS, layer)
-      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = part
+    for layer in range(array.shape[place]):
+      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = taken(array, place, layer)
   return apart
 
 
-def _number_of_layers(
-  name: str, array: StoredArray, arrays: Mapping[str, StoredArray]
-) -> int | None:
+def scan_axis(arrays: Mapping[str, Any]) -> int:
+  """Returns the axis that layers are stacked on (T5Config.param_scan_axis), as the norms show it."""
+  embedding = arrays.get("target/token_embedder/embedding")
+  norms = [x for n, x in arrays.items() if n.endswith("_norm/scale") and _SCANNED.fullmatch(n)]
+  on_first = [x for x in norms if embedding is not None and x.shape[0] != embedding.shape[1]]
+  return 0 if on_first else SCAN_AXIS
+
+
+def _stack_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int | None:
+  """Returns the axis of a stacked leaf that counts layers; None if there is none to be seen.
+
+  An optimizer's state has its parameter's axes, or some of them, where Adafactor keeps means over the
+  others.
+  """
   if not name.startswith(_STATES):
-    return array.shape[SCAN_AXIS] if array.ndim > SCAN_AXIS else None
-  parameter = _parameter_of(name, arrays)
-  if parameter is None or (array.size > 1 and array.shape != parameter.shape):
+    return axis if len(leaf.shape) > axis else None
+  parameter = _parameter_of(name, tree)
+  if parameter is None:
     return None
-  return parameter.shape[SCAN_AXIS]
+  shape, dims = tuple(leaf.shape), tuple(parameter.shape)
+  places = {
+    kept.index(axis)
+    for kept in itertools.combinations(range(len(dims)), len(shape))
+    if axis in kept and shape == tuple(dims[dim] for dim in kept)
+  }
+  return places.pop() if len(places) == 1 else None
+
+
+def _is_single_zero(name: str, leaf: Any) -> bool:
+  """Returns whether a leaf stands for what Adafactor does not keep of a parameter."""
+  return name.startswith(_STATES) and math.prod(leaf.shape) == 1
 
 
 def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
@@ -125,16 +153,14 @@ def _differs(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> 
   return False
 
 
-def _sources(name: str, leaf: Any, apart: Mapping[str, StoredArray]) -> list[str] | None:
+def _sources(name: str, apart: Mapping[str, StoredArray]) -> list[str] | None:
   """Returns the names in `apart` that make up the model's `name`, one or one a layer; or None."""
   if name in apart:
     return [name]
   if match := _SCANNED.fullmatch(name):
     prefix, side, rest = match.groups()
-    layers = _expected_layers(name, leaf, apart, prefix, side)
-    names = [
-      _layer_source(f"{prefix}{side}/layers_{layer}/{rest}", apart) for layer in range(layers)
-    ]
+    layers = _layers_of(apart, prefix, side)
+    names = [_layer_source(f"{prefix}{side}/layers_{n}/{rest}", apart) for n in range(layers)]
     return names if names and None not in names else None  # type: ignore[return-value]
   if match := _SHARED_BIAS.fullmatch(name):
     prefix, side, rest = match.groups()
@@ -144,14 +170,10 @@ def _sources(name: str, leaf: Any, apart: Mapping[str, StoredArray]) -> list[str
   return None if source is None else [source]
 
 
-def _expected_layers(
-  name: str, leaf: Any, apart: Mapping[str, StoredArray], prefix: str, side: str
-) -> int:
-  if math.prod(leaf.shape) > 1 and len(leaf.shape) > SCAN_AXIS:
-    return int(leaf.shape[SCAN_AXIS])
-  numbers = [
-    int(m[3]) for n in apart if (m := _LAYER.fullmatch(n)) and m[1] == prefix and m[2] == side
-  ]
+def _layers_of(apart: Mapping[str, Any], prefix: str, side: str) -> int:
+  """Returns how many layers a stack has whose layers have names of their own."""
+  matches = (_LAYER.fullmatch(name) for name in apart)
+  numbers = [int(m[3]) for m in matches if m and m[1] == prefix and m[2] == side]
   return max(numbers, default=-1) + 1
 
 
@@ -166,16 +188,15 @@ def _layer_source(name: str, apart: Mapping[str, StoredArray]) -> str | None:
   return None
 
 
-def _assembled(name: str, leaf: Any, sources: list[StoredArray]) -> StoredArray:
+def _assembled(name: str, leaf: Any, sources: list[StoredArray], axis: int | None) -> StoredArray:
+  """Returns the array of the model's `name`; `axis` counts the layers, where it is a stack of them."""
   shape = tuple(leaf.shape)
-  if _SCANNED.fullmatch(name):
-    if math.prod(shape) == 1:
-      return sources[0]
-    inner = shape[:SCAN_AXIS] + shape[SCAN_AXIS + 1 :]
+  if axis is not None:
+    inner = shape[:axis] + shape[axis + 1 :]
     parts = [_by_heads(name, source, inner) for source in sources]
     # Layers of another shape stay as they are, for the comparison to show.
-    return stacked(parts, SCAN_AXIS) if len({part.shape for part in parts}) == 1 else parts[0]
-  if len(sources) > 1:
+    return stacked(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
+  if len(sources) > 1 and not _is_single_zero(name, leaf):
     _require_equal(name, sources)
   return _by_heads(name, sources[0], shape)
 
@@ -217,7 +238,7 @@ def plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
 def scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   """Returns parameters of the plain tree in that of T5X's scalable T5; biases become the layers' own."""
   expected: dict[str, Any] = {}
-  layers = {side: _expected_layers("", np.empty(0), arrays, "target/", side) for side in _SIDES}
+  layers = {side: _layers_of(arrays, "target/", side) for side in _SIDES}
   for name, array in arrays.items():
     match = _LAYER.fullmatch(name)
     shared = _SHARED_BIAS.fullmatch(name)

@@ -14,9 +14,12 @@ from jax.sharding import NamedSharding
 from rosetta_t5.checkpoints import folders
 from rosetta_t5.checkpoints.best_metric import BestMetric
 from rosetta_t5.checkpoints.dataset_item import (
+  BATCH_FACT,
   DATASET_PREFIX,
   DatasetArgs,
   DatasetCheckpointHandler,
+  batch_fact,
+  check_same_batches,
   dataset_filename,
 )
 from rosetta_t5.checkpoints.formats import mesh_tf
@@ -130,6 +133,10 @@ class OrbaxCheckpointManagerInterface:
     """Returns the steps that are saved or being saved, in ascending order."""
     return list(self._steps)
 
+  def reload(self) -> None:
+    """Looks again which steps are there, after something else than this manager changed the folder."""
+    self._steps = folders.all_steps(self._directory)
+
   def latest_step(self) -> int | None:
     """Returns the last of `all_steps()`, or None."""
     return self._steps[-1] if self._steps else None
@@ -180,7 +187,7 @@ class OrbaxCheckpointManagerInterface:
       items[folders.DATASET_ITEM] = DatasetArgs(self._dataset_iterator)
     try:
       self._orbax().save(
-        step, args=ocp.args.Composite(**items), force=True, custom_metadata=dict(self.run_facts)
+        step, args=ocp.args.Composite(**items), force=True, custom_metadata=self._facts()
       )
     except Exception as error:
       raise save_error(self._directory, step, error) from error
@@ -201,7 +208,7 @@ class OrbaxCheckpointManagerInterface:
       self._orbax().wait_until_finished()
     except Exception as error:
       raise save_error(self._directory, step, error) from error
-    self._steps = folders.all_steps(self._directory)
+    self.reload()
     if self._keep_dataset is not None and jax.process_index() == 0:
       drop_old_dataset_positions(self._directory, self._keep_dataset, DATASET_PREFIX)
 
@@ -319,7 +326,13 @@ class OrbaxCheckpointManagerInterface:
       return epath.Path(path)
     return folders.find_step(self._directory, step)
 
+  def _facts(self) -> dict[str, Any]:
+    batch = {} if self._dataset_iterator is None else batch_fact(self._dataset_iterator)
+    return {**self.run_facts, **({BATCH_FACT: batch} if batch else {})}
+
   def _restore_dataset(self, folder: epath.Path) -> None:
+    stored = folders.read_run_facts(folder).get(BATCH_FACT)
+    check_same_batches(folder, stored, self._dataset_iterator)
     args = DatasetArgs(self._dataset_iterator)
     try:
       self._dataset_handler().restore(folder / folders.DATASET_ITEM, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 # The run fact that names the checkpoint a finetuning run began with.
 STARTED_FROM = "started_from"
@@ -275,7 +279,33 @@ def create_checkpoint_manager_and_restore(
   fallback_state = get_fallback_state(
     restore_checkpoint_cfg, train_state_initializer.from_scratch, fallback_init_rng
   )
-  return restore(manager, restore_path, restore_checkpoint_cfg, fallback_state), manager
+  state = _restore_whole(manager, restore_path, restore_checkpoint_cfg, fallback_state, model_dir)
+  return state, manager
+
+
+def _restore_whole(
+  manager: OrbaxCheckpointManagerInterface,
+  path: str,
+  cfg: RestoreCheckpointConfig,
+  fallback_state: Mapping[str, Any] | None,
+  model_dir: str | os.PathLike[str] | None,
+) -> Any:
+  """Restores a run's own latest checkpoint, or where that is damaged, loudly, the one before it."""
+  try:
+    return restore(manager, path, cfg, fallback_state)
+  except UnreadableCheckpointError as error:
+    folder = epath.Path(path)
+    older = [s for s in folders.all_steps(folder.parent) if s < (folders.step_of(folder) or 0)]
+    own = model_dir is not None and folder.parent == epath.Path(model_dir)
+    # Of several processes, some may have found nothing wrong: they must not go different ways.
+    if not (own and older and cfg.mode == "latest" and jax.process_count() == 1):
+      raise
+    aside = folder.parent / f"damaged_{folder.name}"
+    folder.rename(aside)
+    before = os.fspath(folders.checkpoint_path(folder.parent, older[-1]))
+    _log.error("%s It is kept as %s; the run goes on from %s", error, aside, before)
+    manager.reload()
+    return _restore_whole(manager, before, cfg, fallback_state, model_dir)
 
 
 def _paths(cfg: RestoreCheckpointConfig | None) -> list[str]:

@@ -12,6 +12,7 @@ from rosetta_t5.checkpoints import (
   OrbaxCheckpointManagerInterface,
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
+  UnreadableCheckpointError,
   all_steps,
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
@@ -19,6 +20,7 @@ from rosetta_t5.checkpoints import (
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   read_run_facts,
+  started_from,
 )
 
 RNG = jax.random.PRNGKey(9)
@@ -208,3 +210,89 @@ def test_configs_have_t5x_s_fields_and_defaults():
   assert CheckpointConfig() == CheckpointConfig(save=None, restore=None)
   manager_classes = {save.checkpoint_manager_cls, restore.checkpoint_manager_cls}
   assert manager_classes == {OrbaxCheckpointManagerInterface}
+
+
+def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with(setup, pretrained):
+  given = RestoreCheckpointConfig(path=str(pretrained))
+  cfg = CheckpointConfig(save=SaveCheckpointConfig(period=1, keep=1), restore=given)
+  start = f"{pretrained}/checkpoint_20"
+  for steps in ((21, 22), (23, 24)):  # the second time it is a restart
+    _, path = find_start(cfg, pretrained)
+    facts = {"started_from": started_from(cfg, pretrained, path)}
+    assert facts["started_from"] == start
+    state, manager = begin(setup, pretrained, cfg.save, given, run_facts=facts)
+    for step in steps:
+      manager.save(state.replace_step(np.int32(step)))
+    manager.close()
+    assert all_steps(pretrained) == [20, steps[-1]]
+
+
+def test_pretraining_protects_nothing(pretrained):
+  cfg = CheckpointConfig(save=SaveCheckpointConfig(keep=1))
+  assert started_from(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
+
+
+def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued(
+  setup, pretrained, caplog
+):
+  (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
+  state, manager = begin(setup, pretrained, save=SaveCheckpointConfig(period=10))
+  assert int(state.step) == 10
+  assert "checkpoint_20 cannot be read" in caplog.text
+  assert "damaged_checkpoint_20" in caplog.text
+  assert manager.all_steps() == [10]
+  assert (pretrained / "damaged_checkpoint_20/state").is_dir()
+
+
+def test_damaged_checkpoint_of_another_folder_is_not_touched(setup, pretrained, tmp_path):
+  (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
+  with pytest.raises(UnreadableCheckpointError, match=r"Older steps beside it: 10"):
+    begin(setup, tmp_path / "model", restore=RestoreCheckpointConfig(path=str(pretrained)))
+  assert all_steps(pretrained) == [10, 20]
+
+
+def test_position_in_data_of_another_batch_size_is_refused(setup, counter, tmp_path):
+  save = SaveCheckpointConfig(period=1, save_dataset=True)
+  counter.element_spec = {"inputs": jax.ShapeDtypeStruct((8, 64), np.int32)}
+  _, manager = begin(setup, tmp_path, save, ds_iter=counter)
+  manager.save(setup.state(step=1))
+  manager.close()
+  begin(setup, tmp_path, save, ds_iter=counter)
+  counter.element_spec = {"inputs": jax.ShapeDtypeStruct((16, 64), np.int32)}
+  with pytest.raises(
+    ValueError,
+    match=r"inputs: \[8, 64\] there, \[16, 64\] now\): another BATCH_SIZE.*restore_dataset = False",
+  ):
+    begin(setup, tmp_path, save, ds_iter=counter)
+
+
+def test_other_optimizer_starts_afresh_when_asked(setup, adam_setup, pretrained, tmp_path):
+  restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True)
+  state, _ = begin(adam_setup, tmp_path / "model", restore=restore)
+  np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
+  moments = state.state_dict()["state"]["param_states"]["0"]["mu"]["wi"]
+  np.testing.assert_array_equal(moments, np.zeros_like(moments))
+  assert int(state.step) == 20
+
+
+def test_fp8_state_that_the_checkpoint_lacks_or_has_too_much_starts_afresh(setup, tmp_path):
+  fp8 = {
+    "_overwrite_with_gradient": {
+      "wi": {
+        "input_scale": np.float32(5) * np.ones(1, np.float32),
+        "input_amax_history": np.full(4, 7, np.float32),
+      }
+    }
+  }
+  bf16, with_fp8 = setup.state(step=1), setup.state(step=1).replace_flax_mutables(fp8)
+  for name, state in (("bf16", bf16), ("fp8", with_fp8)):
+    manager = setup.manager(tmp_path / name)
+    manager.save(state)
+    manager.close()
+  assert setup.manager(tmp_path / "fp8").restore().flax_mutables == {}
+  manager = OrbaxCheckpointManagerInterface(tmp_path / "bf16", with_fp8, setup.partitioner)
+  fresh = manager.restore().flax_mutables["_overwrite_with_gradient"]["wi"]
+  assert (fresh["input_scale"].tolist(), fresh["input_amax_history"].tolist()) == ([1], [0] * 4)
+  manager = OrbaxCheckpointManagerInterface(tmp_path / "fp8", with_fp8, setup.partitioner)
+  same = manager.restore().flax_mutables["_overwrite_with_gradient"]["wi"]
+  assert (same["input_scale"].tolist(), same["input_amax_history"].tolist()) == ([5], [7] * 4)

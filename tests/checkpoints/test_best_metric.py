@@ -1,0 +1,86 @@
+"""Checkpoints are kept by the values of a metric that TensorBoard's files have."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from rosetta_t5.checkpoints import SaveCheckpointConfig, all_steps, create_orbax_checkpoint_manager
+from rosetta_t5.checkpoints.best_metric import BestMetric, populate_metrics_for_steps
+from rosetta_t5.checkpoints.legacy import SaveBestCheckpointer
+from rosetta_t5.checkpoints.pins import pin_checkpoint
+from rosetta_t5.checkpoints.retention import Retention
+
+
+def test_values_are_read_by_run_and_tag(tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "accuracy", {10: 0.5, 20: 0.25})
+  write_scalars(tmp_path / "inference_eval/cola", "eval/accuracy", {20: 0.75})
+  assert populate_metrics_for_steps(tmp_path, "train/accuracy", [20, 30]) == {20: 0.25}
+  assert populate_metrics_for_steps(tmp_path, "inference_eval/cola/eval/accuracy", [20]) == {
+    20: 0.75
+  }
+  assert populate_metrics_for_steps(tmp_path, "train/loss", [10]) == {}
+  assert populate_metrics_for_steps(tmp_path, "absent/loss", [10]) == {}
+
+
+def test_file_that_is_still_written_is_read_as_far_as_it_goes(tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "accuracy", {1: 1.0, 2: 2.0})
+  (file,) = (tmp_path / "train").iterdir()
+  file.write_bytes(file.read_bytes()[:-3])
+  assert populate_metrics_for_steps(tmp_path, "train/accuracy", [1, 2])[1] == 1.0
+
+
+@pytest.mark.parametrize(
+  ("mode", "without", "kept"),
+  [("max", True, [2, 5, 6]), ("min", True, [1, 5, 6]), ("max", False, [2, 6])],
+)
+def test_best_and_latest_stay(tmp_path, write_scalars, mode, without, kept):
+  write_scalars(tmp_path / "train", "x", {1: 1.0, 2: 4.0, 3: 2.0, 4: 3.0})
+  retention = Retention(tmp_path, keep=1, best=BestMetric("train/x", mode, without))
+  steps = [1, 2, 3, 4, 5, 6]  # 5 has no metric, 6 is the latest
+  assert sorted(set(steps) - retention.dispensable(steps)) == kept
+
+
+def test_nan_is_never_best_and_of_unknown_ones_the_oldest_go(tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "x", {1: float("nan"), 2: 0.0})
+  keeps = Retention(tmp_path, keep=1, best=BestMetric("train/x", "max"))
+  assert keeps.dispensable([1, 2, 3]) == {1}
+  nothing_known = Retention(tmp_path, keep=2, best=BestMetric("train/y", "max", False))
+  assert nothing_known.dispensable([1, 2, 3, 4]) == {1}
+  kept_all = Retention(tmp_path, keep=1, best=BestMetric("train/y", "max", True))
+  assert kept_all.dispensable([1, 2, 3, 4]) == set()
+
+
+def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "x", {step: 10.0 - step for step in range(1, 8)})
+  for step in range(1, 8):
+    (tmp_path / f"checkpoint_{step}").mkdir()
+  pin_checkpoint(tmp_path / "checkpoint_5")
+  retention = Retention(tmp_path, 1, 3, BestMetric("train/x"), protected={4})
+  assert retention.dispensable(list(range(1, 8))) == {2}
+
+
+def test_metric_needs_a_run_and_a_known_mode():
+  with pytest.raises(ValueError, match=r"'accuracy' has to be RUN/TAG"):
+    BestMetric("accuracy")
+  with pytest.raises(ValueError, match=r"metric_mode = 'best' is none of 'max', 'min'"):
+    BestMetric("train/accuracy", "best")
+
+
+def test_t5x_s_bindings_reach_the_manager(setup, tmp_path, write_scalars):
+  """T5X users bind SaveBestCheckpointer; the checkpoints are Orbax's."""
+  write_scalars(tmp_path / "train", "loss", {1: 1.0, 2: 3.0, 3: 2.0})
+  best = functools.partial(
+    SaveBestCheckpointer, metric_name_to_monitor="train/loss", metric_mode="min"
+  )
+  manager = create_orbax_checkpoint_manager(
+    save_cfg=SaveCheckpointConfig(period=1, keep=1, checkpointer_cls=best),
+    train_state=setup.initializer.global_train_state_shape,
+    partitioner=setup.partitioner,
+    model_dir=tmp_path,
+  )
+  for step in (1, 2, 3, 4):
+    manager.save(setup.state(step=step))
+  manager.close()
+  assert all_steps(tmp_path) == [1, 4]

@@ -1,0 +1,167 @@
+"""One model in two trees: T5X's plain one and the scalable one with stacked layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from rosetta_t5.checkpoints import CheckpointMismatchError, TrainStateInitializer
+from rosetta_t5.checkpoints.layouts import (
+  LayoutError,
+  layers_apart,
+  plain_tree,
+  relaid,
+  scalable_tree,
+)
+from rosetta_t5.checkpoints.lazy_arrays import stored
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.networks import scalable_t5
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.parallel import PjitPartitioner
+
+CONFIG = dataclasses.replace(tiny_models.T5_1_1, num_encoder_layers=2, num_decoder_layers=3)
+SIZES = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(tiny_models.T5_1_1)}
+
+
+def scalable(**switches):
+  return scalable_t5.Transformer(scalable_t5.T5Config(**SIZES, **switches))
+
+
+PLAIN, SCANNED = Transformer(CONFIG), scalable()
+
+
+def flat(module):
+  params = tiny_models.variables(module)["params"]
+  return {"target/" + n: stored(x) for n, x in flatten_dict(params, sep="/").items()}
+
+
+def logits(module, arrays):
+  params = {n.removeprefix("target/"): jnp.asarray(x.get()) for n, x in arrays.items()}
+  batch = tiny_models.make_batch(2)
+  return module.apply(
+    {"params": unflatten_dict(params, sep="/")},
+    batch["encoder_input_tokens"],
+    batch["decoder_input_tokens"],
+    batch["decoder_target_tokens"],
+    enable_dropout=False,
+  )
+
+
+@pytest.mark.parametrize(
+  "module",
+  [SCANNED, scalable(param_scan_axis=0)],
+  ids=["axis 1", "axis 0"],
+)
+def test_plain_parameters_in_the_scalable_tree_give_the_same_logits(module):
+  plain = flat(PLAIN)
+  other = relaid(plain, flat(module))
+  assert {n: x.shape for n, x in other.items()} == {n: x.shape for n, x in flat(module).items()}
+  np.testing.assert_allclose(logits(module, other), logits(PLAIN, plain), atol=1e-5)
+  back = relaid(other, plain)
+  assert set(back) == set(plain)
+  for name, array in plain.items():
+    np.testing.assert_array_equal(back[name].get(), array.get(), err_msg=name)
+
+
+def test_trees_for_conversion_are_those_of_the_networks():
+  plain = flat(PLAIN)
+  assert {n: x.shape for n, x in scalable_tree(plain).items()} == {
+    n: x.shape for n, x in flat(SCANNED).items()
+  }
+  assert {n: x.shape for n, x in plain_tree(flat(SCANNED)).items() if "relpos" not in n} == {
+    n: x.shape for n, x in plain.items() if "relpos" not in n
+  }
+
+
+def test_different_biases_are_not_made_one():
+  scanned = flat(SCANNED)
+  plain_decoder = {n: x for n, x in flat(PLAIN).items() if "encoder/relpos" not in n}
+  with pytest.raises(LayoutError, match=r"decoder/relpos_bias.*3 that differ \(layer 1 from"):
+    relaid(scanned, plain_decoder)
+
+
+def test_parts_are_read_without_the_rest():
+  whole = stored(np.arange(24.0).reshape(2, 3, 4))
+  apart = layers_apart({"target/encoder/encoder/mlp/wo/kernel": whole})
+  part = apart["target/encoder/layers_2/mlp/wo/kernel"]
+  np.testing.assert_array_equal(part.read((slice(0, 1), slice(1, 3))), whole.get()[0:1, 2, 1:3])
+
+
+def test_adafactor_s_means_are_stacked_where_the_layers_axis_stays():
+  kernel = np.zeros((16, 24), np.float32)
+  rows, columns = np.arange(16, dtype=np.float32), np.arange(24, dtype=np.float32)
+  plain = {}
+  for layer in range(3):
+    name = f"encoder/layers_{layer}/mlp/wi_0/kernel"
+    plain[f"target/{name}"] = stored(kernel)
+    plain[f"state/param_states/{name}/v_row"] = stored(rows + 100 * layer)
+    plain[f"state/param_states/{name}/v_col"] = stored(columns + 100 * layer)
+    plain[f"state/param_states/{name}/m"] = stored(np.zeros(1, np.float32))
+  scanned = "encoder/encoder/mlp/wi_0/kernel"
+  expected = {
+    f"target/{scanned}": stored(np.zeros((16, 3, 24), np.float32)),
+    f"state/param_states/{scanned}/v_row": stored(np.zeros((16, 3), np.float32)),
+    f"state/param_states/{scanned}/v_col": stored(np.zeros((3, 24), np.float32)),
+    f"state/param_states/{scanned}/m": stored(np.zeros(1, np.float32)),
+  }
+  there = relaid(plain, expected)
+  assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in expected.items()}
+  means = there[f"state/param_states/{scanned}/v_row"].get()
+  np.testing.assert_array_equal(means, rows[:, None] + 100 * np.arange(3))
+  means = there[f"state/param_states/{scanned}/v_col"].get()
+  np.testing.assert_array_equal(means, columns + 100 * np.arange(3)[:, None])
+  back = relaid(there, plain)
+  assert {n: x.get().tolist() for n, x in back.items()} == {
+    n: x.get().tolist() for n, x in plain.items()
+  }
+
+
+def initializer(module, num_partitions=2):
+  def init(rng, input_shapes, input_types):
+    return tiny_models.initialise(module, rng)
+
+  return TrainStateInitializer(
+    tiny_models.adafactor(), init, {}, PjitPartitioner(num_partitions=num_partitions)
+  )
+
+
+def manager(folder, made):
+  return OrbaxCheckpointManagerInterface(
+    folder, made.global_train_state_shape, made._partitioner, restore_dtype=None
+  )
+
+
+def test_scalable_checkpoint_of_shared_biases_restores_into_the_plain_model(tmp_path):
+  state = tiny_models.make_state(PLAIN).replace_step(jnp.int32(7))
+  made = initializer(PLAIN)
+  saver = manager(tmp_path / "plain", made)
+  saver.save(state)
+  saver.close()
+
+  into_scanned = initializer(SCANNED)
+  # The optimizer's state of so small a model is factored in one tree only, and starts afresh.
+  fresh = tiny_models.make_state(SCANNED).state_dict()
+  scanned = manager(tmp_path / "plain", into_scanned).restore(fallback_state=fresh)
+  assert int(scanned.step) == 7
+  assert scanned.params["encoder"]["encoder"]["attention"]["query"]["kernel"].shape == (16, 2, 4, 4)
+  saver = manager(tmp_path / "scanned", into_scanned)
+  saver.save(scanned)
+  saver.close()
+
+  back = manager(tmp_path / "scanned", made).restore(fallback_state=state.state_dict())
+  jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
+
+
+def test_scalable_checkpoint_of_own_biases_is_refused_by_the_plain_model(tmp_path):
+  scanned = initializer(SCANNED)
+  saver = manager(tmp_path, scanned)
+  saver.save(tiny_models.make_state(SCANNED))
+  saver.close()
+  with pytest.raises(CheckpointMismatchError, match=r"is one relative bias for all layers"):
+    manager(tmp_path, initializer(PLAIN)).restore()

@@ -1,0 +1,144 @@
+"""T5X's older layout: read from T5X's own files, written so that T5X reads it; its checkpointers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+
+from rosetta_t5.checkpoints import (
+  CheckpointSaveError,
+  RestoreCheckpointConfig,
+  SaveCheckpointConfig,
+  all_steps,
+)
+from rosetta_t5.checkpoints.formats.t5x_legacy import chunk_shape
+from rosetta_t5.checkpoints.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
+from rosetta_t5.checkpoints.legacy_manager import LegacyCheckpointManager
+from rosetta_t5.checkpoints.loading import find_checkpoint, load_t5x_checkpoint
+from rosetta_t5.checkpoints.state_dicts import flatten_state_dict
+
+
+def checkpointer(setup, folder, cls=Checkpointer, **arguments):
+  shape = setup.initializer.global_train_state_shape
+  return cls(shape, setup.partitioner, folder, **arguments)
+
+
+def assert_equal(got, expected):
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_saved_state_is_restored_bit_for_bit_and_split(setup, tmp_path):
+  state = setup.state(step=3)
+  checkpointer(setup, tmp_path).save(state)
+  restored = checkpointer(setup, tmp_path).restore()
+  assert_equal(restored, state)
+  assert restored.params["wi"].sharding == state.params["wi"].sharding
+  # The manager of Orbax's layout looks, and reads it as well.
+  assert_equal(setup.manager(tmp_path).restore(), state)
+
+
+def test_files_are_t5x_s(setup, tmp_path, shared):
+  checkpointer(setup, tmp_path, save_dtype=jnp.bfloat16).save(setup.state(step=3))
+  index = serialization.msgpack_restore((tmp_path / "checkpoint_3/checkpoint").read_bytes())
+  theirs = serialization.msgpack_restore(
+    (shared / "reference/t5x_legacy/checkpoint_10/checkpoint").read_bytes()
+  )
+  assert (set(index), index["version"]) == (set(theirs), theirs["version"])
+  ours, example = index["optimizer"]["target"]["wi"], theirs["optimizer"]["target"]["decoder"]
+  example = example["layers_0"]["mlp"]["wo"]["kernel"]
+  assert set(ours) == set(example)
+  assert ours["dtype"] == "bfloat16"
+  assert ours["kvstore"] == {"driver": "file", "path": "target.wi/"}
+  assert set(ours["metadata"]) == set(example["metadata"])
+  assert int(index["optimizer"]["state"]["step"]) == 3
+  states = flatten_state_dict(index["optimizer"]["state"])
+  assert states["param_states/wi/v"]["dtype"] == "float32", "only parameters are converted"
+
+
+def test_keep_deletes_the_oldest_and_none_is_overwritten(setup, tmp_path):
+  saver = checkpointer(setup, tmp_path, keep=2)
+  for step in (1, 2, 3):
+    saver.save(setup.state(step=step, seed=step))
+  saver.save(setup.state(step=3, seed=99))
+  assert saver.all_steps() == [2, 3]
+  assert_equal(saver.restore(step=3), setup.state(step=3, seed=3))
+
+
+def test_position_in_the_data_is_saved_restored_and_limited(setup, counter, tmp_path):
+  saver = checkpointer(setup, tmp_path, dataset_iterator=counter, keep_dataset_checkpoints=1)
+  for step in (1, 2):
+    next(counter)
+    saver.save(setup.state(step=step))
+  assert saver.all_dataset_checkpoint_steps() == [2]
+  counter.position = 77
+  saver.restore(step=2)
+  assert counter.position == 2
+
+
+def test_killed_save_leaves_no_checkpoint_and_is_cleaned_up(setup, tmp_path, monkeypatch):
+  saver = checkpointer(setup, tmp_path)
+
+  def fail(*args):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr("rosetta_t5.checkpoints.formats.t5x_legacy.LegacyWriter.finish", fail)
+  with pytest.raises(
+    CheckpointSaveError, match=r"checkpoint_1 could not be saved: .*No space left"
+  ):
+    saver.save(setup.state(step=1))
+  monkeypatch.undo()
+  assert saver.all_steps() == []
+  saver.save(setup.state(step=1))
+  assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint_1"]
+
+
+def test_checkpoint_loads_without_a_model(setup, tmp_path):
+  state = setup.state(step=5)
+  checkpointer(setup, tmp_path).save(state)
+  file = find_checkpoint(tmp_path)
+  assert file == str(tmp_path / "checkpoint_5/checkpoint")
+  with pytest.raises(ValueError, match=r"Path is not a valid checkpoint: .*checkpoint_6"):
+    find_checkpoint(tmp_path, step=6)
+  for place in (tmp_path, tmp_path / "checkpoint_5", file):
+    loaded = load_t5x_checkpoint(place)
+    np.testing.assert_array_equal(loaded["target"]["wi"], state.params["wi"])
+  half = load_t5x_checkpoint(tmp_path, restore_dtype=jnp.bfloat16, lazy_parameters=True)
+  assert isinstance(half["target"]["wi"], LazyArray)
+  assert half["target"]["wi"].get().dtype == jnp.bfloat16
+  assert half["state"]["param_states"]["wi"]["v"].dtype == np.float32
+
+
+def test_legacy_manager_saves_and_restores_as_the_configs_say(setup, tmp_path):
+  shape = setup.initializer.global_train_state_shape
+  manager = LegacyCheckpointManager(
+    save_cfg=SaveCheckpointConfig(keep=1),
+    restore_cfg=RestoreCheckpointConfig(path=str(tmp_path)),
+    train_state_shape=shape,
+    partitioner=setup.partitioner,
+    model_dir=str(tmp_path),
+  )
+  for step in (1, 2):
+    manager.save(setup.state(step=step))
+  assert all_steps(tmp_path) == [2]
+  cfg = RestoreCheckpointConfig(path=str(tmp_path))
+  assert_equal(manager.restore([str(tmp_path / "checkpoint_2")], cfg), setup.state(step=2))
+  assert manager.restore([], None) is None
+
+
+def test_best_by_a_metric_stay_with_the_latest(setup, tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "accuracy", {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2})
+  saver = checkpointer(setup, tmp_path, SaveBestCheckpointer, keep=1)
+  for step in (1, 2, 3, 4):
+    saver.save(setup.state(step=step))
+  assert saver.all_steps() == [2, 4]
+
+
+def test_chunks_divide_the_array_and_stay_below_the_limit():
+  assert chunk_shape((8, 6), 100) == [8, 6]
+  assert chunk_shape((8, 6), 12) == [4, 3]
+  assert chunk_shape((7, 3), 2) == [1, 1]
