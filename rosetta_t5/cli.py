@@ -70,6 +70,13 @@ def vocab(arguments: Sequence[str]) -> int:
   return run_vocab(arguments)
 
 
+def prepare(arguments: Sequence[str]) -> int:
+  """Tokenise text into indexed shards: prepare --input GLOB --vocab MODEL --out DIR."""
+  from rosetta_t5.data.prepared.command import main as run_prepare
+
+  return run_prepare(arguments)
+
+
 def quickstart(arguments: Sequence[str]) -> int:
   """Train a small T5 on the text of Python's own library, here and now."""
   from rosetta_t5.quickstart import main as run_quickstart
@@ -86,7 +93,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 VERBS = {
   verb.__name__: verb
-  for verb in (train, eval, infer, chat, check, convert, ckpt, vocab, quickstart, doctor)
+  for verb in (train, eval, infer, chat, check, convert, ckpt, vocab, prepare, quickstart, doctor)
 }
 
 

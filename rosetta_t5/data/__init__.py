@@ -10,6 +10,7 @@ from rosetta_t5.data.feed import (
 )
 from rosetta_t5.data.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.own_files import file_task
+from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tensorflow_import import start_importing
 from rosetta_t5.data.vocabulary import (
   get_vocabulary,
@@ -30,6 +31,7 @@ __all__ = [
   "gpt2_vocabulary",
   "import_module",
   "prepare_train_iter",
+  "prepared_task",
   "resolve_seed",
   "round_vocab_size_to_multiple",
   "start_importing",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_folders import data_folders, find_local, find_tfds, missing_text
 from rosetta_t5.data.file_source import make_file_source
+from rosetta_t5.data.known import glue, pretraining, supervised
 from rosetta_t5.data.objectives import preprocessors
 from rosetta_t5.data.own_files import T5_VOCABULARY
 from rosetta_t5.data.reading import BadExamples, BlockReader
 from rosetta_t5.data.task_recipe import LocalFiles, TaskRecipe
-from rosetta_t5.data.known import glue, pretraining, supervised
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:

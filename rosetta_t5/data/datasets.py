@@ -11,6 +11,7 @@ import numpy as np
 from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
+from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.providers import (
   check_cached,
   check_feature_lengths,
@@ -57,8 +58,11 @@ def get_dataset(
       "the feed's position with utils.RestoreCheckpointConfig.restore_dataset = True."
     )
   _check_batch_size(cfg, num_shards)
-  shard_info = import_seqio().ShardInfo(index=shard_id, num_shards=num_shards)
   seed = resolve_seed(cfg)
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    _check_same_seed(seed)
+    return cfg.mixture_or_task_name.feed(cfg, shard_id, num_shards, seed)
+  shard_info = import_seqio().ShardInfo(index=shard_id, num_shards=num_shards)
   return get_dataset_inner(cfg, shard_info, feature_converter_cls, seed, num_epochs)
 
 
@@ -131,8 +135,11 @@ def get_training_eval_datasets(
       "get_training_eval_datasets was given deterministic=True, T5X's deterministic tasks, which "
       "are not offered: leave it False. Evaluation without shuffling repeats exactly."
     )
-  seqio = import_seqio()
   _check_batch_size(cfg, num_shards)
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    task = cfg.mixture_or_task_name
+    return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
+  seqio = import_seqio()
   # Drawn once: the tasks of a mixture share it, and so do all processes.
   cfg = dataclasses.replace(cfg, seed=resolve_seed(cfg))
   provider = find_provider(cfg)

@@ -1,0 +1,145 @@
+"""Prepared folders as a run's data: `MIXTURE_OR_TASK_NAME = @data.prepared_task()`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rosetta_t5.data.prepared.feed import Batches, PreparedIterator
+from rosetta_t5.data.prepared.sampling import Schedule, Segments
+from rosetta_t5.data.prepared.token_stream import TokenStream, read_manifest
+from rosetta_t5.data.span_corruption import random_spans_helper
+
+if TYPE_CHECKING:
+  from rosetta_t5.data.dataset_config import DatasetConfig
+
+OBJECTIVES = ("span_corruption", "causal_lm")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTask:
+  """Takes a SeqIO task's place in `DatasetConfig.mixture_or_task_name`.
+
+  Attributes:
+    folders: what `rosetta-t5 prepare` wrote.
+    objective: "span_corruption", or "causal_lm" for decoder-only models.
+    rates: how often each folder is drawn from; None draws evenly from all tokens.
+    extra_ids: sentinels above the vocabulary's pieces.
+    name: in logs and metrics.
+    noise_density: part of the tokens that is dropped.
+    mean_span_length: tokens of a dropped span, on average.
+  """
+
+  folders: tuple[str, ...]
+  objective: str = "span_corruption"
+  rates: tuple[float, ...] | None = None
+  extra_ids: int = 100
+  name: str = "prepared"
+  noise_density: float = 0.15
+  mean_span_length: float = 3.0
+
+  def __post_init__(self) -> None:
+    if self.objective not in OBJECTIVES:
+      raise ValueError(
+        f"prepared_task.objective = {self.objective!r} is none of {', '.join(OBJECTIVES)}"
+      )
+    if self.rates is not None and len(self.rates) != len(self.folders):
+      raise ValueError(
+        f"prepared_task has {len(self.folders)} folders and {len(self.rates)} rates: give one each"
+      )
+    digests = {read_manifest(f)["vocabulary"]["sha256"]: f for f in self.folders}
+    if len(digests) > 1:
+      raise ValueError(
+        f"{' and '.join(digests.values())} were prepared with different vocabularies: prepare all "
+        "with one"
+      )
+
+  @property
+  def splits(self) -> list[str]:
+    """The splits that all folders have."""
+    found = [
+      {s for s, facts in read_manifest(f)["splits"].items() if facts["shards"]}
+      for f in self.folders
+    ]
+    return sorted(set.intersection(*found))
+
+  @property
+  def output_features(self) -> dict[str, Any]:
+    """SeqIO's features, which know the vocabulary."""
+    from rosetta_t5.data.tensorflow_import import import_seqio
+
+    seqio = import_seqio()
+    path = TokenStream(self.folders[0], self.splits[0]).vocabulary
+    feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
+    names = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
+    return dict.fromkeys(names, feature)
+
+  def batches(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> Batches:
+    """Returns this shard's rows of every batch.
+
+    Raises:
+      ValueError: the lengths do not fit, the split is not there or is shorter than an example.
+    """
+    lengths = dict(cfg.task_feature_lengths)
+    length = self._segment_length(lengths)
+    streams = [TokenStream(folder, cfg.split) for folder in self.folders]
+    segments = [
+      Segments(stream, length, seed + 7919 * number, cfg.shuffle)
+      for number, stream in enumerate(streams)
+    ]
+    rates = self.rates or [float(stream.size) for stream in streams]
+    manifest = streams[0].manifest
+    return Batches(
+      segments=segments,
+      schedule=Schedule(rates, seed),
+      lengths=lengths,
+      vocab_size=manifest["vocabulary"]["pieces"] + self.extra_ids,
+      batch_size=cfg.batch_size,
+      rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
+      seed=seed,
+      noise=None if self.objective == "causal_lm" else (self.noise_density, self.mean_span_length),
+      pack=cfg.pack,
+    )
+
+  def feed(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
+    """Returns endless training batches."""
+    return PreparedIterator(
+      self.batches(cfg, shard, shards, seed), cfg.num_prefetch_threads, cfg.num_workers
+    )
+
+  def evaluation(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> Any:
+    """Returns up to `steps` batches in order; the last may have empty rows, and no example twice."""
+    cfg = dataclasses.replace(cfg, shuffle=False)
+    return self.batches(cfg, shard, shards, cfg.seed or 0).one_epoch(steps)
+
+  def _segment_length(self, lengths: dict[str, int]) -> int:
+    wanted = {"targets"} if self.objective == "causal_lm" else {"inputs", "targets"}
+    if set(lengths) != wanted:
+      raise ValueError(
+        f"TASK_FEATURE_LENGTHS = {lengths}, but {self.objective} has {sorted(wanted)}: name these"
+      )
+    if self.objective == "causal_lm":
+      return lengths["targets"]
+    tokens, targets = random_spans_helper(
+      lengths["inputs"], self.noise_density, self.mean_span_length
+    )
+    if lengths["targets"] < targets:
+      raise ValueError(
+        f"Span corruption of {lengths['inputs']} input tokens makes targets of {targets} tokens, "
+        f"but TASK_FEATURE_LENGTHS gives them {lengths['targets']}: set 'targets' to at least "
+        f"{targets}."
+      )
+    return tokens
+
+
+def prepared_task(
+  folders: str | Sequence[str],
+  objective: str = "span_corruption",
+  rates: Sequence[float] | None = None,
+  extra_ids: int = 100,
+  name: str = "prepared",
+) -> PreparedTask:
+  """Returns prepared folders as a task; see `PreparedTask`."""
+  folders = (folders,) if isinstance(folders, str) else tuple(folders)
+  return PreparedTask(folders, objective, tuple(rates) if rates else None, extra_ids, name)
