@@ -40,6 +40,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    loss_chunk_length: int | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments not named here.
 
@@ -55,6 +56,7 @@ class DecoderOnlyModel(BaseTransformerModel):
       label_smoothing: see `BaseTransformerModel`.
       z_loss: see `BaseTransformerModel`.
       loss_normalizing_factor: see `BaseTransformerModel`.
+      loss_chunk_length: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
@@ -68,6 +70,7 @@ class DecoderOnlyModel(BaseTransformerModel):
       label_smoothing=label_smoothing,
       z_loss=z_loss,
       loss_normalizing_factor=loss_normalizing_factor,
+      loss_chunk_length=loss_chunk_length,
     )
 
   def get_initial_variables(
@@ -100,6 +103,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     dropout_rng: jax.Array | None = None,
     mutable: Any = False,
     other_variables: PyTree | None = None,
+    **module_options: Any,
   ) -> Any:
     return self.module.apply(
       {"params": params, **(other_variables or {})},
@@ -112,6 +116,7 @@ class DecoderOnlyModel(BaseTransformerModel):
       enable_dropout=dropout_rng is not None,
       rngs=None if dropout_rng is None else {"dropout": dropout_rng},
       mutable=mutable,
+      **module_options,
     )
 
   def _compute_logits_from_slice(

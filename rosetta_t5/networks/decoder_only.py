@@ -15,11 +15,14 @@ from flax import struct
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.dense import DenseGeneral, Product
+from rosetta_t5.networks.attention_kernel import SegmentMask, is_fused, segment_mask
+from rosetta_t5.networks.dense import Product
 from rosetta_t5.networks.embedding import LayerNorm
 from rosetta_t5.networks.masks import make_decoder_mask
+from rosetta_t5.networks.output_layer import output_layer
 from rosetta_t5.networks.remat import REMAT_POLICIES, remat_layer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, check_one_of
 
@@ -100,7 +103,7 @@ class DecoderLayer(nn.Module):
   def __call__(
     self,
     inputs: Float[Array, "B T D"],
-    decoder_mask: Bool[Array, "B 1 T T"] | None = None,
+    decoder_mask: Bool[Array, "B 1 T T"] | SegmentMask | None = None,
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
@@ -152,7 +155,8 @@ class Decoder(nn.Module):
     max_decode_length: int | None = None,
     prefill: bool = False,
     prefill_lengths: Int[Array, " B"] | None = None,
-  ) -> Float[Array, "B T V"]:
+    return_logits: bool = True,
+  ) -> Float[Array, "B T V"] | Unprojected:
     """Returns the logits of the targets, in float32.
 
     Args:
@@ -167,6 +171,7 @@ class Decoder(nn.Module):
       max_decode_length: how many positions the cache holds.
       prefill: whether the tokens are whole prompts, to be put into a cache that has been made.
       prefill_lengths: how many of their positions; the rest is left for decoding.
+      return_logits: False for the logits' two factors; see `output_layer`.
     """
     del decoder_positions
     cfg, deterministic = self.config, not enable_dropout
@@ -180,6 +185,10 @@ class Decoder(nn.Module):
         decoder_causal_attention=decoder_causal_attention,
         decoder_segment_ids=decoder_segment_ids,
       )
+    if is_fused(cfg) and not (decode or prefill):
+      mask = _causal_segment_mask(
+        cfg, decoder_target_tokens > 0, decoder_segment_ids, decoder_causal_attention
+      )
     y = embedding(decoder_input_tokens.astype(jnp.int32))
     y = _dropout(cfg, "input_dropout")(y, deterministic=deterministic).astype(cfg.dtype)
     # Of the call's arguments, with self 0, those that are Python's own.
@@ -190,11 +199,21 @@ class Decoder(nn.Module):
       )
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
     y = _dropout(cfg, "output_dropout")(y, deterministic=deterministic)
-    if cfg.logits_via_embedding:
-      return embedding.attend(y) / jnp.sqrt(y.shape[-1])
-    return DenseGeneral(
-      cfg.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
-    )(y)
+    return output_layer(cfg, embedding, y, return_logits)
+
+
+def _causal_segment_mask(
+  config: TransformerConfig,
+  real: jax.Array,
+  segment_ids: jax.Array | None,
+  prefix: jax.Array | None,
+) -> SegmentMask:
+  if prefix is not None:
+    raise ValueError(
+      f"TransformerConfig.attention_kernel = {config.attention_kernel!r} is causal throughout, but "
+      "the inputs are to see each other (inputs_bidirectional_attention): set it to 'xla'"
+    )
+  return segment_mask(config, real, real, segment_ids, segment_ids, causal=True)
 
 
 class DecoderWrapper(nn.Module):
