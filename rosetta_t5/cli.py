@@ -38,6 +38,7 @@ def chat(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> int:
   """Say all that is wrong with gin files, and what they would run: check FILE… [--gin.X=Y]."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # what is checked may be meant for GPUs that others use
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   files = [f"--gin_file={a}" if not a.startswith("-") else a for a in arguments]
   return _run("main", [*files, "--dry_run"])
 

@@ -90,7 +90,6 @@ OTHERWISE = {
   "t5x.examples.t5.network.EncoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.DecoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.EncoderLayer": "the same",
-  "t5x.partitioning.PjittedFnWithContext": "made by partition(), not by users",
   "t5x.train_state.FlaxOptimTrainState": "made by create(), not by users",
 }
 

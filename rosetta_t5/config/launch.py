@@ -85,6 +85,7 @@ def _leave_accelerators_alone() -> None:
   import jax
 
   jax.config.update("jax_platforms", "cpu")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what a user's module may import
 
 
 def _prepare(command: CommandLine) -> None:

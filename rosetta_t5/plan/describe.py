@@ -212,10 +212,17 @@ def _flops(plan: Plan) -> Rows:
     one = training_flops_of(
       config, encoder_length=lengths["encoder"], decoder_length=lengths["decoder"]
     )
-    return [("FLOPs", f"{one * batch_size / 1e12:,.4g} TFLOP a step")]
+    return [("FLOPs", f"{_flop_text(one * batch_size)} a step")]
   tokens = batch_size * sum(plan.lengths.values())
   estimate = 6 * count_parameters(plan.state.params) * tokens
-  return [("FLOPs", f"about {estimate / 1e12:,.4g} TFLOP a step (6 a parameter and token)")]
+  return [("FLOPs", f"about {_flop_text(estimate)} a step (6 a parameter and token)")]
+
+
+def _flop_text(number: float) -> str:
+  for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+    if number >= size:
+      return f"{number / size:,.4g} {unit}"
+  return f"{number / 1e6:,.4g} MFLOP"
 
 
 def _changes(plan: Plan) -> Rows:
