@@ -122,7 +122,8 @@ def detect_checkpoint_type(
 
 
 def _layout(path: epath.Path) -> CheckpointTypes | None:
-  if (state_path(path) / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
+  folder = state_path(path) if path.is_dir() else path.parent
+  if (folder / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
     return CheckpointTypes.ORBAX
   if hugging_face.is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE

@@ -87,10 +87,11 @@ def restore(
     checkpoint_manager: knows the train state's shapes and places its arrays.
     paths: one path, or several.
     restore_cfg: how to restore.
-    fallback_state: where names that the checkpoint lacks come from.
+    fallback_state: where what the checkpoint lacks comes from.
   """
   if not isinstance(paths, str):
-    return [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
+    states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
+    return states[0] if len(states) == 1 else states
   return checkpoint_manager.restore(
     path=paths,
     fallback_state=fallback_state,

@@ -1,4 +1,4 @@
-"""Saves a checkpoint a step, without end, for a test that kills it: saver_process.py FOLDER.
+"""Saves a checkpoint a step, without end, for a test that kills it: saver_process.py FOLDER LAYOUT.
 
 Every array of step N is filled with N, so a checkpoint mixed of two steps would show.
 """
@@ -11,6 +11,8 @@ import sys
 import jax
 import jax.numpy as jnp
 
+from rosetta_t5.checkpoints.legacy import Checkpointer
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from tiny_state import Counter, Setup, Tiny
@@ -18,10 +20,13 @@ from tiny_state import Counter, Setup, Tiny
 WIDTH = 100_000
 
 
-def main(folder: pathlib.Path) -> None:
+def main(folder: pathlib.Path, layout: str) -> None:
   setup = Setup(module=Tiny(width=WIDTH), num_partitions=1)
   counter = Counter()
-  manager = setup.manager(folder, dataset_iterator=counter, keep=3)
+  if layout == "orbax":
+    manager = setup.manager(folder, dataset_iterator=counter, keep=3)
+  else:
+    manager = Checkpointer(setup.state(), setup.partitioner, folder, counter, keep=3)
   step = counter.position = manager.latest_step() or 0
   state = setup.state()
   while True:
@@ -32,4 +37,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  main(pathlib.Path(sys.argv[1]))
+  main(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
+from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer, plain_forward
+from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.state_dicts import flatten_state_dict
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -64,3 +65,32 @@ def test_parameters_restore_in_bfloat16_when_asked(initializer, shared):
   state = initializer.from_checkpoint([cfg])
   assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
   assert {leaf.dtype for leaf in jax.tree.leaves(state.param_states)} == {jnp.dtype(jnp.float32)}
+
+
+def test_legacy_checkpoint_restores_with_the_stored_values_split_over_the_mesh(initializer, shared):
+  path = shared / "reference/t5x_legacy/checkpoint_10"
+  state = initializer.from_checkpoint([RestoreCheckpointConfig(str(path), "specific")])
+  assert int(state.step) == 10
+  flat = flatten_state_dict(state.state_dict())
+  for name in (
+    "target/decoder/layers_1/mlp/wo/kernel",
+    "state/param_states/encoder/relpos_bias/rel_embedding/v",
+  ):
+    kvstore = {"driver": "file", "path": f"{path}/{name.replace('/', '.')}/"}
+    raw = ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
+    np.testing.assert_array_equal(flat[name], raw)
+  kernel = state.params["encoder"]["layers_0"]["mlp"]["wi_0"]["kernel"]
+  assert kernel.addressable_shards[0].data.shape == (64, 64)
+
+
+def test_forward_pass_that_conversions_are_checked_with_gives_t5x_s_logits(shared):
+  reference = np.load(shared / "reference/forward_and_decode.npz")
+  inputs, targets, wanted = (
+    reference[f"batch/{name}"][:2]
+    for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+  )
+  for step in (0, 20):
+    arrays = read_arrays(shared / f"reference/t5x_orbax/checkpoint_{step}")
+    logits = plain_forward.logits(arrays, inputs, targets)
+    real = wanted > 0
+    np.testing.assert_allclose(logits[real], reference[f"logits_step{step}"][real], atol=1e-4)
