@@ -114,4 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  from rosetta_t5.cli import main as run
+
+  for name in VERBS:  # Gin files look for runs in __main__, and the verbs are none.
+    del globals()[name]
+  sys.exit(run())
