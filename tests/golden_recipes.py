@@ -117,7 +117,7 @@ def resolve(*names: str) -> None:
 
 def _bound() -> list[str]:
   """The run's arguments, all that they refer to, then what is bound besides."""
-  seen: set[tuple[str, str]] = set()
+  seen: set[tuple[str, ...]] = set()
   lines = []
   for key, bound in gin.config._CONFIG.items():
     name = key[1].split(".")[-1]
@@ -128,12 +128,12 @@ def _bound() -> list[str]:
     lines = [f"MODEL = {_text(gin.query_parameter('MODEL/gin.macro.value'), ['MODEL'], seen)}"]
   rest = sorted(key for key in gin.config._CONFIG if key not in seen and key[1] != "gin.macro")
   for scope, selector in rest:
-    call = _call(selector, gin.config._CONFIG[scope, selector], [], set())
+    call = _call(selector, gin.config._CONFIG[scope, selector], [], seen)
     lines.append(f"also {scope}{'/' * bool(scope)}{call}")
   return lines
 
 
-def _text(value: Any, scopes: list[str], seen: set[tuple[str, str]]) -> str:
+def _text(value: Any, scopes: list[str], seen: set[tuple[str, ...]]) -> str:
   """A gin value, with all that it refers to, as Python would write it."""
   match value:
     case ConfigurableReference():
@@ -146,14 +146,16 @@ def _text(value: Any, scopes: list[str], seen: set[tuple[str, str]]) -> str:
       return repr(value)
 
 
-def _reference(value: ConfigurableReference, scopes: list[str], seen: set[tuple[str, str]]) -> str:
+def _reference(value: ConfigurableReference, scopes: list[str], seen: set[tuple[str, ...]]) -> str:
   selector = value.configurable.selector
   if selector == "gin.macro":
     name = value.scopes[0]
     return _text(gin.config._CONFIG[name, "gin.macro"]["value"], [name], seen)
   inner = value.scopes or scopes
-  seen.update((scope, selector) for scope in ("", *inner))
   bound = gin.config._get_bindings(selector, scope_components=inner)
+  if bound and (selector, *inner) in seen:  # told once is enough
+    return f"{selector.rsplit('.', 1)[-1]}(…)"
+  seen.update({(selector, *inner)} | {(scope, selector) for scope in ("", *inner)})
   return _call(selector, bound, inner, seen, value.evaluate)
 
 

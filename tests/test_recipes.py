@@ -52,12 +52,8 @@ def test_a_recipe_comes_to_its_golden_text(name):
   assert text(name) == TEXTS[name], "if that is meant: make golden"
 
 
-# Their runs are not there yet.
-WAITING = re.compile("runs/(export|export_seqio|infer_from_tfexample_file|precompile)$")
-
-
 def test_every_recipe_has_a_golden_text():
-  assert sorted(TEXTS) == [name for name in every_recipe() if not WAITING.match(name)]
+  assert sorted(TEXTS) == every_recipe()
 
 
 def _parameters(name: str) -> int:
