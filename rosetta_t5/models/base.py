@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ class LazySeqioClass:
     self._name = name
 
   def __get__(self, instance: Any, owner: type) -> Any:
+    # Gin looks at all attributes of a class that a file names, and wants none of them.
+    if instance is None and "seqio" not in sys.modules:
+      return self
     import seqio
 
     return getattr(seqio, self._name)
