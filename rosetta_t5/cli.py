@@ -37,8 +37,6 @@ def chat(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
   """Say all that is wrong with gin files, and what they would run: check FILE… [--gin.X=Y]."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # what is checked may be meant for GPUs that others use
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   files = [f"--gin_file={a}" if not a.startswith("-") else a for a in arguments]
   return _run("main", [*files, "--dry_run"])
 
@@ -78,6 +76,13 @@ def prepare(arguments: Sequence[str]) -> int:
   return run_prepare(arguments)
 
 
+def inspect(arguments: Sequence[str]) -> int:
+  """Show a task's batches as text, how full they are, and what is wrong: inspect TASK."""
+  from rosetta_t5.data.inspect_task import main as run_inspect
+
+  return run_inspect(arguments)
+
+
 def quickstart(arguments: Sequence[str]) -> int:
   """Train a small T5 on the text of Python's own library, here and now."""
   from rosetta_t5.quickstart import main as run_quickstart
@@ -94,7 +99,20 @@ def doctor(arguments: Sequence[str]) -> int:
 
 VERBS = {
   verb.__name__: verb
-  for verb in (train, eval, infer, chat, check, convert, ckpt, vocab, prepare, quickstart, doctor)
+  for verb in (
+    train,
+    eval,
+    infer,
+    chat,
+    check,
+    convert,
+    ckpt,
+    vocab,
+    prepare,
+    inspect,
+    quickstart,
+    doctor,
+  )
 }
 
 

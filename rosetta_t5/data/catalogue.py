@@ -81,7 +81,7 @@ def _give_way(registry: Any) -> None:
 
 def make_source(name: str, recipe: TaskRecipe) -> seqio.DataSource:
   """Returns a source that looks for its data on this machine when it is first asked."""
-  seqio = import_seqio()
+  seqio: Any = import_seqio()
 
   class KnownSource(seqio.DataSource):
     """A folder of TensorFlow Datasets or the dataset's own files, whichever is there."""
@@ -136,7 +136,7 @@ def _find_source(name: str, recipe: TaskRecipe) -> Any:
 
 def _tfds_source(folder: str) -> Any:
   """TFDS would take --tfds_data_dir for this folder, so its builder is handed over as made."""
-  seqio = import_seqio()
+  seqio: Any = import_seqio()
 
   class FolderLoader(seqio.LazyTfdsLoader):
     @property

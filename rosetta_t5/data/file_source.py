@@ -24,7 +24,7 @@ def make_file_source(
     readers: for each split what reads them.
     names: the examples' features.
   """
-  seqio = import_seqio()
+  seqio: Any = import_seqio()
 
   class FileSource(seqio.FileDataSource):
     """One reader a split, where SeqIO's own has one for all."""

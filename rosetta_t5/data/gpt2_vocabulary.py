@@ -109,7 +109,7 @@ def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> se
 
 @functools.cache
 def _class() -> Any:
-  seqio = import_seqio()
+  seqio: Any = import_seqio()
 
   class Gpt2Vocabulary(seqio.Vocabulary):
     """The encoder, each id one higher, for padding."""
@@ -143,8 +143,9 @@ def _class() -> Any:
     def _encode_tf(self, s: Any) -> Any:
       tf = import_tensorflow()
 
-      def encode(text: bytes) -> np.ndarray:
-        return np.array(self._encode(text.decode(errors="replace")), np.int32)
+      def encode(text: bytes | np.ndarray) -> np.ndarray:
+        raw = text.item() if isinstance(text, np.ndarray) else text  # an array outside of graphs
+        return np.array(self._encode(raw.decode(errors="replace")), np.int32)
 
       tokens = tf.numpy_function(encode, [s], tf.int32, stateful=False)
       tokens.set_shape([None])

@@ -64,7 +64,11 @@ def preprocessors(objective: str) -> list[Callable[..., Any]]:
   """
   if objective not in OBJECTIVES or objective == "ul2":
     raise ValueError(f"objective = {objective!r} is none of {', '.join(OBJECTIVES)}")
-  make = {"span_corruption": [span_corruption], "prefix_lm": [prefix_lm], "causal_lm": [causal_lm]}
+  make: dict[str, list[Callable[..., Any]]] = {
+    "span_corruption": [span_corruption],
+    "prefix_lm": [prefix_lm],
+    "causal_lm": [causal_lm],
+  }
   return _around(make.get(objective, []))
 
 

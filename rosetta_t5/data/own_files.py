@@ -155,7 +155,7 @@ def _metric(name: str) -> Any:
 
 def _digest(arguments: Mapping[str, Any]) -> str:
   vocabulary = arguments["vocabulary"]
-  state = getattr(vocabulary, "__getstate__", dict)()
+  state: Any = getattr(vocabulary, "__getstate__", dict)()
   told = repr({**arguments, "vocabulary": (type(vocabulary).__name__, state)})
   return hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
 

@@ -77,7 +77,7 @@ def _to_example(kind: str, texts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> LocalFiles:
-  splits = {
+  splits: dict[str, tuple[str, ...]] = {
     split: (f"{split}*.tsv", f"{split}*.jsonl*", f"{split}*.parquet", f"{split}*.csv")
     for split in ("train", "validation", "test")
   }

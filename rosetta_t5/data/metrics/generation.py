@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 ROUGE_KEYS = ("rouge1", "rouge2", "rougeLsum")
 
@@ -19,7 +20,7 @@ def bleu(
   """
   import sacrebleu
 
-  references = targets if targets and isinstance(targets[0], list) else [targets]
+  references: Any = targets if targets and isinstance(targets[0], list) else [targets]
   score = sacrebleu.corpus_bleu(
     predictions,
     references,

@@ -21,9 +21,9 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def keys_of(*numbers: int | np.ndarray) -> np.ndarray:
   """Returns a key for each combination of numbers; arrays among them are broadcast."""
-  key = np.uint64(0)
+  key = np.asarray(np.uint64(0))
   for number in numbers:
-    key = mix(np.asarray(key) ^ mix(np.asarray(number).astype(np.uint64)))
+    key = mix(key ^ mix(np.asarray(number).astype(np.uint64)))
   return np.asarray(key)
 
 

@@ -55,9 +55,9 @@ class Batches:
     """Returns the batch of a step."""
     return self._make([step * self.batch_size + row for row in self.rows])
 
-  def one_epoch(self, most: int) -> Sequence[HostBatch]:
+  def one_epoch(self, most: int) -> OneEpoch:
     """Returns batches in order, at most `most`; rows after the last example are empty."""
-    return _OneEpoch(self, min(most, -(-self.examples // self.batch_size)))
+    return OneEpoch(self, min(most, -(-self.examples // self.batch_size)))
 
   @property
   def examples(self) -> int:
@@ -81,25 +81,38 @@ class Batches:
     return batch
 
   def _make(self, numbers: Sequence[int]) -> HostBatch:
-    places = [self.schedule.place(number) for number in numbers]
-    tokens_BL = np.stack([self._read(source, number) for source, number in places])
+    tokens_BL = self._read([self.schedule.place(number) for number in numbers])
     if self.noise is None:
       return self._model_features({"targets": tokens_BL})
     keys_B = keys_of(self.seed, np.array(numbers))
     inputs, targets = corrupt_spans(tokens_BL, keys_B, self.vocab_size, *self.noise)
     return self._model_features({"inputs": _ended(inputs), "targets": _ended(targets)})
 
-  def _read(self, source: int, number: int) -> np.ndarray:
-    """Reads a segment; where a shard is damaged, the one half an epoch on."""
-    segments = self.segments[source]
-    try:
-      return segments.read(number)
-    except ValueError as error:
-      self.unreadable += 1
-      logging.warning("Example %d is replaced by another: %s", number, error)
-      epoch, index = divmod(number, segments.count)
-      other = (index + segments.count // 2) % segments.count
-      return segments.read(epoch * segments.count + other)
+  def _read(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Reads the segments of a batch, those of each source together."""
+    tokens_BL = np.empty((len(places), self.segments[0].length), np.int32)
+    for source, segments in enumerate(self.segments):
+      rows = [row for row, (of_row, _) in enumerate(places) if of_row == source]
+      numbers = [places[row][1] for row in rows]
+      try:
+        tokens_BL[rows] = segments.stream.read(
+          [segments.start(n) for n in numbers], segments.length
+        )
+      except ValueError:
+        for row, number in zip(rows, numbers, strict=True):
+          tokens_BL[row] = self._read_or_replace(segments, number)
+    return tokens_BL
+
+  def _read_or_replace(self, segments: Segments, number: int) -> np.ndarray:
+    """Reads a segment; where its shard is damaged, the next one that is not."""
+    for instead in range(number, number + segments.count):
+      try:
+        return segments.stream.read([segments.start(instead)], segments.length)[0]
+      except ValueError as error:
+        self.unreadable += 1
+        if self.unreadable & (self.unreadable - 1) == 0:  # each power of two
+          logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)
+    raise ValueError(f"Not one example of {segments.stream.folder} can be read: prepare it again")
 
   def _model_features(self, features: Mapping[str, np.ndarray]) -> HostBatch:
     """What SeqIO's feature converters would make of the task's features."""
@@ -123,7 +136,7 @@ class Batches:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OneEpoch:
+class OneEpoch:
   """An evaluation's batches, to be gone through again and again."""
 
   batches: Batches

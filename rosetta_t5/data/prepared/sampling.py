@@ -42,15 +42,15 @@ class Segments:
     """Segments in an epoch. One fewer than there is room for, to start anywhere in the first."""
     return max(1, self.stream.size // self.length - self.shuffle)
 
-  def read(self, number: int) -> np.ndarray:
-    """Returns the `number`-th segment [length] of an endless succession of epochs."""
+  def start(self, number: int) -> int:
+    """Returns where the `number`-th segment of an endless succession of epochs begins."""
     epoch, index = divmod(number, self.count)
-    offset = 0
-    if self.shuffle:
-      room = self.stream.size - self.count * self.length
-      offset = int(keys_of(self.seed, epoch, 1)) % min(room + 1, self.length)
-      index = _shuffled(index, self.count, int(keys_of(self.seed, epoch, 2)))
-    return self.stream.read(offset + index * self.length, self.length)
+    if not self.shuffle:
+      return index * self.length
+    room = self.stream.size - self.count * self.length
+    offset = int(keys_of(self.seed, epoch, 1)) % min(room + 1, self.length)
+    index = _shuffled(index, self.count, int(keys_of(self.seed, epoch, 2)))
+    return offset + index * self.length
 
 
 def _shuffled(index: int, count: int, seed: int) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,35 +73,55 @@ class TokenStream:
   def __setstate__(self, state: dict[str, Any]) -> None:
     self.__dict__.update(state, _lock=threading.Lock())
 
-  def read(self, start: int, count: int) -> np.ndarray:
-    """Returns the tokens [count] from `start` on, int32; over documents' and shards' borders."""
-    parts = []
+  def read(self, starts: Sequence[int], count: int) -> np.ndarray:
+    """Returns the tokens [len(starts), count] from each start on, int32; over all borders.
+
+    Raises:
+      ValueError: a shard is damaged.
+    """
+    wanted: dict[int, set[int]] = {}
+    plan = [list(self._places(start, count)) for start in starts]
+    for shard, records, _ in (place for places in plan for place in places):
+      wanted.setdefault(shard, set()).update(records)
+    found = {
+      (shard, record): tokens
+      for shard, records in wanted.items()
+      for record, tokens in self._records(shard, sorted(records))
+    }
+    rows = np.empty((len(plan), count), np.int32)
+    for row, places in zip(rows, plan, strict=True):
+      parts = [
+        np.concatenate([found[shard, record] for record in records])[inside]
+        for shard, records, inside in places
+      ]
+      row[:] = np.concatenate(parts)
+    return rows
+
+  def _places(self, start: int, count: int) -> Iterator[tuple[int, range, slice]]:
+    """Yields where tokens lie: shard, its records, and the part of these records' tokens."""
     while count > 0:
       shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-      first = start - int(self._starts[shard])
+      ends = self._index(shard)
+      inside = start - int(self._starts[shard])
       here = min(count, int(self._starts[shard + 1]) - start)
-      parts.append(self._read_shard(shard, first, here))
+      first, last = np.searchsorted(ends, [inside + 1, inside + here])
+      skip = inside - int(ends[first - 1])
+      yield shard, range(int(first) - 1, int(last)), slice(skip, skip + here)
       start, count = start + here, count - here
-    return (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
 
-  def _read_shard(self, shard: int, start: int, count: int) -> np.ndarray:
-    ends = self._index(shard)
-    first = int(np.searchsorted(ends, start, side="right")) - 1
-    last = int(np.searchsorted(ends, start + count, side="left"))
-    records = self._records(shard, first, last)
-    tokens = np.frombuffer(b"".join(records), self._kind)
-    skip = start - int(ends[first])
-    if len(tokens) < skip + count:
-      raise ValueError(_damaged(self._files[shard], f"records {first} to {last} are too short"))
-    return tokens[skip : skip + count]
-
-  def _records(self, shard: int, first: int, last: int) -> list[bytes]:
+  def _records(self, shard: int, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Reads records, all in one call, for each call costs as much as many records."""
+    path, ends = self._files[shard], self._index(shard)
     try:
       with self._lock:  # the reader's position is its own
-        return self._reader(shard).read(list(range(first, last)))
+        records = self._reader(shard).read(list(numbers))
     except (RuntimeError, ValueError, IndexError) as error:
-      text = f"records {first} to {last}: {str(error).splitlines()[0][:200]}"
-      raise ValueError(_damaged(self._files[shard], text)) from error
+      raise ValueError(_damaged(path, str(error).splitlines()[0][:200])) from error
+    for number, record in zip(numbers, records, strict=True):
+      tokens = np.frombuffer(record, self._kind)
+      if len(tokens) != int(ends[number + 1]) - int(ends[number]):
+        raise ValueError(_damaged(path, f"record {number} has {len(tokens)} tokens"))
+      yield number, tokens
 
   def _index(self, shard: int) -> np.ndarray:
     """Where each record begins and ends in its shard; stays on disk until it is looked at."""

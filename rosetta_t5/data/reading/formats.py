@@ -98,7 +98,7 @@ def known_endings() -> str:
 def open_bytes(path: str) -> BinaryIO:
   """Opens a file for reading, unpacked while it is read."""
   if path.endswith(".gz"):
-    return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)  # type: ignore[arg-type]
+    return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
   if path.endswith(".xz"):
     return io.BufferedReader(lzma.open(path, "rb"), 1 << 20)
   if path.endswith((".zst", ".zstd", ".bz2")):

@@ -22,12 +22,16 @@ def read_records(path: str, layout: Layout | None = None) -> Iterator[Located]:
   """Yields the records of a file in order, bad ones as `BadExample`.
 
   Text has the one column "text". A file that is cut off or damaged gives what comes before, then
-  one bad example; it never raises.
+  one bad example.
+
+  Raises:
+    ValueError: the file's format is not known.
   """
   layout = layout or Layout()
+  read = _READERS[format_of(path, layout)]
   place = 0
   try:
-    for place, record in _READERS[format_of(path, layout)](path, layout):
+    for place, record in read(path, layout):
       yield place, record
   except _BROKEN_FILE as error:
     reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -63,7 +67,8 @@ def _text(path: str, layout: Layout) -> Iterator[Located]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-  start, lines = 1, []
+  start = 1
+  lines: list[bytes] = []
   for number, line in enumerate(file, start=1):
     if line.strip():
       start = number if not lines else start
@@ -102,7 +107,7 @@ def _table(delimiter: str) -> Callable[[str, Layout], Iterator[Located]]:
     with open_bytes(path) as file:
       text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
       # tsv files as they are handed out (GLUE's, MNLI's) have quotes that are only characters
-      quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+      quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
       csv.field_size_limit(1 << 30)
       rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
       names = list(layout.columns or next(rows, []))

@@ -1,0 +1,234 @@
+"""The prepared feed: no token lost, T5's statistics, the same batches on any number of hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from inline_executor import Here
+
+from rosetta_t5.data import DatasetConfig, get_dataset, get_training_eval_datasets
+from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
+from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
+from rosetta_t5.data.prepared.sampling import Schedule
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+
+WORDS = ("red", "old", "cat", "hat", "sea", "sun")
+VOCAB_SIZE = 18 + 100
+LENGTHS = {"inputs": 32, "targets": 16}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+  """Two prepared folders, the second three times as large."""
+  top = tmp_path_factory.mktemp("prepared")
+  model = top / "pieces.model"
+  model.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18))
+  random = np.random.default_rng(0)
+  for name, count in (("a", 60), ("b", 180)):
+    texts = [" ".join(random.choice(WORDS, 40)) for _ in range(count)]
+    (top / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    prepare(
+      str(top / f"{name}.jsonl"), str(model), top / name, validation_percent=15, executor=Here()
+    )
+  return [str(top / "a"), str(top / "b")]
+
+
+def config(task: Any, **overrides: Any) -> DatasetConfig:
+  fields = {"split": "train", "batch_size": 8, "shuffle": True, "seed": 5}
+  return DatasetConfig(task, LENGTHS, **{**fields, **overrides})  # type: ignore[arg-type]
+
+
+def test_inputs_and_targets_together_give_back_the_tokens() -> None:
+  tokens = np.random.default_rng(0).integers(3, 18, (64, 40), np.int32)
+  inputs, targets = corrupt_spans(tokens, keys_of(1, np.arange(64)), VOCAB_SIZE)
+  assert inputs.shape == (64, 40 - 6 + 2)
+  assert targets.shape == (64, 6 + 2)
+  for row, given, wanted in zip(tokens, inputs, targets, strict=True):
+    spans: dict[int, list[int]] = {}
+    for token in map(int, wanted):
+      if token >= 18:
+        span = spans.setdefault(token, [])
+      else:
+        span.append(token)
+    assert list(spans) == [VOCAB_SIZE - 1, VOCAB_SIZE - 2]
+    assert all(spans.values())
+    restored = [t for token in map(int, given) for t in spans.get(token, [token])]
+    assert restored == row.tolist()
+
+
+def test_dropped_tokens_lie_evenly_and_spans_have_t5s_lengths() -> None:
+  tokens = np.tile(np.arange(3, 571, dtype=np.int32), (2000, 1))
+  inputs, targets = corrupt_spans(tokens, keys_of(7, np.arange(2000)), 10_000)
+  assert inputs.shape[1] + 1 == 512
+  assert targets.shape[1] + 1 == 114
+  dropped = np.bincount(targets[targets < 9000], minlength=571)[3:]
+  middle = dropped[20:-20] / 2000
+  assert middle.mean() == pytest.approx(0.15, abs=0.005)
+  assert np.abs(middle - 0.15).max() < 5 * np.sqrt(0.15 * 0.85 / 2000)
+  lengths = np.diff(np.flatnonzero(np.append(targets, 9999) > 9000)) - 1
+  # 85 tokens in 28 spans, every way as likely: a span has one token with chance 27/84.
+  assert np.mean(lengths == 1) == pytest.approx(27 / 84, abs=0.01)
+
+
+def test_rows_depend_on_their_own_key_alone() -> None:
+  tokens = np.random.default_rng(0).integers(3, 18, (8, 40), np.int32)
+  keys = keys_of(1, np.arange(8))
+  together = corrupt_spans(tokens, keys, VOCAB_SIZE)
+  alone = corrupt_spans(tokens[3:4], keys[3:4], VOCAB_SIZE)
+  np.testing.assert_array_equal(together[0][3:4], alone[0])
+  np.testing.assert_array_equal(together[1][3:4], alone[1])
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_have_together_the_batch_that_one_has(folders: list[str], hosts: int) -> None:
+  cfg = config(prepared_task(folders))
+  alone = get_dataset(cfg, 0, 1, None)
+  feeds = [get_dataset(cfg, host, hosts, None) for host in range(hosts)]
+  for _ in range(30):
+    whole, parts = next(alone), [next(feed) for feed in feeds]
+    for name, value in whole.items():
+      np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
+
+
+def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: list[str]) -> None:
+  batches = prepared_task(folders[0]).batches(config("", batch_size=1), 0, 1, 5)
+  (segments,) = batches.segments
+  first, second = (
+    [segments.start(epoch * segments.count + n) for n in range(segments.count)] for epoch in (0, 1)
+  )
+  for starts in (first, second):
+    assert set(np.diff(sorted(starts))) == {segments.length}
+  assert np.argsort(first).tolist() != np.argsort(second).tolist()
+  assert batches.epochs(segments.count) == [1.0]
+
+
+def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_a_million(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  cfg = config(prepared_task(folders))
+  feed = get_dataset(cfg, 0, 1, None)
+  for _ in range(5):
+    next(feed)
+  feed.save(tmp_path / "position")
+  expected = next(feed)
+  other = get_dataset(cfg, 1, 2, None)
+  other.restore(tmp_path / "position")
+  for name, value in next(other).items():
+    np.testing.assert_array_equal(value, expected[name][4:])
+  (tmp_path / "position").write_text('{"step": 1000000}')
+  started = time.monotonic()
+  feed.restore(tmp_path / "position")
+  batch = next(feed)
+  assert time.monotonic() - started < 1
+  np.testing.assert_array_equal(
+    batch["encoder_input_tokens"], feed.batches[1_000_000]["encoder_input_tokens"]
+  )
+
+
+def test_seeds_give_other_batches(folders: list[str]) -> None:
+  a, b = (next(get_dataset(config(prepared_task(folders), seed=s), 0, 1, None)) for s in (1, 2))
+  assert (a["encoder_input_tokens"] != b["encoder_input_tokens"]).any()
+
+
+def test_model_features_are_those_of_seqios_converter(folders: list[str]) -> None:
+  import seqio  # after the feed, which does without
+  import tensorflow as tf
+
+  batch = next(get_dataset(config(prepared_task(folders), pack=False), 0, 1, None))
+  inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
+  assert (inputs > 0).all()  # full: nothing is lost to padding
+  assert (inputs[:, -1] == 1).all()
+  rows = [{"inputs": i[i > 0], "targets": t[t > 0]} for i, t in zip(inputs, targets, strict=True)]
+  dataset = tf.data.Dataset.from_generator(
+    lambda: rows,
+    output_signature={n: tf.TensorSpec([None], tf.int32) for n in ("inputs", "targets")},
+  )
+  converted = seqio.EncDecFeatureConverter(pack=False)(dataset, LENGTHS).batch(8)
+  expected = next(converted.as_numpy_iterator())
+  assert set(batch) == set(expected)
+  for name, value in expected.items():
+    np.testing.assert_array_equal(batch[name], value)
+
+
+def test_packing_adds_segments_and_positions(folders: list[str]) -> None:
+  batch = next(get_dataset(config(prepared_task(folders), pack=True), 0, 1, None))
+  real = batch["decoder_target_tokens"] > 0
+  np.testing.assert_array_equal(batch["decoder_segment_ids"], real)
+  np.testing.assert_array_equal(batch["decoder_positions"], np.arange(16) * real)
+  assert batch["encoder_segment_ids"].all()
+
+
+def test_causal_targets_are_the_text(folders: list[str]) -> None:
+  task = prepared_task(folders[0], objective="causal_lm")
+  cfg = dataclasses.replace(config(task, shuffle=False), task_feature_lengths={"targets": 20})
+  batch = next(get_dataset(cfg, 0, 1, None))
+  text = TokenStream(folders[0], "train").read([0], 8 * 20)[0]
+  np.testing.assert_array_equal(batch["decoder_target_tokens"].ravel(), text)
+  np.testing.assert_array_equal(batch["decoder_input_tokens"][:, 1:], text.reshape(8, 20)[:, :-1])
+  assert not batch["decoder_input_tokens"][:, 0].any()
+
+
+def test_evaluation_ends_alike_everywhere_and_counts_nothing_twice(folders: list[str]) -> None:
+  cfg = config(prepared_task(folders[0]), split="validation", batch_size=4)
+  hosts = [get_training_eval_datasets(cfg, h, 2, 1000, None)["prepared"] for h in range(2)]
+  batches = [list(host) for host in hosts]
+  assert len(batches[0]) == len(batches[1]) > 1
+  rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
+  assert len(rows) == hosts[0].batches.examples
+  assert len(rows) % 4  # else the last batch would be full, and nothing shown
+  assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2  # again, for the next time
+  short = get_training_eval_datasets(cfg, 0, 2, 1, None)["prepared"]
+  assert len(list(short)) == 1
+
+
+def test_rates_hold_in_every_thousand_examples() -> None:
+  schedule = Schedule([1, 3], seed=0)
+  places = [schedule.place(number) for number in range(2000)]
+  for window in (places[:1000], places[1000:]):
+    assert sum(source == 0 for source, _ in window) == 250
+  for source in (0, 1):
+    assert sorted(rank for s, rank in places if s == source) == list(
+      range(sum(s == source for s, _ in places))
+    )
+
+
+def test_a_damaged_record_is_replaced_the_same_way_each_time(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  import shutil
+
+  copy = tmp_path / "copy"
+  shutil.copytree(folders[0], copy)
+  (shard,) = copy.glob("train-*.array_record")
+  data = bytearray(shard.read_bytes())
+  data[3000:3200] = bytes(200)  # records; the file's end has the index
+  shard.write_bytes(bytes(data))
+  feeds = [get_dataset(config(prepared_task(str(copy))), 0, 1, None) for _ in range(2)]
+  for _ in range(12):
+    a, b = (next(feed) for feed in feeds)
+    np.testing.assert_array_equal(a["encoder_input_tokens"], b["encoder_input_tokens"])
+    assert (a["encoder_input_tokens"] > 0).all()
+  assert feeds[0].batches.unreadable > 0
+
+
+def test_what_does_not_fit_is_refused(folders: list[str]) -> None:
+  task = prepared_task(folders[0])
+  cfg = config(task)
+  short = dataclasses.replace(cfg, task_feature_lengths={"inputs": 32, "targets": 3})
+  with pytest.raises(ValueError, match=r"set 'targets' to at least \d"):
+    get_dataset(short, 0, 1, None)
+  with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train', 'validation'"):
+    get_dataset(dataclasses.replace(cfg, split="test"), 0, 1, None)
+  long = dataclasses.replace(cfg, task_feature_lengths={"inputs": 50_000, "targets": 20_000})
+  with pytest.raises(ValueError, match=r"tokens, fewer than the \d+ of one example"):
+    get_dataset(long, 0, 1, None)
+  with pytest.raises(ValueError, match=r"2 folders and 1 rates"):
+    prepared_task(folders, rates=[1.0])
+  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: it is no prepared data"):
+    prepared_task("/nowhere")

@@ -1,0 +1,186 @@
+"""Preparing: what is written, killed and continued runs, bad input, damaged shards."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from inline_executor import Here
+
+from rosetta_t5.data.prepared import TokenStream, prepare
+from rosetta_t5.data.prepared import shard_job as jobs
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+
+WORDS = ("red", "old", "cat", "hat", "sea", "sun")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
+  path.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18))
+  return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path: pathlib.Path) -> list[str]:
+  """Four files of 50 documents, of 1 to 40 words."""
+  random = np.random.default_rng(0)
+  (tmp_path / "in").mkdir()
+  documents = [" ".join(random.choice(WORDS, size)) for size in random.integers(1, 40, 200)]
+  for number in range(4):
+    lines = [json.dumps({"text": d}) + "\n" for d in documents[number * 50 : number * 50 + 50]]
+    (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
+  return documents
+
+
+def files(folder: pathlib.Path) -> dict[str, bytes]:
+  return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def run(tmp_path: pathlib.Path, vocabulary: str, **options: Any) -> dict[str, Any]:
+  options = {"executor": Here(), **options}
+  out = options.pop("out", tmp_path / "out")
+  return prepare(str(tmp_path / "in/*.jsonl"), vocabulary, out, **options)
+
+
+def test_the_tokens_are_the_documents_and_the_manifest_counts_them(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  manifest = run(tmp_path, vocabulary, validation_percent=20)
+  tokenizer = sentencepiece.SentencePieceProcessor(model_file=vocabulary)
+  pieces = {}
+  for split in ("train", "validation"):
+    stream = TokenStream(tmp_path / "out", split)
+    assert manifest["splits"][split]["tokens"] == stream.size
+    pieces[split] = tokenizer.decode(stream.read([0], stream.size)[0].tolist())
+  counts = {split: manifest["splits"][split]["documents"] for split in pieces}
+  assert sum(counts.values()) == 200
+  assert 20 <= counts["validation"] <= 65
+  assert len(" ".join(pieces.values()).split()) == len(" ".join(corpus).split())
+  assert manifest["text_bytes"] == sum(map(len, corpus))
+
+
+def test_any_part_of_the_stream_is_read_over_the_borders_of_records_and_shards(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(jobs, "TOKENS_A_RECORD", 7)
+  run(tmp_path, vocabulary)
+  stream = TokenStream(tmp_path / "out", "train")
+  whole = stream.read([0], stream.size)[0]
+  starts = [0, 1, 6, 7, 8, stream.size // 2, stream.size - 50]
+  for row, start in zip(stream.read(starts, 50), starts, strict=True):
+    np.testing.assert_array_equal(row, whole[start : start + 50])
+
+
+def test_long_documents_are_cut_without_changing_their_tokens(
+  tmp_path: pathlib.Path, vocabulary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(jobs, "_CHARACTERS_A_PIECE", 30)
+  monkeypatch.setattr(jobs, "_CHARACTERS_A_BATCH", 50)
+  text = " ".join(np.random.default_rng(1).choice(WORDS, 500))
+  (tmp_path / "in").mkdir()
+  (tmp_path / "in/a.jsonl").write_text(json.dumps({"text": text}))
+  manifest = run(tmp_path, vocabulary, validation_percent=0, append_end=True)
+  expected = sentencepiece.SentencePieceProcessor(model_file=vocabulary).encode(text)
+  stream = TokenStream(tmp_path / "out", "train")
+  np.testing.assert_array_equal(stream.read([0], stream.size)[0], [*expected, 1])
+  assert manifest["splits"]["train"]["documents"] == 1
+
+
+def test_a_killed_run_leaves_no_manifest_and_goes_on_with_what_is_left(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary, out=tmp_path / "unbroken")
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, vocabulary, executor=Here(stop_after=2))
+  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: 2 shards are done, but not"):
+    TokenStream(tmp_path / "out", "train")
+  half = tmp_path / "out" / ".train-00003-of-00004.array_record.1"
+  half.write_bytes(b"what a killed worker leaves")
+  executor = Here()
+  run(tmp_path, vocabulary, executor=executor)
+  assert executor.ran == 2
+  assert files(tmp_path / "out") == files(tmp_path / "unbroken")
+
+
+def test_a_second_run_does_nothing_and_a_changed_file_is_done_again(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  first = run(tmp_path, vocabulary)
+  executor = Here()
+  assert run(tmp_path, vocabulary, executor=executor) == first
+  assert executor.ran == 0
+  path = tmp_path / "in/2.jsonl"
+  path.write_text(path.read_text().replace("red", "sun"))
+  run(tmp_path, vocabulary, executor=executor)
+  assert executor.ran == 1
+
+
+def test_a_damaged_shard_is_refused_and_mended_by_the_same_command(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary)
+  shard = tmp_path / "out/train-00001-of-00004.array_record"
+  whole = shard.read_bytes()
+  shard.write_bytes(whole[:-10])
+  with pytest.raises(ValueError, match=r"train-00001.*damaged \(\d+ bytes in place of \d+\)"):
+    TokenStream(tmp_path / "out", "train")
+  executor = Here()
+  run(tmp_path, vocabulary, executor=executor)
+  assert executor.ran == 1
+  assert shard.read_bytes() == whole
+
+
+def test_bad_examples_are_in_the_manifest(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  with open(tmp_path / "in/0.jsonl", "a") as file:
+    file.write('{"text": ""}\n{"body": 1}\n')
+  manifest = run(tmp_path, vocabulary)
+  assert sum(manifest["bad_examples"].values()) == 2
+  assert "0.jsonl, line 51" in manifest["first_bad_example"]
+  with pytest.raises(ValueError, match=r"0\.jsonl, line 51: text is empty"):
+    run(tmp_path, vocabulary, on_bad_example="refuse")
+
+
+def test_nothing_to_train_on_is_told_with_counts(tmp_path: pathlib.Path, vocabulary: str) -> None:
+  (tmp_path / "in").mkdir()
+  (tmp_path / "in/a.jsonl").write_text("")
+  with pytest.raises(ValueError, match=r"No document for training came out of 1 files \(0 for"):
+    run(tmp_path, vocabulary)
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out/thesis.tex").write_text("mine")
+  with pytest.raises(ValueError, match=r"holds thesis\.tex, which is no prepared data"):
+    run(tmp_path, vocabulary)
+
+
+@pytest.mark.slow
+def test_a_pool_of_processes_writes_the_same_files(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary, out=tmp_path / "here")
+  run(tmp_path, vocabulary, executor=None, workers=2)
+  assert files(tmp_path / "out") == files(tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_writes_the_same_files(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  distributed = pytest.importorskip("distributed")
+  run(tmp_path, vocabulary, out=tmp_path / "here")
+  with (
+    distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+    distributed.Client(cluster) as client,
+  ):
+    run(tmp_path, vocabulary, executor=client.get_executor())
+  assert files(tmp_path / "out") == files(tmp_path / "here")

@@ -1,0 +1,204 @@
+"""Files of every kind and compression, and each way in which they are broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import pathlib
+import re
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from rosetta_t5.data.reading import (
+  BadExample,
+  BadExamples,
+  BlockReader,
+  Layout,
+  find_files,
+  read_records,
+)
+from rosetta_t5.data.reading.blocks import RECORDS_A_BLOCK, HashSplit
+from rosetta_t5.data.templates import make_converter
+
+TEXTS = [f"text {n}" for n in range(600)]
+JSONL = "".join(json.dumps({"text": text, "meta": {"n": 1}}) + "\n" for text in TEXTS).encode()
+
+
+def zst(data: bytes) -> bytes:
+  return pyarrow.compress(data, codec="zstd", asbytes=True)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+  table = pyarrow.table({"text": TEXTS})
+  (tmp_path / "a.jsonl").write_bytes(JSONL)
+  (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL))
+  (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(JSONL))
+  # two frames, as programs that append write them
+  (tmp_path / "a.jsonl.zst").write_bytes(zst(JSONL[:5000]) + zst(JSONL[5000:]))
+  (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+  (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'1,"{t}"\n' for t in TEXTS))
+  (tmp_path / "a.tsv").write_text("text\n" + "".join(f"{t}\n" for t in TEXTS))
+  parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+  (tmp_path / "hf").mkdir()
+  (tmp_path / "hf/state.json").write_text("{}")
+  with pyarrow.ipc.new_stream(tmp_path / "hf/data-00000-of-00001.arrow", table.schema) as file:
+    file.write_table(table)
+  return tmp_path
+
+
+def texts(path: str, layout: Layout | None = None) -> list[str]:
+  return [record["text"] for _, record in read_records(path, layout)]
+
+
+def bad(path: pathlib.Path, layout: Layout | None = None) -> list[BadExample]:
+  return [record for _, record in read_records(str(path), layout) if isinstance(record, BadExample)]
+
+
+def test_every_format_and_compression_gives_the_same_texts(folder: pathlib.Path) -> None:
+  files = find_files([str(folder / "a.*"), str(folder / "hf")])
+  assert len(files) == 9
+  for path in files:
+    assert texts(path) == TEXTS, path
+
+
+def test_text_units(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.md"
+  path.write_text("one\ntwo\n\n\nthree\n")
+  assert texts(str(path)) == ["one", "two", "three"]
+  assert texts(str(path), Layout(text_unit="paragraph")) == ["one\ntwo", "three"]
+  assert [place for place, _ in read_records(str(path), Layout(text_unit="paragraph"))] == [1, 5]
+  assert texts(str(path), Layout(text_unit="file")) == ["one\ntwo\n\n\nthree"]
+
+
+def test_columns_without_a_first_line_are_named(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.csv"
+  path.write_text('1,"a, b"\n')
+  ((_, record),) = read_records(str(path), Layout(columns=("id", "text")))
+  assert record == {"id": "1", "text": "a, b"}
+
+
+@pytest.mark.parametrize(
+  ("line", "reason"),
+  [
+    (b'{"text": "cut', "no JSON: .*no end"),
+    (b'["text"]\n', "a JSON list, not an object"),
+    (b'{"text": "\xff"}\n', "no UTF-8 at byte 10"),
+    (b'{"text": "a\0b"}\n', "a NUL byte"),
+  ],
+)
+def test_a_broken_line_is_told_with_its_place_and_the_rest_is_read(
+  tmp_path: pathlib.Path, line: bytes, reason: str
+) -> None:
+  path = tmp_path / "a.jsonl"
+  path.write_bytes(b'{"text": "good"}\n' + line)
+  records = list(read_records(str(path)))
+  assert records[0][1] == {"text": "good"}
+  assert re.search(rf"a\.jsonl, line 2: {reason}", str(records[1][1]))
+
+
+def test_a_row_with_too_few_columns_or_no_utf8_is_bad(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.csv"
+  path.write_bytes(b"a,text\n1,x\n1\n2,\xff\n3,y\n")
+  assert [b.reason for b in bad(path)] == ["1 columns where 2 are named", "no UTF-8"]
+
+
+@pytest.mark.parametrize("pack", [zst, gzip.compress, lzma.compress])
+def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
+  tmp_path: pathlib.Path, pack: object
+) -> None:
+  ending = {zst: "zst", gzip.compress: "gz", lzma.compress: "xz"}[pack]  # type: ignore[index]
+  path = tmp_path / f"a.jsonl.{ending}"
+  data = b"".join(b'{"text": "%d %d"}\n' % (n, hash(str(n))) for n in range(60_000))
+  packed = pack(data)  # type: ignore[operator]
+  path.write_bytes(packed[: len(packed) * 2 // 3])
+  records = list(read_records(str(path)))
+  assert len(records) > 1000
+  last = records[-1][1]
+  assert isinstance(last, BadExample)
+  assert "breaks off" in last.reason or "no JSON" in last.reason
+
+
+def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.parquet"
+  parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+  path.write_bytes(path.read_bytes()[:-50])
+  (found,) = bad(path)
+  assert "breaks off" in found.reason
+
+
+def reader(policy: str = "skip", column: str = "text", **options: object) -> BlockReader:
+  return BlockReader(
+    make_converter({"text": column}),
+    bad_examples=BadExamples(policy),
+    **options,  # type: ignore[arg-type]
+  )
+
+
+def test_blocks_are_the_same_in_any_order(folder: pathlib.Path) -> None:
+  path = str(folder / "a.jsonl.gz")
+  in_order = reader()
+  blocks = [in_order.read(path, block) for block in range(3)]
+  assert [more for _, more in blocks] == [True, True, False]
+  assert [len(examples) for examples, _ in blocks] == [RECORDS_A_BLOCK, RECORDS_A_BLOCK, 88]
+  again = reader()
+  for block in (2, 0, 1, 0):
+    assert again.read(path, block) == blocks[block]
+
+
+def test_the_hash_splits_without_overlap_and_by_content(folder: pathlib.Path) -> None:
+  train, held_out = (
+    [e["text"] for e in reader(split=HashSplit(10, part)).examples(str(folder / "a.jsonl"))]
+    for part in (False, True)
+  )
+  assert sorted(train + held_out) == sorted(TEXTS)
+  assert 30 < len(held_out) < 90
+  other = [e["text"] for e in reader(split=HashSplit(10, True)).examples(str(folder / "a.csv"))]
+  assert other == held_out
+
+
+def test_bad_examples_are_counted_by_reason(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.jsonl"
+  path.write_text(
+    '{"text": ""}\n{"text": "a"}\n{"body": "b"}\n{"text": "\\ud800"}\n{"text": " "}\n'
+  )
+  of_file = reader()
+  assert [e["text"] for e in of_file.examples(str(path))] == ["a"]
+  assert of_file.bad_examples.counts["text is empty"] == 2
+  assert of_file.bad_examples.total == 4
+  assert "4 bad examples left out (2 × text is empty" in of_file.bad_examples.summary()
+
+
+def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"text": "a"}\nnot json\n')
+  with pytest.raises(ValueError, match=r'a\.jsonl, line 2: no JSON.*on_bad_example = "skip"'):
+    list(reader("refuse").examples(str(path)))
+
+
+def test_a_file_without_one_good_example_stops_at_once(folder: pathlib.Path) -> None:
+  text = r"Not one of the 600 records of .*a\.jsonl .*line 1: no column 'body' among 'text', 'meta'"
+  with pytest.raises(ValueError, match=text):
+    list(reader(column="body").examples(str(folder / "a.jsonl")))
+
+
+def test_templates() -> None:
+  convert = make_converter({"text": "{title}: {body} {{}}"})
+  assert convert({"title": "A", "body": ["b", 1]}) == {"text": "A: b 1 {}"}
+  assert convert({"title": "A"}) == "no column 'body' among 'title'"
+  with pytest.raises(ValueError, match="names no column"):
+    make_converter({"text": "{{}}"})
+  with pytest.raises(ValueError, match="is no template"):
+    make_converter({"text": "{title"})
+
+
+def test_files_that_are_not_there_are_refused_with_what_is(tmp_path: pathlib.Path) -> None:
+  (tmp_path / "b.jsonl").write_text("")
+  with pytest.raises(ValueError, match=r"There is no file .*a\.jsonl.* holds b\.jsonl"):
+    find_files(str(tmp_path / "a.jsonl"))
+  (tmp_path / "b.xml").write_text("")
+  with pytest.raises(ValueError, match=r"cannot be told from its name: .*\.parquet.*Set format"):
+    list(read_records(str(tmp_path / "b.xml")))

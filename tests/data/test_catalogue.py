@@ -1,0 +1,203 @@
+"""Known tasks: T5's texts and metrics, where their data is found, and peace with the package t5."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rosetta_t5.data import catalogue, postprocessing, text_formats
+from rosetta_t5.data.dataset_folders import VARIABLE
+from rosetta_t5.data.known import glue
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+  """What a test registers is gone after it, and it sees no data but its own."""
+  registry = import_seqio().TaskRegistry
+  monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+  monkeypatch.setenv(VARIABLE, str(tmp_path))
+  monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+  """t5's preprocessors, which take TFDS's examples."""
+  return pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
+
+
+def texts(function: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  stacked = {key: [example[key] for example in examples] for key in examples[0]}
+  if len(examples) == 1:
+    dataset = import_tensorflow().data.Dataset.from_tensors(examples[0])
+  else:
+    dataset = import_tensorflow().data.Dataset.from_tensor_slices(stacked)
+  return list(function(dataset).as_numpy_iterator())
+
+
+def assert_same(ours: Any, expected: Any, examples: Sequence[dict[str, Any]]) -> None:
+  for a, b in zip(texts(ours, examples), texts(expected, examples), strict=True):
+    assert {k: v.tolist() if hasattr(v, "tolist") else v for k, v in a.items()} == {
+      k: v.tolist() if hasattr(v, "tolist") else v for k, v in b.items()
+    }
+
+
+def test_glue_texts_and_labels_are_t5s(theirs: Any) -> None:
+  configs = pytest.importorskip("tensorflow_datasets").text.glue.Glue.builder_configs
+  glue_utils = pytest.importorskip("t5.data.glue_utils")
+  assert set(configs) == set(glue.BENCHMARKS)
+  for name, config in configs.items():
+    _, labels, columns, _ = glue.BENCHMARKS[name]
+    assert list(labels) == list(config.label_classes or [])
+    example = {column: f" {column}, it's  (two) words" for column in columns}
+    label: list[Any] = [4.37, 0.0] if name == "stsb" else [1, -1]
+    examples = [{**example, "label": value, "idx": n} for n, value in enumerate(label)]
+    ours = catalogue.TASKS[f"glue_{name}_v2"].text_format
+    assert_same(ours, glue_utils.get_glue_text_preprocessor(config), examples)
+
+
+def test_squad_translation_and_summary_texts_are_t5s(theirs: Any) -> None:
+  question = {
+    "id": "1",
+    "question": "What's 'it'?  (Really)",
+    "context": "It is\n100%, U.S.-made; no?",
+    "answers": {"text": ["a dog.", "the  dog"]},
+  }
+  assert_same(text_formats.squad(), theirs.squad, [question])
+  pair = {"de": "Das ist gut.", "en": "That is good.", "ro": "Bun."}
+  for target in ("de", "ro"):
+    ours = text_formats.translate("en", target)
+    assert_same(ours, lambda ds, t=target: theirs.translate(ds, "en", t), [pair])
+  article = {"article": "Long . Text .", "highlights": "Short ."}
+  ours = text_formats.summarize("article", "highlights")
+  expected = lambda ds: theirs.summarize(ds, "article", "highlights")  # noqa: E731
+  assert_same(ours, expected, [article])
+
+
+def test_lambada_asks_for_the_last_word() -> None:
+  (example,) = texts(text_formats.last_word(), [{"text": 'He said:\n"Go home, Bob'}])
+  assert example == {"inputs": b'He said:\n"Go home, <extra_id_0>', "targets": b"Bob"}
+
+
+def test_postprocessing() -> None:
+  to_class = postprocessing.label_to_class(["no", "yes"])
+  assert [to_class(text) for text in ("yes", "no", "maybe")] == [1, 0, -1]
+  assert [postprocessing.string_to_float(text) for text in ("3.4", "x")] == [3.4, -1.0]
+  example = {"answers": [b"a", b"b"]}
+  assert postprocessing.answers("a", example=example, is_target=True) == ["a", "b"]
+  assert postprocessing.answers("a", example=example) == "a"
+
+
+def test_a_dataset_that_is_nowhere_is_refused_with_the_places_and_what_to_set(
+  tmp_path: pathlib.Path,
+) -> None:
+  catalogue.register("the_pile_span_corruption")
+  task = import_seqio().TaskRegistry.get("the_pile_span_corruption")
+  with pytest.raises(
+    ValueError, match=r"the_pile/1\.0\.0, as TensorFlow Datasets(.|\n)*public copy"
+  ):
+    _ = task.splits
+
+
+def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
+  (tmp_path / "squad").mkdir()
+  qas = [{"id": "7", "question": "Who?", "answers": [{"text": "Ann"}, {"text": "Ann B."}]}]
+  data = {"data": [{"paragraphs": [{"context": "Ann is.", "qas": qas}]}]}
+  (tmp_path / "squad/dev-v1.1.json").write_text(json.dumps(data))
+  source = catalogue.make_source("squad", catalogue.TASKS["squad_v010_allanswers"])
+  assert list(source.splits) == ["validation"]
+  (example,) = source.get_dataset("validation", shuffle=False).as_numpy_iterator()
+  assert example["answers"]["text"].tolist() == [b"Ann", b"Ann B."]
+
+
+def test_mnlis_gold_labels_become_classes_and_undecided_ones_are_left_out(
+  tmp_path: pathlib.Path,
+) -> None:
+  (tmp_path / "glue/mnli").mkdir(parents=True)
+  rows = ["sentence1\tsentence2\tgold_label", 'A man.\tA "person.\tentailment', "x\ty\t-"]
+  (tmp_path / "glue/mnli/dev_matched.tsv").write_text("\n".join(rows))
+  recipe = catalogue.TASKS["glue_mnli_v2"]
+  source = catalogue.make_source("mnli", recipe)
+  dataset = recipe.text_format(source.get_dataset("validation_matched", shuffle=False))
+  (example,) = dataset.as_numpy_iterator()
+  assert example["inputs"] == b'mnli hypothesis: A "person. premise: A man.'
+  assert example["targets"] == b"entailment"
+
+
+def test_a_tfds_folder_is_read_as_it_is_whatever_its_names_case(tmp_path: pathlib.Path) -> None:
+  tf = import_tensorflow()
+  tfds = pytest.importorskip("tensorflow_datasets")
+  features = tfds.features.FeaturesDict(
+    {"text": tfds.features.Text(), "meta": {"pile_set_name": tfds.features.Text()}}
+  )
+  folder = tmp_path / "ThePile/1.0.0"
+  folder.mkdir(parents=True)
+  rows = [{"text": f"text {n}", "meta": {"pile_set_name": "Books3"}} for n in range(20)]
+  with tf.io.TFRecordWriter(str(folder / "the_pile-train.tfrecord-00000-of-00001")) as file:
+    for row in rows:
+      file.write(features.serialize_example(features.encode_example(row)))
+  features.save_config(folder)
+  split = {
+    "name": "train",
+    "shardLengths": [str(len(rows))],
+    "numBytes": "1000",
+    "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+  }
+  info = {"name": "the_pile", "version": "1.0.0", "fileFormat": "tfrecord", "splits": [split]}
+  (folder / "dataset_info.json").write_text(json.dumps(info))
+  source = catalogue.make_source("pile", catalogue.TASKS["the_pile_span_corruption"])
+  found = [
+    e["text"].decode() for e in source.get_dataset("train", shuffle=False).as_numpy_iterator()
+  ]
+  assert found == [row["text"] for row in rows]
+
+
+def test_a_later_registration_under_a_known_name_replaces_ours() -> None:
+  seqio = import_seqio()
+  seqio.TaskRegistry.remove("squad_v010_allanswers")
+  assert catalogue.register("squad_v010_allanswers")
+  ours = seqio.TaskRegistry.get("squad_v010_allanswers")
+  feature = seqio.Feature(seqio.ByteVocabulary())
+
+  def read(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
+    raise AssertionError("not read here")
+
+  options = {"source": seqio.FunctionDataSource(read, ["train"]), "preprocessors": []}
+  other = seqio.TaskRegistry.add(
+    "squad_v010_allanswers", **options, output_features={"targets": feature}
+  )
+  assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
+  with pytest.raises(ValueError, match="duplicate"):  # that one is not ours to replace
+    seqio.TaskRegistry.add("squad_v010_allanswers", **options, output_features={"targets": feature})
+  assert catalogue.register("squad_v010_allanswers")  # nor by ourselves
+  assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
+  del other
+
+
+def test_t5s_own_tasks_come_before_and_after_ours(theirs: Any) -> None:
+  import importlib
+  import sys
+
+  seqio = import_seqio()
+  for name in list(catalogue.TASKS):
+    seqio.TaskRegistry.remove(name)
+  mixtures = seqio.MixtureRegistry._REGISTRY
+  before = dict(mixtures)
+  catalogue.register("glue_mnli_v002")
+  saved = {n: sys.modules.pop(n) for n in ("t5.data.tasks", "t5.data.mixtures") if n in sys.modules}
+  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+    registry._REGISTRY = {n: p for n, p in registry._REGISTRY.items() if n == "glue_mnli_v002"}
+  try:
+    importlib.import_module("t5.data.mixtures")
+    assert catalogue.register("squad_v010_allanswers")
+    task = seqio.TaskRegistry.get("squad_v010_allanswers")
+    assert isinstance(task.source, seqio.TfdsDataSource)  # theirs was there first, and stays
+  finally:
+    seqio.MixtureRegistry._REGISTRY = before
+    for n in ("t5.data.tasks", "t5.data.mixtures"):
+      sys.modules.pop(n, None)
+    sys.modules.update(saved)

@@ -1,0 +1,97 @@
+"""Metrics: official rules by hand-made cases, and T5's own numbers where its package is at hand."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rosetta_t5.data import metrics
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+  return pytest.importorskip("t5.evaluation.metrics", reason="the package t5 is not installed")
+
+
+def test_squad_ignores_case_articles_punctuation_and_spaces() -> None:
+  scores = metrics.squad([["The  U.S. Army!"]], ["us army"])
+  assert scores == {"em": 100.0, "f1": 100.0}
+
+
+def test_squad_takes_the_best_answer_and_counts_shared_words() -> None:
+  # of "red big dog" (a, the: dropped) and "the dog": shared 1, precision 1/3, recall 1
+  scores = metrics.squad([["cat", "the dog"], ["x"]], ["a red big dog", "x"])
+  assert scores["em"] == 50.0
+  assert scores["f1"] == pytest.approx((100 * 2 * (1 / 3) / (4 / 3) + 100) / 2)
+
+
+def test_squads_first_answers_have_the_known_human_like_scores(shared: pathlib.Path) -> None:
+  """Each question's last answer judged by the others, and an exact copy, which must be perfect."""
+  articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]
+  answers = [
+    [a["text"] for a in qa["answers"]]
+    for ar in articles
+    for p in ar["paragraphs"]
+    for qa in p["qas"]
+  ]
+  assert metrics.squad(answers, [a[0] for a in answers]) == {"em": 100.0, "f1": 100.0}
+  several = [a for a in answers if len(a) > 1]
+  human = metrics.squad([a[:-1] for a in several], [a[-1] for a in several])
+  official = pytest.importorskip("t5.evaluation.metrics").squad(
+    [a[:-1] for a in several], [a[-1] for a in several]
+  )
+  assert human["em"] == pytest.approx(official["em"])
+  assert human["f1"] == pytest.approx(official["f1"])
+  assert 75 < human["em"] < 90 < human["f1"] + 5
+
+
+def test_classification_metrics_are_t5s(theirs: Any) -> None:
+  random = np.random.default_rng(0)
+  targets, predictions = random.integers(0, 2, 50).tolist(), random.integers(-1, 2, 50).tolist()
+  assert metrics.accuracy(targets, predictions) == pytest.approx(
+    theirs.accuracy(targets, predictions)
+  )
+  ours = metrics.f1_score_with_invalid(targets, list(predictions))
+  assert ours == pytest.approx(theirs.f1_score_with_invalid(targets, list(predictions)))
+  matthews = theirs.sklearn_metrics_wrapper(
+    "matthews_corrcoef", metric_post_process_fn=lambda x: 100 * x
+  )
+  ours = metrics.matthews_corrcoef(targets, predictions)
+  assert ours == pytest.approx(matthews(targets, predictions))
+
+
+def test_correlations_are_t5s_with_ties(theirs: Any) -> None:
+  random = np.random.default_rng(1)
+  targets, predictions = (np.round(random.uniform(0, 5, 60) * 5) / 5 for _ in range(2))
+  for name in ("pearson_corrcoef", "spearman_corrcoef"):
+    ours = getattr(metrics, name)(targets, predictions)
+    assert ours == pytest.approx(getattr(theirs, name)(targets, predictions))
+
+
+def test_bleu_and_rouge_are_t5s(theirs: Any) -> None:
+  targets = ["The dog bit the man .", "It was not unexpected . He ran ."]
+  predictions = ["The dog bit a man .", "It was unexpected . He ran away ."]
+  assert metrics.bleu(targets, predictions) == theirs.bleu(targets, predictions)
+  np.random.seed(0)
+  expected = theirs.rouge(targets, predictions)
+  np.random.seed(0)
+  assert metrics.rouge(targets, predictions) == expected
+
+
+def test_a_constant_prediction_has_no_correlation_and_no_f1() -> None:
+  assert metrics.matthews_corrcoef([0, 1], [0, 0]) == {"matthews_corrcoef": 0.0}
+  assert metrics.f1_score_with_invalid([0, 0], [0, 0]) == {"f1": 0.0}
+  assert np.isnan(metrics.pearson_corrcoef([1.0, 2.0], [3.0, 3.0])["pearson_corrcoef"])
+
+
+def test_lambada_judges_the_first_word() -> None:
+  assert metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
+
+
+def test_a_metric_of_nothing_is_refused() -> None:
+  with pytest.raises(ValueError, match="0 targets and 0 predictions"):
+    metrics.squad([], [])

@@ -1,0 +1,193 @@
+"""`file_task`: objectives made of files, splits, resume, and what users get wrong."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rosetta_t5.data import file_task
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+
+WORDS = ("red", "old", "cat", "hat", "sea", "sun")
+LENGTHS = {"inputs": 32, "targets": 32}
+
+
+@pytest.fixture(autouse=True)
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Tasks are gone after each test."""
+  seqio = import_seqio()
+  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
+  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
+  path.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18))
+  return import_seqio().SentencePieceVocabulary(str(path), extra_ids=30)
+
+
+@pytest.fixture
+def pattern(tmp_path: pathlib.Path) -> str:
+  """Three files of 40 documents, each with a title."""
+  random = np.random.default_rng(0)
+  for number in range(3):
+    texts = [" ".join(random.choice(WORDS, 30)) for _ in range(40)]
+    rows = [json.dumps({"title": WORDS[n % 6], "text": t}) + "\n" for n, t in enumerate(texts)]
+    (tmp_path / f"{number}.jsonl").write_text("".join(rows))
+  return str(tmp_path / "*.jsonl")
+
+
+def dataset(name: str, split: str = "train", **options: Any) -> Any:
+  options = {"shuffle": False, "num_epochs": 1, **options}
+  lengths = options.pop("lengths", LENGTHS)
+  task = import_seqio().get_mixture_or_task(name)
+  return task.get_dataset(lengths, split=split, **options)
+
+
+def examples(name: str, split: str = "train", **options: Any) -> list[dict[str, Any]]:
+  return list(dataset(name, split, **options).as_numpy_iterator())
+
+
+@pytest.mark.parametrize("objective", ["span_corruption", "prefix_lm"])
+def test_objectives_have_inputs_and_targets_that_end(
+  pattern: str, vocabulary: Any, objective: str
+) -> None:
+  found = examples(file_task(pattern, vocabulary=vocabulary, objective=objective))
+  assert len(found) > 20
+  for example in found:
+    assert set(example) == {"inputs", "targets"}
+    for name, length in LENGTHS.items():
+      assert example[name][-1] == 1
+      assert 1 < len(example[name]) <= length
+
+
+def test_a_prefix_lms_two_parts_are_the_text(pattern: str, vocabulary: Any) -> None:
+  name = file_task(pattern, vocabulary=vocabulary, objective="prefix_lm", validation_percent=0)
+  lengths = {"inputs": 400, "targets": 400}
+  found = examples(name, lengths=lengths)
+  texts = [json.loads(line)["text"] for n in range(3)
+           for line in pathlib.Path(pattern.replace("*", str(n))).read_text().splitlines()]  # fmt: skip
+  joined = [
+    vocabulary.decode([*e["inputs"][:-1].tolist(), *e["targets"][:-1].tolist()]) for e in found
+  ]
+  assert sorted(joined) == sorted(texts)
+
+
+def test_causal_targets_hold_whole_documents_each_ended(pattern: str, vocabulary: Any) -> None:
+  name = file_task(pattern, vocabulary=vocabulary, objective="causal_lm", validation_percent=0)
+  found = examples(name, lengths={"targets": 32})
+  ends = sum(int((e["targets"][:-1] == 1).sum()) for e in found)
+  assert ends + len(found) >= 120  # one a document; some of them are an example's own last token
+  assert all(len(e["targets"]) == 32 for e in found[:-2])
+
+
+def test_ul2_tells_its_modes_and_mixes_all_denoisers(pattern: str, vocabulary: Any) -> None:
+  name = file_task(pattern, vocabulary=vocabulary, objective="ul2")
+  seqio = import_seqio()
+  assert len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) == 7
+  for key, mode in (("x64", "[NLG]"), ("s", "[S2S]")):
+    found = examples(f"{name}_{key}")
+    tokens = vocabulary.encode(mode)
+    assert found
+    assert all(e["inputs"][: len(tokens)].tolist() == tokens for e in found)
+    assert all(len(e["inputs"]) <= 32 and len(e["targets"]) <= 32 for e in found)
+
+
+def test_seq2seq_takes_templates(pattern: str, vocabulary: Any) -> None:
+  name = file_task(
+    pattern,
+    vocabulary=vocabulary,
+    objective="seq2seq",
+    inputs="title: {text}",
+    targets="title",
+    metrics=["accuracy"],
+  )
+  example = examples(name)[0]
+  assert example["inputs_pretokenized"].startswith(b"title: ")
+  assert example["targets_pretokenized"].decode() in WORDS
+  task = import_seqio().TaskRegistry.get(name)
+  assert [fn.__name__ for fn in task.metric_fns] == ["accuracy"]
+
+
+def test_train_and_validation_do_not_overlap(pattern: str, vocabulary: Any) -> None:
+  options = {"vocabulary": vocabulary, "objective": "seq2seq", "inputs": "text", "targets": "title"}
+  name = file_task(pattern, validation_percent=20, **options)
+  parts = [
+    {e["inputs_pretokenized"] for e in examples(name, split)} for split in ("train", "validation")
+  ]
+  assert not parts[0] & parts[1]
+  assert sum(map(len, parts)) == 120
+  assert 10 < len(parts[1]) < 45
+
+
+def test_shards_differ_and_make_the_whole(pattern: str, vocabulary: Any) -> None:
+  seqio = import_seqio()
+  options = {"vocabulary": vocabulary, "objective": "seq2seq", "inputs": "text", "targets": "title"}
+  name = file_task(pattern, **options)
+  parts = [  # more than there are files
+    [e["inputs_pretokenized"] for e in examples(name, shard_info=seqio.ShardInfo(n, 4))]
+    for n in range(4)
+  ]
+  assert all(parts)
+  whole = [e["inputs_pretokenized"] for e in examples(name)]
+  assert sorted(text for part in parts for text in part) == sorted(whole)
+
+
+def test_a_position_in_compressed_files_is_saved_and_restored(
+  pattern: str, vocabulary: Any, tmp_path: pathlib.Path
+) -> None:
+  tf = import_tensorflow()
+  name = file_task(pattern, vocabulary=vocabulary, validation_percent=0)
+  data = dataset(name, shuffle=True, seed=3, num_epochs=None)
+  iterator = iter(data)
+  for _ in range(30):
+    next(iterator)
+  path = tf.train.Checkpoint(iterator=iterator).save(str(tmp_path / "position"))
+  expected = [next(iterator)["targets"].numpy().tolist() for _ in range(10)]
+  other = iter(data)
+  tf.train.Checkpoint(iterator=other).restore(path)
+  assert [next(other)["targets"].numpy().tolist() for _ in range(10)] == expected
+
+
+def test_the_same_arguments_give_the_same_task_and_others_under_its_name_are_refused(
+  pattern: str, vocabulary: Any
+) -> None:
+  name = file_task(pattern, vocabulary=vocabulary)
+  assert file_task(pattern, vocabulary=vocabulary) == name
+  assert file_task(pattern, vocabulary=vocabulary, objective="prefix_lm") != name
+  file_task(pattern, vocabulary=vocabulary, name="mine")
+  with pytest.raises(ValueError, match="a task 'mine' already, made with other arguments"):
+    file_task(pattern, vocabulary=vocabulary, name="mine", text="title")
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"objective": "spans"}, r"objective = 'spans' is none of span_corruption, prefix_lm"),
+    ({"inputs": "title"}, r"or set objective = 'seq2seq'"),
+    ({"objective": "seq2seq"}, r"needs file_task\.inputs and file_task\.targets"),
+    ({"metrics": ["bluu"]}, r"'bluu' is none of accuracy, bleu"),
+    ({"on_bad_example": "stop"}, r"on_bad_example = 'stop' is none of skip or refuse"),
+    ({"format": "xml"}, r"format = 'xml' is none of"),
+    ({"text_unit": "page"}, r"text_unit = 'page' is none of line"),
+  ],
+)
+def test_wrong_arguments_are_told(
+  pattern: str, vocabulary: Any, options: dict[str, Any], text: str
+) -> None:
+  with pytest.raises(ValueError, match=text):
+    file_task(pattern, vocabulary=vocabulary, **options)
+
+
+def test_a_missing_column_stops_the_first_example_with_file_and_line(
+  pattern: str, vocabulary: Any
+) -> None:
+  name = file_task(pattern, vocabulary=vocabulary, text="body")
+  with pytest.raises(Exception, match=r"Not one of the 40 records .*line 1: no column 'body'"):
+    examples(name)
