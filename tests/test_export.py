@@ -1,0 +1,174 @@
+"""Exported models: text in, text out without us; tokens in with jax alone; what the original says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
+
+from rosetta_t5.checkpoints import RestoreCheckpointConfig
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.export.functions import create_inference_function, load_stablehlo, restore_params
+from rosetta_t5.export.saving import save, write_warmup_examples
+from rosetta_t5.export.text_functions import (
+  create_batch_polymorphic_shapes,
+  create_preprocessor,
+  create_preprocessor_from_task,
+)
+from rosetta_t5.parallel import PjitPartitioner
+
+LENGTHS = {"inputs": 16, "targets": 12}
+TEXTS = [question for question, _ in PAIRS[:3]]
+
+
+@pytest.fixture(autouse=True)
+def sizes_that_stay_open():
+  """Annotations say int where a batch's size is a symbol while a model is exported."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def features():
+  feature = import_seqio().Feature(byte_vocabulary())
+  return {"inputs": feature, "targets": feature}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("run")
+  save_checkpoints(folder, [4])
+  return RestoreCheckpointConfig(str(folder / "checkpoint_4"), mode="specific")
+
+
+def export(checkpoint, folder, mode="predict", **arguments):
+  given = {"output_features": features(), "batch_size": None, "model_name": "tiny"}
+  save(
+    model=byte_model(),
+    inference_mode=mode,
+    restore_checkpoint_cfg=checkpoint,
+    task_feature_lengths=LENGTHS,
+    output_dir=str(folder),
+    **{**given, **arguments},
+  )
+
+
+def original(checkpoint, mode="predict"):
+  """What the model itself says of TEXTS."""
+  model = byte_model()
+  params = restore_params(model, checkpoint, PjitPartitioner(num_partitions=1), LENGTHS)
+  preprocess, _ = create_preprocessor(None, features(), LENGTHS)
+  batch = {
+    n: jnp.asarray(x.numpy()) for n, x in preprocess(import_tensorflow().constant(TEXTS)).items()
+  }
+  function = create_inference_function(model=model, inference_mode=mode)
+  return batch, jax.jit(function)(params, batch)
+
+
+@pytest.mark.slow
+def test_saved_model_goes_from_texts_to_texts_for_any_number_of_them(checkpoint, tmp_path):
+  tf = import_tensorflow()
+  export(checkpoint, tmp_path / "1", validation_examples=TEXTS)
+  serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
+  _, (tokens, scores) = original(checkpoint)
+  expected = [byte_vocabulary().decode_tf(row).numpy() for row in tf.constant(np.asarray(tokens))]
+  for count in (1, 3):
+    texts, said = serve(text_batch=tf.constant(TEXTS[:count])).values()
+    assert texts.numpy().tolist() == expected[:count]
+    np.testing.assert_allclose(said.numpy(), scores[:count], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_stablehlo_runs_in_a_process_that_has_jax_alone(checkpoint, tmp_path):
+  export(checkpoint, tmp_path / "1", mode="score")
+  batch, (scores,) = original(checkpoint, "score")
+  np.savez(tmp_path / "batch.npz", **batch)
+  program = (
+    "import sys, numpy as np\n"
+    "sys.modules['tensorflow'] = sys.modules['seqio'] = None\n"
+    "from rosetta_t5.export.functions import load_stablehlo\n"
+    f"score = load_stablehlo('{tmp_path}/1/stablehlo')\n"
+    f"print(np.asarray(score(dict(np.load('{tmp_path}/batch.npz')))[0]).tolist())"
+  )
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  out = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+  )
+  np.testing.assert_allclose(json.loads(out.stdout), scores, rtol=1e-4)
+
+
+def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
+  from rosetta_t5.export.functions import write_stablehlo
+
+  params = {"a": {"b": np.asarray(jnp.array([1.5, -2.25], jnp.bfloat16))}}
+  shapes = {"x": jnp.zeros((2,), jnp.int32)}
+  write_stablehlo(
+    tmp_path, lambda p, f: (p["a"]["b"].astype(jnp.float32) * f["x"],), params, shapes, {}
+  )
+  (got,) = load_stablehlo(tmp_path)({"x": jnp.array([2, 4], jnp.int32)})
+  assert got.tolist() == [3.0, -9.0]
+
+
+def test_preprocessor_makes_what_the_feature_converter_makes():
+  tf = import_tensorflow()
+  add_task("pairs_to_export")
+  task = import_seqio().TaskRegistry.get("pairs_to_export")
+  examples = task.get_dataset(LENGTHS, "test", shuffle=False)
+  converted = byte_model().FEATURE_CONVERTER_CLS(pack=False)(examples, LENGTHS).batch(len(PAIRS))
+  import_seqio().TaskRegistry.remove("pairs_to_export")
+  preprocess, (signature,) = create_preprocessor(None, features(), LENGTHS, split_separator="|")
+  assert (signature.shape.as_list(), signature.name) == ([None], "text_batch")
+  made = preprocess(tf.constant([f"{question}|{answer}" for question, answer in PAIRS]))
+  for name, values in converted.get_single_element().items():
+    np.testing.assert_array_equal(made[name], values, err_msg=name)
+
+
+def test_buckets_and_tokens():
+  tf = import_tensorflow()
+  buckets = {"inputs": [8, 16]}
+  preprocess, _ = create_preprocessor(None, features(), LENGTHS, bucket_keys=buckets)
+  assert preprocess(tf.constant(["abc"]))["encoder_input_tokens"].shape == (1, 8)
+  assert preprocess(tf.constant(["abc", "abcdefgh"]))["encoder_input_tokens"].shape == (2, 16)
+  preprocess, (signature,) = create_preprocessor(2, features(), LENGTHS, tokenized_inputs=True)
+  assert (signature.shape.as_list(), signature.dtype) == ([2, 16], tf.int32)
+
+
+def test_shapes_stay_open_where_the_signature_leaves_them_open():
+  open_fn, signature = create_preprocessor(None, features(), LENGTHS)
+  shapes = create_batch_polymorphic_shapes(signature, open_fn, overrides={"x": "b, 3"})
+  assert shapes["encoder_input_tokens"] == "b, ..."
+  assert shapes["x"] == "b, 3"
+  fixed_fn, signature = create_preprocessor(4, features(), LENGTHS)
+  assert create_batch_polymorphic_shapes(signature, fixed_fn) is None
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    (
+      {"mode": "predictions"},
+      "inference_mode = 'predictions' does not exist: set 'predict', 'score'",
+    ),
+    ({"mixture_or_task_name": "x"}, "needs output_features or mixture_or_task_name, and not both"),
+    ({"enable_xla": False}, "enable_xla = False is not possible with this jax"),
+  ],
+)
+def test_what_cannot_be_exported_is_told(checkpoint, tmp_path, arguments, text):
+  with pytest.raises(ValueError, match=text):
+    export(checkpoint, tmp_path / "1", **arguments)
+  assert not (tmp_path / "1").exists()
+
+
+def test_preprocessors_of_tasks_and_warmup_say_what_they_need(tmp_path):
+  with pytest.raises(ValueError, match=r"set BATCH_SIZE \(export_lib.save.batch_size\)"):
+    create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
+  with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):
+    write_warmup_examples(["x"], str(tmp_path), "tiny", "serving_default", batch_sizes=[1])
