@@ -37,7 +37,7 @@ def run_from_command_line(
   Returns:
     What `function` returns; None for --help and --dry_run.
   """
-  is_own_process = argv is None
+  is_own_process = argv is None or argv[0].startswith("rosetta-t5")
   argv = sys.argv if argv is None else argv
   with errors_as_text():
     command = parse_command_line(argv)

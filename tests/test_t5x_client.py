@@ -1,0 +1,275 @@
+"""A program as T5X's users write them: T5X's names alone, in Python, around a model of one layer."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from t5x import (
+  adafactor,
+  checkpoints,
+  config_utils,
+  decoding,
+  gin_utils,
+  models,
+  partitioning,
+  state_utils,
+  train_state,
+  trainer,
+  utils,
+)
+from t5x.examples.t5 import network
+
+BATCH = 8
+LENGTHS = {"encoder_input_tokens": 6, "decoder_input_tokens": 5}
+
+
+def _model() -> models.EncoderDecoderModel:
+  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=32)
+  return models.EncoderDecoderModel(
+    module=network.Transformer(
+      network.T5Config(
+        vocab_size=32,
+        emb_dim=8,
+        num_heads=2,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        head_dim=4,
+        mlp_dim=16,
+        mlp_activations=("gelu", "linear"),
+        dropout_rate=0.0,
+      )
+    ),
+    input_vocabulary=vocabulary,
+    output_vocabulary=vocabulary,
+    optimizer_def=adafactor.Adafactor(
+      learning_rate=0.1, logical_factor_rules=adafactor.standard_logical_factor_rules()
+    ),
+    decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
+    feature_converter_cls=object,
+  )
+
+
+@pytest.fixture(scope="module")
+def started():
+  """What a T5X program has once it has begun: model, partitioner, initializer, state."""
+  model = _model()
+  partitioner = partitioning.PjitPartitioner(num_partitions=2)
+  shapes = {name: (BATCH, length) for name, length in LENGTHS.items()}
+  shapes["decoder_target_tokens"] = shapes["decoder_input_tokens"]
+  initializer = utils.TrainStateInitializer(
+    optimizer_def=model.optimizer_def,
+    init_fn=model.get_initial_variables,
+    input_shapes=shapes,
+    partitioner=partitioner,
+  )
+  state = initializer.from_checkpoint_or_scratch([], init_rng=jax.random.PRNGKey(0))
+  return types.SimpleNamespace(
+    model=model, partitioner=partitioner, initializer=initializer, state=state, shapes=shapes
+  )
+
+
+def _batch() -> dict[str, jax.Array]:
+  spec = {
+    name: jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for name, length in LENGTHS.items()
+  }
+  batch = {name: zeros + 3 for name, zeros in utils.get_zeros_batch_like_spec(spec).items()}
+  targets = batch["decoder_input_tokens"]
+  return {**batch, "decoder_target_tokens": targets, "decoder_loss_weights": targets * 0 + 1}
+
+
+def test_a_training_loop_of_ones_own(started, tmp_path):
+  axes = started.initializer.train_state_axes
+  learning_rate = utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1)
+
+  def step(state, batch):
+    return trainer.train_with_lr(
+      state,
+      batch,
+      learning_rate=learning_rate(state.step),
+      dropout_rng=jax.random.PRNGKey(1),
+      model=started.model,
+      num_microbatches=2,
+      weight_metrics_computer=trainer.WeightMetricsComputer(),
+    )
+
+  partitioned = started.partitioner.partition(
+    step,
+    in_axis_resources=(axes, started.partitioner.data_partition_spec),
+    out_axis_resources=(axes, None),
+  )
+  compiled = started.partitioner.compile(partitioned, started.state, _batch())
+  evaluate = jax.jit(functools.partial(trainer.eval_step, started.model))
+  before = evaluate(started.state, _batch())
+  state, metrics = compiled(started.state, _batch())
+  state, more = compiled(state, _batch())
+  after = evaluate(state, _batch())
+  assert int(state.step) == 2
+  assert after["loss"].compute() < before["loss"].compute()
+  both = trainer.merge_metrics(metrics, more)
+  names = utils.flatten_dict_string_keys(state.params)
+  assert all(f"weight_rms/{name}" in both for name in names)
+  norm = float(metrics["weight_gradient_norm"].compute())
+  accumulate = functools.partial(
+    trainer.accumulate_grads_microbatched, started.model, num_microbatches=None
+  )
+  grads, _, mutables = jax.jit(accumulate)(started.state, _batch(), jax.random.PRNGKey(1))
+  assert mutables is None
+  # Of the whole batch at once: microbatches add up to it.
+  squares = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(grads))
+  assert norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def test_checkpoints_are_saved_restored_and_read(started, tmp_path):
+  manager = checkpoints.OrbaxCheckpointManagerInterface(
+    str(tmp_path), started.state, started.partitioner
+  )
+  assert manager.save(started.state)
+  manager.wait_until_finished()
+  assert manager.all_steps() == [0]
+  restored = manager.restore(step=0)
+  manager.close()
+  cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
+  again = started.initializer.from_checkpoint([cfg])
+  read = checkpoints.load_t5x_checkpoint(str(tmp_path), step=0)
+  flat = state_utils.flatten_state_dict(read["target"])
+  for name, value in utils.flatten_dict_string_keys(started.state.params).items():
+    np.testing.assert_array_equal(np.asarray(flat[name]), value)
+  for state in (restored, again):
+    for a, b in zip(
+      jax.tree.leaves(state.params), jax.tree.leaves(started.state.params), strict=True
+    ):
+      np.testing.assert_array_equal(a, b)
+
+
+def test_predictions_and_scores_over_a_dataset(started):
+  inference = train_state.InferenceState(
+    step=started.state.step,
+    params=started.state.params,
+    params_axes=started.state.params_axes,
+  )
+  axes = started.partitioner.get_mesh_axes(inference)
+  one = {name: np.full(length, 3, np.int32) for name, length in LENGTHS.items()}
+  one |= {"decoder_target_tokens": one["decoder_input_tokens"]}
+  one |= {"decoder_loss_weights": np.ones(LENGTHS["decoder_input_tokens"], np.int32)}
+  dataset = list(enumerate([one] * 5))
+  for infer_step in (started.model.predict_batch, started.model.score_batch):
+    infer = utils.get_infer_fn(
+      infer_step=infer_step,
+      batch_size=BATCH,
+      train_state_axes=axes,
+      partitioner=started.partitioner,
+    )
+    found = infer(dataset, inference, rng=jax.random.PRNGKey(0))
+    assert [index for index, _ in found] == [0, 1, 2, 3, 4]
+    assert len({str(output) for _, output in found}) == 1
+
+
+def test_axes_can_be_renamed(started):
+  make = functools.partial(started.model.get_initial_variables, input_shapes=started.shapes)
+  variables = jax.eval_shape(make, jax.random.PRNGKey(0))
+  renamed = utils.override_params_axes_names(
+    variables,
+    [("encoder/layers_0/mlp/wo/kernel", ("mlp", "own")), ("encoder/.*", ("never",) * 9)][:1],
+  )
+  found = renamed["params_axes"]["encoder"]["layers_0"]["mlp"]["wo"]["kernel_axes"]
+  assert found.names == ("mlp", "own")
+  kept = renamed["params_axes"]["encoder"]["layers_0"]["mlp"]["wi_0"]["kernel_axes"]
+  assert kept.names == ("embed", "mlp")
+  with pytest.raises(ValueError, match=r"gives decoder/.*, of shape .*, the 1 axes"):
+    utils.override_params_axes_names(variables, [("decoder/layers_0/mlp/wo/kernel", ("mlp",))])
+  with pytest.raises(ValueError, match="variables without 'params_axes'"):
+    utils.override_params_axes_names({"params": {}})
+
+
+def test_processes_agree_and_meshes_are_described(started):
+  utils.sync_global_devices("here")
+  utils.multihost_assert_equal({"a": 1}, "differs")
+  mesh = partitioning.get_mesh((1, 4))
+  assert dict(mesh.shape) == {"data": 2, "model": 4}
+  assert dict(partitioning.get_cpu_mesh().shape) == {"data": 1, "model": 8}
+  assert dict(partitioning.get_gpu_mesh(2).shape) == {"data": 4, "model": 2}
+  assert partitioning.bounds_from_last_device(jax.devices()[-1]) == (1, 8)
+  assert partitioning.get_coords(jax.devices()[3]) == (0, 3)
+  chunker = partitioning.LocalChunker(started.partitioner.mesh)
+  info = chunker.get_local_chunk_info((16, 4), ("data", None))
+  assert info == partitioning.LocalChunkInfo((slice(0, 16), slice(None)), 0)
+  assert (chunker.get_shard_id("data"), chunker.get_replica_id("data")) == (0, 0)
+  assert started.partitioner.get_local_chunk_info((16,), ("data",)).slice == (slice(0, 16),)
+  assert (started.partitioner.data_shards, started.partitioner.data_shard_id) == (1, 0)
+
+
+def test_constraints_do_nothing_outside_of_a_mesh(started):
+  x = jnp.ones((8, 4))
+  assert not partitioning.global_mesh_defined()
+  assert partitioning.with_sharding_constraint(x, PartitionSpec("data")) is x
+  seen = []
+
+  def inside(x):
+    seen.append(partitioning.global_mesh_defined())
+    return partitioning.with_sharding_constraint(x, PartitionSpec("data"))
+
+  split = started.partitioner.partition(inside, None, None)(x)
+  assert seen == [True]
+  assert split.sharding.spec == PartitionSpec("data")
+
+
+def test_params_move_to_the_devices(started):
+  host = jax.tree.map(np.asarray, started.state)
+  moved = started.partitioner.move_params_to_devices(host, started.initializer.train_state_axes)
+  for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(started.state), strict=True):
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_gin_flags_in_a_program_of_ones_own(monkeypatch, tmp_path):
+  from rosetta_t5.train import train
+
+  arguments = gin_utils.rewrite_gin_args(["run", "--gin.DROPOUT_RATE=0.1", "--x=1"])
+  assert arguments == ["run", "--gin_bindings=DROPOUT_RATE = 0.1", "--x=1"]
+  gin.clear_config()
+  gin_utils.parse_gin_flags(
+    ["."],
+    ["t5x/configs/runs/pretrain.gin"],
+    [
+      "MODEL = None",
+      f"MODEL_DIR = '{tmp_path}'",
+      "TRAIN_STEPS = 3",
+      "MIXTURE_OR_TASK_NAME = 'none'",
+      "TASK_FEATURE_LENGTHS = {'inputs': 4, 'targets': 4}",
+      "train.gc_period = 7",
+    ],
+    finalize_config=False,
+  )
+  assert gin.get_configurable(train) is not train
+  assert gin.query_parameter("train.gc_period") == 7
+  assert "train.gc_period = 7" in gin_utils.get_gin_config_str()
+  gin_utils.summarize_gin_config(str(tmp_path), None, 0)
+  assert (tmp_path / "config.gin").read_text() == gin_utils.get_gin_config_str()
+  gin.clear_config()
+
+
+def test_checkpoint_steps_come_in_their_order():
+  steps, made, index, host = [3, 10, 12], [], 0, 0
+  while host < 14:
+    stretch, saves, index = utils.find_next_checkpoint_step(
+      index, 5, False, host, steps, 14, checkpoint_period=4, first_step=0
+    )
+    host += stretch
+    made.append((host, saves))
+  assert made == [(3, True), (4, True), (8, True), (10, True), (12, True), (14, False)]
+  assert utils.find_first_checkpoint_step(0, steps, first_step=10, host_step=10) == 2
+
+
+def test_fiddle_is_refused_with_what_to_do_instead():
+  assert not config_utils.using_fdl()
+  with pytest.raises(
+    ValueError, match=r"needs Fiddle, which is not supported: configure .* by gin"
+  ):
+    config_utils.config_with_fiddle(_model)
