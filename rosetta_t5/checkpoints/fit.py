@@ -94,14 +94,18 @@ def _with_their_siblings(misfits: list[Misfit], expected: Mapping[str, Any]) -> 
 
 
 def _log_tolerated(path: Any, misfits: list[Misfit]) -> None:
+  """Says what is left out; what starts afresh is said when it does (`fresh_state.completed`)."""
   done = {"missing": "is not in it and starts from scratch", "unexpected": "is not used"}
   for misfit in misfits:
     what = done.get(misfit.problem, f"is of {misfit.problem} and starts from scratch")
-    level = logging.DEBUG if _is_optimizer_state(misfit.name) else logging.WARNING
-    _log.log(level, "checkpoint %s: %s %s", path, misfit.name, what)
-  states = sum(_is_optimizer_state(misfit.name) for misfit in misfits)
-  if states:
-    _log.warning("checkpoint %s: %d parts of the optimizer's state start afresh", path, states)
+    of_state = misfit.name.startswith(("state/", *FP8_COLLECTIONS))
+    _log.log(logging.DEBUG if of_state else logging.WARNING, "%s: %s %s", path, misfit.name, what)
+  misfitting = [m for m in misfits if _is_optimizer_state(m.name) and m.problem != "missing"]
+  if misfitting:
+    _log.warning(
+      "checkpoint %s: %d parts of its optimizer's state do not fit and are not used (such as %s)",
+      *(path, len(misfitting), misfitting[0].name),
+    )
 
 
 def _compare_leaf(name: str, stored: Any, expected: Any) -> Iterable[Misfit]:

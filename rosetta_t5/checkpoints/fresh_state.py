@@ -41,11 +41,15 @@ def completed(
   if states:
     placed |= _optimizer_state(restored["target"], train_state, shardings, states)
   if missing:
-    kinds = {name.split("/")[1] if name.startswith("state") else "fp8 state" for name in missing}
-    _log.warning(
-      "checkpoint %s lacks %d values (%s), which start afresh", path, len(missing), sorted(kinds)
-    )
+    kinds = {_kind(name) for name in missing}
+    _log.warning("checkpoint %s lacks %s, which starts afresh", path, " and ".join(sorted(kinds)))
   return unflatten_state_dict({**flat, **placed})
+
+
+def _kind(name: str) -> str:
+  if name == _STEP:
+    return "the step"
+  return "optimizer state" if name.startswith(OPTIMIZER_STATE) else "fp8 state"
 
 
 def _optimizer_state(
