@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ class BeamState(struct.PyTreeNode):
     live_seqs: [batch, beam, length + 1] unfinished sequences; position 0 holds a dummy.
     finished_seqs: the same for finished ones.
     finished_flags: [batch, beam] whether there is a finished sequence in this place.
-    cache: the model's cache of the unfinished sequences.
+    cache: the model's cache of the unfinished sequences; [batch · beam] within the loop.
     initial_index: [batch] where decoding started; None for position 0.
   """
 
@@ -142,6 +141,11 @@ def beam_search(
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
 
+  # In the loop the cache has the beams in its batch dimension, as the model wants it: with a dimension
+  # of their own XLA would copy all of it in every step.
+  flatten = functools.partial(beams.flatten_beam_dim, offset=cache_offset)
+  start = start.replace(cache=beams.cache_map(flatten, start.cache, initial_index is not None))
+
   def goes_on(state: BeamState) -> jax.Array:
     can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
     if min_log_prob > NEG_INF_VALUE:
@@ -149,7 +153,7 @@ def beam_search(
     return jnp.any(state.cur_index < last) & can_improve
 
   def step(state: BeamState) -> BeamState:
-    logits_BKV, new_cache = _next_logits(state, tokens_to_logits, cache_offset)
+    logits_BKV, new_cache = _next_logits(state, tokens_to_logits)
     candidates = _best_continuations(state, logits_BKV, prompts_BL, eos_id)
     new_state = _select_live(state, candidates, new_cache, cache_offset)
     new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)
@@ -172,13 +176,10 @@ def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
   return ~jnp.all(worst_BK > best_live_B1)
 
 
-def _next_logits(
-  state: BeamState, tokens_to_logits: TokensToLogits, offset: int
-) -> tuple[jax.Array, Any]:
+def _next_logits(state: BeamState, tokens_to_logits: TokensToLogits) -> tuple[jax.Array, Any]:
   """Returns the logits [batch, beam, vocabulary] after the newest tokens, and the new cache."""
   batch_size, beam_size, _ = state.live_seqs.shape
   is_filled = state.initial_index is not None
-  per_sequence: Callable = functools.partial(beams.cache_map, apply_to_index=is_filled)
   index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
   tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
   flat_logits, flat_cache = tokens_to_logits(
@@ -186,13 +187,10 @@ def _next_logits(
       cur_index=jnp.repeat(state.cur_index, beam_size) if is_filled else state.cur_index,
       sequences=beams.flatten_beam_dim(state.live_seqs),
       cur_token=beams.flatten_beam_dim(tokens_BK1),
-      cache=per_sequence(functools.partial(beams.flatten_beam_dim, offset=offset), state.cache),
+      cache=state.cache,
     )
   )
-  split = functools.partial(beams.unflatten_beam_dim, batch_size=batch_size, beam_size=beam_size)
-  return split(flat_logits), per_sequence(
-    functools.partial(split, offset=offset), unfreeze(flat_cache)
-  )
+  return beams.unflatten_beam_dim(flat_logits, batch_size, beam_size), unfreeze(flat_cache)
 
 
 def _best_continuations(
@@ -232,9 +230,12 @@ def _select_live(
     beam_size,
   )
   if beam_size > 1:  # A single beam has but one parent.
-    new_cache = beams.cache_gather_beams(
-      new_cache, parents, batch_size, beam_size, beam_size, offset=offset
+    sizes = {"batch_size": batch_size, "beam_size": beam_size, "offset": offset}
+    apart = beams.cache_map(functools.partial(beams.unflatten_beam_dim, **sizes), new_cache)
+    moved = beams.cache_gather_beams(
+      apart, parents, batch_size, beam_size, beam_size, offset=offset
     )
+    new_cache = beams.cache_map(functools.partial(beams.flatten_beam_dim, offset=offset), moved)
   return state.replace(
     cur_index=state.cur_index + 1, live_logprobs=log_probs, live_seqs=seqs, cache=new_cache
   )
