@@ -24,6 +24,7 @@ from rosetta_t5.data.tensorflow_import import import_seqio
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
+_CHANGED = 0.25
 
 
 @dataclasses.dataclass
@@ -249,7 +250,8 @@ def _round_trip(cfg: DatasetConfig, vocabulary: Any) -> Iterator[str]:
           changed, first = changed + 1, first or text
   if total:
     print(f"decode(encode(text)) is the text, but for spaces, in {total - changed} of {total}")
-  if changed:
+  # Every vocabulary lacks some characters: T5's has no braces. Many such texts mean the wrong one.
+  if changed > _CHANGED * total:
     yield f"{changed} of {total} texts change by the vocabulary; the first: {first[:_WIDTH]!r}"
 
 
