@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ import numpy as np
 from flax.linen.partitioning import param_with_axes
 
 from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules
@@ -33,6 +35,17 @@ T5_1_1 = T5Config(
   dropout_rate=0.0,
 )
 T5_1_0 = dataclasses.replace(T5_1_1, mlp_activations=("relu",), logits_via_embedding=True)
+
+DECODER_ONLY = TransformerConfig(
+  vocab_size=VOCAB,
+  emb_dim=16,
+  num_heads=4,
+  num_layers=2,
+  head_dim=4,
+  mlp_dim=24,
+  mlp_activations=("gelu", "linear"),
+  dropout_rate=0.0,
+)
 
 Batch = dict[str, jax.Array]
 
@@ -56,6 +69,23 @@ def feature(inputs_BS: np.ndarray, targets_BT: np.ndarray) -> Batch:
     "decoder_target_tokens": jnp.asarray(targets_BT),
     "decoder_loss_weights": jnp.asarray((targets_BT > 0).astype(np.int32)),
   }
+
+
+def pack(batch: Batch) -> Batch:
+  """Returns one row that holds all examples one after another, and each target's place in it."""
+  row = {}
+  for side in ("encoder_input", "decoder_target"):
+    tokens = np.asarray(batch[f"{side}_tokens"])
+    real = [example[example > 0] for example in tokens]
+    row[f"{side}_tokens"] = np.concatenate(real)
+    lengths = [len(example) for example in real]
+    name = side.split("_")[0]
+    row[f"{name}_segment_ids"] = np.repeat(np.arange(len(real)) + 1, lengths)
+    row[f"{name}_positions"] = np.concatenate([np.arange(length) for length in lengths])
+  shifted = np.concatenate([[0], row["decoder_target_tokens"][:-1]])
+  row["decoder_input_tokens"] = np.where(row["decoder_positions"] == 0, 0, shifted)
+  row["decoder_loss_weights"] = np.ones_like(shifted)
+  return {name: jnp.asarray(np.pad(array, (0, 2))[None], jnp.int32) for name, array in row.items()}
 
 
 def adafactor() -> Adafactor:
@@ -84,6 +114,18 @@ def initialise(module: nn.Module, key: jax.Array) -> Any:
 @functools.cache
 def variables(module: nn.Module) -> Any:
   """Returns variables of the module's shapes, drawn by numpy: nothing is compiled."""
+  return _drawn(functools.partial(initialise, module))
+
+
+@functools.cache
+def decoder_only_params(config: TransformerConfig) -> Any:
+  """Returns parameters of a decoder-only network, drawn likewise."""
+  tokens = jnp.ones((1, 4), jnp.int32)
+  init = functools.partial(DecoderWrapper(config).init, enable_dropout=False)
+  return _drawn(lambda key: init(key, tokens, tokens))["params"]
+
+
+def _drawn(init: Callable[[jax.Array], Any]) -> Any:
   rng = np.random.default_rng(0)
 
   def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -92,7 +134,7 @@ def variables(module: nn.Module) -> Any:
     )
     return jnp.asarray(values, leaf.dtype)
 
-  shapes = jax.eval_shape(functools.partial(initialise, module), jax.random.PRNGKey(0))
+  shapes = jax.eval_shape(init, jax.random.PRNGKey(0))
   return shapes | {"params": jax.tree.map(draw, shapes["params"])}
 
 
