@@ -79,6 +79,7 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
   assert "Total number of parameters" in (out / "model-info.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
   seen = []
 

@@ -121,6 +121,7 @@ def test_chunks_of_other_settings_are_not_mixed(run, tmp_path):
   assert f"tmp-{TASK}-00000-of-00001 holds the chunks of an earlier run" in str(error.value)
 
 
+@pytest.mark.slow
 def test_shards_share_the_examples(scored, run, tmp_path):
   _, expected = scored
   for shard in range(2):

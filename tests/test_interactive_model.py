@@ -119,6 +119,7 @@ def test_metrics_that_cannot_be_computed_are_told(model):
     model.evaluate(EXAMPLES, [lambda targets, scores: {"n": 1}] * 2)
 
 
+@pytest.mark.slow
 def test_training_on_examples_raises_their_scores_and_is_saved_and_restored(tmp_path):
   learner = byte_model()
   learner.optimizer_def = adamw(learning_rate=0.01)  # the notebook's schedule begins at 0

@@ -102,6 +102,7 @@ def test_predictions_are_evaluated_before_training_and_at_each_period(tmp_path, 
     assert f"predictions at step {row['step']}  {TASK}  likelihood {row['likelihood']:.4g}" in said
 
 
+@pytest.mark.slow
 def test_an_action_on_predictions_ends_the_run_at_once_where_metrics_are_waited_for(tmp_path):
   action = Record(patience=2)
   actions = {ActionMode.INFER_EVAL: [action]}
