@@ -25,20 +25,17 @@ def make_converter(templates: Mapping[str, str]) -> Any:
   def convert(record: Mapping[str, Any]) -> dict[str, str] | str:
     fields = {}
     for feature, parts in parsed.items():
-      texts = []
-      for text, column in parts:
-        texts.append(text)
-        if column is not None:
-          if column not in record:
-            return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
-          texts.append(_as_text(record[column]))
-      fields[feature] = "".join(texts)
-      if not fields[feature].strip():
+      try:
+        text = "".join(t if c is None else t + _as_text(record[c]) for t, c in parts)
+      except KeyError as error:
+        return f"no column {error} among {', '.join(map(repr, record))}"[:200]
+      if not text or text.isspace():
         return f"{feature} is empty"
-      if "\0" in fields[feature]:
+      if "\0" in text:
         return f"a NUL character in {feature}"
-      if _SURROGATE.search(fields[feature]):
+      if not text.isascii() and _SURROGATE.search(text):
         return f"half a surrogate pair in {feature}, which UTF-8 cannot hold"
+      fields[feature] = text
     return fields
 
   return convert

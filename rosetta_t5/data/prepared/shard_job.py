@@ -170,23 +170,30 @@ class _ShardMaker:
 
   def _add(self, fields: Mapping[str, str]) -> None:
     split = "validation" if self._held_out.takes(fields) else "train"
-    pieces = list(cut_at_spaces(fields["text"], _CHARACTERS_A_PIECE))
-    self._texts += pieces
-    self._ends += [*[""] * (len(pieces) - 1), split]
-    self._characters += len(fields["text"])
+    text = fields["text"]
+    if len(text) > _CHARACTERS_A_PIECE:
+      *pieces, text = cut_at_spaces(text, _CHARACTERS_A_PIECE)
+      self._texts += pieces
+      self._ends += [""] * len(pieces)
+      self._characters += sum(map(len, pieces))
+    self._texts.append(text)
+    self._ends.append(split)
+    self._characters += len(text)
     if self._characters >= _CHARACTERS_A_BATCH:
       self._encode()
 
   def _encode(self) -> None:
     """Tokenises what has gathered; a document that is not at its end waits for the next batch."""
-    self._text_bytes += sum(len(text.encode()) for text in self._texts)
+    self._text_bytes += sum(
+      len(text) if text.isascii() else len(text.encode()) for text in self._texts
+    )
     end = [self._tokenizer.eos_id()] if self._job.append_end else []
     kind = self._writers["train"].kind
     encoded = self._tokenizer.encode(self._texts, out_type=int)
     for tokens, split in zip(encoded, self._ends, strict=True):
-      self._parts.append(np.asarray(tokens, kind))
+      self._parts.append(np.array(tokens + end if split else tokens, kind))
       if split:
-        document = np.concatenate([*self._parts, np.array(end, kind)])
+        document = np.concatenate(self._parts) if len(self._parts) > 1 else self._parts[0]
         self._writers[split].add(document)
         self._parts = []
     self._texts, self._ends, self._characters = [], [], 0

@@ -41,6 +41,8 @@ class HashSplit:
 
   def takes(self, fields: Fields) -> bool:
     """Whether an example is of this part; equal examples always are of the same one."""
+    if self.validation_percent <= 0:
+      return not self.validation
     digest = hashlib.blake2b("\x1f".join(fields.values()).encode(), digest_size=8).digest()
     share = int.from_bytes(digest, "big") / 2**64
     return (share < self.validation_percent / 100) == self.validation
