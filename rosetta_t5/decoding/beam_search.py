@@ -54,7 +54,7 @@ class _Candidates(NamedTuple):
   ended_BC: jax.Array
 
 
-def brevity_penalty(alpha: float, length: int | jax.Array) -> jax.Array:
+def brevity_penalty(alpha: float | jax.Array, length: int | jax.Array) -> jax.Array:
   """Returns ((5 + length) / 6) ** alpha, by which log probabilities of this length are divided."""
   return jnp.power((5.0 + length) / 6.0, alpha)
 
@@ -100,10 +100,10 @@ def beam_search(
   tokens_to_logits: TokensToLogits,
   eos_id: int,
   num_decodes: int = 4,
-  alpha: float = 0.6,
+  alpha: float | Float[Array, ""] = 0.6,
   max_decode_len: int | None = None,
   max_decode_step: int = -1,
-  min_log_prob: float = NEG_INF_VALUE,
+  min_log_prob: float | Float[Array, ""] = NEG_INF_VALUE,
   decode_rng: jax.Array | None = None,
   cache_offset: int = 0,
   initial_index: Int[Array, " batch"] | None = None,
@@ -148,7 +148,7 @@ def beam_search(
 
   def goes_on(state: BeamState) -> jax.Array:
     can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
-    if min_log_prob > NEG_INF_VALUE:
+    if isinstance(min_log_prob, jax.Array) or min_log_prob > NEG_INF_VALUE:
       can_improve &= jnp.any(state.live_logprobs > min_log_prob)
     return jnp.any(state.cur_index < last) & can_improve
 
@@ -230,7 +230,7 @@ def _select_live(
     beam_size,
   )
   if beam_size > 1:  # A single beam has but one parent.
-    sizes = {"batch_size": batch_size, "beam_size": beam_size, "offset": offset}
+    sizes: Any = {"batch_size": batch_size, "beam_size": beam_size, "offset": offset}
     apart = beams.cache_map(functools.partial(beams.unflatten_beam_dim, **sizes), new_cache)
     moved = beams.cache_gather_beams(
       apart, parents, batch_size, beam_size, beam_size, offset=offset
@@ -242,7 +242,7 @@ def _select_live(
 
 
 def _select_finished(
-  state: BeamState, candidates: _Candidates, alpha: float, length: jax.Array
+  state: BeamState, candidates: _Candidates, alpha: float | jax.Array, length: jax.Array
 ) -> BeamState:
   """Returns the state with the best of the finished sequences, old and new."""
   batch_size, beam_size = state.finished_scores.shape

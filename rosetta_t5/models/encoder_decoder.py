@@ -254,13 +254,12 @@ class EncoderDecoderModel(BaseTransformerModel):
     encoded_BSD: Any = self.module.apply(
       {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
     )
-    takes_prompts = accepts(self.decode_fn, "initial_index") and accepts(
-      self.module.decode, "prefill"
-    )
+    decode_fn: Any = self.decode_fn
+    takes_prompts = accepts(decode_fn, "initial_index") and accepts(self.module.decode, "prefill")
     cache, initial_index = self._compute_kv_cache(
       params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=takes_prompts
     )
-    optional = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
+    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
     if initial_index is not None:
       optional["initial_index"] = initial_index
     kept: dict[str, Any] = {}
@@ -270,7 +269,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         params, cache, encoded_BSD, inputs_BS, length
       )
     decodes_BNT, scores_BN = call_decode_fn(
-      self.decode_fn,
+      decode_fn,
       decoder_params,
       rng,
       optional,

@@ -55,7 +55,7 @@ def compute_metrics(
   additional_metrics: Metrics,
 ) -> Metrics:
   """Returns sums over one batch, as T5X had them before `compute_base_metrics`, and the additional."""
-  sums = {
+  sums: dict[str, Any] = {
     "loss": loss,
     "accuracy": compute_weighted_accuracy(logits, targets, weights),
     "weight_sum": weight_sum,

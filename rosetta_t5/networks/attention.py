@@ -149,11 +149,13 @@ class MultiHeadDotProductAttention(nn.Module):
         "position by position with decode=True"
       )
     if prefill or decode:
+      assert not isinstance(mask, SegmentMask)  # Fused kernels are for whole sequences.
       k_BSHK, v_BSHK, mask, bias = self._use_cache(
         k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
       )
     num_queries = q_BTHK.shape[:2]
     if k_BSHK.shape[0] != q_BTHK.shape[0]:
+      assert not isinstance(mask, SegmentMask)
       q_BTHK, mask = cache.beams_as_positions(q_BTHK, mask, k_BSHK.shape[0])
     value_scale = None if deterministic else self._dropout_scale(k_BSHK)
     if isinstance(mask, SegmentMask):
@@ -200,7 +202,7 @@ class MultiHeadDotProductAttention(nn.Module):
       q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
       if self.transpose_batch_sequence:
         q_BTHK = q_BTHK.swapaxes(0, 1)
-      kept = [self.get_variable(ENCODED, name) for name in ("key", "value")]
+      kept: list[jax.Array] = [self.get_variable(ENCODED, name) for name in ("key", "value")]
       # Without the barrier XLA transposes them before the loop and back again in every step.
       k_BSHK, v_BSHK = map(cache.by_position, jax.lax.optimization_barrier(kept))
       return [with_sharding_constraint(q_BTHK, _HEADS), k_BSHK, v_BSHK]

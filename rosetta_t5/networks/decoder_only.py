@@ -177,7 +177,7 @@ class Decoder(nn.Module):
     cfg, deterministic = self.config, not enable_dropout
     relative_embedding = t5.relative_bias(cfg)
     embedding = t5.token_embedder(cfg, name="token_embedder")
-    mask = None
+    mask: jax.Array | SegmentMask | None = None
     if not decode:
       mask = make_decoder_mask(
         decoder_target_tokens,
@@ -229,7 +229,7 @@ class DecoderWrapper(nn.Module):
     """Creates the decoder."""
     self.decoder = Decoder(self.config)
 
-  def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+  def __call__(self, *args: Any, **kwargs: Any) -> jax.Array | Unprojected:
     """Returns the logits of the targets; see `Decoder`."""
-    logits: jax.Array = self.decoder(*args, **kwargs)
+    logits: jax.Array | Unprojected = self.decoder(*args, **kwargs)
     return logits

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_1, VOCAB, Bigram, make_batch, make_model, params_of, variables
 
+from rosetta_t5.decoding import DecodingState, beam_search
 from rosetta_t5.models import DecoderParams, get_input_vocabulary, get_output_vocabulary
+from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.training.losses import SpecialLossNormalizingFactor as Special
 from rosetta_t5.training.step import accumulate_gradients
 from rosetta_t5.training.train_state import TrainState
@@ -178,6 +180,99 @@ def test_targets_begin_the_decodes_only_where_asked(prompted):
   got = model.predict_batch_with_aux(params_of(T5_1_1), BATCH, prompt_with_targets=prompted)[0]
   expected = BATCH["decoder_input_tokens"] if prompted else jnp.zeros((4, 6), jnp.int32)
   np.testing.assert_array_equal(got, expected)
+
+
+def test_end_token_of_a_prompt_is_left_out_as_there_the_decode_goes_on():
+  given = {}
+
+  def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
+    given["inputs"] = inputs
+    return inputs[:, None], jnp.zeros((inputs.shape[0], 1))
+
+  prompts = jnp.array([[0, 5, 6, 1, 0, 0], [0, 1, 0, 0, 0, 0]] * 2)
+  model = make_model(decode_fn=decode)
+  model.predict_batch_with_aux(
+    params_of(T5_1_1), BATCH | {"decoder_input_tokens": prompts}, prompt_with_targets=True
+  )
+  np.testing.assert_array_equal(given["inputs"], np.where(prompts == 1, 0, prompts))
+
+
+class Scanned(Transformer):
+  """A network that tells what T5X's scanned ones tell."""
+
+  @property
+  def scan_layers(self):
+    return True
+
+
+def test_decode_function_of_the_user_s_is_told_only_what_it_takes():
+  def plain(inputs, cache, tokens_to_logits, eos_id, num_decodes):
+    logits, _ = tokens_to_logits(
+      DecodingState(jnp.int32(0), inputs, jnp.zeros((4, 1), jnp.int32), cache)
+    )
+    return jnp.argmax(logits, -1)[:, None, None], jnp.max(logits, -1)[:, None]
+
+  tokens, aux = make_model(decode_fn=plain).predict_batch_with_aux(
+    params_of(T5_1_1), BATCH, rng=jax.random.PRNGKey(0)
+  )
+  logits = make_model()._compute_logits(params_of(T5_1_1), BATCH)[:, 0]
+  np.testing.assert_array_equal(tokens[:, 0], np.argmax(logits, -1))
+  np.testing.assert_allclose(aux["scores"], np.max(logits, -1), rtol=1e-5)
+  scanned = make_model(Scanned(T5_1_1), decode_fn=plain)
+  with pytest.raises(
+    ValueError, match=r"function plain needs an argument cache_offset, as the module"
+  ):
+    jax.eval_shape(functools.partial(scanned.predict_batch, params_of(T5_1_1)), BATCH)
+
+
+def test_scanned_layers_tell_the_decode_function_where_the_batch_lies():
+  given = {}
+
+  def decode(**arguments):
+    given.update(arguments)
+    return jnp.zeros((4, 1, 6), jnp.int32), jnp.zeros((4, 1))
+
+  for module, offset in ((Scanned(T5_1_1), 1), (Transformer(T5_1_1), 0)):
+    model = make_model(module, decode_fn=decode)
+    jax.eval_shape(functools.partial(model.predict_batch, params_of(T5_1_1)), BATCH)
+    assert given["cache_offset"] == offset
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    (
+      {"decoder_params": {"alhpa": 0.5}},
+      r"'alhpa', which the decode function beam_search does not ",
+    ),
+    ({"decoder_params": {"alhpa": 0.5}}, r"\(did you mean 'alpha'\?\): it takes inputs, cache, "),
+    (
+      {"decoder_params": {"decode_rng": jax.random.PRNGKey(0)}, "rng": jax.random.PRNGKey(1)},
+      r"two keys for decoding, the argument rng and decoder_params\['decode_rng'\]: give one",
+    ),
+  ],
+)
+def test_options_that_the_decode_function_does_not_take_are_refused(arguments, text):
+  predict = functools.partial(make_model().predict_batch_with_aux, params_of(T5_1_1), **arguments)
+  with pytest.raises(ValueError, match=text):
+    jax.eval_shape(predict, BATCH)
+
+
+def test_one_program_serves_all_batches_of_a_shape_and_options_are_heard():
+  model = make_model(decode_fn=functools.partial(beam_search, alpha=0.0))
+  predict = jax.jit(
+    lambda batch, alpha: model.predict_batch_with_aux(
+      params_of(T5_1_1), batch, decoder_params={"alpha": alpha, "eos_id": 3}, num_decodes=2
+    )
+  )
+  tokens, aux = predict(BATCH, 0.0)
+  _, others = predict(make_batch(4, seed=1), 1.0)
+  assert predict._cache_size() == 1
+  assert not np.allclose(aux["scores"], others["scores"])
+  ends = [list(row).index(3) for row in np.asarray(tokens) if 3 in row]
+  assert ends, "the end token is that of decoder_params"
+  for row, end in zip([r for r in np.asarray(tokens) if 3 in r], ends, strict=True):
+    assert not row[end + 1 :].any()
 
 
 def test_vocabularies_and_converter_are_those_given():

@@ -1,0 +1,172 @@
+"""The decoder-only model: loss and scores of targets, and decodes that go on from the inputs."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import DECODER_ONLY, VOCAB, decoder_only_params
+
+from rosetta_t5 import decoding
+from rosetta_t5.models import DecoderOnlyModel, remove_prefix
+from rosetta_t5.networks.decoder_only import DecoderWrapper
+
+LENGTH = 10
+INPUTS = ([5, 9, 3], [7, 2, 8, 4, 6, 3], [4, 4])
+TARGETS = ([11, 12, 1], [13, 1], [14, 15, 16, 17, 1])
+PARAMS = decoder_only_params(DECODER_ONLY)
+
+
+def features(inputs, targets):
+  """Returns what SeqIO's PrefixLMFeatureConverter makes of examples, unpacked."""
+  rows = {name: np.zeros((len(inputs), LENGTH), np.int32) for name in ("target", "mask", "weight")}
+  for row, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
+    end = len(given) + len(wanted)
+    rows["target"][row, :end] = [*given, *wanted]
+    rows["mask"][row, : len(given) + 1] = 1
+    rows["weight"][row, len(given) : end] = 1
+  return {
+    "decoder_target_tokens": jnp.asarray(rows["target"]),
+    "decoder_input_tokens": jnp.asarray(np.pad(rows["target"], ((0, 0), (1, 0)))[:, :-1]),
+    "decoder_causal_attention": jnp.asarray(rows["mask"]),
+    "decoder_loss_weights": jnp.asarray(rows["weight"]),
+  }
+
+
+BATCH = features(INPUTS, TARGETS)
+
+
+def make(**arguments):
+  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=VOCAB)
+  module = DecoderWrapper(DECODER_ONLY)
+  return DecoderOnlyModel(module, vocabulary, None, feature_converter_cls=object, **arguments)
+
+
+SCORE = jax.jit(make().score_batch)
+
+
+@functools.cache
+def logits_of(is_prefix):
+  """Returns a function of a batch: its logits by teacher forcing."""
+  model = make(inputs_bidirectional_attention=is_prefix)
+  return jax.jit(functools.partial(model._compute_logits, PARAMS))
+
+
+@pytest.mark.parametrize("is_prefix", [True, False])
+def test_loss_and_scores_are_of_the_targets_alone(is_prefix):
+  model = make(inputs_bidirectional_attention=is_prefix)
+  logits = np.asarray(logits_of(is_prefix)(BATCH), np.float64)
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  expected = np.zeros(3)
+  for row, (given, wanted) in enumerate(zip(INPUTS, TARGETS, strict=True)):
+    expected[row] = sum(log_probs[row, len(given) + i, token] for i, token in enumerate(wanted))
+  loss, metrics = jax.jit(model.eval_fn)(PARAMS, BATCH)
+  np.testing.assert_allclose(loss, -expected.sum(), rtol=1e-5)
+  assert metrics["accuracy"].count == 10
+  np.testing.assert_allclose(jax.jit(model.score_batch)(PARAMS, BATCH), expected, rtol=1e-5)
+
+
+def greedy_by_teacher_forcing(is_prefix):
+  """Returns the most probable continuations, found by a whole pass for each token."""
+  found = [list(given) for given in INPUTS]
+  for _ in range(LENGTH):
+    batch = features([f[:LENGTH] for f in found], [[]] * 3)
+    batch["decoder_causal_attention"] = BATCH["decoder_causal_attention"]
+    # The next token's place must count as no padding to be computed at all.
+    targets = np.array(batch["decoder_target_tokens"])
+    for row, tokens in enumerate(found):
+      targets[row, len(tokens) : len(tokens) + 1] = 2
+    logits = logits_of(is_prefix)(batch | {"decoder_target_tokens": jnp.asarray(targets)})
+    for row, tokens in enumerate(found):
+      if len(tokens) < LENGTH and 1 not in tokens:
+        tokens.append(int(np.argmax(logits[row, len(tokens)])))
+  rows = [tokens[len(given) :] for tokens, given in zip(found, INPUTS, strict=True)]
+  return np.array([row + [0] * (LENGTH - len(row)) for row in rows])
+
+
+GREEDY = functools.partial(decoding.temperature_sample, temperature=0.0)
+
+
+@pytest.mark.parametrize("is_prefix", [True, False])
+def test_greedy_decodes_go_on_from_inputs_of_different_lengths(is_prefix):
+  model = make(decode_fn=GREEDY, inputs_bidirectional_attention=is_prefix)
+  predict = jax.jit(model.predict_batch)
+  expected = greedy_by_teacher_forcing(is_prefix)
+  np.testing.assert_array_equal(predict(PARAMS, BATCH), expected)
+  others = features(INPUTS, ([20, 1], [21, 22, 1], [1]))
+  np.testing.assert_array_equal(predict(PARAMS, others), expected)  # the targets are not looked at
+  assert predict._cache_size() == 1, "one program for all batches"
+
+
+def test_samples_come_best_last_each_with_its_log_probability():
+  model = make(
+    decode_fn=functools.partial(decoding.temperature_sample, topk=0, rescale_log_probs=False)
+  )
+  predict = functools.partial(model.predict_batch_with_aux, num_decodes=4, return_all_decodes=True)
+  tokens_BNT, aux = jax.jit(predict)(PARAMS, BATCH, jax.random.PRNGKey(3))
+  scores_BN = np.asarray(aux["scores"])
+  assert tokens_BNT.shape == (3, 4, LENGTH)
+  assert np.all(np.diff(scores_BN, axis=1) >= 0)
+  for number in range(4):
+    rows = [[int(t) for t in row if t] for row in tokens_BNT[:, number]]
+    scores = SCORE(PARAMS, features(INPUTS, rows))
+    np.testing.assert_allclose(scores_BN[:, number], scores, rtol=1e-4)
+  best, best_aux = jax.jit(model.predict_batch_with_aux, static_argnames="num_decodes")(
+    PARAMS, BATCH, jax.random.PRNGKey(3), num_decodes=4
+  )
+  np.testing.assert_array_equal(best, tokens_BNT[:, -1])
+  np.testing.assert_array_equal(best_aux["scores"], scores_BN[:, -1])
+
+
+def test_beam_search_goes_on_from_the_inputs_too():
+  model = make(decode_fn=decoding.beam_search)
+  predict = functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True)
+  tokens_BNT, aux = jax.jit(predict)(PARAMS, BATCH)
+  for number in range(3):
+    rows = [[int(t) for t in row if t] for row in tokens_BNT[:, number]]
+    likelihood = np.asarray(SCORE(PARAMS, features(INPUTS, rows)))
+    ends = [len(given) + len(row) for given, row in zip(INPUTS, rows, strict=True)]
+    ended = np.array([1 in row for row in rows])
+    penalty = np.where(ended, ((5 + np.array(ends)) / 6) ** 0.6, 1.0)
+    np.testing.assert_allclose(aux["scores"][:, number], likelihood / penalty, rtol=1e-4)
+
+
+def test_batches_that_do_not_tell_inputs_from_targets_are_refused():
+  batch = {n: v for n, v in BATCH.items() if n != "decoder_causal_attention"}
+  with pytest.raises(ValueError, match="no decoder_causal_attention, so that inputs and targets"):
+    make().predict_batch(PARAMS, batch)
+  text = "inputs_bidirectional_attention = True needs the feature decoder_causal_attention"
+  with pytest.raises(ValueError, match=text):
+    make(inputs_bidirectional_attention=True).eval_fn(PARAMS, batch)
+
+
+def test_decode_function_that_cannot_start_in_the_middle_is_refused():
+  def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
+    raise AssertionError("must not be called")
+
+  text = "the decode function decode needs an argument initial_index"
+  with pytest.raises(ValueError, match=re.escape(text)):
+    make(decode_fn=decode).predict_batch(PARAMS, BATCH)
+
+
+def test_prefixes_are_removed_from_one_decode_or_several():
+  sequences = jnp.array([[1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 0, 0]])
+  lengths = jnp.array([2, 4])
+  expected = np.array([[3, 4, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(remove_prefix(sequences, lengths), expected)
+  twice = remove_prefix(jnp.stack([sequences] * 2, axis=1), lengths)
+  np.testing.assert_array_equal(twice, np.stack([expected] * 2, axis=1))
+
+
+def test_initial_variables_have_the_axes_that_sharding_needs():
+  shapes = {"decoder_input_tokens": (2, 4)}
+  variables = jax.eval_shape(
+    functools.partial(make().get_initial_variables, input_shapes=shapes), jax.random.PRNGKey(0)
+  )
+  assert variables.keys() == {"params", "params_axes"}
+  assert jax.tree.structure(variables["params"]) == jax.tree.structure(PARAMS)
