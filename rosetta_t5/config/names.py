@@ -69,14 +69,18 @@ class Names:
     if self._dynamic:
       return self._find_imported(selector)
     known = gin.config._REGISTRY.matching_selectors(selector)
+    imported = [n for n in self._others if selector.split(".")[0] in n._modules]
     if len(known) > 1:
+      # Another program in this process, or a part of this one, may have registered more.
+      meant = {found.selector: found for found in (names.find(selector) for names in imported)}
+      if len(meant) == 1:
+        return meant.popitem()[1]
       choices = " or ".join(sorted(known))
       raise ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
     if known:
       return gin.config._REGISTRY[known[0]]
-    for names in self._others:
-      if selector.split(".")[0] in names._modules:
-        return names.find(selector)
+    if imported:
+      return imported[0].find(selector)
     raise ConfigError(f"nothing is called {selector!r}.{near(selector, self._registered())}")
 
   def _find_imported(self, selector: str) -> gin.config.Configurable:
