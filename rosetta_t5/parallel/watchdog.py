@@ -121,7 +121,7 @@ class Watchdog:
       distributed,
     )  # as Orbax does: jax has no public name for its key-value store
 
-    client = distributed.global_state.client
+    client: Any = distributed.global_state.client
     beat, warned, interval = 0, 0.0, min(5.0, self._limit / 5)
     while not self._ended.wait(interval):
       beat += 1
