@@ -87,7 +87,8 @@ def precompile(
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
   started = time.monotonic()
-  lowered = trainer._partitioned_train_step.lower(trainer.train_state, batch)
+  step: Any = trainer._partitioned_train_step
+  lowered = step.lower(trainer.train_state, batch)
   compiled = lowered.compile()
   console.say(f"compiled the train step in {console.duration_text(time.monotonic() - started)}")
   _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)

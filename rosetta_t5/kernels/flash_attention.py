@@ -92,7 +92,11 @@ def _forward(
     inputs,
     (),
     grid="query",
-    out_shape=(jax.ShapeDtypeStruct((batch, length, heads, size), q_BTHK.dtype), per_query, per_query),
+    out_shape=(
+      jax.ShapeDtypeStruct((batch, length, heads, size), q_BTHK.dtype),
+      per_query,
+      per_query,
+    ),
     interpret=interpret,
   )
   residuals = (inputs, o_BTHK, highest_BHT, total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
@@ -179,9 +183,7 @@ def _forward_kernel(
     o, highest, total = carry
     k, v, key = (_tile(ref, s, _BLOCK_S) for ref in (k_ref, v_ref, key_ref))
     bias = None if bias_ref is None else bias_ref[:, pl.ds(s * _BLOCK_S, _BLOCK_S)]
-    logits, _ = _visible_logits(
-      q, k, bias, (query, key), (t * _BLOCK_T, s * _BLOCK_S), causal
-    )
+    logits, _ = _visible_logits(q, k, bias, (query, key), (t * _BLOCK_T, s * _BLOCK_S), causal)
     new_highest = jnp.maximum(highest, jnp.max(logits, axis=1))
     shrink = jnp.exp(highest - new_highest)
     weights = jnp.exp(logits - new_highest[:, None])
@@ -287,7 +289,7 @@ def _call(
   """
   batch, length, heads, size = inputs.q_BTHK.shape
   keys = inputs.k_BSHK.shape[1]
-  tiles = {"query": (length // _BLOCK_T,), "key": (keys // _BLOCK_S,)}
+  tiles: dict[str, tuple[int, ...]] = {"query": (length // _BLOCK_T,), "key": (keys // _BLOCK_S,)}
   tiles["bias"] = tiles["query"] + tiles["key"]
   spec = functools.partial(_spec, grid=grid, batch=batch)
   q_spec, k_spec = spec("t", length, size=size), spec("s", keys, size=size)

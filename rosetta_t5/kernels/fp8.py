@@ -73,7 +73,12 @@ fp8_product.defvjp(_forward, _backward)
 
 
 def _scaled_dot(
-  a: Array, b: Array, sums: tuple[tuple[int, ...], ...], a_scale: Array, b_scale: Array, dtype: Any
+  a: Array,
+  b: Array,
+  sums: tuple[tuple[int, ...], tuple[int, ...]],
+  a_scale: Array,
+  b_scale: Array,
+  dtype: Any,
 ) -> Array:
   """Returns the product of two quantised arrays over the dimensions `sums`, their scales undone."""
   # The operands go in as they are: a product of numbers converted back could be simplified into one

@@ -91,8 +91,10 @@ def segment_mask(
       f"{real_queries.shape[1]} and {real_keys.shape[1]}: change TASK_FEATURE_LENGTHS, or set it to "
       "'flash'"
     )
-  query = jnp.where(real_queries, query_segments if packed else 1, 0)
-  key = jnp.where(real_keys, key_segments if packed else 1, 0)
+  if query_segments is None or key_segments is None:
+    query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
+  query = jnp.where(real_queries, query_segments, 0)
+  key = jnp.where(real_keys, key_segments, 0)
   return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
 
 

@@ -13,7 +13,7 @@ from flax.linen.partitioning import AxisMetadata
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a nested dict flat, its keys joined by slashes."""
-  return traverse_util.flatten_dict(unfreeze(x), sep="/")
+  return traverse_util.flatten_dict(unfreeze(dict(x)), sep="/")
 
 
 def override_params_axes_names(
@@ -30,7 +30,7 @@ def override_params_axes_names(
   Raises:
     ValueError: the variables have no `params_axes`, or a parameter has another rank than the names.
   """
-  variables = dict(unfreeze(model_variables))
+  variables = unfreeze(dict(model_variables))
   if "params_axes" not in variables:
     raise ValueError(
       "override_params_axes_names was given variables without 'params_axes': the module makes its "

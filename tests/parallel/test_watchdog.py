@@ -78,7 +78,8 @@ def two_processes(folder: pathlib.Path, **environment: str) -> Iterator[list[sub
 def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
   end = time.monotonic() + 240
   while "step 5/" not in (folder / "0.txt").read_text():
-    assert process.poll() is None and time.monotonic() < end, (folder / "0.txt").read_text()[-3000:]
+    going = process.poll() is None and time.monotonic() < end
+    assert going, (folder / "0.txt").read_text()[-3000:]
     time.sleep(0.2)
 
 
