@@ -152,9 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
   step_seconds = statistics.median(seconds)
   devices = jax.devices()
   config = make_config(args)
-  flops = training_flops_of(
-    config, encoder_length=args.lengths[0], decoder_length=args.lengths[1]
-  )
+  flops = training_flops_of(config, encoder_length=args.lengths[0], decoder_length=args.lengths[1])
   rate = args.batch / step_seconds / len(devices)
   peak = next((v for name, v in PEAKS.items() if name in devices[0].device_kind), None)
   return {

@@ -199,7 +199,7 @@ class Encoder(nn.Module):
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
   def _layers(
-    self, x_BSD: jax.Array, mask_B1SS: jax.Array | None, deterministic: bool
+    self, x_BSD: jax.Array, mask_B1SS: jax.Array | SegmentMask | None, deterministic: bool
   ) -> jax.Array:
     cfg, length = self.config, x_BSD.shape[-2]
     bias_1HSS = relative_bias(cfg)(length, length, True)
@@ -251,8 +251,8 @@ class Decoder(nn.Module):
     self,
     y_BTD: jax.Array,
     encoded_BSD: jax.Array,
-    mask_B1TT: jax.Array | None,
-    cross_mask_B1TS: jax.Array | None,
+    mask_B1TT: jax.Array | SegmentMask | None,
+    cross_mask_B1TS: jax.Array | SegmentMask | None,
     deterministic: bool,
     decode: bool,
     max_decode_length: int | None,

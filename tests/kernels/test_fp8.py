@@ -1,0 +1,77 @@
+"""Products in eight bits: rounding, scaling, and gradients against float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rosetta_t5.kernels.fp8 import FORWARD, GRADIENT, fp8_product, quantise
+
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(48, 32)).astype(np.float32)
+W = RNG.normal(size=(32, 24)).astype(np.float32) / 6
+DY = RNG.normal(size=(48, 24)).astype(np.float32)
+
+
+def relative_error(got, want):
+  return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e-3, 1.0, 7e8])
+@pytest.mark.parametrize(("dtype", "half_step"), [(FORWARD, 2**-4), (GRADIENT, 2**-3)])
+def test_values_are_rounded_to_the_nearest_of_eight_bits_whatever_their_size(
+  factor, dtype, half_step
+):
+  x = np.linspace(1 / 64, 1, 200, dtype=np.float32) * np.float32(factor)
+  quantised, scale = quantise(jnp.asarray(x), dtype)
+  assert quantised.dtype == dtype
+  assert np.log2(float(scale)) % 1 == 0
+  highest = float(jnp.max(quantised.astype(jnp.float32)))
+  largest = float(jnp.finfo(dtype).max)
+  assert largest / 2 * (1 - half_step) <= highest <= largest
+  back = np.asarray(quantised.astype(jnp.float32)) / float(scale)
+  assert np.max(np.abs(back - x) / x) <= half_step * 1.001
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_comes_out_as_nan():
+  assert not np.asarray(fp8_product(jnp.zeros((4, 32)), jnp.asarray(W))).any()
+  for bad in (np.inf, np.nan):
+    x = X.copy()
+    x[3, 5] = bad
+    assert np.isnan(np.asarray(fp8_product(jnp.asarray(x), jnp.asarray(W)))[3]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_product_and_gradients_are_those_of_float32_but_for_the_rounding(dtype):
+  x, w, dy = (jnp.asarray(array, dtype) for array in (X, W, DY))
+  y, gradients = jax.vjp(fp8_product, x, w)
+  dx, dw = gradients(dy)
+  assert {array.dtype for array in (y, dx, dw)} == {jnp.dtype(dtype)}
+  # Rounding is by up to 1/16 forward and 1/8 backward; its errors are random.
+  for got, want in ((y, X @ W), (dx, DY @ W.T), (dw, X.T @ DY)):
+    assert 0.01 < relative_error(got, want) < 0.07
+
+
+def test_forward_operands_are_e4m3_and_gradients_e5m2():
+  text = (
+    jax.jit(lambda *args: jax.vjp(fp8_product, *args[:2])[1](args[2])).lower(X, W, DY).as_text()
+  )
+  products = [line for line in text.splitlines() if "dot_general" in line]
+  operands = [("f8E4M3FN" in line, "f8E5M2" in line) for line in products]
+  assert operands == [(True, True)] * 2, "dx and dw are made of one operand of each kind"
+  text = jax.jit(fp8_product).lower(X, W).as_text()
+  (product,) = [line for line in text.splitlines() if "dot_general" in line]
+  assert product.count("f8E4M3FN") == 2
+
+
+def test_several_dimensions_of_rows_and_outputs_give_the_same_numbers():
+  y, gradients = jax.vjp(fp8_product, jnp.asarray(X), jnp.asarray(W))
+  rows, outputs = X.reshape(6, 8, 32), W.reshape(32, 3, 8)
+  split, split_gradients = jax.vjp(fp8_product, jnp.asarray(rows), jnp.asarray(outputs))
+  np.testing.assert_array_equal(split.reshape(48, 24), y)
+  for got, want in zip(
+    split_gradients(jnp.asarray(DY.reshape(6, 8, 3, 8))), gradients(jnp.asarray(DY)), strict=True
+  ):
+    np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,98 @@
+"""Which attention kernel is taken, and what it is refused with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_models import T5_1_1, make_batch, make_model, params_of
+
+from rosetta_t5.kernels.attention import xla_attention
+from rosetta_t5.networks import attention_kernel
+from rosetta_t5.networks.attention_kernel import (
+  SegmentMask,
+  choose_attention_kernel,
+  fused_attention,
+  segment_mask,
+)
+from rosetta_t5.networks.t5 import T5Config, Transformer
+
+REAL = jnp.ones((2, 6), bool)
+
+
+def config(**changes):
+  return dataclasses.replace(T5_1_1, **changes)
+
+
+def test_default_takes_the_reference_and_says_why():
+  choice = choose_attention_kernel(T5_1_1)
+  assert choice.name == "xla"
+  assert choice.why.startswith("auto: ")
+  assert choose_attention_kernel(config(attention_kernel="xla")) == ("xla", "set")
+  assert choose_attention_kernel(config(attention_kernel="flash")).why == (
+    "set; interpreted, as there is no GPU: slow"
+  )
+
+
+def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
+  model = make_model(Transformer(config(attention_kernel="cudnn")))
+  with pytest.raises(
+    ValueError, match="'cudnn' needs an NVIDIA GPU, and jax runs on cpu: set it to"
+  ):
+    jax.eval_shape(model.eval_fn, params_of(T5_1_1), make_batch())
+
+
+@pytest.mark.parametrize(
+  ("changes", "arguments", "text"),
+  [
+    ({"dtype": "float32"}, {}, "computes in bfloat16, but T5Config.dtype is float32"),
+    ({"head_dim": 4}, {}, "needs a head_dim that is a multiple of 8, not 4"),
+    ({}, {"query_segments": 1, "key_segments": 1}, "takes no packed examples: set it to 'flash'"),
+    ({}, {"real_keys": jnp.ones((2, 5), bool)}, "at even lengths only, not 6 and 5"),
+  ],
+)
+def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, text):
+  monkeypatch.setattr(attention_kernel.jax, "default_backend", lambda: "gpu")
+  settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
+  given = {"real_queries": REAL, "real_keys": REAL} | arguments
+  with pytest.raises(ValueError, match=text):
+    segment_mask(config(**settings), **given)
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    (
+      {"attention_kernel": "flsh"},
+      r"attention_kernel = 'flsh' is unknown \(did you mean 'flash'\?\)",
+    ),
+    (
+      {"remat_policy": "minimum"},
+      r"remat_policy = 'minimum' is unknown \(did you mean 'minimal'\?\)",
+    ),
+    (
+      {"fuse_qkv_params": "yes"},
+      "T5Config.fuse_qkv_params = 'yes' must be True or False, or 1 or 0",
+    ),
+  ],
+)
+def test_unknown_switches_are_refused(changes, text):
+  with pytest.raises(ValueError, match=text):
+    T5Config(vocab_size=8, **changes)
+
+
+def test_dropout_s_factor_is_on_the_values():
+  q, k, v = jax.random.normal(jax.random.PRNGKey(0), (3, 2, 6, 2, 4))
+  factor = jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, (2, 2, 6)).astype(jnp.float32) * 2
+  ids = jnp.ones((2, 6), jnp.int32)
+  got = fused_attention("flash", q, k, v, None, SegmentMask(ids, ids), factor)
+  want = xla_attention(q, k, v, value_scale_BHS=factor)
+  assert jnp.allclose(got, want, atol=1e-5)
+  assert not jnp.allclose(got, xla_attention(q, k, v), atol=1e-2)
+
+
+def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
+  ids = jnp.asarray([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+  assert attention_kernel._length(ids).tolist() == [2, 3, 1]

@@ -1,0 +1,176 @@
+"""fp8 in the network: which products, what is trained, what its switch accepts and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import T5_1_1, Bigram, adafactor, make_batch, make_model, params_of
+
+from rosetta_t5.networks.computation import computation_text
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.training import TrainState, train_step
+
+RECIPES = ("current", "delayed")
+OVERWRITTEN = "_overwrite_with_gradient"
+KEY = jax.random.PRNGKey(0)
+BATCH = make_batch()
+SHAPES = {name: array.shape for name, array in BATCH.items()}
+
+
+@functools.cache
+def fp8_model(recipe="current", **switches):
+  config = dataclasses.replace(T5_1_1, dtype="bfloat16", **switches)
+  te_config = TransformerEngineConfig(enabled=1, recipe=recipe, emulate=True)
+  return with_fp8(make_model(Transformer(config), z_loss=1e-4), choose_fp8(te_config))
+
+
+@functools.cache
+def start(recipe, microbatches=None):
+  """Returns a compiled training step and the state to begin with."""
+  model = fp8_model(recipe) if recipe else make_model(bfloat16(), z_loss=1e-4)
+  shapes = jax.eval_shape(lambda key: model.get_initial_variables(key, SHAPES), KEY)
+  variables = {"params": params_of(T5_1_1), "params_axes": shapes["params_axes"]}
+  if OVERWRITTEN in shapes:
+    variables |= {
+      OVERWRITTEN: jax.tree_util.tree_map_with_path(_initial_scale, shapes[OVERWRITTEN])
+    }
+  step = functools.partial(
+    train_step,
+    loss_fn=model.loss_fn,
+    learning_rate_fn=lambda _: jnp.float32(0.03),
+    num_microbatches=microbatches,
+  )
+  return jax.jit(step), TrainState.create(adafactor(), variables)
+
+
+@functools.cache
+def trained(recipe, steps=8, microbatches=None):
+  """Returns the losses and the last state of a short training."""
+  step, state = start(recipe, microbatches)
+  losses = []
+  for _ in range(steps):
+    state, metrics = step(state, BATCH, KEY)
+    losses.append(float(metrics["loss"].compute()))
+  return losses, state
+
+
+def _initial_scale(path, leaf):
+  return jnp.full(leaf.shape, float("scale" in path[-1].key), leaf.dtype)
+
+
+def bfloat16():
+  return Transformer(dataclasses.replace(T5_1_1, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_in_fp8_follows_training_in_bfloat16(recipe):
+  losses, _ = trained(recipe)
+  plain, _ = trained(None)
+  assert plain[-1] < 0.7 * plain[0]
+  np.testing.assert_allclose(losses, plain, rtol=0.07)
+  assert losses != plain
+
+
+def test_projections_are_in_fp8_and_logits_and_attention_s_own_products_are_not():
+  model, params = fp8_model(), params_of(T5_1_1)
+  text = jax.jit(lambda p: model.eval_fn(p, BATCH)[0]).lower(params).as_text()
+  products = [line for line in text.splitlines() if "dot_general" in line]
+  # Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
+  assert sum("f8E4M3FN" in line for line in products) == 18
+  # Two products of each of three attentions, two biases, and the logits.
+  assert sum("f8" not in line for line in products) == 9
+
+
+def test_delayed_scales_are_replaced_each_microbatch_never_summed_or_trained():
+  _, whole = trained("delayed", steps=1)
+  _, parts = trained("delayed", steps=1, microbatches=2)
+  for state in (whole, parts):
+    assert OVERWRITTEN not in state.params
+    assert not any(OVERWRITTEN in str(path) for path, _ in _leaves(state.param_states))
+  for path, history in _leaves(whole.flax_mutables):
+    if "amax_history" in str(path):
+      assert np.count_nonzero(history) == 1
+      by_parts = functools.reduce(lambda tree, key: tree[key.key], path, parts.flax_mutables)
+      assert np.count_nonzero(by_parts) == 2, "one maximum for each microbatch"
+      if "kernel" in str(path):
+        np.testing.assert_array_equal(by_parts[:1], history[:1])
+
+
+def _leaves(tree):
+  return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def test_delayed_scaling_evaluates_without_its_state_by_each_array_s_own_maximum():
+  programs = [jax.make_jaxpr(fp8_model(r).eval_fn)(params_of(T5_1_1), BATCH) for r in RECIPES]
+  assert str(programs[0]) == str(programs[1])
+  assert "f8_e4m3fn" in str(programs[0])
+
+
+def test_parameters_are_those_of_bfloat16():
+  shapes = jax.eval_shape(lambda key: fp8_model().get_initial_variables(key, SHAPES), KEY)
+  plain = jax.eval_shape(lambda key: make_model(bfloat16()).get_initial_variables(key, SHAPES), KEY)
+  assert shapes == plain
+
+
+def test_fused_projections_differ_from_single_ones_by_rounding_alone():
+  loss, _ = jax.jit(fp8_model().eval_fn)(params_of(T5_1_1), BATCH)
+  fused, _ = jax.jit(fp8_model(fuse_qkv_params=True).eval_fn)(params_of(T5_1_1), BATCH)
+  np.testing.assert_allclose(fused, loss, rtol=5e-3)
+
+
+def test_hardware_without_fp8_runs_in_dtype_unless_fp8_was_asked_for():
+  choice = choose_fp8(TransformerEngineConfig)  # the class, as gin hands it over
+  assert choice.make_product is None
+  assert choice.warning
+  assert re.search("off: a cpu has no fp8 .*; running in T5Config.dtype", choice.text)
+  model = make_model()
+  assert with_fp8(model, choice) is model
+  for asked in ({"enabled": 1}, {"enable_fp8": 1}, {"enabled": True}):
+    with pytest.raises(ValueError, match=r"enabled = 1, but a cpu has no fp8 .*ENABLE_FP8=0"):
+      choose_fp8(TransformerEngineConfig(**asked))
+  for off in (None, TransformerEngineConfig(enabled=0), TransformerEngineConfig(enable_fp8=0)):
+    assert choose_fp8(off).text == "off"
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"enabled": 2}, "TransformerEngineConfig.enabled = 2 must be True or False, or 1 or 0"),
+    ({"recipe": "delay"}, r"recipe = 'delay' is unknown \(did you mean 'delayed'\?\)"),
+    ({"backend": "xla"}, "backend = 'xla' is unknown: set it to one of 'auto', 'native', 'te'"),
+    ({"fp8_format": "e4m3"}, "fp8_format = 'e4m3' is unknown: set it to one of 'hybrid'"),
+    ({"enabled": 1, "enable_fp8": 0}, "enabled = 1 contradicts its other name, enable_fp8 = 0"),
+  ],
+)
+def test_unknown_values_are_refused(arguments, text):
+  with pytest.raises(ValueError, match=text):
+    TransformerEngineConfig(**arguments)
+
+
+def test_backend_that_is_not_installed_and_module_without_fp8_are_refused():
+  with pytest.raises(
+    ValueError, match="Transformer Engine is not installed: set backend = 'native'"
+  ):
+    choose_fp8(TransformerEngineConfig(enabled=1, backend="te", emulate=True))
+  choice = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
+  with pytest.raises(
+    ValueError, match=r"te_config_cls asks for fp8, but Bigram cannot compute in it"
+  ):
+    with_fp8(make_model(Bigram()), choice)
+
+
+def test_header_says_what_is_computed_how_and_why():
+  choice = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
+  text = computation_text(fp8_model(fuse_qkv_params=True), choice)
+  assert text == (
+    "bfloat16; fp8 XLA's own products, current scaling (auto: needs no state and no further package, "
+    "emulated); attention by xla (auto: no fused kernel has been measured to be faster yet); fused qkv"
+  )
+  assert computation_text(make_model(Bigram()), choice) is None
