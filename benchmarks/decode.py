@@ -35,12 +35,14 @@ def random_params(size: str) -> Params:
   )["params"]
   rng = np.random.default_rng(0)
 
-  def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+  def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     if leaf.ndim == 1:
       return np.ones(leaf.shape, np.float32)
-    return (rng.standard_normal(leaf.shape, np.float32) / np.sqrt(leaf.shape[0])).astype(np.float32)
+    # Queries are small, as T5's are: attention does not scale its logits.
+    scale = np.sqrt(leaf.shape[0]) * (8.0 if "query" in jax.tree_util.keystr(path) else 1.0)
+    return (rng.standard_normal(leaf.shape, np.float32) / scale).astype(np.float32)
 
-  return jax.tree.map(draw, shapes)
+  return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def t5_config(size: str) -> T5Config:
