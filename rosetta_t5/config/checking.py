@@ -14,11 +14,11 @@ import gin
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.completeness import check_required
 from rosetta_t5.config.errors import ConfigError, Problems, gin_notes_cut
-from rosetta_t5.config.gin_files import Binding, Place, Program, read_program
+from rosetta_t5.config.gin_files import Binding, Import, Place, Program, read_program
 from rosetta_t5.config.names import parameters
 from rosetta_t5.config.parsing import How, bind, check_bound
 from rosetta_t5.config.scripts import SCRIPTS
-from rosetta_t5.config.unimported import NeedsImport, is_stand_in
+from rosetta_t5.config.unimported import NeedsImport, is_slow, is_stand_in
 from rosetta_t5.config.unused import unused_bindings
 
 Rows = list[tuple[str, str]]
@@ -36,6 +36,7 @@ class Resolved:
     program: the gin files.
     problems: what is wrong; whoever looks further adds to it.
     unused: bindings that nothing reads.
+    read: modules that were read instead of imported, because they would import TensorFlow.
     devices: how many devices the run will have, if that was said.
   """
 
@@ -45,6 +46,7 @@ class Resolved:
   program: Program
   problems: Problems
   unused: list[Binding]
+  read: list[str]
   devices: int | None = None
 
   def place(self, argument: str) -> Place | None:
@@ -103,6 +105,7 @@ def resolve(
   with problems.noted():
     check_required(program)
   bound = Problems()
+  slow = [m for m in _modules(program) if is_slow(m)] if read_slow else []
   bind(program, How(problems=bound, read_slow=read_slow), function)
   if all_read:
     check_bound(program, function if not problems.texts else None, bound)
@@ -114,11 +117,16 @@ def resolve(
     program=program,
     problems=problems,
     unused=unused_bindings(program, function) if function and not problems.texts else [],
+    read=slow,
     devices=command.devices,
   )
   if not bound.texts:
     _build(resolved, function)
   return resolved
+
+
+def _modules(program: Program) -> list[str]:
+  return [s.statement.module for s in program.statements() if isinstance(s, Import)]
 
 
 def _build(resolved: Resolved, function: Callable[..., Any] | None) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from rosetta_t5.config.unimported import NotMade, is_slow
 from rosetta_t5.data import import_module
+from rosetta_t5.data.providers import find_provider
 
 Rows = list[tuple[str, str]]
 
@@ -34,9 +36,8 @@ def data_rows(plan: Any) -> Rows:
   ]
   for argument in _DATASETS:
     if plan[argument] is not None:
-      _check_task(plan[argument])
-  for vocabulary in (getattr(plan["model"], "input_vocabulary", None),):
-    _check_vocabulary_file(vocabulary)
+      _check_task(plan[argument], plan.resolved.read)
+  _check_vocabulary_file(getattr(plan["model"], "input_vocabulary", None))
   return rows
 
 
@@ -54,21 +55,21 @@ def _dataset_text(cfg: Any) -> str:
   return ", ".join(parts)
 
 
-def _check_task(cfg: Any) -> None:
-  """Imports the task's module if that brings no TensorFlow, and looks the task up if SeqIO is there."""
+def _check_task(cfg: Any, read: Collection[str]) -> None:
+  """Imports the task's module if that brings no TensorFlow, and looks the task up if it is known then.
+
+  Args:
+    cfg: the dataset.
+    read: modules that were read instead of imported, any of which may register the task.
+  """
   if cfg.module and is_slow(cfg.module):
     _check_exists(cfg.module)
     return
   if cfg.module:
     import_module(cfg.module)
-  if "seqio" in sys.modules and (cfg.module or not isinstance(cfg.mixture_or_task_name, NotMade)):
-    _look_up(cfg)
-
-
-def _look_up(cfg: Any) -> None:
-  from rosetta_t5.data.providers import find_provider
-
-  find_provider(cfg)
+  is_made = not isinstance(cfg.mixture_or_task_name, NotMade)
+  if is_made and "seqio" in sys.modules and not set(read) - {"seqio"}:
+    find_provider(cfg)
 
 
 def _check_exists(module: str) -> None:
@@ -79,8 +80,10 @@ def _check_exists(module: str) -> None:
 
 def _check_vocabulary_file(vocabulary: Any) -> None:
   """Raises ValueError if a SentencePiece model on this machine's disk is not there."""
-  arguments = vocabulary.arguments if isinstance(vocabulary, NotMade) else {}
-  path = arguments.get("sentencepiece_model_file")
+  made = (
+    vocabulary.arguments if isinstance(vocabulary, NotMade) else getattr(vocabulary, "__dict__", {})
+  )
+  path = made.get("sentencepiece_model_file", made.get("_sentencepiece_model_file"))
   if not isinstance(path, str) or "://" in path or os.path.isfile(path):
     return
   raise ValueError(

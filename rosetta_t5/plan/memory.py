@@ -69,16 +69,18 @@ def activation_bytes(
     return None
   target = lengths["decoder"]
   source = lengths.get("encoder", 0)
-  mlp = 2 * width + hidden
-  attention = 2 * width + 4 * inner
+  # Before each product its normalised input, and what the norm was taken of, which is float32.
+  normed = width * (1 + 4 / itemsize)
+  mlp = normed + hidden
+  attention = normed + 4 * inner
 
   def probabilities(queries: int, keys: int) -> float:
-    return heads * queries * keys
+    return 2 * heads * queries * keys  # and the logits that they were made of
 
   encoder = source * (attention + mlp) + probabilities(source, source)
   decoder = target * (attention + mlp) + probabilities(target, target)
   if source:
-    decoder += target * (2 * width + 2 * inner) + source * 2 * inner
+    decoder += target * (normed + 2 * inner) + source * 2 * inner
     decoder += probabilities(target, source)
   kept = layers["encoder"] * encoder + layers["decoder"] * decoder
   return int(examples * (kept * itemsize + 2 * 4 * target * vocabulary))

@@ -1,0 +1,197 @@
+"""What a dry run tells of a training run, and what it refuses, without a step being made."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import gin
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from rosetta_t5.main import main
+from rosetta_t5.plan import memory
+from rosetta_t5.plan.shapes import state_shapes
+from rosetta_t5.telemetry.flops import training_flops_of
+from t5x import adafactor, checkpoints, models, partitioning
+from t5x.examples.t5 import network
+
+RUN = """
+include 't5x/examples/t5/t5_1_1/tiny.gin'
+include 't5x/configs/runs/pretrain.gin'
+MIXTURE_OR_TASK_NAME = 'some_task'
+TASK_FEATURE_LENGTHS = {'inputs': 16, 'targets': 8}
+DROPOUT_RATE = 0.0
+TRAIN_STEPS = 100
+BATCH_SIZE = 16
+USE_CACHED_TASKS = False
+VOCABULARY = None
+MODEL_DIR = 'run'
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+  """Returns (exit status, rows by name, all that was said) of a check of RUN with bindings."""
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path("run.gin").write_text(RUN)
+  _register_task_if_tasks_are_looked_up()
+
+  def _check(*arguments: str) -> tuple[int, dict[str, str], str]:
+    try:
+      main(["train", "--gin_file=run.gin", "--dry_run", "--devices=4", *arguments])
+      status = 0
+    except SystemExit as ended:
+      status = ended.code
+    gin.clear_config()
+    shown = capsys.readouterr()
+    lines = [line.split("  ", 1) for line in shown.out.splitlines() if "  " in line]
+    return status, {name: text.strip() for name, text in lines}, shown.out + shown.err
+
+  return _check
+
+
+def _register_task_if_tasks_are_looked_up() -> None:
+  """Other tests of this process may have imported SeqIO; a check alone does not."""
+  seqio = sys.modules.get("seqio")
+  if seqio is not None and "some_task" not in seqio.TaskRegistry.names():
+    source = seqio.FunctionDataSource(lambda split, shuffle_files: None, splits=["train"])
+    seqio.TaskRegistry.add("some_task", source=source, preprocessors=[], output_features={})
+
+
+def _tiny_state() -> object:
+  """A train state of the tiny model, of ones."""
+  optimizer = adafactor.Adafactor(logical_factor_rules=adafactor.standard_logical_factor_rules())
+  model = models.EncoderDecoderModel(network.Transformer(_config()), None, None, optimizer)
+  shapes = state_shapes(model, 1, {"encoder": 4, "decoder": 4}, trained=True)
+  return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+
+
+def _config() -> network.T5Config:
+  return network.T5Config(
+    vocab_size=32128,
+    emb_dim=8,
+    num_heads=4,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    head_dim=3,
+    mlp_dim=16,
+    mlp_activations=("gelu", "linear"),
+  )
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """MODEL_DIR with a checkpoint of step 1."""
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  manager = checkpoints.OrbaxCheckpointManagerInterface(
+    str(tmp_path / "run"), _tiny_state(), partitioner
+  )
+  manager.save(_tiny_state())
+  manager.close()
+  return tmp_path / "run/checkpoint_1"
+
+
+def test_a_training_run_is_told_row_by_row(check):
+  status, rows, said = check()
+  assert status == 0, said
+  assert rows["trains on"] == "some_task[train], inputs 16, targets 8, batches of 16, packed"
+  assert rows["model"] == (
+    "EncoderDecoderModel of rosetta_t5.networks.t5.Transformer, 518,240 parameters, "
+    "computed in bfloat16"
+  )
+  assert rows["mesh"] == "data 4 × model 1 on 4 devices"
+  assert rows["batch"] == "16 examples, 4 a device along data"
+  assert rows["optimizer"] == "Adafactor"
+  assert rows["learning rate"].startswith("0.01 at 0, 0.01 at 1, 0.01 at 25")
+  assert rows["starts from"] == "scratch"
+  assert rows["saves"].startswith("checkpoints every 1000 steps and at start and end, all kept")
+  one = training_flops_of(_config(), encoder_length=16, decoder_length=8)
+  assert rows["FLOPs"] == f"{16 * one / 1e6:.4g} MFLOP a step"
+  assert rows["memory"].startswith("about ")
+  assert "params 2.07 MB, optimizer " in rows["memory"]
+  assert "gradients 2.07 MB, activations " in rows["memory"]
+
+
+def test_microbatches_and_model_parallelism_are_told(check):
+  arguments = (
+    "--gin.trainer.Trainer.num_microbatches=2",
+    "--gin.partitioning.PjitPartitioner.num_partitions=2",
+  )
+  rows = check(*arguments)[1]
+  assert rows["mesh"] == "data 2 × model 2 on 4 devices"
+  assert rows["batch"] == "16 examples, 8 a device along data, in 2 microbatches of 8"
+  assert "params 1.0" in rows["memory"]
+
+
+def test_all_that_does_not_fit_is_told(check):
+  status, _, said = check(
+    "--gin.BATCH_SIZE=18",
+    "--gin.utils.RestoreCheckpointConfig.path='nowhere'",
+    "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file='no.model'",
+    "--gin.VOCABULARY=@seqio.SentencePieceVocabulary()",
+  )
+  assert status == 2
+  assert "3 problems" in said
+  assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in said
+  assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in said
+  assert "there is no SentencePiece model 'no.model' (looked at " in said
+
+
+def test_model_dirs_checkpoint_wins_over_one_that_need_not_exist(check, saved):
+  status, rows, said = check("--gin.utils.RestoreCheckpointConfig.path='nowhere'")
+  assert status == 0, said
+  assert rows["starts from"] == "run/checkpoint_1"
+
+
+def test_a_checkpoint_of_another_model_is_refused(check, saved):
+  status, _, said = check("--gin.network.T5Config.mlp_dim=24")
+  assert status == 2
+  assert "checkpoint run/checkpoint_1 is not of this run's model" in said
+  assert "target/encoder/layers_0/mlp/wi_0/kernel" in said
+
+
+def test_what_differs_from_the_last_run_is_told(check, tmp_path):
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run/config.gin").write_text("BATCH_SIZE = 8\nTRAIN_STEPS = 100\n")
+  said = check()[2]
+  assert "since the last run in run:" in said
+  assert "BATCH_SIZE: 8 → 16" in said
+  assert "TRAIN_STEPS" not in said.split("since the last run")[1]
+
+
+def test_split_arrays_are_counted_by_the_device():
+  mesh = {"data": 4, "model": 2}
+  arrays = {name: jax.ShapeDtypeStruct((6, 8), jnp.float32) for name in "abc"}
+  splits = {
+    "a": PartitionSpec(),
+    "b": PartitionSpec("data", "model"),
+    "c": PartitionSpec(None, ("data", "model")),
+  }
+  assert memory._bytes(arrays, splits, mesh) == 4 * (48 + 2 * 4 + 6 * 1)
+
+
+@pytest.mark.parametrize(
+  ("number", "text"), [(3.1e12, "3.1 TB"), (11.44e9, "11.4 GB"), (310e6, "310 MB"), (2e4, "20 kB")]
+)
+def test_sizes_are_told_as_people_say_them(number, text):
+  assert memory.size_text(number) == text
+
+
+@pytest.mark.slow
+def test_a_shipped_recipe_is_checked_without_tensorflow(tmp_path):
+  program = (
+    "import sys\nfrom rosetta_t5 import cli\n"
+    "cli.main(['check', 'gin/examples/small_pile_pretrain.gin', \"--gin.MODEL_DIR='run'\"])\n"
+    "print('tensorflow' in sys.modules, 'seqio' in sys.modules)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+  )
+  assert "76,961,152 parameters" in done.stdout
+  assert done.stdout.splitlines()[-1] == "False False"
+  assert not (tmp_path / "run").exists()
