@@ -202,7 +202,8 @@ class _Loop:
   def __post_init__(self) -> None:
     self.step = self.first_step
     self.stopped = False
-    self.progress = console.Progress(self.first_step, self.total_steps)
+    factor = getattr(self.evaluation.model, "_loss_normalizing_factor", None)
+    self.progress = console.Progress(self.first_step, self.total_steps, loss_is_sum=factor is None)
     self.watchdog = Watchdog()
 
   def compile(self) -> None:

@@ -31,6 +31,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     total_steps: int,
     stream: IO[str] | None = None,
     on_terminal: bool | None = None,
+    loss_is_sum: bool = True,
   ):
     """Builds a display; enter it as a context to start.
 
@@ -39,7 +40,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       total_steps: updates to have been made at the end.
       stream: where to; None for standard output.
       on_terminal: a bar rather than lines; None looks whether `stream` is a terminal.
+      loss_is_sum: whether the model's loss is a sum over tokens, so that it is shown per token; False
+        where a loss_normalizing_factor has divided it.
     """
+    self._loss_is_sum = loss_is_sum
     self._first_step = first_step
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
@@ -60,7 +64,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def report(self, step: int, values: Mapping[str, float]) -> None:
     """Shows the metrics of the steps up to `step`."""
-    loss = shown_loss(values)
+    loss = shown_loss(values, self._loss_is_sum)
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
     if jax.process_index() != 0:
@@ -73,7 +77,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
     """Shows what an evaluation of `task` measured."""
-    numbers = [f"loss {loss:.3f}"] if (loss := shown_loss(values)) is not None else []
+    loss = shown_loss(values, self._loss_is_sum)
+    numbers = [] if loss is None else [f"loss {loss:.3f}"]
     numbers += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
     self.say("  ".join([f"evaluation at step {step}", task, *numbers]))
 
@@ -136,9 +141,10 @@ def say(text: str, stream: IO[str] | None = None) -> None:
     print(text, file=stream or sys.stdout, flush=True)
 
 
-def shown_loss(values: Mapping[str, float]) -> float | None:
-  """Returns the loss to show: per target token if that was measured, else as it is."""
-  return next((float(values[name]) for name in _LOSSES if name in values), None)
+def shown_loss(values: Mapping[str, float], loss_is_sum: bool = True) -> float | None:
+  """Returns the loss to show: a sum per target token if that was measured, else as it is."""
+  names = _LOSSES if loss_is_sum else _LOSSES[1:]
+  return next((float(values[name]) for name in names if name in values), None)
 
 
 def duration_text(seconds: float) -> str:

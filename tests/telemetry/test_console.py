@@ -107,3 +107,11 @@ def test_other_processes_are_silent_but_keep_the_loss(monkeypatch):
 )
 def test_durations_read_as_people_say_them(seconds, text):
   assert console.duration_text(seconds) == text
+
+
+def test_a_normalised_loss_is_shown_as_it_is():
+  values = {"loss": 2.5, "loss_per_nonpadding_target_token": 0.001}
+  assert console.shown_loss(values) == 0.001
+  stream = io.StringIO()
+  console.Progress(0, 10, stream, loss_is_sum=False).report(5, values)
+  assert "loss 2.500" in stream.getvalue()
