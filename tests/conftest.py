@@ -19,3 +19,11 @@ def shared() -> pathlib.Path:
   if not _SHARED.is_dir():
     pytest.skip("no folder ../shared with T5X's reference numbers beside this checkout")
   return _SHARED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Skips what is marked `gpu` where jax sees none."""
+  marked = [item for item in items if item.get_closest_marker("gpu")]
+  if marked and jax.default_backend() != "gpu":
+    for item in marked:
+      item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

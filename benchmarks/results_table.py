@@ -1,0 +1,71 @@
+"""Prints the rows that benchmarks/gpu.sh measured as one Markdown table.
+
+python -m benchmarks.results_table benchmarks/results/gpu
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import sys
+from typing import Any
+
+STEP_HEAD = (
+  "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB | compiled, s | switches | HLO"
+)
+ATTENTION_HEAD = "where | kernel | packed | batch x heads | ms forward and backward"
+
+
+def step_row(name: str, row: dict[str, Any]) -> str:
+  """Returns the table's row of one training step."""
+  cells = [
+    name,
+    f"{row['batch']} x {row['lengths'][0]}/{row['lengths'][1]}",
+    f"{row['step_ms']:.1f}",
+    f"{row['seq_per_s_per_device']:.1f}",
+    f"{row['tflops_per_device']:.1f}",
+    f"{row['mfu']:.1%}" if row["mfu"] else "",
+    f"{row['peak_memory_gb']:.1f}" if row["peak_memory_gb"] else "",
+    f"{row['compile_s']:.0f}",
+    row["switches"],
+    ", ".join(f"{count} {what}" for what, count in row["hlo"].items()),
+  ]
+  return " | ".join(cells)
+
+
+def attention_row(row: dict[str, Any]) -> str:
+  """Returns the table's row of one attention kernel."""
+  time = f"{row['ms']:.2f}" if "ms" in row else row["error"]
+  size = f"{row['batch']} x {row['heads']}"
+  return f"{row['place']} | {row['kernel']} | {'yes' if row['packed'] else 'no'} | {size} | {time}"
+
+
+def table(head: str, rows: list[str]) -> list[str]:
+  """Returns the lines of a Markdown table; none without rows."""
+  if not rows:
+    return []
+  rule = "| " + " | ".join("---" for _ in head.split(" | ")) + " |"
+  return [f"| {head} |", rule, *(f"| {row} |" for row in rows), ""]
+
+
+def main(folder: str) -> None:
+  """Prints device, versions, date and both tables."""
+  steps: dict[str, dict[str, Any]] = {}
+  kernels: list[dict[str, Any]] = []
+  for path in sorted(pathlib.Path(folder).glob("*.json")):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(found, list):
+      kernels += found
+    else:
+      steps[path.stem] = found
+  devices = sorted({f"{row['device']}, jax {row['jax']}" for row in steps.values()})
+  lines = [f"# Training steps, {datetime.date.today()}", ""]
+  lines += [f"{'; '.join(devices)}. Command: `benchmarks/gpu.sh`.", ""]
+  lines += table(STEP_HEAD, [step_row(name, row) for name, row in steps.items()])
+  lines += table(ATTENTION_HEAD, [attention_row(row) for row in kernels])
+  print("\n".join(lines).rstrip())
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
