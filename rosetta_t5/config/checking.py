@@ -74,11 +74,11 @@ def check(
   Raises:
     ConfigError: with all that is wrong.
   """
-  with _nothing_left_behind():
-    try:
+  try:
+    with _nothing_left_behind():
       return _check(command, function, describe, read_slow=True)
-    except NeedsImport:
-      gin.clear_config()
+  except NeedsImport:
+    with _nothing_left_behind():
       return _check(command, function, describe, read_slow=False)
 
 

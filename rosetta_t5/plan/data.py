@@ -43,7 +43,8 @@ def data_rows(plan: Any) -> Rows:
 
 def _dataset_text(cfg: Any) -> str:
   task = cfg.mixture_or_task_name
-  name = task if isinstance(task, str) else getattr(task, "name", None) or repr(task)
+  made_later = isinstance(task, NotMade)
+  name = f"{task.function.rsplit('.', 1)[-1]}(…)" if made_later else cfg.name
   lengths = ", ".join(f"{name} {n}" for name, n in (cfg.task_feature_lengths or {}).items())
   parts = [
     f"{name}[{cfg.split}]",

@@ -152,6 +152,21 @@ def test_slow_modules_are_read_and_not_imported(check):
   assert "seqio has no 'SentencPieceVocabulary'. Did you mean SentencePieceVocabulary" in said
 
 
+def test_what_must_be_imported_after_all_is_imported(check, write, monkeypatch):
+  monkeypatch.setattr("rosetta_t5.config.unimported.SLOW", frozenset({"slow_vocabulary"}))
+  write("slow_vocabulary.py", "class V:\n  vocab_size = 5\ndef make(): return V()\n")
+  monkeypatch.syspath_prepend(".")
+  seen = []
+
+  def describe(resolved):
+    seen.append(resolved.arguments["model"].optimizer.vocab_size)
+    return []
+
+  text = RUN.replace("import toy", "import slow_vocabulary\nimport toy")
+  status, said = check(text + "toy.Model.optimizer = @slow_vocabulary.make()\n", describe=describe)
+  assert (status, seen) == (0, [5]), said
+
+
 def test_modules_are_found_slow_by_what_they_import(monkeypatch):
   for name in ("seqio", "rosetta_t5.data.tasks.stdlib_docs"):
     monkeypatch.delitem(sys.modules, name, raising=False)
