@@ -25,6 +25,7 @@ from rosetta_t5.data.tensorflow_import import import_seqio
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 60
 _CHANGED = 0.25
+_TEXTS = 64
 
 
 @dataclasses.dataclass
@@ -34,7 +35,6 @@ class Seen:
   Attributes:
     lengths: for each feature the examples' lengths.
     room: for each feature the length of a row.
-    cut: for each feature examples without an end token that fill the row: cut off, probably.
     tokens: how often each token is there.
     digests: of the examples' targets.
     rows: rows of batches.
@@ -43,7 +43,6 @@ class Seen:
 
   lengths: dict[str, list[int]]
   room: dict[str, int]
-  cut: collections.Counter[str]
   tokens: collections.Counter[int]
   digests: set[bytes]
   rows: int = 0
@@ -130,7 +129,7 @@ def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) ->
 
 def _look(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> Seen:
   """Counts what is in batches, and prints the first examples."""
-  seen = Seen({}, {}, collections.Counter(), collections.Counter(), set())
+  seen = Seen({}, {}, collections.Counter(), set())
   for batch in _batches(cfg, count):
     for row in range(len(batch["decoder_target_tokens"])):
       seen.rows += 1
@@ -138,7 +137,7 @@ def _look(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> Seen:
         if seen.examples < show:
           print("\n".join(_as_text(example, vocabulary)))
         seen.examples += 1
-        _count(example, batch, seen, vocabulary)
+        _count(example, batch, seen)
   return seen
 
 
@@ -157,15 +156,11 @@ def _unpacked(batch: Mapping[str, np.ndarray], row: int) -> Iterator[dict[str, n
     }
 
 
-def _count(
-  example: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], seen: Seen, vocabulary: Any
-) -> None:
+def _count(example: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], seen: Seen) -> None:
   rooms = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
   for name, tokens in example.items():
     seen.lengths.setdefault(name, []).append(len(tokens))
     seen.room[name] = batch[rooms[name]].shape[1]
-    is_full = len(tokens) == seen.room[name]
-    seen.cut[name] += int(is_full and tokens[-1] != vocabulary.eos_id)
     seen.tokens.update(tokens.tolist())
   seen.digests.add(_digest(example))
 
@@ -213,8 +208,7 @@ def _statistics(seen: Seen, vocabulary: Any) -> Iterator[str]:
     quarter, half, most = np.percentile(values, [25, 50, 75]).astype(int)
     yield (
       f"  {name:<8} {bars(values, seen.room[name])}  {values.min()} to {values.max()} tokens, "
-      f"quartiles {quarter} {half} {most}, rows {full:.1%} full, "
-      f"{seen.cut[name] / len(values):.1%} cut off"
+      f"quartiles {quarter} {half} {most}, rows {full:.1%} full"
     )
   total = sum(seen.tokens.values())
   common = ", ".join(
@@ -234,21 +228,27 @@ def bars(values: np.ndarray, longest: int) -> str:
 
 
 def _round_trip(cfg: DatasetConfig, vocabulary: Any) -> Iterator[str]:
-  """Looks for texts that are others once encoded and decoded, spaces apart."""
+  """Looks for texts that are too long, or others once encoded and decoded, spaces apart."""
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     return
   data = find_provider(cfg).get_dataset(
     sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, shuffle=False
   )
   changed, total, first = 0, 0, ""
-  for example in data.take(64).as_numpy_iterator():
+  cut: collections.Counter[str] = collections.Counter()
+  for example in data.take(_TEXTS).as_numpy_iterator():
     for name in ("inputs_pretokenized", "targets_pretokenized"):
       if isinstance(example.get(name), bytes):
         text = example[name].decode()
+        tokens = vocabulary.encode(text)
         total += 1
-        if "".join(vocabulary.decode(vocabulary.encode(text)).split()) != "".join(text.split()):
+        feature = name.removesuffix("_pretokenized")
+        cut[feature] += len(tokens) + 1 > cfg.task_feature_lengths.get(feature, len(tokens) + 1)
+        if "".join(vocabulary.decode(tokens).split()) != "".join(text.split()):
           changed, first = changed + 1, first or text
   if total:
+    told = ", ".join(f"{name} {count}" for name, count in cut.items())
+    print(f"longer than their rows, and cut off, of the first {_TEXTS}: {told}")
     print(f"decode(encode(text)) is the text, but for spaces, in {total - changed} of {total}")
   # Every vocabulary lacks some characters: T5's has no braces. Many such texts mean the wrong one.
   if changed > _CHANGED * total:

@@ -1,0 +1,106 @@
+"""The verbs `prepare` and `inspect`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from inline_executor import Here
+
+from rosetta_t5.data.inspect_task import bars, main, readable
+from rosetta_t5.data.prepared import command
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.tensorflow_import import import_seqio
+
+WORDS = ("red", "old", "cat", "hat", "sea", "sun")
+TASK = """
+import seqio
+from rosetta_t5.data import file_task
+vocabulary = seqio.SentencePieceVocabulary({model!r}, extra_ids=100)
+file_task({files!r}, vocabulary=vocabulary, validation_files={held_out!r}, name='inspected',
+          objective='seq2seq', inputs='text', targets='text')
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+  path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
+  path.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18))
+  return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path: pathlib.Path) -> str:
+  random = np.random.default_rng(0)
+  for number in range(2):
+    rows = [json.dumps({"text": " ".join(random.choice(WORDS, 12))}) + "\n" for _ in range(120)]
+    (tmp_path / f"{number}.jsonl").write_text("".join(rows))
+  return str(tmp_path / "*.jsonl")
+
+
+def test_prepare_and_inspect_as_typed(
+  model: str,
+  corpus: str,
+  tmp_path: pathlib.Path,
+  capsys: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(command, "_executor", lambda _: Here())
+  out = str(tmp_path / "out")
+  options = ["--input", corpus, "--vocab", model, "--out", out, "--validation-percent", "20"]
+  assert command.main(options) == 0
+  text = capsys.readouterr().out
+  assert re.search(r"train +\d+ documents +\d+,\d+ tokens", text)
+  assert f"data.prepared_task.folders = '{out}'" in text
+  assert main([out, "--lengths", "inputs=32,targets=16", "--batches", "2", "--examples", "1"]) == 0
+  text = capsys.readouterr().out
+  assert re.search(r"inputs \(32\): .*⟨0⟩.*⟨1⟩ ?.*⟨end⟩\n", text)
+  assert "rows 100.0% full" in text
+  assert "0 on both" in text
+  assert text.endswith("nothing is wrong\n")
+
+
+def test_prepare_says_what_is_wrong_and_ends(
+  model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  options = ["--input", "/nowhere/*.txt", "--vocab", model, "--out", str(tmp_path / "out")]
+  assert command.main(options) == 2
+  assert "error: There is no file '/nowhere/*.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_inspect_finds_examples_that_are_in_two_splits(
+  model: str,
+  corpus: str,
+  tmp_path: pathlib.Path,
+  capsys: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  first = str(tmp_path / "0.jsonl")
+  (tmp_path / "inspected_task.py").write_text(TASK.format(model=model, files=first, held_out=first))
+  monkeypatch.syspath_prepend(str(tmp_path))
+  registry = import_seqio().TaskRegistry
+  monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+  arguments = ["inspected", "--module", "inspected_task", "--lengths", "inputs=64,targets=8"]
+  assert main([*arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"]) == 1
+  text = capsys.readouterr().out
+  assert re.search(r"wrong: \d+ examples are in 'train' and in 'validation'", text)
+  # Targets of 8 tokens hold no text of 12 words.
+  assert "cut off, of the first 64: inputs 0, targets 64" in text
+  assert "decode(encode(text)) is the text, but for spaces, in 128 of 128" in text
+
+
+def test_sentinels_and_the_end_are_visible(model: str) -> None:
+  vocabulary = import_seqio().SentencePieceVocabulary(model, extra_ids=100)
+  tokens = [*vocabulary.encode("red"), 117, *vocabulary.encode("sun cat"), 116, 1]
+  assert readable(tokens, vocabulary) == "red ⟨0⟩ sun cat ⟨1⟩ ⟨end⟩"
+
+
+def test_bars_show_where_lengths_lie() -> None:
+  line = bars(np.array([1, 1, 1, 24]), 24)
+  assert line[1] == "█"
+  assert line[-1] in "▁▂▃"
+  assert line[5] == " "
