@@ -1,0 +1,81 @@
+"""One door to every run: which one is meant, and that it is the same run."""
+
+from __future__ import annotations
+
+import enum
+
+import gin
+import pytest
+
+from rosetta_t5.config.gin_files import read_program
+from rosetta_t5.config.scripts import RUN_MODES, find_script, runs_named_in
+from rosetta_t5.main import RunMode, main
+from t5x import main as door
+
+TINY = "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  monkeypatch.chdir(tmp_path)
+  yield
+  gin.clear_config()
+
+
+def _said(capsys, *arguments: str) -> str:
+  with pytest.raises(SystemExit) as ended:
+    main(["main", *arguments])
+  assert ended.value.code == 2
+  return capsys.readouterr().err
+
+
+def test_run_modes_are_t5x_s():
+  assert door.RunMode is RunMode
+  assert issubclass(RunMode, enum.Enum)
+  assert {"train", "eval", "infer", "precompile"} <= {mode.value for mode in RunMode}
+  assert {mode.value for mode in RunMode} >= set(RUN_MODES)
+
+
+def test_gin_files_say_what_is_run():
+  named = {
+    file: runs_named_in(read_program([f"t5x/configs/runs/{file}.gin"], [], ["."]))
+    for file in ("pretrain", "finetune", "eval", "infer", "infer_from_tfexample_file")
+  }
+  assert named == {
+    "pretrain": ["train"],
+    "finetune": ["train"],
+    "eval": ["evaluate"],
+    "infer": ["infer"],
+    "infer_from_tfexample_file": ["infer"],
+  }
+  assert runs_named_in(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
+
+
+def test_every_run_mode_is_one_page():
+  from rosetta_t5.eval import evaluate
+  from rosetta_t5.infer import infer
+  from rosetta_t5.train import train
+
+  assert find_script("train") is train
+  assert (find_script("evaluate"), find_script("infer")) == (evaluate, infer)
+
+
+def test_an_unknown_mode_lists_the_modes(capsys):
+  assert "should be one of <train|eval|infer|" in _said(capsys, "--run_mode=trian", TINY)
+
+
+def test_a_model_alone_is_no_run(capsys):
+  said = _said(capsys, TINY, "--gin.DROPOUT_RATE=0.0")
+  assert "the gin files bind no run. Say which: --run_mode=train|eval|infer" in said
+
+
+def test_two_runs_in_one_file_need_a_mode(capsys):
+  both = ["--gin_file=t5x/configs/runs/pretrain.gin", "--gin_file=t5x/configs/runs/eval.gin"]
+  said = _said(capsys, *both)
+  assert "bind several runs (train, evaluate). Say which: --run_mode=train|eval" in said
+
+
+def test_the_mode_chooses_what_is_checked(capsys):
+  said = _said(capsys, "--run_mode=eval", "--gin_file=t5x/configs/runs/eval.gin", TINY, "--dry_run")
+  assert "CHECKPOINT_PATH, needed at t5x/configs/runs/eval.gin" in said
