@@ -9,11 +9,10 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks.dense import DenseGeneral
-from rosetta_t5.networks.embedding import Embed
 
 
 def output_layer(
-  config: Any, embedding: Embed, y_BTD: Float[Array, "B T D"], return_logits: bool = True
+  config: Any, embedding: Any, y_BTD: Float[Array, "B T D"], return_logits: bool = True
 ) -> Float[Array, "B T V"] | Unprojected:
   """Returns the logits, in float32, from a kernel of the calling module or from the embedding's table.
 

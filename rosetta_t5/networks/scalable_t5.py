@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 from flax import struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.networks import nd_layers, t5
+from rosetta_t5.networks.attention import ENCODED
+from rosetta_t5.networks.attention_kernel import SegmentMask
 from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
 
@@ -97,7 +100,7 @@ class Encoder(t5.Encoder):
   config: T5Config
 
   def _layers(
-    self, x_BSD: jax.Array, mask_B1SS: jax.Array | None, deterministic: bool
+    self, x_BSD: jax.Array, mask_B1SS: jax.Array | SegmentMask | None, deterministic: bool
   ) -> jax.Array:
     cfg = self.config
     layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, (3,), scanned=cfg.scan_layers)
@@ -136,7 +139,9 @@ def _stack(
       variable_axes={
         "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
         "cache": 0,
+        ENCODED: 0,
         "intermediates": 0,
+        OVERWRITE_WITH_GRADIENT: 0,
       },
       split_rngs={"params": True, "dropout": True},
       in_axes=(nn.broadcast,) * len(arguments),

@@ -291,7 +291,7 @@ class Transformer(nn.Module):
   ) -> Float[Array, "B S D"]:
     """Returns the encoded inputs. Token 0 is padding and is not attended to."""
     real = encoder_input_tokens > 0
-    mask = make_attention_mask(real, real, jnp.logical_and, dtype=bool)
+    mask: Any = make_attention_mask(real, real, jnp.logical_and, dtype=bool)
     if encoder_segment_ids is not None:
       mask &= make_attention_mask(encoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool)
     if is_fused(self.config):
@@ -329,6 +329,7 @@ class Transformer(nn.Module):
     """
     del decoder_positions
     real_inputs = encoder_input_tokens > 0
+    mask: Any
     if decode:
       # One position of no padding; the cache limits what it sees of the targets.
       real_targets, mask = jnp.ones_like(decoder_target_tokens, dtype=bool), None
@@ -337,7 +338,7 @@ class Transformer(nn.Module):
       mask = make_decoder_mask(
         decoder_target_tokens, dtype=bool, decoder_segment_ids=decoder_segment_ids
       )
-    cross_mask = make_attention_mask(real_targets, real_inputs, jnp.logical_and, dtype=bool)
+    cross_mask: Any = make_attention_mask(real_targets, real_inputs, jnp.logical_and, dtype=bool)
     if encoder_segment_ids is not None and decoder_segment_ids is not None:
       cross_mask &= make_attention_mask(
         decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool
