@@ -15,6 +15,7 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.feed_source import feed_source
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.training import Trainer
 
@@ -96,7 +97,7 @@ def precompile(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `precompile` as the command line and its gin files say."""
-  config.run_from_command_line(precompile, argv)
+  config.run_from_command_line(precompile, argv, describe_run)
 
 
 def _write(folder: epath.Path, lowered: Any, compiled: Any, mesh: jax.sharding.Mesh) -> None:

@@ -40,7 +40,15 @@ def test_run_modes_are_t5x_s():
 def test_gin_files_say_what_is_run():
   named = {
     file: runs_named_in(read_program([f"t5x/configs/runs/{file}.gin"], [], ["."]))
-    for file in ("pretrain", "finetune", "eval", "infer", "infer_from_tfexample_file")
+    for file in (
+      "pretrain",
+      "finetune",
+      "eval",
+      "infer",
+      "infer_from_tfexample_file",
+      "precompile",
+      "export",
+    )
   }
   assert named == {
     "pretrain": ["train"],
@@ -48,17 +56,22 @@ def test_gin_files_say_what_is_run():
     "eval": ["evaluate"],
     "infer": ["infer"],
     "infer_from_tfexample_file": ["infer"],
+    "precompile": ["precompile"],
+    "export": ["save"],
   }
   assert runs_named_in(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
 
 
 def test_every_run_mode_is_one_page():
   from rosetta_t5.eval import evaluate
+  from rosetta_t5.export.saving import save
   from rosetta_t5.infer import infer
+  from rosetta_t5.precompile import precompile
   from rosetta_t5.train import train
 
   assert find_script("train") is train
   assert (find_script("evaluate"), find_script("infer")) == (evaluate, infer)
+  assert (find_script("precompile"), find_script("save")) == (precompile, save)
 
 
 def test_an_unknown_mode_lists_the_modes(capsys):

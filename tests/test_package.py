@@ -108,7 +108,6 @@ def _listed(shared: pathlib.Path) -> list[tuple[str, str, str]]:
 # Names of T5X's that are not here, and why.
 LACKING = {
   "t5x.contrib.gpu.t5.layers.dot_product_attention": "not written yet",
-  "t5x.precompile": "not written yet",
 }
 
 

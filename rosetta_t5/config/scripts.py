@@ -17,6 +17,7 @@ SCRIPTS = {
   "infer": "rosetta_t5.infer",
   "create_task_from_tfexample_file": "rosetta_t5.data.tfexample_task",
   "precompile": "rosetta_t5.precompile",
+  "save": "rosetta_t5.export.saving",
 }
 # What can be run, as T5X's run modes call it.
 RUN_MODES = {
@@ -24,6 +25,7 @@ RUN_MODES = {
   "eval": "evaluate",
   "infer": "infer",
   "precompile": "precompile",
+  "export": "save",
 }
 
 
@@ -44,7 +46,7 @@ def runs_named_in(program: Program) -> list[str]:
 
 
 def _names_from_main(program: Program) -> Iterable[str]:
-  aliases = {"__main__"}
+  aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
   for statement in program.statements():
     if isinstance(statement, Import) and statement.statement.module == "__main__":
       aliases.add(statement.statement.bound_name())

@@ -66,7 +66,7 @@ class Plan:
   @property
   def is_training(self) -> bool:
     """Whether the run updates parameters."""
-    return self["trainer_cls"] is not None
+    return self["trainer_cls"] is not None or self.resolved.run == "precompile"
 
   @property
   def dataset_cfg(self) -> Any:
@@ -179,6 +179,8 @@ def _reference_texts(value: Any, in_force: Mapping[tuple[str, ...], Any]) -> Ite
 
 def _steps(plan: Plan) -> Rows:
   if not plan.is_training:
+    return []
+  if plan["total_steps"] is None:
     return []
   relative = plan["relative_steps"]
   total = f"{relative} from the start on" if relative else f"to {plan['total_steps']}"
