@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -120,6 +125,18 @@ def test_a_second_run_does_nothing_and_a_changed_file_is_done_again(
   assert executor.ran == 1
 
 
+def test_a_killed_run_after_a_change_leaves_no_manifest_of_before(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary)
+  path = tmp_path / "in/2.jsonl"
+  path.write_text(path.read_text().replace("red", "sun"))
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, vocabulary, executor=Here(stop_after=0))
+  with pytest.raises(ValueError, match="shards are done, but not all"):
+    TokenStream(tmp_path / "out", "train")
+
+
 def test_a_damaged_shard_is_refused_and_mended_by_the_same_command(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
@@ -170,6 +187,27 @@ def test_a_pool_of_processes_writes_the_same_files(
   run(tmp_path, vocabulary, out=tmp_path / "here")
   run(tmp_path, vocabulary, executor=None, workers=2)
   assert files(tmp_path / "out") == files(tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_after_sigkill_the_same_command_ends_with_the_same_files(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  for number in range(4):  # 9 MB, so that the kill comes in the middle
+    path = tmp_path / f"in/{number}.jsonl"
+    path.write_text(path.read_text() * 400)
+  run(tmp_path, vocabulary, out=tmp_path / "here")
+  out = tmp_path / "out"
+  options = ["--input", str(tmp_path / "in/*.jsonl"), "--vocab", vocabulary, "--workers", "1"]
+  command = [sys.executable, "-m", "rosetta_t5.cli", "prepare", *options, "--out", str(out)]
+  with subprocess.Popen(command, start_new_session=True) as process:
+    while not list(out.glob("shards/*.json")):
+      assert process.poll() is None
+      time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+  assert not (out / "manifest.json").exists()
+  assert subprocess.run(command, check=False).returncode == 0
+  assert files(out) == files(tmp_path / "here")
 
 
 @pytest.mark.slow
