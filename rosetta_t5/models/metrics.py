@@ -23,10 +23,10 @@ def count_packed_examples(segment_ids: Int[Array, "B T"]) -> Int[Array, ""]:
 
 
 def compute_weighted_accuracy(
-  logits: Float[Array, "B T V"],
-  targets: Int[Array, "B T"],
-  weights: Shaped[Array, "B T"] | None = None,
-) -> Float[Array, ""]:
+  logits: Float[Array, "..."],
+  targets: Int[Array, "..."],
+  weights: Shaped[Array, "..."] | None = None,
+) -> Shaped[Array, ""]:
   """Returns the sum of the weights of targets that have the highest logit (T5X: for old callers).
 
   Args:

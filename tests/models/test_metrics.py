@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import VOCAB, Bigram, make_batch, make_model
 
 from rosetta_t5.models.metrics import (
   compute_base_metrics,
+  compute_metrics,
+  compute_weighted_accuracy,
   correct_predictions,
   count_packed_examples,
 )
@@ -98,3 +101,36 @@ def test_merged_batches_weigh_by_their_tokens():
   merged = {name: few[name].merge(many[name]) for name in few if not name.startswith("timing")}
   assert values(merged)["loss_per_nonpadding_target_token"] == pytest.approx(10 / 4)
   assert values(merged)["loss"] == 5.0, "a mean over two steps"
+
+
+def test_older_metrics_are_plain_sums():
+  logits = jnp.array([[[0.0, 2.0], [3.0, 1.0], [0.0, 1.0]]])
+  targets, weights = jnp.array([[1, 1, 1]]), jnp.array([[1.0, 1.0, 0.5]])
+  assert compute_weighted_accuracy(logits, targets) == 2
+  assert compute_weighted_accuracy(logits, targets, weights) == 1.5
+  more = {"mine": 7}
+  metrics = compute_metrics(logits, targets, weights, jnp.float32(4), jnp.float32(2.5), more)
+  computed = {n: float(m.compute()) for n, m in metrics.items() if n != "mine"}
+  assert computed == {
+    "loss": 4.0,
+    "accuracy": 1.5,
+    "weight_sum": 2.5,
+    "num_examples": 1.0,
+    "num_tokens": 3.0,
+  }
+  assert metrics["mine"] == 7
+  with pytest.raises(
+    ValueError, match=r"logits of shape \(1, 3, 2\) do not fit targets of shape \(3,"
+  ):
+    compute_weighted_accuracy(logits, targets[0])
+
+
+def test_packed_batches_have_t5x_s_names():
+  batch = make_batch(2) | {
+    "encoder_segment_ids": jnp.ones((2, 10), jnp.int32),
+    "decoder_segment_ids": jnp.array([[1, 1, 2, 2, 3, 0]] * 2),
+  }
+  _, metrics = make_model(Bigram()).loss_fn({"table": jnp.zeros((VOCAB, VOCAB))}, batch, None)
+  assert float(metrics["effective_batch_size/decoder"].compute()) == 6.0
+  assert float(metrics["non_padding_fraction/encoder"].compute()) == 1.0
+  assert "non_padding_fraction/decoder_target_tokens" not in metrics
