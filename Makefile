@@ -43,7 +43,7 @@ golden: $(READY) ## Write anew what every recipe comes to (tests/golden)
 	$(BIN)/python tests/golden_recipes.py
 
 lock: ## Choose the newest versions again, for Python 3.11 to 3.13 (needs uv)
-	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra t5 \
+	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra t5 --extra cluster \
 	  --custom-compile-command 'make lock' --output-file requirements.lock setup.cfg
 
 clean: ## Remove what make made; runs stay
