@@ -329,7 +329,8 @@ def _say_header(
   restore_path: str | None,
   fp8: Fp8Choice,
 ) -> None:
-  notes = [f"fp8 {fp8.text}"] if fp8.warning else []
+  notes = [f"changed since the last run: {line}" for line in config.changes_since(loop.model_dir)]
+  notes += [f"fp8 {fp8.text}"] if fp8.warning else []
   if not model.optimizer_def.uses_learning_rate:
     notes.append(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.leafwise import LeafwiseFunction
@@ -17,6 +16,7 @@ from rosetta_t5.checkpoints.restore import (
   restore,
 )
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.splits import splits_of
 from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
@@ -61,12 +61,7 @@ class TrainStateInitializer:
     self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
     self._from_scratch: Callable[[jax.Array], TrainState] | None = None
     self.global_train_state_shape: TrainState = self._traced.out_shape
-    # T5X's partitioners leave None where an array lies whole on every device.
-    self.train_state_axes: TrainState = jax.tree.map(
-      lambda _, spec: PartitionSpec() if spec is None else spec,
-      self.global_train_state_shape,
-      partitioner.get_mesh_axes(self.global_train_state_shape),
-    )
+    self.train_state_axes: TrainState = splits_of(partitioner, self.global_train_state_shape)
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
     """Returns a freshly initialised train state, each part of it computed where it will live."""

@@ -37,6 +37,7 @@ from rosetta_t5.checkpoints.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.splits import splits_of
 
 
 class Checkpointer:
@@ -191,7 +192,7 @@ class Checkpointer:
     return restored
 
   def _read(self, path: Any, fallback_state: Mapping[str, Any] | None, **reading: Any) -> Any:
-    specs = flatten_state_dict(self._partitioner.get_mesh_axes(self._train_state).state_dict())
+    specs = flatten_state_dict(splits_of(self._partitioner, self._train_state).state_dict())
     shardings = {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
     state_dict = read_state(
       path,

@@ -42,6 +42,7 @@ from rosetta_t5.checkpoints.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.splits import splits_of
 from rosetta_t5.training.train_state import TrainState
 
 PyTree = Any
@@ -340,7 +341,7 @@ class OrbaxCheckpointManagerInterface:
       raise unreadable(folder, error) from error
 
   def _flat_shardings(self) -> dict[str, NamedSharding]:
-    specs = flatten_state_dict(self._partitioner.get_mesh_axes(self._train_state).state_dict())
+    specs = flatten_state_dict(splits_of(self._partitioner, self._train_state).state_dict())
     return {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
 
   def _state_args(self, state_dict: PyTree) -> ocp.args.PyTreeSave:

@@ -24,10 +24,10 @@ def changes_since(folder: str | os.PathLike[str], program: Program | None = None
 
   Args:
     folder: MODEL_DIR, where the last run wrote its configuration.
-    program: what this run was given; None takes what gin holds now.
+    program: what this run was given; None takes what gin holds now (nothing in a run without gin).
   """
   file = pathlib.Path(folder) / "config.gin"
-  if not file.is_file():
+  if not file.is_file() or not (program or gin.config._CONFIG):
     return []
   try:
     before = read_program([str(file)], [], ["."])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gin
 import pytest
 
 from rosetta_t5.config.changes import changes_since
@@ -68,3 +69,15 @@ def test_a_binding_of_one_scope_is_held_to_that_of_the_scope_around_it(changes):
 
 def test_no_file_is_no_change(tmp_path):
   assert changes_since(tmp_path) == []
+
+
+def test_a_run_is_held_to_what_gin_holds(changes):
+  assert changes_since("run") == [
+    "toy.Model.width: %WIDTH → 1",
+    "toy.Model.optimizer: @Optimizer → None",
+  ]
+
+
+def test_a_run_without_gin_is_held_to_nothing(changes):
+  gin.clear_config()
+  assert changes_since("run") == []

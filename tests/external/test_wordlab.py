@@ -23,16 +23,20 @@ RUN = HERE / "wordlab/run.gin"
 def ended(tmp_path_factory):
   """The folder of a run that the package's own action has ended after step 3."""
   folder = tmp_path_factory.mktemp("wordlab")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(HERE)
-    gin.clear_config()
-    jax.config.update("jax_numpy_rank_promotion", "allow")  # users' code is not held to our rules
-    try:
-      main(["train", *_arguments(folder)])
-    finally:
-      jax.config.update("jax_numpy_rank_promotion", "raise")
-  gin.clear_config()
+  _train(folder)
   return folder
+
+
+def _train(folder: pathlib.Path, *more: str) -> None:
+  gin.clear_config()
+  jax.config.update("jax_numpy_rank_promotion", "allow")  # users' code is not held to our rules
+  try:
+    with pytest.MonkeyPatch.context() as patch:
+      patch.syspath_prepend(HERE)
+      main(["train", *_arguments(folder), *more])
+  finally:
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    gin.clear_config()
 
 
 def _arguments(folder: pathlib.Path) -> list[str]:
@@ -82,6 +86,14 @@ def test_what_it_wrote_down_configures_the_same_run(ended):
   written = (ended / "run/config.gin").read_text()
   for line in ("model.BagModel.penalty = 0.01", "running.BagTrainer.num_microbatches = 2"):
     assert line in written
+
+
+def test_it_goes_on_from_its_own_checkpoint(ended, capsys):
+  capsys.readouterr()
+  _train(ended, "--gin.TRAIN_STEPS=3", "--gin.model.BagModel.penalty=0.02")
+  said = capsys.readouterr().out
+  assert "steps    3 to 3, from" in said
+  assert "changed since the last run: model.BagModel.penalty: 0.01 → 0.02" in said
 
 
 @pytest.mark.slow
