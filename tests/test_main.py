@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 
 import gin
 import pytest
@@ -62,13 +63,16 @@ def test_gin_files_say_what_is_run():
   assert runs_named_in(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
 
 
-def test_every_run_mode_is_one_page():
+def test_every_run_mode_is_one_page(monkeypatch):
   from rosetta_t5.eval import evaluate
   from rosetta_t5.export.saving import save
   from rosetta_t5.infer import infer
   from rosetta_t5.precompile import precompile
   from rosetta_t5.train import train
 
+  for name in ("train", "evaluate", "infer", "precompile", "save"):
+    # A run of another test may have left its own there.
+    monkeypatch.delattr(sys.modules["__main__"], name, raising=False)
   assert find_script("train") is train
   assert (find_script("evaluate"), find_script("infer")) == (evaluate, infer)
   assert (find_script("precompile"), find_script("save")) == (precompile, save)
