@@ -114,7 +114,7 @@ def test_all_switches_in_every_company_change_no_number(row):
 @pytest.mark.parametrize("row", FEW)
 def test_in_bfloat16_switches_change_numbers_by_its_rounding(row):
   # The type has 8 bits of mantissa; sums are in another order, and fused kernels round less.
-  check(TABLE[row], dataclasses.replace(T5_1_1, dtype="bfloat16"), 0.06)
+  check(TABLE[row], dataclasses.replace(T5_1_1, dtype="bfloat16"), 0.12)
 
 
 def test_dropout_drops_the_same_values_with_the_length_first():
