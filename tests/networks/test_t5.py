@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from tiny_models import T5_1_0, T5_1_1, initialise, make_batch, make_model, params_of
+from tiny_models import T5_1_0, T5_1_1, initialise, make_batch, make_model, pack, params_of
 
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.masks import make_causal_mask
@@ -31,23 +31,6 @@ def pad(batch, inputs, targets):
   return {
     name: jnp.pad(tokens, ((0, 0), (0, more[name.split("_")[0]]))) for name, tokens in batch.items()
   }
-
-
-def pack(batch):
-  """Returns one row that holds all examples one after another, and each target's place in it."""
-  row = {}
-  for side in ("encoder_input", "decoder_target"):
-    tokens = np.asarray(batch[f"{side}_tokens"])
-    real = [example[example > 0] for example in tokens]
-    row[f"{side}_tokens"] = np.concatenate(real)
-    lengths = [len(example) for example in real]
-    name = side.split("_")[0]
-    row[f"{name}_segment_ids"] = np.repeat(np.arange(len(real)) + 1, lengths)
-    row[f"{name}_positions"] = np.concatenate([np.arange(length) for length in lengths])
-  shifted = np.concatenate([[0], row["decoder_target_tokens"][:-1]])
-  row["decoder_input_tokens"] = np.where(row["decoder_positions"] == 0, 0, shifted)
-  row["decoder_loss_weights"] = np.ones_like(shifted)
-  return {name: jnp.asarray(np.pad(array, (0, 2))[None], jnp.int32) for name, array in row.items()}
 
 
 @pytest.fixture(scope="module")

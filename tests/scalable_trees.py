@@ -1,0 +1,51 @@
+"""One model's parameters in T5X's three trees: plain T5's, and the scalable T5's, unscanned and scanned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from tiny_models import T5_1_1
+
+from rosetta_t5.networks import scalable_t5
+from rosetta_t5.networks.t5_config import T5Config
+
+PLAIN = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=2)
+
+
+def scalable(config: T5Config = PLAIN, **changes: Any) -> scalable_t5.T5Config:
+  """Returns the scalable T5 of a plain one's sizes."""
+  values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+  return scalable_t5.T5Config(**{**values, **changes})
+
+
+def to_unscanned(params: Any, config: T5Config = PLAIN) -> Any:
+  """Returns plain parameters in the unscanned tree: kernels by heads, the bias in every layer."""
+  result = {}
+  heads = (config.num_heads, config.head_dim)
+  layers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+  for path, value in flatten_dict(params).items():
+    if path[-2] in ("query", "key", "value"):
+      value = value.reshape(-1, *heads)
+    if path[-2] == "out":
+      value = value.reshape(*heads, -1)
+    if path[1] == "relpos_bias":
+      result |= {(path[0], f"layers_{i}", *path[1:]): value for i in range(layers[path[0]])}
+    else:
+      result[path] = value
+  return unflatten_dict(result)
+
+
+def to_scanned(unscanned: Any, axis: int = 1) -> Any:
+  """Returns unscanned parameters stacked on `axis` under `encoder/encoder` and `decoder/decoder`."""
+  result = {}
+  for stack, value in unscanned.items():
+    layers = [value[f"layers_{i}"] for i in range(len(value)) if f"layers_{i}" in value]
+    rest = {name: part for name, part in value.items() if not name.startswith("layers_")}
+    if layers:
+      rest[stack] = jax.tree.map(lambda *parts: jnp.stack(parts, axis), *layers)
+    result[stack] = rest
+  return result
