@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from flax.linen.partitioning import with_sharding_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from scalable_trees import scalable
 from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
+from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 
 MODULE = Transformer(dataclasses.replace(T5_1_1, dropout_rate=0.1))
+SCANNED = scalable_t5.Transformer(scalable(dropout_rate=0.1, remat_policy="minimal"))
 DATA, MODEL = "data", "model"
 
 
@@ -43,11 +46,11 @@ def place(state, partitioner):
   return jax.device_put(jax.tree.map(jnp.copy, state), shardings), axes
 
 
-def three_steps(partitioner):
+def three_steps(partitioner, module=MODULE, num_microbatches=None):
   """Returns the losses of three steps and the state after them."""
-  state, axes = place(make_state(MODULE), partitioner)
+  state, axes = place(make_state(module), partitioner)
   trainer = Trainer(
-    make_model(MODULE, z_loss=1e-4),
+    make_model(module, z_loss=1e-4),
     state,
     partitioner,
     (),
@@ -55,7 +58,7 @@ def three_steps(partitioner):
     axes,
     jax.random.PRNGKey(0),
     learning_rate_fn=lambda step: jnp.float32(0.01),
-    num_microbatches=None,
+    num_microbatches=num_microbatches,
   )
   sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   batches = (jax.device_put(make_batch(8, seed=seed), sharding) for seed in range(3))
@@ -103,6 +106,27 @@ def test_eight_devices_give_the_losses_and_parameters_of_one(name, on_one_device
     assert array.sharding.is_equivalent_to(wanted, 2)
     assert array.addressable_shards[0].data.shape == shape
     assert len(array.sharding.device_set) == 8
+
+
+@pytest.fixture(scope="module")
+def scanned_on_one_device():
+  return three_steps(OneDevice(num_partitions=1), SCANNED, num_microbatches=2)
+
+
+# By name: the part of the decoder's queries [embed=16, layers=2, heads=4, kv=4] that a device has.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "shape"), [("data parallel", (16, 2, 4, 4)), ("parameters over data too", (4, 2, 2, 4))]
+)
+def test_scanned_layers_on_eight_devices_train_as_on_one(name, shape, scanned_on_one_device):
+  partitioner = PjitPartitioner(**LAYOUTS[name][0])
+  losses, state = three_steps(partitioner, SCANNED, num_microbatches=2)
+  np.testing.assert_allclose(losses, scanned_on_one_device[0], rtol=1e-5)
+  expected = scanned_on_one_device[1].params
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
+  kernel = state.params["decoder"]["decoder"]["self_attention"]["query"]["kernel"]
+  assert kernel.addressable_shards[0].data.shape == shape
+  assert len(kernel.sharding.device_set) == 8
 
 
 def test_logical_constraints_take_effect_on_the_mesh():

@@ -1,0 +1,222 @@
+"""The scalable T5 computes what plain T5 computes, scanned or not, from the parameters T5X would draw."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core.scope import LazyRng
+from flax.traverse_util import flatten_dict
+from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
+from tiny_models import initialise, make_batch, make_model, pack, params_of
+
+from rosetta_t5.networks.scalable_t5 import T5Config, Transformer
+from rosetta_t5.networks.t5 import Transformer as PlainTransformer
+
+UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
+LAYERS = {"encoder": PLAIN.num_encoder_layers, "decoder": PLAIN.num_decoder_layers}
+KEY = jax.random.PRNGKey(0)
+# Packed, so that segments are part of every comparison; long, so that buckets are of many distances.
+BATCH = pack(make_batch(2, inputs=40, targets=40))
+
+
+def params_for(config):
+  """Returns one and the same model's parameters in the tree of `config`."""
+  plain = params_of(PLAIN)
+  if not isinstance(config, T5Config):
+    return plain
+  unscanned = to_unscanned(plain)
+  return to_scanned(unscanned, config.param_scan_axis) if config.scan_layers else unscanned
+
+
+def model_of(config):
+  return make_model((Transformer if isinstance(config, T5Config) else PlainTransformer)(config))
+
+
+@functools.cache
+def results(config):
+  """Returns the batch's logits, a gradient through them, and the memory that these took."""
+  model, params = model_of(config), params_for(config)
+  key = KEY if config.dropout_rate else None
+
+  def weighted(params):
+    logits = model._compute_logits(params, BATCH, dropout_rng=key)
+    return jnp.vdot(logits, jnp.cos(jnp.arange(logits.size))), logits
+
+  compiled = jax.jit(jax.grad(weighted, has_aux=True)).lower(params).compile()
+  grads, logits = compiled(params)
+  return logits, grads, compiled.memory_analysis().temp_size_in_bytes
+
+
+def assert_close(got, expected, tolerance):
+  """Holds each array to `tolerance` of its largest entry: sums that cancel round as their terms do."""
+
+  def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+  jax.tree.map(close, got, expected)
+
+
+def test_unscanned_computes_what_plain_t5_computes_and_draws_the_same_dropout():
+  logits, grads, _ = results(dataclasses.replace(PLAIN, dropout_rate=0.3))
+  got_logits, got_grads, _ = results(dataclasses.replace(UNSCANNED, dropout_rate=0.3))
+  np.testing.assert_allclose(got_logits, logits, atol=1e-5)
+  assert not np.allclose(logits, results(UNSCANNED)[0], atol=0.1)
+  got, expected = flatten_dict(got_grads), flatten_dict(to_unscanned(grads))
+  assert got.keys() == expected.keys()
+  for path in got:
+    if "relpos_bias" not in path:
+      np.testing.assert_allclose(got[path], expected[path], 1e-5, 1e-4, err_msg=str(path))
+  for stack, layers in LAYERS.items():
+    # A bias that layers share has the sum of the gradients of layers' own.
+    name = ("relpos_bias", "rel_embedding")
+    apart = sum(got[(stack, f"layers_{i}", *name)] for i in range(layers))
+    np.testing.assert_allclose(apart, flatten_dict(grads)[(stack, *name)], 1e-5, 1e-4)
+
+
+# Stacked in front, with switches of plain T5, which change no number either.
+SWITCHED = {"param_scan_axis": 0, "transpose_batch_sequence": True, "fuse_qkv_params": True}
+
+
+@pytest.mark.parametrize("changes", [{}, SWITCHED])
+def test_scanned_computes_what_unscanned_computes(changes):
+  config = dataclasses.replace(SCANNED, **changes)
+  logits, grads, _ = results(UNSCANNED)
+  got_logits, got_grads, _ = results(config)
+  assert_close(got_logits, logits, 1e-5)
+  assert_close(got_grads, to_scanned(grads, config.param_scan_axis), 1e-5)
+
+
+@pytest.mark.slow
+def test_rematerialisation_saves_memory_and_changes_no_number():
+  # With dropout, whose masks the second forward pass must draw again.
+  changes = {"dropout_rate": 0.3}
+  policies = ("none", "minimal", "full")
+  runs = [results(dataclasses.replace(SCANNED, **changes, remat_policy=p)) for p in policies]
+  for run in runs[1:]:
+    assert_close(run[0], runs[0][0], 1e-5)
+    assert_close(run[1], runs[0][1], 1e-5)
+  memory = [run[2] for run in runs]
+  assert memory[0] > 1.2 * memory[1] > 1.2 * 1.2 * memory[2], memory
+
+
+def initial(config):
+  return initialise(model_of(config).module, KEY)["params"]
+
+
+def test_unscanned_parameters_are_plain_t5_s_but_for_a_bias_of_each_layer():
+  got = flatten_dict(initial(UNSCANNED))
+  expected = flatten_dict(to_unscanned(initial(PLAIN)))
+  assert got.keys() == expected.keys()
+  uniform = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+  for path, value in got.items():
+    if "relpos_bias" in path:
+      key = LazyRng.create(KEY, *path[:-1], 1).as_jax_rng()
+      np.testing.assert_allclose(value, uniform(key, value.shape), atol=1e-6)
+    else:
+      np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=str(path))
+
+
+def test_scanned_layers_are_drawn_each_by_its_part_of_the_split_key():
+  drawn = flatten_dict(jax.jit(lambda: initial(SCANNED))()["encoder"]["encoder"])
+  scaling, dims = nn.initializers.variance_scaling, (PLAIN.emb_dim, PLAIN.num_heads, PLAIN.head_dim)
+  matrices = {
+    ("attention", "query"): lambda key: scaling(1 / dims[2], "fan_in", "normal")(key, (16, 16)),
+    ("attention", "out"): lambda key: scaling(1.0, "fan_in", "normal")(key, (16, 16)),
+    ("mlp", "wi_1"): lambda key: scaling(1.0, "fan_in", "truncated_normal")(key, (16, 24)),
+    ("relpos_bias",): lambda key: scaling(1.0, "fan_avg", "uniform")(key, (4, 32)),
+  }
+  for layer, key in enumerate(jax.random.split(KEY, LAYERS["encoder"])):
+    for path, draw in matrices.items():
+      # Flax counts draws by tracing: the body of a scan is traced twice, and the second one stays.
+      own = LazyRng.create(key, "encoder", "encoder", *path, 2).as_jax_rng()
+      name = "rel_embedding" if path == ("relpos_bias",) else "kernel"
+      got = drawn[(*path, name)][:, layer]
+      np.testing.assert_allclose(got, draw(own).reshape(got.shape), atol=1e-6, err_msg=str(path))
+
+
+def test_scanned_layers_drop_each_its_own_features_at_every_position():
+  module = model_of(dataclasses.replace(SCANNED, dropout_rate=0.5)).module
+  encode = functools.partial(
+    module.apply,
+    rngs={"dropout": KEY},
+    method=module.encode,
+    mutable=["intermediates"],
+    capture_intermediates=lambda child, _: isinstance(child, nn.Dropout),
+  )
+  _, captured = jax.jit(encode)({"params": params_for(SCANNED)}, BATCH["encoder_input_tokens"])
+  for name in ("Dropout_0", "Dropout_1"):
+    (x_LBSD,) = captured["intermediates"]["encoder"]["encoder"][name]["__call__"]
+    dropped_LSD = np.asarray(x_LBSD[:, 0] == 0)
+    assert (dropped_LSD == dropped_LSD[:, :1]).all()
+    assert (dropped_LSD[0, 0] != dropped_LSD[1, 0]).any()
+    assert 0 < dropped_LSD[:, 0].mean() < 1
+
+
+def layer_axes(config):
+  """Returns the logical axes of the encoder's attention and of a norm, by the parameter's name."""
+  shapes = jax.eval_shape(lambda: initialise(Transformer(config), KEY))
+  axes = {path: leaf.names for path, leaf in flatten_dict(shapes["params_axes"]).items()}
+  for path, leaf in flatten_dict(shapes["params"]).items():
+    assert len(axes[(*path[:-1], f"{path[-1]}_axes")]) == leaf.ndim, path
+  return {path[2:]: names for path, names in axes.items() if path[0] == "encoder"}
+
+
+def test_axes_name_each_dimension_and_layers_where_they_are_stacked():
+  axes = layer_axes(UNSCANNED)
+  assert axes[("attention", "query", "kernel_axes")] == ("embed", "heads", "kv")
+  assert axes[("attention", "out", "kernel_axes")] == ("heads", "kv", "embed")
+  assert axes[("mlp", "wo", "kernel_axes")] == ("mlp", "embed")
+  for axis in (0, 1):
+    stacked = layer_axes(dataclasses.replace(SCANNED, param_scan_axis=axis))
+    for path, names in axes.items():
+      if path and path != ("scale_axes",):
+        assert stacked[path] == (*names[:axis], "layers", *names[axis:])
+
+
+def test_names_are_t5x_s():
+  scanned, unscanned = (
+    {"/".join(path[:-1]) for path in flatten_dict(jax.eval_shape(lambda: initial(config)))}  # noqa: B023
+    for config in (SCANNED, UNSCANNED)
+  )
+  norms = {"pre_self_attention_layer_norm", "pre_cross_attention_layer_norm", "pre_mlp_layer_norm"}
+  attentions = ("self_attention", "encoder_decoder_attention")
+  projections = ("query", "key", "value", "out")
+  layer = norms | {f"{block}/{name}" for block in attentions for name in projections}
+  layer |= {"relpos_bias", "mlp/wi_0", "mlp/wi_1", "mlp/wo"}
+  ends = {"decoder/decoder_norm", "decoder/logits_dense"}
+  assert {n for n in scanned if n.startswith("decoder/")} - ends == {
+    f"decoder/decoder/{name}" for name in layer
+  }
+  assert {n for n in unscanned if n.startswith("decoder/layers_1/")} == {
+    f"decoder/layers_1/{name}" for name in layer
+  }
+  assert "token_embedder" in scanned
+
+
+def test_defaults_are_t5x_s():
+  config = T5Config(vocab_size=8)
+  assert (config.remat_policy, config.scan_layers, config.param_scan_axis) == ("none", True, 1)
+  assert Transformer(config).scan_layers
+  assert not Transformer(UNSCANNED).scan_layers
+
+
+@pytest.mark.parametrize(
+  ("changes", "text"),
+  [
+    (
+      {"param_scan_axis": 2},
+      r"T5Config.param_scan_axis = 2 must be 0 or 1: a norm's scale has one",
+    ),
+    ({"remat_policy": "minimum"}, r"remat_policy = 'minimum' is unknown \(did you mean 'minimal'"),
+    ({"dtype": "float16"}, r"T5Config.dtype = 'float16' overflows"),
+  ],
+)
+def test_values_that_cannot_work_are_refused(changes, text):
+  with pytest.raises(ValueError, match=text):
+    T5Config(vocab_size=8, **changes)
