@@ -17,8 +17,7 @@ AddTask = Callable[..., str]
 _numbers = itertools.count()
 
 
-@pytest.fixture
-def add_task() -> Iterator[AddTask]:
+def _adding_tasks() -> Iterator[AddTask]:
   """Registers a task of bytes whose targets are the lines in upper case; returns its name."""
   tf, seqio = import_tensorflow(), import_seqio()
   added = []
@@ -61,6 +60,10 @@ def add_task() -> Iterator[AddTask]:
   yield add
   for name in added:
     seqio.TaskRegistry.remove(name)
+
+
+add_task = pytest.fixture(_adding_tasks)
+add_task_of_module = pytest.fixture(_adding_tasks, scope="module")
 
 
 @pytest.fixture

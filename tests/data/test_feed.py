@@ -28,6 +28,18 @@ from rosetta_t5.parallel.partitioner import PjitPartitioner
 LINES = [f"line {number:03}" for number in range(100)]
 
 
+@pytest.fixture(scope="module")
+def packed_twice(add_task_of_module: Callable[..., str]) -> tuple[Any, Any]:
+  """The same shuffled, packed training data built twice, as a run and its restart build it."""
+  fields: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5, "pack": True}
+  lengths = {"inputs": 24, "targets": 24}
+  cfg = DatasetConfig(add_task_of_module(LINES), lengths, "train", **fields)
+  converter = import_seqio().EncDecFeatureConverter
+  # Passes enough, and told: without an end, data is looked through first, which costs as much again.
+  first, again = (get_dataset(cfg, 0, 1, converter, num_epochs=100) for _ in range(2))
+  return first, again
+
+
 @pytest.fixture
 def make_feed() -> Iterator[Callable[..., ShardedDatasetIterator]]:
   feeds = []
@@ -55,13 +67,6 @@ def counting(stop: int = 100, batch_size: int = 8) -> Iterator[dict[str, np.ndar
 
 def first_numbers(feed: ShardedDatasetIterator, count: int) -> list[int]:
   return [int(np.asarray(next(feed)["x"])[0, 0]) for _ in range(count)]
-
-
-def seqio_dataset(add_task: Callable[..., str], **overrides: Any) -> Callable[[], Any]:
-  """Returns what builds the same shuffled, packed training data anew at each call."""
-  fields = {"batch_size": 8, "shuffle": True, "seed": 5, "pack": True, **overrides}
-  cfg = DatasetConfig(add_task(LINES), {"inputs": 24, "targets": 24}, "train", **fields)
-  return lambda: get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
 
 
 def assert_batches_equal(a: Any, b: Any) -> None:
@@ -164,17 +169,16 @@ def test_something_that_is_no_data_is_refused(
 
 def test_restart_continues_with_the_next_batch_of_shuffled_packed_data(
   make_feed: Callable[..., ShardedDatasetIterator],
-  add_task: Callable[..., str],
+  packed_twice: tuple[Any, Any],
   tmp_path: pathlib.Path,
 ) -> None:
-  build = seqio_dataset(add_task)
-  feed = make_feed(build())
+  feed = make_feed(packed_twice[0])
   for _ in range(5):
     next(feed)
   feed.save(tmp_path / "train_ds")
   expected = [next(feed) for _ in range(15)]
 
-  restarted = make_feed(build())
+  restarted = make_feed(packed_twice[1])
   restarted.restore(tmp_path / "train_ds")
   assert restarted.batches_handed_out == 5
   for batch in expected:
@@ -183,11 +187,10 @@ def test_restart_continues_with_the_next_batch_of_shuffled_packed_data(
 
 def test_saving_does_not_disturb_what_follows(
   make_feed: Callable[..., ShardedDatasetIterator],
-  add_task: Callable[..., str],
+  packed_twice: tuple[Any, Any],
   tmp_path: pathlib.Path,
 ) -> None:
-  build = seqio_dataset(add_task)
-  saving, undisturbed = make_feed(build()), make_feed(build())
+  saving, undisturbed = map(make_feed, packed_twice)
   for step in range(6):
     assert_batches_equal(next(saving), next(undisturbed))
     saving.save(tmp_path / f"position_{step}")
@@ -202,6 +205,26 @@ def test_restart_of_an_iterable_skips_what_was_handed_out(
   restarted = make_feed(counting())
   restarted.restore(tmp_path / "position")
   assert first_numbers(restarted, 5) == [4, 5, 6, 7, 8]
+
+
+def test_shapes_are_known_while_a_generator_is_being_drawn_from(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  drawing, go_on = threading.Event(), threading.Event()
+
+  def slow() -> Iterator[dict[str, np.ndarray]]:
+    for number, batch in enumerate(counting()):
+      if number > 0:
+        drawing.set()
+        go_on.wait(60)
+      yield batch
+
+  feed = make_feed(slow())
+  drawing.wait(60)
+  shapes = [spec.shape for spec in feed.element_spec.values()]
+  go_on.set()
+  assert shapes
+  assert first_numbers(feed, 3) == [0, 1, 2]
 
 
 def test_reset_goes_back_to_the_first_batch(
@@ -250,8 +273,8 @@ def test_a_pipeline_that_cannot_save_says_so(
     make_feed(dataset).save(tmp_path / "position")
 
 
-def test_zeros_like_a_spec_and_like_a_dataset(add_task: Callable[..., str]) -> None:
+def test_zeros_like_a_spec_and_like_a_dataset(packed_twice: tuple[Any, Any]) -> None:
   spec = {"x": jax.ShapeDtypeStruct((2, 3), np.int32)}
   np.testing.assert_array_equal(get_zeros_batch_like_spec(spec)["x"], np.zeros((2, 3)))
-  batch = get_zeros_batch_like_dataset(seqio_dataset(add_task)(), batch_size=3)
+  batch = get_zeros_batch_like_dataset(packed_twice[0], batch_size=3)
   assert batch["encoder_input_tokens"].shape == (3, 24)

@@ -37,15 +37,14 @@ def test_squads_first_answers_have_the_known_human_like_scores(shared: pathlib.P
     for ar in articles
     for p in ar["paragraphs"]
     for qa in p["qas"]
-  ]
+  ][::5]
   assert metrics.squad(answers, [a[0] for a in answers]) == {"em": 100.0, "f1": 100.0}
   several = [a for a in answers if len(a) > 1]
   human = metrics.squad([a[:-1] for a in several], [a[-1] for a in several])
   official = pytest.importorskip("t5.evaluation.metrics").squad(
     [a[:-1] for a in several], [a[-1] for a in several]
   )
-  assert human["em"] == pytest.approx(official["em"])
-  assert human["f1"] == pytest.approx(official["f1"])
+  assert human == pytest.approx(official)
   assert 75 < human["em"] < 90 < human["f1"] + 5
 
 

@@ -57,8 +57,15 @@ def restored(example: dict[str, np.ndarray]) -> list[int]:
   return tokens
 
 
-@pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("lengths", [LENGTHS, {"inputs": 512, "targets": 114}])
+@pytest.mark.parametrize(
+  ("merge", "lengths"),
+  [
+    (True, {"inputs": 512, "targets": 114}),
+    (False, LENGTHS),
+    pytest.param(True, LENGTHS, marks=pytest.mark.slow),
+    pytest.param(False, {"inputs": 512, "targets": 114}, marks=pytest.mark.slow),
+  ],
+)
 def test_the_same_seed_gives_the_examples_of_t5s_own(
   features: dict[str, Any], merge: bool, lengths: dict[str, int]
 ) -> None:

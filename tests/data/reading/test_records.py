@@ -31,12 +31,16 @@ def zst(data: bytes) -> bytes:
   return pyarrow.compress(data, codec="zstd", asbytes=True)
 
 
+def quick_xz(data: bytes) -> bytes:
+  return lzma.compress(data, preset=0)
+
+
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
   table = pyarrow.table({"text": TEXTS})
   (tmp_path / "a.jsonl").write_bytes(JSONL)
   (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL))
-  (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(JSONL))
+  (tmp_path / "a.jsonl.xz").write_bytes(quick_xz(JSONL))
   # two frames, as programs that append write them
   (tmp_path / "a.jsonl.zst").write_bytes(zst(JSONL[:5000]) + zst(JSONL[5000:]))
   (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
@@ -106,11 +110,11 @@ def test_a_row_with_too_few_columns_or_no_utf8_is_bad(tmp_path: pathlib.Path) ->
   assert [b.reason for b in bad(path)] == ["1 columns where 2 are named", "no UTF-8"]
 
 
-@pytest.mark.parametrize("pack", [zst, gzip.compress, lzma.compress])
+@pytest.mark.parametrize("pack", [zst, gzip.compress, quick_xz])
 def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
   tmp_path: pathlib.Path, pack: object
 ) -> None:
-  ending = {zst: "zst", gzip.compress: "gz", lzma.compress: "xz"}[pack]  # type: ignore[index]
+  ending = {zst: "zst", gzip.compress: "gz", quick_xz: "xz"}[pack]  # type: ignore[index]
   path = tmp_path / f"a.jsonl.{ending}"
   data = b"".join(b'{"text": "%d %d"}\n' % (n, hash(str(n))) for n in range(60_000))
   packed = pack(data)  # type: ignore[operator]

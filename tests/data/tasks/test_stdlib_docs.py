@@ -35,10 +35,11 @@ def test_text_and_vocabulary_are_made_when_the_task_is_first_read(
 ) -> None:
   cfg = DatasetConfig(TASK, {"inputs": 32, "targets": 16}, "train", 4, shuffle=True, seed=0)
   assert not folder.exists()
-  dataset = get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
+  dataset = get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter, num_epochs=1)
   batch = next(dataset.as_numpy_iterator())
   assert json.loads((folder / "manifest.json").read_text())["train_paragraphs"]
-  text = stdlib_docs.vocabulary(folder).decode([int(t) for t in batch["encoder_input_tokens"][0]])
+  vocabulary = stdlib_docs.vocabulary(folder)
+  text = "".join(vocabulary.decode(row.tolist()) for row in batch["encoder_input_tokens"])
   assert "Paragraph" in text
   assert "<extra_id_0>" in text
 
