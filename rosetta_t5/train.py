@@ -31,6 +31,7 @@ from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
 
+@checkpoints.one_run_a_folder
 def train(
   *,
   model: Any,
@@ -100,6 +101,7 @@ def train(
 
   Raises:
     ValueError: something given does not fit together; nothing has been written over.
+    ModelDirInUseError: another run trains in model_dir.
     NonFiniteError: the loss or a gradient became NaN or infinite.
     Interrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
   """
@@ -246,6 +248,9 @@ class _Loop:
     self.step = self.trainer.stopped_at or stop
     self.stopped |= self.trainer.stopped_at is not None or self.trainer.stop_training
     check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
+    of_data = self.feed.measures()
+    self.trainer.train_metrics_manager.write_scalars(self.step, of_data)
+    values |= of_data
     self.progress.report(self.step, values)
     self._act(ActionMode.TRAIN, {"train": values})
 

@@ -19,12 +19,14 @@ from rosetta_t5.checkpoints.restore import (
   restore,
   started_from,
 )
+from rosetta_t5.checkpoints.run_lock import ModelDirInUseError, one_run_a_folder
 from rosetta_t5.checkpoints.save_errors import CheckpointSaveError
 
 __all__ = [
   "CheckpointConfig",
   "CheckpointMismatchError",
   "CheckpointSaveError",
+  "ModelDirInUseError",
   "OrbaxCheckpointManagerInterface",
   "RestoreCheckpointConfig",
   "SaveCheckpointConfig",
@@ -38,6 +40,7 @@ __all__ = [
   "get_fallback_state",
   "get_first_valid_restore_config_and_paths",
   "latest_step",
+  "one_run_a_folder",
   "read_run_facts",
   "restore",
   "started_from",

@@ -27,6 +27,7 @@ from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.fresh_state import completed
 from rosetta_t5.checkpoints.reading import Transformation, check_fits, read_state, unreadable
 from rosetta_t5.checkpoints.retention import Retention, drop_old_dataset_positions
+from rosetta_t5.checkpoints.run_lock import check_still_held
 from rosetta_t5.checkpoints.save_errors import save_error
 from rosetta_t5.checkpoints.saved_state import (
   SaveTransformation,
@@ -172,11 +173,13 @@ class OrbaxCheckpointManagerInterface:
 
     Raises:
       CheckpointSaveError: this save or the one before it failed.
+      ModelDirInUseError: another run has taken the folder over.
     """
     step = step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
       return False
     self.wait_until_finished()
+    check_still_held(self._directory)
     items: dict[str, Any] = {
       folders.STATE_ITEM: self._state_args(
         transformed_state(

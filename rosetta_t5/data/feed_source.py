@@ -44,6 +44,7 @@ class IterableSource(dataset_iterator.DatasetIterator):
 
   def __init__(self, batches: Iterable[Mapping[str, np.ndarray]]):
     self._batches = batches
+    self._spec: dict[str, dataset_iterator.ArraySpec] | None = None
     self.reset()
 
   def reset(self) -> None:
@@ -58,13 +59,19 @@ class IterableSource(dataset_iterator.DatasetIterator):
 
   @property
   def element_spec(self) -> dict[str, dataset_iterator.ArraySpec]:
-    """Shapes and dtypes of the next batch, which is looked at and put back."""
+    """Shapes and dtypes of the first batch, which is looked at and put back.
+
+    That happens once: a generator cannot be asked while another thread draws from it.
+    """
+    if self._spec is not None:
+      return self._spec
     first = next(self._iterator, None)
     if first is None:
       raise ValueError("The training data has no batch: the dataset function's iterable is empty.")
     self._iterator = itertools.chain([first], self._iterator)
     arrays = {name: np.asarray(value) for name, value in first.items()}
-    return {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
+    self._spec = {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
+    return self._spec
 
   def save(self, filename: epath.PathLike) -> None:
     """Writes how many batches were drawn."""

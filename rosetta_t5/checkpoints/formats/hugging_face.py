@@ -1,4 +1,4 @@
-"""Reads a folder of Hugging Face's T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5."""
+"""Reads a folder of Hugging Face's T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5; and GPT's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
+from rosetta_t5.checkpoints.formats import hugging_face_gpt, safetensors_file, torch_file
 from rosetta_t5.checkpoints.formats.hugging_face_names import (
   COPIES,
   EMBEDDING,
@@ -56,7 +56,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
   if config.get("model_type") not in FAMILIES:
     raise ValueError(
       f"{file} says model_type = {config.get('model_type')!r}: only the T5 family can be read "
-      f"({', '.join(FAMILIES)}; ByT5 and Flan-T5 are 't5')"
+      f"({', '.join(FAMILIES)}; ByT5 and Flan-T5 are 't5'), and {' and '.join(hugging_face_gpt.FAMILIES)}"
     )
   for key, expected in (("relative_attention_max_distance", 128), ("layer_norm_epsilon", 1e-6)):
     if config.get(key, expected) != expected:
@@ -69,11 +69,14 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
 
   The relative bias is the stack's own (`encoder/relpos_bias`) where one layer has one, and the
   layers' own where all have (UMT5). Scaled logits without a table of their own become T5 1.0's tied
-  ones (no `logits_dense`), unscaled ones `logits_dense`.
+  ones (no `logits_dense`), unscaled ones `logits_dense`. GPT-2 and GPT-Neo: see `hugging_face_gpt`.
 
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
+  gpt = json.loads((epath.Path(path) / CONFIG).read_text())
+  if gpt.get("model_type") in hugging_face_gpt.FAMILIES:
+    return hugging_face_gpt.read_arrays(_all_weights(path), gpt)
   config = read_config(path)
   theirs = _all_weights(path)
   arrays, strangers = {}, []
