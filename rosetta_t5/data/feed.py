@@ -16,6 +16,7 @@ from flax import serialization
 from jax.sharding import NamedSharding
 
 from rosetta_t5.data.feed_source import feed_source
+from rosetta_t5.data.reading import BadExamples
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -105,6 +106,17 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
   def iterator(self) -> dataset_iterator.DatasetIterator:
     """The source of host batches."""
     return self._source
+
+  def measures(self) -> dict[str, float]:
+    """Returns what a run's metrics tell of its data, up to the batch last handed out.
+
+    "data/epochs/NAME" for each dataset, where the source knows (prepared data does), and
+    "data/unreadable" there; "data/bad_examples" if this process has left some out.
+    """
+    of_source = getattr(self._source, "measures", None)
+    told: dict[str, float] = of_source(self.batches_handed_out) if of_source else {}
+    bad = BadExamples.left_out_so_far()
+    return {**told, "data/bad_examples": float(bad)} if bad else told
 
   def reset(self) -> None:
     """Goes back to the first batch."""

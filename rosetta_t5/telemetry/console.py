@@ -15,6 +15,8 @@ import jax
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
 _SEQUENCES = "timing/seqs_per_second"
 _STEPS = "timing/steps_per_second"
+_EPOCHS = "data/epochs/"
+_LEFT_OUT = {"data/bad_examples": "bad examples left out", "data/unreadable": "records unreadable"}
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -106,7 +108,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       cells.append(f"{values[_SEQUENCES]:.4g} seq/s")
     if values.get(_STEPS):
       cells.append(f"eta {duration_text((self._total_steps - step) / values[_STEPS])}")
-    return cells
+    return cells + _data_cells(values)
 
 
 class _Bar:
@@ -133,6 +135,14 @@ class _Bar:
 
   def stop(self) -> None:
     self._progress.stop()
+
+
+def _data_cells(values: Mapping[str, float]) -> list[str]:
+  """How often the data was read, dataset by dataset where there are several, and what was not."""
+  epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
+  several = len(epochs) > 1
+  told = [f"epoch {count:.3g}{f' of {name}' if several else ''}" for name, count in epochs.items()]
+  return told + [f"{values[name]:.0f} {text}" for name, text in _LEFT_OUT.items() if name in values]
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:

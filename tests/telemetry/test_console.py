@@ -41,6 +41,16 @@ def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
   assert stream.flushes == 1
 
 
+def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():
+  stream = Flushed()
+  progress = console.Progress(0, 10, stream)
+  progress.report(1, {"data/epochs/pile": 1.234})
+  progress.report(2, {"data/epochs/pile": 0.5, "data/epochs/mine": 12.0, "data/bad_examples": 3.0})
+  assert stream.getvalue() == (
+    "step 1/10  epoch 1.23\nstep 2/10  epoch 0.5 of pile  epoch 12 of mine  3 bad examples left out\n"
+  )
+
+
 def test_what_was_not_measured_is_left_out():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)

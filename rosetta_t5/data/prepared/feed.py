@@ -72,6 +72,15 @@ class Batches:
       for source, segments in enumerate(self.segments)
     ]
 
+  def measures(self, step: int) -> dict[str, float]:
+    """Returns numbers for a run's metrics when a step begins: epochs by folder, what is damaged."""
+    folders = [segments.stream.folder for segments in self.segments]
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):
+      names = [f"{number}_{name}" for number, name in enumerate(names)]
+    told = {f"data/epochs/{name}": n for name, n in zip(names, self.epochs(step), strict=True)}
+    return {**told, "data/unreadable": float(self.unreadable)} if self.unreadable else told
+
   def last(self, step: int) -> HostBatch:
     """Returns a batch whose rows beyond the last example are empty."""
     numbers = [step * self.batch_size + row for row in self.rows]
@@ -188,6 +197,10 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
     batch = next(self._iterator)
     self._step += 1
     return batch
+
+  def measures(self, step: int) -> dict[str, float]:
+    """See `Batches`."""
+    return self.batches.measures(step)
 
   def reset(self) -> None:
     """Goes back to the first batch."""

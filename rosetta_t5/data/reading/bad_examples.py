@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import weakref
+from typing import ClassVar
 
 from absl import logging
 
@@ -35,9 +37,13 @@ class BadExample:
 class BadExamples:
   """Takes bad examples by a policy, from any thread.
 
+  Each is counted and told once, however often its file is read.
+
   Attributes:
     counts: how many there were, by reason.
   """
+
+  _everywhere: ClassVar[weakref.WeakSet[BadExamples]] = weakref.WeakSet()
 
   def __init__(self, policy: str = "skip"):
     """Args: policy: "skip" counts and logs them; "refuse" stops at the first."""
@@ -46,12 +52,19 @@ class BadExamples:
     self.policy = policy
     self.counts: collections.Counter[str] = collections.Counter()
     self.first: BadExample | None = None
+    self._last_lines: dict[str, int] = {}  # of each file, whose records come in order
     self._lock = threading.Lock()
+    BadExamples._everywhere.add(self)
 
   @property
   def total(self) -> int:
     """How many there were."""
     return sum(self.counts.values())
+
+  @classmethod
+  def left_out_so_far(cls) -> int:
+    """Returns how many this process has left out, whatever it was reading for."""
+    return sum(examples.total for examples in list(cls._everywhere))
 
   def add(self, bad: BadExample) -> None:
     """Counts one.
@@ -62,6 +75,9 @@ class BadExamples:
     if self.policy == "refuse":
       raise ValueError(f'{bad}. Mend it, or set on_bad_example = "skip" to go on without it.')
     with self._lock:
+      if bad.line <= self._last_lines.get(bad.file, 0):
+        return
+      self._last_lines[bad.file] = bad.line
       self.counts[bad.reason] += 1
       self.first = self.first or bad
       total = self.total

@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 from inline_executor import Here
 
-from rosetta_t5.data import DatasetConfig, get_dataset, get_training_eval_datasets
+from rosetta_t5.data import (
+  DatasetConfig,
+  get_dataset,
+  get_training_eval_datasets,
+  prepare_train_iter,
+)
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
 from rosetta_t5.data.prepared.sampling import Schedule
 from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 VOCAB_SIZE = 18 + 100
@@ -187,6 +193,30 @@ def test_evaluation_ends_alike_everywhere_and_counts_nothing_twice(folders: list
   assert len(list(short)) == 1
 
 
+def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  partitioner = PjitPartitioner(num_partitions=1)
+  cfg = config(prepared_task(folders, rates=[1, 1]))
+  layout = partitioner.get_data_layout(cfg.batch_size)
+  data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
+  feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
+  small, large = (segments.count for segments in feed.iterator.batches.segments)
+  assert feed.measures() == {"data/epochs/a": 0.0, "data/epochs/b": 0.0}
+  for _ in range(20):
+    next(feed)
+  expected = {"data/epochs/a": 80 / small, "data/epochs/b": 80 / large}
+  assert feed.measures() == pytest.approx(expected)  # 160 examples; not those drawn ahead
+  feed.save(tmp_path / "position")
+  feed.close()
+  restarted = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
+  restarted.restore(tmp_path / "position")
+  assert restarted.measures() == pytest.approx(expected)
+  restarted.close()
+  same_name = prepared_task([folders[0], folders[0]]).batches(cfg, 0, 1, 0)
+  assert list(same_name.measures(0)) == ["data/epochs/0_a", "data/epochs/1_a"]
+
+
 def test_rates_hold_in_every_thousand_examples() -> None:
   schedule = Schedule([1, 3], seed=0)
   places = [schedule.place(number) for number in range(2000)]
@@ -215,6 +245,7 @@ def test_a_damaged_record_is_replaced_the_same_way_each_time(
     np.testing.assert_array_equal(a["encoder_input_tokens"], b["encoder_input_tokens"])
     assert (a["encoder_input_tokens"] > 0).all()
   assert feeds[0].batches.unreadable > 0
+  assert feeds[0].measures(12)["data/unreadable"] == feeds[0].batches.unreadable
 
 
 def test_what_does_not_fit_is_refused(folders: list[str]) -> None:

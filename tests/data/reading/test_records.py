@@ -176,6 +176,19 @@ def test_bad_examples_are_counted_by_reason(tmp_path: pathlib.Path) -> None:
   assert "4 bad examples left out (2 × text is empty" in of_file.bad_examples.summary()
 
 
+def test_a_bad_example_is_counted_once_however_often_its_file_is_read(
+  tmp_path: pathlib.Path,
+) -> None:
+  before = BadExamples.left_out_so_far()
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"text": "a"}\n{"text": ""}\n{"body": 1}\n')
+  of_file = reader()
+  for _ in range(3):
+    list(of_file.examples(str(path)))
+  assert of_file.bad_examples.total == 2
+  assert BadExamples.left_out_so_far() == before + 2
+
+
 def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "a"}\nnot json\n')
