@@ -17,10 +17,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from cpu_step import SIZES, VOCAB_SIZE, Worker
+from cpu_step import Worker
 
+from rosetta_t5.bench.hugging_face import hugging_face_config
+from rosetta_t5.bench.workload import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import keep_freed_memory
 
 Params = dict[str, Any]
@@ -28,7 +30,7 @@ Params = dict[str, Any]
 
 def random_params(size: str) -> Params:
   """Returns parameters as numpy arrays; the same for each call."""
-  module = Transformer(t5_config(size))
+  module = Transformer(model_config(size))
   tokens = jax.ShapeDtypeStruct((1, 1), "int32")
   shapes = jax.eval_shape(
     lambda *args: module.init(*args, enable_dropout=False), jax.random.PRNGKey(0), *[tokens] * 3
@@ -45,28 +47,13 @@ def random_params(size: str) -> Params:
   return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def t5_config(size: str) -> T5Config:
-  """Returns the sizes of our network."""
-  emb_dim, heads, layers, mlp_dim = SIZES[size]
-  return T5Config(
-    vocab_size=VOCAB_SIZE,
-    emb_dim=emb_dim,
-    num_heads=heads,
-    num_encoder_layers=layers,
-    num_decoder_layers=layers,
-    mlp_dim=mlp_dim,
-    mlp_activations=("gelu", "linear"),
-    dropout_rate=0.0,
-  )
-
-
 def our_decode(
   size: str, inputs: np.ndarray, new_tokens: int, beams: int
 ) -> Callable[[], np.ndarray]:
   """Returns a function that decodes the inputs and returns the best tokens, [batch, new_tokens]."""
   keep_freed_memory()  # as the `rosetta-t5` command does
   vocabulary = types.SimpleNamespace(eos_id=-1)  # No token ends a sequence.
-  model = EncoderDecoderModel(Transformer(t5_config(size)), vocabulary, vocabulary, None)
+  model = EncoderDecoderModel(Transformer(model_config(size)), vocabulary, vocabulary, None)
   params = jax.device_put(random_params(size))
   batch = {
     "encoder_input_tokens": inputs,
@@ -85,19 +72,7 @@ def hugging_face_decode(
   import torch
   import transformers
 
-  emb_dim, heads, layers, mlp_dim = SIZES[size]
-  config = transformers.T5Config(
-    vocab_size=VOCAB_SIZE,
-    d_model=emb_dim,
-    d_kv=64,
-    d_ff=mlp_dim,
-    num_layers=layers,
-    num_heads=heads,
-    feed_forward_proj="gated-gelu",
-    tie_word_embeddings=False,
-    decoder_start_token_id=0,
-    eos_token_id=None,
-  )
+  config = hugging_face_config(size, use_cache=True, eos_token_id=None)
   module = transformers.T5ForConditionalGeneration(config).eval()
   # transformers 5 ties the output layer to the embedding whatever the configuration says.
   module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())

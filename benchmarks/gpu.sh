@@ -3,21 +3,23 @@
 #
 #   benchmarks/gpu.sh                      all rows, results in benchmarks/results/gpu
 #   benchmarks/gpu.sh small base large     the rows of these sizes, one call of nine minutes
-#   benchmarks/gpu.sh attention xl         the rest, another call
+#   benchmarks/gpu.sh xl fp8-loss hf       the rest, another call
 #   benchmarks/gpu.sh smoke                every kind of row at toy size, also on a CPU
 #
 # RESULTS=folder PYTHON=python3 BUDGET_S=540 change the defaults. A row that has its JSON file is not
 # measured again; a row that fails leaves NAME.log. After each row results.md is written anew. It needs
-# jax, flax, optax, orbax, jaxtyping and clu (with ml-collections; both are pure Python and can be
-# carried along), and neither TensorFlow nor seqio nor gin.
+# jax, flax, optax and orbax, and neither TensorFlow nor seqio; torch and transformers for the rows hf.
+# What else is missing there is pure Python and can be carried along in a folder `carried`:
+#   pip install --no-deps --target carried clu ml-collections jaxtyping wadler-lindig gin-config
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}
 RESULTS=${RESULTS:-benchmarks/results/gpu}
 BUDGET_S=${BUDGET_S:-540}
 SIZES=("$@")
-[[ $# -gt 0 ]] || SIZES=(tests attention small base large xl)
+[[ $# -gt 0 ]] || SIZES=(tests attention small base large xl fp8-loss hf)
 mkdir -p "$RESULTS"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/carried
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-/tmp/rosetta_t5_xla_cache}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
 STARTED=$SECONDS
@@ -75,6 +77,16 @@ for size in "${SIZES[@]}"; do
     base) rows base 128 ;;
     large) rows large 64 ;;
     xl) rows xl 24 --steps 20 --remat minimal ;;
+    fp8-loss)
+      run fp8-loss-small "$PYTHON" -m rosetta_t5.cli bench fp8 --size small --fuse-qkv
+      run fp8-loss-large "$PYTHON" -m rosetta_t5.cli bench fp8 --size large --batch 64 --fuse-qkv
+      ;;
+    hf)
+      for of in small:256 base:128 large:64; do
+        run "hf-${of%:*}" "$PYTHON" -m rosetta_t5.cli bench hugging-face \
+          --size "${of%:*}" --batch "${of#*:}"
+      done
+      ;;
     smoke)
       toy=(--size tiny --batch 4 --lengths 32 16 --steps 2 --group 1 --warmup 1)
       step smoke-bf16-xla "${toy[@]}"
@@ -82,9 +94,14 @@ for size in "${SIZES[@]}"; do
       step smoke-bf16-pack "${toy[@]}" --kernel flash --pack
       run smoke-attention "$PYTHON" -m benchmarks.attention_kernels --batch 1 --heads 1 --repeats 1 \
         --places decoder
+      run smoke-fp8-loss "$PYTHON" -m rosetta_t5.cli bench fp8 --size tiny --batch 4 --lengths 32 16 \
+        --steps 8 --emulate
+      if "$PYTHON" -c 'import torch, transformers' 2> /dev/null; then
+        run smoke-hf "$PYTHON" -m rosetta_t5.cli bench hugging-face "${toy[@]}" --eager
+      fi
       ;;
     *)
-      echo "unknown row '$size': tests attention small base large xl smoke" >&2
+      echo "unknown row '$size': tests attention small base large xl fp8-loss hf smoke" >&2
       exit 2
       ;;
   esac

@@ -14,6 +14,7 @@ from typing import Any
 STEP_HEAD = (
   "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB | compiled, s | switches | HLO"
 )
+FP8_HEAD = "row | steps of | loss | in fp8 | | speed | recommended"
 ATTENTION_HEAD = "where | kernel | packed | batch x heads | ms forward and backward"
 
 
@@ -34,6 +35,21 @@ def step_row(name: str, row: dict[str, Any]) -> str:
   return " | ".join(cells)
 
 
+def fp8_row(name: str, result: dict[str, Any]) -> str:
+  """Returns the table's row of one comparison of fp8 with what it replaces."""
+  other, fp8 = (run["final_loss"] for run in result["runs"].values())
+  cells = [
+    name,
+    f"{result['steps']} of {result['batch']} x {result['lengths'][0]}/{result['lengths'][1]}",
+    f"{other:.4f}",
+    f"{fp8:.4f}",
+    f"{result['loss_ratio'] - 1:+.2%}",
+    f"{result['speedup']:.2f}x",
+    result["recommendation"],
+  ]
+  return " | ".join(cells)
+
+
 def attention_row(row: dict[str, Any]) -> str:
   """Returns the table's row of one attention kernel."""
   time = f"{row['ms']:.2f}" if "ms" in row else row["error"]
@@ -50,19 +66,22 @@ def table(head: str, rows: list[str]) -> list[str]:
 
 
 def main(folder: str) -> None:
-  """Prints device, versions, date and both tables."""
-  steps: dict[str, dict[str, Any]] = {}
+  """Prints devices, versions, date and the tables."""
   kernels: list[dict[str, Any]] = []
+  results: dict[str, dict[str, Any]] = {}
   for path in sorted(pathlib.Path(folder).glob("*.json")):
     found = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(found, list):
       kernels += found
     else:
-      steps[path.stem] = found
-  devices = sorted({f"{row['device']}, jax {row['jax']}" for row in steps.values()})
+      results[path.stem] = found
+  steps = {name: result for name, result in results.items() if "runs" not in result}
+  compared = {name: result for name, result in results.items() if "runs" in result}
+  devices = sorted({f"{result['device']}, {result['versions']}" for result in results.values()})
   lines = [f"# Training steps, {datetime.date.today()}", ""]
   lines += [f"{'; '.join(devices)}. Command: `benchmarks/gpu.sh`.", ""]
   lines += table(STEP_HEAD, [step_row(name, row) for name, row in steps.items()])
+  lines += table(FP8_HEAD, [fp8_row(name, result) for name, result in compared.items()])
   lines += table(ATTENTION_HEAD, [attention_row(row) for row in kernels])
   print("\n".join(lines).rstrip())
 

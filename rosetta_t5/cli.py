@@ -90,6 +90,15 @@ def quickstart(arguments: Sequence[str]) -> int:
   return run_quickstart(arguments)
 
 
+def bench(arguments: Sequence[str]) -> int:
+  """Time a training step here: bench --size base; bench fp8: does fp8 pay; bench hugging-face."""
+  others = {"fp8": "fp8", "hugging-face": "hugging_face"}
+  module = others.get(arguments[0]) if arguments else None
+  page = importlib.import_module(f"rosetta_t5.bench.{module or 'train_step'}")
+  page.main(arguments[1:] if module else arguments)
+  return 0
+
+
 def doctor(arguments: Sequence[str]) -> int:
   """Show what is installed, what is missing, and the devices."""
   from rosetta_t5.doctor import examine
@@ -111,6 +120,7 @@ VERBS = {
     prepare,
     inspect,
     quickstart,
+    bench,
     doctor,
   )
 }

@@ -1,19 +1,30 @@
-"""The GPU's benchmark, at toy size: a row comes out and gets into the table."""
+"""The benchmarks at toy size: a row comes out of each and gets into the table."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import results_table, train_step
+from benchmarks import results_table
+from rosetta_t5.bench import fp8, train_step
+from rosetta_t5.cli import main
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
+TIMING = ["--group", "1", "--warmup", "1"]
 
 
-@pytest.mark.slow
 def test_training_step_is_measured_and_tabled(tmp_path, capsys):
   path = tmp_path / "tiny-fp8.json"
-  toy = "--size tiny --batch 8 --lengths 16 8 --steps 2 --group 1 --warmup 1 --fuse-qkv --pack"
-  train_step.main([*toy.split(), "--fp8", "--emulate", "--loss-chunk", "4", "--json", str(path)])
+  more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
+  main(["bench", *TOY, *TIMING, *more, "--json", str(path)])
   row = json.loads(path.read_text())
   assert row["seq_per_s_per_device"] > 0
   assert row["hlo"]["e5m2 arrays"] > 0
@@ -23,3 +34,85 @@ def test_training_step_is_measured_and_tabled(tmp_path, capsys):
   table = capsys.readouterr().out
   assert "| tiny-fp8 | 8 x 16/8 |" in table
   assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
+
+
+@pytest.mark.slow
+def test_every_kind_of_row_runs_without_a_gpu_and_is_not_measured_twice(tmp_path):
+  command = ["bash", "benchmarks/gpu.sh", "smoke"]
+  env = os.environ | {"RESULTS": str(tmp_path), "PYTHON": sys.executable}
+  out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+  assert "failed" not in out.stdout, out.stdout
+  rows = {path.stem for path in tmp_path.glob("*.json")}
+  kinds = {"bf16-xla", "fp8", "bf16-pack", "attention", "fp8-loss"}
+  assert {f"smoke-{kind}" for kind in kinds} <= rows
+  again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+  assert again.stdout.count("there already") == len(rows)
+  assert (tmp_path / "results.md").read_text().count("| smoke-") >= 4
+
+
+def test_text_batches_hold_whole_windows_and_depend_on_their_number_alone():
+  text = np.arange(3, 3 + 500, dtype=np.int32)
+  batches = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
+  again = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
+  for batch, other in zip(batches, again, strict=True):
+    assert all(np.array_equal(batch[name], other[name]) for name in batch)
+    inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
+    assert inputs.shape == (2, 40)
+    assert targets.shape == (2, 16)
+    for row in range(2):
+      tokens = np.concatenate([inputs[row], targets[row]])
+      own = np.sort(tokens[(tokens > 1) & (tokens < 900)])
+      assert np.array_equal(own, np.arange(own[0], own[0] + len(own)))  # nothing lost or doubled
+  assert not np.array_equal(batches[0]["encoder_input_tokens"], batches[1]["encoder_input_tokens"])
+
+
+def test_targets_that_cannot_hold_what_is_dropped_are_refused():
+  with pytest.raises(
+    ValueError, match="--lengths 40 8: span corruption of 40 tokens makes targets"
+  ):
+    next(fp8.text_batches(np.arange(500), 2, (40, 8), 1024))
+
+
+@pytest.mark.parametrize(
+  ("loss_ratio", "speedup", "emulated", "text"),
+  [
+    (1.002, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
+    (1.002, 1.01, False, "leave fp8 off: 1.01x"),
+    (1.02, 1.5, False, "leave fp8 off: its loss is 2.0% above"),
+    (float("nan"), 1.5, False, "leave fp8 off"),
+    (0.99, 0.5, True, "its speed shows only on hardware"),
+  ],
+)
+def test_fp8_is_recommended_where_it_is_faster_and_learns_as_well(
+  loss_ratio, speedup, emulated, text
+):
+  assert text in fp8.recommendation(loss_ratio, speedup, emulated)
+
+
+@pytest.mark.slow
+def test_both_runs_begin_with_one_model_and_learn(capsys):
+  arguments = [
+    "bench",
+    "fp8",
+    "--size",
+    "tiny",
+    "--batch",
+    "8",
+    "--lengths",
+    "64",
+    "32",
+    "--steps",
+    "40",
+    "--emulate",
+  ]
+  main(arguments)
+  words = capsys.readouterr().out.split("\n")
+  first, last = zip(*((float(w.split()[2]), float(w.split()[5])) for w in words[:2]), strict=True)
+  assert abs(first[0] - first[1]) < 0.02
+  assert max(last) < min(first) - 2
+
+
+def test_a_step_that_cannot_be_is_refused_before_anything_compiles(capsys):
+  with pytest.raises(SystemExit):
+    train_step.main(["--batch", "0"])
+  assert "argument --batch: 0 is not a positive number" in capsys.readouterr().err

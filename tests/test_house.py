@@ -18,6 +18,7 @@ ROOMS = (
   "cli",
   "quickstart",
   "doctor",
+  "bench",
   "main",
   "train",
   "eval",

@@ -71,7 +71,7 @@ def test_fused_attention_and_its_gradients_are_the_reference_s(kernel, causal):
 
 @pytest.mark.parametrize("kernel", ["xla", "cudnn", "flash"])
 def test_training_steps_of_every_kernel_agree(kernel):
-  from benchmarks import train_step
+  from rosetta_t5.bench import train_step
 
   argv = ["--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "5"]
   rows = {

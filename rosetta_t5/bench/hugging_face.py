@@ -1,0 +1,112 @@
+"""Times the same training step by Hugging Face's T5 on PyTorch: what ours is compared with.
+
+  rosetta-t5 bench hugging-face --size base --batch 128
+
+Forward, backward and AdamW's update of float32 parameters, no dropout, the batch of `rosetta-t5 bench`;
+bfloat16 by autocast, compiled unless --eager. It needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rosetta_t5.bench.workload import (
+  SIZES,
+  add_timing,
+  announce,
+  argument_parser,
+  make_batch,
+  row,
+  time_steps,
+)
+
+
+def hugging_face_config(size: str, **more: Any) -> Any:
+  """Returns the `transformers.T5Config` of T5 1.1 of a size, without dropout."""
+  import transformers
+
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
+  return transformers.T5Config(
+    vocab_size=vocab_size,
+    d_model=emb_dim,
+    d_kv=head_dim,
+    d_ff=mlp_dim,
+    num_layers=layers,
+    num_heads=heads,
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+    **more,
+  )
+
+
+def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], Any]:
+  """Returns a function that makes one step and returns the loss, a tensor where the model is."""
+  import torch
+  import transformers
+
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  config = hugging_face_config(args.size, use_cache=False)
+  module = transformers.T5ForConditionalGeneration(config).to(device)
+  optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.01)
+  forward = torch.compile(module) if compiled else module
+  batch = make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
+  inputs = torch.from_numpy(batch["encoder_input_tokens"]).long().to(device)
+  labels = torch.from_numpy(batch["decoder_target_tokens"]).long().to(device)
+  in_bfloat16 = args.dtype == "bfloat16"
+
+  def run() -> Any:
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast(device, torch.bfloat16) if in_bfloat16 else contextlib.nullcontext():
+      loss = forward(input_ids=inputs, labels=labels).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+  return run
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+  """Returns one row of the table."""
+  import torch
+  import transformers
+
+  on_gpu = torch.cuda.is_available()
+  begun = time.perf_counter()
+  step = hugging_face_step(args, compiled=not args.eager)
+  loss = step()
+  float(loss)  # waits for the device
+  compile_seconds = time.perf_counter() - begun
+
+  def run() -> None:
+    nonlocal loss
+    loss = step()
+
+  seconds = time_steps(run, lambda: float(loss), args)
+  return row(
+    args,
+    seconds,
+    device=torch.cuda.get_device_name() if on_gpu else "cpu",
+    devices=1,
+    versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+    computation="Hugging Face, " + ("eager" if args.eager else "compiled"),
+    switches=args.dtype,
+    peak_memory=torch.cuda.max_memory_allocated() if on_gpu else None,
+    compile_s=compile_seconds,
+    loss_per_token=float(loss),
+    hlo={},
+  )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+  """Measures, prints the row, and writes it where --json says."""
+  parser = argument_parser("rosetta-t5 bench hugging-face", __doc__ or "", steps=40)
+  add_timing(parser)
+  parser.add_argument("--eager", action="store_true", help="without torch.compile")
+  args = parser.parse_args(argv)
+  return announce(measure(args), args.json)

@@ -1,0 +1,174 @@
+"""Times T5 1.1's training step on this machine's devices: the one to run on a GPU.
+
+  rosetta-t5 bench --size base --batch 128
+  rosetta-t5 bench --size large --batch 96 --fp8 --kernel cudnn --json out.json
+
+Forward, backward and AdamW's update of all parameters, donated state, random tokens without padding
+(with --pack, two examples a row), no dropout. It needs neither TensorFlow nor seqio nor gin. Time is the
+median over groups of steps, compilation and first steps left out; a group ends when its last step's
+parameters are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rosetta_t5.bench.workload import (
+  add_timing,
+  announce,
+  argument_parser,
+  make_batch,
+  model_config,
+  row,
+  time_steps,
+)
+from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.networks.computation import computation_text
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.remat import REMAT_POLICIES
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.training import TrainState, train_step
+from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
+
+# What to count in the compiled program, and how the compiler writes it.
+HLO_FACTS = {
+  "fp8 products": '"__cublas$lt$matmul$f8"',
+  "cuDNN attentions": '"__cudnn$fmha',
+  "Triton calls": '"__gpu$xla.gpu.triton"',
+  "e4m3 arrays": "f8e4m3fn[",
+  "e5m2 arrays": "f8e5m2[",
+}
+
+
+def compile_step(
+  args: argparse.Namespace, optimizer: OptimizerDef | None = None
+) -> tuple[Any, TrainState, Any, str]:
+  """Returns the compiled step, a state, the batch on the devices, and what is computed how.
+
+  Args:
+    args: what `argument_parser` reads, and `fp8`.
+    optimizer: AdamW by default.
+  """
+  config = model_config(
+    args.size,
+    dtype=args.dtype,
+    fuse_qkv_params=args.fuse_qkv,
+    transpose_batch_sequence=args.transpose,
+    attention_kernel=args.kernel,
+    remat_policy=args.remat,
+  )
+  optimizer = optimizer or OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01))
+  model = EncoderDecoderModel(
+    Transformer(config), None, None, optimizer, z_loss=1e-4, loss_chunk_length=args.loss_chunk
+  )
+  te_config = TransformerEngineConfig(
+    enabled=args.fp8, recipe=args.recipe, backend=args.fp8_backend, emulate=args.emulate
+  )
+  fp8 = choose_fp8(te_config)
+  model = with_fp8(model, fp8)
+  batch = make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
+  shapes = {name: value.shape for name, value in batch.items()}
+
+  def init(rng: jax.Array) -> TrainState:
+    return TrainState.create(optimizer, model.get_initial_variables(rng, shapes))
+
+  partitioner = PjitPartitioner(num_partitions=1)
+  axes = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.PRNGKey(0)))
+  state = partitioner.partition(init, None, axes)(jax.random.PRNGKey(0))
+  step = partitioner.partition(
+    functools.partial(
+      train_step,
+      loss_fn=model.loss_fn,
+      learning_rate_fn=lambda _: jnp.float32(1e-4),
+      num_microbatches=args.microbatches,
+    ),
+    (axes, partitioner.data_partition_spec, None),
+    (axes, None),
+    donate_argnums=(0,),
+  )
+  spec = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+  batch_on_devices = jax.device_put(batch, spec)
+  compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
+  return compiled, state, batch_on_devices, computation_text(model, fp8) or ""
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+  """Returns one row of the table."""
+  started = time.perf_counter()
+  compiled, state, batch, computation = compile_step(args)
+  compile_seconds = time.perf_counter() - started
+  rng = jax.random.PRNGKey(1)
+  metrics: Any = None
+
+  def step() -> None:
+    nonlocal state, metrics
+    state, metrics = compiled(state, batch, rng)
+
+  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
+  devices = jax.devices()
+  return row(
+    args,
+    seconds,
+    device=devices[0].device_kind,
+    devices=len(devices),
+    versions=f"jax {jax.__version__}",
+    computation=computation,
+    switches=switches(args),
+    peak_memory=(devices[0].memory_stats() or {}).get("peak_bytes_in_use"),
+    compile_s=compile_seconds,
+    loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
+    hlo=_hlo_facts(compiled),
+  )
+
+
+def switches(args: argparse.Namespace) -> str:
+  """Returns what was asked for, in words."""
+  words = [args.dtype, f"kernel={args.kernel}", "fp8" if args.fp8 else ""]
+  words += [f"{args.recipe}/{args.fp8_backend}" if args.fp8 else ""]
+  words += ["fuse_qkv" if args.fuse_qkv else "", "transpose" if args.transpose else ""]
+  words += ["pack" if args.pack else "", f"remat={args.remat}" if args.remat != "none" else ""]
+  words += [f"loss_chunk={args.loss_chunk}" if args.loss_chunk else ""]
+  words += [f"microbatches={args.microbatches}" if args.microbatches else ""]
+  return " ".join(word for word in words if word)
+
+
+def _hlo_facts(compiled: Any) -> dict[str, int]:
+  text = compiled.as_text()
+  return {name: count for name, mark in HLO_FACTS.items() if (count := text.count(mark))}
+
+
+def add_switches(parser: argparse.ArgumentParser) -> None:
+  """Adds what a step of ours can be told."""
+  parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
+  parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
+  parser.add_argument("--loss-chunk", type=int, default=None, metavar="POSITIONS")
+  parser.add_argument("--microbatches", type=int, default=None)
+  parser.add_argument("--recipe", choices=("current", "delayed"), default="current")
+  parser.add_argument("--fp8-backend", choices=("auto", "native", "te"), default="auto")
+  for name in ("fuse-qkv", "transpose", "pack", "emulate"):
+    parser.add_argument(f"--{name}", action="store_true")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+  """Returns the command line's arguments."""
+  parser = argument_parser("rosetta-t5 bench", __doc__ or "", steps=40)
+  add_timing(parser)
+  add_switches(parser)
+  parser.add_argument("--fp8", action="store_true")
+  return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+  """Measures, prints the row, and writes it where --json says."""
+  args = parse(argv)
+  return announce(measure(args), args.json)

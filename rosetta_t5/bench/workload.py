@@ -1,0 +1,161 @@
+"""What a benchmark of a training step works on, how it is timed, and the row that it makes."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.telemetry.flops import training_flops_of
+
+# emb_dim, num_heads, head_dim, layers of encoder and of decoder, mlp_dim, vocabulary
+SIZES = {
+  "tiny": (64, 2, 16, 2, 128, 1024),
+  "small": (512, 6, 64, 8, 1024, 32128),
+  "base": (768, 12, 64, 12, 2048, 32128),
+  "large": (1024, 16, 64, 24, 2816, 32128),
+  "xl": (2048, 32, 64, 24, 5120, 32128),
+}
+# Dense bfloat16 peaks, FLOP/s, from the vendor's data sheets, by a part of the device's name.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
+  """Returns a parser of the workload: the model's size and the batch."""
+  parser = argparse.ArgumentParser(prog, description=doc.splitlines()[0])
+  parser.add_argument("--size", choices=SIZES, default="small")
+  parser.add_argument("--batch", type=_positive, default=128)
+  parser.add_argument(
+    "--lengths", type=_positive, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
+  )
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+  parser.add_argument("--steps", type=_positive, default=steps)
+  parser.add_argument("--json", metavar="OUT", help="a file to write the result to")
+  return parser
+
+
+def add_timing(parser: argparse.ArgumentParser) -> None:
+  """Adds how steps are timed."""
+  parser.add_argument("--group", type=_positive, default=5, help="steps that are timed as one")
+  parser.add_argument("--warmup", type=_positive, default=5, help="steps before the first group")
+
+
+def _positive(text: str) -> int:
+  if (number := int(text)) < 1:
+    raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+  return number
+
+
+def model_config(size: str, **switches: Any) -> T5Config:
+  """Returns T5 1.1 of a size, without dropout, with other fields as given."""
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
+  return T5Config(
+    vocab_size=vocab_size,
+    emb_dim=emb_dim,
+    num_heads=heads,
+    num_encoder_layers=layers,
+    num_decoder_layers=layers,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+    mlp_activations=("gelu", "linear"),
+    dropout_rate=0.0,
+    **switches,
+  )
+
+
+def make_batch(
+  batch_size: int, lengths: tuple[int, int], vocab_size: int, pack: bool
+) -> dict[str, np.ndarray]:
+  """Returns random tokens without padding; packed, two examples share a row."""
+  draw = np.random.default_rng(0).integers
+  targets = draw(2, vocab_size, (batch_size, lengths[1]), dtype=np.int32)
+  batch = {
+    "encoder_input_tokens": draw(2, vocab_size, (batch_size, lengths[0]), dtype=np.int32),
+    "decoder_target_tokens": targets,
+    "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    "decoder_loss_weights": np.ones_like(targets),
+  }
+  for side, length in zip(("encoder", "decoder") if pack else (), lengths, strict=False):
+    row = 1 + (np.arange(length, dtype=np.int32) >= length // 2)
+    batch[f"{side}_segment_ids"] = np.broadcast_to(row, (batch_size, length)).copy()
+  return batch
+
+
+def time_steps(
+  step: Callable[[], Any], wait: Callable[[], Any], args: argparse.Namespace
+) -> list[float]:
+  """Returns the seconds a step takes, one number for each group of steps; warm-up is left out.
+
+  Args:
+    step: begins one step.
+    wait: returns when the last one is done.
+    args: `steps`, `group` and `warmup`.
+  """
+
+  def run_group(steps: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(steps):
+      step()
+    wait()
+    return (time.perf_counter() - begun) / steps
+
+  run_group(args.warmup)
+  return [run_group(args.group) for _ in range(max(1, args.steps // args.group))]
+
+
+def row(
+  args: argparse.Namespace,
+  seconds: Sequence[float],
+  *,
+  device: str,
+  devices: int,
+  peak_memory: int | None,
+  **facts: Any,
+) -> dict[str, Any]:
+  """Returns one row of the table: rates by T5X's formula for FLOPs, memory in GB, and `facts`."""
+  step_seconds = statistics.median(seconds)
+  rate = args.batch / step_seconds / devices
+  encoder_length, decoder_length = args.lengths
+  flops = training_flops_of(
+    model_config(args.size), encoder_length=encoder_length, decoder_length=decoder_length
+  )
+  peak = next((value for name, value in PEAKS.items() if name in device), None)
+  return {
+    "size": args.size,
+    "batch": args.batch,
+    "lengths": list(args.lengths),
+    "device": f"{devices} {device}",
+    "date": datetime.date.today().isoformat(),
+    "step_ms": step_seconds * 1e3,
+    "spread_ms": [min(seconds) * 1e3, max(seconds) * 1e3],
+    "seq_per_s_per_device": rate,
+    "tflops_per_device": rate * flops / 1e12,
+    "mfu": rate * flops / peak if peak else None,
+    "peak_memory_gb": peak_memory / 1e9 if peak_memory else None,
+    **facts,
+  }
+
+
+def announce(row: dict[str, Any], path: str | None) -> dict[str, Any]:
+  """Prints a row, writes it to `path` if there is one, and returns it."""
+  mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
+  memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
+  print(f"{row['device']}, {row['versions']}; {row['computation']}")
+  print(
+    f"{row['size']} {row['switches']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
+    f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s a device, "
+    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; compiled in {row['compile_s']:.0f} s"
+    + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
+    flush=True,
+  )
+  if path:
+    with open(path, "w", encoding="utf-8") as out:
+      json.dump(row, out, indent=2)
+  return row
