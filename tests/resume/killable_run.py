@@ -103,7 +103,8 @@ def main(cache: str) -> None:
     model_dir, steps = line.split()
     if pid := os.fork():
       print("pid", pid, flush=True)
-      print("ended", os.waitpid(pid, 0)[1], flush=True)
+      # A process that was killed may have left half a line.
+      print("\nended", os.waitpid(pid, 0)[1], flush=True)
     else:
       run(model_dir, int(steps))
       os._exit(0)
