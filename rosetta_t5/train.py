@@ -122,13 +122,7 @@ def train(
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_cfg, model)
-  layout = partitioner.get_data_layout(train_cfg.batch_size)
-  feed = data.prepare_train_iter(
-    get_dataset_fn(train_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS),
-    partitioner=partitioner,
-    checkpoint_cfg=checkpoint_cfg,
-    data_layout=layout,
-  )
+  feed = _make_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   evaluation = LossEvaluation(
     train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
   ).start()
@@ -150,14 +144,9 @@ def train(
 
   # Trainer: holds the state from here on, and the step compiles while the feed draws a batch.
   trainer = trainer_cls(
-    model=model,
-    train_state=state,
-    partitioner=partitioner,
-    eval_names=evaluation.task_names(),
-    summary_dir=model_dir,
-    train_state_axes=initializer.train_state_axes,
-    rng=trainer_rng,
-  )
+    model=model, train_state=state, partitioner=partitioner, eval_names=evaluation.task_names(),
+    summary_dir=model_dir, train_state_axes=initializer.train_state_axes, rng=trainer_rng
+  )  # fmt: skip
   del state
   saver = manager if checkpoint_cfg.save else None
   loop = _Loop(
@@ -313,6 +302,22 @@ class _Loop:
 
   def _write(self, name: str, value: float, step: int) -> None:
     self.trainer.train_metrics_manager.write_scalar(name, value, step)
+
+
+def _make_feed(
+  get_dataset_fn: Callable[..., Any],
+  train_cfg: data.DatasetConfig,
+  model: Any,
+  partitioner: BasePartitioner,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+) -> Any:
+  layout = partitioner.get_data_layout(train_cfg.batch_size)
+  return data.prepare_train_iter(
+    get_dataset_fn(train_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS),
+    partitioner=partitioner,
+    checkpoint_cfg=checkpoint_cfg,
+    data_layout=layout,
+  )
 
 
 def _make_initializer(cls: Any, model: Any, feed: Any, partitioner: BasePartitioner) -> Any:
