@@ -112,8 +112,7 @@ def train(
 
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
   restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
-  facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg)
-  facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
+  facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg, checkpoint_cfg)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(facts["random_seed"]), 2)
@@ -162,9 +161,6 @@ def train(
     with _automatic_garbage_collection(on=not gc_period):
       loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)
   loop.finish()
-  if trainer.stopped_at is not None:
-    console.say(f"interrupted  after step {loop.step}: the same command goes on from there")
-    raise Interrupted(loop.step)
   return int(trainer.train_state.step), trainer.train_state
 
 
@@ -277,7 +273,11 @@ class _Loop:
       self._act(ActionMode.INFER_EVAL, values)
 
   def finish(self) -> None:
-    """Waits for what is written in the background, and says where everything is."""
+    """Waits for what is written in the background, and says where everything is.
+
+    Raises:
+      Interrupted: a signal ended the run, and a job manager is to be told.
+    """
     self.feed.close()
     self.predictions.close()
     self.trainer.close()
@@ -295,6 +295,9 @@ class _Loop:
         checkpoint=checkpoint,
       )
     )
+    if self.trainer.stopped_at is not None:
+      console.say(f"interrupted  after step {self.step}: the same command goes on from there")
+      raise Interrupted(self.step)
 
   def _act(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
     if run_actions(mode, self.actions, self.trainer.train_state, values):
@@ -382,8 +385,9 @@ def _run_facts(
   restore_path: str | None,
   random_seed: int | None,
   train_dataset_cfg: data.DatasetConfig,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
 ) -> dict[str, Any]:
-  """Returns the seeds in use: those given, else those this run had before, else drawn ones."""
+  """Returns what started the run, and its seeds: as given, else as it had before, else drawn."""
   facts: dict[str, Any] = {}
   if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
     facts = checkpoints.read_run_facts(restore_path)
@@ -392,4 +396,5 @@ def _run_facts(
   facts["train_dataset_seed"] = data.resolve_seed(
     train_dataset_cfg, facts.get("train_dataset_seed", drawn)
   )
+  facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
   return facts
