@@ -59,9 +59,14 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     if args is None or args.item is None:
       raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
     folder = epath.Path(directory)
-    if not any(folder.glob(f"{self._filename}*")):
-      raise ValueError(_no_position(folder, self._filename))
-    args.item.restore(os.fspath(folder / self._filename))
+    found = sorted(entry.name for entry in folder.glob(f"{DATASET_PREFIX}-*"))
+    filename = self._filename
+    if not any(name.startswith(filename) for name in found):
+      # Of data whose position is a step's number any shard's file will do, in any number of them.
+      if not (found and getattr(args.item, "any_shards_position_will_do", False)):
+        raise ValueError(_no_position(folder, filename))
+      filename = found[0]
+    args.item.restore(os.fspath(folder / filename))
     return args.item
 
 

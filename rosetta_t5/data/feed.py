@@ -107,6 +107,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """The source of host batches."""
     return self._source
 
+  @property
+  def any_shards_position_will_do(self) -> bool:
+    """Whether the position is a step's number, which serves any number of hosts (prepared data)."""
+    return getattr(self._source, "any_shards_position_will_do", False)
+
   def measures(self) -> dict[str, float]:
     """Returns what a run's metrics tell of its data, up to the batch last handed out.
 
@@ -132,8 +137,10 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       ValueError: the source cannot save where it stands.
     """
     drawn_ahead = self._settle()
+    options = {"steps_back": len(drawn_ahead)} if self.any_shards_position_will_do else {}
+    drawn_ahead = [] if options else drawn_ahead
     try:
-      self._source.save(filename)
+      self._source.save(filename, **options)
     except Exception as error:
       raise ValueError(_cannot_save_text(error)) from error
     state = {

@@ -7,6 +7,7 @@ a step's number, so a run goes on at any step at once.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,15 @@ class Batches:
       self.schedule.before(number, source) / segments.count
       for source, segments in enumerate(self.segments)
     ]
+
+  def fingerprint(self) -> str:
+    """Returns a digest of what a step's batch depends on, beside its shape and this host's rows."""
+    facts = [
+      [[segments.stream.digest, segments.length, segments.seed] for segments in self.segments],
+      self.schedule.shares,
+      [self.seed, self.noise, self.vocab_size],
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
   def measures(self, step: int) -> dict[str, float]:
     """Returns numbers for a run's metrics when a step begins: epochs by folder, what is damaged."""
@@ -175,6 +185,8 @@ class _From:
 class PreparedIterator(dataset_iterator.DatasetIterator):
   """Batches in order, made ahead by Grain's threads or processes; the position is the step."""
 
+  any_shards_position_will_do = True
+
   def __init__(self, batches: Batches, threads: int | None = None, workers: int = 0):
     """Args: batches: what is read; threads: that make batches ahead; workers: processes that do."""
     self.batches = batches
@@ -214,13 +226,21 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
       for name, value in self.batches[0].items()
     }
 
-  def save(self, filename: epath.PathLike) -> None:
-    """Writes the step."""
-    epath.Path(filename).write_text(json.dumps({"step": self._step}))
+  def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
+    """Writes the step, or that of some batches before."""
+    state = {"step": self._step - steps_back, "data": self.batches.fingerprint()}
+    epath.Path(filename).write_text(json.dumps(state))
 
   def restore(self, filename: epath.PathLike) -> None:
-    """Goes on at a saved step; no batch before it is made."""
-    self._start(int(json.loads(epath.Path(filename).read_text())["step"]))
+    """Goes on at a saved step; no batch before it is made.
+
+    Raises:
+      ValueError: it was saved among other batches, so it means other examples.
+    """
+    state = json.loads(epath.Path(filename).read_text())
+    if state.get("data", self.batches.fingerprint()) != self.batches.fingerprint():
+      raise ValueError("it is a step of other prepared folders, rates, objective or seed")
+    self._start(int(state["step"]))
 
 
 def _ended(tokens: np.ndarray) -> np.ndarray:

@@ -71,6 +71,11 @@ class Schedule:
     self._sources = np.repeat(np.arange(len(rates)), self._shares)
     self._ranks = np.concatenate([np.arange(share) for share in self._shares])
 
+  @property
+  def shares(self) -> list[int]:
+    """Each source's examples in a window of a thousand."""
+    return [int(share) for share in self._shares]
+
   def place(self, number: int) -> tuple[int, int]:
     """Returns the source of an example, and how many of that source come before it."""
     if len(self._shares) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pathlib
@@ -36,6 +37,7 @@ class TokenStream:
 
   Attributes:
     size: how many tokens.
+    digest: of all its tokens.
     manifest: the folder's.
   """
 
@@ -57,6 +59,8 @@ class TokenStream:
       _check_shard(path, shard)
     self._starts = np.cumsum([0, *(shard["tokens"] for shard in facts["shards"])])
     self.size = int(self._starts[-1])
+    told = "".join(shard["sha256_of_tokens"] for shard in facts["shards"])
+    self.digest = hashlib.sha256(told.encode()).hexdigest()
     self._indices: dict[int, np.ndarray] = {}
     self._readers: dict[int, Any] = {}
     self._lock = threading.Lock()

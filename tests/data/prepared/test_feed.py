@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 from inline_executor import Here
 
+from rosetta_t5.checkpoints.dataset_item import (
+  DatasetArgs,
+  DatasetCheckpointHandler,
+  dataset_filename,
+)
 from rosetta_t5.data import (
   DatasetConfig,
   get_dataset,
@@ -135,6 +140,35 @@ def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_
   np.testing.assert_array_equal(
     batch["encoder_input_tokens"], feed.batches[1_000_000]["encoder_input_tokens"]
   )
+
+
+def test_a_checkpoint_of_two_hosts_serves_four(folders: list[str], tmp_path: pathlib.Path) -> None:
+  cfg = config(prepared_task(folders))
+  for host in range(2):
+    feed = get_dataset(cfg, host, 2, None)
+    for _ in range(5):
+      next(feed)
+    DatasetCheckpointHandler(dataset_filename(host, 2)).save(tmp_path, DatasetArgs(feed))
+  expected = get_dataset(cfg, 0, 1, None).batches[5]
+  for host in range(4):
+    feed = get_dataset(cfg, host, 4, None)
+    DatasetCheckpointHandler(dataset_filename(host, 4)).restore(tmp_path, DatasetArgs(feed))
+    for name, value in next(feed).items():
+      np.testing.assert_array_equal(value, expected[name][2 * host : 2 * host + 2])
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"rates": [1, 2]}, {"objective": "causal_lm"}])
+def test_a_step_among_other_batches_is_refused(
+  folders: list[str], tmp_path: pathlib.Path, change: dict[str, Any]
+) -> None:
+  get_dataset(config(prepared_task(folders)), 0, 1, None).save(tmp_path / "position")
+  overrides = {"seed": change.pop("seed")} if "seed" in change else {}
+  cfg = config(prepared_task(folders, **change), **overrides)
+  if change.get("objective") == "causal_lm":
+    cfg = dataclasses.replace(cfg, task_feature_lengths={"targets": 20})
+  other = get_dataset(cfg, 0, 1, None)
+  with pytest.raises(ValueError, match="a step of other prepared folders, rates, objective or see"):
+    other.restore(tmp_path / "position")
 
 
 def test_seeds_give_other_batches(folders: list[str]) -> None:
