@@ -1,4 +1,4 @@
-"""Token embedding, relative position bias and T5's layer norm."""
+"""Token embedding, relative position bias, T5's layer norm."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class Embed(nn.Module):
       raise ValueError(f"token ids must be integers, but are {inputs.dtype}")
     # Cast after the gather: casting the table first would round its gradient, summed in dtype.
     # Ids outside the table count as a one-hot row of zeros, which is what T5X makes of them.
-    rows = self.embedding.at[inputs]
+    # Parameters split by `embed` come together first: a token's vector is needed where the token is.
+    table = with_sharding_constraint(self.embedding, ("vocab", None))
+    rows = table.at[inputs]
     vectors = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
     return with_sharding_constraint(vectors, ("batch", "length", "embed"))
 

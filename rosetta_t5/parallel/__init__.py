@@ -3,10 +3,10 @@
 from rosetta_t5.parallel.compilation import cache_compiled_programs
 from rosetta_t5.parallel.host_memory import keep_freed_memory
 from rosetta_t5.parallel.interruption import Interrupted, Interruption
+from rosetta_t5.parallel.layout import DataLayout
 from rosetta_t5.parallel.mesh import default_mesh
 from rosetta_t5.parallel.partitioner import (
   BasePartitioner,
-  DataLayout,
   PartitionedFunction,
   PjitPartitioner,
 )

@@ -1,13 +1,18 @@
-"""The device mesh: a grid of devices with the axes `data` and `model`."""
+"""The device mesh: a grid of devices with the axes `data` and `model`, and `fsdp` where it is asked for."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-DATA_AXIS = "data"
-MODEL_AXIS = "model"
+from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, axis_sizes
+
+BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 
 
 def default_mesh(
@@ -16,6 +21,7 @@ def default_mesh(
   backend: str | None = None,
   ici_mesh_shape: tuple[int, ...] | None = None,
   dcn_mesh_shape: tuple[int, ...] | None = None,
+  counts: Mapping[str, int] | None = None,
 ) -> Mesh:
   """Returns a mesh of all devices, shaped [devices / num_partitions, num_partitions].
 
@@ -25,46 +31,100 @@ def default_mesh(
     backend: which backend's devices to take; None for the default one.
     ici_mesh_shape: (data, model) within one slice or node; overrides num_partitions.
     dcn_mesh_shape: (data, model) over slices or nodes; goes with ici_mesh_shape.
+    counts: {"data": …, "fsdp": …, "tensor": …} instead of all the others; see `counts.axis_sizes`.
 
   Raises:
     ValueError: the devices cannot be divided so.
   """
   devices = jax.devices(backend)
-  shape = mesh_shape(
-    len(devices), num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
+  sizes = mesh_sizes(
+    len(devices), num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, counts
   )
-  # Neighbouring devices talk most within a model replica, so `model` is the fastest-moving axis.
   # Axes are Auto: linen's logical constraints fail on jax's default, Explicit.
-  return jax.make_mesh(
-    shape, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2, devices=devices
-  )
+  types = (AxisType.Auto,) * len(sizes)
+  if ici_mesh_shape and dcn_mesh_shape and counts is None:
+    return Mesh(
+      hybrid_grid(devices, ici_mesh_shape, dcn_mesh_shape), tuple(sizes), axis_types=types
+    )
+  # Neighbouring devices talk most within a model replica, so `model` is the fastest-moving axis.
+  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
-def mesh_shape(
+def mesh_sizes(
   num_devices: int,
   num_partitions: int,
   model_parallel_submesh: tuple[int, ...] | None = None,
   ici_mesh_shape: tuple[int, ...] | None = None,
   dcn_mesh_shape: tuple[int, ...] | None = None,
-) -> tuple[int, ...]:
-  """Returns the sizes of the axes `data` and `model` for so many devices; see `default_mesh`.
+  counts: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+  """Returns the size of each axis for so many devices; see `default_mesh`.
 
   Raises:
     ValueError: they cannot be divided so.
   """
+  if counts is not None:
+    return axis_sizes(counts, num_devices)
   if not ici_mesh_shape:
     if model_parallel_submesh:
-      num_partitions = int(np.prod(model_parallel_submesh))
+      num_partitions = math.prod(model_parallel_submesh)
     _check_divides(num_partitions, num_devices)
-    return (num_devices // num_partitions, num_partitions)
+    return {DATA_AXIS: num_devices // num_partitions, MODEL_AXIS: num_partitions}
   over_nodes = dcn_mesh_shape or (1,) * len(ici_mesh_shape)
-  shape = tuple(int(i * d) for i, d in zip(ici_mesh_shape, over_nodes, strict=True))
-  if int(np.prod(shape)) != num_devices:
+  if (len(ici_mesh_shape), len(over_nodes)) != (2, 2):
     raise ValueError(
-      f"a mesh of shape {shape} needs {int(np.prod(shape))} devices, but there are {num_devices}: "
+      f"ici_mesh_shape = {tuple(ici_mesh_shape)} and dcn_mesh_shape = {tuple(over_nodes)} must be "
+      "(data, model) each: set both PjitPartitioner.ici_mesh_shape and dcn_mesh_shape to two numbers"
+    )
+  shape = tuple(int(i * d) for i, d in zip(ici_mesh_shape, over_nodes, strict=True))
+  if math.prod(shape) != num_devices:
+    raise ValueError(
+      f"a mesh of shape {shape} needs {math.prod(shape)} devices, but there are {num_devices}: "
       "set PjitPartitioner.ici_mesh_shape and dcn_mesh_shape to sizes whose product is that"
     )
-  return shape
+  return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
+
+
+def hybrid_grid(
+  devices: Sequence[Any], ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int]
+) -> np.ndarray:
+  """Returns the devices in a grid whose axes are, each, nodes first and then devices of one node.
+
+  Args:
+    devices: all of them.
+    ici_mesh_shape: the grid within a node, or within several that are taken together.
+    dcn_mesh_shape: the grid of these.
+
+  Raises:
+    ValueError: the devices of a node would not stay together.
+  """
+  nodes: dict[Any, list[Any]] = {}
+  for device in sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id)):
+    nodes.setdefault(node_of(device), []).append(device)
+  blocks = math.prod(dcn_mesh_shape)
+  if len(nodes) % blocks and len(nodes) > 1:
+    possible = [n for n in range(1, len(nodes) + 1) if len(nodes) % n == 0]
+    raise ValueError(
+      f"PjitPartitioner.dcn_mesh_shape = {tuple(dcn_mesh_shape)} is a grid of {blocks}, but the devices "
+      f"are on {len(nodes)} nodes: set it to sizes whose product is one of {possible}"
+    )
+  in_order = np.empty(len(devices), dtype=object)
+  in_order[:] = [device for node in nodes.values() for device in node]
+  ranks = len(ici_mesh_shape)
+  pairs = [axis for each in range(ranks) for axis in (each, ranks + each)]
+  shape = [i * d for i, d in zip(ici_mesh_shape, dcn_mesh_shape, strict=True)]
+  return in_order.reshape(*dcn_mesh_shape, *ici_mesh_shape).transpose(pairs).reshape(shape)
+
+
+def node_of(device: Any) -> tuple[int, int]:
+  """Returns which node a device is in: jax's slice on TPUs and GPUs, on CPUs its process."""
+  on_cpu = getattr(device, "platform", "cpu") == "cpu"
+  return (getattr(device, "slice_index", 0) or 0, device.process_index if on_cpu else 0)
+
+
+def batch_shards(sizes: Mapping[str, int]) -> int:
+  """Returns how many parts a batch is split in, over the axes `data` and `fsdp`."""
+  return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
 def _check_divides(num_partitions: int, num_devices: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,27 +14,17 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
-from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS, default_mesh, mesh_shape
-from rosetta_t5.parallel.rules import LogicalAxisRules, standard_logical_axis_rules
+from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS
+from rosetta_t5.parallel.layout import DataLayout, check_batch_size, data_layout
+from rosetta_t5.parallel.mesh import BATCH_AXES, batch_shards, default_mesh, mesh_sizes
+from rosetta_t5.parallel.rules import (
+  LogicalAxisRules,
+  optimizer_rules,
+  rules_for,
+  standard_logical_axis_rules,
+)
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class DataLayout:
-  """Which part of each global batch this process reads.
-
-  Attributes:
-    batch_size: examples in the global batch.
-    shard_id: this process's shard of the data.
-    num_shards: shards that the data is read in.
-    is_first_host_in_replica_set: whether this process is the first that reads its shard.
-  """
-
-  batch_size: int
-  shard_id: int
-  num_shards: int
-  is_first_host_in_replica_set: bool
 
 
 class PartitionedFunction:
@@ -105,11 +95,21 @@ class BasePartitioner(abc.ABC):
     backend: str | None = None,
     ici_mesh_shape: tuple[int, ...] | None = None,
     dcn_mesh_shape: tuple[int, ...] | None = None,
+    mesh: Mapping[str, int] | None = None,
   ):
-    if not num_partitions and not model_parallel_submesh and ici_mesh_shape is None:
+    described = (num_partitions, model_parallel_submesh, ici_mesh_shape, mesh)
+    if not any(described):
       raise ValueError(
         "the partitioner was given neither num_partitions nor model_parallel_submesh nor "
-        "ici_mesh_shape: set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism"
+        "ici_mesh_shape nor mesh: set partitioning.PjitPartitioner.num_partitions = 1 for data "
+        'parallelism, or mesh = {"data": -1}'
+      )
+    # T5X's runs set num_partitions = 1, whatever else is set.
+    if mesh and (model_parallel_submesh or ici_mesh_shape or num_partitions not in (None, 1)):
+      raise ValueError(
+        f"PjitPartitioner was given mesh = {dict(mesh)} and num_partitions = {num_partitions}, "
+        f"model_parallel_submesh = {model_parallel_submesh}, ici_mesh_shape = {ici_mesh_shape}: set "
+        "the last three to None, mesh says everything"
       )
     # T5X's runs set num_partitions = 1, and some of its recipes a submesh besides: that one counts.
     asked = math.prod(model_parallel_submesh or ())
@@ -124,6 +124,7 @@ class BasePartitioner(abc.ABC):
     self._backend = backend
     self._ici_mesh_shape = ici_mesh_shape
     self._dcn_mesh_shape = dcn_mesh_shape
+    self._counts = mesh or None
     self._mesh: Mesh | None = None
 
   @property
@@ -136,6 +137,7 @@ class BasePartitioner(abc.ABC):
         self._backend,
         self._ici_mesh_shape,
         self._dcn_mesh_shape,
+        self._counts,
       )
     return self._mesh
 
@@ -145,14 +147,14 @@ class BasePartitioner(abc.ABC):
     Raises:
       ValueError: they cannot be divided so.
     """
-    shape = mesh_shape(
+    return mesh_sizes(
       num_devices,
       self._num_partitions,
       self._model_parallel_submesh,
       self._ici_mesh_shape,
       self._dcn_mesh_shape,
+      self._counts,
     )
-    return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
 
   @property
   def params_on_devices(self) -> bool:
@@ -178,13 +180,13 @@ class BasePartitioner(abc.ABC):
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """How a batch is split: its first dimension over the axis `data`."""
-    return PartitionSpec(DATA_AXIS)
+    """How a batch is split: its first dimension over `data`, and `fsdp` where there is such an axis."""
+    return PartitionSpec(BATCH_AXES if self._counts else DATA_AXIS)
 
   @property
   def data_mesh_size(self) -> int:
-    """The number of devices along the axis `data`."""
-    return self.mesh.shape[DATA_AXIS]
+    """The number of parts that a batch is split in."""
+    return batch_shards(self.mesh.shape)
 
   def get_data_layout(
     self, batch_size: int | None = None, host_index: int | None = None
@@ -192,11 +194,11 @@ class BasePartitioner(abc.ABC):
     """Returns which part of a global batch the process `host_index` (default: this one) reads.
 
     Raises:
-      ValueError: `batch_size` is not a multiple of the devices along `data`.
+      ValueError: `batch_size` is not a multiple of `data_mesh_size`.
     """
     batch_size = self.data_mesh_size if batch_size is None else batch_size
     check_batch_size(batch_size, self.mesh.shape)
-    return _data_layout(self.mesh, batch_size, host_index)
+    return data_layout(self.mesh, batch_size, host_index)
 
   @property
   def data_shards(self) -> int:
@@ -245,7 +247,7 @@ class BasePartitioner(abc.ABC):
 class BasePjitPartitioner(BasePartitioner):
   """A partitioner that compiles with jit for its mesh; a subclass says how the state is split (T5X)."""
 
-  _rules: tuple[tuple[str, str | None], ...] = ()
+  _rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
 
   def partition(
     self,
@@ -292,6 +294,9 @@ class PjitPartitioner(BasePjitPartitioner):
     ici_mesh_shape: tuple[int, ...] | None = None,
     dcn_mesh_shape: tuple[int, ...] | None = None,
     logical_axis_rules: LogicalAxisRules | None = None,
+    mesh: Mapping[str, int] | None = None,
+    zero1: bool = False,
+    sequence_parallel: bool = False,
   ):
     """Builds a partitioner; see `default_mesh` for the mesh's arguments.
 
@@ -303,6 +308,11 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
+      mesh: {"data": …, "fsdp": …, "tensor": …} instead of all the above but the rules, which then
+        split the batch over `fsdp` too, and parameters with their optimizer state's `embed`.
+      zero1: whether the optimizer's state is split over `data` too, parameters not.
+      sequence_parallel: whether activations between attention and feed-forward blocks are split by
+        position over `model`, where heads and feed-forward units are.
 
     Raises:
       ValueError: no mesh is described, or two are.
@@ -314,33 +324,45 @@ class PjitPartitioner(BasePjitPartitioner):
       backend,
       ici_mesh_shape,
       dcn_mesh_shape,
+      mesh,
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    self._rules = tuple((name, axis) for name, axis in rules)
+    self._rules = rules_for(rules, FSDP_AXIS if mesh else None, sequence_parallel)
+    self._zero1 = zero1
 
   @property
-  def logical_axis_rules(self) -> tuple[tuple[str, str | None], ...]:
+  def logical_axis_rules(self) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
     """The (logical axis, mesh axis) pairs, in the order they are tried."""
     return self._rules
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
-    """Returns the state with a PartitionSpec in place of each array; empty: on every device."""
+    """Returns the state with a PartitionSpec in place of each array; empty: on every device.
+
+    Raises:
+      ValueError: a logical axis has no rule.
+    """
     names = self.get_logical_axes(train_state)
-    known = {rule[0] for rule in self._rules}
+    axes = jax.tree.map(functools.partial(_to_mesh, self._rules), train_state, names)
+    if not self._zero1 or not hasattr(train_state, "optimizer_def"):
+      return axes
+    to_mesh = functools.partial(_to_mesh, optimizer_rules(self._rules))
+    states = jax.tree.map(to_mesh, train_state.param_states, names.param_states)
+    return axes.replace(param_states=states)
 
-    def to_mesh(_: Any, axes: PartitionSpec | None) -> PartitionSpec:
-      if axes is None:
-        return PartitionSpec()
-      unknown = [axis for axis in axes if axis is not None and axis not in known]
-      if unknown:
-        raise ValueError(
-          f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
-          f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules; known axes: "
-          f"{', '.join(sorted(known))}"
-        )
-      return flax_partitioning.logical_to_mesh_axes(tuple(axes), self._rules) or PartitionSpec()
 
-    return jax.tree.map(to_mesh, train_state, names)
+def _to_mesh(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> PartitionSpec:
+  """Returns how an array with these logical axes is split."""
+  if axes is None:
+    return PartitionSpec()
+  known = {rule[0] for rule in rules}
+  unknown = [axis for axis in axes if axis is not None and axis not in known]
+  if unknown:
+    raise ValueError(
+      f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
+      f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules; known axes: "
+      f"{', '.join(sorted(known))}"
+    )
+  return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
 
 
 def _is_spec(leaf: Any) -> bool:
@@ -349,34 +371,3 @@ def _is_spec(leaf: Any) -> bool:
 
 def _is_spec_or_none(leaf: Any) -> bool:
   return leaf is None or _is_spec(leaf)
-
-
-def check_batch_size(batch_size: int, mesh_sizes: Mapping[str, int]) -> None:
-  """Raises ValueError unless a batch can be split over the axis `data` of a mesh of these sizes."""
-  shards = mesh_sizes[DATA_AXIS]
-  if batch_size % shards:
-    below = batch_size - batch_size % shards
-    near = " or ".join(str(size) for size in (below, below + shards) if size)
-    raise ValueError(
-      f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's data axis "
-      f"(mesh {dict(mesh_sizes)}): set BATCH_SIZE to a multiple of {shards}, such as {near}"
-    )
-
-
-def _data_layout(mesh: Mesh, batch_size: int, process: int | None) -> DataLayout:
-  """Shards the data by the rows of the mesh that each process's devices stand in."""
-  process = jax.process_index() if process is None else process
-  # Processes whose devices stand in the same rows hold the same part of the batch.
-  rows_of: dict[int, tuple[int, ...]] = {}
-  for row, devices in enumerate(mesh.devices):
-    for owner in sorted({device.process_index for device in devices.flat}):
-      rows_of[owner] = (*rows_of.get(owner, ()), row)
-  shards = sorted(set(rows_of.values()))
-  mine = rows_of[process]
-  readers = [owner for owner, rows in sorted(rows_of.items()) if rows == mine]
-  return DataLayout(
-    batch_size=batch_size,
-    shard_id=shards.index(mine),
-    num_shards=len(shards),
-    is_first_host_in_replica_set=readers[0] == process,
-  )

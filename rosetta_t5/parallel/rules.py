@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LogicalAxisRules = Sequence[tuple[str, str | None]]
+LogicalAxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
 # The rules that hold whatever the dimensions; the axis `embed` is what they differ in.
 _COMMON: LogicalAxisRules = (
@@ -41,7 +41,7 @@ def standard_logical_axis_rules(
   activation_partitioning_dims: int = 1,
   parameter_partitioning_dims: int = 1,
   additional_rules: LogicalAxisRules | None = None,
-) -> list[tuple[str, str | None]]:
+) -> list[tuple[str, str | tuple[str, ...] | None]]:
   """Returns T5X's rules for 1- or 2-dimensional splits of activations and parameters.
 
   Args:
@@ -60,3 +60,34 @@ def standard_logical_axis_rules(
       f"parameter_partitioning_dims of 1 or 2, but was given {dims[0]} and {dims[1]}"
     )
   return [*_COMMON, *_EMBED[dims], *_UNSPLIT, *(additional_rules or ())]
+
+
+def rules_for(
+  rules: LogicalAxisRules, fsdp_axis: str | None, sequence_parallel: bool
+) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+  """Returns the rules of a partitioner, made of those that it was given.
+
+  Args:
+    rules: (logical axis, mesh axis) pairs.
+    fsdp_axis: a mesh axis that splits the batch beside `data`, and with it the parameters; or None.
+    sequence_parallel: whether positions are split over `model` in activations that have nothing else
+      to split over it.
+  """
+  made: list[tuple[str, str | tuple[str, ...] | None]] = [(name, axis) for name, axis in rules]
+  if fsdp_axis:
+    # An activation's batch has taken the axis before `embed` can; a parameter has no batch.
+    over = ("data", fsdp_axis)
+    made = [(n, over) if (n, axis) == ("batch", "data") else (n, axis) for n, axis in made]
+    first = next((at for at, (name, _) in enumerate(made) if name == "embed"), len(made))
+    made.insert(first, ("embed", fsdp_axis))
+  if sequence_parallel:
+    # Last, so that heads, mlp and vocab come first.
+    made = [*(rule for rule in made if rule != ("length", None)), ("length", "model")]
+  return tuple(made)
+
+
+def optimizer_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
+  """Returns the rules of the optimizer's state under ZeRO-1: as the parameters', and over `data` too."""
+  split = [axis for name, axis in rules if name == "embed" and axis not in (None, "data", "model")]
+  over = tuple(str(axis) for axis in split[:1])
+  return (("embed", ("data", *over)), ("embed", "data"), *rules)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS, default_mesh
+from rosetta_t5.parallel.counts import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh import default_mesh
 
 PyTree = Any
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from rosetta_t5.config import Resolved, changes_since
 from rosetta_t5.config.gin_files import Macro, Reference, leaves
 from rosetta_t5.config.unimported import NeedsImport
-from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS
-from rosetta_t5.parallel.partitioner import check_batch_size
+from rosetta_t5.parallel.counts import MODEL_AXIS
+from rosetta_t5.parallel.layout import check_batch_size
+from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.plan import memory, start
 from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
@@ -132,8 +133,7 @@ def _batch(plan: Plan) -> Rows:
       f"trainer.Trainer.num_microbatches = {parts} does not divide the batch of {size} examples: "
       "change one of the two"
     )
-  each = size / plan.mesh[DATA_AXIS]
-  text = f"{size} examples, {each:g} a device along {DATA_AXIS}"
+  text = f"{size} examples, {size / batch_shards(plan.mesh):g} a device along data"
   if parts > 1:
     text += f", in {parts} microbatches of {size // parts}"
   return [("batch", text)]
@@ -197,7 +197,7 @@ def _costs(plan: Plan) -> Rows:
   parts = memory.state_bytes(plan.state, plan["partitioner"].get_mesh_axes(plan.state), plan.mesh)
   if plan.is_training:
     parts["gradients"] = parts["params"]
-    examples = plan.dataset_cfg.batch_size / plan.mesh[DATA_AXIS] / plan.microbatches
+    examples = plan.dataset_cfg.batch_size / batch_shards(plan.mesh) / plan.microbatches
     config = getattr(plan["model"].module, "config", None)
     kept = memory.activation_bytes(config, plan.lengths, examples, plan.mesh.get(MODEL_AXIS, 1))
     parts |= {"activations": kept} if kept is not None else {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import types
 
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from rosetta_t5.parallel import default_mesh
+from rosetta_t5.parallel.mesh import hybrid_grid
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,77 @@ def test_mesh_shape_of_another_number_of_devices_is_refused():
     ValueError, match=r"shape \(4, 4\) needs 16 devices, but there are 8: set Pjit"
   ):
     default_mesh(1, ici_mesh_shape=(4, 4))
+
+
+def fake_devices(nodes, each):
+  """Returns devices as a cluster's GPUs say of themselves: node and process."""
+  return [
+    types.SimpleNamespace(
+      id=n * each + i, slice_index=n, process_index=n * each + i, platform="gpu"
+    )
+    for n in range(nodes)
+    for i in range(each)
+  ]
+
+
+def test_a_hybrid_mesh_keeps_a_nodes_devices_together():
+  # Two nodes along data; within a node 2 of data, 2 of model.
+  ids = [[d.id for d in row] for row in hybrid_grid(fake_devices(2, 4), (2, 2), (2, 1))]
+  assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  # Along model: the nodes come first along it, so rows span both.
+  ids = [[d.id for d in row] for row in hybrid_grid(fake_devices(2, 4), (2, 2), (1, 2))]
+  assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_grid_that_would_cut_through_nodes_is_refused_with_those_that_would_not():
+  text = "dcn_mesh_shape = (4, 1) is a grid of 4, but the devices are on 2 nodes: set it to sizes"
+  with pytest.raises(ValueError, match=re.escape(text) + r".* one of \[1, 2\]"):
+    hybrid_grid(fake_devices(2, 4), (1, 2), (4, 1))
+
+
+def test_a_mesh_of_three_axes_is_no_pair_of_shapes():
+  with pytest.raises(ValueError, match=r"must be \(data, model\) each"):
+    default_mesh(1, ici_mesh_shape=(2, 2, 2))
+
+
+@pytest.mark.parametrize(
+  ("counts", "sizes"),
+  [
+    ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
+    ({"tensor": 2}, (4, 1, 2)),
+    ({"fsdp": -1}, (1, 8, 1)),
+    ({"data": 2, "fsdp": -1}, (2, 4, 1)),
+    ({"data": -1, "fsdp": 4}, (2, 4, 1)),
+  ],
+)
+def test_counts_make_a_mesh_and_what_is_left_open_takes_the_rest(counts, sizes):
+  mesh = default_mesh(1, counts=counts)
+  assert mesh.shape == dict(zip(("data", "fsdp", "model"), sizes, strict=True))
+  assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize(
+  ("counts", "text"),
+  [
+    (
+      {"data": 2, "fsdp": 3},
+      "mesh = {'data': 2, 'fsdp': 3} needs 6 devices, but there are 8. Possible would be {'data': 2, "
+      "'fsdp': 4, 'tensor': 1}; ",
+    ),
+    (
+      {"tensor": 16},
+      "needs a multiple of 16 devices, but there are 8. Possible would be {'data': 1, ",
+    ),
+    ({"fsdp": -1, "tensor": -1}, "leaves more than one axis open: only one may be -1"),
+    (
+      {"data": 8, "tensro": 1},
+      "has the axis 'tensro' (did you mean 'tensor'?): the axes are data,",
+    ),
+    ({"model": 2}, "(T5X's axis `model` is counted by 'tensor')"),
+    ({"fsdp": 0}, "gives 'fsdp' the size 0: a size is a whole number from 1 on, or -1"),
+    ({"fsdp": 2.0}, "gives 'fsdp' the size 2.0"),
+  ],
+)
+def test_impossible_counts_are_refused_with_possible_ones(counts, text):
+  with pytest.raises(ValueError, match=re.escape(text)):
+    default_mesh(1, counts=counts)

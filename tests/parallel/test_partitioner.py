@@ -72,40 +72,60 @@ def on_one_device():
   return three_steps(OneDevice(num_partitions=1))
 
 
-# By name: the partitioner's arguments, how a kernel [embed=16, mlp=24] is split, its parts' shape.
+# By name: the partitioner's arguments, how a kernel [embed=16, mlp=24] is split, its parts' shape and
+# those of its optimizer state. The quick one has every axis.
 LAYOUTS = {
-  "data parallel": ({"num_partitions": 1}, (None, MODEL), (16, 24)),
-  "tensor parallel": ({"num_partitions": 2}, (None, MODEL), (16, 12)),
+  "data parallel": ({"num_partitions": 1}, (None, MODEL), (16, 24), (16, 24)),
+  "tensor parallel": ({"num_partitions": 2}, (None, MODEL), (16, 12), (16, 12)),
   "parameters over data too": (
     {"num_partitions": 2, "logical_axis_rules": standard_logical_axis_rules(1, 2)},
-    (DATA, MODEL),
-    (4, 12),
+    *((DATA, MODEL), (4, 12), (4, 12)),
   ),
   "activations over model too": (
     {"num_partitions": 2, "logical_axis_rules": standard_logical_axis_rules(2, 1)},
-    (None, MODEL),
-    (16, 12),
+    *((None, MODEL), (16, 12), (16, 12)),
+  ),
+  "over two nodes": (
+    {"num_partitions": 1, "ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)},
+    *((None, MODEL), (16, 12), (16, 12)),
+  ),
+  "counts of data, fsdp, tensor": (
+    {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+    *(("fsdp", MODEL), (8, 12), (8, 12)),
+  ),
+  "fsdp alone": ({"mesh": {"fsdp": 8}}, ("fsdp", None), (2, 24), (2, 24)),
+  "optimizer over data": ({"num_partitions": 2, "zero1": True}, (None, MODEL), (16, 12), (4, 12)),
+  "optimizer over data and fsdp": (
+    {"mesh": {"data": 4, "fsdp": 2}, "zero1": True},
+    *(("fsdp", None), (8, 24), (2, 24)),
+  ),
+  "positions over tensor": (
+    {"mesh": {"data": 4, "tensor": 2}, "sequence_parallel": True},
+    *((None, MODEL), (16, 12), (16, 12)),
   ),
 }
+QUICK = "counts of data, fsdp, tensor"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in LAYOUTS]
+)
 def test_eight_devices_give_the_losses_and_parameters_of_one(name, on_one_device):
-  arguments, spec, shape = LAYOUTS[name]
+  arguments, spec, shape, optimizer_shape = LAYOUTS[name]
   losses, state = three_steps(PjitPartitioner(**arguments))
   np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)
   expected = on_one_device[1].params
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
-  # Parameters, and with them the optimizer's state, still lie as they were meant to.
+  # Parameters and the optimizer's state still lie as they were meant to.
   path = ("encoder", "layers_0", "mlp", "wi_0", "kernel")
   kernel, moment = state.params, state.param_states
   for key in path:
     kernel, moment = kernel[key], moment[key]
-  for array in (kernel, moment.v):
-    wanted = NamedSharding(array.sharding.mesh, PartitionSpec(*spec))
-    assert array.sharding.is_equivalent_to(wanted, 2)
-    assert array.addressable_shards[0].data.shape == shape
-    assert len(array.sharding.device_set) == 8
+  wanted = NamedSharding(kernel.sharding.mesh, PartitionSpec(*spec))
+  assert kernel.sharding.is_equivalent_to(wanted, 2)
+  assert kernel.addressable_shards[0].data.shape == shape
+  assert moment.v.addressable_shards[0].data.shape == optimizer_shape
+  assert len(kernel.sharding.device_set) == len(moment.v.sharding.device_set) == 8
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +198,16 @@ def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
     partitioner.get_data_layout(3)
 
 
+def test_a_batch_is_split_over_data_and_fsdp_together():
+  partitioner = PjitPartitioner(mesh={"data": 2, "fsdp": 2, "tensor": 2})
+  assert partitioner.data_partition_spec == PartitionSpec((DATA, "fsdp"))
+  assert partitioner.data_mesh_size == 4
+  with pytest.raises(
+    ValueError, match=r"over the 4 devices of the mesh's axes data and fsdp \(mesh"
+  ):
+    partitioner.get_data_layout(6)
+
+
 def test_one_process_reads_the_whole_batch():
   layout = PjitPartitioner(num_partitions=2).get_data_layout(16)
   assert layout == DataLayout(16, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
@@ -233,7 +263,11 @@ def test_axis_without_a_rule_is_named_with_the_rule_to_add():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({}, "neither num_partitions nor model_parallel_submesh nor ici_mesh_shape"),
+    ({}, "neither num_partitions nor model_parallel_submesh nor ici_mesh_shape nor mesh: set"),
+    (
+      {"num_partitions": 2, "mesh": {"data": 8}},
+      r"given mesh = {'data': 8} and num_partitions = 2, .*: set the last three to None",
+    ),
     (
       {"num_partitions": 4, "model_parallel_submesh": (1, 1, 1, 2)},
       r"both num_partitions = 4 and model_parallel_submesh = \(1, 1, 1, 2\), which is 2",
