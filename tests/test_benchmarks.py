@@ -12,9 +12,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import results_table
-from rosetta_t5.bench import fp8, train_step
+from benchmarks import results_table, roofline
+from rosetta_t5.bench import fp8, train_step, workload
 from rosetta_t5.cli import main
+from rosetta_t5.telemetry.flops import training_flops_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
@@ -110,6 +111,24 @@ def test_both_runs_begin_with_one_model_and_learn(capsys):
   first, last = zip(*((float(w.split()[2]), float(w.split()[5])) for w in words[:2]), strict=True)
   assert abs(first[0] - first[1]) < 0.02
   assert max(last) < min(first) - 2
+
+
+@pytest.mark.parametrize("size", ["small", "xl"])
+def test_roofline_counts_the_operations_of_t5x_s_formula(size):
+  config = workload.model_config(size)
+  expected = training_flops_of(config, encoder_length=512, decoder_length=128)
+  counted = sum(part.flops for part in roofline.parts(size, 1, (512, 128), fused=False))
+  assert 0.97 < expected / counted < 1.03
+
+
+def test_fused_attention_leaves_scores_out_of_memory():
+  by_xla, fused = (
+    {part.name: part.bytes for part in roofline.parts("base", 128, (512, 128), fused)}
+    for fused in (False, True)
+  )
+  scores = 128 * 12 * 12 * (512 * 512 + 128 * 128 + 128 * 512)
+  assert by_xla.pop("attention") - fused.pop("attention") == 10 * 2 * scores
+  assert by_xla == fused
 
 
 def test_a_step_that_cannot_be_is_refused_before_anything_compiles(capsys):

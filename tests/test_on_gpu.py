@@ -80,3 +80,12 @@ def test_training_steps_of_every_kernel_agree(kernel):
   }
   losses = [row["loss_per_token"] for row in rows.values()]
   np.testing.assert_allclose(losses, losses[0], rtol=5e-3)
+
+
+def test_a_batch_with_padding_between_tokens_is_nan_by_cudnn():
+  q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+  bias = jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
+  ids = jnp.ones((1, 64), jnp.int32)
+  for gapped, is_nan in ((ids, False), (ids.at[0, 3].set(0), True)):
+    out = fused_attention("cudnn", q, q, q, bias, SegmentMask(gapped, gapped))
+    assert bool(jnp.isnan(out).any()) == is_nan

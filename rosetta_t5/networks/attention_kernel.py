@@ -115,7 +115,7 @@ def fused_attention(
     k_BSHK: keys.
     v_BSHK: values.
     bias_1HTS: added to the logits.
-    mask: which query sees which key. For cuDNN padding stands at the end: a gap within a row is seen.
+    mask: which query sees which key. For cuDNN padding stands at the end: a gap within a row makes NaN.
     value_scale_BHS: a factor on each head's value at each key, dropout's.
   """
   if value_scale_BHS is not None:
@@ -129,7 +129,10 @@ def _cudnn_attention(
   q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_1HTS: Array | None, mask: SegmentMask
 ) -> Array:
   # Lengths, as a mask would be written out as [B, H, T, S]. A row of padding alone counts as one
-  # token: with none, its outputs would be NaN.
+  # token: with none, its outputs would be NaN. The bias is small and shared by the layers, so the
+  # check costs next to nothing there; without one, keys and values come from a stack that has one.
+  if bias_1HTS is not None:
+    bias_1HTS += nan_where_padding_has_tokens_after_it(mask).astype(bias_1HTS.dtype)
   return jax.nn.dot_product_attention(
     q_BTHK,
     k_BSHK,
@@ -141,6 +144,14 @@ def _cudnn_attention(
     key_value_seq_lengths=_length(mask.key_BS),
     implementation="cudnn",
   )
+
+
+def nan_where_padding_has_tokens_after_it(mask: SegmentMask) -> Float[Array, ""]:
+  """Returns 0; NaN for a batch that lengths cannot describe: a run stops sooner than it learns wrong."""
+  has_gap = False
+  for segments_BT in (mask.query_BT, mask.key_BS):
+    has_gap |= jnp.any((segments_BT[:, 1:] > 0) & (segments_BT[:, :-1] == 0))
+  return jnp.where(has_gap, jnp.nan, 0.0)
 
 
 def _length(segments_BT: Array) -> Array:

@@ -15,6 +15,7 @@ from rosetta_t5.networks.attention_kernel import (
   SegmentMask,
   choose_attention_kernel,
   fused_attention,
+  nan_where_padding_has_tokens_after_it,
   segment_mask,
 )
 from rosetta_t5.networks.t5 import T5Config, Transformer
@@ -96,3 +97,13 @@ def test_dropout_s_factor_is_on_the_values():
 def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
   ids = jnp.asarray([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
   assert attention_kernel._length(ids).tolist() == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+  ("keys", "is_nan"),
+  [([[1, 1, 0], [0, 0, 0]], False), ([[1, 1, 0], [1, 0, 1]], True), ([[0, 1, 1]], True)],
+)
+def test_padding_between_tokens_is_nan_where_only_lengths_are_seen(keys, is_nan):
+  keys = jnp.asarray(keys)
+  for mask in (SegmentMask(keys, jnp.ones_like(keys)), SegmentMask(jnp.ones_like(keys), keys)):
+    assert bool(jnp.isnan(nan_where_padding_has_tokens_after_it(mask))) == is_nan
