@@ -15,6 +15,7 @@ from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.networks import cache
 from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
+from rosetta_t5.networks.rotary import rotated
 
 _HEADS = ("batch", "length", "heads", "kv")
 # The collection of keys and values that cross-attention made of the encoded inputs. Where it is
@@ -82,6 +83,8 @@ def dot_product_attention(
 class MultiHeadDotProductAttention(nn.Module):
   """T5's attention: no biases, logits not scaled, the scale folded into the query's initialiser.
 
+  With `use_bias` and `scale_queries` it is GPT's.
+
   Attributes:
     num_heads: heads.
     head_dim: the size of one head.
@@ -98,6 +101,8 @@ class MultiHeadDotProductAttention(nn.Module):
       else keys and values. The kernels are stacked while a program is traced; they are stored as
       ever.
     attention_kernel: the fused kernel for a `SegmentMask`, flash or cudnn.
+    use_bias: whether the four projections have biases.
+    scale_queries: whether queries are divided by √head_dim, and the initialiser's values are not.
   """
 
   num_heads: int
@@ -112,6 +117,8 @@ class MultiHeadDotProductAttention(nn.Module):
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
+  use_bias: bool = False
+  scale_queries: bool = False
 
   @nn.compact
   def __call__(
@@ -125,6 +132,7 @@ class MultiHeadDotProductAttention(nn.Module):
     deterministic: bool = False,
     prefill: bool = False,
     prefill_lengths: Int[Array, " B"] | None = None,
+    rotary_positions: Int[Array, "#B T"] | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns what the queries gather from the keys and values.
 
@@ -138,11 +146,17 @@ class MultiHeadDotProductAttention(nn.Module):
       deterministic: whether dropout is off.
       prefill: whether the inputs are whole prompts, to be put into a cache that has been made.
       prefill_lengths: how many of their positions; None for as many as the first query sees.
+      rotary_positions: where queries and keys, which stand in the same places, are turned to; None
+        for not at all.
 
     Raises:
       ValueError: `prefill` and `decode` at once, or several positions to decode.
     """
     q_BTHK, k_BSHK, v_BSHK = self._queries_keys_values(inputs_q, inputs_kv)
+    if self.scale_queries:
+      q_BTHK = q_BTHK / jnp.sqrt(self.head_dim).astype(q_BTHK.dtype)
+    if rotary_positions is not None:
+      q_BTHK, k_BSHK = (rotated(x_BTHK, rotary_positions) for x_BTHK in (q_BTHK, k_BSHK))
     if prefill and decode:
       raise ValueError(
         "prefill and decode exclude each other: first fill the cache with prefill=True, then decode "
@@ -184,6 +198,7 @@ class MultiHeadDotProductAttention(nn.Module):
       nd_kernel=self.nd_kernel,
       make_product=self.make_product,
       transpose_batch_sequence=self.transpose_batch_sequence,
+      use_bias=self.use_bias,
       name="out",
     )(outputs_BTHK)
 
@@ -192,10 +207,10 @@ class MultiHeadDotProductAttention(nn.Module):
     # In dtype, as T5X has it: √128 rounded to bfloat16 is in the initial values.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
 
-    def query_init(*args: Any) -> Array:
+    def divided_init(*args: Any) -> Array:
       return self.kernel_init(*args) / depth_scale
 
-    query = self._projection("query", query_init)
+    query = self._projection("query", self.kernel_init if self.scale_queries else divided_init)
     key, value = (self._projection(name, self.kernel_init) for name in ("key", "value"))
     logit_scale = depth_scale if self.scale_attn_logits else None
     if self.has_variable(ENCODED, "key"):
@@ -227,7 +242,8 @@ class MultiHeadDotProductAttention(nn.Module):
     self, inputs: jax.Array, projections: list[DenseGeneral], logit_scale: jax.Array | None = None
   ) -> list[jax.Array]:
     """Returns what the projections make of `inputs`, of one product; the first's divided by a scale."""
-    kernels = [projection(inputs, kernel_only=True) for projection in projections]
+    parameters = [projection(inputs, parameters_only=True) for projection in projections]
+    kernels = [kernel for kernel, _ in parameters]
     if logit_scale is not None:
       kernels[0] = kernels[0] / logit_scale
     # Stacked along a new dimension: side by side, kernels split over devices would have to move.
@@ -237,7 +253,10 @@ class MultiHeadDotProductAttention(nn.Module):
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     y = product(x_ND, w_DNJ)
     shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
-    return [y[..., index, :].reshape(shape) for index in range(len(kernels))]
+    heads = [y[..., index, :].reshape(shape) for index in range(len(kernels))]
+    if not self.use_bias:
+      return heads
+    return [x + bias[None, None] for x, (_, bias) in zip(heads, parameters, strict=True)]
 
   def _projection(self, name: str, kernel_init: Initializer) -> DenseGeneral:
     return DenseGeneral(
@@ -248,6 +267,7 @@ class MultiHeadDotProductAttention(nn.Module):
       nd_kernel=self.nd_kernel,
       make_product=self.make_product,
       transpose_batch_sequence=self.transpose_batch_sequence,
+      use_bias=self.use_bias,
       name=name,
     )
 

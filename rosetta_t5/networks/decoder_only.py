@@ -1,86 +1,31 @@
-"""A decoder-only transformer of T5's layers, as T5X's examples.decoder_only: causal or prefix LM.
+"""A decoder-only transformer, as T5X's examples.decoder_only and as GPT: causal or prefix LM.
 
-Parameters have T5X's names, shapes and initial values.
+With the config's defaults parameters have T5X's names, shapes and initial values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
-from flax.linen.partitioning import with_sharding_constraint
+from flax.linen.partitioning import param_with_axes, with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks import t5
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.attention_kernel import SegmentMask, is_fused, segment_mask
-from rosetta_t5.networks.dense import Product
+from rosetta_t5.networks.centred_norm import CentredLayerNorm
+from rosetta_t5.networks.decoder_only_config import TransformerConfig
 from rosetta_t5.networks.embedding import LayerNorm
+from rosetta_t5.networks.layer_stack import scanned_stack
 from rosetta_t5.networks.masks import make_decoder_mask
 from rosetta_t5.networks.output_layer import output_layer
-from rosetta_t5.networks.remat import REMAT_POLICIES, remat_layer
-from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, check_one_of
+from rosetta_t5.networks.remat import remat_layer
 
-
-@struct.dataclass
-class TransformerConfig:
-  """The sizes and switches of a decoder-only model; those not told here are `T5Config`'s.
-
-  Attributes:
-    vocab_size: rows of the embedding table; at least the vocabulary's size.
-    dtype: what activations are computed in, float32 or bfloat16; parameters stay float32.
-    emb_dim: the model's width.
-    num_heads: attention heads.
-    num_layers: layers.
-    head_dim: the size of one head.
-    mlp_dim: the feed-forward block's hidden size.
-    mlp_activations: ('relu',) for a plain block, ('gelu', 'linear') for a gated one.
-    dropout_rate: the rate of every dropout.
-    logits_via_embedding: whether the output layer is the embedding table.
-    float32_attention_logits: as T5Config's.
-    scale_attn_logits: as T5Config's.
-    fuse_qkv_params: as T5Config's.
-    attention_kernel: as T5Config's.
-    remat_policy: as T5Config's.
-    make_product: as T5Config's.
-    transpose_batch_sequence: always False; no field, so not to be set.
-    attention_class: no field either.
-  """
-
-  vocab_size: int
-  dtype: Any = jnp.float32
-  emb_dim: int = 512
-  num_heads: int = 8
-  num_layers: int = 6
-  head_dim: int = 64
-  mlp_dim: int = 2048
-  mlp_activations: Sequence[str] = ("relu",)
-  dropout_rate: float = 0.1
-  logits_via_embedding: bool = False
-  float32_attention_logits: bool = False
-  scale_attn_logits: bool = False
-  fuse_qkv_params: bool = False
-  attention_kernel: str = "auto"
-  remat_policy: str = "none"
-  make_product: Callable[[], Product] | None = None
-
-  transpose_batch_sequence: ClassVar[bool] = False
-  attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
-
-  def __post_init__(self) -> None:
-    """Refuses what these layers cannot be trained with."""
-    if jnp.dtype(self.dtype) == jnp.float16:
-      raise ValueError(
-        "TransformerConfig.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', "
-        "or 'float32'"
-      )
-    check_one_of("TransformerConfig.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
-    check_one_of("TransformerConfig.remat_policy", self.remat_policy, REMAT_POLICIES)
+# A logit that is as good as −∞, and still has a gradient that is no NaN.
+_NEVER = -1e10
 
 
 def _dropout(config: TransformerConfig, name: str) -> nn.Dropout:
@@ -88,34 +33,55 @@ def _dropout(config: TransformerConfig, name: str) -> nn.Dropout:
   return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,), name=name)
 
 
+def _norm(config: TransformerConfig, name: str) -> nn.Module:
+  norm_cls: Any = {"rms": LayerNorm, "layer": CentredLayerNorm}[config.norm]
+  return norm_cls(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
+
+
+def _projection_options(config: TransformerConfig) -> dict[str, Any]:
+  """Returns what the config says of projections besides what a `T5Config` does."""
+  options: dict[str, Any] = {"use_bias": config.use_bias}
+  if config.init_stddev is not None:
+    options["kernel_init"] = nn.initializers.normal(config.init_stddev)
+  return options
+
+
 class DecoderLayer(nn.Module):
   """Self-attention and feed-forward block, each after a norm and around a residual.
 
   Attributes:
     config: sizes and switches.
-    relative_embedding: the relative bias, which all layers share.
+    relative_embedding: the relative bias, which all layers share; None for other positions.
   """
 
   config: TransformerConfig
-  relative_embedding: nn.Module
+  relative_embedding: nn.Module | None = None
 
   @nn.compact
   def __call__(
     self,
     inputs: Float[Array, "B T D"],
-    decoder_mask: Bool[Array, "B 1 T T"] | SegmentMask | None = None,
+    decoder_mask: Bool[Array, "B 1 T S"] | SegmentMask | None = None,
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
     prefill: bool = False,
     prefill_lengths: Int[Array, " B"] | None = None,
-  ) -> Float[Array, "B T D"]:
-    """Returns the layer's output; see `Decoder` for the arguments."""
+    positions: Int[Array, "#B T"] | None = None,
+  ) -> Any:
+    """Returns the layer's output; where layers are scanned, (output, None), a step of the scan.
+
+    `positions` are told where the config asks for others than relative ones; see `Decoder` for the
+    other arguments.
+    """
     cfg = self.config
-    length = t5.bias_length(inputs.shape[-2], decode, max_decode_length)
-    bias_1HLL = self.relative_embedding(length, length, False)
-    x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs)
-    x = t5.attention(cfg, "self_attention")(
+    bias_1HLL = None
+    if self.relative_embedding is not None:
+      length = t5.bias_length(inputs.shape[-2], decode, max_decode_length)
+      bias_1HLL = self.relative_embedding(length, length, False)
+    options = _projection_options(cfg)
+    x = _norm(cfg, "pre_self_attention_layer_norm")(inputs)
+    x = t5.attention(cfg, "self_attention", scale_queries=cfg.scale_queries, **options)(
       x,
       x,
       decoder_mask,
@@ -124,16 +90,18 @@ class DecoderLayer(nn.Module):
       decode=decode,
       prefill=prefill,
       prefill_lengths=prefill_lengths,
+      rotary_positions=positions if cfg.positions == "rotary" else None,
     )
     x = _dropout(cfg, "post_self_attention_dropout")(x, deterministic=deterministic) + inputs
-    y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
-    y = t5.mlp(cfg)(y, deterministic=deterministic)
+    y = _norm(cfg, "pre_mlp_layer_norm")(x)
+    y = t5.mlp(cfg, **options)(y, deterministic=deterministic)
     y = _dropout(cfg, "post_mlp_dropout")(y, deterministic=deterministic) + x
-    return with_sharding_constraint(y, ("batch", "length", "embed"))
+    y = with_sharding_constraint(y, ("batch", "length", "embed"))
+    return (y, None) if cfg.scan_layers else y
 
 
 class Decoder(nn.Module):
-  """Embedding, layers that share one relative bias, and the output layer.
+  """Embedding, layers, and the output layer.
 
   Attributes:
     config: sizes and switches.
@@ -163,7 +131,8 @@ class Decoder(nn.Module):
       decoder_input_tokens: the targets shifted right.
       decoder_target_tokens: the targets, for their padding.
       decoder_segment_ids: which packed example each position belongs to.
-      decoder_positions: not used, as positions are relative.
+      decoder_positions: each token's place in its example; None for its place in the row. Not used
+        where positions are relative.
       decoder_causal_attention: 1 for the positions that all see each other, a prefix LM's inputs.
       enable_dropout: whether dropout is on.
       decode: whether the tokens are one position, the next after those in the cache. The first call,
@@ -172,11 +141,12 @@ class Decoder(nn.Module):
       prefill: whether the tokens are whole prompts, to be put into a cache that has been made.
       prefill_lengths: how many of their positions; the rest is left for decoding.
       return_logits: False for the logits' two factors; see `output_layer`.
+
+    Raises:
+      ValueError: the config has no place for so many tokens, or for these arguments.
     """
-    del decoder_positions
     cfg, deterministic = self.config, not enable_dropout
-    relative_embedding = t5.relative_bias(cfg)
-    embedding = t5.token_embedder(cfg, name="token_embedder")
+    embedding = t5.token_embedder(cfg, "token_embedder", cfg.init_stddev or 1.0)
     mask: jax.Array | SegmentMask | None = None
     if not decode:
       mask = make_decoder_mask(
@@ -189,17 +159,104 @@ class Decoder(nn.Module):
       mask = _causal_segment_mask(
         cfg, decoder_target_tokens > 0, decoder_segment_ids, decoder_causal_attention
       )
+    positions = None
+    if cfg.positions != "relative" or cfg.local_attention_window:
+      positions = self._places(decoder_input_tokens, decoder_positions, decode, prefill_lengths)
     y = embedding(decoder_input_tokens.astype(jnp.int32))
+    if positions is not None and cfg.positions == "learned":
+      y = y + self._learned(positions, max_decode_length or decoder_input_tokens.shape[1])
     y = _dropout(cfg, "input_dropout")(y, deterministic=deterministic).astype(cfg.dtype)
-    # Of the call's arguments, with self 0, those that are Python's own.
-    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_arguments=(3, 4, 5, 6))
-    for layer in range(cfg.num_layers):
-      y = layer_cls(cfg, relative_embedding, name=f"layers_{layer}")(
-        y, mask, deterministic, decode, max_decode_length, bool(prefill), prefill_lengths
-      )
-    y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
+    call = (deterministic, decode, max_decode_length, bool(prefill), prefill_lengths, positions)
+    y = self._layers(y, mask, *call)
+    y = _norm(cfg, "decoder_norm")(y)
     y = _dropout(cfg, "output_dropout")(y, deterministic=deterministic)
-    return output_layer(cfg, embedding, y, return_logits)
+    logits = output_layer(cfg, embedding, y, return_logits, cfg.divide_tied_logits)
+    if not cfg.padding_never_follows:
+      return logits
+    if isinstance(logits, Unprojected):
+      raise ValueError(
+        "TransformerConfig.padding_never_follows = True wants all logits, which loss_chunk_length "
+        "never makes: set loss_chunk_length = None, or padding_never_follows = False"
+      )
+    is_padding_11V = jnp.arange(logits.shape[-1])[None, None] == 0
+    return jnp.where(is_padding_11V, jnp.asarray(_NEVER, logits.dtype), logits)
+
+  def _places(
+    self,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array | None,
+    decode: bool,
+    prefill_lengths: jax.Array | None,
+  ) -> jax.Array:
+    """Returns each token's place, [B or 1, T]; the cache knows the next one's."""
+    cfg = self.config
+    place_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    if prefill_lengths is None and not decode:
+      return place_1T if positions_BT is None else positions_BT
+    # The batch of a scanned cache comes second.
+    leading = (1,) if cfg.scan_layers else ()
+    is_made = self.has_variable("cache", "cache_index")
+    index = self.variable("cache", "cache_index", lambda: jnp.zeros(leading, jnp.int32))
+    if not is_made:
+      return place_1T
+    if prefill_lengths is not None:
+      lengths_B = prefill_lengths.astype(jnp.int32)
+      index.value = lengths_B[None] if cfg.scan_layers else lengths_B
+      return place_1T
+    place = index.value[0] if cfg.scan_layers else index.value
+    index.value = index.value + 1
+    return place.reshape(-1, 1)
+
+  def _learned(self, positions_BT: jax.Array, length: int) -> jax.Array:
+    """Returns the vectors of the places, [B or 1, T, D]."""
+    cfg = self.config
+    if length > cfg.max_length:
+      raise ValueError(
+        f"TransformerConfig.max_length = {cfg.max_length} places have learned vectors, but sequences "
+        f"have {length}: set it to {length} or more, or TASK_FEATURE_LENGTHS to fewer (inputs and "
+        "targets stand in one sequence)"
+      )
+    table_LD = param_with_axes(
+      "position_embedding",
+      nn.initializers.normal(1.0 if cfg.init_stddev is None else cfg.init_stddev),
+      (cfg.max_length, cfg.emb_dim),
+      jnp.float32,
+      axes=("abspos_buckets", "embed"),
+    )
+    # Examples that are full while others are still being decoded have no place any more.
+    vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip")
+    return vectors_BTD.astype(cfg.dtype)
+
+  def _layers(self, y: jax.Array, mask: jax.Array | SegmentMask | None, *call: Any) -> jax.Array:
+    """Calls all layers; `call` is their call's arguments after the mask."""
+    cfg = self.config
+    # Of the call's arguments, with self 0, those that are Python's own.
+    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, (3, 4, 5, 6), scanned=cfg.scan_layers)
+    if cfg.scan_layers:
+      return scanned_stack(self, layer_cls, "decoder", cfg.num_layers)(y, mask, *call)
+    relative = t5.relative_bias(cfg) if cfg.positions == "relative" else None
+    local_mask = self._local_mask(mask, *call) if cfg.local_attention_window else mask
+    for layer in range(cfg.num_layers):
+      y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, (mask, local_mask)[layer % 2], *call)
+    return y
+
+  def _local_mask(
+    self, mask: jax.Array | SegmentMask | None, *call: Any
+  ) -> jax.Array | SegmentMask | None:
+    """Returns the mask of every second layer: what stands too far back is not seen."""
+    window = self.config.local_attention_window or 0
+    if isinstance(mask, SegmentMask):
+      raise ValueError(
+        f"TransformerConfig.local_attention_window = {window} needs attention_kernel = 'xla'"
+      )
+    _, decode, max_decode_length, _, _, place_BT = call
+    if mask is None and not (decode and max_decode_length):
+      return None  # the call that makes the cache
+    if mask is None:
+      distance_BTS = place_BT[..., None] - jnp.arange(max_decode_length)[None, None]
+      return (distance_BTS < window)[:, None]
+    place_T = jnp.arange(mask.shape[-1])
+    return mask & (place_T[:, None] - place_T[None] < window)[None, None]
 
 
 def _causal_segment_mask(
@@ -229,7 +286,15 @@ class DecoderWrapper(nn.Module):
     """Creates the decoder."""
     self.decoder = Decoder(self.config)
 
+  @property
+  def scan_layers(self) -> bool:
+    """Whether a cache has its layers first, the batch second."""
+    return bool(self.config.scan_layers)
+
   def __call__(self, *args: Any, **kwargs: Any) -> jax.Array | Unprojected:
     """Returns the logits of the targets; see `Decoder`."""
     logits: jax.Array | Unprojected = self.decoder(*args, **kwargs)
     return logits
+
+
+__all__ = ["Decoder", "DecoderLayer", "DecoderWrapper", "TransformerConfig"]

@@ -1,4 +1,4 @@
-"""Projections without biases: one dense layer and T5's feed-forward block."""
+"""Projections: one dense layer, and T5's feed-forward block."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ class DenseGeneral(nn.Module):
       `matrix_product`. What it makes may be a linen module, which then keeps its state in this one.
     transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
       dimensions: joining them would gather a batch that is split over devices.
+    use_bias: whether a bias [outputs] is added, which starts as zeros. T5 has none.
   """
 
   features: int | Sequence[int]
@@ -72,15 +73,16 @@ class DenseGeneral(nn.Module):
   nd_kernel: bool = False
   make_product: Callable[[], Product] | None = None
   transpose_batch_sequence: bool = False
+  use_bias: bool = False
 
   @nn.compact
-  def __call__(self, inputs: Float[Array, "..."], kernel_only: bool = False) -> Float[Array, "..."]:
+  def __call__(self, inputs: Float[Array, "..."], parameters_only: bool = False) -> Any:
     """Returns the projection, [..., *features], in `dtype`.
 
     Args:
       inputs: what is projected.
-      kernel_only: whether to return the kernel instead, [inputs, outputs] in `dtype`, for a caller
-        that multiplies by several kernels at once.
+      parameters_only: whether to return (kernel [inputs, outputs], bias [*features] or None) in
+        `dtype` instead, for a caller that multiplies by several kernels at once.
 
     Raises:
       ValueError: `axis` is not the input's last dimension(s).
@@ -95,12 +97,20 @@ class DenseGeneral(nn.Module):
     kept = inputs.shape[: inputs.ndim - len(axes)]
     kernel = self._kernel(inputs.shape[len(kept) :], features)
     kernel = jnp.asarray(kernel, self.dtype)
-    if kernel_only:
-      return kernel
+    bias = self._bias(features) if self.use_bias else None
+    if parameters_only:
+      return kernel, bias
     row_shape = kept if self.transpose_batch_sequence else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
     product = self.make_product() if self.make_product else matrix_product
-    return product(rows, kernel).reshape(*kept, *features)
+    outputs = product(rows, kernel).reshape(*kept, *features)
+    return outputs if bias is None else outputs + bias.reshape((1,) * len(kept) + features)
+
+  def _bias(self, features: tuple[int, ...]) -> jax.Array:
+    """Returns the bias, which is stored as a vector, for each output."""
+    size, axes = math.prod(features), tuple(self.kernel_axes)[-1:]
+    bias_O = param_with_axes("bias", nn.initializers.zeros, (size,), jnp.float32, axes=axes)
+    return bias_O.astype(self.dtype).reshape(features)
 
   def _kernel(self, summed: tuple[int, ...], features: tuple[int, ...]) -> jax.Array:
     """Returns the kernel as a matrix, however it is stored."""
@@ -177,6 +187,7 @@ class MlpBlock(nn.Module):
     nd_kernel: how `kernel_init` is called, see `DenseGeneral`.
     make_product: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs are [length, batch, features].
+    use_bias: whether the projections have biases.
   """
 
   intermediate_dim: int = 2048
@@ -187,6 +198,7 @@ class MlpBlock(nn.Module):
   nd_kernel: bool = False
   make_product: Callable[[], Product] | None = None
   transpose_batch_sequence: bool = False
+  use_bias: bool = False
 
   @nn.compact
   def __call__(
@@ -205,6 +217,7 @@ class MlpBlock(nn.Module):
         nd_kernel=self.nd_kernel,
         make_product=self.make_product,
         transpose_batch_sequence=self.transpose_batch_sequence,
+        use_bias=self.use_bias,
         name=name,
       )(inputs)
       branch_BTF = activation_function(activation)(branch_BTF)
@@ -224,5 +237,6 @@ class MlpBlock(nn.Module):
       nd_kernel=self.nd_kernel,
       make_product=self.make_product,
       transpose_batch_sequence=self.transpose_batch_sequence,
+      use_bias=self.use_bias,
       name="wo",
     )(hidden_BTF)

@@ -12,7 +12,11 @@ from rosetta_t5.networks.dense import DenseGeneral
 
 
 def output_layer(
-  config: Any, embedding: Any, y_BTD: Float[Array, "B T D"], return_logits: bool = True
+  config: Any,
+  embedding: Any,
+  y_BTD: Float[Array, "B T D"],
+  return_logits: bool = True,
+  divides_tied: bool = True,
 ) -> Float[Array, "B T V"] | Unprojected:
   """Returns the logits, in float32, from a kernel of the calling module or from the embedding's table.
 
@@ -21,15 +25,18 @@ def output_layer(
     embedding: the table.
     y_BTD: the decoder's last activations.
     return_logits: False for what the logits are the product of, for a loss that makes them in chunks.
+    divides_tied: whether logits from the table are divided by √D, as T5's are.
   """
   if config.logits_via_embedding:
+    divisor = jnp.sqrt(y_BTD.shape[-1]) if divides_tied else 1.0
     if return_logits:
-      return embedding.attend(y_BTD) / jnp.sqrt(y_BTD.shape[-1])
+      return embedding.attend(y_BTD) / divisor
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
-    return Unprojected(y_BTD.astype(kernel_DV.dtype) / jnp.sqrt(y_BTD.shape[-1]), kernel_DV)
+    return Unprojected(y_BTD.astype(kernel_DV.dtype) / divisor, kernel_DV)
   logits_dense = DenseGeneral(
     config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
   )
   if return_logits:
     return logits_dense(y_BTD)
-  return Unprojected(y_BTD, logits_dense(y_BTD, kernel_only=True))
+  kernel_DV, _ = logits_dense(y_BTD, parameters_only=True)
+  return Unprojected(y_BTD, kernel_DV)

@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 from flax import struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.linen.partitioning import ScanIn, scan_with_axes
 from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.networks import nd_layers, t5
-from rosetta_t5.networks.attention import ENCODED
 from rosetta_t5.networks.attention_kernel import SegmentMask
+from rosetta_t5.networks.layer_stack import scanned_stack
 from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
 
@@ -131,27 +129,7 @@ def _stack(
       x = layer_cls(module.config, name=f"layers_{layer}")(x, *arguments)
     return x
 
-  def scan(x: jax.Array, *arguments: Any) -> jax.Array:
-    axis = module.config.param_scan_axis
-    scanned_cls = scan_with_axes(
-      layer_cls,
-      # Parameters leave the scan only where they are made.
-      variable_axes={
-        "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
-        "cache": 0,
-        ENCODED: 0,
-        "intermediates": 0,
-        OVERWRITE_WITH_GRADIENT: 0,
-      },
-      split_rngs={"params": True, "dropout": True},
-      in_axes=(nn.broadcast,) * len(arguments),
-      length=num_layers,
-      axis_name="layers",
-    )
-    x, _ = scanned_cls(module.config, name=name)(x, *arguments)
-    return x
-
-  return scan if module.config.scan_layers else loop
+  return scanned_stack(module, layer_cls, name, num_layers) if module.config.scan_layers else loop
 
 
 class Transformer(t5.Transformer):

@@ -29,8 +29,8 @@ from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config
 
 
-def attention(config: Any, name: str) -> MultiHeadDotProductAttention:
-  """Returns the attention of a config like `T5Config`."""
+def attention(config: Any, name: str, **options: Any) -> MultiHeadDotProductAttention:
+  """Returns the attention of a config like `T5Config`; `options` are further attributes of it."""
   return config.attention_class(
     num_heads=config.num_heads,
     head_dim=config.head_dim,
@@ -43,11 +43,12 @@ def attention(config: Any, name: str) -> MultiHeadDotProductAttention:
     fuse_qkv_params=config.fuse_qkv_params,
     attention_kernel=choose_attention_kernel(config).name,
     name=name,
+    **options,
   )
 
 
-def mlp(config: Any) -> MlpBlock:
-  """Returns the feed-forward block of a config like `T5Config`."""
+def mlp(config: Any, **options: Any) -> MlpBlock:
+  """Returns the feed-forward block of a config like `T5Config`; `options` as above."""
   return MlpBlock(
     intermediate_dim=config.mlp_dim,
     activations=config.mlp_activations,
@@ -56,6 +57,7 @@ def mlp(config: Any) -> MlpBlock:
     make_product=config.make_product,
     transpose_batch_sequence=config.transpose_batch_sequence,
     name="mlp",
+    **options,
   )
 
 
@@ -76,14 +78,14 @@ def _shared_dropout(config: T5Config) -> nn.Dropout:
   return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,))
 
 
-def token_embedder(config: Any, name: str | None = None) -> Embed:
-  """Returns the embedding that encoder, decoder and tied logits share."""
+def token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
+  """Returns the embedding that encoder, decoder and tied logits share; `stddev` of initial values."""
   return Embed(
     num_embeddings=config.vocab_size,
     features=config.emb_dim,
     dtype=config.dtype,
     attend_dtype=jnp.float32,
-    embedding_init=nn.initializers.normal(stddev=1.0),
+    embedding_init=nn.initializers.normal(stddev=stddev),
     name=name,
   )
 

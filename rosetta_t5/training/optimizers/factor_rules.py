@@ -58,6 +58,7 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
     "embed": FactorDim.ROW,
     **dict.fromkeys(columns.split(), FactorDim.COLUMN),
     "relpos_buckets": FactorDim.NONE,
+    "abspos_buckets": FactorDim.COLUMN,  # not T5X's: of a decoder's learned positions
     "layer_norm_scale": FactorDim.NONE,
     "layers": FactorDim.BATCH,  # layers stacked by nn.scan
     "stack": FactorDim.BATCH,  # parameters stacked by the user

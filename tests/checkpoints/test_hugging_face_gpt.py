@@ -1,0 +1,122 @@
+"""GPT-2 and GPT-Neo from Hugging Face folders: the logits of a forward pass written down in numpy."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rosetta_t5.checkpoints.formats.hugging_face_gpt import network_values
+from rosetta_t5.checkpoints.loading import load_t5x_checkpoint
+from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+
+LENGTH, WIDTH, HEADS, VOCAB, END = 12, 16, 4, 40, 39
+CONFIGS = {
+  "gpt2": {"model_type": "gpt2", "n_embd": WIDTH, "n_head": HEADS, "n_layer": 2}
+  | {"n_positions": LENGTH, "vocab_size": VOCAB, "eos_token_id": END},
+  "gpt_neo": {"model_type": "gpt_neo", "hidden_size": WIDTH, "num_heads": HEADS, "num_layers": 2}
+  | {"max_position_embeddings": LENGTH, "vocab_size": VOCAB, "eos_token_id": END}
+  | {"attention_types": [[["global", "local"], 1]], "window_size": 3},
+}
+
+
+def random_weights(kind):
+  """Returns {Hugging Face's name: array}; GPT-2 keeps [in, out], GPT-Neo PyTorch's [out, in]."""
+  rng = np.random.default_rng(0)
+  shapes = {"wte.weight": (VOCAB, WIDTH), "wpe.weight": (LENGTH, WIDTH)}
+  for layer in range(2):
+    prefix = f"h.{layer}."
+    products = {"mlp.c_fc": (WIDTH, 4 * WIDTH), "mlp.c_proj": (4 * WIDTH, WIDTH)}
+    if kind == "gpt2":
+      products |= {"attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
+    else:
+      names = ("q_proj", "k_proj", "v_proj", "out_proj")
+      products |= {f"attn.attention.{name}": (WIDTH, WIDTH) for name in names}
+    for name, shape in products.items():
+      shapes[f"{prefix}{name}.weight"] = shape if kind == "gpt2" else shape[::-1]
+      if not re.search(r"[qkv]_proj", name):
+        shapes[f"{prefix}{name}.bias"] = shape[1:]
+    for norm in ("ln_1", "ln_2"):
+      shapes |= {f"{prefix}{norm}.{leaf}": (WIDTH,) for leaf in ("weight", "bias")}
+  shapes |= {f"ln_f.{leaf}": (WIDTH,) for leaf in ("weight", "bias")}
+  return {name: rng.normal(0, 0.3, s).astype(np.float32) for name, s in shapes.items()}
+
+
+def forward(weights, ids, kind):
+  """Returns GPT's logits [T, V] of one sequence of Hugging Face's ids."""
+  w = {name: value.astype(np.float64) for name, value in weights.items()}
+
+  def product(x, name):
+    kernel = w[f"{name}.weight"] if kind == "gpt2" else w[f"{name}.weight"].T
+    return x @ kernel + w.get(f"{name}.bias", 0.0)
+
+  def norm(x, name):
+    centred = x - x.mean(-1, keepdims=True)
+    root = np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return centred / root * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+  def attention(x, prefix, window):
+    if kind == "gpt2":
+      q, k, v = np.split(product(x, f"{prefix}attn.c_attn"), 3, axis=-1)
+    else:
+      q, k, v = (product(x, f"{prefix}attn.attention.{name}_proj") for name in "qkv")
+    q, k, v = (t.reshape(len(ids), HEADS, -1).transpose(1, 0, 2) for t in (q, k, v))
+    logits = q @ k.transpose(0, 2, 1) / (np.sqrt(WIDTH / HEADS) if kind == "gpt2" else 1.0)
+    distance = np.arange(len(ids))[:, None] - np.arange(len(ids))
+    logits = np.where((distance >= 0) & (distance < window), logits, -np.inf)
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    mixed = (weight / weight.sum(-1, keepdims=True)) @ v
+    out = "attn.c_proj" if kind == "gpt2" else "attn.attention.out_proj"
+    return product(mixed.transpose(1, 0, 2).reshape(len(ids), WIDTH), prefix + out)
+
+  x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
+  for layer in range(2):
+    window = 3 if kind == "gpt_neo" and layer == 1 else 10**9
+    x = x + attention(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.", window)
+    h = product(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
+    h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+    x = x + product(h, f"h.{layer}.mlp.c_proj")
+  return norm(x, "ln_f") @ w["wte.weight"].T
+
+
+def write_folder(folder, kind, more=None):
+  weights = random_weights(kind)
+  # As save_pretrained has it: a prefix, and masks that are no weights.
+  stored = {f"transformer.{name}": value for name, value in weights.items()}
+  masks = "attn.bias" if kind == "gpt2" else "attn.attention.bias"
+  stored[f"transformer.h.0.{masks}"] = np.ones((1, 1, LENGTH, LENGTH), np.float32)
+  save_file(stored | (more or {}), folder / "model.safetensors")
+  (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
+  return weights
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
+def test_a_folder_s_logits_are_those_of_an_independent_forward_pass(kind, tmp_path):
+  weights = write_folder(tmp_path, kind)
+  params = jax.tree.map(jnp.asarray, load_t5x_checkpoint(tmp_path)["target"])
+  values = network_values(CONFIGS[kind])
+  module = DecoderWrapper(TransformerConfig(dropout_rate=0.0, **values))
+  ids = np.random.default_rng(1).integers(0, END, LENGTH)
+  ids[0] = END
+  inputs = np.where(np.arange(LENGTH) == 0, 0, ids + 1)[None].astype(np.int32)
+  apply = jax.jit(lambda *a: module.apply({"params": params}, *a, enable_dropout=False))
+  logits = apply(inputs, np.ones_like(inputs))
+  np.testing.assert_allclose(logits[0, :, 1:], forward(weights, ids, kind), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_network_would_compute_otherwise_is_refused(tmp_path):
+  for change, text in (
+    ({"activation_function": "relu"}, "activation_function = 'relu' is none of gelu_new"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True, but"),
+    ({"attention_types": [[["local", "global"], 1]]}, "local layers must be every second one"),
+  ):
+    with pytest.raises(ValueError, match=re.escape(text)):
+      network_values(CONFIGS["gpt_neo"] | change)
+  write_folder(tmp_path, "gpt2", {"h.0.rotary.freqs": np.zeros(3, np.float32)})
+  with pytest.raises(ValueError, match=r"weights that a gpt2 has not: h\.0\.rotary\.freqs"):
+    load_t5x_checkpoint(tmp_path)

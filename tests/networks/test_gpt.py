@@ -1,0 +1,171 @@
+"""GPT's options of the decoder-only network: positions, norm, biases, windows, scanned layers."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import DECODER_ONLY, decoder_only_params
+
+from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.rotary import rotated
+
+GPT = DECODER_ONLY.replace(
+  mlp_activations=("gelu",),
+  logits_via_embedding=True,
+  positions="learned",
+  max_length=8,
+  norm="layer",
+  norm_epsilon=1e-5,
+  use_bias=True,
+  scale_queries=True,
+  divide_tied_logits=False,
+  init_stddev=0.1,
+)
+ROTARY = GPT.replace(positions="rotary", mlp_activations=("gelu", "linear"))
+TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)
+INPUTS = np.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]
+
+
+@functools.cache
+def logits_of(config):
+  def run(params, inputs, targets, **features):
+    module = DecoderWrapper(config)
+    return module.apply({"params": params}, inputs, targets, enable_dropout=False, **features)
+
+  return jax.jit(run)
+
+
+def stacked(params):
+  """Returns the parameters of layers one after another as those of a scan."""
+  inner = dict(params["decoder"])
+  layers = [inner.pop(f"layers_{n}") for n in range(2)]
+  inner["decoder"] = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers)
+  return {"decoder": inner}
+
+
+def decoded_logits(config, params, lengths):
+  """Returns the logits [B, T, V] of decoding position by position after prompts of `lengths`."""
+  module = DecoderWrapper(config)
+  apply = functools.partial(module.apply, enable_dropout=False, mutable=["cache"])
+
+  @jax.jit
+  def run(params, tokens, lengths):
+    ones = jnp.ones_like(tokens)
+    _, made = apply({"params": params}, ones, ones, decode=True)
+    prompt = jnp.where(jnp.arange(8)[None] < lengths[:, None], tokens, 0)
+    real = (jnp.arange(8)[None] <= lengths[:, None]).astype(jnp.int32)
+    variables = {"params": params, **made}
+    _, filled = apply(variables, prompt, real, prefill=True, prefill_lengths=lengths)
+
+    def step(cache, offset):
+      place = jnp.minimum(lengths + offset, 7)
+      token = jnp.take_along_axis(tokens, place[:, None], axis=1)
+      logits, new = apply(
+        {"params": params, **cache}, token, token, decode=True, max_decode_length=8
+      )
+      return new, logits[:, 0]
+
+    return jax.lax.scan(step, filled, jnp.arange(8))[1]
+
+  return np.asarray(run(params, INPUTS, jnp.asarray(lengths)))
+
+
+@pytest.mark.parametrize(
+  "config",
+  [GPT, ROTARY.replace(local_attention_window=3), ROTARY.replace(scan_layers=True)],
+  ids=["learned", "rotary-local", "rotary-scan"],
+)
+def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_logits(config):
+  loop = config.replace(scan_layers=False)
+  params = decoder_only_params(loop)
+  expected = logits_of(loop)(params, INPUTS, TOKENS)
+  lengths = np.array([1, 4, 6])
+  found = decoded_logits(config, stacked(params) if config.scan_layers else params, lengths)
+  for row, length in enumerate(lengths):
+    np.testing.assert_allclose(
+      found[: 8 - length, row], expected[row, length:], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_scanned_layers_are_layers_one_after_another():
+  params = decoder_only_params(GPT)
+  scanned = logits_of(GPT.replace(scan_layers=True, remat_policy="minimal", fuse_qkv_params=True))
+  np.testing.assert_allclose(
+    scanned(stacked(params), INPUTS, TOKENS), logits_of(GPT)(params, INPUTS, TOKENS), atol=1e-5
+  )
+  shapes = jax.tree.map(jnp.shape, decoder_only_params(GPT.replace(scan_layers=True)))
+  assert shapes == jax.tree.map(jnp.shape, stacked(params))
+
+
+@pytest.mark.parametrize("config", [GPT, ROTARY], ids=["learned", "rotary"])
+def test_packed_examples_count_their_places_from_0(config):
+  params = decoder_only_params(config)
+  alone = logits_of(config)(params, INPUTS[:2, :4], TOKENS[:2, :4])
+  packed = logits_of(config)(
+    params,
+    INPUTS[:2, :4].reshape(1, 8),
+    TOKENS[:2, :4].reshape(1, 8),
+    decoder_segment_ids=np.repeat([[1, 2]], 4, axis=1),
+    decoder_positions=np.tile(np.arange(4), 2)[None],
+  )
+  np.testing.assert_allclose(packed.reshape(2, 4, -1), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_positions_turn_pairs_as_complex_numbers_and_tell_distances_alone():
+  rng = np.random.default_rng(1)
+  q, k = rng.normal(size=(2, 1, 5, 1, 6)).astype(np.float32)
+  places = np.array([[0, 3, 4, 700, 9]])
+  pairs = (q[..., :3] + 1j * q[..., 3:]) * np.exp(
+    1j * places[0][:, None, None] / 10_000 ** (np.arange(3) / 3)
+  )
+  found = np.asarray(rotated(q, places))
+  np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-4)
+  products = [
+    np.einsum("bthk,bshk->bts", rotated(q, places + shift), rotated(k, places + shift))
+    for shift in (0, 100)
+  ]
+  np.testing.assert_allclose(*products, atol=1e-3)
+
+
+def test_padding_never_follows_where_it_is_said_so():
+  params = decoder_only_params(GPT)
+  plain = logits_of(GPT)(params, INPUTS, TOKENS)
+  without = logits_of(GPT.replace(padding_never_follows=True))(params, INPUTS, TOKENS)
+  np.testing.assert_array_equal(without[..., 1:], plain[..., 1:])
+  assert np.all(jax.nn.softmax(without)[..., 0] == 0)
+
+
+def test_sequences_longer_than_the_learned_positions_are_refused():
+  tokens = np.ones((1, 9), np.int32)
+  text = r"TransformerConfig.max_length = 8 places .* sequences have 9: set it to 9 or more"
+  with pytest.raises(ValueError, match=text):
+    logits_of(GPT)(decoder_only_params(GPT), tokens, tokens)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "text"),
+  [
+    ({"positions": "rotatory"}, "positions = 'rotatory' is unknown (did you mean 'rotary'?)"),
+    ({"norm": "batch"}, "norm = 'batch' is unknown"),
+    ({"positions": "rotary", "head_dim": 3}, "set head_dim = 3 to an even number"),
+    ({"scan_layers": True}, "set positions = 'learned' or 'rotary', or scan_layers = False"),
+    (
+      {"scan_layers": True, "positions": "learned", "local_attention_window": 4},
+      "local_attention_window = 4 is every second layer's: set it to None",
+    ),
+    ({"local_attention_window": 0}, "local_attention_window = 0 must be 1 or more"),
+    (
+      {"local_attention_window": 4, "attention_kernel": "flash"},
+      "attention_kernel = 'flash' knows no local_attention_window (it is 4): set it to 'xla'",
+    ),
+    ({"scale_queries": True, "scale_attn_logits": True}, "would both divide by √head_dim"),
+  ],
+)
+def test_configs_that_contradict_themselves_are_refused(wrong, text):
+  with pytest.raises(ValueError, match=re.escape(text)):
+    TransformerConfig(vocab_size=32, **wrong)
