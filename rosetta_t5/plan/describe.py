@@ -15,6 +15,7 @@ from rosetta_t5.config.unimported import NeedsImport
 from rosetta_t5.parallel.counts import MODEL_AXIS
 from rosetta_t5.parallel.layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
+from rosetta_t5.parallel.splits import check_splits
 from rosetta_t5.plan import memory, start
 from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
@@ -95,6 +96,11 @@ class Plan:
   def mesh(self) -> dict[str, int]:
     """The size of each mesh axis."""
     return self["partitioner"].mesh_shape(self.devices[0])
+
+  @functools.cached_property
+  def splits(self) -> Any:
+    """The train state with a PartitionSpec for each array."""
+    return self["partitioner"].get_mesh_axes(self.state)
 
   @property
   def microbatches(self) -> int:
@@ -194,7 +200,8 @@ def _costs(plan: Plan) -> Rows:
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   rows = _flops(plan) if plan.is_training else []
-  parts = memory.state_bytes(plan.state, plan["partitioner"].get_mesh_axes(plan.state), plan.mesh)
+  check_splits(plan.state, plan.splits, plan.mesh)
+  parts = memory.state_bytes(plan.state, plan.splits, plan.mesh)
   if plan.is_training:
     parts["gradients"] = parts["params"]
     examples = plan.dataset_cfg.batch_size / batch_shards(plan.mesh) / plan.microbatches

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 
 def state_bytes(state: Any, splits: Any, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -26,12 +25,18 @@ def state_bytes(state: Any, splits: Any, mesh: Mapping[str, int]) -> dict[str, i
 
 
 def _bytes(arrays: Any, splits: Any, mesh: Mapping[str, int]) -> int:
-  sizes = jax.tree.map(lambda array, spec: _array_bytes(array, spec, mesh), arrays, splits)
+  sizes = jax.tree.map(lambda array, spec: array_bytes(array, spec, mesh), arrays, splits)
   return sum(jax.tree.leaves(sizes))
 
 
-def _array_bytes(array: Any, spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
-  """The bytes of one device's part of an array; a dimension that does not divide is padded."""
+def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int]) -> int:
+  """Returns the bytes of one device's part of an array; a dimension that does not divide is padded.
+
+  Args:
+    array: anything with shape and dtype.
+    spec: the mesh axes that its dimensions are split over, or fewer of them.
+    mesh: the size of each mesh axis.
+  """
   axes = [*(spec or ()), *[None] * array.ndim][: array.ndim]
   parts = [_shards(axis, mesh) for axis in axes]
   shape = [math.ceil(size / n) for size, n in zip(array.shape, parts, strict=True)]
@@ -59,7 +64,7 @@ def activation_bytes(
     model_shards: devices that heads, feed-forward units and vocabulary are split over.
   """
   try:
-    layers = _layers(config)
+    layers = layers_of(config)
     width, heads = config.emb_dim, config.num_heads / model_shards
     inner = heads * config.head_dim
     hidden = config.mlp_dim / model_shards * (len(config.mlp_activations) + 1)
@@ -86,7 +91,7 @@ def activation_bytes(
   return int(examples * (kept * itemsize + 2 * 4 * target * vocabulary))
 
 
-def _layers(config: Any) -> dict[str, int]:
+def layers_of(config: Any) -> dict[str, int]:
   if hasattr(config, "num_encoder_layers"):
     return {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
   return {"encoder": 0, "decoder": config.num_layers}

@@ -18,6 +18,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
+from rosetta_t5.parallel.splits import splits_of
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 
@@ -258,6 +259,16 @@ def test_axis_without_a_rule_is_named_with_the_rule_to_add():
     ValueError, match=r"logical axis 'vocab' has no rule: add \('vocab', None\) or"
   ):
     partitioner.get_mesh_axes(make_state(Bigram()))
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_refused_with_those_that_do():
+  state = jax.eval_shape(lambda: make_state(MODULE))
+  text = (
+    "of shape (4, 32) cannot be split over model in 8 parts: 4 is no multiple of 8. It would go in "
+    "1, 2, 4: set partitioning.PjitPartitioner.num_partitions (or mesh's 'tensor') accordingly"
+  )
+  with pytest.raises(ValueError, match=re.escape(text)):
+    splits_of(PjitPartitioner(num_partitions=8), state)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Compiled training steps have the collectives that theory asks for, of its sizes, and no others."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from compiled_collectives import collective_bytes
+from tiny_models import T5_1_1, make_batch, make_model
+
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.collectives import ALL_GATHER, ALL_REDUCE, Work, step_collectives
+from rosetta_t5.training import TrainState
+from rosetta_t5.training.optimizers import chain
+
+EXAMPLES, INPUTS, TARGETS = 8, 16, 8
+
+
+def compiled_step(partitioner):
+  """Returns a compiled step of AdamW, and the shapes and splits of its parameters."""
+  model = make_model(Transformer(T5_1_1))
+  batch = make_batch(EXAMPLES, INPUTS, TARGETS)
+  shapes = {name: value.shape for name, value in batch.items()}
+  optimizer = chain([optax.adamw(1e-3)])
+  state = jax.eval_shape(
+    lambda key: TrainState.create(optimizer, model.get_initial_variables(key, shapes)),
+    jax.random.PRNGKey(0),
+  )
+  axes = partitioner.get_mesh_axes(state)
+
+  def step(state, batch):
+    grads = jax.grad(lambda params: model.loss_fn(params, batch, None)[0])(state.params)
+    return state.apply_gradient(grads, learning_rate=jnp.float32(1.0))
+
+  compiled = partitioner.partition(step, (axes, partitioner.data_partition_spec), axes, (), (0,))
+  return compiled.lower(state, batch).compile(), state.params, axes.params
+
+
+MESHES = {
+  "data": {"num_partitions": 1},
+  "data, tensor": {"mesh": {"tensor": 2}},
+  "fsdp": {"mesh": {"fsdp": 8}},
+  "data, fsdp": {"mesh": {"data": 2, "fsdp": 4}},
+  "data, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+  "zero1": {"num_partitions": 1, "zero1": True},
+}
+QUICK = "data, fsdp, tensor"
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in MESHES]
+)
+def test_a_step_has_the_collectives_that_theory_asks_for(name):
+  partitioner = PjitPartitioner(**MESHES[name])
+  compiled, params, splits = compiled_step(partitioner)
+  work = Work(
+    config=T5_1_1,
+    lengths={"encoder": INPUTS, "decoder": TARGETS},
+    examples=EXAMPLES / partitioner.data_mesh_size,
+    zero1=MESHES[name].get("zero1", False),
+  )
+  expected = collections.defaultdict(float)
+  for each in step_collectives(params, splits, partitioner.mesh.shape, work):
+    # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
+    kind = each.kind if each.kind == ALL_GATHER else ALL_REDUCE
+    expected[kind, each.axes] += each.size * (1 if kind == ALL_GATHER else each.terms)
+  assert collective_bytes(compiled.as_text(), partitioner.mesh) == dict(expected)
