@@ -1,5 +1,6 @@
 """Data: tasks and mixtures of SeqIO as batches on the devices. TensorFlow is imported on first use."""
 
+from rosetta_t5.data.catalogue import known_task
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
 from rosetta_t5.data.datasets import get_dataset, get_dataset_inner, get_training_eval_datasets
 from rosetta_t5.data.feed import (
@@ -30,6 +31,7 @@ __all__ = [
   "get_zeros_batch_like_spec",
   "gpt2_vocabulary",
   "import_module",
+  "known_task",
   "prepare_train_iter",
   "prepared_task",
   "resolve_seed",

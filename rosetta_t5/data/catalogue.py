@@ -6,6 +6,7 @@ come only where the name is free, and give way when t5 is imported after them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,24 +35,64 @@ def register(name: str) -> bool:
   if name not in TASKS:
     return False
   _give_way(seqio.TaskRegistry)
+  task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
+  seqio.TaskRegistry.add_provider(name, task)
+  _OURS[name] = task
+  return True
+
+
+def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
+  """Registers a known task under a name of its own, with another vocabulary; returns that name.
+
+  For gin: `MIXTURE_OR_TASK_NAME = @data.known_task()`. Called again with the same arguments it
+  returns the same task.
+
+  Args:
+    name: the known task's, such as "the_pile_lm".
+    vocabulary: of inputs and targets. In a gin file: %VOCABULARY.
+
+  Raises:
+    ValueError: there is no known task of this name.
+  """
+  seqio = import_seqio()
+  if name not in TASKS:
+    near = difflib.get_close_matches(name, TASKS, n=1)
+    raise ValueError(
+      f"data.known_task.name = {name!r} is no known task"
+      + (f" (did you mean {near[0]!r}?)" if near else "")
+      + f": known are {', '.join(sorted(TASKS))}"
+    )
+  for registered, of_name, of_vocabulary in _WITH_VOCABULARY:
+    if of_name == name and of_vocabulary == vocabulary:
+      return registered
+  others = sum(of_name == name for _, of_name, _ in _WITH_VOCABULARY)
+  own_name = f"{name}_own_vocabulary" + (f"_{others + 1}" if others else "")
+  seqio.TaskRegistry.add_provider(own_name, _make_task(own_name, name, vocabulary))
+  _WITH_VOCABULARY.append((own_name, name, vocabulary))
+  return own_name
+
+
+_WITH_VOCABULARY: list[tuple[str, str, Any]] = []
+
+
+def _make_task(own_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
+  """Returns the known task `name`, which calls itself `own_name`."""
+  seqio = import_seqio()
   recipe = TASKS[name]
-  vocabulary = seqio.SentencePieceVocabulary(T5_VOCABULARY)
+  ends = recipe.add_eos
   # For a decoder alone, targets are all there is.
-  inputs = {"inputs": seqio.Feature(vocabulary, add_eos=True, required=False)}
-  task = seqio.Task(
-    name,
+  inputs = {"inputs": seqio.Feature(vocabulary, add_eos=ends, required=False)}
+  return seqio.Task(
+    own_name,
     source=make_source(name, recipe),
     preprocessors=[recipe.text_format, *preprocessors(recipe.objective)],
     output_features={
       **({} if recipe.objective == "causal_lm" else inputs),
-      "targets": seqio.Feature(vocabulary, add_eos=True),
+      "targets": seqio.Feature(vocabulary, add_eos=ends),
     },
     postprocess_fn=recipe.postprocess,
     metric_fns=list(recipe.metrics),
   )
-  seqio.TaskRegistry.add_provider(name, task)
-  _OURS[name] = task
-  return True
 
 
 def register_all(names: tuple[str, ...] = PILE_AND_GLUE) -> None:

@@ -35,12 +35,12 @@ class Denoiser:
 
   Attributes:
     mode: text before the inputs, which tells the model what is wanted.
-    density: part of the tokens that is to be filled in.
+    density: part of the tokens that is to be filled in; None for an end of any length.
     mean_length: mean tokens of a span; None makes it one span at the end.
   """
 
   mode: str
-  density: float
+  density: float | None
   mean_length: float | None
 
 
@@ -106,20 +106,34 @@ def prefix_lm(
   """
   tf, seqio = import_tensorflow(), import_seqio()
   room = {k: sequence_length[k] - output_features[k].add_eos for k in ("inputs", "targets")}
-  room["inputs"] -= reserved
+  longest, most, mean_share = prefix_lengths(room, reserved, density)
   dataset = select_random_chunk(dataset, _LONGEST_CHUNK)
-  dataset = split_tokens(dataset, min(room.values()) if density is None else room["inputs"])
+  dataset = split_tokens(dataset, longest)
   dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
 
   @seqio.map_over_dataset(num_seeds=1)
   def cut(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
     tokens = example["targets"]
-    share = tf.random.stateless_uniform([], seed, maxval=2 * (0.5 if density is None else density))
+    share = tf.random.stateless_uniform([], seed, maxval=2 * mean_share)
     length = tf.cast(tf.round(share * tf.cast(tf.size(tokens), tf.float32)), tf.int32)
-    length = tf.clip_by_value(length, 1, tf.minimum(tf.size(tokens) - 1, room["targets"]))
+    length = tf.clip_by_value(length, 1, tf.minimum(tf.size(tokens) - 1, most))
     return {"inputs": tokens[:-length], "targets": tokens[-length:]}
 
   return cut(dataset)
+
+
+def prefix_lengths(
+  room: Mapping[str, int], reserved: int = 0, density: float | None = None
+) -> tuple[int, int, float]:
+  """Returns tokens of the longest text to cut in two, of its longest end, and the end's mean share.
+
+  Args:
+    room: tokens for "inputs" and "targets", end tokens apart.
+    reserved: see `prefix_lm`.
+    density: see `prefix_lm`.
+  """
+  inputs, targets = room["inputs"] - reserved, room["targets"]
+  return (min(inputs, targets), targets, 0.5) if density is None else (inputs, targets, density)
 
 
 def causal_lm(
@@ -150,6 +164,7 @@ def denoise_in_mode(
   if denoiser.mean_length is None:
     dataset = prefix_lm(dataset, sequence_length, output_features, len(mode), denoiser.density)
   else:
+    assert denoiser.density is not None
     dataset = span_corruption(
       dataset,
       sequence_length,

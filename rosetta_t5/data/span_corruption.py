@@ -57,16 +57,9 @@ def span_corruption(
       "documents: set merge_examples_to_reduce_padding=False."
     )
   inputs_length = sequence_length[input_feature_key] - (reserved_for_packing or 0)
-  tokens_length, targets_length = random_spans_helper(
-    inputs_length, noise_density, mean_noise_span_length
+  tokens_length = segment_length(
+    inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
-  if sequence_length["targets"] < targets_length:
-    raise ValueError(
-      f"Span corruption of {inputs_length} input tokens (noise density {noise_density}, mean span "
-      f"{mean_noise_span_length}) makes targets of {targets_length} tokens, but "
-      f"TASK_FEATURE_LENGTHS gives them {sequence_length['targets']}: set 'targets' to at least "
-      f"{targets_length}."
-    )
   keep = passthrough_feature_keys or ()
   dataset = select_random_chunk(dataset, _LONGEST_CHUNK, passthrough_feature_keys=keep)
   if merge_examples_to_reduce_padding:
@@ -75,6 +68,27 @@ def span_corruption(
   return denoise(
     dataset, output_features, noise_density, mean_noise_span_length, input_feature_key, keep
   )
+
+
+def segment_length(
+  inputs_length: int,
+  targets_length: int,
+  noise_density: float = 0.15,
+  mean_noise_span_length: float = 3.0,
+) -> int:
+  """Returns how many tokens a text must have to fill inputs of `inputs_length`.
+
+  Raises:
+    ValueError: its targets are longer than `targets_length`.
+  """
+  tokens, targets = random_spans_helper(inputs_length, noise_density, mean_noise_span_length)
+  if targets_length < targets:
+    raise ValueError(
+      f"Span corruption of {inputs_length} input tokens (noise density {noise_density}, mean span "
+      f"{mean_noise_span_length}) makes targets of {targets} tokens, but TASK_FEATURE_LENGTHS gives "
+      f"them {targets_length}: set 'targets' to at least {targets}."
+    )
+  return tokens
 
 
 def random_spans_helper(

@@ -49,6 +49,7 @@ class TaskRecipe:
     postprocess: from a text to what the metrics compare.
     metrics: functions of targets and predictions.
     where: where it comes from, for whoever has neither.
+    add_eos: whether inputs and targets end with an end token.
   """
 
   tfds: str
@@ -59,6 +60,7 @@ class TaskRecipe:
   postprocess: Callable[..., Any] | None = None
   metrics: tuple[Callable[..., Any], ...] = ()
   where: str = ""
+  add_eos: bool = True
 
 
 def pick_columns(**columns: str) -> Pick:

@@ -100,15 +100,20 @@ def summarize(article: str, summary: str) -> Preprocess:
   return _each(convert)
 
 
-def last_word(column: str = "text", sentinel: str = " <extra_id_0>") -> Preprocess:
-  """LAMBADA: a passage whose last word is replaced by the first sentinel → that word."""
+def last_word(
+  column: str = "text", sentinel: str = " <extra_id_0>", before_word: str = ""
+) -> Preprocess:
+  """LAMBADA: a passage whose last word is replaced by `sentinel` → that word, after `before_word`."""
 
   def convert(example: Example) -> Example:
     tf = import_tensorflow()
     text = tf.strings.strip(example[column])
     word = tf.strings.regex_replace(text, r"(?s)^.*\s", "")
     passage = tf.strings.regex_replace(text, r"\s\S+$", "")
-    return {"inputs": tf.strings.join([passage, sentinel]), "targets": word}
+    return {
+      "inputs": tf.strings.join([passage, sentinel]),
+      "targets": tf.strings.join([before_word, word]),
+    }
 
   return _each(convert)
 

@@ -43,6 +43,7 @@ LAMBADA_FILES = LocalFiles(
   names=("text",),
 )
 _C4 = "C4 is at huggingface.co/datasets/allenai/c4, or made by TFDS: tfds build c4/en"
+_LAMBADA = "LAMBADA: python scripts_gpu/download_lambada.py says where it is"
 _WIKITEXT = "Wikitext is at huggingface.co/datasets/Salesforce/wikitext"
 
 
@@ -59,6 +60,12 @@ TASKS = {
   ),
   "c4_v220_span_corruption": _corpus("c4/en:2.2.0", C4_FILES, "span_corruption", _C4),
   "c4_v220_prefix_lm": _corpus("c4/en:2.2.0", C4_FILES, "prefix_lm", _C4),
+  "the_pile_lm": _corpus(
+    "the_pile:1.0.0",
+    PILE_FILES,
+    "causal_lm",
+    "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py says what there is",
+  ),
   "wikitext": _corpus("", WIKITEXT_FILES, "span_corruption", _WIKITEXT),
   "wikitext_lm": _corpus("", WIKITEXT_FILES, "causal_lm", _WIKITEXT),
   "lambada": TaskRecipe(
@@ -66,6 +73,15 @@ TASKS = {
     text_formats.last_word(),
     LAMBADA_FILES,
     metrics=(metrics.lambada,),
-    where="LAMBADA: python scripts_gpu/download_lambada.py says where it is",
+    where=_LAMBADA,
+  ),
+  # Zero-shot, for decoder-only models: the passage as it is, and the word that goes on.
+  "lambada_eval": TaskRecipe(
+    "lambada:1.0.0",
+    text_formats.last_word(sentinel="", before_word=" "),
+    LAMBADA_FILES,
+    metrics=(metrics.next_word, metrics.word_perplexity),
+    where=_LAMBADA,
+    add_eos=False,
   ),
 }

@@ -1,6 +1,12 @@
 """The metrics of T5's tasks: functions of targets and predictions, each returning {name: number}."""
 
-from rosetta_t5.data.metrics.answers import lambada, normalize_answer, squad
+from rosetta_t5.data.metrics.answers import (
+  lambada,
+  next_word,
+  normalize_answer,
+  squad,
+  word_perplexity,
+)
 from rosetta_t5.data.metrics.classification import (
   accuracy,
   f1_score_with_invalid,
@@ -17,10 +23,12 @@ __all__ = [
   "f1_score_with_invalid",
   "lambada",
   "matthews_corrcoef",
+  "next_word",
   "normalize_answer",
   "pearson_corrcoef",
   "rouge",
   "sequence_accuracy",
   "spearman_corrcoef",
   "squad",
+  "word_perplexity",
 ]

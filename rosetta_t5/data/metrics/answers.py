@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -45,6 +46,29 @@ def lambada(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, flo
   _check_lengths(targets, predictions)
   right = [_first_word(p) == _first_word(t) for t, p in zip(targets, predictions, strict=True)]
   return {"accuracy": 100 * sum(right) / len(right)}
+
+
+def next_word(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+  """Returns {"accuracy"} in percent: the first word predicted is the target, letter by letter.
+
+  Punctuation after a word is no part of it: a prediction goes on, where the target is a word alone.
+  """
+  _check_lengths(targets, predictions)
+  right = [_bare_word(p) == _bare_word(t) for t, p in zip(targets, predictions, strict=True)]
+  return {"accuracy": 100 * sum(right) / len(right)}
+
+
+def word_perplexity(targets: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
+  """Returns {"perplexity"}: exp of the mean of −log p(target), a target of several tokens being one."""
+  _check_lengths(targets, scores)
+  return {"perplexity": math.exp(-sum(scores) / len(scores))}
+
+
+def _bare_word(text: str) -> str:
+  """Returns the first word without punctuation at its end; of punctuation alone, all of it."""
+  word = (text.split() or [""])[0]
+  # What stands within a word, as the apostrophe, has letters on both sides.
+  return re.sub(r"\W+$|(?<=\w)[^\w\s'’-].*$", "", word) or word
 
 
 def _first_word(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,10 +18,10 @@ from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 
-from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
-from rosetta_t5.data.prepared.sampling import Schedule, Segments
+from rosetta_t5.data.prepared.corruption import keys_of
+from rosetta_t5.data.prepared.objectives import Objective
+from rosetta_t5.data.prepared.sampling import InProportion, Schedule, Segments
 
-_END = 1  # of T5's and our own vocabularies
 HostBatch = dict[str, np.ndarray]
 
 
@@ -28,99 +29,92 @@ HostBatch = dict[str, np.ndarray]
 class Batches:
   """This host's rows of every batch.
 
+  A source is a folder under an objective: UL2 makes seven of each folder.
+
   Attributes:
     segments: what each source is cut into.
+    objectives: what becomes of each source's segments.
     schedule: from an example's number to its source.
     lengths: of "inputs" and "targets", or of "targets" alone.
-    vocab_size: with sentinels.
     batch_size: rows of the global batch.
     rows: this host's of them.
-    seed: of the corruption.
-    noise: density and mean span length; None gives plain targets for a decoder alone.
-    pack: add segment ids and positions. (Every row is one full segment already.)
+    seed: of the objectives.
+    pack: add segment ids and positions. (Every row is one segment already.)
     unreadable: examples that another had to stand for.
   """
 
   segments: Sequence[Segments]
+  objectives: Sequence[Objective]
   schedule: Schedule
   lengths: Mapping[str, int]
-  vocab_size: int
   batch_size: int
   rows: range
   seed: int
-  noise: tuple[float, float] | None
   pack: bool
   unreadable: int = 0
 
   def __getitem__(self, step: int) -> HostBatch:
     """Returns the batch of a step."""
-    return self._make([step * self.batch_size + row for row in self.rows])
+    return self.make([step * self.batch_size + row for row in self.rows])
 
   def one_epoch(self, most: int) -> OneEpoch:
     """Returns batches in order, at most `most`; rows after the last example are empty."""
-    return OneEpoch(self, min(most, -(-self.examples // self.batch_size)))
+    counts = [segments.count for segments in self.segments]
+    return OneEpoch(self, InProportion(counts, most * self.batch_size))
 
-  @property
-  def examples(self) -> int:
-    """Examples in one pass over all sources."""
-    return sum(segments.count for segments in self.segments)
-
-  def epochs(self, step: int) -> list[float]:
-    """Returns how many times each source was read when a step begins."""
+  def epochs(self, step: int) -> dict[pathlib.Path, float]:
+    """Returns how many times each folder was read when a step begins."""
     number = step * self.batch_size
-    return [
-      self.schedule.before(number, source) / segments.count
-      for source, segments in enumerate(self.segments)
-    ]
+    epochs: dict[pathlib.Path, float] = {}
+    for source, segments in enumerate(self.segments):
+      folder, passes = segments.stream.folder, self.schedule.before(number, source) / segments.count
+      epochs[folder] = epochs.get(folder, 0.0) + passes
+    return epochs
 
   def fingerprint(self) -> str:
     """Returns a digest of what a step's batch depends on, beside its shape and this host's rows."""
     facts = [
-      [[segments.stream.digest, segments.length, segments.seed] for segments in self.segments],
-      self.schedule.shares,
-      [self.seed, self.noise, self.vocab_size],
+      [(segments.stream.digest, segments.seed) for segments in self.segments],
+      [self.schedule.shares, self.seed, *self.objectives],
     ]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
   def measures(self, step: int) -> dict[str, float]:
     """Returns numbers for a run's metrics when a step begins: epochs by folder, what is damaged."""
-    folders = [segments.stream.folder for segments in self.segments]
-    names = [folder.name for folder in folders]
+    epochs = self.epochs(step)
+    names = [folder.name for folder in epochs]
     if len(set(names)) < len(names):
       names = [f"{number}_{name}" for number, name in enumerate(names)]
-    told = {f"data/epochs/{name}": n for name, n in zip(names, self.epochs(step), strict=True)}
+    told = {f"data/epochs/{name}": n for name, n in zip(names, epochs.values(), strict=True)}
     return {**told, "data/unreadable": float(self.unreadable)} if self.unreadable else told
 
-  def last(self, step: int) -> HostBatch:
-    """Returns a batch whose rows beyond the last example are empty."""
-    numbers = [step * self.batch_size + row for row in self.rows]
-    batch = self._make([min(number, self.examples - 1) for number in numbers])
-    for values in batch.values():
-      values[[number >= self.examples for number in numbers]] = 0
-    return batch
-
-  def _make(self, numbers: Sequence[int]) -> HostBatch:
-    tokens_BL = self._read([self.schedule.place(number) for number in numbers])
-    if self.noise is None:
-      return self._model_features({"targets": tokens_BL})
+  def make(
+    self, numbers: Sequence[int], schedule: Schedule | InProportion | None = None
+  ) -> HostBatch:
+    """Makes the rows of these examples; the rows of each source together."""
+    places = [(schedule or self.schedule).place(number) for number in numbers]
     keys_B = keys_of(self.seed, np.array(numbers))
-    inputs, targets = corrupt_spans(tokens_BL, keys_B, self.vocab_size, *self.noise)
-    return self._model_features({"inputs": _ended(inputs), "targets": _ended(targets)})
-
-  def _read(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Reads the segments of a batch, those of each source together."""
-    tokens_BL = np.empty((len(places), self.segments[0].length), np.int32)
-    for source, segments in enumerate(self.segments):
+    features = {
+      name: np.zeros((len(numbers), length), np.int32) for name, length in self.lengths.items()
+    }
+    for source, (segments, objective) in enumerate(
+      zip(self.segments, self.objectives, strict=True)
+    ):
       rows = [row for row, (of_row, _) in enumerate(places) if of_row == source]
-      numbers = [places[row][1] for row in rows]
-      try:
-        tokens_BL[rows] = segments.stream.read(
-          [segments.start(n) for n in numbers], segments.length
-        )
-      except ValueError:
-        for row, number in zip(rows, numbers, strict=True):
-          tokens_BL[row] = self._read_or_replace(segments, number)
-    return tokens_BL
+      if not rows:
+        continue
+      tokens_BL = self._read(segments, [places[row][1] for row in rows])
+      for name, values in objective.features(tokens_BL, keys_B[rows]).items():
+        features[name][rows, : values.shape[1]] = values
+    return self._model_features(features)
+
+  def _read(self, segments: Segments, numbers: Sequence[int]) -> np.ndarray:
+    """Reads segments of one source."""
+    starts = [segments.start(number) for number in numbers]
+    try:
+      return segments.stream.read(starts, segments.length)
+    except ValueError:
+      return np.stack([self._read_or_replace(segments, number) for number in numbers])
 
   def _read_or_replace(self, segments: Segments, number: int) -> np.ndarray:
     """Reads a segment; where its shard is damaged, the next one that is not."""
@@ -135,7 +129,7 @@ class Batches:
 
   def _model_features(self, features: Mapping[str, np.ndarray]) -> HostBatch:
     """What SeqIO's feature converters would make of the task's features."""
-    targets = _padded(features["targets"], self.lengths["targets"])
+    targets = features["targets"]
     is_real = (targets > 0).astype(np.int32)
     batch = {
       "decoder_target_tokens": targets,
@@ -144,9 +138,8 @@ class Batches:
     }
     marks = {"decoder": is_real}
     if "inputs" in features:
-      inputs = _padded(features["inputs"], self.lengths["inputs"])
-      batch["encoder_input_tokens"] = inputs
-      marks["encoder"] = (inputs > 0).astype(np.int32)
+      batch["encoder_input_tokens"] = features["inputs"]
+      marks["encoder"] = (features["inputs"] > 0).astype(np.int32)
     if self.pack:
       for side, real in marks.items():
         batch[f"{side}_segment_ids"] = real
@@ -159,13 +152,23 @@ class OneEpoch:
   """An evaluation's batches, to be gone through again and again."""
 
   batches: Batches
-  count: int
+  schedule: InProportion
 
   def __iter__(self) -> Iterator[HostBatch]:
-    return (self.batches.last(step) for step in range(self.count))
+    return (self.batch(step) for step in range(len(self)))
 
   def __len__(self) -> int:
-    return self.count
+    return -(-len(self.schedule) // self.batches.batch_size)
+
+  def batch(self, step: int) -> HostBatch:
+    """Returns a batch whose rows beyond the last example are empty."""
+    first = step * self.batches.batch_size
+    numbers = [first + row for row in self.batches.rows]
+    last = len(self.schedule) - 1
+    batch = self.batches.make([min(number, last) for number in numbers], self.schedule)
+    for values in batch.values():
+      values[[number > last for number in numbers]] = 0
+    return batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +244,3 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
     if state.get("data", self.batches.fingerprint()) != self.batches.fingerprint():
       raise ValueError("it is a step of other prepared folders, rates, objective or seed")
     self._start(int(state["step"]))
-
-
-def _ended(tokens: np.ndarray) -> np.ndarray:
-  return np.pad(tokens, ((0, 0), (0, 1)), constant_values=_END)
-
-
-def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
-  return np.pad(tokens, ((0, 0), (0, length - tokens.shape[1])))

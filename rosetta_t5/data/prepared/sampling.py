@@ -90,6 +90,27 @@ class Schedule:
     return number * self._shares[source] / self._shares.sum()
 
 
+class InProportion:
+  """Every example of the sources once, theirs in order, mixed evenly: for evaluation."""
+
+  def __init__(self, counts: Sequence[int], most: int):
+    """Args: counts: examples of each source; most: how many are wanted in all."""
+    wanted = min(most, sum(counts))
+    # No source has more than its part among the first ones, but for one.
+    parts = [min(count, wanted * count // sum(counts) + 1) for count in counts]
+    sources = np.repeat(np.arange(len(counts)), parts)
+    ranks = np.concatenate([np.arange(part) for part in parts])
+    order = np.lexsort((sources, (ranks + 0.5) / np.asarray(counts)[sources]))[:wanted]
+    self._sources, self._ranks = sources[order], ranks[order]
+
+  def __len__(self) -> int:
+    return len(self._ranks)
+
+  def place(self, number: int) -> tuple[int, int]:
+    """Returns the source of an example, and how many of that source come before it."""
+    return int(self._sources[number]), int(self._ranks[number])
+
+
 def _whole_shares(rates: Sequence[float], total: int) -> np.ndarray:
   """Shares of `total` by largest remainder, none of them 0."""
   exact = np.asarray(rates, np.float64) / math.fsum(rates) * total

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.prepared.feed import Batches, PreparedIterator
+from rosetta_t5.data.prepared.objectives import OBJECTIVES, make_objectives
 from rosetta_t5.data.prepared.sampling import Schedule, Segments
 from rosetta_t5.data.prepared.token_stream import TokenStream, read_manifest
-from rosetta_t5.data.span_corruption import random_spans_helper
 
 if TYPE_CHECKING:
   from rosetta_t5.data.dataset_config import DatasetConfig
-
-OBJECTIVES = ("span_corruption", "causal_lm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +21,12 @@ class PreparedTask:
 
   Attributes:
     folders: what `rosetta-t5 prepare` wrote.
-    objective: "span_corruption", or "causal_lm" for decoder-only models.
+    objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
     rates: how often each folder is drawn from; None draws evenly from all tokens.
     extra_ids: sentinels above the vocabulary's pieces.
     name: in logs and metrics.
-    noise_density: part of the tokens that is dropped.
-    mean_span_length: tokens of a dropped span, on average.
+    noise_density: part of the tokens that span_corruption drops.
+    mean_span_length: tokens of a span that it drops, on average.
   """
 
   folders: tuple[str, ...]
@@ -82,23 +80,30 @@ class PreparedTask:
       ValueError: the lengths do not fit, the split is not there or is shorter than an example.
     """
     lengths = dict(cfg.task_feature_lengths)
-    length = self._segment_length(lengths)
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
+    objectives = make_objectives(
+      self.objective,
+      lengths,
+      streams[0].manifest["vocabulary"]["pieces"],
+      self.extra_ids,
+      streams[0].encode,
+      self.noise_density,
+      self.mean_span_length,
+    )
+    sources = [(stream, objective) for stream in streams for objective in objectives]
     segments = [
-      Segments(stream, length, seed + 7919 * number, cfg.shuffle)
-      for number, stream in enumerate(streams)
+      Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
+      for number, (stream, objective) in enumerate(sources)
     ]
     rates = self.rates or [float(stream.size) for stream in streams]
-    manifest = streams[0].manifest
     return Batches(
       segments=segments,
-      schedule=Schedule(rates, seed),
+      objectives=[objective for _, objective in sources],
+      schedule=Schedule([rate for rate in rates for _ in objectives], seed),
       lengths=lengths,
-      vocab_size=manifest["vocabulary"]["pieces"] + self.extra_ids,
       batch_size=cfg.batch_size,
       rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
       seed=seed,
-      noise=None if self.objective == "causal_lm" else (self.noise_density, self.mean_span_length),
       pack=cfg.pack,
     )
 
@@ -113,25 +118,6 @@ class PreparedTask:
     cfg = dataclasses.replace(cfg, shuffle=False)
     return self.batches(cfg, shard, shards, cfg.seed or 0).one_epoch(steps)
 
-  def _segment_length(self, lengths: dict[str, int]) -> int:
-    wanted = {"targets"} if self.objective == "causal_lm" else {"inputs", "targets"}
-    if set(lengths) != wanted:
-      raise ValueError(
-        f"TASK_FEATURE_LENGTHS = {lengths}, but {self.objective} has {sorted(wanted)}: name these"
-      )
-    if self.objective == "causal_lm":
-      return lengths["targets"]
-    tokens, targets = random_spans_helper(
-      lengths["inputs"], self.noise_density, self.mean_span_length
-    )
-    if lengths["targets"] < targets:
-      raise ValueError(
-        f"Span corruption of {lengths['inputs']} input tokens makes targets of {targets} tokens, "
-        f"but TASK_FEATURE_LENGTHS gives them {lengths['targets']}: set 'targets' to at least "
-        f"{targets}."
-      )
-    return tokens
-
 
 def prepared_task(
   folders: str | Sequence[str],
@@ -139,7 +125,16 @@ def prepared_task(
   rates: Sequence[float] | None = None,
   extra_ids: int = 100,
   name: str = "prepared",
+  noise_density: float = 0.15,
+  mean_span_length: float = 3.0,
 ) -> PreparedTask:
   """Returns prepared folders as a task; see `PreparedTask`."""
-  folders = (folders,) if isinstance(folders, str) else tuple(folders)
-  return PreparedTask(folders, objective, tuple(rates) if rates else None, extra_ids, name)
+  return PreparedTask(
+    (folders,) if isinstance(folders, str) else tuple(folders),
+    objective,
+    tuple(rates) if rates else None,
+    extra_ids,
+    name,
+    noise_density,
+    mean_span_length,
+  )

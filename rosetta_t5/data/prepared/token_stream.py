@@ -70,6 +70,12 @@ class TokenStream:
     """The vocabulary's file."""
     return str(self.folder / VOCABULARY)
 
+  def encode(self, text: str) -> list[int]:
+    """Returns a text's tokens."""
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=self.vocabulary).encode(text)
+
   def __getstate__(self) -> dict[str, Any]:
     """Open files stay behind when this goes to another process."""
     return {**self.__dict__, "_indices": {}, "_readers": {}, "_lock": None}

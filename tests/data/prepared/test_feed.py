@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 import time
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_hosts_have_together_the_batch_that_one_has(folders: list[str], hosts: i
       np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
 
 
+def test_a_mixture_of_denoisers_is_the_same_on_any_hosts_and_mixes_evenly(
+  folders: list[str],
+) -> None:
+  cfg = config(prepared_task(folders, objective="ul2", extra_ids=30), batch_size=16)
+  cfg = dataclasses.replace(cfg, task_feature_lengths={"inputs": 40, "targets": 40})
+  alone = get_dataset(cfg, 0, 1, None)
+  feeds = [get_dataset(cfg, host, 4, None) for host in range(4)]
+  for _ in range(6):
+    whole, parts = next(alone), [next(feed) for feed in feeds]
+    for name, value in whole.items():
+      np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
+  places = [alone.batches.schedule.place(number)[0] for number in range(1000)]
+  of_folders = np.bincount(places).reshape(2, 7)
+  assert np.ptp(of_folders, axis=1).max() <= 1
+  small, large = (stream.stream.size for stream in alone.batches.segments[::7])
+  assert of_folders.sum(axis=1) == pytest.approx(
+    [1000 * s / (small + large) for s in (small, large)], abs=7
+  )
+
+
 def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: list[str]) -> None:
   batches = prepared_task(folders[0]).batches(config("", batch_size=1), 0, 1, 5)
   (segments,) = batches.segments
@@ -116,7 +137,7 @@ def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: lis
   for starts in (first, second):
     assert set(np.diff(sorted(starts))) == {segments.length}
   assert np.argsort(first).tolist() != np.argsort(second).tolist()
-  assert batches.epochs(segments.count) == [1.0]
+  assert list(batches.epochs(segments.count).values()) == [1.0]
 
 
 def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_a_million(
@@ -220,11 +241,28 @@ def test_evaluation_ends_alike_everywhere_and_counts_nothing_twice(folders: list
   batches = [list(host) for host in hosts]
   assert len(batches[0]) == len(batches[1]) > 1
   rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
-  assert len(rows) == hosts[0].batches.examples
+  assert len(rows) == sum(segments.count for segments in hosts[0].batches.segments)
   assert len(rows) % 4  # else the last batch would be full, and nothing shown
   assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2  # again, for the next time
   short = get_training_eval_datasets(cfg, 0, 2, 1, None)["prepared"]
   assert len(list(short)) == 1
+
+
+@pytest.mark.parametrize("objective", ["span_corruption", "prefix_lm"])
+def test_evaluation_of_several_folders_has_each_segment_once_and_both_from_the_beginning(
+  folders: list[str], objective: str
+) -> None:
+  task = prepared_task(folders, objective=objective, rates=[1, 1])  # rates are for training
+  cfg = config(task, split="validation", batch_size=4)
+  evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
+  counts = [segments.count for segments in evaluation.batches.segments]
+  assert counts[1] > 2 * counts[0]
+  places = [evaluation.schedule.place(number) for number in range(len(evaluation.schedule))]
+  assert sorted(places) == [(s, rank) for s in range(2) for rank in range(counts[s])]
+  first = [source for source, _ in places[: len(places) // 2]]
+  assert np.bincount(first) == pytest.approx(np.array(counts) / 2, abs=1)
+  few = get_training_eval_datasets(cfg, 0, 1, 2, None)["prepared"]
+  assert [few.schedule.place(number) for number in range(8)] == places[:8]
 
 
 def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
@@ -247,7 +285,8 @@ def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
   restarted.restore(tmp_path / "position")
   assert restarted.measures() == pytest.approx(expected)
   restarted.close()
-  same_name = prepared_task([folders[0], folders[0]]).batches(cfg, 0, 1, 0)
+  copy = shutil.copytree(folders[0], tmp_path / "other" / "a")
+  same_name = prepared_task([folders[0], str(copy)]).batches(cfg, 0, 1, 0)
   assert list(same_name.measures(0)) == ["data/epochs/0_a", "data/epochs/1_a"]
 
 
@@ -265,8 +304,6 @@ def test_rates_hold_in_every_thousand_examples() -> None:
 def test_a_damaged_record_is_replaced_the_same_way_each_time(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
-  import shutil
-
   copy = tmp_path / "copy"
   shutil.copytree(folders[0], copy)
   (shard,) = copy.glob("train-*.array_record")

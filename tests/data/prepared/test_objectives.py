@@ -1,0 +1,189 @@
+"""What becomes of prepared segments: nothing lost, T5's lengths and counts, UL2's denoisers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rosetta_t5.data.objectives import UL2_DENOISERS, denoise_in_mode
+from rosetta_t5.data.prepared.corruption import keys_of
+from rosetta_t5.data.prepared.objectives import make_objectives
+
+PIECES = 1000
+EXTRA_IDS = 200
+VOCAB_SIZE = PIECES + EXTRA_IDS
+BOTH = {"inputs": 512, "targets": 512}
+
+
+def encode(text: str) -> list[int]:
+  return [3 + ord(character) % 50 for character in text]
+
+
+def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray, Any, dict]]:
+  """Returns for each objective its segments, itself, and the features that it made of them."""
+  lengths = options.pop("lengths", BOTH)
+  found = []
+  for objective in make_objectives(name, lengths, PIECES, EXTRA_IDS, encode, **options):
+    tokens = np.random.default_rng(0).integers(3, PIECES, (rows, objective.length), np.int32)
+    found.append((tokens, objective, objective.features(tokens, keys_of(3, np.arange(rows)))))
+  return found
+
+
+def restored(inputs: Sequence[int], targets: Sequence[int]) -> list[int]:
+  """Puts the targets' spans in place of the inputs' sentinels; both end."""
+  assert inputs[-1] == targets[-1] == 1
+  spans: dict[int, list[int]] = {}
+  for token in targets[:-1]:
+    if token >= PIECES:
+      span = spans.setdefault(int(token), [])
+    else:
+      span.append(int(token))
+  assert list(spans) == [VOCAB_SIZE - 1 - number for number in range(len(spans))]
+  return [t for token in inputs[:-1] for t in spans.get(int(token), [int(token)])]
+
+
+def unpadded(row: np.ndarray) -> np.ndarray:
+  size = np.count_nonzero(row)
+  assert not row[size:].any()
+  return row[:size]
+
+
+def test_a_prefix_lms_two_parts_are_the_segment_and_any_cut_is_as_likely() -> None:
+  ((tokens, objective, made),) = features("prefix_lm", rows=4000)
+  assert objective.length == 511
+  ends = []
+  for row, inputs, targets in zip(tokens, made["inputs"], made["targets"], strict=True):
+    inputs, targets = unpadded(inputs), unpadded(targets)
+    assert inputs[-1] == targets[-1] == 1
+    np.testing.assert_array_equal(np.concatenate([inputs[:-1], targets[:-1]]), row)
+    ends.append(len(targets) - 1)
+  assert min(ends) >= 1
+  assert max(ends) <= 510
+  quarters = np.histogram(ends, bins=4, range=(0, 511))[0] / 4000
+  np.testing.assert_allclose(quarters, 0.25, atol=0.03)
+
+
+def test_ul2_has_seven_denoisers_that_tell_their_modes_and_lose_nothing() -> None:
+  made = features("ul2")
+  assert len(made) == 7
+  for (tokens, objective, pair), denoiser in zip(made, UL2_DENOISERS.values(), strict=True):
+    mode = encode(denoiser.mode)
+    for row, inputs, targets in zip(tokens, pair["inputs"], pair["targets"], strict=True):
+      inputs, targets = unpadded(inputs), unpadded(targets)
+      assert max(len(inputs), len(targets)) <= 512
+      assert inputs[: len(mode)].tolist() == mode
+      inputs = inputs[len(mode) :]
+      if denoiser.mean_length is None:
+        whole = [*inputs[:-1].tolist(), *targets[:-1].tolist()]
+      else:
+        whole = restored(inputs, targets)
+        dropped = np.count_nonzero(targets[:-1] < PIECES)
+        spans = np.count_nonzero(targets >= PIECES)
+        assert dropped == round(objective.length * denoiser.density)
+        assert spans == max(1, round(dropped / denoiser.mean_length))
+      assert whole == row.tolist()
+
+
+def test_the_sequential_denoisers_ends_are_a_quarter_on_average() -> None:
+  *_, (_, objective, made) = features("ul2", rows=4000)
+  ends = np.count_nonzero(made["targets"], axis=1) - 1
+  assert ends.mean() / objective.length == pytest.approx(0.25, abs=0.01)
+  assert ends.max() <= round(objective.length / 2)
+
+
+@pytest.mark.parametrize("name", ["span_corruption", "prefix_lm"])
+def test_rows_depend_on_their_own_key_alone(name: str) -> None:
+  ((tokens, objective, together),) = features(name)
+  alone = objective.features(tokens[7:8], keys_of(3, np.array([7])))
+  for feature, values in alone.items():
+    np.testing.assert_array_equal(values[0], together[feature][7])
+
+
+def corrupted_by(function: Any, tokens: np.ndarray, lengths: dict[str, int], **options: Any) -> Any:
+  """Runs a preprocessor of tf.data over one long text."""
+  import seqio
+  import tensorflow as tf
+
+  class Pieces(seqio.PassThroughVocabulary):
+    def encode(self, s: Any) -> Any:
+      return encode(s)
+
+  feature = seqio.Feature(Pieces(VOCAB_SIZE, eos_id=1))
+  dataset = tf.data.Dataset.from_tensors({"targets": tf.constant(tokens.ravel()[:60_000])})
+  given = {"sequence_length": lengths, "output_features": dict.fromkeys(lengths, feature)}
+  with seqio.map_seed_manager(1):
+    return list(function(dataset, **given, **options).as_numpy_iterator())[:-1]
+
+
+def counts(inputs: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
+  """Lengths, dropped tokens, spans: the same for every full row."""
+  return len(inputs), len(targets), int((targets < PIECES).sum()), int((targets >= PIECES).sum())
+
+
+@pytest.mark.parametrize(
+  ("lengths", "options"),
+  [
+    ({"inputs": 512, "targets": 114}, {}),
+    pytest.param({"inputs": 512, "targets": 128}, {}, marks=pytest.mark.slow),
+    pytest.param({"inputs": 100, "targets": 60}, {"density": 0.3}, marks=pytest.mark.slow),
+    pytest.param(
+      {"inputs": 512, "targets": 512},
+      {"density": 0.5, "mean_length": 3.0},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param({"inputs": 256, "targets": 80}, {"mean_length": 8.0}, marks=pytest.mark.slow),
+  ],
+)
+def test_rows_have_the_lengths_and_counts_of_t5s_own_preprocessor(
+  lengths: dict[str, int], options: dict[str, float]
+) -> None:
+  theirs = pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
+  ((tokens, _, made),) = features("span_corruption", rows=200, lengths=lengths, **options)
+  renamed = {"density": "noise_density", "mean_length": "mean_noise_span_length"}
+  expected = corrupted_by(
+    theirs.span_corruption, tokens, lengths, **{renamed[k]: v for k, v in options.items()}
+  )
+  assert len(expected) > 50
+  wanted = {counts(e["inputs"], e["targets"]) for e in expected}
+  pairs = zip(made["inputs"], made["targets"], tokens, strict=True)
+  found = set()
+  for inputs, targets, row in pairs:
+    inputs, targets = unpadded(inputs), unpadded(targets)
+    found.add(counts(inputs[:-1], targets[:-1]))
+    assert restored(inputs, targets) == row.tolist()
+  assert found == wanted
+  assert len(wanted) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(7))
+def test_ul2s_rows_have_the_lengths_and_counts_of_those_made_of_files(number: int) -> None:
+  tokens, objective, made = features("ul2", rows=120)[number]
+  denoiser = list(UL2_DENOISERS.values())[number]
+  expected = corrupted_by(denoise_in_mode, tokens, BOTH, denoiser=denoiser)
+  theirs = {counts(e["inputs"], e["targets"]) for e in expected}
+  pairs = [(unpadded(i)[:-1], unpadded(t)[:-1]) for i, t in zip(*made.values(), strict=True)]
+  ours = {counts(*pair) for pair in pairs}
+  if denoiser.mean_length is not None:
+    assert ours == theirs
+    return
+  mode = len(encode(denoiser.mode))
+  for found in (ours, theirs):
+    assert {inputs + targets - mode for inputs, targets, *_ in found} == {objective.length}
+
+
+def test_more_spans_than_sentinels_are_told(caplog: pytest.LogCaptureFixture) -> None:
+  make_objectives("ul2", BOTH, PIECES, 100, encode)
+  assert "758 tokens have 126 dropped spans, but there are 100 sentinels" in caplog.text
+
+
+def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
+  with pytest.raises(ValueError, match=r"objective = 'spans' is none of span_corruption, prefix"):
+    features("spans")
+  with pytest.raises(ValueError, match=r"but ul2 has \['inputs', 'targets'\]: name these"):
+    features("ul2", lengths={"targets": 512})
+  with pytest.raises(ValueError, match=r"noise density 0\.5, .*set 'targets' to at least \d+"):
+    features("ul2", lengths={"inputs": 512, "targets": 114})
