@@ -366,7 +366,10 @@ class OrbaxCheckpointManagerInterface:
   def _orbax(self) -> ocp.CheckpointManager:
     """Returns the manager that writes, made on first use: it creates the folder and cleans up."""
     if self._writer is None:
-      handlers: dict[str, Any] = {folders.STATE_ITEM: ocp.PyTreeCheckpointHandler()}
+      handlers: dict[str, Any] = {
+        # Compressed, parameters would be 8% smaller, and take three times as long to write and read.
+        folders.STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)
+      }
       if self._dataset_iterator is not None:
         handlers[folders.DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(

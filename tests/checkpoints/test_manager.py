@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
 from rosetta_t5.checkpoints.pins import pin_checkpoint
@@ -257,3 +258,15 @@ def test_missing_step_is_named_beside_those_that_exist(setup, tmp_path):
   manager.close()
   with pytest.raises(ValueError, match=r"no checkpoint of step 2 in .*: there are steps 1"):
     manager.restore(step=2)
+
+
+def test_what_is_saved_is_not_compressed_which_would_take_longer_than_the_disk(
+  make_setup, tmp_path
+):
+  setup = make_setup(module=Tiny(width=4096))
+  manager = setup.manager(tmp_path)
+  manager.save(jax.tree.map(jnp.zeros_like, setup.state()))
+  manager.close()
+  arrays = read_arrays(tmp_path / "checkpoint_0")
+  stored = sum(path.stat().st_size for path in tmp_path.rglob("d/*"))
+  assert stored > arrays["target/wi"].nbytes + arrays["target/wo"].nbytes > 200_000

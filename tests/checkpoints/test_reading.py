@@ -108,3 +108,11 @@ def test_chunk_that_is_gone_is_damage_not_zeros(setup, tmp_path):
   (tmp_path / "checkpoint_1/target.wi/0.0").unlink()
   with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_1 cannot be read"):
     setup.manager(tmp_path).restore()
+
+
+def test_whole_arrays_are_read_where_a_cpu_device_can_use_them_without_a_copy(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.close()
+  arrays = read_arrays(tmp_path / "checkpoint_1")
+  assert all(array.get().ctypes.data % 64 == 0 for array in arrays.values())

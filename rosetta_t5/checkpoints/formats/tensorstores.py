@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from rosetta_t5.checkpoints.lazy_arrays import Index, StoredArray
 
 _GCS = "gs://"
 _CACHE_BYTES = 100_000_000
+_ALIGNMENT = 64
 
 
 def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -61,7 +63,17 @@ def _array(store: ts.TensorStore) -> StoredArray:
   bits = dtype == np.uint16  # T5X's version 2 wrote bfloat16 so
 
   def read(index: Index) -> np.ndarray:
-    values = np.asarray((store[index] if index else store).read().result())
+    part = store[index] if index else store
+    values = _aligned(part.shape, dtype)
+    ts.array(values).write(part).result()
     return values.view(jnp.bfloat16) if bits else values
 
   return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Returns memory that a CPU's device can use as it is; what is not aligned it would copy."""
+  size = math.prod(shape) * dtype.itemsize
+  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + size].view(dtype).reshape(shape)
