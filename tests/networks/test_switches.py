@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
 from tiny_models import T5_1_1, make_batch, make_model, make_state, params_of
 
+from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.step import accumulate_gradients
@@ -56,10 +59,13 @@ def two_examples_a_row():
   return batch
 
 
-def step_of(config, loss_chunk_length, packed, microbatches, devices):
+def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8):
   """Returns a jitted function (params, batch) → (loss, gradients), and its arguments."""
-  module = Transformer(config)
-  loss_fn = make_model(module, z_loss=1e-3, loss_chunk_length=loss_chunk_length).loss_fn
+  scalable = isinstance(config, scalable_t5.T5Config)
+  module = (scalable_t5.Transformer if scalable else Transformer)(config)
+  model = make_model(module, z_loss=1e-3, loss_chunk_length=loss_chunk_length)
+  te_config = TransformerEngineConfig(enabled=fp8, emulate=True)
+  loss_fn = with_fp8(model, choose_fp8(te_config)).loss_fn
   state = make_state(module)
 
   def run(params, batch):
@@ -68,7 +74,10 @@ def step_of(config, loss_chunk_length, packed, microbatches, devices):
     )
     return loss, grads
 
-  arguments = (params_of(T5_1_1), two_examples_a_row() if packed else make_batch())
+  params = params_of(PLAIN if scalable else T5_1_1)
+  if scalable:
+    params = to_scanned(to_unscanned(params)) if config.scan_layers else to_unscanned(params)
+  arguments = (params, two_examples_a_row() if packed else make_batch())
   if devices == 1:
     return jax.jit(run), arguments
   partitioner = PjitPartitioner(num_partitions=2)
@@ -78,9 +87,9 @@ def step_of(config, loss_chunk_length, packed, microbatches, devices):
 
 
 @functools.cache
-def numbers(config, loss_chunk_length=None, packed=False, microbatches=1, devices=1):
-  """Returns loss and gradients from the parameters of `T5_1_1`."""
-  step, arguments = step_of(config, loss_chunk_length, packed, microbatches, devices)
+def numbers(config, loss_chunk_length=None, packed=False, microbatches=1, devices=1, fp8=False):
+  """Returns loss and gradients from the parameters of `T5_1_1`, or of scalable T5's test model."""
+  step, arguments = step_of(config, loss_chunk_length, packed, microbatches, devices, fp8)
   return jax.device_get(step(*arguments))
 
 
@@ -92,11 +101,14 @@ def assert_close(got, want, tolerance):
     assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.1e}"
 
 
-def check(row, plain, tolerance):
+def with_switches(row, config, **more):
   settings = dict(row)
   company = {name: settings.pop(name) for name in (*COMPANY, "loss_chunk_length")}
-  got = numbers(dataclasses.replace(plain, **settings), **company)
-  assert_close(got, numbers(plain, packed=row["packed"]), tolerance)
+  return numbers(dataclasses.replace(config, **settings), **company, **more)
+
+
+def check(row, plain, tolerance):
+  assert_close(with_switches(row, plain), numbers(plain, packed=row["packed"]), tolerance)
 
 
 @pytest.mark.parametrize("row", FEW)
@@ -108,6 +120,20 @@ def test_switches_change_no_number(row):
 @pytest.mark.parametrize("row", TABLE)
 def test_all_switches_in_every_company_change_no_number(row):
   check(TABLE[row], T5_1_1, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", list(TABLE)[::3])
+def test_all_switches_of_scanned_layers_give_the_numbers_of_unscanned_ones(row):
+  loss, grads = numbers(scalable(scan_layers=False), packed=TABLE[row]["packed"])
+  assert_close(with_switches(TABLE[row], scalable()), (loss, to_scanned(grads)), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", list(TABLE)[::5])
+def test_in_fp8_switches_change_numbers_by_its_rounding(row):
+  plain = numbers(T5_1_1, packed=TABLE[row]["packed"], fp8=True)
+  assert_close(with_switches(TABLE[row], T5_1_1, fp8=True), plain, 0.1)
 
 
 @pytest.mark.slow
