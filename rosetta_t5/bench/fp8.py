@@ -84,12 +84,14 @@ def train(args: argparse.Namespace, tokens: np.ndarray, fp8: bool) -> dict[str, 
   rng = jax.random.PRNGKey(1)
   losses, seconds = [], []
   batches = text_batches(tokens, args.batch, tuple(args.lengths), SIZES[args.size][-1])
-  for _ in range(args.steps):
+  for step in range(1, args.steps + 1):
     begun = time.perf_counter()
     batch = {name: jax.device_put(x, placed[name].sharding) for name, x in next(batches).items()}
     state, metrics = compiled(state, batch, rng)
     losses.append(float(metrics["loss_per_nonpadding_target_token"].compute()))
     seconds.append(time.perf_counter() - begun)
+    if step % max(1, args.steps // 4) == 0:
+      print(f"{'fp8' if fp8 else args.dtype} step {step}: loss {losses[-1]:.4f}", flush=True)
   return {
     "losses": losses,
     "final_loss": statistics.fmean(losses[-max(1, args.steps // 4) :]),
