@@ -27,6 +27,12 @@ def keys_of(*numbers: int | np.ndarray) -> np.ndarray:
   return np.asarray(key)
 
 
+def noise_and_spans(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
+  """Returns how many tokens of a row are dropped, in how many spans; at least one of each."""
+  noise = min(max(round(length * noise_density), 1), length - 1)
+  return noise, max(round(noise / mean_span_length), 1)
+
+
 def corrupt_spans(
   tokens_BL: np.ndarray,
   keys_B: np.ndarray,
@@ -44,8 +50,7 @@ def corrupt_spans(
     mean_span_length: tokens of a dropped span, on average.
   """
   batch, length = tokens_BL.shape
-  noise = min(max(round(length * noise_density), 1), length - 1)
-  spans = max(round(noise / mean_span_length), 1)
+  noise, spans = noise_and_spans(length, noise_density, mean_span_length)
   parts_BS2 = np.stack(
     [
       _random_parts(length - noise, spans, keys_of(keys_B, 0)),

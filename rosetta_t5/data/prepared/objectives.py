@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from rosetta_t5.data.objectives import UL2_DENOISERS, Denoiser, prefix_lengths
-from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
+from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of, noise_and_spans
 from rosetta_t5.data.span_corruption import segment_length
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
@@ -161,7 +161,17 @@ def _denoising(
   length = segment_length(
     lengths["inputs"] - len(mode), lengths["targets"], denoiser.density, denoiser.mean_length
   )
-  spans = round(length * denoiser.density / denoiser.mean_length)
+  # T5 counts no sentinel where less than half a span is dropped: such rows are shortened by one.
+  while length > 1:
+    noise, spans = noise_and_spans(length, denoiser.density, denoiser.mean_length)
+    inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
+    if inputs <= lengths["inputs"] and targets <= lengths["targets"]:
+      break
+    length -= 1
+  else:
+    raise ValueError(
+      f"TASK_FEATURE_LENGTHS = {dict(lengths)} leave no room for text: set longer ones"
+    )
   if spans > ids[1]:
     logging.warning(
       "Rows of %d tokens have %d dropped spans, but there are %d sentinels (prepared_task.extra_ids): "

@@ -187,3 +187,12 @@ def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
     features("ul2", lengths={"targets": 512})
   with pytest.raises(ValueError, match=r"noise density 0\.5, .*set 'targets' to at least \d+"):
     features("ul2", lengths={"inputs": 512, "targets": 114})
+  with pytest.raises(ValueError, match="leave no room for text: set longer ones"):
+    features("ul2", lengths={"inputs": 7, "targets": 7})
+
+
+@pytest.mark.parametrize("length", [16, 23, 32, 64])
+def test_short_rows_hold_what_is_made_of_them(length: int) -> None:
+  for tokens, _, made in features("ul2", lengths={"inputs": length, "targets": length}):
+    assert tokens.shape[1] > length // 3
+    assert all(values.shape[1] <= length for values in made.values())
