@@ -25,7 +25,7 @@ _FLAGS: tuple[tuple[Any, ...], ...] = (
   (flags.DEFINE_string, "coordinator_address", None, "HOST:PORT of process 0."),
   (flags.DEFINE_integer, "process_count", None, "How many processes there are."),
   (flags.DEFINE_integer, "process_index", None, "Which of them this is, from 0."),
-  (flags.DEFINE_integer, "initialization_timeout", 300, "Seconds to wait for all processes."),
+  (flags.DEFINE_integer, "initialization_timeout", 1800, "Seconds to wait for all processes."),
   (flags.DEFINE_enum, "run_mode", None, "What to run; for t5x.main.", RUN_MODES),
   (flags.DEFINE_bool, "dry_run", False, "Resolve everything, say all that is wrong, print what would "
    "be run, and touch no device."),
@@ -50,7 +50,7 @@ class CommandLine:
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
-  initialization_timeout: int = 300
+  initialization_timeout: int = 1800
   run_mode: str | None = None
   dry_run: bool = False
   devices: int | None = None
