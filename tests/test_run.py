@@ -38,15 +38,15 @@ def path_to_tasks():
   sys.path.remove(str(_HERE))
 
 
-def start(model_dir, *bindings):
-  """Runs run.gin in this process, on eight devices. Returns the exit status and what it said."""
+def start(model_dir, *bindings, gin_file="run.gin"):
+  """Runs a gin file in this process, on eight devices. Returns the exit status and what it said."""
   out, err = io.StringIO(), io.StringIO()
   status = 0
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     try:
       run_from_command_line(
-        train, ["train", f"--gin_file={_HERE / 'run.gin'}", f"--gin.MODEL_DIR='{model_dir}'",
-                *(f"--gin.{binding}" for binding in bindings)]
+        train, ["train", f"--gin_file={_HERE / gin_file}", f"--gin.MODEL_DIR='{model_dir}'",
+                f"--gin_search_paths={_HERE}", *(f"--gin.{binding}" for binding in bindings)]
       )  # fmt: skip
     except SystemExit as end:
       status = end.code
@@ -230,6 +230,32 @@ def test_run_that_becomes_nan_names_the_first_bad_tensor_and_the_last_good_check
   assert re.search(r"training is not finite \(NaN or infinity\) at step \d: first in \w+", err)
   assert f"The last good checkpoint is {tmp_path}/run/checkpoint_" in err
   assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recipe):
+  bindings = (
+    f"te_helper.TransformerEngineConfig.recipe = '{recipe}'",
+    "utils.SaveCheckpointConfig.period = 3",
+    "utils.SaveCheckpointConfig.save_dataset = True",
+  )
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  status, out, err = start(whole, *bindings, "TRAIN_STEPS = 6", gin_file="fp8.gin")
+  assert status == 0, err
+  assert f"fp8 XLA's own products, {recipe} scaling" in out
+  for steps in (3, 6):
+    status, _, err = start(broken, *bindings, f"TRAIN_STEPS = {steps}", gin_file="fp8.gin")
+    assert status == 0, err
+  assert logged(broken)[6]["loss"] == logged(whole)[6]["loss"]
+  # fp8's own state is there if the recipe has any, and no reason not to go on without fp8.
+  kept = (broken / "checkpoint_6" / "state" / "_METADATA").read_text()
+  assert ("_overwrite_with_gradient" in kept) == (recipe == "delayed")
+  status, out, err = start(
+    broken, *bindings, "TRAIN_STEPS = 8", "train.te_config_cls = None", gin_file="fp8.gin"
+  )
+  assert status == 0, err
+  assert "fp8 off" in out
 
 
 def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
