@@ -83,6 +83,30 @@ def test_lambada_asks_for_the_last_word() -> None:
   assert example == {"inputs": b'He said:\n"Go home, <extra_id_0>', "targets": b"Bob"}
 
 
+def test_zero_shot_lambada_is_the_passage_and_the_word_with_its_space() -> None:
+  task = catalogue.TASKS["lambada_eval"]
+  (example,) = texts(task.text_format, [{"text": 'He said:\n"Go home, Bob'}])
+  assert example == {"inputs": b'He said:\n"Go home,', "targets": b" Bob"}
+
+
+def test_a_known_task_takes_another_vocabulary(tmp_path: pathlib.Path) -> None:
+  seqio = import_seqio()
+  (tmp_path / "lambada").mkdir()
+  (tmp_path / "lambada/lambada_test.jsonl").write_text(json.dumps({"text": "Go home"}) + "\n")
+  name = catalogue.known_task("lambada_eval", seqio.ByteVocabulary())
+  assert catalogue.known_task("lambada_eval", seqio.ByteVocabulary()) == name
+  assert catalogue.known_task("lambada_eval", seqio.ByteVocabulary(extra_ids=7)) != name
+  task = seqio.get_mixture_or_task(name)
+  (example,) = task.get_dataset({"inputs": 9, "targets": 9}, "test", shuffle=False)
+  # Bytes from 3 on, and no end token: the word goes on where the passage stops.
+  assert example["inputs"].numpy().tolist() == [byte + 3 for byte in b"Go"]
+  assert example["targets"].numpy().tolist() == [byte + 3 for byte in b" home"]
+  with pytest.raises(
+    ValueError, match=r"'lambada_evil' is no known task \(did you mean 'lambada_eval'"
+  ):
+    catalogue.known_task("lambada_evil", seqio.ByteVocabulary())
+
+
 def test_postprocessing() -> None:
   to_class = postprocessing.label_to_class(["no", "yes"])
   assert [to_class(text) for text in ("yes", "no", "maybe")] == [1, 0, -1]

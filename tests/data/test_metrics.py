@@ -94,3 +94,14 @@ def test_lambada_judges_the_first_word() -> None:
 def test_a_metric_of_nothing_is_refused() -> None:
   with pytest.raises(ValueError, match="0 targets and 0 predictions"):
     metrics.squad([], [])
+
+
+def test_the_next_word_counts_letter_by_letter_and_without_what_follows_it() -> None:
+  targets = ["Bob", "home", "don't", '"army', "Bob", "win"]
+  predictions = ["Bob,” he said", " home.", "don't you", '"army"', "bob", "winning"]
+  assert metrics.next_word(targets, predictions) == {"accuracy": pytest.approx(100 * 4 / 6)}
+
+
+def test_word_perplexity_takes_a_target_for_one_word() -> None:
+  scores = [np.log(0.5), np.log(0.125)]
+  assert metrics.word_perplexity(["a", "b"], scores) == {"perplexity": pytest.approx(4.0)}

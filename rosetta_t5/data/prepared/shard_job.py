@@ -170,15 +170,16 @@ class _ShardMaker:
 
   def _add(self, fields: Mapping[str, str]) -> None:
     split = "validation" if self._held_out.takes(fields) else "train"
-    text = fields["text"]
-    if len(text) > _CHARACTERS_A_PIECE:
-      *pieces, text = cut_at_spaces(text, _CHARACTERS_A_PIECE)
-      self._texts += pieces
-      self._ends += [""] * len(pieces)
-      self._characters += sum(map(len, pieces))
+    *pieces, last = cut_at_spaces(fields["text"], _CHARACTERS_A_PIECE)
+    for piece in pieces:
+      self._gather(piece, "")
+    self._gather(last, split)
+
+  def _gather(self, text: str, ends: str) -> None:
     self._texts.append(text)
-    self._ends.append(split)
+    self._ends.append(ends)
     self._characters += len(text)
+    # Within a document too: tokens as Python's numbers take twenty times the text's memory.
     if self._characters >= _CHARACTERS_A_BATCH:
       self._encode()
 

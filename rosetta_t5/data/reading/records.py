@@ -15,6 +15,9 @@ Record = Mapping[str, Any]
 # The place (a line's number, or a row's) and the record.
 Located = tuple[int, Record | BadExample]
 
+# A longer line or document is no example but another kind of file, and would fill the memory.
+LONGEST = 64 << 20  # bytes
+_TOO_LONG = f"more than {LONGEST >> 20} MB in one example"
 _BROKEN_FILE = (OSError, EOFError, ValueError)  # pyarrow's and lzma's errors are of these kinds
 
 
@@ -37,12 +40,23 @@ def read_records(path: str, layout: Layout | None = None) -> Iterator[Located]:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {reason[0][:200]}")
   except Exception as error:
-    if type(error).__module__.split(".")[0] not in ("lzma", "_lzma", "zlib", "pyarrow"):
+    module = type(error).__module__.split(".")[0]
+    if module not in ("lzma", "_lzma", "zlib", "pyarrow", "csv", "_csv"):
       raise
     yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {error}"[:300])
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+  """Yields lines; of one that is too long its beginning, which is too long as well."""
+  while line := file.readline(LONGEST + 1):
+    yield line
+    while len(line) > LONGEST and not line.endswith(b"\n"):
+      line = file.readline(LONGEST + 1)
+
+
 def _decoded(path: str, place: int, line: bytes) -> str | BadExample:
+  if len(line) > LONGEST:
+    return BadExample(path, place, _TOO_LONG)
   try:
     text = line.decode("utf-8")
   except UnicodeDecodeError as error:
@@ -53,11 +67,11 @@ def _decoded(path: str, place: int, line: bytes) -> str | BadExample:
 def _text(path: str, layout: Layout) -> Iterator[Located]:
   with open_bytes(path) as file:
     if layout.text_unit == "file":
-      units: Iterator[tuple[int, bytes]] = iter([(1, file.read())])
+      units: Iterator[tuple[int, bytes]] = iter([(1, file.read(LONGEST + 1))])
     elif layout.text_unit == "paragraph":
       units = _paragraphs(file)
     else:
-      units = enumerate(file, start=1)
+      units = enumerate(_lines(file), start=1)
     for place, raw in units:
       text = _decoded(path, place, raw)
       if isinstance(text, BadExample):
@@ -69,20 +83,23 @@ def _text(path: str, layout: Layout) -> Iterator[Located]:
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
   start = 1
   lines: list[bytes] = []
-  for number, line in enumerate(file, start=1):
+  size = 0
+  for number, line in enumerate(_lines(file), start=1):
     if line.strip():
       start = number if not lines else start
-      lines.append(line)
+      if size <= LONGEST:  # what is longer need not be whole to be refused
+        lines.append(line)
+        size += len(line)
     elif lines:
       yield start, b"".join(lines)
-      lines = []
+      lines, size = [], 0
   if lines:
     yield start, b"".join(lines)
 
 
 def _jsonl(path: str, layout: Layout) -> Iterator[Located]:
   with open_bytes(path) as file:
-    for place, raw in enumerate(file, start=1):
+    for place, raw in enumerate(_lines(file), start=1):
       if not raw.strip():
         continue
       yield place, _json_record(path, place, raw)
@@ -108,7 +125,7 @@ def _table(delimiter: str) -> Callable[[str, Layout], Iterator[Located]]:
       text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
       # tsv files as they are handed out (GLUE's, MNLI's) have quotes that are only characters
       quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-      csv.field_size_limit(1 << 30)
+      csv.field_size_limit(LONGEST)
       rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
       names = list(layout.columns or next(rows, []))
       for row in rows:
@@ -133,7 +150,7 @@ def _parquet(path: str, layout: Layout) -> Iterator[Located]:
   from pyarrow import parquet
 
   with parquet.ParquetFile(path) as file:
-    yield from _rows(file.iter_batches(batch_size=1024))
+    yield from _rows(file.iter_batches(batch_size=64))
 
 
 def _arrow(path: str, layout: Layout) -> Iterator[Located]:

@@ -19,6 +19,7 @@ from rosetta_t5.data.reading import (
   Layout,
   find_files,
   read_records,
+  records,
 )
 from rosetta_t5.data.reading.blocks import RECORDS_A_BLOCK, HashSplit
 from rosetta_t5.data.templates import make_converter
@@ -124,6 +125,30 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
   last = records[-1][1]
   assert isinstance(last, BadExample)
   assert "breaks off" in last.reason or "no JSON" in last.reason
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
+def test_an_endless_document_is_bad_and_is_not_read_into_memory(
+  tmp_path: pathlib.Path, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(records, "LONGEST", 100)
+  monkeypatch.setattr(records, "_TOO_LONG", "too long")
+  path = tmp_path / "a.txt"
+  path.write_text("before\n\n" + "x" * 1000 + "\nmore" * 50 + "\n\nafter\n")
+  found = [record for _, record in read_records(str(path), Layout(text_unit=unit))]
+  reasons = [record.reason for record in found if isinstance(record, BadExample)]
+  assert reasons == ["too long"]
+  if unit != "file":
+    assert [found[0], found[-1]] == [{"text": "before"}, {"text": "after"}]
+  lines = tmp_path / "a.jsonl"
+  lines.write_text('{"text": "a"}\n{"text": "' + "x" * 500 + '"}\n{"text": "b"}\n')
+  first, long, last = (record for _, record in read_records(str(lines)))
+  assert (first, last) == ({"text": "a"}, {"text": "b"})
+  assert str(long) == f"{lines}, line 2: too long"
+  table = tmp_path / "a.csv"
+  table.write_text(f"id,text\n1,a\n2,{'x' * 500}\n")
+  (broken,) = bad(table)
+  assert "breaks off here: field larger than field limit (100)" in broken.reason
 
 
 def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> None:
