@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import pathlib
@@ -127,12 +128,31 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
   assert "breaks off" in last.reason or "no JSON" in last.reason
 
 
+class InParts(io.BytesIO):
+  """A file that refuses to be read whole."""
+
+  def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+    assert size is not None
+    assert 0 < size <= 101
+    return super().readline(size)
+
+  def read(self, size: int | None = -1) -> bytes:
+    assert size is not None
+    assert 0 < size <= 101
+    return super().read(size)
+
+  def __next__(self) -> bytes:
+    raise AssertionError("lines of any length are read")
+
+
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
 def test_an_endless_document_is_bad_and_is_not_read_into_memory(
   tmp_path: pathlib.Path, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(records, "LONGEST", 100)
   monkeypatch.setattr(records, "_TOO_LONG", "too long")
+  in_parts = pytest.MonkeyPatch()
+  in_parts.setattr(records, "open_bytes", lambda path: InParts(pathlib.Path(path).read_bytes()))
   path = tmp_path / "a.txt"
   path.write_text("before\n\n" + "x" * 1000 + "\nmore" * 50 + "\n\nafter\n")
   found = [record for _, record in read_records(str(path), Layout(text_unit=unit))]
@@ -145,6 +165,7 @@ def test_an_endless_document_is_bad_and_is_not_read_into_memory(
   first, long, last = (record for _, record in read_records(str(lines)))
   assert (first, last) == ({"text": "a"}, {"text": "b"})
   assert str(long) == f"{lines}, line 2: too long"
+  in_parts.undo()
   table = tmp_path / "a.csv"
   table.write_text(f"id,text\n1,a\n2,{'x' * 500}\n")
   (broken,) = bad(table)
