@@ -94,6 +94,11 @@ check_data() {
     die "TFDS_DATA_DIR=$TFDS_DATA_DIR is no folder" "It holds the data sets, one folder each (docs/data.md)."
 }
 
+# check_vocabulary PATH
+check_vocabulary() {
+  [[ -f $1 ]] || die "VOCAB_PATH=$1 is no file" "It is a SentencePiece model, such as c4_en_301_5Mexp2_spm.model."
+}
+
 # new_finetuning_folder: copies the last checkpoint of MODEL_DIR, and goes on there.
 new_finetuning_folder() {
   local last

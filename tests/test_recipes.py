@@ -70,6 +70,26 @@ def test_models_have_the_published_sizes(name, millions):
   assert _parameters(name) / 1e6 == pytest.approx(millions, rel=3e-3)
 
 
+# Billions, as rounded by Brown et al. 2020 (175), Pax (126M, 5B), Narayanan et al. 2021 (the others).
+GPT = {"126m": "0.125", "5b": "5", "175b": "175", "1_7b": "1.7", "3_6b": "3.6", "7_5b": "7.5"} | {
+  "18_4b": "18.4",
+  "39_1b": "39.1",
+  "76_1b": "76.1",
+  "145_6b": "145.6",
+  "310_1b": "310.1",
+}
+
+
+@pytest.mark.parametrize(("size", "billions"), GPT.items())
+def test_gpt_s_have_the_published_sizes(size, billions):
+  digits = len(billions.partition(".")[2])
+  assert f"{_parameters(f'models/gpt/{size}') / 1e9:.{digits}f}" == billions
+
+
+def test_gpt_2_has_its_size_and_a_row_for_padding():
+  assert _parameters("models/gpt/gpt2") == 124_439_808 + 768  # transformers' count of gpt2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in TEXTS if n.startswith("models/")])
 def test_two_layers_stand_for_all_that_follow(name):

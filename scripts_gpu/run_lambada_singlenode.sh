@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Zero-shot LAMBADA by the GPT that run_pile_singlenode.sh has pretrained; the arguments are Pax's.
+#
+# usage: run_lambada_singlenode.sh TFDS_DATA_DIR VOCAB_PATH LOGDIR
+#
+#   TFDS_DATA_DIR  the folder of the data sets: lambada as made by TFDS, or lambada/lambada_test.jsonl
+#   VOCAB_PATH     the SentencePiece model of the pretraining
+#   LOGDIR         the pretraining's; its latest checkpoint is evaluated, into LOGDIR/lambada
+#
+# environment: GPT_SIZE (the pretraining's; default 126m), PYTHON, XLA_FLAGS (yours win), EVAL_ARGS (more flags,
+#   e.g. "--gin.utils.DatasetConfig.batch_size=8")
+#
+# It ends in a table: accuracy, in percent, of the last word by greedy decoding, and the word's perplexity.
+# Pax's 126M reached an accuracy of 39.7 ± 1.2.
+set -euo pipefail
+SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+# shellcheck source=training.sh
+source "$SCRIPTS_DIR/training.sh"
+help_if_asked "$@"
+
+(($# == 3)) || die "$# arguments are given, but there are 3" "See $(basename "$0") --help."
+TFDS_DATA_DIR=$1
+VOCAB_PATH=$2
+LOGDIR=$3
+GPT_SIZE=${GPT_SIZE:-126m}
+check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
+check_data
+check_vocabulary "$VOCAB_PATH"
+[[ $LOGDIR == /* ]] || LOGDIR=$PWD/$LOGDIR
+compgen -G "$LOGDIR/checkpoint_*" >/dev/null ||
+  die "$LOGDIR has no checkpoint" "Pretrain first: run_pile_singlenode.sh TFDS_DATA_DIR VOCAB_PATH $3"
+find_python
+gpus=$(count_gpus)
+use_gpus "$((gpus > 0 ? gpus : 1))"
+set_xla_flags one_node
+
+command=("$PYTHON" -u -m t5x.eval
+  --gin_file=gin/examples/gpt_126m_lambada_eval.gin
+  --gin_file="gin/models/gpt/$GPT_SIZE.gin"
+  --gin_file=gin/runs/eval_lambada.gin
+  --gin.DROPOUT_RATE=0.0
+  --gin.CHECKPOINT_PATH="\"$LOGDIR\""
+  --gin.utils.RestoreCheckpointConfig.mode='"latest"'
+  --gin.EVAL_OUTPUT_DIR="\"$LOGDIR/lambada\""
+  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\""
+  --tfds_data_dir="$TFDS_DATA_DIR")
+read -r -a more <<<"${EVAL_ARGS:-}"
+"${command[@]}" "${more[@]}" 2>&1 | tee "$LOGDIR/lambada_output.log"

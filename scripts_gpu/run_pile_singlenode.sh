@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Pretrains GPT on the Pile, on the GPUs of this machine, in one process; the arguments are Pax's.
+#
+# usage: run_pile_singlenode.sh TFDS_DATA_DIR VOCAB_PATH [LOGDIR [PREC [NUM_GPUS [PERCORE_BATCH_SIZE]]]]
+#    or: run_pile_singlenode.sh TFDS_DATA_DIR VOCAB_PATH PREC [NUM_GPUS [PERCORE_BATCH_SIZE [LOGDIR]]]
+#
+#   TFDS_DATA_DIR       the folder of the data sets: the_pile as made by TFDS, or its files as they were
+#   VOCAB_PATH          a SentencePiece model; Pax: c4_en_301_5Mexp2_spm.model
+#   LOGDIR              checkpoints, metrics and the log; default test_logdir
+#   PREC                bfloat16 or float32; default bfloat16
+#   NUM_GPUS            default all; where there is no GPU, so many devices on the CPU (default 1)
+#   PERCORE_BATCH_SIZE  sequences of 2048 tokens a GPU; default 4
+#
+# environment: GPT_SIZE (tiny, 126m, 5b, 175b, 1_7b, ... in gin/models/gpt; default 126m), ENABLE_FP8 (1 or 0;
+#   default 0), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS (more flags for the training command,
+#   e.g. "--gin.train.stats_period=10")
+#
+# The same command goes on where an interrupted run stopped.
+set -euo pipefail
+SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+# shellcheck source=training.sh
+source "$SCRIPTS_DIR/training.sh"
+help_if_asked "$@"
+
+(($# >= 2)) || die "$# arguments are given, but TFDS_DATA_DIR and VOCAB_PATH must be" "See $(basename "$0") --help."
+(($# <= 6)) || die "$# arguments are given, but there are 6" "See $(basename "$0") --help."
+TFDS_DATA_DIR=$1
+VOCAB_PATH=$2
+case ${3:-} in
+  bfloat16 | float32) set -- "$1" "$2" "${6:-test_logdir}" "$3" "${4:-}" "${5:-}" ;;
+esac
+LOGDIR=${3:-test_logdir}
+PREC=${4:-bfloat16}
+NUM_GPUS=${5:-$(count_gpus)}
+PERCORE_BATCH_SIZE=${6:-4}
+GPT_SIZE=${GPT_SIZE:-126m}
+ENABLE_FP8=${ENABLE_FP8:-0}
+
+[[ $NUM_GPUS != 0 || -n ${5:-} ]] || NUM_GPUS=1
+check_choice PREC "$PREC" float32 bfloat16
+check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
+check_choice ENABLE_FP8 "$ENABLE_FP8" 0 1
+check_number NUM_GPUS "$NUM_GPUS" 1
+check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
+check_data
+check_vocabulary "$VOCAB_PATH"
+find_python
+use_gpus "$NUM_GPUS"
+set_xla_flags one_node
+
+[[ $LOGDIR == /* ]] || LOGDIR=$PWD/$LOGDIR
+command=("$PYTHON" -u -m t5x.train
+  --gin_file=gin/examples/gpt_126m_pile_pretrain.gin
+  --gin_file="gin/models/gpt/$GPT_SIZE.gin"
+  --gin.DROPOUT_RATE=0.0
+  --gin.MODEL_DIR="\"$LOGDIR\""
+  --gin.BATCH_SIZE="$((NUM_GPUS * PERCORE_BATCH_SIZE))"
+  --gin.network.TransformerConfig.dtype="\"$PREC\""
+  --gin.network.TransformerConfig.fuse_qkv_params=True
+  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\""
+  --tfds_data_dir="$TFDS_DATA_DIR")
+[[ $ENABLE_FP8 == 0 ]] || command+=(
+  --gin.train.te_config_cls=@te_helper.TransformerEngineConfig --gin.te_helper.TransformerEngineConfig.enabled=1)
+[[ -z ${TRAIN_STEPS:-} ]] || command+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+read -r -a more <<<"${TRAIN_ARGS:-}"
+
+mkdir -p "$LOGDIR"
+log=$LOGDIR/pile_output.log
+note "GPT $GPT_SIZE, batch $((NUM_GPUS * PERCORE_BATCH_SIZE)), log $log"
+"${command[@]}" "${more[@]}" 2>&1 | tee "$log"

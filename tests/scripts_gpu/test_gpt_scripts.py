@@ -1,0 +1,89 @@
+"""Pax's scripts: the commands that they end in, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
+# Stands in for Python where only the command matters; what else the scripts ask of it, it is asked.
+_PYTHON = """#!/usr/bin/env bash
+[[ $1 == -u ]] || exec "{python}" "$@"
+printf '%s\\n' "$@"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path):
+  """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
+  python = tmp_path / "python"
+  python.write_text(_PYTHON.format(python=sys.executable))
+  python.chmod(0o755)
+  (tmp_path / "spm.model").touch()
+  root = str(_SCRIPTS.parent)
+  kept = {"PATH": os.environ["PATH"], "PYTHONPATH": root, "PYTHON": str(python)}
+
+  def run_script(script: str, *arguments: str, **environment: str):
+    command = ["bash", str(_SCRIPTS / script), *arguments]
+    kept_and_more = kept | environment
+    done = subprocess.run(
+      command, cwd=tmp_path, env=kept_and_more, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+  return run_script
+
+
+@pytest.mark.parametrize(
+  "arguments", [("logs/gpt", "float32", "2", "3"), ("float32", "2", "3", "logs/gpt")]
+)
+def test_pretraining_takes_both_orders_that_pax_has_had(run, tmp_path, arguments):
+  status, out, _ = run(
+    "run_pile_singlenode.sh", str(tmp_path), "spm.model", *arguments, GPT_SIZE="tiny"
+  )
+  assert status == 0
+  given = set(out.splitlines())
+  assert given >= {
+    "--gin_file=gin/examples/gpt_126m_pile_pretrain.gin",
+    "--gin_file=gin/models/gpt/tiny.gin",
+    f'--gin.MODEL_DIR="{tmp_path}/logs/gpt"',
+    "--gin.BATCH_SIZE=6",
+    '--gin.network.TransformerConfig.dtype="float32"',
+    '--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="spm.model"',
+    f"--tfds_data_dir={tmp_path}",
+  }
+  assert (tmp_path / "logs/gpt/pile_output.log").read_text() == out
+
+
+def test_lambada_is_judged_from_the_last_checkpoint_of_the_pretraining(run, tmp_path):
+  arguments = (str(tmp_path), "spm.model", "run")
+  status, _, err = run("run_lambada_singlenode.sh", *arguments)
+  assert status == 2
+  assert f"{tmp_path}/run has no checkpoint\n  Pretrain first: run_pile_singlenode.sh" in err
+  (tmp_path / "run/checkpoint_20").mkdir(parents=True)
+  status, out, _ = run("run_lambada_singlenode.sh", *arguments)
+  assert status == 0
+  assert set(out.splitlines()) >= {
+    f'--gin.CHECKPOINT_PATH="{tmp_path}/run"',
+    '--gin.utils.RestoreCheckpointConfig.mode="latest"',
+    f'--gin.EVAL_OUTPUT_DIR="{tmp_path}/run/lambada"',
+  }
+
+
+@pytest.mark.parametrize(
+  ("arguments", "environment", "text"),
+  [
+    ((), {}, "0 arguments are given, but TFDS_DATA_DIR and VOCAB_PATH must be"),
+    ((".", "no.model"), {}, "VOCAB_PATH=no.model is no file"),
+    ((".", "spm.model"), {"GPT_SIZE": "6b"}, "GPT_SIZE is '6b', but must be one of: tiny 126m"),
+    ((".", "spm.model", "logs", "float16"), {}, "PREC is 'float16', but must be one of"),
+  ],
+)
+def test_what_cannot_be_meant_is_refused(run, arguments, environment, text):
+  status, _, err = run("run_pile_singlenode.sh", *arguments, **environment)
+  assert status == 2
+  assert text in err
