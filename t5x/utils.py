@@ -11,6 +11,7 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
   restore,
 )
+from rosetta_t5.checkpoints.deterministic_data import get_deterministic_dataset
 from rosetta_t5.checkpoints.legacy_manager import LegacyCheckpointer, LegacyCheckpointManager
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.config.command_line import run_main
@@ -75,6 +76,7 @@ __all__ = [
   "flatten_dict_string_keys",
   "get_dataset",
   "get_dataset_inner",
+  "get_deterministic_dataset",
   "get_fallback_state",
   "get_first_valid_restore_config_and_paths",
   "get_infer_fn",

@@ -105,12 +105,6 @@ def _listed(shared: pathlib.Path) -> list[tuple[str, str, str]]:
   return rows
 
 
-# Names of T5X's that are not here, and why.
-LACKING = {
-  "t5x.contrib.gpu.t5.layers.dot_product_attention": "not written yet",
-}
-
-
 def test_doors_have_every_name_of_t5x(shared):
   lacking = set()
   for module, name, _ in _listed(shared):
@@ -121,8 +115,7 @@ def test_doors_have_every_name_of_t5x(shared):
       continue
     if not hasattr(door, name):
       lacking.add(f"{module}.{name}")
-  unknown = {name for name in lacking if name not in LACKING}
-  assert not unknown, f"no such names: {sorted(unknown)}"
+  assert not lacking, f"no such names: {sorted(lacking)}"
 
 
 def _arguments(text: str) -> dict[str, ast.expr | None]:

@@ -40,7 +40,18 @@ class Problems:
       yield
     except ConfigError as error:
       if not (self.texts and isinstance(error, FollowOnError)):
-        self.texts.append("\n".join([str(error), *(f"  {line}" for line in more)]))
+        self._tell("\n".join([str(error), *(f"  {line}" for line in more)]))
+
+  def _tell(self, text: str) -> None:
+    """Adds a text; where the same is wrong in several places, it is told once with all of them."""
+    head, *rest = text.split("\n")
+    for n, told in enumerate(self.texts):
+      lines = told.split("\n")
+      # A head that ends in a colon counts what follows.
+      if lines[0] == head and not head.endswith(":"):
+        self.texts[n] = "\n".join([*lines, *(line for line in rest if line not in lines)])
+        return
+    self.texts.append(text)
 
   def refuse(self) -> None:
     """Raises ConfigError with every problem, if there are any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +27,19 @@ _FLAX_ARGUMENTS = {"parent", "name"}
 class Names:
   """The names that one gin file can use: what it imports, or else what code has registered.
 
-  On the command line (`others` given) a name may also be one that any file imports; T5X wants it
-  to be used in a file, which users cannot see from outside.
+  A name may also be one that an earlier file imports (`others`, the latest last): what a file
+  includes, what stands before it, and for the command line all files. Gin wants it to be imported
+  in the file itself, or else used before, which users cannot see from outside; some of T5X's own
+  files therefore do not bind there.
 
   With `read_slow`, modules that would import TensorFlow are read instead (see `unimported`).
   """
 
-  def __init__(self, others: Iterable[Names] = (), read_slow: bool = False):
+  def __init__(self, others: Sequence[Names] = (), read_slow: bool = False):
     self._context = gin.config.ParseContext()
     self._modules: dict[str, ModuleType] = {}
     self._failed: set[str] = set()
-    self._others = tuple(others)
+    self._others = others
     self._read_slow = read_slow
     self._dynamic = False
 
@@ -69,19 +71,37 @@ class Names:
     if self._dynamic:
       return self._find_imported(selector)
     known = gin.config._REGISTRY.matching_selectors(selector)
-    imported = [n for n in self._others if selector.split(".")[0] in n._modules]
-    if len(known) > 1:
-      # Another program in this process, or a part of this one, may have registered more.
-      meant = {found.selector: found for found in (names.find(selector) for names in imported)}
-      if len(meant) == 1:
-        return meant.popitem()[1]
-      choices = " or ".join(sorted(known))
-      raise ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
-    if known:
+    if len(known) == 1:
       return gin.config._REGISTRY[known[0]]
-    if imported:
-      return imported[0].find(selector)
+    # Of several, another program in this process, or a part of this one, may have registered some.
+    elsewhere = self._find_elsewhere(selector)
+    if len(elsewhere) == 1:
+      return elsewhere[0]
+    if known:
+      raise _may_mean(selector, known)
     raise ConfigError(f"nothing is called {selector!r}.{near(selector, self._registered())}")
+
+  def _find_elsewhere(self, selector: str) -> list[gin.config.Configurable]:
+    """What `selector` names in the earlier files that import its first part; all that differ.
+
+    Raises:
+      ConfigError: some import the first part, and in none of them it has the rest.
+    """
+    first = selector.split(".")[0]
+    modules = {
+      id(n._modules[first]): n for n in reversed(self._others) if n._dynamic and first in n._modules
+    }
+    found: dict[str, gin.config.Configurable] = {}
+    wrong = None
+    for names in modules.values():
+      try:
+        configurable = names._find_imported(selector)
+        found[configurable.selector] = configurable
+      except ConfigError as error:
+        wrong = wrong or error
+    if wrong and not found:
+      raise wrong
+    return list(found.values())
 
   def _find_imported(self, selector: str) -> gin.config.Configurable:
     first, *rest = selector.split(".")
@@ -90,6 +110,13 @@ class Names:
     if first in self._failed:
       raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
     if first not in self._modules:
+      elsewhere = self._find_elsewhere(selector)
+      if len(elsewhere) > 1:
+        raise _may_mean(selector, [configurable.selector for configurable in elsewhere])
+      if elsewhere:
+        return elsewhere[0]
+      if any(first in names._failed for names in self._others):
+        raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
       where = near(first, self._modules) or f" Import it: from … import {first}"
       raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{where}")
     found: Any = self._modules[first]
@@ -116,6 +143,11 @@ class Names:
     registry = gin.config._REGISTRY
     complete = [selector for selector, _ in registry.items() if not selector.startswith("gin.")]
     return complete + [registry.minimal_selector(selector) for selector in complete]
+
+
+def _may_mean(selector: str, known: Sequence[str]) -> ConfigError:
+  choices = " or ".join(sorted(known))
+  return ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
 
 
 def run_script_names(function: Any) -> Names:

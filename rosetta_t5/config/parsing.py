@@ -25,8 +25,10 @@ from rosetta_t5.config.gin_files import (
   read_program,
 )
 from rosetta_t5.config.names import Names, check_takes, run_script_names
+from rosetta_t5.config.retired import is_retired
 from rosetta_t5.config.spelling import check_spelling
 from rosetta_t5.config.t5x_paths import open_recipe, recipe
+from rosetta_t5.config.unimported import submodules
 
 # Programs that call gin's own parser can include recipes too.
 gin.config.register_file_reader(open_recipe, lambda path: recipe(path) is not None)
@@ -123,16 +125,16 @@ def bind(program: Program, how: How, function: Callable[..., Any] | None = None)
     gin.clear_config()
   seen = [run_script_names(function)] if function else []
   for file in program.files:
-    _bind_file(file, Names(read_slow=how.read_slow), seen, how)
-  _bind_file(program.bindings, Names(reversed(seen), how.read_slow), seen, how)
+    _bind_file(file, Names(seen, how.read_slow), seen, how)
+  _bind_file(program.bindings, Names(seen, how.read_slow), seen, how)
 
 
 def _bind_file(file: GinFile, names: Names, seen: list[Names], how: How) -> None:
-  """Binds one file's statements; the names of each file seen are kept for the command line."""
+  """Binds one file's statements; its names are kept for the files after it."""
   for statement in file.statements:
     with how.problems.noted():
       if isinstance(statement, GinFile):
-        _bind_file(statement, Names(read_slow=how.read_slow), seen, how)
+        _bind_file(statement, Names(seen, how.read_slow), seen, how)
       elif isinstance(statement, Import):
         _import(statement, names, how)
       else:
@@ -153,6 +155,8 @@ def _bind_statement(statement: Binding, names: Names, how: How) -> None:
         if how.may_skip(statement.selector):
           return
         raise
+      if is_retired(configurable.name, statement.argument):
+        return
       check_takes(configurable, statement.argument)
       key = (statement.scope, configurable.selector, statement.argument)
     gin.bind_parameter(key, _with_references(statement.value, names))
@@ -200,7 +204,7 @@ def _what_is_missing(module: str, error: ModuleNotFoundError) -> str:
   if not (module == missing or module.startswith(missing + ".")):
     return f"importing {module} needs the module {missing!r}: pip install {missing.split('.')[0]}"
   parent, _, name = missing.rpartition(".")
-  hint = near(name, _submodules(parent)) if parent else ""
+  hint = near(name, submodules(parent)) if parent else ""
   hint = hint or " Is its folder on PYTHONPATH?"
   return f"there is no module {missing!r}.{hint}"
 
@@ -212,14 +216,6 @@ def _last_line_of_users(error: Exception) -> Place:
   own = [frame for frame in frames if not frame.filename.startswith(installed)]
   last = (own or frames)[-1]
   return Place(last.filename, last.lineno or 0, last.line or "")
-
-
-def _submodules(package: str) -> list[str]:
-  import importlib
-  import pkgutil
-
-  path = getattr(importlib.import_module(package), "__path__", [])
-  return [module.name for module in pkgutil.iter_modules(path)]
 
 
 @contextlib.contextmanager

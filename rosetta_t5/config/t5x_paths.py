@@ -35,6 +35,8 @@ FOLDERS = (
 def recipe(path: str) -> pathlib.Path | None:
   """Returns the recipe that T5X or this repository knows as `path`, or None."""
   name = pathlib.PurePosixPath(path)
+  if name.parts[:2] == ("t5x", "t5x"):  # gin files written beside a checkout of T5X say so
+    name = pathlib.PurePosixPath(*name.parts[1:])
   for folder, ours in FOLDERS:
     if name.is_relative_to(folder):
       found = RECIPES / ours / name.relative_to(folder)
@@ -67,13 +69,21 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
     folder, _, _ = path.rpartition("/")
     there = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
     lines = [
-      f"there is no gin file {path!r}.{near(path, known)}",
+      f"there is no gin file {path!r}.{_recipe_at_the_end(path) or near(path, known)}",
       *([f"  in {folder}: {', '.join(there)}"] if folder and there else []),
       f"  searched: {searched}, and the recipes in {RECIPES}",
       "  to search elsewhere too: --gin_search_paths=.,/another/folder",
     ]
     raise ConfigError("\n".join(lines))
   return found
+
+
+def _recipe_at_the_end(path: str) -> str:
+  """A hint, where the path of a checkout of T5X ends in a recipe's."""
+  parts = pathlib.PurePosixPath(path).parts
+  ends = ("/".join(parts[n:]) for n in range(1, len(parts)))
+  found = next((end for end in ends if recipe(end)), "")
+  return f" Did you mean {found}?" if found else ""
 
 
 def _known(path: str, search_paths: Sequence[str]) -> Iterator[str]:

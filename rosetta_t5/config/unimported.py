@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import pathlib
+import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
@@ -87,7 +89,7 @@ def read_instead(module: str) -> Iterator[None]:
     yield
   finally:
     for name in missing:
-      del sys.modules[name]
+      sys.modules.pop(name, None)
 
 
 class StandIn(ModuleType):
@@ -97,6 +99,8 @@ class StandIn(ModuleType):
     super().__init__(name)
     self.__file__ = str(_source(name))  # raises ModuleNotFoundError
     self.__path__: list[str] = []  # a package too, so that `import a.b` is content with it
+    # find_spec answers from here while this stands in sys.modules.
+    self.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=self.__file__)
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
@@ -109,6 +113,13 @@ class StandIn(ModuleType):
 
   def __dir__(self) -> Iterable[str]:
     return sorted(_names(self.__name__))
+
+
+def submodules(package: str) -> list[str]:
+  """The names of a package's modules, found without importing it; none if there is no such package."""
+  if not _exists(package):
+    return []
+  return [module.name for module in pkgutil.iter_modules([str(_source(package).parent)])]
 
 
 def _source(module: str) -> pathlib.Path:

@@ -9,6 +9,7 @@ from typing import Any
 import gin
 
 from rosetta_t5.config.gin_files import Binding, Program
+from rosetta_t5.config.retired import is_retired
 
 _Key = tuple[str, str]
 
@@ -32,7 +33,9 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
     if binding.macro is not None:
       return binding.macro in macros
     key = selectors.get(binding.key)
-    return key is None or key in read or _calls_itself(key[1])
+    if key is None:
+      return not is_retired(*binding.key[1:])
+    return key in read or _calls_itself(key[1])
 
   return [binding for binding in program.in_force() if not is_read(binding)]
 
@@ -47,6 +50,9 @@ def _follow(configurable: Any, scopes: list[str], read: set[_Key], seen: Any = N
   bound = gin.config._get_bindings(configurable.selector, scope_components=scopes)
   for reference in gin.config.iterate_references(bound):
     _follow(reference.configurable, reference.scopes or scopes, read, seen)
+  for _, method in gin.config._REGISTRY.items():
+    if method.is_method and method.module == configurable.selector:
+      _follow(method, scopes, read, seen)
 
 
 def _calls_itself(selector: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import gin
 import pytest
 
 from rosetta_t5.config import run_from_command_line
@@ -91,6 +92,38 @@ def test_unused_bindings_are_told_and_are_no_problem(check):
   assert "line 9" not in said
 
 
+def test_bindings_of_methods_are_used_if_the_class_is(check):
+  status, said = check(RUN + "toy.Model.predict.num_decodes = 4\n")
+  assert status == 0
+  assert "used by nothing" not in said
+  said = check(RUN.replace("@toy.Model()", "None") + "toy.Model.predict.num_decodes = 4\n")[1]
+  assert "run.gin, line 10:  toy.Model.predict.num_decodes = 4" in said
+
+
+def test_arguments_that_t5x_has_dropped_are_told_as_unused(check):
+  text = RUN.replace("import toy", "import toy\nfrom t5x import utils")
+  status, said = check(
+    text
+    + "train_script.train.dataset_cfg = @utils.RestoreCheckpointConfig()\n"
+    + "utils.RestoreCheckpointConfig.path = 'x'\nutils.RestoreCheckpointConfig.use_gda = False\n"
+  )
+  assert status == 0
+  assert "1 binding is used by nothing:\n  run.gin, line 13:  utils.Restore" in said
+
+
+def test_the_same_in_several_places_is_told_once_with_all_of_them(check, write):
+  write("more.gin", "import no_such_module\n")
+  status, said = check(RUN + "include 'more.gin'\nimport no_such_module\ntoy.Modell.a = 1\n"
+                       "toy.Modell.b = 1\n")  # fmt: skip
+  assert status == 2
+  assert "error: 2 problems" in said
+  assert said.count("there is no module 'no_such_module'") == 1
+  for place in ("more.gin, line 1:  import no", "run.gin, line 11:  import no"):
+    assert place in said
+  assert said.count("toy has no 'Modell'") == 1
+  assert "run.gin, line 12:  toy.Modell.a = 1\n     run.gin, line 13:  toy.Modell.b = 1" in said
+
+
 def test_bindings_of_what_a_reference_hands_on_are_used(check):
   text = RUN + "train_script.train.dataset_cfg = @eval/toy.DatasetConfig\n"
   said = check(text + "eval/toy.DatasetConfig.batch_size = 4\ntoy.DatasetConfig.lengths = 1\n")[1]
@@ -130,9 +163,21 @@ def test_what_is_called_later_is_described_by_its_settings(check):
   assert seen[0].settings["model"] == {"width": 8, "optimizer": None, "dropout_rate": 0.1}
 
 
+@pytest.fixture
+def no_seqio_yet(monkeypatch):
+  """Puts aside what the tests before have imported of SeqIO, and gin's knowledge of it."""
+  for name in [name for name in sys.modules if name.split(".")[0] == "seqio"]:
+    monkeypatch.delitem(sys.modules, name)
+  known = [(s, c) for s, c in gin.config._REGISTRY.items() if s.startswith("seqio.")]
+  for selector, _ in known:
+    gin.config._REGISTRY.pop(selector)
+  yield
+  for selector, configurable in known:
+    gin.config._REGISTRY[selector] = configurable
+
+
+@pytest.mark.usefixtures("no_seqio_yet")
 def test_slow_modules_are_read_and_not_imported(check):
-  if "seqio" in sys.modules:  # by a test before this one; alone, this file imports none
-    pytest.skip("seqio has been imported: nothing to stand in for")
   text = RUN.replace("import toy", "import seqio\nimport toy")
   text += "toy.Model.optimizer = @seqio.SentencePieceVocabulary()\n"
   text += "seqio.SentencePieceVocabulary.sentencepiece_model_file = 'x'\n"
@@ -149,6 +194,20 @@ def test_slow_modules_are_read_and_not_imported(check):
   assert "has no argument 'extra_id'. Did you mean extra_ids" in said
   said = check(text.replace("@seqio.SentencePieceVocabulary", "@seqio.SentencPieceVocabulary"))[1]
   assert "seqio has no 'SentencPieceVocabulary'. Did you mean SentencePieceVocabulary" in said
+
+
+def test_modules_of_slow_packages_are_read_too(check, write, monkeypatch):
+  monkeypatch.setattr("rosetta_t5.config.unimported.SLOW", frozenset({"slow_pack"}))
+  for file in ("__init__", "data/__init__", "data/mixtures"):
+    write(f"slow_pack/{file}.py", "def make(size): assert False\nassert False, 'imported'\n")
+  monkeypatch.syspath_prepend(".")
+  for line in ("from slow_pack.data import mixtures", "import slow_pack.data.mixtures as mixtures"):
+    text = RUN.replace("import toy", f"{line}\nimport toy")
+    status, said = check(text + "toy.Model.optimizer = @mixtures.make()\nmixtures.make.size = 1\n")
+    assert (status, said) == (0, "Nothing is wrong.\n"), line
+    status, said = check(text.replace("mixtures", "mixturs"))
+    assert "there is no module 'slow_pack.data.mixturs'" in said
+  assert not [name for name in sys.modules if name.startswith("slow_pack")]
 
 
 def test_what_must_be_imported_after_all_is_imported(check, write, monkeypatch):

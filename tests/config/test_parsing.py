@@ -85,6 +85,51 @@ def test_files_without_dynamic_registration_use_registered_names(write):
   assert gin.query_parameter("toys.old_style.depth") == 4
 
 
+def test_a_file_may_use_what_the_files_before_it_import(run, write):
+  write("model.gin", "from __gin__ import dynamic_registration\nimport toy\n")
+  text = RUN.replace("train_script.train:", "include 'model.gin'\ntrain_script.train:")
+  head = "from __gin__ import dynamic_registration\nimport __main__ as train_script"
+  assert run(text, head=head)["model"].width == 8
+
+
+@pytest.fixture
+def two_networks(write, monkeypatch):
+  """Two gin files that import modules of one name and bind an argument of each."""
+  monkeypatch.syspath_prepend(".")
+  for folder in ("small", "scanned"):
+    write(f"{folder}/network.py", "def Config(width): return width\n")
+    head = f"from __gin__ import dynamic_registration\nfrom {folder} import network\n"
+    write(f"{folder}.gin", head + "network.Config.width = 1")
+
+
+@pytest.mark.usefixtures("two_networks")
+@pytest.mark.parametrize("head", ["", "from __gin__ import dynamic_registration\n"])
+def test_a_name_of_two_modules_is_refused(write, head):
+  write("both.gin", head + "include 'small.gin'\ninclude 'scanned.gin'\nnetwork.Config.width = 2")
+  both = r"may mean scanned\.network\.Config or small\.network\.Config: write one of them"
+  with pytest.raises(ConfigError, match=both):
+    parse_gin_flags(["."], ["both.gin"], [])
+
+
+@pytest.mark.usefixtures("two_networks")
+def test_of_two_registered_names_the_included_one_is_meant(write):
+  parse_gin_flags(["."], ["small.gin"], [])  # a run before this one, in the same process
+  write("large.gin", "include 'scanned.gin'\nnetwork.Config.width = 2")
+  parse_gin_flags(["."], ["large.gin"], [])
+  assert gin.query_parameter("scanned.network.Config.width") == 2
+
+
+def test_arguments_that_t5x_has_dropped_are_left_out(write):
+  head = "from __gin__ import dynamic_registration\nfrom t5x import utils\n"
+  write("main.gin", head + "utils.RestoreCheckpointConfig:\n  path = 'x'\n  use_gda = False\n")
+  parse_gin_flags(["."], ["main.gin"], [])
+  bound = dict(gin.config._CONFIG)["", "t5x.utils.RestoreCheckpointConfig"]
+  assert bound == {"path": "x"}
+  write("main.gin", head + "utils.CheckpointConfig.use_gda = False")
+  with pytest.raises(ConfigError, match="CheckpointConfig has no argument 'use_gda'"):
+    parse_gin_flags(["."], ["main.gin"], [])
+
+
 def test_unknown_names_are_left_out_when_asked(write):
   write("main.gin", "import no_such_module\nnowhere.x = 1\nSTEPS = 2")
   parse_gin_flags(["."], ["main.gin"], [], skip_unknown=True)

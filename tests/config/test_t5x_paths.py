@@ -39,6 +39,7 @@ EVERY_RECIPE = sorted(RECIPES.rglob("*.gin"))
     ("t5x/examples/decoder_only/models/base.gin", "models/decoder_only/base.gin"),
     ("t5x/examples/decoder_only/base.gin", "models/decoder_only/base.gin"),
     ("./t5x/configs/runs/eval.gin", "runs/eval.gin"),
+    ("t5x/t5x/configs/runs/eval.gin", "runs/eval.gin"),  # beside a checkout of T5X
     ("gin/runs/pretrain.gin", "runs/pretrain.gin"),
     ("gin/models/t5_1_1/tiny.gin", "models/t5_1_1/tiny.gin"),
   ],
@@ -61,7 +62,7 @@ def test_a_file_of_the_user_wins(write, tmp_path):
   [
     (
       "t5x/configs/runs/eval_with_prediction_service.gin",
-      "in t5x/configs/runs: eval.gin, export.gin",
+      "in t5x/configs/runs: eval.gin, ",
     ),
     ("t5x/examples/t5/t5_1_1/smal.gin", "t5x/examples/t5/t5_1_1/small.gin"),
     ("t5x/contrib/moe/configs/runs/finetune.gin", "t5x/contrib/gpu/t5/configs/runs/finetune.gin"),
@@ -75,7 +76,8 @@ def test_a_path_of_t5x_that_is_not_here_gets_near_names(path, near, tmp_path, mo
 
 
 def test_an_absolute_path_is_never_a_recipe(tmp_path):
-  with pytest.raises(ValueError, match="there is no gin file"):
+  hint = r"there is no gin file '.*'\. Did you mean gin/runs/pretrain\.gin\?"
+  with pytest.raises(ValueError, match=hint):
     find_gin_file(str(tmp_path / "gin/runs/pretrain.gin"), ["."])
 
 

@@ -2,6 +2,7 @@
 
 from rosetta_t5.networks.attention import (
   MultiHeadDotProductAttention,
+  dot_product_attention,
 )
 from rosetta_t5.networks.dense import (
   DenseGeneral,
@@ -29,6 +30,7 @@ __all__ = [
   "RelativePositionBiases",
   "combine_biases",
   "combine_masks",
+  "dot_product_attention",
   "make_attention_mask",
   "make_causal_mask",
   "make_decoder_mask",
