@@ -1,0 +1,62 @@
+"""Processes that train, for tests that do something to them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+Losses = dict[int, str]
+Train = Callable[..., Losses]
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+  """Trains in a process of its own: train(model_dir, steps, kill=(after so many steps, seconds)).
+
+  Returns each step's loss with all its bits (see killable_run.py). A run that ends badly, but not
+  because it was killed, raises ChildProcessError with what it said last.
+  """
+  folder = tmp_path_factory.mktemp("programs")
+  command = [sys.executable, str(pathlib.Path(__file__).parent / "killable_run.py"), str(folder)]
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  with (
+    open(folder / "stderr", "w+") as errors,
+    subprocess.Popen(
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+      env=environment,
+    ) as process,
+  ):
+
+    def run(model_dir: pathlib.Path, steps: int, kill: tuple[int, float] | None = None) -> Losses:
+      said = len((folder / "stderr").read_text())
+      print(model_dir, steps, file=process.stdin, flush=True)
+      pid, losses = 0, {}
+      for line in process.stdout:
+        match line.split():
+          case ["pid", number]:
+            pid = int(number)
+          case ["step", step, loss]:
+            losses[int(step)] = loss
+          case ["ended", status]:
+            if int(status) != (signal.SIGKILL if kill else 0):
+              raise ChildProcessError((folder / "stderr").read_text()[said:])
+            return losses
+        if kill is not None and pid and len(losses) == kill[0]:
+          time.sleep(kill[1])
+          os.kill(pid, signal.SIGKILL)  # it trains on until then
+          kill = (-1, 0)
+      raise AssertionError((folder / "stderr").read_text())
+
+    yield run
+    process.stdin.close()
