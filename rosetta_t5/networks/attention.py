@@ -8,7 +8,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.attention import xla_attention
@@ -16,6 +15,7 @@ from rosetta_t5.networks import cache
 from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 from rosetta_t5.networks.rotary import rotated
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 _HEADS = ("batch", "length", "heads", "kv")
 # The collection of keys and values that cross-attention made of the encoded inputs. Where it is

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
@@ -23,6 +23,7 @@ from rosetta_t5.networks.layer_stack import scanned_stack
 from rosetta_t5.networks.masks import make_decoder_mask
 from rosetta_t5.networks.output_layer import output_layer
 from rosetta_t5.networks.remat import remat_layer
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 # A logit that is as good as −∞, and still has a gradient that is no NaN.
 _NEVER = -1e10

@@ -9,8 +9,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
+
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 Initializer = Callable[..., Array]
 # y_NO = product(x_NI, w_IO); rows and outputs may have several dimensions each.

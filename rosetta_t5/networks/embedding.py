@@ -8,10 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen.partitioning import param_with_axes, with_sharding_constraint
+from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
 from rosetta_t5.networks.dense import Initializer
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 

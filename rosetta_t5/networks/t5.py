@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
@@ -27,6 +26,7 @@ from rosetta_t5.networks.masks import make_attention_mask, make_decoder_mask
 from rosetta_t5.networks.output_layer import output_layer
 from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 
 def attention(config: Any, name: str, **options: Any) -> MultiHeadDotProductAttention:

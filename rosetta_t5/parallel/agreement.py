@@ -40,6 +40,25 @@ def told_by_the_first(text: str, name: str, timeout_s: float) -> str:
   return str(client.blocking_key_value_get(key, int(timeout_s * 1000)))
 
 
+def told_by_all(text: str, name: str, timeout_s: float) -> list[str]:
+  """Returns, on every process, the texts that all of them give, in the processes' order.
+
+  Args:
+    text: what this process has to say.
+    name: as for `told_by_the_first`.
+    timeout_s: how long each waits for the others.
+  """
+  if jax.process_count() == 1:
+    return [text]
+  from jax._src import distributed
+
+  client: Any = distributed.global_state.client
+  key = f"rosetta_t5/told/{name}/{next(_told)}"
+  client.key_value_set(f"{key}/{jax.process_index()}", text)
+  keys = [f"{key}/{index}" for index in range(jax.process_count())]
+  return [str(client.blocking_key_value_get(key, int(timeout_s * 1000))) for key in keys]
+
+
 def multihost_assert_equal(input_tree: Any, fail_message: str = "") -> None:
   """Raises AssertionError unless all processes have the same values (T5X)."""
   from jax.experimental import multihost_utils

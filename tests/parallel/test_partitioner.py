@@ -18,6 +18,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
+from rosetta_t5.parallel.constraints import with_sharding_constraint as constrained
 from rosetta_t5.parallel.splits import splits_of
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
@@ -162,6 +163,19 @@ def test_logical_constraints_take_effect_on_the_mesh():
     NamedSharding(partitioner.mesh, PartitionSpec(DATA, MODEL)), 2
   )
   assert double(x).sharding.device_set == {jax.devices()[0]}
+
+
+def test_positions_are_split_where_nothing_else_is_and_a_single_one_stays_whole():
+  partitioner = PjitPartitioner(mesh={"data": 2, "fsdp": 2, "tensor": 2}, sequence_parallel=True)
+
+  def placed(shape, *names):
+    function = partitioner.partition(lambda x: constrained(x, names), (None,), None)
+    return function(jnp.ones(shape)).sharding.spec
+
+  assert placed((4, 6, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"), MODEL)
+  assert placed((4, 6, 8), "batch", "length", "mlp") == PartitionSpec((DATA, "fsdp"), None, MODEL)
+  assert placed((4, 1, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"))
+  assert constrained(jnp.ones((2, 3)), ("batch", "length")).sharding.device_set == {jax.devices()[0]}
 
 
 def test_functions_are_partitioned_as_told_and_arguments_can_be_bound_and_donated():
