@@ -85,9 +85,8 @@ def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
 
   class Watched(Trainer):
     def eval(self, batch_iters):
-      futures = super().eval(batch_iters)
-      seen.append({name: future.result() for name, future in futures.items()})
-      return futures
+      seen.append(super().eval(batch_iters))
+      return seen[-1]
 
   results = run(
     [str(model_dir / "checkpoint_7"), str(model_dir / "checkpoint_3")],

@@ -21,6 +21,7 @@ from t5x import (
   models,
   partitioning,
   state_utils,
+  train,
   train_state,
   trainer,
   utils,
@@ -125,6 +126,30 @@ def test_a_training_loop_of_ones_own(started, tmp_path):
   # Of the whole batch at once: microbatches add up to it.
   squares = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(grads))
   assert norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def test_a_trainer_gives_a_future_of_training_and_values_of_evaluation(started):
+  ours = trainer.Trainer(
+    model=started.model,
+    train_state=jax.tree.map(jnp.copy, started.state),  # its steps donate what they are given
+    partitioner=started.partitioner,
+    eval_names=["dev"],
+    summary_dir=None,
+    train_state_axes=started.initializer.train_state_axes,
+    rng=jax.random.PRNGKey(1),
+    learning_rate_fn=utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1),
+    num_microbatches=None,
+  )
+  trained = ours.train(iter([_batch()] * 2), 2, start_step=0).result()
+  assert trained["loss_per_nonpadding_target_token"].value > 0
+  values = ours.eval({"dev": iter([_batch()])})
+  # The batch that it has learnt from.
+  assert values["dev"]["loss"].value < trained["loss"].value
+  never = trainer.TerminateOnNanAction("dev")
+  assert not train.run_actions(
+    trainer.ActionMode.TRAIN_EVAL, {"TRAIN_EVAL": [never]}, ours.train_state, values
+  )
+  ours.close()
 
 
 def test_checkpoints_are_saved_restored_and_read(started, tmp_path):

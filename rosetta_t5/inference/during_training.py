@@ -65,7 +65,7 @@ class LossEvaluation:
         dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
       )
     try:
-      return {name: as_floats(future.result()) for name, future in trainer.eval(feeds).items()}
+      return {name: as_floats(values) for name, values in trainer.eval(feeds).items()}
     finally:
       for feed in feeds.values():
         feed.close()

@@ -145,13 +145,14 @@ class BaseTrainer(abc.ABC):
       batch_iters: for each task, its batches, as many as are to be seen.
 
     Returns:
-      For each task a future of the metrics' values, by name.
+      For each task the metrics' values, by name (clu values, as T5X gives them).
 
     Raises:
       ValueError: a task has no batches.
     """
     step = int(self.train_state.step)
-    return {name: self._eval_task(name, batches, step) for name, batches in batch_iters.items()}
+    written = {name: self._eval_task(name, batches, step) for name, batches in batch_iters.items()}
+    return {name: future.result() for name, future in written.items()}
 
   def _eval_task(self, name: str, batches: Iterator[Batch], step: int) -> Any:
     step_fn = self._compiled_eval_steps.get(name) or self._partitioned_eval_step

@@ -114,7 +114,7 @@ def test_evaluation_is_over_each_task_s_batches_and_changes_nothing(make_trainer
   trainer.compile_eval({"a": BATCHES[0], "b": BATCHES[1]})
   assert trainer._compiled_eval_steps["a"] is trainer._compiled_eval_steps["b"]
   tasks = {"a": iter(BATCHES[:3]), "b": iter(BATCHES[3:])}
-  values = {task: as_floats(future.result()) for task, future in trainer.eval(tasks).items()}
+  values = {task: as_floats(found) for task, found in trainer.eval(tasks).items()}
   assert values["a"]["loss"] == pytest.approx(
     np.mean([loss(params, batch) for batch in BATCHES[:3]]), rel=1e-6
   )
