@@ -41,6 +41,13 @@ def check(arguments: Sequence[str]) -> int:
   return _run("main", [*files, "--dry_run"])
 
 
+def plan(arguments: Sequence[str]) -> int:
+  """Estimate memory, time and traffic of a recipe on GPUs: plan RECIPE --devices 64 [--gpu h100]."""
+  from rosetta_t5.plan.command import main as run_plan
+
+  return run_plan(arguments)
+
+
 def _run(module: str, arguments: Sequence[str]) -> int:
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
   page = importlib.import_module(f"rosetta_t5.{module}")
@@ -114,6 +121,7 @@ VERBS = {
     infer,
     chat,
     check,
+    plan,
     convert,
     ckpt,
     vocab,

@@ -328,7 +328,8 @@ class PjitPartitioner(BasePjitPartitioner):
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     self._rules = rules_for(rules, FSDP_AXIS if mesh else None, sequence_parallel)
-    self._zero1 = zero1
+    self.zero1 = zero1
+    self.sequence_parallel = sequence_parallel
 
   @property
   def logical_axis_rules(self) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
@@ -343,7 +344,7 @@ class PjitPartitioner(BasePjitPartitioner):
     """
     names = self.get_logical_axes(train_state)
     axes = jax.tree.map(functools.partial(_to_mesh, self._rules), train_state, names)
-    if not self._zero1 or not hasattr(train_state, "optimizer_def"):
+    if not self.zero1 or not hasattr(train_state, "optimizer_def"):
       return axes
     to_mesh = functools.partial(_to_mesh, optimizer_rules(self._rules))
     states = jax.tree.map(to_mesh, train_state.param_states, names.param_states)

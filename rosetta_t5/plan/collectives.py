@@ -59,6 +59,7 @@ class Work:
     microbatches: parts they are worked through in.
     zero1: whether the optimizer's state is split over `data`, the parameters not.
     sequence_parallel: whether activations are split by position over `model` between blocks.
+    loss_chunk_length: target positions whose logits exist at a time; None for all.
   """
 
   config: Any
@@ -67,6 +68,7 @@ class Work:
   microbatches: int = 1
   zero1: bool = False
   sequence_parallel: bool = False
+  loss_chunk_length: int | None = None
 
 
 def step_collectives(

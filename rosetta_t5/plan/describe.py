@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from rosetta_t5.config import Resolved, changes_since
 from rosetta_t5.config.gin_files import Macro, Reference, leaves
 from rosetta_t5.config.unimported import NeedsImport
-from rosetta_t5.parallel.counts import MODEL_AXIS
 from rosetta_t5.parallel.layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.parallel.splits import check_splits
 from rosetta_t5.plan import memory, start
+from rosetta_t5.plan.collectives import Work
 from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
+from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.shapes import input_lengths, state_shapes
 from rosetta_t5.telemetry.flops import training_flops_of
 from rosetta_t5.telemetry.model_info import count_parameters
@@ -34,11 +35,16 @@ def describe_run(resolved: Resolved) -> Rows:
   rows: Rows = [("run", resolved.run)] if resolved.run else []
   plan = Plan(resolved)
   for part in _PARTS:
-    rows += _told(part, plan)
+    rows += told(part, plan)
   return rows
 
 
-def _told(part: Callable[[Plan], Rows], plan: Plan) -> Rows:
+def describe_costs() -> tuple[Callable[[Plan], Rows], ...]:
+  """Returns the parts that say what a training step works on, for `rosetta-t5 plan`."""
+  return (_model, _mesh, _batch, _optimizer, _flops)
+
+
+def told(part: Callable[[Plan], Rows], plan: Plan) -> Rows:
   """Returns the rows of a part; a ValueError is the user's to mend, and becomes a problem."""
   problems = plan.resolved.problems.texts
   try:
@@ -106,6 +112,34 @@ class Plan:
   def microbatches(self) -> int:
     """The parts that a batch is worked through in."""
     return self.resolved.settings.get("trainer_cls", {}).get("num_microbatches") or 1
+
+  @property
+  def work(self) -> Work:
+    """What a training step works on."""
+    return Work(
+      config=getattr(getattr(self["model"], "module", None), "config", None),
+      lengths=self.lengths,
+      examples=self.dataset_cfg.batch_size / batch_shards(self.mesh),
+      microbatches=self.microbatches,
+      zero1=getattr(self["partitioner"], "zero1", False),
+      sequence_parallel=getattr(self["partitioner"], "sequence_parallel", False),
+      loss_chunk_length=getattr(self["model"], "_loss_chunk_length", None),
+    )
+
+  @property
+  def has_flops_formula(self) -> bool:
+    """Whether FLOPs are counted by T5X's formula, or estimated from the parameters."""
+    return hasattr(self.work.config, "num_encoder_layers") and "encoder" in self.lengths
+
+  @property
+  def flops(self) -> float:
+    """Floating-point operations of a training step, on all devices together."""
+    size, lengths = self.dataset_cfg.batch_size, self.lengths
+    if self.has_flops_formula:
+      return size * training_flops_of(
+        self.work.config, encoder_length=lengths["encoder"], decoder_length=lengths["decoder"]
+      )
+    return 6.0 * count_parameters(self.state.params) * size * sum(lengths.values())
 
 
 def _model(plan: Plan) -> Rows:
@@ -199,32 +233,21 @@ def _steps(plan: Plan) -> Rows:
 def _costs(plan: Plan) -> Rows:
   if plan["model"] is None or plan["partitioner"] is None:
     return []
-  rows = _flops(plan) if plan.is_training else []
   check_splits(plan.state, plan.splits, plan.mesh)
-  parts = memory.state_bytes(plan.state, plan.splits, plan.mesh)
   if plan.is_training:
-    parts["gradients"] = parts["params"]
-    examples = plan.dataset_cfg.batch_size / batch_shards(plan.mesh) / plan.microbatches
-    config = getattr(plan["model"].module, "config", None)
-    kept = memory.activation_bytes(config, plan.lengths, examples, plan.mesh.get(MODEL_AXIS, 1))
-    parts |= {"activations": kept} if kept is not None else {}
+    parts = step_memory(plan.state, plan.splits, plan.mesh, plan.work)
+  else:
+    parts = dict(memory.state_bytes(plan.state, plan.splits, plan.mesh))
   total = memory.size_text(sum(parts.values()))
   each = ", ".join(f"{name} {memory.size_text(size)}" for name, size in parts.items())
+  rows = _flops(plan) if plan.is_training else []
   return [*rows, ("memory", f"about {total} a device: {each}")]
 
 
 def _flops(plan: Plan) -> Rows:
-  batch_size = plan.dataset_cfg.batch_size
-  config = getattr(getattr(plan["model"], "module", None), "config", None)
-  if hasattr(config, "num_encoder_layers") and "encoder" in plan.lengths:
-    lengths = plan.lengths
-    one = training_flops_of(
-      config, encoder_length=lengths["encoder"], decoder_length=lengths["decoder"]
-    )
-    return [("FLOPs", f"{_flop_text(one * batch_size)} a step")]
-  tokens = batch_size * sum(plan.lengths.values())
-  estimate = 6 * count_parameters(plan.state.params) * tokens
-  return [("FLOPs", f"about {_flop_text(estimate)} a step (6 a parameter and token)")]
+  if plan.has_flops_formula:
+    return [("FLOPs", f"{_flop_text(plan.flops)} a step")]
+  return [("FLOPs", f"about {_flop_text(plan.flops)} a step (6 a parameter and token)")]
 
 
 def _flop_text(number: float) -> str:

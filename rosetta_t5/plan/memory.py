@@ -49,49 +49,71 @@ def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
 
 
 def activation_bytes(
-  config: Any, lengths: Mapping[str, int], examples: float, model_shards: int
+  config: Any,
+  lengths: Mapping[str, int],
+  examples: float,
+  model_shards: int,
+  remat_policy: str | None = None,
+  loss_chunk_length: int | None = None,
 ) -> int | None:
   """Returns roughly what a training step keeps for its backward pass, per device; None if unknown.
 
   Counted are the inputs of each layer's products and of its nonlinearities, in the compute dtype, the
-  attention's probabilities, and the logits with their gradient in float32. XLA recomputes some of
-  these and needs room for others.
+  attention's probabilities, and the logits with their gradient in float32; with rematerialisation
+  only what its policy keeps, and one layer that is made again. XLA recomputes some of these and
+  needs room for others.
 
   Args:
     config: the network's sizes, a `T5Config` or `TransformerConfig`.
     lengths: see `shapes.input_lengths`.
     examples: examples that a device works on at once.
     model_shards: devices that heads, feed-forward units and vocabulary are split over.
+    remat_policy: what layers keep (see `networks.remat`); None for the config's.
+    loss_chunk_length: target positions whose logits exist at a time; None for all.
   """
   try:
     layers = layers_of(config)
-    width, heads = config.emb_dim, config.num_heads / model_shards
-    inner = heads * config.head_dim
-    hidden = config.mlp_dim / model_shards * (len(config.mlp_activations) + 1)
     vocabulary = config.vocab_size / model_shards
     itemsize = jnp.dtype(config.dtype).itemsize
+    policy = str(remat_policy or getattr(config, "remat_policy", "none"))
+    encoder, decoder = _layer_values(config, lengths, model_shards, "none")
+    kept_encoder, kept_decoder = _layer_values(config, lengths, model_shards, policy)
   except AttributeError:
     return None
-  target = lengths["decoder"]
-  source = lengths.get("encoder", 0)
+  kept = layers["encoder"] * kept_encoder + layers["decoder"] * kept_decoder
+  made_again = max(encoder, decoder) if policy != "none" else 0.0
+  positions = min(loss_chunk_length or lengths["decoder"], lengths["decoder"])
+  return int(examples * ((kept + made_again) * itemsize + 2 * 4 * positions * vocabulary))
+
+
+def _layer_values(
+  config: Any, lengths: Mapping[str, int], model_shards: int, policy: str
+) -> tuple[float, float]:
+  """How many numbers an encoder's and a decoder's layer keep of one example."""
+  width, heads = config.emb_dim, config.num_heads / model_shards
+  inner = heads * config.head_dim
+  branches = len(config.mlp_activations)
+  units = config.mlp_dim / model_shards
+  target, source = lengths["decoder"], lengths.get("encoder", 0)
   # Before each product its normalised input, and what the norm was taken of, which is float32.
-  normed = width * (1 + 4 / itemsize)
-  mlp = normed + hidden
-  attention = normed + 4 * inner
-
-  def probabilities(queries: int, keys: int) -> float:
-    return 2 * heads * queries * keys  # and the logits that they were made of
-
-  encoder = source * (attention + mlp) + probabilities(source, source)
-  decoder = target * (attention + mlp) + probabilities(target, target)
+  normed = width * (1 + 4 / jnp.dtype(config.dtype).itemsize)
+  mlp, attention, cross = normed + units * (branches + 1), normed + 4 * inner, normed + 2 * inner
+  pairs = 2 * heads  # the probabilities, and the logits that they were made of
+  if policy in ("full", "nothing_saveable"):
+    return source * width, target * width + (source * width if source else 0)
+  if policy in ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable"):
+    # The results of products with parameters; of attention's own too, if all products are kept.
+    mlp, attention, cross = width + units * branches, 3 * inner + 2 * width, inner + width
+    pairs = heads if policy == "dots_saveable" else 0
+  encoder = source * (attention + mlp) + pairs * source * source
+  decoder = target * (attention + mlp) + pairs * target * target
   if source:
-    decoder += target * (normed + 2 * inner) + source * 2 * inner
-    decoder += probabilities(target, source)
-  kept = layers["encoder"] * encoder + layers["decoder"] * decoder
-  return int(examples * (kept * itemsize + 2 * 4 * target * vocabulary))
+    decoder += target * cross + source * 2 * inner + pairs * target * source
+  return encoder, decoder
 
 
 def layers_of(config: Any) -> dict[str, int]:
+  """Returns how many layers a network has: {"encoder": …, "decoder": …}."""
   if hasattr(config, "num_encoder_layers"):
     return {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
   return {"encoder": 0, "decoder": config.num_layers}

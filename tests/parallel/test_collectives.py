@@ -11,8 +11,10 @@ import pytest
 from compiled_collectives import collective_bytes
 from tiny_models import T5_1_1, make_batch, make_model
 
+from rosetta_t5.bench.workload import model_config
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan import memory
 from rosetta_t5.plan.collectives import ALL_GATHER, ALL_REDUCE, Work, step_collectives
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import chain
@@ -20,9 +22,9 @@ from rosetta_t5.training.optimizers import chain
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 
 
-def compiled_step(partitioner):
-  """Returns a compiled step of AdamW, and the shapes and splits of its parameters."""
-  model = make_model(Transformer(T5_1_1))
+def compiled_step(partitioner, config=T5_1_1):
+  """Returns a compiled step of AdamW, the state's shapes and splits, and the batch."""
+  model = make_model(Transformer(config))
   batch = make_batch(EXAMPLES, INPUTS, TARGETS)
   shapes = {name: value.shape for name, value in batch.items()}
   optimizer = chain([optax.adamw(1e-3)])
@@ -37,7 +39,7 @@ def compiled_step(partitioner):
     return state.apply_gradient(grads, learning_rate=jnp.float32(1.0))
 
   compiled = partitioner.partition(step, (axes, partitioner.data_partition_spec), axes, (), (0,))
-  return compiled.lower(state, batch).compile(), state.params, axes.params
+  return compiled.lower(state, batch).compile(), state, axes, batch
 
 
 MESHES = {
@@ -56,7 +58,7 @@ QUICK = "data, fsdp, tensor"
 )
 def test_a_step_has_the_collectives_that_theory_asks_for(name):
   partitioner = PjitPartitioner(**MESHES[name])
-  compiled, params, splits = compiled_step(partitioner)
+  compiled, state, splits, batch = compiled_step(partitioner)
   work = Work(
     config=T5_1_1,
     lengths={"encoder": INPUTS, "decoder": TARGETS},
@@ -64,8 +66,27 @@ def test_a_step_has_the_collectives_that_theory_asks_for(name):
     zero1=MESHES[name].get("zero1", False),
   )
   expected = collections.defaultdict(float)
-  for each in step_collectives(params, splits, partitioner.mesh.shape, work):
+  for each in step_collectives(state.params, splits.params, partitioner.mesh.shape, work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
     kind = each.kind if each.kind == ALL_GATHER else ALL_REDUCE
     expected[kind, each.axes] += each.size * (1 if kind == ALL_GATHER else each.terms)
   assert collective_bytes(compiled.as_text(), partitioner.mesh) == dict(expected)
+  assert compiled.memory_analysis().argument_size_in_bytes == argument_bytes(
+    state, splits, batch, partitioner
+  )
+
+
+def argument_bytes(state, splits, batch, partitioner):
+  """Returns what `plan` says that a device holds of state, step and batch."""
+  parts = memory.state_bytes(state, splits, partitioner.mesh.shape)
+  examples = sum(value.nbytes for value in batch.values()) // partitioner.data_mesh_size
+  return sum(parts.values()) + examples + state.step.dtype.itemsize
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "base", "large"])
+def test_real_sizes_hold_what_plan_says(size):
+  partitioner = PjitPartitioner(mesh={"fsdp": 4, "tensor": 2})
+  compiled, state, splits, batch = compiled_step(partitioner, model_config(size))
+  expected = argument_bytes(state, splits, batch, partitioner)
+  assert compiled.memory_analysis().argument_size_in_bytes == expected

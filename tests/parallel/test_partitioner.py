@@ -175,7 +175,9 @@ def test_positions_are_split_where_nothing_else_is_and_a_single_one_stays_whole(
   assert placed((4, 6, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"), MODEL)
   assert placed((4, 6, 8), "batch", "length", "mlp") == PartitionSpec((DATA, "fsdp"), None, MODEL)
   assert placed((4, 1, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"))
-  assert constrained(jnp.ones((2, 3)), ("batch", "length")).sharding.device_set == {jax.devices()[0]}
+  assert constrained(jnp.ones((2, 3)), ("batch", "length")).sharding.device_set == {
+    jax.devices()[0]
+  }
 
 
 def test_functions_are_partitioned_as_told_and_arguments_can_be_bound_and_donated():
