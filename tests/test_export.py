@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import gin
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -15,6 +16,7 @@ import pytest
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig
+from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export.functions import create_inference_function, load_stablehlo, restore_params
 from rosetta_t5.export.saving import save, write_warmup_examples
@@ -84,6 +86,32 @@ def test_saved_model_goes_from_texts_to_texts_for_any_number_of_them(checkpoint,
     texts, said = serve(text_batch=tf.constant(TEXTS[:count])).values()
     assert texts.numpy().tolist() == expected[:count]
     np.testing.assert_allclose(said.numpy(), scores[:count], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_beams_that_gin_binds_to_the_model_s_method_are_served(checkpoint, tmp_path, monkeypatch):
+  """The lines of export.gin: num_decodes = %BEAM_SIZE and return_all_decodes = True."""
+  method = "models.EncoderDecoderModel.predict_batch_with_aux"
+  turn_on = "from __gin__ import dynamic_registration\nfrom t5x import models\n"
+  beams = tmp_path / "beams.gin"
+  beams.write_text(f"{turn_on}{method}:\n  num_decodes = 2\n  return_all_decodes = True\n")
+  parse_gin_flags([], [str(beams)], [])
+  bound = gin.get_configurable("EncoderDecoderModel")
+  monkeypatch.setattr("tiny_tasks.EncoderDecoderModel", bound)
+  tf = import_tensorflow()
+  export(checkpoint, tmp_path / "1")
+  serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
+  texts, scores = serve(text_batch=tf.constant(TEXTS)).values()
+  _, (tokens, said) = original(checkpoint)
+  gin.clear_config()
+  assert tokens.shape == (3, 2, LENGTHS["targets"])
+  vocabulary = byte_vocabulary()
+  expected = [
+    [vocabulary.decode_tf(tf.constant(t)).numpy() for t in row] for row in np.asarray(tokens)
+  ]
+  assert texts.numpy().tolist() == expected
+  np.testing.assert_allclose(scores.numpy(), said, rtol=1e-4)
+  assert (scores.numpy()[:, 0] <= scores.numpy()[:, 1]).all()  # the best last, as T5X has it
 
 
 @pytest.mark.slow
