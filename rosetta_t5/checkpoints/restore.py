@@ -20,9 +20,13 @@ from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.agreement import told_by_all, told_by_the_first
 from rosetta_t5.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+# What one process waits for another that reads more, or from farther away.
+_SLOWEST_RESTORE_S = 3600.0
 
 # The run fact that names the checkpoint a finetuning run began with.
 STARTED_FROM = "started_from"
@@ -292,21 +296,43 @@ def _restore_whole(
   model_dir: str | os.PathLike[str] | None,
 ) -> Any:
   """Restores a run's own latest checkpoint, or where that is damaged, loudly, the one before it."""
+  folder = epath.Path(path)
+  state, failure = None, None
   try:
-    return restore(manager, path, cfg, fallback_state)
-  except UnreadableCheckpointError as error:
-    folder = epath.Path(path)
-    older = [s for s in folders.all_steps(folder.parent) if s < (folders.step_of(folder) or 0)]
-    own = model_dir is not None and folder.parent == epath.Path(model_dir)
-    # Of several processes, some may have found nothing wrong: they must not go different ways.
-    if not (own and older and cfg.mode == "latest" and jax.process_count() == 1):
-      raise
-    aside = folder.parent / f"damaged_{folder.name}"
+    state = restore(manager, path, cfg, fallback_state)
+  except ValueError as error:
+    failure = error
+  if (reason := _damage_found_by_any(folder, failure)) is None:
+    return state
+  older = [s for s in folders.all_steps(folder.parent) if s < (folders.step_of(folder) or 0)]
+  own = model_dir is not None and folder.parent == epath.Path(model_dir)
+  if not (own and older and cfg.mode == "latest"):
+    raise UnreadableCheckpointError(reason) from failure
+  aside = folder.parent / f"damaged_{folder.name}"
+  if jax.process_index() == 0:
     folder.rename(aside)
-    before = os.fspath(folders.checkpoint_path(folder.parent, older[-1]))
-    _log.error("%s It is kept as %s; the run goes on from %s", error, aside, before)
-    manager.reload()
-    return _restore_whole(manager, before, cfg, fallback_state, model_dir)
+  before = folders.checkpoint_path(folder.parent, older[-1])
+  before = told_by_the_first(os.fspath(before), f"set aside {folder.name}", _SLOWEST_RESTORE_S)
+  _log.error("%s It is kept as %s; the run goes on from %s", reason, aside, before)
+  manager.reload()
+  return _restore_whole(manager, before, cfg, fallback_state, model_dir)
+
+
+def _damage_found_by_any(folder: epath.Path, failure: ValueError | None) -> str | None:
+  """Returns what any process found damaged in its part of a checkpoint; all processes go the same way.
+
+  Raises:
+    ValueError: one of them could not restore for another reason.
+  """
+  kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "refusal"
+  text = "" if failure is None else f"{kind} {failure}"
+  told = told_by_all(text, f"restored {folder.name}", _SLOWEST_RESTORE_S)
+  if failure is not None and kind == "refusal":
+    raise failure
+  for number, text in enumerate(told):
+    if text.startswith("refusal "):
+      raise ValueError(f"process {number}: {text.removeprefix('refusal ')}")
+  return next((text.removeprefix("damage ") for text in told if text), None)
 
 
 def _paths(cfg: RestoreCheckpointConfig | None) -> list[str]:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
+from rosetta_t5.checkpoints.legacy import Checkpointer
+from rosetta_t5.checkpoints.run_lock import hold
 
 
-def test_two_processes_save_together_and_one_restores(setup, counter, tmp_path):
+def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]]:
+  """Runs two_processes.py and returns the processes' exit statuses and outputs."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
   script = pathlib.Path(__file__).parent / "two_processes.py"
   processes = [
     subprocess.Popen(
-      [sys.executable, str(script), str(tmp_path), str(port), str(index)],
+      [sys.executable, str(script), str(folder), str(port), str(index), what],
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -28,16 +34,72 @@ def test_two_processes_save_together_and_one_restores(setup, counter, tmp_path):
     for index in (0, 1)
   ]
   outputs = [process.communicate(timeout=240)[0] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], outputs
+  return [process.returncode for process in processes], outputs
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+  """A folder with step 2, in it one with steps 1 and 2, and what the processes said that saved them."""
+  folder = tmp_path_factory.mktemp("saved") / "run"
+  statuses, outputs = two_processes(folder, "save")
+  assert statuses == [0, 0], outputs
+  return folder, outputs
+
+
+def test_two_processes_save_together_and_one_restores(setup, counter, saved_by_two):
+  folder, outputs = saved_by_two
   # Each process goes on where it was itself.
   assert "restored 2 at 2" in outputs[0]
   assert "restored 2 at 12" in outputs[1]
 
-  assert all_steps(tmp_path) == [2]
-  assert read_run_facts(tmp_path) == {"random_seed": 5}
-  saved = sorted(path.name for path in (tmp_path / "checkpoint_2/dataset").glob("train_ds*"))
+  assert all_steps(folder) == [2]
+  assert read_run_facts(folder) == {"random_seed": 5}
+  saved = sorted(path.name for path in (folder / "checkpoint_2/dataset").glob("train_ds*"))
   assert saved == ["train_ds-000-of-002", "train_ds-001-of-002"]
-  state = setup.manager(tmp_path).restore()
+  state = setup.manager(folder).restore()
   np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
   with pytest.raises(ValueError, match=r"it has train_ds-000-of-002, train_ds-001-of-002\)"):
-    setup.manager(tmp_path, dataset_iterator=counter).restore()
+    setup.manager(folder, dataset_iterator=counter).restore()
+
+
+def test_processes_go_back_together_though_only_one_finds_its_part_damaged(saved_by_two, tmp_path):
+  folder = shutil.copytree(saved_by_two[0] / "split", tmp_path / "run")
+  parts = list((folder / "checkpoint_2/state/ocdbt.process_1/d").iterdir())
+  assert parts
+  for part in parts:
+    part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+  statuses, outputs = two_processes(folder, "restart")
+  assert statuses == [0, 0], outputs
+  for output in outputs:
+    assert "checkpoint_2 cannot be read" in output
+    assert "the run goes on from" in output
+    assert "restored 1 of [1]" in output
+  assert (folder / "damaged_checkpoint_2").is_dir()
+
+
+@pytest.mark.slow
+def test_both_processes_are_told_that_a_folder_is_in_use(saved_by_two):
+  folder = saved_by_two[0] / "split"
+  with hold(folder):
+    statuses, outputs = two_processes(folder, "restart")
+  assert statuses == [1, 1]
+  for output in outputs:
+    assert f"ModelDirInUseError: MODEL_DIR {folder} is in use by another training" in output
+
+
+@pytest.mark.slow
+def test_several_processes_each_read_their_parts_of_a_checkpoint_in_t5x_s_older_layout(
+  make_setup, tmp_path
+):
+  setup = make_setup(module=Tiny(width=4096), num_partitions=1)
+  state = setup.state(step=7, seed=3)
+  Checkpointer(setup.state(), setup.partitioner, tmp_path).save(state)
+  assert (tmp_path / "checkpoint_7/checkpoint").is_file()
+  statuses, outputs = two_processes(tmp_path, "restart")
+  assert statuses == [0, 0], outputs
+  whole = np.asarray(state.params["wi"])
+  parts = [line.split()[1:] for out in outputs for line in out.splitlines() if line[:3] == "wi "]
+  assert sorted(int(start) for start, *_ in parts) == [0, 1024, 2048, 3072]
+  for start, stop, digest in parts:
+    part = np.ascontiguousarray(whole[:, int(start) : int(stop)])
+    assert digest == hashlib.sha256(part).hexdigest()

@@ -40,7 +40,7 @@ for _ in range(8):
   try:
     lock = RunLock(sys.argv[1], this_process())
     os.write(1, b"got\\n")
-    time.sleep(3)
+    time.sleep(1.5)
   except ModelDirInUseError:
     os.write(1, b"refused\\n")
   os._exit(0)

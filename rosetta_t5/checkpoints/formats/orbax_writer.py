@@ -83,7 +83,7 @@ def _write_array(
     "metadata": {
       "shape": list(array.shape),
       "chunks": chunk_shape(array.shape, CHUNK_BYTES // array.dtype.itemsize),
-      "compressor": {"id": "zstd", "level": 1},
+      "compressor": None,  # as runs save
     },
   }
   write_in_parts(
