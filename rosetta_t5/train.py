@@ -157,7 +157,7 @@ def train(
     loop.compile()
     predictions.wait_until_read()
     log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
-    summarize_config_fn(model_dir, None, first_step)
+    summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
     with _automatic_garbage_collection(on=not gc_period):
       loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)
   loop.finish()

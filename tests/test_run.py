@@ -61,8 +61,9 @@ def logged(model_dir, name="train"):
   for path in sorted((pathlib.Path(model_dir) / name).glob("events*")):
     for event in event_file_loader.EventFileLoader(str(path)).Load():
       for value in event.summary.value:
-        number = tensor_util.make_ndarray(value.tensor)
-        values.setdefault(event.step, {})[value.tag] = float(number)
+        found = tensor_util.make_ndarray(value.tensor)
+        is_text = found.dtype == object
+        values.setdefault(event.step, {})[value.tag] = str(found) if is_text else float(found)
   return values
 
 
@@ -81,6 +82,7 @@ def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
   assert "encoder/layers_0/mlp/wi_0/kernel" in (model_dir / "model-info.txt").read_text()
   assert "BATCH_SIZE = 8" in (model_dir / "config.gin").read_text()
   train, evaluation = logged(model_dir), logged(model_dir, "training_eval/run_upper_case")
+  assert "BATCH_SIZE = 8" in train.pop(0)["config"]
   assert {1, 2, 3} <= set(train)
   assert set(evaluation) == {2, 3}
   printed = {int(step): float(loss) for step, loss in _STEP.findall(said)}
