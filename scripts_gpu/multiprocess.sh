@@ -12,13 +12,30 @@ coordinator_address() {
   echo "$host:${COORDINATOR_PORT:-$((12345 + (${SLURM_JOB_ID:-0} * 16 + ${SLURM_STEP_ID:-0} % 16) % 20000))}"
 }
 
+# How many processes the job has, as its launcher says: Slurm, Open MPI, PBS's and other mpiexecs.
+count_processes() {
+  echo "${SLURM_NTASKS:-${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${PALS_SIZE:-1}}}}"
+}
+
+# Adds to COMMAND that this is one of several processes. Under mpiexec the training finds the others itself.
+join_processes() {
+  [[ ${WITH_MP:-0} == 1 ]] || return 0
+  COMMAND+=(--multiprocess_gpu)
+  if [[ -n ${SLURM_PROCID:-} ]]; then
+    COMMAND+=(--coordinator_address="$(coordinator_address)" --process_count="$(count_processes)" --process_index="$SLURM_PROCID")
+  elif [[ -z ${OMPI_COMM_WORLD_RANK:-}${PMI_RANK:-}${PALS_RANKID:-} ]]; then
+    die "WITH_MP=1, but nothing says which process this is" "Start it by srun or mpiexec."
+  fi
+}
+
 # Sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND.
 prepare_process() {
   : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
   : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
   : "${PACK:=0}" "${CHECKPOINT_DISABLE:=0}" "${MODEL_DIR:=model_dir}" "${GPUS_PER_NODE:=8}"
   : "${WITH_MP:=0}" "${WITH_NSYS:=0}" "${T5X_WORKSPACE_DIR:=$PWD}"
-  local tasks=${SLURM_NTASKS:-1}
+  local tasks
+  tasks=$(count_processes)
 
   check_model
   check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1
@@ -43,11 +60,7 @@ prepare_process() {
     --gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE"
     --gin.train.gc_period=2000)
   [[ $CHECKPOINT_DISABLE == 0 ]] || COMMAND+=(--gin.utils.CheckpointConfig.save=None)
-  [[ $WITH_MP != 1 ]] ||
-    COMMAND+=(--multiprocess_gpu
-      --coordinator_address="$(coordinator_address)"
-      --process_count="$tasks"
-      --process_index="${SLURM_PROCID:?WITH_MP=1 needs SLURM_PROCID: start it by srun}")
+  join_processes
   [[ $WITH_NSYS != 1 ]] ||
     COMMAND=(nsys profile -t "nvtx,cuda,cublas" -o "$MODEL_DIR/profile_${SLURM_PROCID:-0}" -f true -c cudaProfilerApi "${COMMAND[@]}")
 }

@@ -26,6 +26,7 @@ if [[ -n $CONTAINER ]]; then
   data=${DATASET_MAP:-${BASE_TFDS_DATA_DIR:?BASE_TFDS_DATA_DIR or DATASET_MAP says where the data sets are}:$TFDS_DATA_DIR}
   mounts=$data,$BASE_T5X_WORKSPACE_DIR:$T5X_WORKSPACE_DIR,$SCRIPTS_DIR:$SCRIPTS_DIR
   [[ -z ${BASE_CHECKPOINTS_DIR:-} ]] || mounts+=,$BASE_CHECKPOINTS_DIR:$BASE_CHECKPOINTS_DIR
+  [[ -z ${MORE_MOUNTS:-} ]] || mounts+=,$MORE_MOUNTS
   arguments+=(--container-image="$CONTAINER" --container-mounts="$mounts")
 else
   [[ -z ${DATASET_MAP:-} ]] || die "DATASET_MAP is for containers, and CONTAINER is empty" "Set BASE_TFDS_DATA_DIR."

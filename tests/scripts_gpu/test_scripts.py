@@ -70,6 +70,46 @@ def test_pretraining_passes_its_positional_arguments_on(run, tmp_path):
   assert (tmp_path / "out" / log).read_text() == out
 
 
+def test_a_process_of_a_gpt_job_takes_paxs_arguments(run, tmp_path):
+  (tmp_path / "spm.model").touch()
+  arguments = [str(tmp_path), str(tmp_path / "spm.model"), "float32", "8", "2", "logs"]
+  job = {"SLURM_NTASKS": "64", "SLURM_PROCID": "9", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+  status, out, _ = run("run_pile_multinode.sh", *arguments, WITH_MP="1", TP_SIZE="2", **job)
+  assert status == 0
+  assert {
+    "--gin_file=gin/examples/gpt_126m_pile_pretrain.gin",
+    f'--gin.MODEL_DIR="{tmp_path}/logs"',
+    "--gin.BATCH_SIZE=64",
+    "--gin.partitioning.PjitPartitioner.num_partitions=2",
+    "--multiprocess_gpu",
+    "--process_count=64",
+    "--process_index=9",
+  } <= set(out.splitlines())
+
+
+def test_processes_of_mpiexec_find_each_other_by_themselves(run):
+  job = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "3", "BSIZE_PER_GPU": "4"}
+  status, out, _ = run("multiprocess_pretrain_pile.sh", WITH_MP="1", **job)
+  assert status == 0
+  assert "--gin.train/utils.DatasetConfig.batch_size=64" in out
+  assert "--multiprocess_gpu" in out
+  assert "--process_index" not in out
+
+
+def test_a_pbs_job_starts_a_process_for_each_slot_of_its_nodes(run, tmp_path):
+  (tmp_path / "nodes").write_text("gpu1\ngpu1\ngpu2\ngpu2\n")
+  mpiexec = tmp_path / "mpiexec"
+  mpiexec.write_text('#!/usr/bin/env bash\necho "$*" "$MODEL_DIR" "$WITH_MP" "$TRAIN_STEPS"\n')
+  mpiexec.chmod(0o755)
+  job = {"PBS_NODEFILE": str(tmp_path / "nodes"), "MODEL_DIR": "run", "MPIEXEC": str(mpiexec)}
+  status, out, _ = run("example_pbs_pretrain_pile.sh", **job)
+  assert status == 0
+  assert out.split() == [
+    *("-n", "4", "bash", str(_SCRIPTS / "multiprocess_pretrain_pile.sh")),
+    *("run", "1", "500"),
+  ]
+
+
 def test_fp8_that_is_not_asked_for_is_left_to_the_gpu_and_asks_for_bfloat16(run):
   _, out, err = run("singlenode_pretrain_pile.sh", "small", "float32", "1", "8", "out")
   assert "TransformerEngineConfig.enabled" not in out
@@ -191,6 +231,22 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       {"SLURM_JOB_ID": "1", "SCRIPTS_DIR": str(_SCRIPTS)},
       "MODEL_DIR is not set",
     ),
+    (
+      "example_slurm_pile.sub",
+      [],
+      {"SLURM_JOB_ID": "1", "SCRIPTS_DIR": str(_SCRIPTS)},
+      "BASE_VOCAB_PATH is not set",
+    ),
+    ("example_pbs_pretrain_pile.sh", [], {}, "this is a job for qsub"),
+    ("run_pile_multinode.sh", [], {}, "VOCAB_PATH is not given"),
+    ("multiprocess_pretrain_pile.sh", [], {"WITH_MP": "1"}, "WITH_MP=1, but nothing says which"),
+    ("../docker/build.sh", [], {}, "the image's name is not given"),
+    (
+      "../docker/interactive_pull_and_launch.sh",
+      ["image"],
+      {},
+      "CONTAINER and DATASET_PATH must be",
+    ),
   ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(
@@ -220,7 +276,8 @@ def test_the_scripts_stand_under_t5x_path_too(run):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing():
-  scripts = [str(path) for path in _SCRIPTS.iterdir() if path.suffix in (".sh", ".sub")]
+  folders = (_SCRIPTS, _SCRIPTS.parent / "docker")
+  scripts = [str(p) for folder in folders for p in folder.iterdir() if p.suffix in (".sh", ".sub")]
   done = subprocess.run(
     ["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts], capture_output=True, text=True, check=False
   )

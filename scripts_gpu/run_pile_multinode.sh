@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Pretrains GPT on the Pile: one of a job's processes, each with a GPU; the arguments are Pax's. It is started
+# once for each of them, by srun (see example_slurm_pile.sub).
+#
+# usage: run_pile_multinode.sh [TFDS_DATA_DIR [VOCAB_PATH [PREC [GPUS_PER_NODE [PERCORE_BATCH_SIZE [LOGDIR]]]]]]
+#
+#   TFDS_DATA_DIR       the folder of the data sets; default the variable of this name
+#   VOCAB_PATH          a SentencePiece model; default the variable GPT_VOCAB_PATH
+#   PREC                bfloat16 or float32; default bfloat16
+#   GPUS_PER_NODE       for Pax's callers: the job's processes are counted
+#   PERCORE_BATCH_SIZE  sequences of 2048 tokens a GPU; default 4
+#   LOGDIR              checkpoints and metrics, under T5X_WORKSPACE_DIR (by default where you are), or absolute;
+#                       default the variable MODEL_DIR, else test_logdir
+#
+# environment: GPT_SIZE (a size in gin/models/gpt; default 126m), ENABLE_FP8 (1 or 0; default 0), TP_SIZE (GPUs
+#   that share one copy of the model; default 1), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS
+set -euo pipefail
+SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+# shellcheck source=training.sh
+source "$SCRIPTS_DIR/training.sh"
+# shellcheck source=multiprocess.sh
+source "$SCRIPTS_DIR/multiprocess.sh"
+help_if_asked "$@"
+
+(($# <= 6)) || die "$# arguments are given, but there are 6" "See $(basename "$0") --help."
+TFDS_DATA_DIR=${1:-${TFDS_DATA_DIR:-}}
+VOCAB_PATH=${2:-${GPT_VOCAB_PATH:-}}
+PREC=${3:-${PREC:-bfloat16}}
+PERCORE_BATCH_SIZE=${5:-${PERCORE_BATCH_SIZE:-4}}
+LOGDIR=${6:-${MODEL_DIR:-test_logdir}}
+: "${GPT_SIZE:=126m}" "${ENABLE_FP8:=0}" "${TP_SIZE:=1}" "${T5X_WORKSPACE_DIR:=$PWD}"
+tasks=$(count_processes)
+
+[[ -n $VOCAB_PATH ]] || die "VOCAB_PATH is not given" "A SentencePiece model; see $(basename "$0") --help."
+check_choice PREC "$PREC" float32 bfloat16
+check_choice ENABLE_FP8 "$ENABLE_FP8" 0 1
+check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
+check_number TP_SIZE "$TP_SIZE" 1
+((tasks % TP_SIZE == 0)) ||
+  die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "A copy of the model is split over TP_SIZE of them."
+check_data
+check_vocabulary "$VOCAB_PATH"
+find_python
+(($(count_gpus) > 0)) || export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+set_xla_flags many_nodes
+
+[[ $LOGDIR == /* ]] || LOGDIR=$T5X_WORKSPACE_DIR/$LOGDIR
+COMMAND=("$PYTHON" -u -m t5x.train
+  --gin_file=gin/examples/gpt_126m_pile_pretrain.gin
+  --gin_file="gin/models/gpt/$GPT_SIZE.gin"
+  --gin.DROPOUT_RATE=0.0
+  --gin.MODEL_DIR="\"$LOGDIR\""
+  --gin.BATCH_SIZE="$((tasks * PERCORE_BATCH_SIZE / TP_SIZE))"
+  --gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE"
+  --gin.network.TransformerConfig.dtype="\"$PREC\""
+  --gin.network.TransformerConfig.fuse_qkv_params=True
+  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\"")
+[[ -z $TFDS_DATA_DIR ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
+[[ $ENABLE_FP8 == 0 ]] || COMMAND+=(
+  --gin.train.te_config_cls=@te_helper.TransformerEngineConfig --gin.te_helper.TransformerEngineConfig.enabled=1)
+[[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+join_processes
+run_process

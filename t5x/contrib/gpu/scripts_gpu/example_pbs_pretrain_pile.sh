@@ -1,0 +1,1 @@
+../../../../scripts_gpu/example_pbs_pretrain_pile.sh

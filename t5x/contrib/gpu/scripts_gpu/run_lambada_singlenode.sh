@@ -1,0 +1,1 @@
+../../../../scripts_gpu/run_lambada_singlenode.sh

@@ -1,0 +1,1 @@
+../../../../scripts_gpu/run_pile_singlenode.sh
