@@ -10,6 +10,7 @@ import jax
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.leafwise import LeafwiseFunction
 from rosetta_t5.checkpoints.restore import (
+  check_before_fallback,
   create_orbax_checkpoint_manager,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
@@ -88,13 +89,14 @@ class TrainStateInitializer:
     cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
     if cfg is None:
       return
-    fallback_state = get_fallback_state(cfg, self.from_scratch, init_rng)
     manager = create_orbax_checkpoint_manager(
       restore_cfg=cfg,
       train_state=self.global_train_state_shape,
       partitioner=self._partitioner,
       ds_iter=ds_iter,
     )
+    check_before_fallback(manager, paths, cfg)
+    fallback_state = get_fallback_state(cfg, self.from_scratch, init_rng)
     for path in paths:
       yield restore(manager, path, cfg, fallback_state), path
 

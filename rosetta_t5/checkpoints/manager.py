@@ -313,9 +313,14 @@ class OrbaxCheckpointManagerInterface:
       completed(state_dict, self._train_state, shardings, folder)
     )
 
-  def check_fits(self, path: str | os.PathLike[str]) -> None:
-    """Raises CheckpointMismatchError unless the checkpoint at `path` is of this train state."""
-    check_fits(path, self._train_state.state_dict())
+  def check_fits(self, path: str | os.PathLike[str], **options: Any) -> None:
+    """Raises CheckpointMismatchError unless the checkpoint at `path` is of this train state.
+
+    Args:
+      path: a checkpoint of any layout.
+      **options: of `reading.check_fits`.
+    """
+    check_fits(path, self._train_state.state_dict(), **options)
 
   def protect(self, step: int) -> None:
     """Keeps the checkpoint of `step` whatever `keep` says, such as the one a run started from."""

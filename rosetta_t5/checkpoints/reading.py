@@ -88,17 +88,12 @@ def read_state(
     CheckpointMismatchError: the checkpoint does not fit.
     UnreadableCheckpointError: files are missing or damaged.
   """
-  arrays = read_arrays(path) if arrays is None else arrays
-  arrays = _transformed({n: stored(x) for n, x in arrays.items()}, expected, transformations)
   flat = flatten_state_dict(expected, keep_empty_nodes=True)
   wanted = {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
-  try:
-    arrays = relaid(arrays, wanted)
-  except LayoutError as error:
-    raise fit.CheckpointMismatchError(f"checkpoint {path}: {error}") from error
-  # As in T5X, what a transformation leaves over is left out.
-  unexpected = allow_unexpected or bool(transformations)
-  fitting = fit.check_fit(path, arrays, wanted, allow_missing, unexpected)
+  arrays, fitting = _compared(
+    *(path, read_arrays(path) if arrays is None else arrays, expected, wanted),
+    *(transformations, allow_missing, allow_unexpected),
+  )
   chosen = {
     name: arrays[name].astype(_dtype(name, leaf, params_dtype))
     for name, leaf in wanted.items()
@@ -114,6 +109,7 @@ def check_fits(
   expected: Mapping[str, Any],
   allow_missing: bool = False,
   allow_unexpected: bool = False,
+  transformations: Sequence[Transformation] = (),
 ) -> None:
   """Raises CheckpointMismatchError unless the checkpoint at `path` has what `expected` needs.
 
@@ -122,13 +118,33 @@ def check_fits(
     expected: nested state dict of leaves with `shape` and `dtype`.
     allow_missing: see `read_state`.
     allow_unexpected: see `read_state`.
+    transformations: see `read_state`.
   """
   wanted = {n: leaf for n, leaf in flatten_state_dict(expected).items() if hasattr(leaf, "shape")}
+  _compared(
+    *(path, read_arrays(path), expected, wanted),
+    *(transformations, allow_missing, allow_unexpected),
+  )
+
+
+def _compared(
+  path: Any,
+  arrays: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  transformations: Sequence[Transformation],
+  allow_missing: bool,
+  allow_unexpected: bool,
+) -> tuple[dict[str, StoredArray], set[str]]:
+  """Returns the checkpoint's arrays as the run lays them out, and the names of those that it takes."""
+  changed = _transformed({n: stored(x) for n, x in arrays.items()}, expected, transformations)
   try:
-    arrays = relaid(read_arrays(path), wanted)
+    relaid_arrays = relaid(changed, wanted)
   except LayoutError as error:
     raise fit.CheckpointMismatchError(f"checkpoint {path}: {error}") from error
-  fit.check_fit(path, arrays, wanted, allow_missing, allow_unexpected)
+  # As in T5X, what a transformation leaves over is left out.
+  unexpected = allow_unexpected or bool(transformations)
+  return relaid_arrays, fit.check_fit(path, relaid_arrays, wanted, allow_missing, unexpected)
 
 
 def _place_all(

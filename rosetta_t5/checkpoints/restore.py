@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +130,24 @@ def get_fallback_state(
       "give fallback_init_rng (of evaluate or infer), or set it to False"
     )
   return init_fn(init_rng).state_dict()
+
+
+def check_before_fallback(manager: Any, paths: Sequence[str], cfg: RestoreCheckpointConfig) -> None:
+  """Compares what may fall back to scratch before a state from scratch takes memory.
+
+  Raises:
+    CheckpointMismatchError: a checkpoint does not fit, be it with what falls back.
+  """
+  if not (cfg.fallback_to_scratch and isinstance(manager, OrbaxCheckpointManagerInterface)):
+    return
+  for path in paths:
+    with contextlib.suppress(UnreadableCheckpointError):  # met again where it can be dealt with
+      manager.check_fits(
+        path,
+        allow_missing=True,
+        allow_unexpected=not cfg.strict,
+        transformations=cfg.state_transformation_fns,
+      )
 
 
 def create_orbax_checkpoint_manager(
@@ -281,6 +300,7 @@ def create_checkpoint_manager_and_restore(
   )
   if restore_path is None or restore_checkpoint_cfg is None:
     return None, manager
+  check_before_fallback(manager, [restore_path], restore_checkpoint_cfg)
   fallback_state = get_fallback_state(
     restore_checkpoint_cfg, train_state_initializer.from_scratch, fallback_init_rng
   )

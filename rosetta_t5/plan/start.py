@@ -80,8 +80,8 @@ def _saves(plan: Any) -> str:
 
 def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
   """Compares each checkpoint with the run's train state, as restoring it would."""
-  if cfg is None or plan["model"] is None or cfg.assignment_map or cfg.state_transformation_fns:
-    return  # there is nothing to compare, or names are changed on the way
+  if cfg is None or plan["model"] is None:
+    return
   expected = plan.state.state_dict()
   for path in paths:
     check_fits(
@@ -89,4 +89,5 @@ def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
       expected,
       allow_missing=cfg.fallback_to_scratch,
       allow_unexpected=not cfg.strict,
+      transformations=cfg.state_transformation_fns,
     )

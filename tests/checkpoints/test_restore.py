@@ -152,6 +152,23 @@ def test_fallback_fills_in_what_the_checkpoint_lacks(make_setup, setup, pretrain
   np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
 
 
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_what_does_not_fit_is_said_before_a_fallback_takes_memory(
+  make_setup, setup, pretrained, tmp_path, monkeypatch, of_a_run
+):
+  wider = make_setup(module=type(setup.module)(width=32))
+  monkeypatch.setattr(
+    wider.initializer, "_from_scratch", lambda key: pytest.fail("a state was made")
+  )
+  restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True)
+  starts = {
+    True: lambda: begin(wider, tmp_path, restore=restore),
+    False: lambda: wider.initializer.from_checkpoint([restore], init_rng=RNG),
+  }
+  with pytest.raises(CheckpointMismatchError, match=r"wrong shape  target/wi"):
+    starts[of_a_run]()
+
+
 def test_fallback_without_a_key_says_what_to_give(setup):
   cfg = RestoreCheckpointConfig(path="p", fallback_to_scratch=True)
   with pytest.raises(ValueError, match=r"give fallback_init_rng"):
