@@ -17,11 +17,14 @@ EXAMPLES = {
   "CHECKPOINT_PATH": "'/path/to/checkpoint_1000000'",
   "DROPOUT_RATE": "0.0",
   "EVAL_OUTPUT_DIR": "'/path/for/results'",
+  "FILES": "['rows.jsonl']",
   "INFER_OUTPUT_DIR": "'/path/for/results'",
+  "INPUTS": "'text'",
   "INITIAL_CHECKPOINT_PATH": "'/path/to/checkpoint_1000000'",
   "MIXTURE_OR_TASK_NAME": "'name_of_a_seqio_task'",
   "MODEL_DIR": "'/path/for/this/run'",
   "TASK_FEATURE_LENGTHS": "{'inputs': 512, 'targets': 128}",
+  "TARGETS": "'label'",
   "TRAIN_STEPS": "10000",
 }
 # What a file of its own usually sets.
