@@ -15,8 +15,13 @@ import jax
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
 _SEQUENCES = "timing/seqs_per_second"
 _STEPS = "timing/steps_per_second"
+_TOKENS = "timing/target_tokens_per_second"
+_LEARNING_RATE = "learning_rate/current"
 _EPOCHS = "data/epochs/"
-_LEFT_OUT = {"data/bad_examples": "bad examples left out", "data/unreadable": "records unreadable"}
+_LEFT_OUT = {
+  "data/bad_examples": "bad examples left out:",
+  "data/unreadable": "unreadable records:",
+}
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -75,6 +80,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     if self._bar is not None:
       self._bar.update(step, cells)
     else:
+      # More than fits beside a bar, and all of it in one line for grep.
+      cells += _speed_cells(step, values)
       self._print("  ".join([f"step {step}/{self._total_steps}", *cells]))
 
   def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
@@ -137,12 +144,23 @@ class _Bar:
     self._progress.stop()
 
 
+def _speed_cells(step: int, values: Mapping[str, float]) -> list[str]:
+  """Tokens of targets a second, time of a step, samples since step 0, the rate; those measured."""
+  cells = [f"{values[_TOKENS]:.4g} tokens/s"] if values.get(_TOKENS) else []
+  if values.get(_STEPS):
+    cells.append(f"{1000 / values[_STEPS]:.4g} ms/step")
+  if values.get(_STEPS) and values.get(_SEQUENCES):
+    cells.append(f"{round(step * values[_SEQUENCES] / values[_STEPS])} samples")
+  rate = values.get(_LEARNING_RATE)
+  return cells + ([] if rate is None else [f"lr {rate:.4g}"])
+
+
 def _data_cells(values: Mapping[str, float]) -> list[str]:
   """How often the data was read, dataset by dataset where there are several, and what was not."""
   epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
   several = len(epochs) > 1
   told = [f"epoch {count:.3g}{f' of {name}' if several else ''}" for name, count in epochs.items()]
-  return told + [f"{values[name]:.0f} {text}" for name, text in _LEFT_OUT.items() if name in values]
+  return told + [f"{text} {values[name]:.0f}" for name, text in _LEFT_OUT.items() if name in values]
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:

@@ -37,8 +37,18 @@ def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
   stream = Flushed()
   with console.Progress(0, 1000, stream) as progress:
     progress.report(100, VALUES)
-  assert stream.getvalue() == "step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s\n"
+  # At 11.25 steps a second.
+  speed = "88.89 ms/step  110 samples"
+  assert stream.getvalue() == f"step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s  {speed}\n"
   assert stream.flushes == 1
+
+
+def test_plain_line_has_tokens_and_learning_rate_where_they_are_measured():
+  stream = Flushed()
+  measured = {"timing/target_tokens_per_second": 1234.5, "learning_rate/current": 0.0006}
+  with console.Progress(0, 10, stream) as progress:
+    progress.report(1, measured)
+  assert stream.getvalue() == "step 1/10  1234 tokens/s  lr 0.0006\n"
 
 
 def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():
@@ -47,7 +57,7 @@ def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():
   progress.report(1, {"data/epochs/pile": 1.234})
   progress.report(2, {"data/epochs/pile": 0.5, "data/epochs/mine": 12.0, "data/bad_examples": 3.0})
   assert stream.getvalue() == (
-    "step 1/10  epoch 1.23\nstep 2/10  epoch 0.5 of pile  epoch 12 of mine  3 bad examples left out\n"
+    "step 1/10  epoch 1.23\nstep 2/10  epoch 0.5 of pile  epoch 12 of mine  bad examples left out: 3\n"
   )
 
 
