@@ -12,6 +12,7 @@ import pytest
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints import conversion_check, convert, plain_forward
 from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.lazy_arrays import stored
 from rosetta_t5.checkpoints.reading import read_arrays
 
 MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
@@ -140,3 +141,53 @@ def test_verify_finds_changed_and_missing_values(tmp_path, capsys):
   other.unlink()
   assert run("ckpt", "verify", tmp_path) == 1
   assert "wi_0/kernel cannot be read" in capsys.readouterr().out
+
+
+def test_verify_without_stored_checksums_reads_everything_and_says_that_it_compared_nothing(
+  tmp_path, capsys
+):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", say=lambda _: None)
+  assert run("ckpt", "verify", tmp_path) == 0
+  assert "no checksums.json to compare with (verify --write), 0 problems" in capsys.readouterr().out
+  assert not (checkpoint / "checksums.json").exists()
+  damaged = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
+  damaged.write_bytes(damaged.read_bytes()[:-9])
+  assert run("ckpt", "verify", tmp_path) == 1
+  said = capsys.readouterr().out
+  assert "wi_0/kernel cannot be read" in said
+  assert "1 problems" in said
+
+
+def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_path, capsys):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta", say=lambda _: None)
+  arrays = read_arrays(checkpoint)
+  name = "target/encoder/layers_0/mlp/wi_0/kernel"
+  arrays[name] = stored(np.full(arrays[name].shape, np.nan, np.float32))
+  orbax_writer.write(tmp_path / "spoilt/checkpoint_1", arrays)
+  assert run("ckpt", "verify", tmp_path / "spoilt") == 1
+  size = arrays[name].size
+  assert f"{name} holds {size} values that are not finite" in capsys.readouterr().out
+
+
+def test_what_transformers_makes_of_a_converted_folder_is_compared_where_it_is_installed(
+  tmp_path, capsys
+):
+  pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config = transformers.T5Config(
+    d_model=16,
+    d_kv=4,
+    num_heads=4,
+    d_ff=24,
+    num_layers=1,
+    vocab_size=96,
+    feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
+  )
+  transformers.T5ForConditionalGeneration(config).save_pretrained(
+    tmp_path / "theirs", max_shard_size="8KB"
+  )
+  assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+  assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "t5x"), "--to", "t5x"]) == 0
+  assert convert.main([str(tmp_path / "t5x"), str(tmp_path / "ours"), "--to", "hf"]) == 0
+  assert "logits by Transformers: largest difference" in capsys.readouterr().out
