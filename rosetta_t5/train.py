@@ -19,7 +19,7 @@ from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvalu
 from rosetta_t5.networks.computation import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan import answered_when_out_of_memory, describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -147,19 +147,19 @@ def train(
     summary_dir=model_dir, train_state_axes=initializer.train_state_axes, rng=trainer_rng
   )  # fmt: skip
   del state
-  saver = manager if checkpoint_cfg.save else None
   loop = _Loop(
-    trainer, initializer.train_state_axes, saver, feed, evaluation, predictions, concurrent_metrics,
-    actions, first_step, total_steps, model_dir, started
+    trainer, initializer.train_state_axes, manager if checkpoint_cfg.save else None, feed,
+    evaluation, predictions, concurrent_metrics, actions, first_step, total_steps, model_dir, started
   )  # fmt: skip
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path, fp8)
   if first_step < total_steps:
-    loop.compile()
-    predictions.wait_until_read()
-    log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
-    summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
-    with _automatic_garbage_collection(on=not gc_period):
-      loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)
+    with answered_when_out_of_memory(trainer, model, partitioner, initializer, feed.element_spec):
+      loop.compile()
+      predictions.wait_until_read()
+      log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
+      summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
+      with _automatic_garbage_collection(on=not gc_period):
+        loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)  # fmt: skip
   loop.finish()
   return int(trainer.train_state.step), trainer.train_state
 

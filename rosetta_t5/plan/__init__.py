@@ -1,5 +1,6 @@
 """What a run will be, told before it begins: nothing is computed and no device is touched."""
 
 from rosetta_t5.plan.describe import describe_run
+from rosetta_t5.plan.out_of_memory import answered_when_out_of_memory
 
-__all__ = ["describe_run"]
+__all__ = ["answered_when_out_of_memory", "describe_run"]

@@ -15,7 +15,7 @@ from rosetta_t5.config.unimported import NeedsImport
 from rosetta_t5.parallel.layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.parallel.splits import check_splits
-from rosetta_t5.plan import memory, start
+from rosetta_t5.plan import fitting, memory, start
 from rosetta_t5.plan.collectives import Work
 from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
@@ -241,7 +241,12 @@ def _costs(plan: Plan) -> Rows:
   total = memory.size_text(sum(parts.values()))
   each = ", ".join(f"{name} {memory.size_text(size)}" for name, size in parts.items())
   rows = _flops(plan) if plan.is_training else []
-  return [*rows, ("memory", f"about {total} a device: {each}")]
+  rows += [("memory", f"about {total} a device: {each}")]
+  changes = (
+    fitting.advice(plan.state, plan.splits, plan.mesh, plan.work) if plan.is_training else []
+  )
+  label = f"for {memory.size_text(fitting.GPU.memory)}"
+  return [*rows, *((label if n == 0 else "", line) for n, line in enumerate(changes))]
 
 
 def _flops(plan: Plan) -> Rows:
