@@ -18,6 +18,7 @@ from rosetta_t5.data.providers import (
   check_not_empty,
   check_split,
   find_provider,
+  has_element,
   has_split,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio
@@ -173,7 +174,7 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
 def _check_has_batch(
   cfg: DatasetConfig, dataset: tf.data.Dataset, shard_id: int, num_shards: int, epochs: int
 ) -> None:
-  if any(True for _ in dataset.take(1)):
+  if has_element(dataset):
     return
   batch_size = cfg.batch_size // num_shards
   raise ValueError(

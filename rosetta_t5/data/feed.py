@@ -16,7 +16,7 @@ from flax import serialization
 from jax.sharding import NamedSharding
 
 from rosetta_t5.data.feed_source import feed_source
-from rosetta_t5.data.reading import BadExamples
+from rosetta_t5.data.reading import BadExamples, as_raised
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -79,7 +79,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending.append(self._thread.submit(self._draw))
 
   def _draw(self) -> tuple[HostBatch, GlobalBatch]:
-    batch = next(self._source)
+    with as_raised():
+      batch = next(self._source)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
     return host_batch, self._to_devices(host_batch)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import hashlib
-import importlib
 import itertools
 import os
 import sys
@@ -15,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from rosetta_t5.data import checks
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.datasets import get_dataset
+from rosetta_t5.data.histogram_image import draw_histograms
 from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.providers import find_provider
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_WIDTH = 60
-_CHANGED = 0.25
-_TEXTS = 64
+_BINS = 24
 
 
 @dataclasses.dataclass
@@ -36,7 +34,6 @@ class Seen:
     lengths: for each feature the examples' lengths.
     room: for each feature the length of a row.
     tokens: how often each token is there.
-    digests: of the examples' targets.
     rows: rows of batches.
     examples: examples in them, packed ones counted each.
   """
@@ -44,9 +41,14 @@ class Seen:
   lengths: dict[str, list[int]]
   room: dict[str, int]
   tokens: collections.Counter[int]
-  digests: set[bytes]
   rows: int = 0
   examples: int = 0
+
+  def counts_of_ids(self, vocab_size: int) -> np.ndarray:
+    """Returns how often each id was seen."""
+    counts = np.zeros(max([vocab_size - 1, *self.tokens]) + 1)
+    counts[list(self.tokens)] = list(self.tokens.values())
+    return counts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--pack", action="store_true")
   add("--seed", type=int, default=0)
   add("--tfds_data_dir", "--tfds-data-dir", help="where data is looked for")
-  add("--png", metavar="FILE", help="draw the histograms into a file (needs matplotlib)")
+  add("--png", metavar="FILE", help="draw the histograms into a file")
   return parser
 
 
@@ -87,9 +89,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
   seen = _look(cfg, arguments.batches, vocabulary, arguments.examples)
   print("\n".join(_statistics(seen, vocabulary)))
   if arguments.png:
-    _draw(seen, arguments.png)
-  problems = [*_round_trip(cfg, vocabulary), *_shards(cfg, arguments.batches)]
-  problems += _overlap(cfg, task, seen, arguments.batches)
+    lengths = {name: (values, seen.room[name]) for name, values in seen.lengths.items()}
+    draw_histograms(arguments.png, lengths, seen.counts_of_ids(vocabulary.vocab_size))
+  problems = [*checks.check_texts(cfg, task, vocabulary)]
+  if cfg.batch_size % 2 == 0:
+    problems += checks.check_shards(*(_digests(cfg, arguments.batches, host) for host in (0, 1)))
+  problems += checks.check_splits(cfg, task)
   print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
   return int(bool(problems))
 
@@ -129,7 +134,7 @@ def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) ->
 
 def _look(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> Seen:
   """Counts what is in batches, and prints the first examples."""
-  seen = Seen({}, {}, collections.Counter(), set())
+  seen = Seen({}, {}, collections.Counter())
   for batch in _batches(cfg, count):
     for row in range(len(batch["decoder_target_tokens"])):
       seen.rows += 1
@@ -162,12 +167,15 @@ def _count(example: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], s
     seen.lengths.setdefault(name, []).append(len(tokens))
     seen.room[name] = batch[rooms[name]].shape[1]
     seen.tokens.update(tokens.tolist())
-  seen.digests.add(_digest(example))
 
 
-def _digest(example: Mapping[str, np.ndarray]) -> bytes:
-  data = b"|".join(np.asarray(tokens, np.int32).tobytes() for tokens in example.values())
-  return hashlib.blake2b(data, digest_size=8).digest()
+def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[bytes]:
+  """Returns the examples that the first or second of two hosts reads."""
+  found = set()
+  for batch in _batches(cfg, count, shard, 2):
+    for row in range(cfg.batch_size // 2):
+      found |= {checks.digest(example) for example in _unpacked(batch, row)}
+  return found
 
 
 def _as_text(example: Mapping[str, np.ndarray], vocabulary: Any) -> Iterator[str]:
@@ -201,14 +209,17 @@ def _is_sentinel(token: int, vocabulary: Any) -> bool:
 
 
 def _statistics(seen: Seen, vocabulary: Any) -> Iterator[str]:
-  yield f"\n{seen.examples} examples in {seen.rows} rows"
+  packed = (
+    f", {seen.examples / seen.rows:.1f} packed into each" if seen.examples > seen.rows else ""
+  )
+  yield f"\n{seen.examples} examples in {seen.rows} rows{packed}"
   for name, lengths in seen.lengths.items():
     values = np.array(lengths)
     full = values.sum() / (seen.rows * seen.room[name])
     quarter, half, most = np.percentile(values, [25, 50, 75]).astype(int)
     yield (
       f"  {name:<8} {bars(values, seen.room[name])}  {values.min()} to {values.max()} tokens, "
-      f"quartiles {quarter} {half} {most}, rows {full:.1%} full"
+      f"quartiles {quarter} {half} {most}, rows {full:.1%} full, {1 - full:.1%} padding"
     )
   total = sum(seen.tokens.values())
   common = ", ".join(
@@ -218,85 +229,16 @@ def _statistics(seen: Seen, vocabulary: Any) -> Iterator[str]:
   unknown = seen.tokens[vocabulary.unk_id] if vocabulary.unk_id is not None else 0
   yield f"  tokens: {len(seen.tokens)} of {vocabulary.vocab_size} seen, {unknown / total:.3%} unknown"
   yield f"  most often: {common}"
+  parts = np.array_split(seen.counts_of_ids(vocabulary.vocab_size), _BINS)
+  heights = np.log1p([part.sum() for part in parts])
+  yield f"  by id:      {_as_bars(heights)}  0 to {vocabulary.vocab_size}, log(1 + count)"
 
 
 def bars(values: np.ndarray, longest: int) -> str:
   """Returns a histogram as a line of bars."""
-  counts, _ = np.histogram(values, bins=24, range=(0, max(longest, 1)))
-  heights = np.ceil(counts / max(counts.max(), 1) * (len(_BARS) - 1)).astype(int)
-  return "".join(_BARS[height] for height in heights)
+  return _as_bars(np.histogram(values, bins=_BINS, range=(0, max(longest, 1)))[0])
 
 
-def _round_trip(cfg: DatasetConfig, vocabulary: Any) -> Iterator[str]:
-  """Looks for texts that are too long, or others once encoded and decoded, spaces apart."""
-  if isinstance(cfg.mixture_or_task_name, PreparedTask):
-    return
-  data = find_provider(cfg).get_dataset(
-    sequence_length=dict(cfg.task_feature_lengths), split=cfg.split, shuffle=False
-  )
-  changed, total, first = 0, 0, ""
-  cut: collections.Counter[str] = collections.Counter()
-  for example in data.take(_TEXTS).as_numpy_iterator():
-    for name in ("inputs_pretokenized", "targets_pretokenized"):
-      if isinstance(example.get(name), bytes):
-        text = example[name].decode()
-        tokens = vocabulary.encode(text)
-        total += 1
-        feature = name.removesuffix("_pretokenized")
-        cut[feature] += len(tokens) + 1 > cfg.task_feature_lengths.get(feature, len(tokens) + 1)
-        if "".join(vocabulary.decode(tokens).split()) != "".join(text.split()):
-          changed, first = changed + 1, first or text
-  if total:
-    told = ", ".join(f"{name} {count}" for name, count in cut.items())
-    print(f"longer than their rows, and cut off, of the first {_TEXTS}: {told}")
-    print(f"decode(encode(text)) is the text, but for spaces, in {total - changed} of {total}")
-  # Every vocabulary lacks some characters: T5's has no braces. Many such texts mean the wrong one.
-  if changed > _CHANGED * total:
-    yield f"{changed} of {total} texts change by the vocabulary; the first: {first[:_WIDTH]!r}"
-
-
-def _shards(cfg: DatasetConfig, count: int) -> Iterator[str]:
-  """Looks whether two hosts would read the same examples."""
-  if cfg.batch_size % 2:
-    return
-  found = []
-  for shard in range(2):
-    rows = ((b, row) for b in _batches(cfg, count, shard, 2) for row in range(cfg.batch_size // 2))
-    found.append({_digest(e) for batch, row in rows for e in _unpacked(batch, row)})
-  same = len(found[0] & found[1])
-  print(f"two hosts: {len(found[0])} and {len(found[1])} different examples, {same} on both")
-  if same > 0.01 * max(len(found[0]), 1):
-    yield f"two hosts read {same} examples both"
-
-
-def _overlap(cfg: DatasetConfig, task: Any, seen: Seen, count: int) -> Iterator[str]:
-  """Looks for examples of this split in the others."""
-  for split in task.splits:
-    if split == cfg.split or cfg.split not in ("train", "validation"):
-      continue
-    other = dataclasses.replace(cfg, split=split)
-    try:
-      rows = [(b, row) for b in _batches(other, count) for row in range(cfg.batch_size)]
-    except ValueError as error:
-      print(f"split '{split}' is not compared: {str(error).splitlines()[0]}")
-      continue
-    same = len({_digest(e) for batch, row in rows for e in _unpacked(batch, row)} & seen.digests)
-    print(f"{same} examples of '{cfg.split}' are in '{split}' too")
-    if same:
-      yield f"{same} examples are in '{cfg.split}' and in '{split}'"
-
-
-def _draw(seen: Seen, path: str) -> None:
-  try:
-    pyplot = importlib.import_module("matplotlib.pyplot")
-  except ImportError:
-    raise ValueError("--png needs matplotlib: pip install matplotlib") from None
-  figure, axes = pyplot.subplots(1, len(seen.lengths) + 1, figsize=(4 * len(seen.lengths) + 4, 3))
-  for axis, (name, lengths) in zip(axes, seen.lengths.items(), strict=False):
-    axis.hist(lengths, bins=40, range=(0, seen.room[name]))
-    axis.set_xlabel(f"tokens of {name}")
-  axes[-1].loglog(sorted(seen.tokens.values(), reverse=True))
-  axes[-1].set_xlabel("token, by rank")
-  figure.tight_layout()
-  figure.savefig(path, dpi=120)
-  pyplot.close(figure)
+def _as_bars(heights: np.ndarray) -> str:
+  steps = np.ceil(heights / max(heights.max(), 1e-9) * (len(_BARS) - 1)).astype(int)
+  return "".join(_BARS[step] for step in steps)

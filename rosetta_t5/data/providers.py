@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.catalogue import TASKS, register
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
+from rosetta_t5.data.reading import as_raised
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio
+  import tensorflow as tf
 
 
 def find_provider(cfg: DatasetConfig) -> Any:
@@ -136,8 +138,18 @@ def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardIn
       shard_info=shard_info,
       num_epochs=1,
     )
-    if not any(True for _ in dataset.take(1)):
+    if not has_element(dataset):
       raise ValueError(empty_dataset_text(task.name, cfg.split, shard_info))
+
+
+def has_element(dataset: tf.data.Dataset) -> bool:
+  """Whether a dataset gives anything.
+
+  Raises:
+    ValueError: nothing in its files can be used.
+  """
+  with as_raised():
+    return any(True for _ in dataset.take(1))
 
 
 def empty_dataset_text(name: str, split: str, shard_info: seqio.ShardInfo) -> str:

@@ -21,20 +21,25 @@ def make_converter(templates: Mapping[str, str]) -> Any:
     ValueError: a template's braces do not match, or it names no column.
   """
   parsed = {feature: _parse(feature, template) for feature, template in templates.items()}
+  names = {
+    feature: " and ".join(column for _, column in parts if column is not None)
+    for feature, parts in parsed.items()
+  }
 
   def convert(record: Mapping[str, Any]) -> dict[str, str] | str:
     fields = {}
     for feature, parts in parsed.items():
       try:
-        text = "".join(t if c is None else t + _as_text(record[c]) for t, c in parts)
+        values = ["" if column is None else _as_text(record[column]) for _, column in parts]
       except KeyError as error:
         return f"no column {error} among {', '.join(map(repr, record))}"[:200]
-      if not text or text.isspace():
-        return f"{feature} is empty"
+      if not any(value and not value.isspace() for value in values):
+        return f"{names[feature]} is empty"
+      text = "".join(before + value for (before, _), value in zip(parts, values, strict=True))
       if "\0" in text:
-        return f"a NUL character in {feature}"
+        return f"a NUL character in {names[feature]}"
       if not text.isascii() and _SURROGATE.search(text):
-        return f"half a surrogate pair in {feature}, which UTF-8 cannot hold"
+        return f"half a surrogate pair in {names[feature]}, which UTF-8 cannot hold"
       fields[feature] = text
     return fields
 

@@ -9,9 +9,10 @@ import re
 import numpy as np
 import pytest
 from inline_executor import Here
+from PIL import Image
 
 from rosetta_t5.data.inspect_task import bars, main, readable
-from rosetta_t5.data.prepared import command
+from rosetta_t5.data.prepared import command, prepare
 from rosetta_t5.data.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.tensorflow_import import import_seqio
 
@@ -55,12 +56,39 @@ def test_prepare_and_inspect_as_typed(
   text = capsys.readouterr().out
   assert re.search(r"train +\d+ documents +\d+,\d+ tokens", text)
   assert f"data.prepared_task.folders = '{out}'" in text
-  assert main([out, "--lengths", "inputs=32,targets=16", "--batches", "2", "--examples", "1"]) == 0
+  options = ["--batches", "2", "--examples", "1", "--png", str(tmp_path / "a.png")]
+  assert main([out, "--lengths", "inputs=32,targets=16", *options]) == 0
   text = capsys.readouterr().out
   assert re.search(r"inputs \(32\): .*⟨0⟩.*⟨1⟩ ?.*⟨end⟩\n", text)
-  assert "rows 100.0% full" in text
+  assert "rows 100.0% full, 0.0% padding" in text
+  assert "no text is cut off" in text
+  assert re.search(r"decode\(encode\(text\)\) is the text, but for spaces, in (\d+) of \1\n", text)
+  assert re.search(r"\n0 of \d+ passages of 32 tokens .* of 'validation' are in 'train' too", text)
   assert "0 on both" in text
   assert text.endswith("nothing is wrong\n")
+  with Image.open(tmp_path / "a.png") as image:
+    drawn = np.asarray(image)
+  assert drawn.shape == (260, 1200, 3)
+  blue = (drawn == (70, 110, 180)).all(axis=2)
+  assert blue[100, 30:390].any()  # lengths of inputs, all of them 32: the last bar alone
+  assert not blue[100, 30:380].any()
+
+
+def test_passages_of_one_split_are_found_in_the_other_wherever_they_begin(
+  model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  random = np.random.default_rng(0)
+  body = " ".join(random.choice(WORDS, 300))
+  texts = [f"{'red ' * n}{body}" for n in range(40)]  # other documents, so on either side
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+  prepare(
+    str(tmp_path / "a.jsonl"), model, tmp_path / "out", validation_percent=30, executor=Here()
+  )
+  arguments = ["--lengths", "inputs=32,targets=16", "--batches", "1", "--examples", "0"]
+  assert main([str(tmp_path / "out"), *arguments]) == 1
+  found = re.search(r"wrong: (\d+) of (\d+) passages", capsys.readouterr().out)
+  assert found is not None
+  assert int(found[1]) > 0.8 * int(found[2])
 
 
 def test_prepare_says_what_is_wrong_and_ends(
@@ -87,9 +115,11 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   arguments = ["inspected", "--module", "inspected_task", "--lengths", "inputs=64,targets=8"]
   assert main([*arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"]) == 1
   text = capsys.readouterr().out
-  assert re.search(r"wrong: \d+ examples are in 'train' and in 'validation'", text)
+  assert (
+    "wrong: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text
+  )
   # Targets of 8 tokens hold no text of 12 words.
-  assert "cut off, of the first 64: inputs 0, targets 64" in text
+  assert "cut off, of the first 64: inputs 0 (0%), targets 64 (100%)" in text
   assert "decode(encode(text)) is the text, but for spaces, in 128 of 128" in text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import file_task
+from rosetta_t5.data import DatasetConfig, file_task, get_dataset, prepare_train_iter
 from rosetta_t5.data.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 LENGTHS = {"inputs": 32, "targets": 32}
@@ -189,5 +192,34 @@ def test_a_missing_column_stops_the_first_example_with_file_and_line(
   pattern: str, vocabulary: Any
 ) -> None:
   name = file_task(pattern, vocabulary=vocabulary, text="body")
-  with pytest.raises(Exception, match=r"Not one of the 40 records .*line 1: no column 'body'"):
-    examples(name)
+  cfg = DatasetConfig(name, LENGTHS, "train", 4, shuffle=False, seed=0)
+  with pytest.raises(
+    ValueError, match=r"^Not one of the 40 records .*line 1: no column 'body'[^\n]*$"
+  ):
+    get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
+
+
+def test_a_bad_example_that_is_refused_stops_a_running_feed_with_its_place(
+  pattern: str, vocabulary: Any
+) -> None:
+  last = pathlib.Path(pattern.replace("*", "2"))
+  last.write_text(last.read_text() + "no json\n")
+  name = file_task(
+    pattern,
+    vocabulary=vocabulary,
+    objective="seq2seq",
+    inputs="text",
+    targets="title",
+    on_bad_example="refuse",
+  )
+  cfg = DatasetConfig(name, LENGTHS, "train", 8, shuffle=False, seed=0)
+  partitioner = PjitPartitioner(num_partitions=1)
+  feed = prepare_train_iter(
+    get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter),
+    partitioner=partitioner,
+    checkpoint_cfg=None,
+    data_layout=partitioner.get_data_layout(8),
+  )
+  with pytest.raises(ValueError, match=r'^\S+2\.jsonl, line 41: no JSON.*on_bad_example = "skip"'):
+    collections.deque(itertools.islice(feed, 40))
+  feed.close()

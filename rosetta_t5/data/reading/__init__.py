@@ -1,6 +1,6 @@
 """Text files as they come: formats, compression, records, what is wrong with them. No TensorFlow."""
 
-from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples
+from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples, as_raised
 from rosetta_t5.data.reading.blocks import BlockReader
 from rosetta_t5.data.reading.formats import Layout, find_files, format_of
 from rosetta_t5.data.reading.records import read_records
@@ -10,6 +10,7 @@ __all__ = [
   "BadExamples",
   "BlockReader",
   "Layout",
+  "as_raised",
   "find_files",
   "format_of",
   "read_records",

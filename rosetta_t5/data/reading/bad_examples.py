@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import re
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import ClassVar
 
 from absl import logging
@@ -14,6 +17,23 @@ POLICIES = ("skip", "refuse")
 _TOLD = 10
 # A file whose first records are all bad is the wrong file, or is read the wrong way.
 _HOPELESS = 1000
+
+
+# How tf.data tells of a ValueError that a reader raised.
+_WRAPPED = re.compile(r"ValueError: (?P<text>(?:Not one of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
+
+
+@contextlib.contextmanager
+def as_raised() -> Iterator[None]:
+  """Raises a reader's ValueError as it was, where tf.data has wrapped it in an error of its own."""
+  try:
+    yield
+  except Exception as error:
+    is_wrapped = type(error).__module__.startswith("tensorflow")
+    found = _WRAPPED.search(str(error)) if is_wrapped else None
+    if found is None:
+      raise
+    raise ValueError(found["text"]) from None
 
 
 @dataclasses.dataclass(frozen=True)

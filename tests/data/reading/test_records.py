@@ -252,6 +252,9 @@ def test_templates() -> None:
   convert = make_converter({"text": "{title}: {body} {{}}"})
   assert convert({"title": "A", "body": ["b", 1]}) == {"text": "A: b 1 {}"}
   assert convert({"title": "A"}) == "no column 'body' among 'title'"
+  assert convert({"title": " ", "body": None}) == "title and body is empty"
+  assert convert({"title": "", "body": "b"}) == {"text": ": b {}"}
+  assert make_converter({"targets": "story"})({"story": "a\0"}) == "a NUL character in story"
   with pytest.raises(ValueError, match="names no column"):
     make_converter({"text": "{{}}"})
   with pytest.raises(ValueError, match="is no template"):
