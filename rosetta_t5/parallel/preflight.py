@@ -90,7 +90,9 @@ def table(everyone: Sequence[Facts]) -> list[str]:
   for facts in everyone:
     hosts[facts.host].append(facts)
   devices = sum(facts.devices for facts in everyone)
-  lines = [f"{len(everyone)} processes on {len(hosts)} hosts with {devices} devices:"]
+  counted = ((len(everyone), "process", "es"), (len(hosts), "host", "s"), (devices, "device", "s"))
+  processes, machines, all_devices = (f"{n} {name}{end * (n != 1)}" for n, name, end in counted)
+  lines = [f"{processes} on {machines} with {all_devices}:"]
   width = max(map(len, hosts))
   for host, group in list(hosts.items())[:_MOST_LINES]:
     ranks = _ranges([facts.process for facts in group])

@@ -76,7 +76,7 @@ def test_two_processes_meet_and_say_who_they_are():
   (_, first, _), (_, second, _) = run(PROGRAM, 2)
   host = socket.gethostname()
   lines = [line for line in first.splitlines() if "[Gloo]" not in line]
-  assert lines[0] == "2 processes on 1 hosts with 2 devices:"
+  assert lines[0] == "2 processes on 1 host with 2 devices:"
   assert lines[1] == f"  {host}  processes 0-1: 2 cpu"
   assert f"jax {jax.__version__}, jaxlib " in lines[2]
   assert re.fullmatch(
