@@ -211,6 +211,46 @@ def test_after_sigkill_the_same_command_ends_with_the_same_files(
 
 
 @pytest.mark.slow
+def test_however_often_it_is_killed_at_any_moment_no_half_shard_counts(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  for number in range(4):
+    path = tmp_path / f"in/{number}.jsonl"
+    path.write_text(path.read_text() * 300)
+  unkilled = run(tmp_path, vocabulary, out=tmp_path / "here")
+  digests = {
+    shard["file"]: shard["sha256_of_tokens"]
+    for split in unkilled["splits"].values()
+    for shard in split["shards"]
+  }
+  out = tmp_path / "out"
+  options = ["--input", str(tmp_path / "in/*.jsonl"), "--vocab", vocabulary, "--workers", "2"]
+  command = [sys.executable, "-m", "rosetta_t5.cli", "prepare", *options, "--out", str(out)]
+  random = np.random.default_rng(0)
+  kills = 0
+  for longest in range(8):
+    with subprocess.Popen(command, start_new_session=True) as process:
+      deadline = time.monotonic() + 120
+      while process.poll() is None and not list(out.glob(".*.array_record.*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)  # until a worker writes
+      time.sleep(random.uniform(0, 0.1 + 0.05 * longest))
+      if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        kills += 1
+    # Whatever says that it is done is whole.
+    for facts in out.glob("shards/*.json"):
+      for shard in json.loads(facts.read_text())["splits"].values():
+        assert (out / shard["file"]).read_bytes() == (
+          tmp_path / "here" / shard["file"]
+        ).read_bytes()
+        assert shard["sha256_of_tokens"] == digests[shard["file"]]
+  assert kills >= 3
+  assert subprocess.run(command, check=False).returncode == 0
+  assert files(out) == files(tmp_path / "here")
+
+
+@pytest.mark.slow
 def test_a_dask_cluster_writes_the_same_files(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
