@@ -11,8 +11,8 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update \
   && apt-get install -y --no-install-recommends python3 python3-venv python3-dev make g++ git \
   && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --shell /bin/bash t5 && mkdir /opt/rosetta-t5 && chown t5 /opt/rosetta-t5
-USER t5
+RUN useradd --uid 10001 --create-home --shell /bin/bash t5 && mkdir /opt/rosetta-t5 && chown t5 /opt/rosetta-t5
+USER 10001
 WORKDIR /opt/rosetta-t5
 ENV PATH=/opt/rosetta-t5/.venv/bin:$PATH PYTHONUNBUFFERED=1
 
@@ -23,13 +23,14 @@ COPY --chown=t5 rosetta_t5 rosetta_t5
 COPY --chown=t5 t5x t5x
 COPY --chown=t5 gin gin
 COPY --chown=t5 scripts_gpu scripts_gpu
+COPY --chown=t5 docker docker
 RUN make setup
 ARG EXTRAS=gpu
 RUN jax=$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.lock) \
-  && if [[ -n "$EXTRAS" ]]; then .venv/bin/python -m pip install --no-cache-dir "jax[cuda13]==$jax"; fi
+  && if [ -n "$EXTRAS" ]; then .venv/bin/python -m pip install --no-cache-dir "jax[cuda13]==$jax"; fi
 ARG TE=0
 # Transformer Engine is built here, against CUDA's headers: slow, and only on request.
-RUN if [[ "$TE" == 1 ]]; then \
+RUN if [ "$TE" = 1 ]; then \
     .venv/bin/python -m pip install --no-cache-dir --no-build-isolation "transformer-engine[jax]>=2.20"; fi
 
 FROM installed AS tested
