@@ -52,6 +52,7 @@ def infer(
   file_extension: str = "jsonl",
   keep_aux_as_numpy: bool = False,
   use_orbax: bool = True,
+  input_length_buckets: Sequence[int] = (),
 ) -> None:
   """Writes what a model predicts for a task's examples, or how likely it finds their targets.
 
@@ -82,6 +83,7 @@ def infer(
     file_extension: what comes in place of jsonl.
     keep_aux_as_numpy: give `write_fn` auxiliary values as arrays.
     use_orbax: T5X's choice of layout; it is found by looking.
+    input_length_buckets: shorter lengths for batches of short inputs; see `get_infer_fn`.
 
   Raises:
     ValueError: something given does not fit together, or an earlier run with other settings left
@@ -118,6 +120,7 @@ def infer(
       initializer.train_state_axes,
       partitioner,
       keep_aux_as_numpy,
+      input_length_buckets,
     ),
     train_state=state,
   )
@@ -130,6 +133,7 @@ def infer(
     folder = ChunkFolder(
       os.path.join(output_dir, f"tmp-{task.name}-{shard}"), file.name,
       _settings(mode, dataset_cfg, checkpoint_period, restore_checkpoint_cfg, int(state.step))
+      | ({"infer.input_length_buckets": list(input_length_buckets)} if input_length_buckets else {}),
     )  # fmt: skip
     vocabulary = task.output_features[output_vocab_feature_name].vocabulary
     write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -272,3 +273,32 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path):
   whole = (tmp_path / "whole/out" / name).read_text()
   assert (tmp_path / "killed/out" / name).read_text() == whole
   assert len(whole.splitlines()) == 40
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_file_of_one(tmp_path):
+  environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+
+  def start(script, *arguments):
+    command = [sys.executable, _HERE / "infer" / script, *arguments]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+  two = [start("two_processes.py", tmp_path / "two", port, str(index)) for index in (0, 1)]
+  said = [process.communicate(timeout=600)[1] for process in two]
+  assert [process.returncode for process in two] == [0, 0], said
+  one = start("killed.py", tmp_path / "one")
+  one.communicate(timeout=600)
+  assert one.returncode == 0
+
+  name = "pairs_of_a_killed_run-score.jsonl-00000-of-00001"
+  lines = [
+    [json.loads(line) for line in (tmp_path / run / "out" / name).read_text().splitlines()]
+    for run in ("two", "one")
+  ]
+  assert [line["inputs"] for line in lines[0]] == [line["inputs"] for line in lines[1]]
+  assert len({json.dumps(line["inputs"]) for line in lines[0]}) == 40  # every example once
+  scores = [[line["score"] for line in of_run] for of_run in lines]
+  np.testing.assert_allclose(*scores, rtol=1e-5)

@@ -17,6 +17,7 @@ from rosetta_t5.data.text_examples import (
 )
 from rosetta_t5.data.vocabulary import decode_tokens
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
+from rosetta_t5.inference.length_buckets import default_buckets
 from rosetta_t5.parallel import BasePartitioner
 
 Preprocessors = Sequence[Callable[..., Any]]
@@ -126,5 +127,11 @@ class TextInference:
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
       step = functools.partial(methods[mode], **arguments)
-      self._infer_fns[key] = get_infer_fn(step, self._batch_size, self._axes, self._partitioner)
+      self._infer_fns[key] = get_infer_fn(
+        step,
+        self._batch_size,
+        self._axes,
+        self._partitioner,
+        input_length_buckets=default_buckets(self._lengths.get("inputs", 0)),
+      )
     return self._infer_fns[key]
