@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -51,9 +52,9 @@ def run_from_command_line(
     check_which_t5x()
     function = function or _chosen(command)
     if command.dry_run:
-      if is_own_process:
-        _leave_accelerators_alone()
-      print(check(command, function, describe))
+      with _quietly_on_the_cpu() if is_own_process else contextlib.nullcontext():
+        text = check(command, function, describe)
+      print(text)
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Say which: --run_mode={'|'.join(RUN_MODES)}")
@@ -80,12 +81,18 @@ def _chosen(command: CommandLine) -> Callable[..., Any] | None:
   return find_script(names[0]) if names else None
 
 
-def _leave_accelerators_alone() -> None:
-  """A check computes nothing; whatever it asks jax is answered by the CPU's backend."""
+@contextlib.contextmanager
+def _quietly_on_the_cpu() -> Iterator[None]:
+  """A check computes nothing: jax answers from the CPU; what a user's module imports keeps quiet."""
   import jax
 
+  from rosetta_t5.data.start_notes import without_start_notes
+  from rosetta_t5.data.tensorflow_import import silence_tensorflow
+
   jax.config.update("jax_platforms", "cpu")
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # what a user's module may import
+  silence_tensorflow()
+  with without_start_notes():
+    yield
 
 
 def _prepare(command: CommandLine) -> None:

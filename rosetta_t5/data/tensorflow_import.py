@@ -21,14 +21,19 @@ def import_tensorflow() -> Any:
   lack of a GPU driver as an "error") is silenced unless the user has set TF_CPP_MIN_LOG_LEVEL;
   what goes wrong in earnest is raised.
   """
-  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets 1 where nothing is set.
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
+  silence_tensorflow()
   with keras_later(), without_start_notes():
     import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")
   return tf
+
+
+def silence_tensorflow() -> None:
+  """Sets the variables that keep TensorFlow's log off the screen, whoever imports it."""
+  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets 1 where nothing is set.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
 
 
 @functools.cache

@@ -241,12 +241,16 @@ def _costs(plan: Plan) -> Rows:
   total = memory.size_text(sum(parts.values()))
   each = ", ".join(f"{name} {memory.size_text(size)}" for name, size in parts.items())
   rows = _flops(plan) if plan.is_training else []
-  rows += [("memory", f"about {total} a device: {each}")]
-  changes = (
-    fitting.advice(plan.state, plan.splits, plan.mesh, plan.work) if plan.is_training else []
-  )
+  return [*rows, ("memory", f"about {total} a device: {each}")]
+
+
+def _to_fit(plan: Plan) -> Rows:
+  """What to set where that is more than a GPU has."""
+  if not plan.is_training or plan["model"] is None or plan["partitioner"] is None:
+    return []
+  lines = fitting.advice(plan.state, plan.splits, plan.mesh, plan.work)
   label = f"for {memory.size_text(fitting.GPU.memory)}"
-  return [*rows, *((label if n == 0 else "", line) for n, line in enumerate(changes))]
+  return [(label if n == 0 else "", line) for n, line in enumerate(lines)]
 
 
 def _flops(plan: Plan) -> Rows:
@@ -272,4 +276,15 @@ def _changes(plan: Plan) -> Rows:
   return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]
 
 
-_PARTS = (data_rows, _model, _mesh, _batch, _optimizer, _steps, start.rows, _costs, _changes)
+_PARTS = (
+  data_rows,
+  _model,
+  _mesh,
+  _batch,
+  _optimizer,
+  _steps,
+  start.rows,
+  _costs,
+  _to_fit,
+  _changes,
+)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.checkpoints.reading import check_fits
+from rosetta_t5.config.gin_files import Macro
 
 Rows = list[tuple[str, str]]
 
@@ -19,13 +21,30 @@ def rows(plan: Any) -> Rows:
   Raises:
     ValueError: there is no such checkpoint, or it is of another model.
   """
-  if plan["checkpoint_cfg"] is not None and plan["model_dir"]:
-    return [*_training_start(plan), ("saves", _saves(plan))]
-  given = plan["restore_checkpoint_cfg"]
-  if given is None:
-    return []
-  cfgs = given if isinstance(given, list | tuple) else [given]
-  return [*_restored(plan, cfgs), ("writes", str(plan["output_dir"]))]
+  with _with_the_line(plan):
+    if plan["checkpoint_cfg"] is not None and plan["model_dir"]:
+      return [*_training_start(plan), ("saves", _saves(plan))]
+    given = plan["restore_checkpoint_cfg"]
+    if given is None:
+      return []
+    cfgs = given if isinstance(given, list | tuple) else [given]
+    return [*_restored(plan, cfgs), ("writes", str(plan["output_dir"]))]
+
+
+@contextmanager
+def _with_the_line(plan: Any) -> Iterator[None]:
+  """Adds the line that gives a checkpoint's path to what is wrong with it."""
+  try:
+    yield
+  except checkpoints.CheckpointMismatchError:
+    raise  # it may be MODEL_DIR's own, and the model's lines are to change
+  except ValueError as error:
+    in_force = {binding.key: binding for binding in plan.resolved.program.in_force()}
+    paths = (b for key, b in in_force.items() if key[1:] == ("RestoreCheckpointConfig", "path"))
+    found = next(paths, None)
+    while found and isinstance(found.value, Macro):
+      found = in_force.get((found.value.name,))
+    raise ValueError(f"{error}\n  {found.place}" if found else str(error)) from error
 
 
 def _training_start(plan: Any) -> Rows:

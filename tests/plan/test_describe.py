@@ -139,6 +139,7 @@ def test_all_that_does_not_fit_is_told(check):
   assert "3 problems" in said
   assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in said
   assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in said
+  assert "\n     the command line:  utils.RestoreCheckpointConfig.path = 'nowhere'\n" in said
   assert "there is no SentencePiece model 'no.model' (looked at " in said
 
 
