@@ -103,6 +103,7 @@ def test_greedy_decodes_go_on_from_inputs_of_different_lengths(is_prefix):
   assert predict._cache_size() == 1, "one program for all batches"
 
 
+@pytest.mark.slow
 def test_samples_come_best_last_each_with_its_log_probability():
   model = make(
     decode_fn=functools.partial(decoding.temperature_sample, topk=0, rescale_log_probs=False)

@@ -94,10 +94,17 @@ def test_packed_examples_do_not_see_each_other():
     np.testing.assert_allclose(packed[:, start:end], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_prefix", [True, False])
-@pytest.mark.parametrize("prompt_length", [8, 5])
+@pytest.mark.parametrize(
+  ("prompt_length", "is_prefix"),
+  [
+    (5, True),
+    (8, False),
+    pytest.param(5, False, marks=pytest.mark.slow),
+    pytest.param(8, True, marks=pytest.mark.slow),
+  ],
+)
 def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_logits(
-  is_prefix, prompt_length
+  prompt_length, is_prefix
 ):
   """Prompts may come in a shorter array than the cache is long."""
   module, params = DecoderWrapper(DECODER_ONLY), decoder_only_params(DECODER_ONLY)
