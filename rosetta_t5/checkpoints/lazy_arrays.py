@@ -14,6 +14,8 @@ import numpy as np
 import tensorstore as ts
 
 Index = tuple[slice, ...]
+# Waits for values that are being read, and returns them.
+Reading = Callable[[], np.ndarray]
 
 
 class LazyArray(abc.ABC):
@@ -151,20 +153,43 @@ class StoredArray(LazyThreadPoolArray):
     dtype: Any,
     read_fn: Callable[[Index], np.ndarray],
     sliceable: bool = True,
+    begin_fn: Callable[[Index], Reading] | None = None,
   ):
-    """Builds a stored array; `read_fn(index)` reads the part at a tuple of slices."""
+    """Builds a stored array.
+
+    Args:
+      shape: its shape.
+      dtype: what it is returned in.
+      read_fn: reads the part at a tuple of slices.
+      sliceable: see the attribute.
+      begin_fn: begins to read a part in the background and returns what waits for it, in the dtype
+        on disk.
+    """
     super().__init__(shape, dtype, self._read_all)
     self._read_fn = read_fn
+    self._begin_fn = begin_fn
     self.sliceable = sliceable
 
   def astype(self, dtype: Any) -> StoredArray:
     """Returns the same array, converted when it is read."""
-    return StoredArray(self._shape, dtype, self._read_fn, self.sliceable)
+    same = jnp.dtype(dtype) == self._dtype
+    # To convert takes as long as to read; that is for threads.
+    begin_fn = self._begin_fn if same else None
+    return StoredArray(self._shape, dtype, self._read_fn, self.sliceable, begin_fn)
 
   def read(self, index: Index) -> np.ndarray:
     """Reads the part at `index`, a tuple of one slice a dimension; slices may reach beyond the end."""
+    return _as(self._read_fn(self._bounded(index)), self._dtype)
+
+  def begin(self, index: Index) -> Reading:
+    """Begins to read the part at `index` in the background; returns what waits for it."""
+    if self._begin_fn is None:
+      return self.executor.submit(self.read, index).result
+    return self._begin_fn(self._bounded(index))
+
+  def _bounded(self, index: Index) -> Index:
     bounds = [part.indices(size) for part, size in zip(index, self._shape, strict=True)]
-    return _as(self._read_fn(tuple(slice(a, b) for a, b, _ in bounds)), self._dtype)
+    return tuple(slice(start, stop) for start, stop, _ in bounds)
 
   def _read_all(self) -> np.ndarray:
     return self._read_fn(tuple(slice(0, size) for size in self._shape))
@@ -230,21 +255,35 @@ def taken(array: StoredArray, axis: int, position: int) -> StoredArray:
   return StoredArray(shape, array.dtype, read, array.sliceable)
 
 
-def placed(array: StoredArray, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Reads an array onto its devices; a part that several devices hold is read once."""
-  whole = None if array.sliceable else array.get()
-  parts: dict[Any, np.ndarray] = {}
+def begin_placing(array: StoredArray, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+  """Begins to read this process's parts of an array; returns what waits and puts them on the devices.
 
-  def read(index: Index | None) -> np.ndarray:
-    assert index is not None
-    key = tuple((part.start, part.stop) for part in index)
-    if key not in parts:
-      # In C order and of its own: devices may go on using the memory.
-      part = array.read(index) if whole is None else whole[index]
-      parts[key] = np.ascontiguousarray(part).reshape(np.shape(part))
-    return parts[key]
+  A part that several devices hold is read once.
+  """
+  indices = sharding.addressable_devices_indices_map(array.shape)
+  wanted = {_key(index): index for index in indices.values() if index is not None}
+  everything = tuple(slice(None) for _ in array.shape)
+  whole = None if array.sliceable else array.begin(everything)
+  readings = {key: array.begin(index) for key, index in wanted.items()} if whole is None else {}
 
-  return jax.make_array_from_callback(array.shape, sharding, read, dtype=array.dtype)
+  def finish() -> jax.Array:
+    if whole is None:
+      parts = {key: reading() for key, reading in readings.items()}
+    else:
+      values = whole()
+      parts = {key: values[index] for key, index in wanted.items()}
+    # In C order and of its own: devices may go on using the memory.
+    parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in parts.items()}
+    return jax.make_array_from_callback(
+      array.shape, sharding, lambda index: parts[_key(index)], dtype=array.dtype
+    )
+
+  return finish
+
+
+def _key(index: Index | None) -> tuple[tuple[int | None, int | None], ...]:
+  assert index is not None
+  return tuple((part.start, part.stop) for part in index)
 
 
 def _as(value: Any, dtype: np.dtype) -> np.ndarray:

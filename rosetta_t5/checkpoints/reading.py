@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import collections
 import logging
 import os
 import textwrap
@@ -16,7 +16,7 @@ from etils import epath
 from rosetta_t5.checkpoints import fit, folders
 from rosetta_t5.checkpoints.formats import hugging_face, mesh_tf, orbax_layout, t5x_legacy
 from rosetta_t5.checkpoints.layouts import LayoutError, relaid
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray, placed, stored
+from rosetta_t5.checkpoints.lazy_arrays import StoredArray, begin_placing, stored
 from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 PyTree = Any
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # What the layouts raise for missing and damaged files. Not RuntimeError: a device that runs out of
 # memory is no fault of the checkpoint.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError)
-_READ_AT_ONCE = 16
+_BYTES_AT_ONCE = 2 << 30
 _READERS: dict[folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
   folders.CheckpointTypes.ORBAX: orbax_layout.read_arrays,
   folders.CheckpointTypes.T5X: t5x_legacy.read_arrays,
@@ -150,15 +150,21 @@ def _compared(
 def _place_all(
   path: Any, arrays: Mapping[str, StoredArray], shardings: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-  with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-    futures = {name: pool.submit(placed, arrays[name], shardings[name]) for name in arrays}
-    try:
-      return {name: future.result() for name, future in futures.items()}
-    except _DAMAGE as error:
-      raise unreadable(path, error) from error
-    finally:
-      for future in futures.values():
-        future.cancel()
+  """Reads arrays onto their devices, as many at once as fit into a bounded part of the host's memory."""
+  placed: dict[str, jax.Array] = {}
+  pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()
+  bytes_pending = 0
+  try:
+    for name, array in arrays.items():
+      while pending and bytes_pending + array.nbytes > _BYTES_AT_ONCE:
+        first, finish = pending.popleft()
+        placed[first] = finish()
+        bytes_pending -= arrays[first].nbytes
+      pending.append((name, begin_placing(array, shardings[name])))
+      bytes_pending += array.nbytes
+    return placed | {name: finish() for name, finish in pending}
+  except _DAMAGE as error:
+    raise unreadable(path, error) from error
 
 
 def _transformed(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.checkpoints import UnreadableCheckpointError, folders
+from rosetta_t5.checkpoints import UnreadableCheckpointError, folders, reading
+from rosetta_t5.checkpoints.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.legacy import Checkpointer
 from rosetta_t5.checkpoints.reading import read_arrays, read_state
 from rosetta_t5.checkpoints.state_dicts import unflatten_state_dict
@@ -116,3 +117,26 @@ def test_whole_arrays_are_read_where_a_cpu_device_can_use_them_without_a_copy(se
   manager.close()
   arrays = read_arrays(tmp_path / "checkpoint_1")
   assert all(array.get().ctypes.data % 64 == 0 for array in arrays.values())
+
+
+def test_of_a_large_checkpoint_only_so_much_is_read_at_once(monkeypatch):
+  monkeypatch.setattr(reading, "_BYTES_AT_ONCE", 100)
+  reads, most = set(), 0
+
+  def array(name: str) -> StoredArray:
+    def begin(index):
+      nonlocal most
+      reads.add(name)
+      most = max(most, len(reads))
+      return lambda: reads.discard(name) or np.full(10, int(name), np.float32)
+
+    return StoredArray((10,), np.float32, lambda index: begin(index)(), begin_fn=begin)
+
+  names = [str(number) for number in range(7)]
+  expected = {name: jax.ShapeDtypeStruct((10,), np.float32) for name in names}
+  whole = NamedSharding(PjitPartitioner(num_partitions=1).mesh, PartitionSpec())
+  arrays = {name: array(name) for name in names}
+  state = read_state("here", expected, dict.fromkeys(names, whole), arrays=arrays)
+  assert {name: int(value[9]) for name, value in state.items()} == {n: int(n) for n in names}
+  assert most == 2, "of 40 bytes each, two and no more fit into 100"
+  assert not reads

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from rosetta_t5.checkpoints.lazy_arrays import Index, StoredArray
+from rosetta_t5.checkpoints.lazy_arrays import Index, Reading, StoredArray
 
 _GCS = "gs://"
 _CACHE_BYTES = 100_000_000
@@ -62,13 +62,21 @@ def _array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   bits = dtype == np.uint16  # T5X's version 2 wrote bfloat16 so
 
-  def read(index: Index) -> np.ndarray:
+  def begin(index: Index) -> Reading:
     part = store[index] if index else store
     values = _aligned(part.shape, dtype)
-    ts.array(values).write(part).result()
-    return values.view(jnp.bfloat16) if bits else values
+    written = ts.array(values).write(part)
 
-  return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read)
+    def finish() -> np.ndarray:
+      written.result()
+      return values.view(jnp.bfloat16) if bits else values
+
+    return finish
+
+  def read(index: Index) -> np.ndarray:
+    return begin(index)()
+
+  return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read, begin_fn=begin)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
