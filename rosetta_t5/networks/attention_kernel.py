@@ -148,7 +148,7 @@ def _cudnn_attention(
 
 def nan_where_padding_has_tokens_after_it(mask: SegmentMask) -> Float[Array, ""]:
   """Returns 0; NaN for a batch that lengths cannot describe: a run stops sooner than it learns wrong."""
-  has_gap = False
+  has_gap: Any = False
   for segments_BT in (mask.query_BT, mask.key_BS):
     has_gap |= jnp.any((segments_BT[:, 1:] > 0) & (segments_BT[:, :-1] == 0))
   return jnp.where(has_gap, jnp.nan, 0.0)
