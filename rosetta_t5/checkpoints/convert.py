@@ -143,9 +143,15 @@ def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
 def _chosen(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Arrays:
   """Returns what is written, in the tree it is written in."""
   if to == "hf" and not any("/encoder/" in name for name in arrays):
+    has_bias = any("relpos_bias" in name for name in arrays)
     raise ValueError(
-      "this is a decoder-only model with T5's relative bias, for which Transformers has no "
-      "architecture: it can be written as t5x, t5x-legacy or rosetta"
+      (
+        "this is a decoder-only model with T5's relative bias, for which Transformers has no "
+        "architecture"
+        if has_bias
+        else "folders of Transformers' decoder-only architectures are read, but not written"
+      )
+      + ": it can be written as t5x, t5x-legacy or rosetta"
     )
   if encoder_only:
     arrays = {

@@ -191,3 +191,18 @@ def test_what_transformers_makes_of_a_converted_folder_is_compared_where_it_is_i
   assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "t5x"), "--to", "t5x"]) == 0
   assert convert.main([str(tmp_path / "t5x"), str(tmp_path / "ours"), "--to", "hf"]) == 0
   assert "logits by Transformers: largest difference" in capsys.readouterr().out
+
+
+def test_a_decoder_alone_is_written_for_t5x_and_refused_for_transformers(tmp_path, capsys):
+  arrays = {n: x for n, x in read_arrays(MESH_TF).items() if "encoder" not in n}
+  orbax_writer.write(tmp_path / "checkpoint_1", arrays)
+  assert run("convert", tmp_path / "checkpoint_1", tmp_path / "hf", "--to", "hf") == 1
+  assert (
+    "decoder-only model with T5's relative bias, for which Transformers has no architecture"
+    in (capsys.readouterr().err)
+  )
+  assert not (tmp_path / "hf").exists()
+  without = {n: x for n, x in arrays.items() if "relpos_bias" not in n}
+  orbax_writer.write(tmp_path / "gpt/checkpoint_1", without)
+  assert run("convert", tmp_path / "gpt/checkpoint_1", tmp_path / "hf", "--to", "hf") == 1
+  assert "are read, but not written: it can be written as t5x" in capsys.readouterr().err
