@@ -199,8 +199,8 @@ def bound_model() -> Any:
 def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   """The shapes of a model's parameters by name.
 
-  Tracing 48 layers takes seconds. Unless `in_full`, two layers of each stack are traced, and the
-  second stands for all that follow.
+  Tracing 48 layers takes seconds. Unless `in_full`, the first layer of each stack is traced, and
+  stands for all that follow.
   """
   config = dataclasses.replace(model.module.config, dropout_rate=0.0)  # it makes no parameters
   is_scanned = getattr(config, "scan_layers", False)
@@ -208,8 +208,8 @@ def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   depths = {n: getattr(config, n) for n in fields if n.startswith("num_") and n.endswith("layers")}
   if in_full or is_scanned:
     return _traced(type(model), type(model.module), config)
-  two = dataclasses.replace(config, **{name: min(depth, 2) for name, depth in depths.items()})
-  return dict(_grown(_traced(type(model), type(model.module), two), depths))
+  one = dataclasses.replace(config, **{name: min(depth, 1) for name, depth in depths.items()})
+  return dict(_grown(_traced(type(model), type(model.module), one), depths))
 
 
 @functools.cache
@@ -229,10 +229,10 @@ def _traced(model_cls: Any, module_cls: Any, config: Any) -> dict[str, tuple[int
 def _grown(shapes: Mapping[str, Any], depths: Mapping[str, int]) -> Iterator[tuple[str, Any]]:
   for name, shape in shapes.items():
     yield name, shape
-    stack, second_layer, rest = name.partition("/layers_1/")
-    if second_layer:
+    stack, first_layer, rest = name.partition("/layers_0/")
+    if first_layer:
       depth = depths.get(f"num_{stack}_layers", depths.get("num_layers", 0))
-      yield from ((f"{stack}/layers_{i}/{rest}", shape) for i in range(2, depth))
+      yield from ((f"{stack}/layers_{i}/{rest}", shape) for i in range(1, depth))
 
 
 if __name__ == "__main__":

@@ -92,16 +92,16 @@ def test_gpt_2_has_its_size_and_a_row_for_padding():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in TEXTS if n.startswith("models/")])
-def test_two_layers_stand_for_all_that_follow(name):
+def test_the_first_layer_stands_for_all_that_follow(name):
   resolve(*([BEFORE[name]] if name in BEFORE else []), name)
   model = bound_model()
   assert shapes_of(model) == shapes_of(model, in_full=True)
 
 
 def test_every_model_computes_in_bfloat16():
-  models = [n for n in TEXTS if n.startswith("models/") and "MODEL = " in TEXTS[n]]
-  assert models
-  assert all("dtype='bfloat16'" in TEXTS[name] for name in models)
+  models = {n for n in TEXTS if n.startswith("models/") and "MODEL = " in TEXTS[n]}
+  others = {name for name in models if "dtype='bfloat16'" not in TEXTS[name]}
+  assert others == {"models/gpt/gpt2"}  # which is compared with transformers' numbers
 
 
 def test_adamw_takes_the_place_of_adafactor():
