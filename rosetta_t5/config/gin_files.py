@@ -235,7 +235,9 @@ def _parse(text: str, name: str) -> Iterator[Any]:
     yield from config_parser.ConfigParser(io.StringIO(text), _KeepNames())
   except SyntaxError as error:
     place = Place(name, error.lineno or 0, error.text or "")
-    raise ConfigError(f"this is no valid gin: {error.msg}\n  {place}") from error
+    is_list = place.text.strip().startswith(("from ", "import ")) and "," in place.text
+    hint = "\n  gin imports one name a line" if is_list else ""
+    raise ConfigError(f"this is no valid gin: {error.msg}\n  {place}{hint}") from error
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     lines = text.splitlines() or [""]

@@ -63,6 +63,10 @@ def test_file_that_includes_itself(write):
     ("A = 1\n  B 2", ["no valid gin", "main.gin, line 2:  B 2"]),
     ("A = $x", ["no valid gin", "main.gin, line 1:  A = $x"]),
     ("A = 'x", ["no valid gin", "main.gin, line 1:  A = 'x"]),
+    (
+      "from os import path, sep",
+      ["main.gin, line 1:  from os import path, sep\n  gin imports one name a line"],
+    ),
   ],
 )
 def test_syntax_error_shows_the_line(write, text, parts):
