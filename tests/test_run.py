@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.util import tensor_util
 
 from rosetta_t5.checkpoints import all_steps
+from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.train import train
 
@@ -89,6 +90,21 @@ def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
   expected = {step: train[step]["loss_per_nonpadding_target_token"] for step in (1, 2, 3)}
   assert printed == pytest.approx(expected, abs=1e-3)
   assert str(model_dir / "checkpoint_3") in said
+
+
+def test_line_tells_samples_rate_and_norms_as_tensorboard_has_them(finished):
+  model_dir, said = finished
+  cells = (
+    r"^step 3/3 .* tokens/s .* ms/step  (\S+) samples  lr (\S+)  grad norm (\S+)  param norm (\S+)$"
+  )
+  told = [float(number) for number in re.search(cells, said, re.M).groups()]
+  train = logged(model_dir)[3]
+  names = ("data/consumed_samples", "learning_rate/current", "weight_gradient_norm", "weight_norm")
+  assert told == pytest.approx([train[name] for name in names], rel=1e-3)
+  saved = read_arrays(model_dir / "checkpoint_3")
+  squares = [np.sum(np.square(saved[name])) for name in saved if name.startswith("target/")]
+  assert told[0] == 3 * 8
+  assert told[3] == pytest.approx(np.sqrt(sum(squares)), rel=1e-3)
 
 
 def files(folder):
@@ -292,23 +308,32 @@ def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_train_as_one(tmp_path, count):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-  group = ["--multiprocess_gpu", f"--coordinator_address=localhost:{port}", "--process_count=2"]
-  # Each process reads every second line: the rows of a batch, and so their dropout, trade places.
+  group = ["--multiprocess_gpu", f"--coordinator_address=localhost:{port}"]
+  # Each process reads its own lines: the rows of a batch, and so their dropout, trade places.
   run = ["--gin.TRAIN_STEPS=5", "--gin.network.T5Config.dropout_rate=0.0"]
-  two = [launch(tmp_path / "two", *group, f"--process_index={i}", *run) for i in range(2)]
-  said = [finish(process) for process in two]
+  processes = [
+    launch(tmp_path / "many", *group, f"--process_count={count}", f"--process_index={i}", *run)
+    for i in range(count)
+  ]
+  said = [finish(process) for process in processes]
   finish(launch(tmp_path / "one", *run))
-  one, both = logged(tmp_path / "one"), logged(tmp_path / "two")
+  one, many = logged(tmp_path / "one"), logged(tmp_path / "many")
   for step in range(1, 6):
     for metric in ("loss", "accuracy", "non_padding_fraction/overall"):
-      assert both[step][metric] == pytest.approx(one[step][metric], rel=1e-5), (step, metric)
+      assert many[step][metric] == pytest.approx(one[step][metric], rel=1e-5), (step, metric)
   assert _STEP.search(said[0])
-  assert not _STEP.search(said[1]), "only the first process speaks"
-  assert all_steps(tmp_path / "two") == [0, 2, 4, 5]
+  assert not any(map(_STEP.search, said[1:])), "only the first process speaks"
+  assert all_steps(tmp_path / "many") == [0, 2, 4, 5]
+  states = [read_arrays(tmp_path / name / "checkpoint_5") for name in ("one", "many")]
+  assert states[0].keys() == states[1].keys()
+  for name, array in states[0].items():
+    got = np.asarray(states[1][name])
+    np.testing.assert_allclose(got, np.asarray(array), rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.slow

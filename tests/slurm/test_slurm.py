@@ -8,10 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from inline_executor import Here
 from slurm_cluster import Cluster, cluster, missing
 
 from rosetta_t5.checkpoints import all_steps
+from rosetta_t5.data.prepared import prepare
+from rosetta_t5.data.sentencepiece_training import train_sentencepiece
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _RESUME = _ROOT / "tests" / "resume"
@@ -30,14 +34,25 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield started
 
 
-def submit(slurm: Cluster, workspace: pathlib.Path, name: str) -> str:
-  """Submits the job as a user would, on two nodes: tiny, on the CPU, with text that is here."""
+# Text of a SeqIO task belongs to as many processes as began to read it; prepared text to any number.
+_TASK = (
+  "--gin.MIXTURE_OR_TASK_NAME='resume_upper_case'",
+  "--gin.MIXTURE_OR_TASK_MODULE='resume_task'",
+  "--gin.VOCABULARY=@seqio.ByteVocabulary()",
+)
+
+
+def submit(
+  slurm: Cluster,
+  workspace: pathlib.Path,
+  name: str,
+  nodes: int = 2,
+  data: tuple[str, ...] = _TASK,
+) -> str:
+  """Submits the job as a user would: tiny, on the CPU, with text that is here; 8 examples a step."""
   changes = (
-    *(
-      "--gin.MIXTURE_OR_TASK_NAME='resume_upper_case'",
-      "--gin.MIXTURE_OR_TASK_MODULE='resume_task'",
-    ),
-    *("--gin.VOCABULARY=@seqio.ByteVocabulary()", "--gin.train.train_eval_dataset_cfg=None"),
+    *data,
+    "--gin.train.train_eval_dataset_cfg=None",
     *("--gin.RANDOM_SEED=0", "--gin.train/utils.DatasetConfig.seed=0"),
   )
   environment = {
@@ -45,7 +60,7 @@ def submit(slurm: Cluster, workspace: pathlib.Path, name: str) -> str:
     "T5_SIZE": "tiny",
     "PREC": "float32",
     "ENABLE_FP8": "0",
-    "BSIZE_PER_GPU": "4",
+    "BSIZE_PER_GPU": str(8 // nodes),
     "ENC_SL": "64",
     "DEC_SL": "64",
     "TRAIN_STEPS": "30",
@@ -57,7 +72,7 @@ def submit(slurm: Cluster, workspace: pathlib.Path, name: str) -> str:
   }
   return slurm.submit(
     _JOB,
-    *("-N2", f"--job-name={name}"),
+    *(f"-N{nodes}", f"--job-name={name}"),
     arguments=("1",),
     cwd=workspace,
     environment=environment,
@@ -70,21 +85,73 @@ def losses(workspace: pathlib.Path, job: str) -> dict[int, str]:
   return {int(step): loss for step, loss in _STEP.findall(output.read_text())}
 
 
-def test_a_preempted_job_saves_is_requeued_and_ends_with_the_unbroken_curve(slurm, tmp_path):
-  unbroken = submit(slurm, tmp_path, "unbroken")
-  assert slurm.wait(unbroken, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
+@pytest.fixture(scope="module")
+def unbroken(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+  """The losses of a run on two nodes that nothing interrupts."""
+  folder = tmp_path_factory.mktemp("unbroken")
+  job = submit(slurm, folder, "unbroken")
+  assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", show(folder)
+  return losses(folder, job)
 
-  preempted = submit(slurm, tmp_path, "preempted")
-  while not (tmp_path / "outputs").exists() or not has_reached(tmp_path, preempted, step=12):
-    assert slurm.state(preempted) in ("PENDING", "RUNNING"), show(tmp_path)
+
+def interrupt(slurm: Cluster, workspace: pathlib.Path, job: str) -> None:
+  """Preempts a job after some steps, and waits until it is back in the queue."""
+  while not (workspace / "outputs").exists() or not has_reached(workspace, job, step=12):
+    assert slurm.state(job) in ("PENDING", "RUNNING"), show(workspace)
     time.sleep(0.2)
-  slurm.run("scancel", "--signal=USR1", "--batch", preempted)
-  slurm.wait(preempted, "PENDING")
-  saved = all_steps(tmp_path / "preempted")[-1]
-  assert saved in range(12, 30)
+  slurm.run("scancel", "--signal=USR1", "--batch", job)
+  slurm.wait(job, "PENDING")
+
+
+def test_a_preempted_job_saves_is_requeued_and_ends_with_the_unbroken_curve(
+  slurm, tmp_path, unbroken
+):
+  preempted = submit(slurm, tmp_path, "preempted")
+  interrupt(slurm, tmp_path, preempted)
+  assert all_steps(tmp_path / "preempted")[-1] in range(12, 30)
   assert slurm.wait(preempted, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   assert all_steps(tmp_path / "preempted")[-1] == 30
-  assert losses(tmp_path, preempted) == losses(tmp_path, unbroken)
+  assert losses(tmp_path, preempted) == unbroken
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+  """What a job is told so that it reads prepared text."""
+  folder = tmp_path_factory.mktemp("prepared")
+  words, random = ("red", "old", "cat", "hat", "sea", "sun"), np.random.default_rng(0)
+  lines = (" ".join(random.choice(words, 30)) for _ in range(400))
+  (folder / "text.txt").write_text("\n".join(lines))
+  model = folder / "pieces.model"
+  model.write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=18))
+  prepare(str(folder / "text.txt"), str(model), folder / "tokens", executor=Here())
+  (folder / "prepared.gin").write_text(f"""
+from __gin__ import dynamic_registration
+import seqio
+from rosetta_t5 import data
+MIXTURE_OR_TASK_NAME = @data.prepared_task()
+MIXTURE_OR_TASK_MODULE = None
+data.prepared_task.folders = ['{folder}/tokens']
+seqio.SentencePieceVocabulary.sentencepiece_model_file = '{folder}/tokens/vocabulary.model'
+seqio.SentencePieceVocabulary.extra_ids = 100
+""")
+  return (f"--gin_file={folder}/prepared.gin",)
+
+
+def test_a_run_that_grows_from_one_node_to_two_has_the_unbroken_curve(slurm, tmp_path, prepared):
+  unbroken = submit(slurm, tmp_path, "unbroken", data=prepared)
+  assert slurm.wait(unbroken, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
+  small = submit(slurm, tmp_path, "grown", nodes=1, data=prepared)
+  interrupt(slurm, tmp_path, small)
+  slurm.run("scancel", small)
+  saved = all_steps(tmp_path / "grown")[-1]
+  grown = submit(slurm, tmp_path, "grown", data=prepared)
+  assert slurm.wait(grown, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
+  before, after = losses(tmp_path, small), losses(tmp_path, grown)
+  assert (max(before), min(after), max(after)) == (saved, saved + 1, 30)
+  # Sums over two processes are made in another order: the last digit that is shown may differ.
+  expected = {step: float(loss) for step, loss in losses(tmp_path, unbroken).items()}
+  both = {step: float(loss) for step, loss in (before | after).items()}
+  assert both == pytest.approx(expected, rel=1e-3)
 
 
 def has_reached(workspace: pathlib.Path, job: str, step: int) -> bool:
