@@ -59,7 +59,7 @@ def two_examples_a_row():
   return batch
 
 
-def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8):
+def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8=False):
   """Returns a jitted function (params, batch) → (loss, gradients), and its arguments."""
   scalable = isinstance(config, scalable_t5.T5Config)
   module = (scalable_t5.Transformer if scalable else Transformer)(config)
