@@ -25,6 +25,7 @@ from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.nonfinite import check_finite
 from rosetta_t5.telemetry.report import end_report, header
+from rosetta_t5.telemetry.run_measures import RunMeasures
 from rosetta_t5.training import Hook, TrainState, run_due, stretches
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 
@@ -149,7 +150,8 @@ def train(
   del state
   loop = _Loop(
     trainer, initializer.train_state_axes, manager if checkpoint_cfg.save else None, feed,
-    evaluation, predictions, concurrent_metrics, actions, first_step, total_steps, model_dir, started
+    evaluation, predictions, concurrent_metrics, actions, first_step, total_steps, model_dir, started,
+    RunMeasures(model, feed.element_spec, partitioner.mesh.devices.flat)
   )  # fmt: skip
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path, fp8)
   if first_step < total_steps:
@@ -185,6 +187,7 @@ class _Loop:
   total_steps: int
   model_dir: str
   started: float
+  measures: RunMeasures
 
   def __post_init__(self) -> None:
     self.step = self.first_step
@@ -211,7 +214,7 @@ class _Loop:
     hooks = [
       *([Hook("checkpoint", self.save, save.period, save.checkpoint_steps or ())] if save else []),
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
-      Hook("garbage collection", _collect_garbage, gc_period),
+      Hook("garbage collection", lambda _: gc.collect(), gc_period),
     ]
     with self.progress, Interruption() as interruption, self.watchdog:
       self.trainer.should_stop = interruption.is_due
@@ -232,10 +235,11 @@ class _Loop:
     values = as_floats(self.trainer.train(batches, stop - start, start_step=start).result())
     self.step = self.trainer.stopped_at or stop
     self.stopped |= self.trainer.stopped_at is not None or self.trainer.stop_training
-    check_finite(self.trainer.first_nonfinite, self.trainer.train_state, self.manager)
-    of_data = self.feed.measures()
-    self.trainer.train_metrics_manager.write_scalars(self.step, of_data)
-    values |= of_data
+    state = self.trainer.train_state
+    of_run = self.feed.measures() | self.measures(self.step, values, state)
+    check_finite(self.trainer.first_nonfinite, state, self.manager, of_run)
+    self.trainer.train_metrics_manager.write_scalars(self.step, of_run)
+    values |= of_run
     self.progress.report(self.step, values)
     self._act(ActionMode.TRAIN, {"train": values})
 
@@ -363,10 +367,6 @@ def _say_header(
       notes=notes,
     )
   )
-
-
-def _collect_garbage(step: int) -> None:
-  gc.collect()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.telemetry.flops import training_flops_of
+from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 
 # emb_dim, num_heads, head_dim, layers of encoder and of decoder, mlp_dim, vocabulary
 SIZES = {
@@ -23,8 +23,6 @@ SIZES = {
   "large": (1024, 16, 64, 24, 2816, 32128),
   "xl": (2048, 32, 64, 24, 5120, 32128),
 }
-# Dense bfloat16 peaks, FLOP/s, from the vendor's data sheets, by a part of the device's name.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
@@ -126,7 +124,7 @@ def row(
   flops = training_flops_of(
     model_config(args.size), encoder_length=encoder_length, decoder_length=decoder_length
   )
-  peak = next((value for name, value in PEAKS.items() if name in device), None)
+  peak = peak_of(device)
   return {
     "size": args.size,
     "batch": args.batch,

@@ -21,7 +21,7 @@ from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
 from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.shapes import input_lengths, state_shapes
-from rosetta_t5.telemetry.flops import training_flops_of
+from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.model_info import count_parameters
 
 Rows = list[tuple[str, str]]
@@ -129,17 +129,16 @@ class Plan:
   @property
   def has_flops_formula(self) -> bool:
     """Whether FLOPs are counted by T5X's formula, or estimated from the parameters."""
-    return hasattr(self.work.config, "num_encoder_layers") and "encoder" in self.lengths
+    return flops_of_lengths(self.work.config, self.lengths) is not None
 
   @property
   def flops(self) -> float:
     """Floating-point operations of a training step, on all devices together."""
     size, lengths = self.dataset_cfg.batch_size, self.lengths
-    if self.has_flops_formula:
-      return size * training_flops_of(
-        self.work.config, encoder_length=lengths["encoder"], decoder_length=lengths["decoder"]
-      )
-    return 6.0 * count_parameters(self.state.params) * size * sum(lengths.values())
+    of_sequence = flops_of_lengths(self.work.config, lengths)
+    if of_sequence is None:
+      of_sequence = 6.0 * count_parameters(self.state.params) * sum(lengths.values())
+    return size * of_sequence
 
 
 def _model(plan: Plan) -> Rows:

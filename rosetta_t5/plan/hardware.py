@@ -7,6 +7,8 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
+from rosetta_t5.telemetry.flops import PEAKS
+
 GPUS_IN_A_NODE = 8
 # Of a link's rate, what large collectives reach of it (NCCL's bus bandwidth, about).
 _LINK_EFFICIENCY = 0.8
@@ -32,9 +34,9 @@ class Gpu:
 
 
 GPUS = {
-  "h100": Gpu("H100 80 GB", 989e12, 80e9, 450e9, 50e9),
-  "h200": Gpu("H200 141 GB", 989e12, 141e9, 450e9, 50e9),
-  "a100": Gpu("A100 80 GB", 312e12, 80e9, 300e9, 25e9),
+  "h100": Gpu("H100 80 GB", PEAKS["H100"], 80e9, 450e9, 50e9),
+  "h200": Gpu("H200 141 GB", PEAKS["H200"], 141e9, 450e9, 50e9),
+  "a100": Gpu("A100 80 GB", PEAKS["A100"], 80e9, 300e9, 25e9),
 }
 
 

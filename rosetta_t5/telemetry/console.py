@@ -11,6 +11,14 @@ from typing import IO, Any
 
 import jax
 
+from rosetta_t5.telemetry.run_measures import (
+  GRADIENT_NORM,
+  SAMPLES,
+  SKIPPED_STEPS,
+  UTILIZATION,
+  WEIGHT_NORM,
+)
+
 # The loss a reader can compare between runs: in nats a token, whatever the batch.
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
 _SEQUENCES = "timing/seqs_per_second"
@@ -18,6 +26,14 @@ _STEPS = "timing/steps_per_second"
 _TOKENS = "timing/target_tokens_per_second"
 _LEARNING_RATE = "learning_rate/current"
 _EPOCHS = "data/epochs/"
+_MORE = {
+  SAMPLES: "{:.0f} samples",
+  _LEARNING_RATE: "lr {:.4g}",
+  GRADIENT_NORM: "grad norm {:.4g}",
+  WEIGHT_NORM: "param norm {:.4g}",
+  UTILIZATION: "MFU {:.1%}",
+  SKIPPED_STEPS: "skipped {:.0f}",
+}
 _LEFT_OUT = {
   "data/bad_examples": "bad examples left out:",
   "data/unreadable": "unreadable records:",
@@ -81,7 +97,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       self._bar.update(step, cells)
     else:
       # More than fits beside a bar, and all of it in one line for grep.
-      cells += _speed_cells(step, values)
+      cells += _more_cells(values)
       self._print("  ".join([f"step {step}/{self._total_steps}", *cells]))
 
   def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
@@ -144,15 +160,12 @@ class _Bar:
     self._progress.stop()
 
 
-def _speed_cells(step: int, values: Mapping[str, float]) -> list[str]:
-  """Tokens of targets a second, time of a step, samples since step 0, the rate; those measured."""
+def _more_cells(values: Mapping[str, float]) -> list[str]:
+  """Tokens of targets a second, time of a step, and what else was measured of `_MORE`."""
   cells = [f"{values[_TOKENS]:.4g} tokens/s"] if values.get(_TOKENS) else []
   if values.get(_STEPS):
     cells.append(f"{1000 / values[_STEPS]:.4g} ms/step")
-  if values.get(_STEPS) and values.get(_SEQUENCES):
-    cells.append(f"{round(step * values[_SEQUENCES] / values[_STEPS])} samples")
-  rate = values.get(_LEARNING_RATE)
-  return cells + ([] if rate is None else [f"lr {rate:.4g}"])
+  return cells + [form.format(values[name]) for name, form in _MORE.items() if name in values]
 
 
 def _data_cells(values: Mapping[str, float]) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from rosetta_t5.telemetry.run_measures import SKIPPED_STEPS, WEIGHT_NORM
 
 PyTree = Any
 
@@ -63,17 +66,23 @@ class NonFiniteError(ArithmeticError):
     super().__init__(_explain(step, first_bad, last_good))
 
 
-def check_finite(record: Any, train_state: Any, manager: Any) -> None:
+def check_finite(
+  record: Any, train_state: Any, manager: Any, measures: Mapping[str, float] | None = None
+) -> None:
   """Raises NonFiniteError if the steps just made were not finite.
+
+  Not so where the optimizer leaves such steps out (`optax.apply_if_finite`) and has left them all out,
+  so that the parameters are finite.
 
   Args:
     record: what `training.step` kept of them: `bad`, booleans for the loss and each parameter's
       gradient in the first bad step, and `step`, the updates made before it; None for nothing.
     train_state: gives the parameters' names.
     manager: the checkpoint manager, whose running save is let finish; None for none.
+    measures: what `RunMeasures` has measured after them; None if it has not.
   """
   bad_name = None if record is None else name_in_step(record.bad, train_state.params)
-  if bad_name is None:
+  if bad_name is None or _were_left_out(measures or {}):
     return
   updates_made = int(record.step)
   good = None
@@ -82,6 +91,10 @@ def check_finite(record: Any, train_state: Any, manager: Any) -> None:
     steps = [step for step in manager.all_steps() if step <= updates_made]
     good = manager.directory / f"checkpoint_{steps[-1]}" if steps else None
   raise NonFiniteError(updates_made + 1, bad_name, good)
+
+
+def _were_left_out(measures: Mapping[str, float]) -> bool:
+  return SKIPPED_STEPS in measures and math.isfinite(measures[WEIGHT_NORM])
 
 
 def first_nonfinite(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from rosetta_t5.telemetry.console import duration_text
-from rosetta_t5.telemetry.flops import training_flops_of
+from rosetta_t5.telemetry.flops import flops_of_model
 from rosetta_t5.telemetry.model_info import count_parameters
 
 
@@ -104,10 +104,5 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _flops(model: Any, batch: Mapping[str, Any]) -> str:
-  config = getattr(getattr(model, "module", None), "config", None)
-  lengths = [batch.get(f"{side}_input_tokens") for side in ("encoder", "decoder")]
-  if config is None or not hasattr(config, "num_encoder_layers") or None in lengths:
-    return ""
-  encoder, decoder = (int(leaf.shape[1]) for leaf in lengths if leaf is not None)
-  flops = training_flops_of(config, encoder_length=encoder, decoder_length=decoder)
-  return f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  flops = flops_of_model(model, batch)
+  return "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"

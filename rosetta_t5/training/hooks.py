@@ -19,7 +19,7 @@ class Hook:
   """
 
   name: str
-  run: Callable[[int], None]
+  run: Callable[[int], object]
   period: int | None = None
   steps: Collection[int] = ()
   at_end: bool = False

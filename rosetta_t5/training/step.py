@@ -14,6 +14,7 @@ from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
+from rosetta_t5.telemetry.run_measures import GRADIENT_NORM, global_norm
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
 PyTree = Any
@@ -52,6 +53,7 @@ def train_step(
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables)
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
+  metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
   if weight_metrics is not None:
     metrics |= weight_metrics(grads, state, new_state)
   return new_state, metrics

@@ -38,17 +38,28 @@ def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
   with console.Progress(0, 1000, stream) as progress:
     progress.report(100, VALUES)
   # At 11.25 steps a second.
-  speed = "88.89 ms/step  110 samples"
-  assert stream.getvalue() == f"step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s  {speed}\n"
+  line = "step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s  88.89 ms/step\n"
+  assert stream.getvalue() == line
   assert stream.flushes == 1
 
 
-def test_plain_line_has_tokens_and_learning_rate_where_they_are_measured():
+def test_plain_line_has_in_one_line_what_else_was_measured():
   stream = Flushed()
-  measured = {"timing/target_tokens_per_second": 1234.5, "learning_rate/current": 0.0006}
+  measured = {
+    "skipped_steps": 2.0,
+    "weight_norm": 123.456,
+    "weight_gradient_norm": 0.98765,
+    "timing/model_flops_utilization": 0.4567,
+    "data/consumed_samples": 12345678.0,
+    "timing/target_tokens_per_second": 1234.5,
+    "learning_rate/current": 0.0006,
+  }
   with console.Progress(0, 10, stream) as progress:
     progress.report(1, measured)
-  assert stream.getvalue() == "step 1/10  1234 tokens/s  lr 0.0006\n"
+  assert stream.getvalue() == (
+    "step 1/10  1234 tokens/s  12345678 samples  lr 0.0006  grad norm 0.9877  param norm 123.5  "
+    "MFU 45.7%  skipped 2\n"
+  )
 
 
 def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():

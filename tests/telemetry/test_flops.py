@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
-from rosetta_t5.telemetry.flops import model_flops_utilization, training_flops_per_sequence
+from rosetta_t5.networks.decoder_only import TransformerConfig
+from rosetta_t5.telemetry.flops import (
+  flops_of_lengths,
+  model_flops_utilization,
+  peak_flops,
+  training_flops_of,
+  training_flops_per_sequence,
+)
 
 SIZES = {
   "small": ((512, 6, 8, 8, 64, 1024), 109.9),
@@ -47,3 +56,39 @@ def test_utilization_is_the_share_of_all_devices_peak():
 def test_utilization_without_a_peak_is_refused():
   with pytest.raises(ValueError, match=r"not peak_flops = 0"):
     model_flops_utilization(1.0, 1.0, peak_flops=0)
+
+
+@pytest.mark.parametrize(
+  ("hidden", "heads", "layers"), [(768, 12, 12), (2304, 24, 24), (12288, 96, 80)]
+)
+def test_decoder_alone_needs_what_megatron_counts(hidden, heads, layers):
+  length, vocab_size = 2048, 51200
+  config = TransformerConfig(
+    vocab_size=vocab_size,
+    emb_dim=hidden,
+    num_heads=heads,
+    num_layers=layers,
+    head_dim=hidden // heads,
+    mlp_dim=4 * hidden,
+    mlp_activations=("gelu",),
+  )
+  # Narayanan et al. 2021, equation 3, of which a third of the layers' part recomputes them.
+  layers_part = 72 * length * layers * hidden**2 * (1 + length / (6 * hidden))
+  logits_part = 6 * length * hidden * vocab_size
+  expected = layers_part + logits_part
+  assert training_flops_of(config, decoder_length=length) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_of_a_config_with_other_fields_are_not_known():
+  t5_config = types.SimpleNamespace(num_encoder_layers=2)
+  assert flops_of_lengths(types.SimpleNamespace(depth=3), {"decoder": 8}) is None
+  assert flops_of_lengths(t5_config, {"decoder": 8}) is None
+  assert flops_of_lengths(None, {"encoder": 8, "decoder": 8}) is None
+
+
+def test_peak_is_that_of_all_devices_together_and_none_where_one_is_not_known():
+  def device(kind):
+    return types.SimpleNamespace(device_kind=kind)
+
+  assert peak_flops([device("NVIDIA H200"), device("NVIDIA A100-SXM4-80GB")]) == 989e12 + 312e12
+  assert peak_flops([device("NVIDIA H200"), device("cpu")]) is None
