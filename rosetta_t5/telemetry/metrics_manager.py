@@ -46,7 +46,11 @@ class MetricsManager:
 
   @property
   def summary_writer(self) -> Any:
-    """The clu.metric_writers writer of this name; one that drops everything where none is due."""
+    """A clu.metric_writers writer of this name; what it is told is written in the background, in order."""
+    return _Queue(self)
+
+  def _open_writer(self) -> Any:
+    """Returns the writer itself, for the one thread that writes."""
     if self._writer is None:
       self._writer = _create_writer(self._name, self._summary_dir)
     return self._writer
@@ -61,7 +65,7 @@ class MetricsManager:
       return
     fetch = {key: _fenced(value) for key, value in scalars.items()}
     self._submit(
-      lambda: self.summary_writer.write_scalars(
+      lambda: self._open_writer().write_scalars(
         step, {key: float(np.asarray(value)) for key, value in fetch.items()}
       )
     )
@@ -93,7 +97,7 @@ class MetricsManager:
       duration = ended.result() - started.result() if started is not None else None
       values = _compute(metrics, duration, num_steps)
       if self._summary_dir is not None:
-        _write_values(self.summary_writer, step, values)
+        _write_values(self._open_writer(), step, values)
       return values
 
     self._started = None
@@ -170,6 +174,19 @@ def _write_values(writer: Any, step: int, values: Values) -> None:
     metric_writers.write_values(writer, step, others)
 
 
+class _Queue:
+  """A writer whose calls wait for their turn in the manager's thread: a clu writer takes one at a time."""
+
+  def __init__(self, manager: MetricsManager):
+    self._manager = manager
+
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+      self._manager._submit(lambda: getattr(self._manager._open_writer(), name)(*args, **kwargs))
+
+    return call
+
+
 class _NoWriter:
   """Drops whatever is written."""
 
@@ -193,6 +210,4 @@ def _create_writer(name: str, summary_dir: str | os.PathLike[str] | None) -> Any
       error,
     )
     return _NoWriter()
-  return metric_writers.AsyncWriter(
-    metric_writers.SummaryWriter(os.path.join(os.fspath(summary_dir), name))
-  )
+  return metric_writers.SummaryWriter(os.path.join(os.fspath(summary_dir), name))

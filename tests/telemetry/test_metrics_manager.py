@@ -145,3 +145,18 @@ print("tensorflow" in sys.modules)
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
   assert done.stdout.strip() == "False", done.stderr
+
+
+def test_what_others_write_and_flush_takes_its_turn(tmp_path):
+  manager = MetricsManager("train", tmp_path)
+  for step in range(200):
+    manager.write_scalar("a", float(step), step)
+    manager.summary_writer.write_texts(step, {"config": "x"})
+    manager.summary_writer.flush()
+  manager.close()
+  from tensorboard.backend.event_processing import event_file_loader
+
+  [path] = (tmp_path / "train").glob("events*")
+  events = event_file_loader.EventFileLoader(str(path)).Load()
+  tags = [value.tag for event in events for value in event.summary.value]
+  assert tags == ["a", "config"] * 200
