@@ -86,6 +86,7 @@ def test_a_run_told_to_end_saves_its_last_step_and_goes_on_from_it(tmp_path, unb
   assert before | after == losses
 
 
+@pytest.mark.slow
 def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path, unbroken):
   whole, whole_losses = unbroken
   killed = tmp_path / "killed"
