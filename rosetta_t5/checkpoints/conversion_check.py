@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints import plain_forward
+from rosetta_t5.checkpoints import plain_forward, plain_forward_gpt
+from rosetta_t5.checkpoints.conversion_text import text_tokens
+from rosetta_t5.checkpoints.formats import hugging_face, hugging_face_gpt
+from rosetta_t5.checkpoints.formats.hugging_face_gpt_names import EMBEDDING as DECODER_EMBEDDING
+from rosetta_t5.checkpoints.formats.hugging_face_gpt_names import POSITIONS
+from rosetta_t5.checkpoints.formats.hugging_face_names import EMBEDDING
 from rosetta_t5.checkpoints.layouts import plain_tree
 from rosetta_t5.checkpoints.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.model_facts import ModelFacts, is_gpt, read_facts
+from rosetta_t5.checkpoints.reading import read_arrays
+
+Arrays = Mapping[str, StoredArray]
+# The encoder's inputs [1, S], and the targets shifted right [1, T].
+Tokens = tuple[np.ndarray, np.ndarray]
+# Outputs, computed in float32 or float64.
+Outputs = Callable[[Any], np.ndarray]
 
 TOLERANCE = 1e-4
-_BYTE_OFFSET = 3  # ByT5's: ids 0 to 2 are padding, end and unknown
-# Herman Melville, Moby-Dick (1851).
-_INPUT = (
-  "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my "
-  "purse, and nothing particular to interest me on shore, I thought I would sail about a little"
-)
-_TARGET = "and see the watery part of the world. It is a way I have of driving off the spleen"
-# Beyond this PyTorch would need more memory than a conversion should.
+# Beyond this PyTorch would need more memory for parameters than a conversion should.
 _TORCH_BYTES = 4_000_000_000
 
 
@@ -30,97 +38,178 @@ class ConversionError(RuntimeError):
   """What was written is not the model that was read."""
 
 
-def text_tokens(
-  vocabulary_size: int, tokenizer: str | os.PathLike[str] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns a sentence as token ids [1, S] and its continuation shifted right [1, T].
+def check(
+  source: Arrays,
+  folder: str | os.PathLike[str],
+  facts: ModelFacts,
+  tokenizer: str | os.PathLike[str] | None,
+  say: Callable[[str], None],
+) -> None:
+  """Raises ConversionError unless what was written makes the source's logits of real text.
 
   Args:
-    vocabulary_size: ids stay below it.
-    tokenizer: a folder with spiece.model, or such a file; without one, the text's bytes are taken.
+    source: the source's arrays.
+    folder: what was written, of any layout.
+    facts: of the source's model.
+    tokenizer: where the tokenizer's files are, for the text.
+    say: is told the differences.
   """
-  file = _sentencepiece_file(tokenizer)
-  if file is not None:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=os.fspath(file))
-    inputs, targets = processor.encode(_INPUT), processor.encode(_TARGET)
-  else:
-    inputs, targets = ([byte + _BYTE_OFFSET for byte in t.encode()] for t in (_INPUT, _TARGET))
-  # Small vocabularies, as in tests, have fewer ids than bytes.
-  first = min(_BYTE_OFFSET, vocabulary_size - 1)
-  inputs, targets = (
-    [first + (token - first) % (vocabulary_size - first) for token in tokens]
-    for tokens in (inputs, targets)
-  )
-  return np.array([[*inputs, 1]]), np.array([[0, *targets]])
-
-
-def _sentencepiece_file(tokenizer: str | os.PathLike[str] | None) -> epath.Path | None:
-  if tokenizer is None:
-    return None
-  given = epath.Path(tokenizer)
-  file = given / "spiece.model" if given.is_dir() else given
-  return file if file.exists() and file.suffix == ".model" else None
+  written = read_arrays(folder)
+  if not _has_plain_forward(source, facts):
+    count = compare_arrays(source, written)
+    say(f"both sides read again: all {count} parameters are equal (no forward pass compared)")
+    return
+  is_theirs = hugging_face.is_hugging_face(folder)
+  told = read_facts(folder, written) if is_theirs else facts
+  tokens = _tokens(plain_tree(source), facts, tokenizer)
+  before = functools.cache(lambda dtype: outputs(source, tokens, facts, dtype))
+  after = functools.partial(outputs, written, tokens, told)
+  say(compare("both sides read again", before, after, facts.ids_are_shifted))
+  if not is_theirs:
+    return
+  params = sum(array.size for array in written.values())
+  if not can_run_transformers(params, np.float32):
+    say("PyTorch's Transformers is not installed, or the model is large: not compared with it")
+    return
+  theirs = functools.partial(transformers_outputs, folder, tokens, told)
+  exactly = can_run_transformers(params, np.float64)
+  say(compare("by Transformers", before, theirs, facts.ids_are_shifted, exactly))
 
 
-def outputs(
-  arrays: Mapping[str, StoredArray],
-  tokens: tuple[np.ndarray, np.ndarray],
-  activations: tuple[str, ...],
-) -> np.ndarray:
-  """Returns the logits of a checkpoint's model; for an encoder alone, its encoded inputs."""
-  plain = plain_tree(arrays)
-  inputs_1S, targets_1T = tokens
-  if not any(name.startswith("target/decoder/") for name in plain):
-    return plain_forward.encode(plain, inputs_1S, activations)
-  has_encoder = any(name.startswith("target/encoder/") for name in plain)
-  return plain_forward.logits(plain, inputs_1S if has_encoder else None, targets_1T, activations)
+def _has_plain_forward(arrays: Arrays, facts: ModelFacts) -> bool:
+  if any(name.endswith("relpos_bias/rel_embedding") for name in plain_tree(arrays)):
+    return True
+  return facts.gpt is not None and is_gpt(arrays)
 
 
-def compare(name: str, before: np.ndarray, after: np.ndarray, dtype: Any) -> float:
-  """Returns the largest difference between two sides' outputs.
+def compare_arrays(before: Arrays, after: Arrays) -> int:
+  """Returns how many parameters two checkpoints have; ConversionError if they are not the same.
+
+  The trees may differ: layers apart or stacked.
+  """
+  ours, theirs = plain_tree(before), plain_tree(after)
+  wrong = sorted(ours.keys() ^ theirs.keys()) or [
+    name for name in ours if not np.array_equal(ours[name].get(), theirs[name].get())
+  ]
+  if wrong:
+    raise ConversionError(
+      f"{len(wrong)} parameters are not what was read, {wrong[0]} first: nothing was kept"
+    )
+  return len(ours)
+
+
+def _tokens(arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str] | None) -> Tokens:
+  table = arrays.get(EMBEDDING) or arrays[DECODER_EMBEDDING]
+  inputs_1S, targets_1T = text_tokens(table.shape[0], tokenizer)
+  if facts.gpt is None:
+    return inputs_1S, targets_1T
+  # One text, as long as there are places, so that windows of local layers are left behind.
+  whole = [[0, *inputs_1S[0, :-1], *targets_1T[0, 1:]]]
+  return inputs_1S, np.array(whole)[:, : arrays[POSITIONS].shape[0]]
+
+
+def outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np.ndarray:
+  """Returns the logits of a checkpoint's model; for an encoder alone, its encoded inputs.
 
   Args:
-    name: what the second side was computed with, for the message.
-    before: the source's.
-    after: the destination's.
-    dtype: of the stored parameters; the tolerance is for float32 and scales with the outputs.
+    arrays: the checkpoint's.
+    tokens: of the encoder and of the decoder.
+    facts: of the model.
+    dtype: to compute in, float32 or float64.
+  """
+  # Not `astype`, which would read what is on disk, and not round to the array's own dtype first.
+  plain = {
+    name: StoredArray(array.shape, dtype, array.read, array.sliceable)
+    for name, array in plain_tree(arrays).items()
+  }
+  inputs_1S, targets_1T = tokens
+  if facts.gpt is not None:
+    return plain_forward_gpt.logits(plain, facts.gpt, targets_1T)
+  if not any(name.startswith("target/decoder/") for name in plain):
+    return plain_forward.encode(plain, inputs_1S, facts.activations)
+  has_encoder = any(name.startswith("target/encoder/") for name in plain)
+  encoded = inputs_1S if has_encoder else None
+  return plain_forward.logits(plain, encoded, targets_1T, facts.activations)
+
+
+def compare(
+  name: str,
+  before: Outputs,
+  after: Outputs,
+  may_add_row: bool = False,
+  may_use_float64: bool = True,
+) -> str:
+  """Returns by how much two sides' outputs differ, as a sentence.
+
+  Two implementations add float32 numbers in another order, which sharp attention makes much of; so
+  where they differ by too much in float32, float64 decides.
+
+  Args:
+    name: how the second was computed.
+    before: computes the source's.
+    after: computes the destination's.
+    may_add_row: whether the destination's vocabulary may end with tokens that the source's lacks.
+    may_use_float64: whether there is memory for it.
 
   Raises:
     ConversionError: they differ by more than the tolerance.
   """
-  if before.shape != after.shape:
-    raise ConversionError(
-      f"{name}: outputs of shape {after.shape}, but the source's: {before.shape}"
-    )
-  difference = float(np.max(np.abs(before - after)))
-  # float32 sums in another order differ in the last bits, which are larger in larger logits.
-  limit = TOLERANCE * max(1.0, float(np.max(np.abs(before))) / 10)
-  if not difference <= limit:
-    raise ConversionError(
-      f"the logits of real text differ by {difference:.2e} (at most {limit:.0e}) between the source "
-      f"and what was written, computed with {name} in {np.dtype(dtype).name}: nothing was kept"
-    )
-  return difference
+  differences: list[str] = []
+  for dtype in (np.float32, np.float64) if may_use_float64 else (np.float32,):
+    one, other = before(dtype), after(dtype)
+    other = other[..., : one.shape[-1]] if may_add_row else other
+    if one.shape != other.shape:
+      raise ConversionError(f"{name}: shape {other.shape}, but the source's: {one.shape}")
+    difference = float(np.max(np.abs(one - other)))
+    # Last bits are larger in larger logits.
+    limit = TOLERANCE * max(1.0, float(np.max(np.abs(one))) / 10)
+    differences.append(f"{difference:.1e} in {np.dtype(dtype).name}")
+    if difference <= limit:
+      return f"logits of real text, {name}: largest difference {', '.join(differences)}"
+  raise ConversionError(
+    f"the logits of real text differ by {', '.join(differences)} (at most {limit:.0e}) between the "
+    f"source and what was written, {name}: nothing was kept"
+  )
+
+
+def can_run_transformers(params: int, dtype: Any) -> bool:
+  """Returns whether Transformers and PyTorch are installed, and so many parameters are not too many."""
+  if params * np.dtype(dtype).itemsize > _TORCH_BYTES:
+    return False
+  return all(map(importlib.util.find_spec, ("torch", "transformers")))
 
 
 def transformers_outputs(
-  folder: str | os.PathLike[str], tokens: tuple[np.ndarray, np.ndarray], nbytes: int
-) -> np.ndarray | None:
-  """Returns what Transformers and PyTorch make of a folder; None if they are missing or it is large."""
-  if nbytes > _TORCH_BYTES or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-    return None
+  folder: str | os.PathLike[str], tokens: Tokens, facts: ModelFacts, dtype: Any
+) -> np.ndarray:
+  """Returns what Transformers and PyTorch make of a folder, in the order of our ids.
+
+  Args:
+    folder: of Hugging Face's layout.
+    tokens: our ids, of the encoder and of the decoder.
+    facts: of the folder.
+    dtype: to compute in, float32 or float64.
+  """
   import torch
   import transformers
 
-  config = transformers.AutoConfig.from_pretrained(os.fspath(folder))
-  cls = getattr(transformers, config.architectures[0])
-  model = cls.from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
-  inputs_1S, targets_1T = (torch.tensor(part) for part in tokens)
+  config = json.loads((epath.Path(folder) / hugging_face.CONFIG).read_text())
+  cls = getattr(transformers, config["architectures"][0])
+  precision = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
+  model = cls.from_pretrained(os.fspath(folder), dtype=precision[np.dtype(dtype)]).eval()
+  inputs_1S, targets_1T = tokens
+  start = 0
+  if facts.ids_are_shifted:
+    start = hugging_face_gpt.start_token(config)
+    targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
+  inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
-    if not config.is_encoder_decoder:
-      encoded: np.ndarray = model(input_ids=inputs_1S).last_hidden_state.numpy()
+    if facts.gpt is not None:
+      logits_1TV = model(input_ids=targets).logits.numpy()
+      first_1T1 = logits_1TV[..., start : start + 1]
+      return np.concatenate([first_1T1, logits_1TV], -1) if facts.ids_are_shifted else logits_1TV
+    if not config["is_encoder_decoder"]:
+      encoded: np.ndarray = model(input_ids=inputs).last_hidden_state.numpy()
       return encoded
-    logits: np.ndarray = model(input_ids=inputs_1S, decoder_input_ids=targets_1T).logits.numpy()
+    logits: np.ndarray = model(input_ids=inputs, decoder_input_ids=targets).logits.numpy()
     return logits

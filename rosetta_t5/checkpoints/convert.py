@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
-import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints import conversion_check, folders, plain_forward
+from rosetta_t5.checkpoints import conversion_check, folders
 from rosetta_t5.checkpoints.formats import (
   hugging_face,
+  hugging_face_gpt,
+  hugging_face_gpt_writer,
   hugging_face_writer,
   orbax_writer,
   t5x_legacy,
@@ -26,10 +27,11 @@ from rosetta_t5.checkpoints.formats.hugging_face_names import EMBEDDING
 from rosetta_t5.checkpoints.inspect_command import checkpoint_in
 from rosetta_t5.checkpoints.layouts import plain_tree, scalable_tree
 from rosetta_t5.checkpoints.lazy_arrays import StoredArray, stored
+from rosetta_t5.checkpoints.model_facts import ModelFacts, read_facts
 from rosetta_t5.checkpoints.reading import read_arrays
 
+FAMILIES = (*hugging_face.FAMILIES, *hugging_face_gpt.FAMILIES)
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
-_ACTIVATIONS = re.compile(r"T5Config\.mlp_activations\s*=\s*(\(.*?\)|\[.*?\])", re.DOTALL)
 
 Arrays = dict[str, StoredArray]
 
@@ -43,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters")
   parser.add_argument("--tree", choices=("plain", "scalable"), help="T5X's tree; default: as it is")
   parser.add_argument("--encoder-only", action="store_true", help="leave the decoder out")
-  parser.add_argument("--model-type", choices=hugging_face.FAMILIES, help="Hugging Face's family")
+  parser.add_argument("--model-type", choices=FAMILIES, help="Hugging Face's family")
   parser.add_argument("--activations", help="T5Config.mlp_activations, such as gelu,linear")
+  parser.add_argument("--config", help="the run's config.gin, or a config.json; default: SRC's own")
   parser.add_argument("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
   options = parser.parse_args(arguments)
   try:
@@ -57,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
       encoder_only=options.encoder_only,
       model_type=options.model_type,
       activations=tuple(options.activations.split(",")) if options.activations else None,
+      config=options.config,
       tokenizer=options.tokenizer,
     )
   except (ValueError, conversion_check.ConversionError) as error:
@@ -75,6 +79,7 @@ def convert(
   encoder_only: bool = False,
   model_type: str | None = None,
   activations: tuple[str, ...] | None = None,
+  config: str | os.PathLike[str] | None = None,
   tokenizer: str | os.PathLike[str] | None = None,
   say: Callable[[str], None] = print,
 ) -> epath.Path:
@@ -93,6 +98,8 @@ def convert(
     encoder_only: leave the decoder and the optimizer's state out.
     model_type: Hugging Face's family; None for what the weights look like.
     activations: T5Config.mlp_activations; None for what the source's config or weights say.
+    config: what tells of the model what weights do not, such as a decoder's heads: the run's config.gin
+      or a config.json; None for the one that lies beside the source.
     tokenizer: where the tokenizer's files are; None for the source, if it has them.
     say: is told what happens.
 
@@ -104,7 +111,7 @@ def convert(
   path = checkpoint_in(source)
   arrays = _cast(read_arrays(path), dtype)
   arrays = _chosen(arrays, to, tree, encoder_only)
-  activations = activations or _activations(path, arrays)
+  facts = read_facts(path, arrays, activations, config)
   if tokenizer is None and hugging_face.is_hugging_face(path):
     tokenizer = path
   final = _destination(destination, to, arrays)
@@ -114,14 +121,11 @@ def convert(
   unfinished.mkdir(parents=True)
   say(f"{path} ({_size(arrays)}) to {final}, layout {to}")
   if to == "hf":
-    family = model_type or hugging_face_writer.model_type(arrays)
-    base = hugging_face.read_config(path) if hugging_face.is_hugging_face(path) else None
-    config = hugging_face_writer.make_config(arrays, family, activations, base)
-    theirs = hugging_face_writer.weights(arrays, family)
-    hugging_face_writer.write(unfinished, theirs, config, tokenizer)
+    theirs, their_config = _for_transformers(arrays, facts, model_type)
+    hugging_face_writer.write(unfinished, theirs, their_config, tokenizer)
   else:
     _write_t5x(unfinished, arrays, to)
-  _check(arrays, unfinished, to, activations, tokenizer, say)
+  conversion_check.check(arrays, unfinished, facts, tokenizer, say)
   unfinished.rename(final)
   seconds = time.monotonic() - started
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
@@ -142,17 +146,6 @@ def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
 
 def _chosen(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Arrays:
   """Returns what is written, in the tree it is written in."""
-  if to == "hf" and not any("/encoder/" in name for name in arrays):
-    has_bias = any("relpos_bias" in name for name in arrays)
-    raise ValueError(
-      (
-        "this is a decoder-only model with T5's relative bias, for which Transformers has no "
-        "architecture"
-        if has_bias
-        else "folders of Transformers' decoder-only architectures are read, but not written"
-      )
-      + ": it can be written as t5x, t5x-legacy or rosetta"
-    )
   if encoder_only:
     arrays = {
       n: x
@@ -168,13 +161,29 @@ def _chosen(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Ar
   return arrays
 
 
-def _activations(path: epath.Path, arrays: Arrays) -> tuple[str, ...]:
-  """Returns T5Config.mlp_activations as the source's own config has it, else by its weights."""
-  if hugging_face.is_hugging_face(path):
-    return hugging_face.activations(hugging_face.read_config(path))
-  file = path.parent / "config.gin"
-  match = _ACTIVATIONS.search(file.read_text()) if file.exists() else None
-  return tuple(ast.literal_eval(match[1])) if match else plain_forward.default_activations(arrays)
+def _for_transformers(
+  arrays: Arrays, facts: ModelFacts, family: str | None
+) -> tuple[Arrays, dict[str, Any]]:
+  """Returns weights by Transformers' names, and config.json.
+
+  Raises:
+    ValueError: Transformers has no architecture for the model.
+  """
+  if not any(name.startswith("target/encoder/") for name in arrays):
+    hugging_face_gpt_writer.check_fits(arrays)
+    if facts.gpt is None:
+      raise ValueError(
+        "weights do not tell a decoder's heads and windows: give --config the config.gin of the run "
+        "that trained it, or the config.json it came with"
+      )
+    family = family or hugging_face_gpt_writer.model_type(facts.gpt)
+    config = hugging_face_gpt_writer.make_config(
+      arrays, facts.gpt, family, facts.ids_are_shifted, facts.base
+    )
+    return hugging_face_gpt_writer.weights(arrays, facts.gpt, config), config
+  family = family or hugging_face_writer.model_type(arrays)
+  config = hugging_face_writer.make_config(arrays, family, facts.activations, facts.base)
+  return hugging_face_writer.weights(arrays, family), config
 
 
 def _destination(destination: str | os.PathLike[str], to: str, arrays: Arrays) -> epath.Path:
@@ -199,37 +208,6 @@ def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
     writer.finish()
   else:
     orbax_writer.write(folder, arrays)
-
-
-def _check(
-  arrays: Mapping[str, StoredArray],
-  folder: epath.Path,
-  to: str,
-  activations: tuple[str, ...],
-  tokenizer: str | os.PathLike[str] | None,
-  say: Callable[[str], None],
-) -> None:
-  """Raises ConversionError unless what was written makes the source's logits."""
-  tokens = conversion_check.text_tokens(arrays[EMBEDDING].shape[0], tokenizer)
-  before = conversion_check.outputs(arrays, tokens, activations)
-  written = read_arrays(folder)
-  dtype = arrays[EMBEDDING].dtype
-  difference = conversion_check.compare(
-    "this project's own forward pass",
-    before,
-    conversion_check.outputs(written, tokens, activations),
-    dtype,
-  )
-  say(f"logits of real text, both sides read again: largest difference {difference:.1e}")
-  if to != "hf":
-    return
-  size = sum(array.nbytes for array in written.values())
-  theirs = conversion_check.transformers_outputs(folder, tokens, size)
-  if theirs is None:
-    say("PyTorch's Transformers is not installed, or the model is large: not compared with it")
-    return
-  difference = conversion_check.compare("Transformers", before, theirs, dtype)
-  say(f"logits by Transformers: largest difference {difference:.1e}")
 
 
 def _size(arrays: Arrays) -> str:

@@ -258,7 +258,9 @@ def _shape_by_heads(
   if not _BY_HEADS.fullmatch(name) or array.ndim != 2:
     return array.shape
   bias = re.compile(rf"target/{side}/(layers_\d+/)?relpos_bias/rel_embedding")
-  heads = next(arrays[n].shape[0] for n in arrays if bias.fullmatch(n))
+  heads = next((arrays[n].shape[0] for n in arrays if bias.fullmatch(n)), None)
+  if heads is None:  # a decoder without T5's bias, whose scan keeps kernels 2-D
+    return array.shape
   if "/out/" in name:
     return (heads, array.shape[0] // heads, array.shape[1])
   return (array.shape[0], heads, array.shape[1] // heads)

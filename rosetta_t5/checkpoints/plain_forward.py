@@ -24,12 +24,13 @@ _VOCABULARY_AT_ONCE = 8192
 _EPSILON = 1e-6
 
 
-def _gelu(x: np.ndarray) -> np.ndarray:
+def tanh_gelu(x: np.ndarray) -> np.ndarray:
+  """Returns GELU in the approximation by tanh (Hendrycks and Gimpel 2016)."""
   return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-  "gelu": _gelu,
+  "gelu": tanh_gelu,
   "linear": lambda x: x,
   "relu": lambda x: np.maximum(x, 0),
   "silu": lambda x: x / (1 + np.exp(-x)),
@@ -55,7 +56,7 @@ def encode(
   """
   stack = _Stack(arrays, "encoder", activations)
   allowed_B1SS = (inputs_BS > 0)[:, None, None, :] & (inputs_BS > 0)[:, None, :, None]
-  x_BSD = _embed(arrays, "encoder", inputs_BS)
+  x_BSD = embed(arrays, "encoder", inputs_BS)
   for layer in range(stack.layers):
     x_BSD = x_BSD + stack.attention(
       layer, "attention", "pre_attention_layer_norm", x_BSD, None, allowed_B1SS
@@ -86,7 +87,7 @@ def logits(
     encoded_BSD = encode(arrays, inputs_BS, activations)
     cross_B11S = (inputs_BS > 0)[:, None, None, :]
   first, norm = stack.self_attention_names()
-  x_BTD = _embed(arrays, "decoder", targets_BT)
+  x_BTD = embed(arrays, "decoder", targets_BT)
   for layer in range(stack.layers):
     x_BTD = x_BTD + stack.attention(layer, first, norm, x_BTD, None, causal_11TT)
     if cross_B11S is not None:
@@ -99,7 +100,7 @@ def logits(
         cross_B11S,
       )
     x_BTD = x_BTD + stack.mlp(layer, x_BTD)
-  return _head(arrays, _norm(x_BTD, arrays["target/decoder/decoder_norm/scale"]))
+  return output_layer(arrays, _norm(x_BTD, arrays["target/decoder/decoder_norm/scale"]))
 
 
 class _Stack:
@@ -123,7 +124,7 @@ class _Stack:
     )
 
   def _read(self, layer: int, name: str) -> np.ndarray:
-    return _float(self.arrays[f"target/{self.side}/layers_{layer}/{name}"].get())
+    return as_float(self.arrays[f"target/{self.side}/layers_{layer}/{name}"].get())
 
   def attention(
     self,
@@ -138,11 +139,11 @@ class _Stack:
     scale = self.arrays[f"target/{self.side}/layers_{layer}/{norm}/scale"]
     q_BTD = _norm(x_BTD, scale)
     kv_BSD = q_BTD if encoded_BSD is None else encoded_BSD
-    table_HN = _float(self._bias_table(layer).get())
+    table_HN = as_float(self._bias_table(layer).get())
     heads = len(table_HN)
-    q_BHTK = _heads(q_BTD @ self._read(layer, f"{name}/query/kernel"), heads)
-    k_BHSK = _heads(kv_BSD @ self._read(layer, f"{name}/key/kernel"), heads)
-    v_BHSK = _heads(kv_BSD @ self._read(layer, f"{name}/value/kernel"), heads)
+    q_BHTK = split_heads(q_BTD @ self._read(layer, f"{name}/query/kernel"), heads)
+    k_BHSK = split_heads(kv_BSD @ self._read(layer, f"{name}/key/kernel"), heads)
+    v_BHSK = split_heads(kv_BSD @ self._read(layer, f"{name}/value/kernel"), heads)
     scores_BHTS = q_BHTK @ k_BHSK.swapaxes(-1, -2)
     if encoded_BSD is None:
       scores_BHTS = scores_BHTS + _bias(table_HN, x_BTD.shape[1], self.side == "encoder")
@@ -169,7 +170,8 @@ class _Stack:
     return hidden_BTF @ self._read(layer, "mlp/wo/kernel")
 
 
-def _heads(x_BTE: np.ndarray, heads: int) -> np.ndarray:
+def split_heads(x_BTE: np.ndarray, heads: int) -> np.ndarray:
+  """Returns [B, H, T, K] of heads side by side."""
   return x_BTE.reshape(*x_BTE.shape[:2], heads, -1).swapaxes(1, 2)
 
 
@@ -181,17 +183,25 @@ def _bias(table_HN: np.ndarray, length: int, bidirectional: bool) -> np.ndarray:
 
 def _norm(x_BTD: np.ndarray, scale: StoredArray) -> np.ndarray:
   mean_square = np.mean(np.square(x_BTD), axis=-1, keepdims=True)
-  return x_BTD / np.sqrt(mean_square + _EPSILON) * _float(scale.get())
+  return x_BTD / np.sqrt(mean_square + _EPSILON) * as_float(scale.get())
 
 
-def _embed(arrays: Arrays, side: str, tokens_BT: np.ndarray) -> np.ndarray:
+def embed(arrays: Arrays, side: str, tokens_BT: np.ndarray) -> np.ndarray:
+  """Returns the tokens' vectors [B, T, D]; only their rows are read."""
   table = arrays.get(f"target/{side}/token_embedder/embedding") or arrays[_EMBEDDING]
   unique, places = np.unique(tokens_BT, return_inverse=True)
   rows = [table.read((slice(int(token), int(token) + 1), slice(None))) for token in unique]
-  return _float(np.concatenate(rows))[places.reshape(tokens_BT.shape)]
+  return as_float(np.concatenate(rows))[places.reshape(tokens_BT.shape)]
 
 
-def _head(arrays: Arrays, y_BTD: np.ndarray) -> np.ndarray:
+def output_layer(arrays: Arrays, y_BTD: np.ndarray, divides_tied: bool = True) -> np.ndarray:
+  """Returns the logits [B, T, V], a part of the vocabulary in memory at a time.
+
+  Args:
+    arrays: parameters.
+    y_BTD: the decoder's last activations.
+    divides_tied: whether logits from the embedding table are divided by √D.
+  """
   kernel = arrays.get(_HEAD)
   tied = arrays.get("target/decoder/token_embedder/embedding") or arrays.get(_EMBEDDING)
   size = kernel.shape[1] if kernel is not None else tied.shape[0]  # type: ignore[union-attr]
@@ -199,13 +209,16 @@ def _head(arrays: Arrays, y_BTD: np.ndarray) -> np.ndarray:
   for start in range(0, size, _VOCABULARY_AT_ONCE):
     columns = slice(start, min(start + _VOCABULARY_AT_ONCE, size))
     if kernel is not None:
-      part_DV = _float(kernel.read((slice(None), columns)))
+      part_DV = as_float(kernel.read((slice(None), columns)))
     else:
       assert tied is not None, "a T5 without an output layer ties it to the embedding"
-      part_DV = _float(tied.read((columns, slice(None)))).T / np.float32(math.sqrt(y_BTD.shape[-1]))
+      part_DV = as_float(tied.read((columns, slice(None)))).T / (
+        math.sqrt(y_BTD.shape[-1]) if divides_tied else 1.0
+      )
     parts.append(y_BTD @ part_DV)
   return np.concatenate(parts, -1)
 
 
-def _float(values: np.ndarray) -> np.ndarray:
-  return np.asarray(values, np.float32)
+def as_float(values: np.ndarray) -> np.ndarray:
+  """Returns values in float32, or in float64 if they are."""
+  return np.asarray(values, np.result_type(values.dtype, np.float32))

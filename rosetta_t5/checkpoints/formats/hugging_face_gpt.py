@@ -1,46 +1,53 @@
 """Reads Hugging Face's GPT-2 and GPT-Neo: their names and layouts beside `networks.decoder_only`'s.
 
-Ids are one higher here, since 0 is padding and starts a sequence: row 0 of the table is a copy of
-<|endoftext|>'s, which GPT's have seen before a text, and `padding_never_follows` takes its logit away.
+Ids are one higher here, since 0 is padding and starts a sequence: row 0 of the table is a copy of the
+token's that GPT's have seen before a text, <|endoftext|>, and `padding_never_follows` takes its logit
+away. Folders that `hugging_face_gpt_writer` made of models with 0 as padding say so (KEEPS_IDS).
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from etils import epath
 
+from rosetta_t5.checkpoints.formats.hugging_face_gpt_names import (
+  EMBEDDING,
+  FAMILIES,
+  SIZES,
+  Row,
+  biases_only_here,
+  rows,
+)
 from rosetta_t5.checkpoints.lazy_arrays import Index, StoredArray, transposed
 
-FAMILIES = ("gpt2", "gpt_neo")
+KEEPS_IDS = "padding_is_token_0"
 _log = logging.getLogger(__name__)
 
-_EMBEDDING = "target/decoder/token_embedder/embedding"
-_LAYER = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 # What PyTorch keeps besides: masks, and the tied output layer.
 _COPIES = re.compile(r"h\.\d+\.attn\.(attention\.)?(masked_)?bias|lm_head\.weight")
-_NORMS = {"ln_1": "pre_self_attention_layer_norm", "ln_2": "pre_mlp_layer_norm"}
-# (theirs, ours, whether the kernel is stored transposed)
-_PROJECTIONS = {
-  "gpt2": {
-    "attn.c_proj": ("self_attention/out", False),
-    "mlp.c_fc": ("mlp/wi", False),
-    "mlp.c_proj": ("mlp/wo", False),
-  },
-  "gpt_neo": {
-    "attn.attention.q_proj": ("self_attention/query", True),
-    "attn.attention.k_proj": ("self_attention/key", True),
-    "attn.attention.v_proj": ("self_attention/value", True),
-    "attn.attention.out_proj": ("self_attention/out", True),
-    "mlp.c_fc": ("mlp/wi", True),
-    "mlp.c_proj": ("mlp/wo", True),
-  },
-}
-_HEADS = ("query", "key", "value")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+
+
+def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns a config.json of GPT-2 or GPT-Neo.
+
+  Raises:
+    ValueError: it is another model's.
+  """
+  config: dict[str, Any] = json.loads(epath.Path(file).read_text())
+  if config.get("model_type") not in FAMILIES:
+    raise ValueError(
+      f"{file} says model_type = {config.get('model_type')!r}, but a decoder's is one of "
+      f"{', '.join(FAMILIES)}"
+    )
+  return config
 
 
 def network_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,32 +57,27 @@ def network_values(config: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: the model has switches that the network lacks.
   """
   is_neo = config["model_type"] == "gpt_neo"
-  names = (
-    ("hidden_size", "num_heads", "num_layers", "max_position_embeddings", "intermediate_size")
-    if is_neo
-    else ("n_embd", "n_head", "n_layer", "n_positions", "n_inner")
-  )
-  width, heads, layers, places = (config[name] for name in names[:4])
-  hidden = config.get(names[4]) or 4 * width
+  sizes: dict[str, Any] = {
+    ours: config.get(theirs) for ours, theirs in SIZES[config["model_type"]].items()
+  }
+  width = sizes["emb_dim"]
+  sizes["mlp_dim"] = sizes["mlp_dim"] or 4 * width
   _check(config)
+  keeps_ids = bool(config.get(KEEPS_IDS))
   return {
-    "vocab_size": config["vocab_size"] + 1,
-    "emb_dim": width,
-    "num_heads": heads,
-    "num_layers": layers,
-    "head_dim": width // heads,
-    "mlp_dim": hidden,
+    "vocab_size": config["vocab_size"] + (not keeps_ids),
+    **sizes,
+    "head_dim": width // sizes["num_heads"],
     "mlp_activations": ("gelu",),
     "logits_via_embedding": True,
     "positions": "learned",
-    "max_length": places,
     "norm": "layer",
     "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
     "use_bias": True,
     "scale_queries": not is_neo,
     "float32_attention_logits": is_neo,
     "divide_tied_logits": False,
-    "padding_never_follows": True,
+    "padding_never_follows": not keeps_ids,
     "local_attention_window": _window(config),
   }
 
@@ -122,55 +124,46 @@ def read_arrays(
   values = network_values(config)
   told = ", ".join(f"{name} = {value!r}" for name, value in values.items())
   _log.info("Hugging Face's %s needs network.TransformerConfig: %s", config["model_type"], told)
+  table = rows(config["model_type"], values["num_layers"])
+  _check_names(config["model_type"], weights, table)
   arrays: dict[str, StoredArray] = {}
-  strangers = []
-  for name, array in weights.items():
-    if _COPIES.fullmatch(name):
-      continue
-    found = _converted(name, array, config)
-    arrays.update(found)
-    strangers += [] if found else [name]
-  if strangers or _EMBEDDING not in arrays:
-    raise ValueError(
-      f"weights that a {config['model_type']} has not: {', '.join(sorted(strangers)[:8])}"
-      if strangers
-      else "no embedding table (wte.weight): the folder is incomplete"
-    )
-  if config["model_type"] == "gpt_neo":
-    arrays |= _zero_biases(arrays)
+  for row in table:
+    arrays |= _ours(row, weights[row.theirs])
+  if not config.get(KEEPS_IDS):
+    arrays[EMBEDDING] = _with_first_row(arrays[EMBEDDING], start_token(config))
+  for name in biases_only_here(config["model_type"], values["num_layers"]):
+    arrays[name] = _zeros(arrays[f"{name.removesuffix('bias')}kernel"].shape[1])
   return arrays
 
 
-def _converted(name: str, array: StoredArray, config: Mapping[str, Any]) -> dict[str, StoredArray]:
-  """Returns one weight under our names; nothing if it is a stranger."""
-  if name == "wte.weight":
-    return {_EMBEDDING: _with_first_row(array, int(config.get("eos_token_id") or 0))}
-  if name == "wpe.weight":
-    return {"target/decoder/position_embedding": array}
-  if name in ("ln_f.weight", "ln_f.bias"):
-    return {f"target/decoder/decoder_norm/{_norm_leaf(name)}": array}
-  match = _LAYER.fullmatch(name)
-  if not match:
-    return {}
-  prefix, part, leaf = f"target/decoder/layers_{match[1]}", match[2], match[3]
-  if part in _NORMS:
-    return {f"{prefix}/{_NORMS[part]}/{_norm_leaf(leaf)}": array}
-  ours = "kernel" if leaf == "weight" else leaf
-  if part == "attn.c_attn":
-    size = array.shape[-1] // 3
-    return {
-      f"{prefix}/self_attention/{head}/{ours}": _columns(array, place * size, size)
-      for place, head in enumerate(_HEADS)
-    }
-  found = _PROJECTIONS[config["model_type"]].get(part)
-  if found is None:
-    return {}
-  is_turned = found[1] and leaf == "weight"
-  return {f"{prefix}/{found[0]}/{ours}": transposed(array) if is_turned else array}
+def start_token(config: Mapping[str, Any]) -> int:
+  """Returns the token that texts begin with; the first one where config.json names none there is."""
+  named = (config.get("bos_token_id"), config.get("eos_token_id"))
+  tokens = (token for token in named if token is not None and 0 <= token < config["vocab_size"])
+  return int(next(tokens, 0))
 
 
-def _norm_leaf(name: str) -> str:
-  return "scale" if name.endswith("weight") else "bias"
+def _check_names(family: str, weights: Mapping[str, StoredArray], table: list[Row]) -> None:
+  known = {row.theirs for row in table}
+  strangers = sorted(name for name in weights if name not in known and not _COPIES.fullmatch(name))
+  if strangers:
+    raise ValueError(f"weights that a {family} has not: {', '.join(strangers[:8])}")
+  missing = [row.theirs for row in table if row.theirs not in weights]
+  if missing:
+    raise ValueError(
+      f"no {', '.join(missing[:8])}: the folder lacks {len(missing)} of {len(table)} weights of its "
+      f"{family}"
+    )
+
+
+def _ours(row: Row, array: StoredArray) -> dict[str, StoredArray]:
+  """Returns one weight under our names."""
+  if row.is_turned:
+    array = transposed(array)
+  if len(row.ours) == 1:
+    return {row.ours[0]: array}
+  size = array.shape[-1] // len(row.ours)
+  return {name: _columns(array, place * size, size) for place, name in enumerate(row.ours)}
 
 
 def _columns(array: StoredArray, start: int, size: int) -> StoredArray:
@@ -196,11 +189,8 @@ def _with_first_row(array: StoredArray, row: int) -> StoredArray:
   return StoredArray(shape, array.dtype, read, array.sliceable)
 
 
-def _zero_biases(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-  """Returns biases for queries, keys and values, which GPT-Neo has not."""
+def _zeros(size: int) -> StoredArray:
+  return StoredArray((size,), np.float32, lambda index: np.zeros(size, np.float32)[index])
 
-  def zeros(size: int) -> StoredArray:
-    return StoredArray((size,), np.float32, lambda index: np.zeros(size, np.float32)[index])
 
-  kernels = [name for name in arrays if name.split("/")[-2] in _HEADS and name.endswith("kernel")]
-  return {f"{name.removesuffix('kernel')}bias": zeros(arrays[name].shape[1]) for name in kernels}
+__all__ = ["FAMILIES", "KEEPS_IDS", "network_values", "read_arrays", "read_config", "start_token"]

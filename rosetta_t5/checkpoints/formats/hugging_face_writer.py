@@ -18,7 +18,9 @@ from rosetta_t5.checkpoints.lazy_arrays import StoredArray, scaled, transposed
 
 _SHARD_BYTES = 5_000_000_000
 _MT5_VOCABULARY = 250112
-_TOKENIZER = re.compile(r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*")
+_TOKENIZER = re.compile(
+  r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
+)
 _CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 # Flax's names of activations beside Transformers'; T5 1.1's GELU is the one with tanh.
 _PROJECTIONS = {
