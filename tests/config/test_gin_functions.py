@@ -40,3 +40,36 @@ def test_functions_give_their_value_in_a_gin_file(run, name, bindings, value):
 def test_open_arguments_are_told_before_the_run(run):
   with pytest.raises(ValueError, match=r"gin_utils\.sum_fn needs var2"):
     run(RUN.format("gin_utils.sum_fn"), "sum_fn.var1 = 1")
+
+
+IN_SAMPLES = """
+from t5x import gin_utils
+BATCH_SIZE = 128
+train_script.train:
+  model = %BATCH_SIZE
+  model_dir = '/run'
+  total_steps = @total/gin_utils.steps_of()
+  dataset_cfg = @period/gin_utils.steps_of()
+total/gin_utils.steps_of.samples = 1e6
+period/gin_utils.steps_of.samples = 12800
+"""
+
+
+def test_lengths_in_samples_become_steps_of_the_batch_that_the_run_has_in_the_end(run):
+  assert [run(IN_SAMPLES)[name] for name in ("total_steps", "dataset_cfg")] == [7812, 100]
+  larger = run(IN_SAMPLES, "BATCH_SIZE = 256", "period/gin_utils.steps_of.batch_size = 100")
+  assert [larger[name] for name in ("total_steps", "dataset_cfg")] == [3906, 128]
+
+
+@pytest.mark.parametrize("samples", [127, 0, -1, 1000.5])
+def test_samples_that_make_no_step_are_refused(run, samples):
+  with pytest.raises(
+    ValueError, match=r"total/gin_utils.steps_of.samples = .* step of batch 128: gi"
+  ):
+    run(IN_SAMPLES, f"total/gin_utils.steps_of.samples = {samples}")
+
+
+def test_samples_of_a_run_that_has_no_batch_size_want_one(run):
+  text = IN_SAMPLES.replace("BATCH_SIZE = 128", "").replace("%BATCH_SIZE", "1")
+  with pytest.raises(ValueError, match=r"no gin file sets it: set total/gin_utils.steps_of.batch_"):
+    run(text)
