@@ -108,33 +108,27 @@ def save(
     task_feature_lengths=task_feature_lengths,
     tokenized_inputs=tokenized_inputs,
   )
-  callback = None
-  if create_decoding_state_callback_fn is not None:
-    callback = create_decoding_state_callback_fn(vocab=vocabulary)
+  make_callback = create_decoding_state_callback_fn
   make_function = functools.partial(
     create_inference_function_fn,
     model=model,
     inference_mode=inference_mode,
     partitioner=partitioner,
     train_state_initializer=None,
-    decoding_state_callback_fn=callback,
+    decoding_state_callback_fn=make_callback(vocab=vocabulary) if make_callback else None,
     enable_xla=enable_xla,
     native_lowering=native_lowering,
   )
   function = make_function(enable_jax2tf=False)
   params = restore_params(model, restore_checkpoint_cfg, partitioner, task_feature_lengths)
-  about = {
-    "model": model_name,
-    "mode": str(inference_mode),
-    "from": str(restore_checkpoint_cfg.path),
-  }
+  mode, path = str(inference_mode), str(restore_checkpoint_cfg.path)
+  about = {"model": model_name, "mode": mode, "from": path}
   shapes = feature_shapes(model, task_feature_lengths, batch_size)
   write_stablehlo(folder / STABLEHLO, function, params, shapes, about)
 
   tf = import_tensorflow()
-  make_module = exportable_module_cls or ExportableModule
   decode = not tokenized_inputs if decode_outputs is None else decode_outputs
-  module = make_module(
+  module = (exportable_module_cls or ExportableModule)(
     preproc_tf_fn=preprocess,
     model_tf_fn=make_function(
       enable_jax2tf=True,
@@ -147,8 +141,7 @@ def save(
   concrete = module.__call__.get_concrete_function(*signature)
   tf.saved_model.save(module, os.fspath(folder), signatures={signature_name: concrete})
   if warmup_examples:
-    write = write_warmup_example_fn or write_warmup_examples
-    write(
+    (write_warmup_example_fn or write_warmup_examples)(
       warmup_examples,
       output_dir=os.fspath(folder),
       model_name=model_name,
