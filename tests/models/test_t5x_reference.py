@@ -150,6 +150,8 @@ def test_fifteen_steps_give_every_metric_of_t5x(shared, initial, batch):
     state, metrics = step(state, drawn, key)
     got = {n: m.compute() for n, m in metrics.items() if not n.startswith(("timing/", "first_"))}
     wanted = expected[str(number)]
-    assert got.keys() == wanted.keys()
-    for name, value in got.items():
-      np.testing.assert_allclose(value, wanted[name], rtol=1e-4, err_msg=f"{name}, step {number}")
+    assert got.keys() - wanted.keys() == {
+      "weight_gradient_norm"
+    }  # T5X's with a computer of weights
+    for name, value in wanted.items():
+      np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=f"{name}, step {number}")
