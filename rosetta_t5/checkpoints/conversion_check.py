@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from rosetta_t5.checkpoints import plain_forward, plain_forward_gpt
 from rosetta_t5.checkpoints.conversion_text import text_tokens
-from rosetta_t5.checkpoints.formats import hugging_face, hugging_face_gpt
+from rosetta_t5.checkpoints.formats import hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face_gpt_names import EMBEDDING as DECODER_EMBEDDING
 from rosetta_t5.checkpoints.formats.hugging_face_gpt_names import POSITIONS
 from rosetta_t5.checkpoints.formats.hugging_face_names import EMBEDDING
@@ -22,6 +19,7 @@ from rosetta_t5.checkpoints.layouts import plain_tree
 from rosetta_t5.checkpoints.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.model_facts import ModelFacts, is_gpt, read_facts
 from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.transformers_forward import can_run_transformers, transformers_outputs
 
 Arrays = Mapping[str, StoredArray]
 # The encoder's inputs [1, S], and the targets shifted right [1, T].
@@ -30,8 +28,6 @@ Tokens = tuple[np.ndarray, np.ndarray]
 Outputs = Callable[[Any], np.ndarray]
 
 TOLERANCE = 1e-4
-# Beyond this PyTorch would need more memory for parameters than a conversion should.
-_TORCH_BYTES = 4_000_000_000
 
 
 class ConversionError(RuntimeError):
@@ -170,46 +166,3 @@ def compare(
     f"the logits of real text differ by {', '.join(differences)} (at most {limit:.0e}) between the "
     f"source and what was written, {name}: nothing was kept"
   )
-
-
-def can_run_transformers(params: int, dtype: Any) -> bool:
-  """Returns whether Transformers and PyTorch are installed, and so many parameters are not too many."""
-  if params * np.dtype(dtype).itemsize > _TORCH_BYTES:
-    return False
-  return all(map(importlib.util.find_spec, ("torch", "transformers")))
-
-
-def transformers_outputs(
-  folder: str | os.PathLike[str], tokens: Tokens, facts: ModelFacts, dtype: Any
-) -> np.ndarray:
-  """Returns what Transformers and PyTorch make of a folder, in the order of our ids.
-
-  Args:
-    folder: of Hugging Face's layout.
-    tokens: our ids, of the encoder and of the decoder.
-    facts: of the folder.
-    dtype: to compute in, float32 or float64.
-  """
-  import torch
-  import transformers
-
-  config = json.loads((epath.Path(folder) / hugging_face.CONFIG).read_text())
-  cls = getattr(transformers, config["architectures"][0])
-  precision = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
-  model = cls.from_pretrained(os.fspath(folder), dtype=precision[np.dtype(dtype)]).eval()
-  inputs_1S, targets_1T = tokens
-  start = 0
-  if facts.ids_are_shifted:
-    start = hugging_face_gpt.start_token(config)
-    targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
-  inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
-  with torch.no_grad():
-    if facts.gpt is not None:
-      logits_1TV = model(input_ids=targets).logits.numpy()
-      first_1T1 = logits_1TV[..., start : start + 1]
-      return np.concatenate([first_1T1, logits_1TV], -1) if facts.ids_are_shifted else logits_1TV
-    if not config["is_encoder_decoder"]:
-      encoded: np.ndarray = model(input_ids=inputs).last_hidden_state.numpy()
-      return encoded
-    logits: np.ndarray = model(input_ids=inputs, decoder_input_ids=targets).logits.numpy()
-    return logits

@@ -120,12 +120,16 @@ def convert(
     unfinished.rmtree()
   unfinished.mkdir(parents=True)
   say(f"{path} ({_size(arrays)}) to {final}, layout {to}")
-  if to == "hf":
-    theirs, their_config = _for_transformers(arrays, facts, model_type)
-    hugging_face_writer.write(unfinished, theirs, their_config, tokenizer)
-  else:
-    _write_t5x(unfinished, arrays, to)
-  conversion_check.check(arrays, unfinished, facts, tokenizer, say)
+  try:
+    if to == "hf":
+      theirs, their_config = _for_transformers(arrays, facts, model_type)
+      hugging_face_writer.write(unfinished, theirs, their_config, tokenizer)
+    else:
+      _write_t5x(unfinished, arrays, to)
+    conversion_check.check(arrays, unfinished, facts, tokenizer, say)
+  except BaseException:
+    unfinished.rmtree(missing_ok=True)
+    raise
   unfinished.rename(final)
   seconds = time.monotonic() - started
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints import convert, plain_forward
+from rosetta_t5.checkpoints import conversion_check, convert, plain_forward
 from rosetta_t5.checkpoints.conversion_text import text_tokens
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.lazy_arrays import stored
@@ -192,6 +192,74 @@ def test_what_transformers_makes_of_a_converted_folder_is_compared_where_it_is_i
   assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "t5x"), "--to", "t5x"]) == 0
   assert convert.main([str(tmp_path / "t5x"), str(tmp_path / "ours"), "--to", "hf"]) == 0
   assert "logits of real text, by Transformers: largest difference" in capsys.readouterr().out
+
+
+def test_gpt_s_folder_and_its_converted_one_are_equal_to_transformers(tmp_path, capsys):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+  config = transformers.GPTNeoConfig(
+    **sizes, attention_types=[[["global", "local"], 1]], window_size=5, vocab_size=96
+  )
+  theirs = transformers.GPTNeoForCausalLM(config).eval()
+  theirs.save_pretrained(tmp_path / "theirs")
+  assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
+  assert "logits of real text, by Transformers: largest difference" in capsys.readouterr().out
+  ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+  ids = torch.arange(60)[None]
+  assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_float64_decides_about_sharp_weights_in_transformers_too(tmp_path, capsys):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  torch.manual_seed(0)
+  sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "num_layers": 4}
+  config = transformers.T5Config(
+    **sizes, vocab_size=384, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+  )
+  theirs = transformers.T5ForConditionalGeneration(config)
+  for parameter in theirs.parameters():
+    if parameter.ndim > 1:
+      torch.nn.init.normal_(parameter, 0, 0.6)
+  theirs.save_pretrained(tmp_path / "theirs")
+  assert convert.main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
+  said = capsys.readouterr().out
+  assert "in float32, " in said
+  assert float(said.partition("in float32, ")[2].partition(" in float64")[0]) < 1e-8
+
+
+def test_float64_decides_where_two_orders_of_float32_sums_differ():
+  numbers = np.array([1e8, 1.0, -1e8, 1.0])
+
+  def in_order(order):
+    return lambda dtype: np.add.accumulate(numbers.astype(dtype)[order])[-1:]
+
+  told = conversion_check.compare("by hand", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]))
+  assert told.endswith("by hand: largest difference 1.0e+00 in float32, 0.0e+00 in float64")
+  with pytest.raises(conversion_check.ConversionError, match=r"by 1\.0e\+00 in float32 \(at most"):
+    conversion_check.compare(
+      "x", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]), may_use_float64=False
+    )
+  with pytest.raises(
+    conversion_check.ConversionError, match=r"by 2\.0e\+00 in float32, 1\.0e\+00 in float64"
+  ):
+    conversion_check.compare("x", in_order([0, 1, 2]), lambda dtype: dtype([2.0]))
+
+
+def test_a_model_whose_forward_pass_is_not_known_is_compared_by_its_arrays(tmp_path, capsys):
+  arrays = {
+    n: x
+    for n, x in read_arrays(MESH_TF).items()
+    if not any(part in n for part in ("encoder", "relpos_bias"))
+  }
+  orbax_writer.write(tmp_path / "checkpoint_1", arrays)
+  assert run("convert", tmp_path / "checkpoint_1", tmp_path / "out", "--to", "t5x-legacy") == 0
+  assert "parameters are equal (no forward pass compared)" in capsys.readouterr().out
+  name = "target/decoder/layers_0/mlp/wo/kernel"
+  other = {**arrays, name: stored(arrays[name].get() + 1)}
+  with pytest.raises(conversion_check.ConversionError, match=f"1 parameters are not .* {name}"):
+    conversion_check.compare_arrays(arrays, other)
 
 
 def test_a_decoder_that_is_no_gpt_is_refused_for_transformers_with_its_reasons(tmp_path, capsys):

@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from rosetta_t5.checkpoints import convert, plain_forward_gpt
+from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.formats.hugging_face_gpt import network_values
+from rosetta_t5.checkpoints.lazy_arrays import stored
 from rosetta_t5.checkpoints.loading import load_t5x_checkpoint
+from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
 
 LENGTH, WIDTH, HEADS, VOCAB, END = 12, 16, 4, 40, 39
@@ -95,18 +99,125 @@ def write_folder(folder, kind, more=None):
   return weights
 
 
+def our_logits(checkpoint, values, inputs):
+  """Returns what the network makes of a checkpoint, padding's logit left out."""
+  params = jax.tree.map(jnp.asarray, load_t5x_checkpoint(checkpoint)["target"])
+  module = DecoderWrapper(TransformerConfig(dropout_rate=0.0, **values))
+  apply = jax.jit(lambda *a: module.apply({"params": params}, *a, enable_dropout=False))
+  return apply(inputs, np.ones_like(inputs))[0, :, 1:]
+
+
+def some_ids():
+  """Returns Transformers' ids of a text, which begins with END, and ours."""
+  ids = np.random.default_rng(1).integers(0, END, LENGTH)
+  ids[0] = END
+  return ids, np.where(np.arange(LENGTH) == 0, 0, ids + 1)[None].astype(np.int32)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
 def test_a_folder_s_logits_are_those_of_an_independent_forward_pass(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
-  params = jax.tree.map(jnp.asarray, load_t5x_checkpoint(tmp_path)["target"])
-  values = network_values(CONFIGS[kind])
-  module = DecoderWrapper(TransformerConfig(dropout_rate=0.0, **values))
-  ids = np.random.default_rng(1).integers(0, END, LENGTH)
-  ids[0] = END
-  inputs = np.where(np.arange(LENGTH) == 0, 0, ids + 1)[None].astype(np.int32)
-  apply = jax.jit(lambda *a: module.apply({"params": params}, *a, enable_dropout=False))
-  logits = apply(inputs, np.ones_like(inputs))
-  np.testing.assert_allclose(logits[0, :, 1:], forward(weights, ids, kind), rtol=1e-4, atol=1e-4)
+  ids, inputs = some_ids()
+  logits = our_logits(tmp_path, network_values(CONFIGS[kind]), inputs)
+  np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
+def test_what_conversions_are_checked_with_is_the_independent_forward_pass(kind, tmp_path):
+  weights = write_folder(tmp_path, kind)
+  ids, inputs = some_ids()
+  config = TransformerConfig(**network_values(CONFIGS[kind]))
+  logits = plain_forward_gpt.logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
+  np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-5)
+
+
+def weights_in(folder):
+  found = load_file(folder / "model.safetensors")
+  return {name.removeprefix("transformer."): value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
+def test_a_folder_comes_back_from_t5x_s_layout_with_its_arrays_and_its_config(kind, tmp_path):
+  (tmp_path / "theirs").mkdir()
+  weights = write_folder(tmp_path / "theirs", kind)
+  convert.convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
+  config = tmp_path / "theirs/config.json"
+  back = convert.convert(tmp_path / "t5x", tmp_path / "hf", "hf", config=config)
+  found = weights_in(back)
+  assert found.keys() == weights.keys()
+  for name, value in weights.items():
+    np.testing.assert_array_equal(found[name], value, err_msg=name)
+  after = json.loads((back / "config.json").read_text())
+  assert {key: after[key] for key in CONFIGS[kind]} == CONFIGS[kind]
+
+
+def write_run(folder, arrays, **values):
+  """Writes a run's folder: a checkpoint, and config.gin as a run leaves it."""
+  orbax_writer.write(folder / "checkpoint_3", arrays)
+  lines = (f"network.TransformerConfig.{name} = {value!r}" for name, value in values.items())
+  (folder / "config.gin").write_text("\n".join([*lines, "network.X.config = @Y()", ""]))
+
+
+@pytest.mark.parametrize(
+  ("kind", "to", "changes"),
+  [
+    ("gpt2", "gpt2", {"divide_tied_logits": True}),
+    ("gpt_neo", "gpt_neo", {"scale_queries": True}),
+    ("gpt2", "gpt2", {"padding_never_follows": False}),
+  ],
+)
+def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, changes, tmp_path):
+  write_folder(tmp_path, kind)
+  arrays = read_arrays(tmp_path)
+  name = "target/decoder/token_embedder/embedding"
+  table = arrays[name].get()
+  table[0] = table[7] / 2  # training has moved it away from END's
+  values = network_values(CONFIGS[kind]) | changes
+  write_run(tmp_path / "run", {**arrays, name: stored(table)}, **values)
+  folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", say=lambda _: None)
+  config = json.loads((folder / "config.json").read_text())
+  assert config["model_type"] == to
+  assert config["vocab_size"] == VOCAB + 1
+  ids, inputs = some_ids()
+  if changes.get("padding_never_follows", True):
+    assert (config["bos_token_id"], config["eos_token_id"]) == (VOCAB, VOCAB - 1)
+    theirs, columns = np.where(ids == END, VOCAB, ids), slice(0, VOCAB)
+  else:
+    assert (config["pad_token_id"], config["bos_token_id"], config["eos_token_id"]) == (0, 0, 1)
+    theirs, columns = inputs[0], slice(1, VOCAB + 1)
+  expected = forward(weights_in(folder), theirs, kind)[:, columns]
+  logits = our_logits(tmp_path / "run/checkpoint_3", values, inputs)
+  np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+  again = our_logits(folder, network_values(config), inputs)[:, :VOCAB]
+  np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_transformers_cannot_be_told_is_refused_and_nothing_is_left(tmp_path, capsys):
+  (tmp_path / "theirs").mkdir()
+  write_folder(tmp_path / "theirs", "gpt2")
+  arrays = read_arrays(tmp_path / "theirs")
+  orbax_writer.write(tmp_path / "bare/checkpoint_1", arrays)
+  values = network_values(CONFIGS["gpt2"])
+  for name, changes in (
+    ("relu", {"mlp_activations": ("relu",)}),
+    ("heads", {"num_heads": 2}),
+    ("window", {"local_attention_window": 3}),
+  ):
+    write_run(tmp_path / name, arrays, **values | changes)
+  untold = {name: value for name, value in values.items() if name != "num_heads"}
+  write_run(tmp_path / "untold", arrays, **untold)
+  for source, more, text in (
+    ("bare", [], "weights do not tell a decoder's heads and windows: give --config the config.gin"),
+    ("bare", ["--config", "no.json"], "--config no.json: there is no such file"),
+    ("untold", [], "config.gin binds no TransformerConfig.num_heads"),
+    ("relu", [], "as Transformers' gpt2: mlp_activations = ('relu',) is not ('gelu',)"),
+    ("heads", [], "num_heads = 2 and head_dim = 4 are not of these weights, of width 16 and 16"),
+    ("window", [], "gpt_neo has no biases of queries, keys and values, but 6 of the 6 here"),
+    ("window", ["--model-type", "gpt2"], "local_attention_window = 3 is GPT-Neo's alone"),
+  ):
+    assert convert.main([str(tmp_path / source), str(tmp_path / "hf"), "--to", "hf", *more]) == 1
+    assert text in capsys.readouterr().err
+    assert not list(tmp_path.glob("hf*"))
 
 
 def test_what_the_network_would_compute_otherwise_is_refused(tmp_path):
@@ -120,3 +231,18 @@ def test_what_the_network_would_compute_otherwise_is_refused(tmp_path):
   write_folder(tmp_path, "gpt2", {"h.0.rotary.freqs": np.zeros(3, np.float32)})
   with pytest.raises(ValueError, match=r"weights that a gpt2 has not: h\.0\.rotary\.freqs"):
     load_t5x_checkpoint(tmp_path)
+  weights = weights_in(tmp_path)
+  del weights["h.0.rotary.freqs"], weights["h.1.mlp.c_fc.bias"]
+  save_file(weights, tmp_path / "model.safetensors")
+  with pytest.raises(
+    ValueError, match=r"no h\.1\.mlp\.c_fc\.bias: the folder lacks 1 of 28 weights"
+  ):
+    load_t5x_checkpoint(tmp_path)
+
+
+def test_a_folder_whose_special_tokens_are_beyond_its_vocabulary_is_read(tmp_path):
+  write_folder(tmp_path, "gpt2")
+  config = CONFIGS["gpt2"] | {"bos_token_id": 50256, "eos_token_id": 50256}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  table = load_t5x_checkpoint(tmp_path)["target"]["decoder"]["token_embedder"]["embedding"]
+  assert table.shape == (VOCAB + 1, WIDTH)
