@@ -6,7 +6,7 @@ import concurrent.futures
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from rosetta_t5.telemetry.metrics import set_step_metrics_num_steps, set_time_me
 
 PyTree = Any
 Values = Mapping[str, clu_values.Value]
+MakeWriter = Callable[[str, str], Any]
 
 _log = logging.getLogger(__name__)
 
@@ -29,16 +30,26 @@ class MetricsManager:
   never waits for either. TensorBoard's writer is made at the first write: it imports TensorFlow.
   """
 
-  def __init__(self, name: str, summary_dir: str | os.PathLike[str] | None = None):
+  def __init__(
+    self,
+    name: str,
+    summary_dir: str | os.PathLike[str] | None = None,
+    extra_writers: Sequence[MakeWriter] = (),
+  ):
     """Builds a manager.
 
     Args:
       name: the folder under `summary_dir` ("train", "training_eval/TASK").
       summary_dir: where TensorBoard's files go; None computes values and writes none.
+      extra_writers: called with name and folder, each makes a writer of clu's methods, which gets
+        all that TensorBoard gets (see `telemetry.trackers`).
     """
     self._name = name
     self._summary_dir = summary_dir if jax.process_index() == 0 else None
     self._writer: Any = None
+    folder = self._summary_dir
+    # Made here and not at the first write: what is not installed is to be told before training.
+    self._extra = [make(name, os.fspath(folder)) for make in extra_writers] if folder else []
     self._clock = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics-clock")
     self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics-writer")
     self._started: concurrent.futures.Future[float] | None = None
@@ -52,7 +63,8 @@ class MetricsManager:
   def _open_writer(self) -> Any:
     """Returns the writer itself, for the one thread that writes."""
     if self._writer is None:
-      self._writer = _create_writer(self._name, self._summary_dir)
+      own = _create_writer(self._name, self._summary_dir)
+      self._writer = _Writers([own, *self._extra]) if self._extra else own
     return self._writer
 
   def write_scalar(self, key: str, val: Any, step: int) -> None:
@@ -183,6 +195,22 @@ class _Queue:
   def __getattr__(self, name: str) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
       self._manager._submit(lambda: getattr(self._manager._open_writer(), name)(*args, **kwargs))
+
+    return call
+
+
+class _Writers:
+  """Gives to several writers what it is given."""
+
+  def __init__(self, writers: Sequence[Any]):
+    self._writers = writers
+
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    methods = [getattr(writer, name) for writer in self._writers]
+
+    def call(*args: Any, **kwargs: Any) -> None:
+      for method in methods:
+        method(*args, **kwargs)
 
     return call
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.parallel.partitioner import BasePartitioner
-from rosetta_t5.telemetry.metrics_manager import MetricsManager
+from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager
 from rosetta_t5.training.step import (
   FIRST_NONFINITE,
   Batch,
@@ -56,6 +56,7 @@ class BaseTrainer(abc.ABC):
     summary_dir: str | None,
     train_state_axes: Any,
     rng: jax.Array,
+    extra_writers: Sequence[MakeWriter] = (),
   ):
     """Builds a trainer.
 
@@ -67,6 +68,7 @@ class BaseTrainer(abc.ABC):
       summary_dir: where metrics go; None for nowhere.
       train_state_axes: the state with PartitionSpecs in place of arrays.
       rng: the run's key.
+      extra_writers: where metrics go besides TensorBoard's files; see `MetricsManager`.
     """
     self._model = model
     self.train_state = train_state
@@ -75,9 +77,10 @@ class BaseTrainer(abc.ABC):
     self._base_rng = rng
     self._compiled_train_step: Callable[..., Any] | None = None
     self._compiled_eval_steps: dict[str, Callable[..., Any]] = {}
-    self.train_metrics_manager = MetricsManager("train", summary_dir)
+    self.train_metrics_manager = MetricsManager("train", summary_dir, extra_writers)
     self.eval_metrics_managers = {
-      name: MetricsManager(f"training_eval/{name}", summary_dir) for name in eval_names
+      name: MetricsManager(f"training_eval/{name}", summary_dir, extra_writers)
+      for name in eval_names
     }
     self.first_nonfinite: FirstNonFinite | None = None
     self.should_stop: Callable[[int], bool] | None = None
@@ -209,6 +212,7 @@ class Trainer(BaseTrainer):
     learning_rate_fn: Callable[[jax.Array], jax.Array],
     num_microbatches: int | None,
     weight_metrics_computer: Any = None,
+    extra_writers: Sequence[MakeWriter] = (),
   ):
     """Builds a trainer; see `BaseTrainer` for the arguments not named here.
 
@@ -224,12 +228,13 @@ class Trainer(BaseTrainer):
       num_microbatches: parts a batch is worked through in; None or 1 for the whole at once.
       weight_metrics_computer: an object whose `compute_metrics(gradients, old_train_state,
         new_train_state)` returns more metrics.
+      extra_writers: where metrics go besides TensorBoard's files, `[@trackers.WandbWriter]` say.
     """
     self._learning_rate_fn = learning_rate_fn
     self._num_microbatches = num_microbatches
     self._weight_metrics_computer = weight_metrics_computer
     super().__init__(
-      model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng
+      model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng, extra_writers
     )
 
   @functools.cached_property

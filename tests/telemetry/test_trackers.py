@@ -1,0 +1,87 @@
+"""Metrics to trackers: the real packages where they are installed, and what is said where they are not."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rosetta_t5.telemetry import trackers
+from rosetta_t5.telemetry.metrics_manager import MetricsManager
+
+
+class Listed:
+  """A writer that keeps what it is given."""
+
+  def __init__(self, name, model_dir):
+    self.name, self.model_dir, self.calls = name, model_dir, []
+    made.append(self)
+
+  def __getattr__(self, name):
+    return lambda *args: self.calls.append((name, args))
+
+
+made: list[Listed] = []
+
+
+def test_extra_writer_gets_what_tensorboard_gets(tmp_path):
+  made.clear()
+  manager = MetricsManager("training_eval/pile", tmp_path, [Listed])
+  manager.write_scalars(3, {"loss": 1.5})
+  manager.summary_writer.write_texts(3, {"config": "a = 1"})
+  manager.close()
+  (writer,) = made
+  assert (writer.name, writer.model_dir) == ("training_eval/pile", str(tmp_path))
+  assert ("write_scalars", (3, {"loss": 1.5})) in writer.calls
+  assert ("write_texts", (3, {"config": "a = 1"})) in writer.calls
+  assert writer.calls[-1] == ("close", ())
+  assert list((tmp_path / "training_eval/pile").glob("events*"))
+
+
+def test_no_extra_writer_is_made_where_nothing_is_written(tmp_path):
+  made.clear()
+  MetricsManager("train", None, [Listed]).close()
+  assert not made
+
+
+@pytest.mark.parametrize(
+  ("writer", "package"), [(trackers.WandbWriter, "wandb"), (trackers.AimWriter, "aim")]
+)
+def test_package_that_is_not_there_is_named_before_training(writer, package, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, package, None)
+  expected = f"{writer.__name__} needs the package {package}.*pip install {package}, or take it out"
+  with pytest.raises(ValueError, match=expected):
+    MetricsManager("train", tmp_path, [writer])
+
+
+@pytest.mark.slow
+def test_weights_and_biases_keeps_all_writers_in_one_run(tmp_path, monkeypatch):
+  wandb = pytest.importorskip("wandb")
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  train = trackers.WandbWriter("train", str(tmp_path), project="tests")
+  evaluation = trackers.WandbWriter("training_eval/pile", str(tmp_path))
+  train.write_scalars(20, {"loss": 2.0})
+  evaluation.write_scalars(10, {"loss": 3.0})
+  train.write_texts(0, {"config": "a = 1"})
+  summary, config = dict(wandb.run.summary), dict(wandb.run.config)
+  wandb.finish()
+  assert (summary["train/loss"], summary["training_eval/pile/loss"]) == (2.0, 3.0)
+  assert config["config"] == "a = 1"
+  assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+def test_aim_keeps_all_writers_in_one_run(tmp_path):
+  pytest.importorskip("aim")
+  from aim.storage.context import Context
+
+  losses = {"train": 2.0, "training_eval/pile": 3.0}
+  writers = [trackers.AimWriter(name, str(tmp_path), log_system_params=False) for name in losses]
+  for writer, loss in zip(writers, losses.values(), strict=True):
+    writer.write_scalars(20, {"loss": loss})
+  writers[0].write_texts(0, {"config": "a = 1"})
+  (run,) = {writer._run for writer in writers}
+  found = {name: run.get_metric("loss", Context({"subset": name})).values.last() for name in losses}
+  assert {name: value[1] for name, value in found.items()} == losses
+  assert run["config"] == "a = 1"
+  assert (tmp_path / "aim_run.txt").read_text() == run.hash
