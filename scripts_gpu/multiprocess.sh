@@ -28,7 +28,8 @@ join_processes() {
   fi
 }
 
-# Sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND.
+# prepare_process CHOOSE: sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND. CHOOSE
+# is called when MODEL_DIR is known, and may change it (: does nothing).
 prepare_process() {
   : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
   : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
@@ -51,7 +52,8 @@ prepare_process() {
   set_xla_flags many_nodes
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-  [[ $MODEL_DIR == /* ]] || MODEL_DIR=$T5X_WORKSPACE_DIR/$MODEL_DIR
+  place_model_dir "$T5X_WORKSPACE_DIR"
+  "$1"
   # shellcheck disable=SC2034 # build_command reads it.
   BSIZE=$((BSIZE_PER_GPU * tasks / TP_SIZE))
   build_command

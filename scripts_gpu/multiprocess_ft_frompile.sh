@@ -14,6 +14,8 @@
 #   CHECKPOINT_DISABLE=0    1 saves nothing
 #   MODEL_DIR=model_dir     where the pretrained checkpoints lie: under T5X_WORKSPACE_DIR (by default where
 #                           you are), or absolute. Finetuning goes on there, and keeps what it started from
+#   MAKE_FT_DIR=false       true copies the last checkpoint to a new folder ft_MODEL_DIR_DATE and finetunes there: for
+#                           one process; for a job's, example_slurm_ft_frompile.sub does it
 #   TFDS_DATA_DIR           the folder of the data sets
 #   WITH_MP=0               1: this is one of several processes
 #   WITH_NSYS=0             1: profile by nsys
@@ -28,11 +30,15 @@ source "$SCRIPTS_DIR/training.sh"
 source "$SCRIPTS_DIR/multiprocess.sh"
 help_if_asked "$@"
 
-: "${FT_TASK:=mnli2}" "${STAT_PERIOD:=1000}"
+: "${FT_TASK:=mnli2}" "${STAT_PERIOD:=1000}" "${MAKE_FT_DIR:=false}"
 check_choice FT_TASK "$FT_TASK" mnli2 squad1
+check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
+# Each of several processes would make a folder of its own.
+[[ $MAKE_FT_DIR == false || $(count_processes) == 1 ]] ||
+  die "MAKE_FT_DIR=true, but this is one of $(count_processes) processes" "Give it to example_slurm_ft_frompile.sub, which copies once, or copy the checkpoint yourself."
 check_number STAT_PERIOD "$STAT_PERIOD" 1
 GIN_FILE=${T5_SIZE:-large}_${FT_TASK}_finetune_adam.gin
-prepare_process
+prepare_process choose_finetuning_folder
 COMMAND+=(--gin.train.stats_period="$STAT_PERIOD" --gin.train.eval_period="$STAT_PERIOD")
 [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
 run_process

@@ -48,21 +48,23 @@ check_choice FT_TASK "$FT_TASK" mnli2 squad1
 check_number NUM_GPUS "$NUM_GPUS" 1
 check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1
 check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
+[[ -z ${TRAIN_STEPS:-} ]] || check_number TRAIN_STEPS "$TRAIN_STEPS" 1
 check_model
 check_data
 find_python
 use_gpus "$NUM_GPUS"
 set_xla_flags one_node
+place_model_dir "$PWD"
+[[ $MAKE_FT_DIR == false ]] || check_checkpoint "$MODEL_DIR"
+make_log_dir "$LOG_DIR"
+choose_finetuning_folder
 
-[[ $MODEL_DIR == /* ]] || MODEL_DIR=$PWD/$MODEL_DIR
-[[ $MAKE_FT_DIR == false ]] || new_finetuning_folder
 BSIZE=$((NUM_GPUS * BSIZE_PER_GPU))
 GIN_FILE=${T5_SIZE}_${FT_TASK}_finetune_adam.gin
 build_command
 [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
 read -r -a more <<<"${TRAIN_ARGS:-}"
 
-mkdir -p "$LOG_DIR"
 log=$LOG_DIR/ft_${T5_SIZE}_gpu_${NUM_GPUS}_${PREC}_gbs_${BSIZE}_fp8_${ENABLE_FP8:-1}_fuseqkv_${FUSE_QKV}_transbs_${TRANSPOSE_BS}.log
 note "batch $BSIZE, log $log"
 "${COMMAND[@]}" "${more[@]}" 2>&1 | tee "$log"

@@ -17,7 +17,18 @@ check_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
 : "${BASE_T5X_WORKSPACE_DIR:=${SLURM_SUBMIT_DIR:-$PWD}}" "${CONTAINER:=}"
 : "${BASE_T5X_OUTPUTS_DIR:=$BASE_T5X_WORKSPACE_DIR/outputs}"
 [[ -z ${BASE_CHECKPOINTS_DIR:-} || $MODEL_DIR == /* ]] || MODEL_DIR=$BASE_CHECKPOINTS_DIR/$MODEL_DIR
-export GPUS_PER_NODE MODEL_DIR WITH_MP=1
+if [[ $KIND == FINETUNE ]]; then
+  check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
+  if [[ $MAKE_FT_DIR == true ]]; then
+    # Named by the job, which goes on there when it comes back from the queue.
+    new=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$SLURM_JOB_ID
+    outside() { if [[ $1 == /* ]]; then echo "$1"; else echo "$BASE_T5X_WORKSPACE_DIR/$1"; fi; }
+    copy_last_checkpoint "$(outside "$MODEL_DIR")" "$(outside "$new")"
+    MODEL_DIR=$new
+  fi
+fi
+# Done, or not asked for: no process is to do it again.
+export GPUS_PER_NODE MODEL_DIR WITH_MP=1 MAKE_FT_DIR=false
 
 arguments=(--ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1)
 if [[ -n $CONTAINER ]]; then

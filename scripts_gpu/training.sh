@@ -30,7 +30,8 @@ check_choice() {
 
 # check_number NAME VALUE MINIMUM
 check_number() {
-  [[ $2 =~ ^[0-9]+$ ]] && (($2 >= $3)) && return
+  # A leading zero would be read as octal, and more digits than these overflow.
+  [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3)) && return
   die "$1 is '$2', but must be a whole number, at least $3" "See $(basename "$0") --help."
 }
 
@@ -47,13 +48,14 @@ find_python() {
 }
 
 count_gpus() {
-  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-    awk -F, '{ print NF }' <<<"$CUDA_VISIBLE_DEVICES"
-  elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else
-    echo 0
-  fi
+  case ${CUDA_VISIBLE_DEVICES-all} in
+    all)
+      if command -v nvidia-smi >/dev/null; then nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; else echo 0; fi
+      ;;
+    # How they are hidden: by nothing, by a number that none has, by Slurm.
+    '' | -1* | NoDevFiles) echo 0 ;;
+    *) awk -F, '{ print NF }' <<<"$CUDA_VISIBLE_DEVICES" ;;
+  esac
 }
 
 # use_gpus COUNT: exactly these many; where there is none, so many devices on the CPU.
@@ -61,13 +63,15 @@ use_gpus() {
   local there
   there=$(count_gpus)
   if ((there == 0)); then
+    (($1 <= 64)) || die "NUM_GPUS is $1, but there is no GPU here, and the CPU stands in as at most 64 devices"
     note "no GPU here: the CPU stands in, as $1 device(s)"
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} JAX_NUM_CPU_DEVICES=${JAX_NUM_CPU_DEVICES:-$1}
     return
   fi
   (($1 <= there)) ||
     die "NUM_GPUS is $1, but this machine shows $there GPU(s)" "Give at most $there, or change CUDA_VISIBLE_DEVICES."
-  export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $(($1 - 1)))}
+  CUDA_VISIBLE_DEVICES=$(cut -d, -f"1-$1" <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((there - 1)))}")
+  export CUDA_VISIBLE_DEVICES
 }
 
 check_model() {
@@ -99,19 +103,58 @@ check_vocabulary() {
   [[ -f $1 ]] || die "VOCAB_PATH=$1 is no file" "It is a SentencePiece model, such as c4_en_301_5Mexp2_spm.model."
 }
 
-# new_finetuning_folder: copies the last checkpoint of MODEL_DIR, and goes on there.
-new_finetuning_folder() {
+# place_model_dir FOLDER: MODEL_DIR lies under it, unless it is absolute or in a store such as gs://. Checks that
+# it can be written.
+place_model_dir() {
+  [[ $MODEL_DIR != *://* ]] || return 0
+  [[ $MODEL_DIR == /* ]] || MODEL_DIR=$1/$MODEL_DIR
+  local there=$MODEL_DIR
+  while [[ ! -e $there ]]; do there=$(dirname "$there"); done
+  [[ -d $there && -w $there ]] ||
+    die "MODEL_DIR=$MODEL_DIR cannot be written: $there is no folder that you may write in" "Give another MODEL_DIR."
+}
+
+# make_log_dir FOLDER
+make_log_dir() {
+  { mkdir -p "$1" && [[ -w $1 ]]; } 2>/dev/null ||
+    die "LOG_DIR=$1 cannot be made, or not be written" "Give a folder that you may write in."
+}
+
+# last_checkpoint FOLDER: the name of its last whole checkpoint; nothing where there is none.
+last_checkpoint() {
+  [[ -d $1 ]] || return 0
+  find "$1" -maxdepth 1 -name 'checkpoint_*' -printf '%f\n' |
+    { grep -E '^checkpoint_[0-9]+$' || true; } | sort -t_ -k2 -n | tail -1
+}
+
+# check_checkpoint FOLDER: one that MAKE_FT_DIR can copy from.
+check_checkpoint() {
+  [[ -d $1 ]] || die "MAKE_FT_DIR=true, but there is no folder $1"
+  [[ -n $(last_checkpoint "$1") ]] || die "MAKE_FT_DIR=true, but $1 has no checkpoint to copy"
+}
+
+# copy_last_checkpoint FROM TO: a whole copy, or none; one that is there already is kept.
+copy_last_checkpoint() {
+  [[ ! -d $2 ]] || return 0
+  check_checkpoint "$1"
   local last
-  [[ -d $MODEL_DIR ]] || die "MAKE_FT_DIR=true, but there is no folder $MODEL_DIR"
-  last=$(find "$MODEL_DIR" -maxdepth 1 -name 'checkpoint_*' -printf '%f\n' 2>/dev/null |
-    { grep -E '^checkpoint_[0-9]+$' || true; } | sort -t_ -k2 -n | tail -1)
-  [[ -n $last ]] || die "MAKE_FT_DIR=true, but $MODEL_DIR has no checkpoint to copy"
-  local folder
-  folder=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$(date +%F_%H-%M-%S)
-  mkdir "$folder"
-  cp -r "$MODEL_DIR/$last" "$folder/"
-  note "$MODEL_DIR/$last is copied to $folder, where finetuning goes on"
-  MODEL_DIR=$folder
+  last=$(last_checkpoint "$1")
+  mkdir "$2.part"
+  cp -r "$1/$last" "$2.part/"
+  mv "$2.part" "$2"
+  note "$1/$last is copied to $2, where finetuning goes on"
+}
+
+# choose_finetuning_folder: MODEL_DIR, or with MAKE_FT_DIR=true a new folder that begins with its last checkpoint.
+choose_finetuning_folder() {
+  if [[ $MAKE_FT_DIR == true ]]; then
+    local folder
+    folder=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$(date +%F_%H-%M-%S)
+    copy_last_checkpoint "$MODEL_DIR" "$folder"
+    MODEL_DIR=$folder
+  elif [[ $MODEL_DIR != *://* && -z $(last_checkpoint "$MODEL_DIR") ]]; then
+    note "there is no checkpoint in $MODEL_DIR: finetuning begins FROM SCRATCH, with random parameters"
+  fi
 }
 
 # Sets COMMAND, from GIN_FILE, BSIZE and the variables that the scripts are given.

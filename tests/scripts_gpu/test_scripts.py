@@ -138,6 +138,46 @@ def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(ru
   assert "small_squad1_finetune_adam.gin" in out
 
 
+def test_finetuning_without_a_checkpoint_says_that_it_begins_from_scratch(run, tmp_path):
+  status, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert status == 0
+  assert f"no checkpoint in {tmp_path}/model_dir: finetuning begins FROM SCRATCH" in err
+  (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
+  _, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert "FROM SCRATCH" not in err
+
+
+def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(run, tmp_path):
+  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
+  srun = tmp_path / "srun"
+  srun.write_text('#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n')
+  srun.chmod(0o755)
+  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SCRIPTS_DIR": str(_SCRIPTS)}
+  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
+  for _ in range(2):
+    status, out, _ = run("example_slurm_ft_frompile.sub", **job)
+    assert status == 0
+    assert out.splitlines()[-1] == "./ft_pre_7 false"
+    (tmp_path / "ft_pre_7/checkpoint_1005").mkdir(exist_ok=True)
+  assert {path.name for path in tmp_path.glob("ft_*/*")} == {"checkpoint_1000", "checkpoint_1005"}
+
+
+def test_only_as_many_of_the_visible_gpus_are_used_as_asked_for(run, tmp_path):
+  python = tmp_path / "python"
+  python.write_text(python.read_text() + 'echo "GPUS=$CUDA_VISIBLE_DEVICES"\n')
+  arguments = ["small", "bfloat16", "2", "8"]
+  status, out, _ = run("singlenode_pretrain_pile.sh", *arguments, CUDA_VISIBLE_DEVICES="3,5,7")
+  assert status == 0
+  assert "GPUS=3,5\n" in out
+
+
+def test_gpus_that_are_hidden_stay_hidden(run):
+  status, out, err = run("singlenode_pretrain_pile.sh", CUDA_VISIBLE_DEVICES="")
+  assert status == 0
+  assert "CPUS=1" in out
+  assert "no GPU here" in err
+
+
 def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path):
   status, out, _ = run(
     "multiprocess_pretrain_pile.sh",
@@ -198,6 +238,43 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       ["small", "bfloat16", "3"],
       {"CUDA_VISIBLE_DEVICES": "0,1"},
       "NUM_GPUS is 3, but this machine shows 2 GPU(s)",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "08"],
+      {},
+      "NUM_GPUS is '08', but must be a whole number, at least 1\n  See",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "1", "9" * 20],
+      {},
+      f"BSIZE_PER_GPU is '{'9' * 20}', but must be",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "4096"],
+      {"CUDA_VISIBLE_DEVICES": "-1"},
+      "there is no GPU here, and the CPU stands in as at most 64 devices",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "1", "8", "/proc/logs"],
+      {},
+      "LOG_DIR=/proc/logs cannot be made, or not be written",
+    ),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "bfloat16", "1", "8", "logs", "python/run"],
+      {},
+      "python is no folder that you may write in",
+    ),
+    ("singlenode_pretrain_pile.sh", [], {"TRAIN_STEPS": "many"}, "TRAIN_STEPS is 'many', but"),
+    (
+      "multiprocess_ft_frompile.sh",
+      [],
+      {"SLURM_NTASKS": "2", "MAKE_FT_DIR": "true"},
+      "MAKE_FT_DIR=true, but this is one of 2 processes",
     ),
     (
       "singlenode_pretrain_pile.sh",
