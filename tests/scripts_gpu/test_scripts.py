@@ -351,6 +351,21 @@ def test_the_scripts_stand_under_t5x_path_too(run):
   assert "small_pile_pretrain.gin" in out
 
 
+@pytest.mark.parametrize("name", ["download_the_pile", "download_lambada"])
+def test_a_data_set_that_is_not_there_is_a_status_under_both_paths(name, tmp_path):
+  environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TFDS_DATA_DIR": str(tmp_path)}
+  for command in (["-m", f"t5x.contrib.gpu.scripts_gpu.{name}"], [str(_SCRIPTS / f"{name}.py")]):
+    done = subprocess.run(
+      [sys.executable, *command],
+      cwd=_SCRIPTS.parent,
+      env=environment,
+      capture_output=True,
+      check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert done.stdout
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing():
   folders = (_SCRIPTS, _SCRIPTS.parent / "docker")

@@ -5,4 +5,4 @@ from rosetta_t5.data.pile_copy import main
 __all__ = ["main"]
 
 if __name__ == "__main__":
-  main()
+  raise SystemExit(main())
