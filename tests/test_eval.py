@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -135,3 +140,38 @@ def test_table_has_a_block_a_task_a_row_a_step_and_a_column_a_metric():
     "mnli  step  accuracy\n"
     "      2000        83"
   )
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes(model_dir, tmp_path):
+  here = pathlib.Path(__file__).parent
+  flags = {"PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+
+  def start(out, *group):
+    script = [sys.executable, here / "evaluate/one_of_several.py", model_dir / "checkpoint_3"]
+    return subprocess.Popen(
+      [*script, tmp_path / out, *group], env={**os.environ, **flags}, stderr=subprocess.PIPE
+    )
+
+  processes = [start("two", port, "2", str(index)) for index in (0, 1)]
+  processes.append(start("one"))
+  said = [process.communicate(timeout=600)[1].decode() for process in processes]
+  assert [process.returncode for process in processes] == [0, 0, 0], said
+
+  def written(out):
+    files = sorted((tmp_path / out / "inference_eval").glob("*.jsonl"))
+    return {path.name: list(map(json.loads, path.read_text().splitlines())) for path in files}
+
+  one, two = written("one"), written("two")
+  assert one.keys() == two.keys()
+  (metrics,) = one.pop("pairs_of_several_processes-metrics.jsonl")
+  assert two.pop("pairs_of_several_processes-metrics.jsonl") == [pytest.approx(metrics, rel=1e-5)]
+  assert metrics["examples"] == metrics["predictions"]
+  for name, rows in one.items():
+    assert len(rows) == metrics["examples"]
+    assert len({json.dumps(row["input"]) for row in rows}) == len(rows)
+    assert [row["input"] for row in two[name]] == [row["input"] for row in rows]
+    assert [row.get("prediction") for row in two[name]] == [row.get("prediction") for row in rows]
