@@ -116,7 +116,7 @@ class BaseTransformerModel(BaseModel):
       z_loss: the weight of the squared log of the softmax's normaliser.
       loss_normalizing_factor: what the loss is divided by: a number, a
         `SpecialLossNormalizingFactor` or its name, or None for a plain sum.
-      loss_chunk_length: target positions whose logits exist at a time while the loss is computed;
+      loss_chunk_length: target positions whose logits exist at a time while loss or scores are computed;
         None for all at once, which is faster where memory allows it.
 
     Raises:
@@ -246,13 +246,12 @@ class BaseTransformerModel(BaseModel):
     `token_scores`, each in a tuple of one.
     """
     mutable: Any = ["intermediates"] if return_intermediates else False
-    outputs = self._compute_logits(params, batch, mutable=mutable)
+    options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
+    outputs = self._compute_logits(params, batch, mutable=mutable, **options)
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
     targets_BT = batch["decoder_target_tokens"]
     weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
-    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
-    picked_BT = jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    scores_BT = picked_BT * weights_BT
+    scores_BT = self._log_probs(logits_BTV, targets_BT) * weights_BT
     scores_B = jnp.sum(scores_BT, axis=-1)
     if not return_intermediates:
       return scores_B
@@ -260,6 +259,15 @@ class BaseTransformerModel(BaseModel):
     own = {"target_tokens": targets_BT, "loss_weights": weights_BT, "token_scores": scores_BT}
     intermediates["decoder"] = intermediates.get("decoder", {}) | {n: (v,) for n, v in own.items()}
     return scores_B, intermediates
+
+  def _log_probs(self, logits_BTV: Any, targets_BT: jax.Array) -> jax.Array:
+    """Returns each target's log probability; of logits, or of their factors where they are chunked."""
+    if self._loss_chunk_length:
+      return -chunked_cross_entropy(
+        logits_BTV, targets_BT, 0.0, 0.0, self._loss_chunk_length
+      ).loss_BT
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
+    return jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Any:

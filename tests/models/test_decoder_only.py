@@ -71,6 +71,19 @@ def test_loss_and_scores_are_of_the_targets_alone(is_prefix):
   np.testing.assert_allclose(jax.jit(model.score_batch)(PARAMS, BATCH), expected, rtol=1e-5)
 
 
+def test_scores_by_chunks_of_the_length_are_those_of_all_logits_at_once():
+  chunked = make(loss_chunk_length=3)  # ten positions: the last chunk is not full
+  program, whole = (f.lower(PARAMS, BATCH) for f in (jax.jit(chunked.score_batch), SCORE))
+  all_logits = f"3x{LENGTH}x{VOCAB}xf32"
+  assert all_logits in whole.as_text()
+  assert all_logits not in program.as_text()
+  np.testing.assert_allclose(program.compile()(PARAMS, BATCH), SCORE(PARAMS, BATCH), rtol=1e-6)
+  _, sown = jax.jit(functools.partial(chunked.score_batch, return_intermediates=True))(
+    PARAMS, BATCH
+  )
+  assert sown["decoder"]["token_scores"][0].shape == (3, LENGTH)
+
+
 def greedy_by_teacher_forcing(is_prefix):
   """Returns the most probable continuations, found by a whole pass for each token."""
   found = [list(given) for given in INPUTS]
