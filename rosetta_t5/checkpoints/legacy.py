@@ -22,6 +22,7 @@ from rosetta_t5.checkpoints.fresh_state import completed
 from rosetta_t5.checkpoints.lazy_arrays import stored
 from rosetta_t5.checkpoints.pins import remove_checkpoint_dir, remove_dataset_checkpoint
 from rosetta_t5.checkpoints.reading import Transformation, read_arrays, read_state
+from rosetta_t5.checkpoints.removal import Removal
 from rosetta_t5.checkpoints.retention import Retention
 from rosetta_t5.checkpoints.save_errors import save_error
 from rosetta_t5.checkpoints.saved_state import (
@@ -128,6 +129,7 @@ class Checkpointer:
     first = jax.process_index() == 0
     if first:
       remove_unfinished(folder.parent)
+      Removal(folder.parent).finish()
       writer = LegacyWriter(folder)
     for name, leaf in flat.items():
       if not hasattr(leaf, "shape"):

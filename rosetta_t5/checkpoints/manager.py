@@ -26,6 +26,7 @@ from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.fresh_state import completed
 from rosetta_t5.checkpoints.reading import Transformation, check_fits, read_state, unreadable
+from rosetta_t5.checkpoints.removal import REMOVED, Removal
 from rosetta_t5.checkpoints.retention import Retention, drop_old_dataset_positions
 from rosetta_t5.checkpoints.run_lock import check_still_held
 from rosetta_t5.checkpoints.save_errors import save_error
@@ -124,6 +125,7 @@ class OrbaxCheckpointManagerInterface:
     self.state_transformation_fns: Sequence[SaveTransformation] = ()
     self._steps = folders.all_steps(self._directory)
     self._writer: ocp.CheckpointManager | None = None
+    self._removal = Removal(directory)
     self._pending: int | None = None
 
   @property
@@ -213,6 +215,7 @@ class OrbaxCheckpointManagerInterface:
     except Exception as error:
       raise save_error(self._directory, step, error) from error
     self.reload()
+    self._removal.start()
     if self._keep_dataset is not None and jax.process_index() == 0:
       drop_old_dataset_positions(self._directory, self._keep_dataset, DATASET_PREFIX)
 
@@ -229,6 +232,7 @@ class OrbaxCheckpointManagerInterface:
       writer, self._writer = self._writer, None
       if writer is not None:
         writer.close()
+        self._removal.finish()
 
   def restore(
     self,
@@ -384,7 +388,10 @@ class OrbaxCheckpointManagerInterface:
         save_root_metadata=False,
         # Only steps matter here; reading the metadata of each old checkpoint takes time.
         lightweight_initialize=True,
+        # A rename is whole: a run that is killed then leaves no half of a checkpoint.
+        todelete_subdir=None if os.fspath(self._directory).startswith("gs://") else REMOVED,
       )
+      self._removal.start()
       self._writer = ocp.CheckpointManager(
         epath.Path(self._directory).absolute(), item_handlers=handlers, options=options
       )

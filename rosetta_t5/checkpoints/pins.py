@@ -7,6 +7,7 @@ import os
 from etils import epath
 
 from rosetta_t5.checkpoints.folders import DATASET_ITEM
+from rosetta_t5.checkpoints.removal import remove_folder
 
 _PIN = "PINNED"
 
@@ -34,7 +35,7 @@ def unpin_checkpoint(ckpt_dir: str | os.PathLike[str]) -> None:
 def remove_checkpoint_dir(ckpt_dir: str | os.PathLike[str]) -> None:
   """Deletes the checkpoint in `ckpt_dir`, unless it is pinned."""
   if not is_pinned_checkpoint(ckpt_dir) and epath.Path(ckpt_dir).exists():
-    epath.Path(ckpt_dir).rmtree()
+    remove_folder(epath.Path(ckpt_dir))
 
 
 def remove_dataset_checkpoint(ckpt_dir: str | os.PathLike[str], train_ds_prefix: str) -> None:
