@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
@@ -9,6 +10,12 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# On several CPU devices, jaxlib 0.11's default order of operations can wait for itself for ever.
+if jax.__version_info__ >= (0, 11):
+  os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+  )
 
 _SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
