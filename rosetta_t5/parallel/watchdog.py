@@ -63,6 +63,14 @@ def blocking(reports: Mapping[int, Report]) -> list[int]:
   return [process for process, report in reports.items() if report.position != most]
 
 
+def is_stalled(reports: Mapping[int, Report], limit: float) -> bool:
+  """Returns whether nobody has moved for `limit` seconds; a silent process is not waited for.
+
+  One that takes long, while another has moved a moment ago, is only the slower one of them.
+  """
+  return all(report.silent or report.seconds >= limit for report in reports.values())
+
+
 class Watchdog:
   """Watches inside a `with`, where there are several processes."""
 
@@ -130,7 +138,8 @@ class Watchdog:
       )
       reports = self._reports(client.key_value_dir_get(_KEY))
       still = time.monotonic() - self._since
-      if still < self._limit or len(reports) < jax.process_count():
+      heard_all = len(reports) == jax.process_count()
+      if still < self._limit or not heard_all or not is_stalled(reports, self._limit):
         continue
       if guilty := blocking(reports):
         print(_describe(reports, guilty), file=sys.stderr, flush=True)

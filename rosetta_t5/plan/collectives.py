@@ -34,6 +34,7 @@ class Collective:
     why: what for: "gradients", "parameters", "activations".
     terms: arrays that could be summed first and travel as one. XLA does so on GPUs
       (AllReduceReassociate); on CPUs each travels by itself.
+    count: how many arrays `size` is the sum of.
   """
 
   kind: str
@@ -41,6 +42,7 @@ class Collective:
   size: float
   why: str
   terms: int = 1
+  count: int = 1
 
   def wire_bytes(self, mesh: Mapping[str, int]) -> float:
     """Returns what one device sends, in a ring, in one step."""
@@ -161,36 +163,39 @@ def _of_activations(mesh: Mapping[str, int], work: Work) -> Iterator[Collective]
   layers = layers_of(config)
   encoder, decoder = layers["encoder"], layers["decoder"]
 
-  def summed(size: float, terms: int = 1) -> Iterator[Collective]:
+  def summed(size: float, terms: int = 1, count: int = 1) -> Iterator[Collective]:
     axes = (MODEL_AXIS,)
     if not work.sequence_parallel:
-      yield Collective(ALL_REDUCE, axes, size, "activations", terms)
+      yield Collective(ALL_REDUCE, axes, count * size, "activations", terms, count)
       return
-    yield Collective(REDUCE_SCATTER, axes, size, "activations", terms)
-    yield Collective(ALL_GATHER, axes, size, "activations")
+    yield Collective(REDUCE_SCATTER, axes, count * size, "activations", terms, count)
+    yield Collective(ALL_GATHER, axes, count * size, "activations", count=count)
 
   for _ in range(encoder):
-    yield from summed(2 * source)  # attention's output, the block's output
+    yield from summed(source, count=2)  # attention's output, the block's output
     yield from summed(source, qkv)
     yield from summed(source, branches)
   for _ in range(decoder):
-    yield from summed((3 if encoder else 2) * target)
+    yield from summed(target, count=3 if encoder else 2)
     yield from summed(target, qkv)
     yield from summed(target, branches)
     if encoder:
       yield from summed(target)
       yield from summed(source, kv)
-  yield from summed(target + source)  # the lookups
+  for length in (target, source) if source else (target,):
+    yield from summed(length)  # the lookups
   yield from summed(target)  # the logits' input
   # Largest logit and sum of exponentials, in float32.
-  yield Collective(ALL_REDUCE, (MODEL_AXIS,), 2 * 4 * work.examples * lengths["decoder"], "loss")
+  size = 2 * 4 * work.examples * lengths["decoder"]
+  yield Collective(ALL_REDUCE, (MODEL_AXIS,), size, "loss", count=2)
 
 
 def _summed(collectives: Sequence[Collective]) -> list[Collective]:
-  sizes: dict[tuple[Any, ...], float] = {}
+  found: dict[tuple[Any, ...], Collective] = {}
   for each in collectives:
     key = (each.kind, each.axes, each.why, each.terms)
-    sizes[key] = sizes.get(key, 0) + each.size
-  return [
-    Collective(kind, axes, size, why, terms) for (kind, axes, why, terms), size in sizes.items()
-  ]
+    if (same := found.get(key)) is not None:
+      size, count = same.size + each.size, same.count + each.count
+      each = dataclasses.replace(each, size=size, count=count)
+    found[key] = each
+  return list(found.values())

@@ -14,27 +14,32 @@ _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _LINE = re.compile(rf"%\S+ = (\(.*?\)|\S+) ({_KINDS})\(")
 _ARRAY = re.compile(r"(f32|bf16|s32|u32|pred)\[([\d,]*)\]")
 _ITEMSIZE = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}
-# Losses, weights, norms: single numbers, whose sums every mesh needs.
-_SCALARS = 128
 
 
-def collective_bytes(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], int]:
-  """Returns the bytes of a program's collectives by (kind, mesh axes).
+def collectives(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+  """Returns how many arrays a program's collectives move, and their bytes, by (kind, mesh axes).
+
+  Single numbers (losses, weights, norms) are left out: every mesh needs their sums. Arrays that
+  XLA has combined into one operation count each.
 
   Args:
     text: the compiled program, in HLO.
     mesh: the mesh that it was compiled for.
   """
-  found: dict[tuple[str, tuple[str, ...]], int] = collections.defaultdict(int)
+  counts: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+  sizes: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
   for line in text.splitlines():
     if match := _LINE.search(line):
       result, kind = match.groups()
-      size = sum(
-        math.prod(int(n) for n in shape.split(",") if n) * _ITEMSIZE[dtype]
+      arrays = [
+        math.prod(int(n) for n in shape.split(",")) * _ITEMSIZE[dtype]
         for dtype, shape in _ARRAY.findall(result)
-      )
-      found[kind, _axes(line, mesh)] += size
-  return {key: size for key, size in found.items() if size > _SCALARS}
+        if shape
+      ]
+      if arrays:
+        counts[kind, _axes(line, mesh)] += len(arrays)
+        sizes[kind, _axes(line, mesh)] += sum(arrays)
+  return {key: (counts[key], sizes[key]) for key in counts}
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compiled_collectives import collective_bytes
+from compiled_collectives import collectives
 from tiny_models import T5_1_1, make_batch, make_model
 
 from rosetta_t5.bench.workload import model_config
 from rosetta_t5.networks.t5 import Transformer
-from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.collectives import ALL_GATHER, ALL_REDUCE, Work, step_collectives
 from rosetta_t5.training import TrainState
@@ -49,6 +49,12 @@ MESHES = {
   "data, fsdp": {"mesh": {"data": 2, "fsdp": 4}},
   "data, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "zero1": {"num_partitions": 1, "zero1": True},
+  "zero1, tensor": {"num_partitions": 2, "zero1": True},
+  "parameters over data too": {
+    "num_partitions": 2,
+    "logical_axis_rules": standard_logical_axis_rules(1, 2),
+  },
+  "two nodes": {"num_partitions": 1, "ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)},
 }
 QUICK = "data, fsdp, tensor"
 
@@ -65,12 +71,16 @@ def test_a_step_has_the_collectives_that_theory_asks_for(name):
     examples=EXAMPLES / partitioner.data_mesh_size,
     zero1=MESHES[name].get("zero1", False),
   )
-  expected = collections.defaultdict(float)
+  counts: collections.Counter = collections.Counter()
+  sizes: collections.Counter = collections.Counter()
   for each in step_collectives(state.params, splits.params, partitioner.mesh.shape, work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
     kind = each.kind if each.kind == ALL_GATHER else ALL_REDUCE
-    expected[kind, each.axes] += each.size * (1 if kind == ALL_GATHER else each.terms)
-  assert collective_bytes(compiled.as_text(), partitioner.mesh) == dict(expected)
+    terms = 1 if kind == ALL_GATHER else each.terms
+    counts[kind, each.axes] += each.count * terms
+    sizes[kind, each.axes] += each.size * terms
+  expected = {key: (counts[key], sizes[key]) for key in counts}
+  assert collectives(compiled.as_text(), partitioner.mesh) == expected
   assert compiled.memory_analysis().argument_size_in_bytes == argument_bytes(
     state, splits, batch, partitioner
   )
