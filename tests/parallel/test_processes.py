@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -83,6 +85,21 @@ def test_two_processes_meet_and_say_who_they_are():
     r"all-reduce of 1 MiB over 2 devices: \S+ ms, \S+ GB/s sent by each", lines[3]
   )
   assert (lines[4:], second.splitlines()[-1:]) == (["0 2 2"], ["1 2 2"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
+def test_processes_of_open_mpi_find_each_other_without_being_told():
+  program = PROGRAM.replace(
+    "join_processes(True, sys.argv[1], 2, int(sys.argv[2]), 60)", "join_processes(True)"
+  )
+  command = ["mpiexec", "--oversubscribe", "-n", "2", sys.executable, "-c", program]
+  root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+  done = subprocess.run(
+    command, env=os.environ | root, capture_output=True, text=True, check=False, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  assert {"0 2 2", "1 2 2"} <= set(done.stdout.splitlines())
 
 
 @pytest.mark.slow
