@@ -142,13 +142,9 @@ def save(
   tf.saved_model.save(module, os.fspath(folder), signatures={signature_name: concrete})
   if warmup_examples:
     (write_warmup_example_fn or write_warmup_examples)(
-      warmup_examples,
-      output_dir=os.fspath(folder),
-      model_name=model_name,
-      signature_name=signature_name,
-      batch_sizes=[batch_size],
-      input_tensor_name=signature[0].name,
-    )
+      warmup_examples, output_dir=os.fspath(folder), model_name=model_name,
+      signature_name=signature_name, batch_sizes=[batch_size], input_tensor_name=signature[0].name
+    )  # fmt: skip
   if validation_examples:
     _validate(folder, validation_examples, preprocess, function, params)
   console.say(f"exported  {folder} (SavedModel), {folder / STABLEHLO} (StableHLO)")
