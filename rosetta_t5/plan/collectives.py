@@ -104,33 +104,30 @@ def _of_parameter(
   over = tuple(axis for axis in batch if axis in named)
   rest = tuple(axis for axis in batch if axis not in named)
   whole = array_bytes(param, [part if part == MODEL_AXIS else None for part in spec], mesh)
-  lookups, is_tied = (
-    _lookups(name, work.config),
-    getattr(work.config, "logits_via_embedding", False),
-  )
-  times = work.microbatches
+  lookups = _lookups(name, work.config)
+  is_tied = getattr(work.config, "logits_via_embedding", False)
   if over:
-    yield Collective(ALL_GATHER, over, whole * times, "parameters")
-    if not lookups or is_tied:  # The backward pass of a lookup needs no table.
-      yield Collective(ALL_GATHER, over, whole * times, "parameters")
+    # The backward pass of a lookup needs no table.
+    for _ in range(1 if lookups and not is_tied else 2):
+      yield Collective(ALL_GATHER, over, whole * work.microbatches, "parameters")
   terms = max(lookups + (lookups > 0 and is_tied), 1)
-  gradient = _position_bias_bytes(name, mesh, work) or whole
+  bias = _position_bias_bytes(name, mesh, work)
+  gradient = bias or whole
+  size = gradient * work.microbatches
   if over and rest and (lookups or param.ndim == 1):
     # No product made it: XLA sums it over all axes at once, and lets each device keep its part.
-    yield Collective(ALL_REDUCE, tuple(batch), gradient * times, "gradients", terms)
+    yield Collective(ALL_REDUCE, tuple(batch), size, "gradients", terms)
     return
   if over:
-    yield Collective(REDUCE_SCATTER, over, gradient * times, "gradients", terms)
-    gradient /= math.prod(mesh[axis] for axis in over)
-    terms = 1
-  if not rest:
-    return
-  # The optimizer's state goes where the parameters' `embed` goes (see `rules.optimizer_rules`).
-  if work.zero1 and DATA_AXIS in rest and not _position_bias_bytes(name, mesh, work):
-    yield Collective(REDUCE_SCATTER, rest, gradient * times, "gradients", terms)
-    yield Collective(ALL_GATHER, (DATA_AXIS,), gradient, "parameters")
-  else:
-    yield Collective(ALL_REDUCE, rest, gradient * times, "gradients", terms)
+    yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
+    parts = math.prod(mesh[axis] for axis in over)
+    gradient, size, terms = gradient / parts, size / parts, 1
+  if rest:
+    # The optimizer's state goes where the parameters' `embed` goes (see `rules.optimizer_rules`).
+    is_split = work.zero1 and DATA_AXIS in rest and not bias
+    yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
+    if is_split:
+      yield Collective(ALL_GATHER, (DATA_AXIS,), gradient, "parameters")
 
 
 def _lookups(name: str, config: Any) -> int:
