@@ -45,19 +45,7 @@ find_python
 set_xla_flags many_nodes
 
 [[ $LOGDIR == /* ]] || LOGDIR=$T5X_WORKSPACE_DIR/$LOGDIR
-COMMAND=("$PYTHON" -u -m t5x.train
-  --gin_file=gin/examples/gpt_126m_pile_pretrain.gin
-  --gin_file="gin/models/gpt/$GPT_SIZE.gin"
-  --gin.DROPOUT_RATE=0.0
-  --gin.MODEL_DIR="\"$LOGDIR\""
-  --gin.BATCH_SIZE="$((tasks * PERCORE_BATCH_SIZE / TP_SIZE))"
-  --gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE"
-  --gin.network.TransformerConfig.dtype="\"$PREC\""
-  --gin.network.TransformerConfig.fuse_qkv_params=True
-  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\"")
-[[ -z $TFDS_DATA_DIR ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
-[[ $ENABLE_FP8 == 0 ]] || COMMAND+=(
-  --gin.train.te_config_cls=@te_helper.TransformerEngineConfig --gin.te_helper.TransformerEngineConfig.enabled=1)
-[[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+gpt_command "$LOGDIR" "$((tasks * PERCORE_BATCH_SIZE / TP_SIZE))"
+COMMAND+=(--gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE")
 join_processes
 run_process

@@ -49,22 +49,10 @@ use_gpus "$NUM_GPUS"
 set_xla_flags one_node
 
 [[ $LOGDIR == /* ]] || LOGDIR=$PWD/$LOGDIR
-command=("$PYTHON" -u -m t5x.train
-  --gin_file=gin/examples/gpt_126m_pile_pretrain.gin
-  --gin_file="gin/models/gpt/$GPT_SIZE.gin"
-  --gin.DROPOUT_RATE=0.0
-  --gin.MODEL_DIR="\"$LOGDIR\""
-  --gin.BATCH_SIZE="$((NUM_GPUS * PERCORE_BATCH_SIZE))"
-  --gin.network.TransformerConfig.dtype="\"$PREC\""
-  --gin.network.TransformerConfig.fuse_qkv_params=True
-  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\""
-  --tfds_data_dir="$TFDS_DATA_DIR")
-[[ $ENABLE_FP8 == 0 ]] || command+=(
-  --gin.train.te_config_cls=@te_helper.TransformerEngineConfig --gin.te_helper.TransformerEngineConfig.enabled=1)
-[[ -z ${TRAIN_STEPS:-} ]] || command+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+gpt_command "$LOGDIR" "$((NUM_GPUS * PERCORE_BATCH_SIZE))"
 read -r -a more <<<"${TRAIN_ARGS:-}"
 
 mkdir -p "$LOGDIR"
 log=$LOGDIR/pile_output.log
 note "GPT $GPT_SIZE, batch $((NUM_GPUS * PERCORE_BATCH_SIZE)), log $log"
-"${command[@]}" "${more[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" "${more[@]}" 2>&1 | tee "$log"

@@ -184,3 +184,21 @@ set_xla_flags() {
   XLA_FLAGS=$("$PYTHON" -m rosetta_t5.parallel.xla_flags "${SCRIPTS_DIR}/xla_flags/$1.txt")
   export XLA_FLAGS
 }
+
+# gpt_command LOGDIR BATCH: COMMAND pretrains GPT on the Pile as GPT_SIZE, PREC, ENABLE_FP8, VOCAB_PATH,
+# TFDS_DATA_DIR and TRAIN_STEPS say.
+gpt_command() {
+  COMMAND=("$PYTHON" -u -m t5x.train
+    --gin_file=gin/examples/gpt_126m_pile_pretrain.gin
+    --gin_file="gin/models/gpt/$GPT_SIZE.gin"
+    --gin.DROPOUT_RATE=0.0
+    --gin.MODEL_DIR="\"$1\""
+    --gin.BATCH_SIZE="$2"
+    --gin.network.TransformerConfig.dtype="\"$PREC\""
+    --gin.network.TransformerConfig.fuse_qkv_params=True
+    --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\"")
+  [[ -z $TFDS_DATA_DIR ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
+  [[ $ENABLE_FP8 == 0 ]] || COMMAND+=(--gin.train.te_config_cls=@te_helper.TransformerEngineConfig
+    --gin.te_helper.TransformerEngineConfig.enabled=1)
+  [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+}
