@@ -114,20 +114,20 @@ def _of_parameter(
   bias = _position_bias_bytes(name, mesh, work)
   gradient = bias or whole
   size = gradient * work.microbatches
+  # The optimizer's state goes where the parameters' `embed` goes (see `rules.optimizer_rules`).
+  is_split = work.zero1 and DATA_AXIS in rest and not bias
+  parts = math.prod(mesh[axis] for axis in over)
   if over and rest and (lookups or param.ndim == 1):
     # No product made it: XLA sums it over all axes at once, and lets each device keep its part.
     yield Collective(ALL_REDUCE, tuple(batch), size, "gradients", terms)
-    return
-  if over:
-    yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
-    parts = math.prod(mesh[axis] for axis in over)
-    gradient, size, terms = gradient / parts, size / parts, 1
-  if rest:
-    # The optimizer's state goes where the parameters' `embed` goes (see `rules.optimizer_rules`).
-    is_split = work.zero1 and DATA_AXIS in rest and not bias
-    yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
-    if is_split:
-      yield Collective(ALL_GATHER, (DATA_AXIS,), gradient, "parameters")
+  else:
+    if over:
+      yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
+      size, terms = size / parts, 1
+    if rest:
+      yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
+  if is_split:
+    yield Collective(ALL_GATHER, (DATA_AXIS,), gradient / parts, "parameters")
 
 
 def _lookups(name: str, config: Any) -> int:

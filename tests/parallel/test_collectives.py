@@ -50,6 +50,8 @@ MESHES = {
   "data, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "zero1": {"num_partitions": 1, "zero1": True},
   "zero1, tensor": {"num_partitions": 2, "zero1": True},
+  "zero1, fsdp": {"mesh": {"data": 2, "fsdp": 4}, "zero1": True},
+  "zero1, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero1": True},
   "parameters over data too": {
     "num_partitions": 2,
     "logical_axis_rules": standard_logical_axis_rules(1, 2),
