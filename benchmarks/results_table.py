@@ -14,7 +14,7 @@ from typing import Any
 STEP_HEAD = (
   "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB | compiled, s | switches | HLO"
 )
-FP8_HEAD = "row | steps of | loss | in fp8 | | speed | recommended"
+FP8_HEAD = "row | steps of | loss | nudged by rounding | in fp8 | fp8 | noise | speed | recommended"
 ATTENTION_HEAD = "where | kernel | packed | batch x heads | ms forward and backward"
 
 
@@ -37,13 +37,15 @@ def step_row(name: str, row: dict[str, Any]) -> str:
 
 def fp8_row(name: str, result: dict[str, Any]) -> str:
   """Returns the table's row of one comparison of fp8 with what it replaces."""
-  other, fp8 = (run["final_loss"] for run in result["runs"].values())
+  other, nudged, fp8 = (run["final_loss"] for run in result["runs"].values())
   cells = [
     name,
     f"{result['steps']} of {result['batch']} x {result['lengths'][0]}/{result['lengths'][1]}",
     f"{other:.4f}",
+    f"{nudged:.4f}",
     f"{fp8:.4f}",
     f"{result['loss_ratio'] - 1:+.2%}",
+    f"{result['noise']:.2%}",
     f"{result['speedup']:.2f}x",
     result["recommendation"],
   ]

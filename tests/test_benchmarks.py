@@ -75,42 +75,48 @@ def test_targets_that_cannot_hold_what_is_dropped_are_refused():
 
 
 @pytest.mark.parametrize(
-  ("loss_ratio", "speedup", "emulated", "text"),
+  ("loss_ratio", "noise", "speedup", "emulated", "text"),
   [
-    (1.002, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
-    (1.002, 1.01, False, "leave fp8 off: 1.01x"),
-    (1.02, 1.5, False, "leave fp8 off: its loss is 2.0% above"),
-    (float("nan"), 1.5, False, "leave fp8 off"),
-    (0.99, 0.5, True, "its speed shows only on hardware"),
+    (1.002, 0.001, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
+    (0.980, 0.001, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
+    (1.002, 0.001, 1.01, False, "leave fp8 off: 1.01x"),
+    (1.021, 0.010, 1.5, False, "leave fp8 off: its loss is 2.1% above"),
+    (1.300, 0.100, 1.5, False, "leave fp8 off: its loss is 30.0% above"),
+    (1.019, 0.010, 1.5, False, "cannot tell: fp8's loss is +1.9% from bfloat16's"),
+    (0.982, 0.024, 1.5, False, "two runs in bfloat16 are 2.4% apart by rounding alone"),
+    (float("nan"), 0.001, 1.5, False, "leave fp8 off"),
+    (0.99, 0.001, 0.5, True, "its speed shows only on hardware"),
   ],
 )
-def test_fp8_is_recommended_where_it_is_faster_and_learns_as_well(
-  loss_ratio, speedup, emulated, text
+def test_fp8_is_recommended_where_it_is_faster_and_learns_as_well_beyond_noise(
+  loss_ratio, noise, speedup, emulated, text
 ):
-  assert text in fp8.recommendation(loss_ratio, speedup, emulated)
+  assert text in fp8.recommendation(loss_ratio, noise, speedup, emulated)
+
+
+def test_noise_is_the_larger_difference_of_the_last_two_quarters():
+  losses = [4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+  again = [9.0, 9.0, 9.0, 9.0, 2.0, 2.1, 1.1, 0.9]
+  assert fp8.noise_between(losses, losses) == 0
+  assert fp8.noise_between(losses, again) == pytest.approx(0.025)
+  assert fp8.noise_between([2.0], [2.2]) == pytest.approx(0.1)
 
 
 @pytest.mark.slow
-def test_both_runs_begin_with_one_model_and_learn(capsys):
-  arguments = [
-    "bench",
-    "fp8",
-    "--size",
-    "tiny",
-    "--batch",
-    "8",
-    "--lengths",
-    "64",
-    "32",
-    "--steps",
-    "40",
-    "--emulate",
-  ]
-  main(arguments)
-  lines = [line.split() for line in capsys.readouterr().out.split("\n") if "at first" in line]
-  first, last = zip(*((float(words[2]), float(words[5])) for words in lines), strict=True)
-  assert abs(first[0] - first[1]) < 0.02
-  assert max(last) < min(first) - 2
+def test_runs_learn_the_same_and_part_by_rounding(capsys, tmp_path):
+  path = tmp_path / "fp8.json"
+  size = ["--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "40"]
+  main(["bench", "fp8", *size, "--emulate", "--json", str(path)])
+  result = json.loads(path.read_text())
+  assert list(result["runs"]) == ["bfloat16", "bfloat16, nudged", "fp8"]
+  plain, nudged, eight_bits = (np.array(run["losses"]) for run in result["runs"].values())
+  for other in (nudged, eight_bits):
+    assert not np.array_equal(plain, other)
+    np.testing.assert_allclose(other, plain, rtol=0.02)
+  assert plain[-10:].mean() < plain[0] - 2
+  assert 0 < result["noise"] < 0.01
+  assert result["recommendation"].startswith("fp8 learns as bfloat16 does")
+  assert "noise 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", ["small", "xl"])
