@@ -97,8 +97,8 @@ def compile_program(args: argparse.Namespace, fp8: bool) -> Program:
   args.fp8 = fp8
   schedule = optax.linear_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
   compiled, state, batch, computation = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
-  shardings = jax.tree.map(lambda x: x.sharding, (state, batch))
-  return Program(compiled, jax.device_get(state), *shardings, computation)
+  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, batch))
+  return Program(compiled, jax.device_get(state), of_state, of_batch, computation)
 
 
 def nudged(state: TrainState) -> TrainState:
