@@ -37,6 +37,7 @@ def evaluate(
   train_eval_get_dataset_fn: Callable[..., Any] = data.get_training_eval_datasets,
   fallback_init_rng: int | None = None,
   use_orbax: bool = True,
+  input_length_buckets: Sequence[int] = (),
 ) -> dict[int, Values]:
   """Lets checkpoints predict and score a task's examples, and the task's metrics judge them.
 
@@ -56,6 +57,8 @@ def evaluate(
     train_eval_get_dataset_fn: makes the data for the loss; with its `eval_steps` bound.
     fallback_init_rng: a seed for what a checkpoint lacks, if the config allows that.
     use_orbax: T5X's choice of layout; it is found by looking.
+    input_length_buckets: shorter lengths for batches of short inputs, such as (64, 128); see
+      `inference.get_infer_fn`.
 
   Returns:
     {step: {task: {metric: value}}}; without values on processes other than the first.
@@ -65,8 +68,9 @@ def evaluate(
   """
   del use_orbax
   evaluator = InferenceEvaluator(
-    dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=output_dir
-  )
+    dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=output_dir,
+    input_length_buckets=input_length_buckets,
+  )  # fmt: skip
   if not evaluator.eval_tasks:
     raise ValueError(_no_metrics_text(dataset_cfg))
   batch = dataset_cfg.batch_size

@@ -121,6 +121,7 @@ def infer(
       partitioner,
       keep_aux_as_numpy,
       input_length_buckets,
+      is_scoring=mode == "score",
     ),
     train_state=state,
   )

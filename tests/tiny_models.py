@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.partitioning import param_with_axes
 
-from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import TrainState
@@ -105,6 +105,17 @@ def make_model(module: Any = None, **arguments: Any) -> EncoderDecoderModel:
   )
 
 
+def make_decoder_only_model(
+  config: TransformerConfig = DECODER_ONLY, **arguments: Any
+) -> DecoderOnlyModel:
+  """Returns a decoder-only model; token 1 ends its decodes."""
+  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=VOCAB)
+  module = DecoderWrapper(config)
+  return DecoderOnlyModel(
+    module, vocabulary, adafactor(), feature_converter_cls=object, **arguments
+  )
+
+
 def initialise(module: nn.Module, key: jax.Array) -> Any:
   """Returns the module's own initial variables."""
   shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
@@ -118,11 +129,16 @@ def variables(module: nn.Module) -> Any:
 
 
 @functools.cache
-def decoder_only_params(config: TransformerConfig) -> Any:
-  """Returns parameters of a decoder-only network, drawn likewise."""
+def decoder_only_variables(config: TransformerConfig) -> Any:
+  """Returns variables of a decoder-only network, drawn likewise."""
   tokens = jnp.ones((1, 4), jnp.int32)
   init = functools.partial(DecoderWrapper(config).init, enable_dropout=False)
-  return _drawn(lambda key: init(key, tokens, tokens))["params"]
+  return _drawn(lambda key: init(key, tokens, tokens))
+
+
+def decoder_only_params(config: TransformerConfig) -> Any:
+  """Returns the parameters of `decoder_only_variables`."""
+  return decoder_only_variables(config)["params"]
 
 
 def _drawn(init: Callable[[jax.Array], Any]) -> Any:

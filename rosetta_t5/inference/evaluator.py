@@ -15,6 +15,7 @@ from rosetta_t5 import data
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.evaluator import make_evaluator
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
+from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.parallel import BasePartitioner
 
 FOLDER = "inference_eval"
@@ -36,6 +37,7 @@ class InferenceEvaluator:
     partitioner: BasePartitioner,
     log_dir: str | os.PathLike[str] | None = None,
     verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
+    input_length_buckets: Sequence[int] = (),
   ):
     """Reads the data once.
 
@@ -47,6 +49,7 @@ class InferenceEvaluator:
       partitioner: splits batches over the devices.
       log_dir: the folder above the files; None writes none.
       verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
+      input_length_buckets: shorter lengths for batches of short inputs; see `get_infer_fn`.
 
     Raises:
       ValueError: something given does not fit together, or the batch not the devices.
@@ -55,6 +58,7 @@ class InferenceEvaluator:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
     self._batch_size = infer_eval_dataset_cfg.batch_size
+    self._buckets = check_buckets(input_length_buckets)
     self._model = model
     self._partitioner = partitioner
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
@@ -89,9 +93,13 @@ class InferenceEvaluator:
 
     def infer_fn(method: str, **arguments: Any) -> InferFn:
       if method not in self._infer_fns:
-        step = getattr(self._model, method)
         self._infer_fns[method] = get_infer_fn(
-          step, self._batch_size, train_state_axes, self._partitioner
+          getattr(self._model, method),
+          self._batch_size,
+          train_state_axes,
+          self._partitioner,
+          input_length_buckets=self._buckets,
+          is_scoring=method == "score_batch",
         )
       return functools.partial(self._infer_fns[method], train_state=train_state, **arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.inference.length_buckets import check_buckets, cut_inputs
+from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
@@ -32,6 +33,7 @@ def get_infer_fn(
   partitioner: BasePartitioner,
   keep_aux_as_numpy: bool = False,
   input_length_buckets: Sequence[int] = (),
+  is_scoring: bool = False,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).
 
@@ -42,9 +44,11 @@ def get_infer_fn(
     train_state_axes: the train state with PartitionSpecs in place of arrays.
     partitioner: splits parameters and batches over the devices.
     keep_aux_as_numpy: leave auxiliary values as arrays, an array for each example.
-    input_length_buckets: lengths that an encoder's inputs are cut to where a batch has none that is
-      longer, such as (64, 128, 256). One program is compiled for each that occurs, and one for the
-      full length; results are the same but for the last bits of sums.
+    input_length_buckets: lengths that inputs are cut to where a batch has none that is longer, such
+      as (64, 128, 256); see `cut_rows`. One program is compiled for each that occurs, and one for
+      the full length; results are the same but for the last bits of sums.
+    is_scoring: whether `infer_step` scores targets and decodes nothing, so that the buckets count
+      for a decoder-only model's inputs and targets together.
 
   Returns:
     `f(ds, train_state, rng=None)`. `ds` yields (index, example) as `Dataset.enumerate()` does: the
@@ -57,6 +61,7 @@ def get_infer_fn(
     ValueError: the batch does not divide over the devices; from the function, `ds` is empty.
   """
   buckets = check_buckets(input_length_buckets)
+  cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
   layout = partitioner.get_data_layout(batch_size)
   data_spec, params_axes = partitioner.data_partition_spec, train_state_axes.params
   takes_rng = "rng" in inspect.signature(infer_step).parameters
@@ -80,7 +85,7 @@ def get_infer_fn(
   def infer_fn(ds: Iterable[Any], train_state: Any, rng: jax.Array | None = None) -> Any:
     rows = _Rows(keep_aux_as_numpy)
     in_flight: collections.deque[PyTree] = collections.deque()
-    for index_B, batch in _batches(ds, batch_size, layout.shard_id, layout.num_shards, buckets):
+    for index_B, batch in _batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
@@ -101,7 +106,7 @@ def _batches(
   batch_size: int,
   shard_id: int,
   num_shards: int,
-  buckets: Sequence[int] = (),
+  cut: Callable[[list[Any]], list[Any]] = list,
 ) -> Iterator[tuple[np.ndarray, Example]]:
   """Yields this shard's rows of each batch; the first example fills up the last one."""
   elements = iter(ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds)
@@ -109,8 +114,7 @@ def _batches(
   while group := list(itertools.islice(elements, batch_size)):
     filling = filling or (np.int64(_PADDING), group[0][1])
     group += [filling] * (batch_size - len(group))
-    if buckets:  # before the shards part, as all must come to one length
-      group = cut_inputs(group, buckets)
+    group = cut(group)  # before the shards part, as all must come to one length
     # As T5X shards: element n of the dataset goes to shard n modulo num_shards.
     indices, examples = zip(*group[shard_id::num_shards], strict=True)
     yield np.asarray(indices, np.int32), jax.tree.map(lambda *x: np.stack(x), *examples)

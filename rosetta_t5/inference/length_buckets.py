@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-_TOKENS = "encoder_input_tokens"
-
 
 def check_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
   """Returns the lengths, the shortest first.
@@ -30,24 +28,39 @@ def default_buckets(full_length: int) -> tuple[int, ...]:
   return tuple(n * eighth for n in (1, 2, 4) if n * eighth < full_length)
 
 
-def cut_inputs(rows: Sequence[tuple[Any, Any]], buckets: Sequence[int]) -> list[tuple[Any, Any]]:
-  """Returns (index, example) pairs with an encoder's inputs cut to the shortest bucket that holds all.
+def cut_rows(
+  rows: Sequence[tuple[Any, Any]], buckets: Sequence[int], is_scoring: bool = False
+) -> list[tuple[Any, Any]]:
+  """Returns (index, example) pairs with features cut to the shortest bucket that holds all.
+
+  Of an encoder-decoder's rows the inputs are cut. A decoder-only model's rows have inputs and targets
+  in one: to be scored they are cut as a whole; where the model is to go on from the inputs, of
+  which the row's length tells how far, only `decoder_causal_attention`, which marks them.
 
   Args:
-    rows: those of one batch. Examples without `encoder_input_tokens` are left as they are.
+    rows: those of one batch. Examples with none of these features are left as they are.
     buckets: lengths, the shortest first.
+    is_scoring: whether targets are scored and nothing is decoded.
   """
-  first = rows[0][1]
-  if _TOKENS not in first:
+  measured, prefix = _what_to_cut(rows[0][1], is_scoring)
+  if measured is None:
     return list(rows)
-  full_length = len(first[_TOKENS])
-  longest = max(_length(example[_TOKENS]) for _, example in rows)
+  full_length = len(rows[0][1][measured])
+  longest = max(_length(example[measured]) for _, example in rows)
   bucket = next((n for n in buckets if longest <= n < full_length), full_length)
 
   def cut(name: str, x: np.ndarray) -> np.ndarray:
-    return x[:bucket] if name.startswith("encoder_") and len(x) == full_length else x
+    return x[:bucket] if name.startswith(prefix) and len(x) == full_length else x
 
   return [(i, {name: cut(name, x) for name, x in example.items()}) for i, example in rows]
+
+
+def _what_to_cut(example: Any, is_scoring: bool) -> tuple[str | None, str]:
+  """Returns the feature whose length counts, and how the names of those to be cut begin."""
+  if "encoder_input_tokens" in example:
+    return "encoder_input_tokens", "encoder_"
+  feature = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"
+  return (feature, "decoder_" if is_scoring else feature) if feature in example else (None, "")
 
 
 def _length(tokens_S: np.ndarray) -> int:

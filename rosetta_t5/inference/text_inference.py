@@ -18,6 +18,7 @@ from rosetta_t5.data.text_examples import (
 from rosetta_t5.data.vocabulary import decode_tokens
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
 from rosetta_t5.inference.length_buckets import default_buckets
+from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.parallel import BasePartitioner
 
 Preprocessors = Sequence[Callable[..., Any]]
@@ -66,6 +67,9 @@ class TextInference:
     self._batch_size, self._lengths = batch_size, task_feature_lengths
     self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
     self._infer_fns: dict[Any, InferFn] = {}
+    # A decoder-only model has inputs and targets in one row.
+    in_a_row = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
+    self._row_length = sum(task_feature_lengths.get(name, 0) for name in in_a_row)
 
   def datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
     """Returns the examples as datasets with the features of a task, and with those of the model."""
@@ -132,6 +136,7 @@ class TextInference:
         self._batch_size,
         self._axes,
         self._partitioner,
-        input_length_buckets=default_buckets(self._lengths.get("inputs", 0)),
+        input_length_buckets=default_buckets(self._row_length),
+        is_scoring=mode is InferenceType.SCORE,
       )
     return self._infer_fns[key]

@@ -144,7 +144,8 @@ class DecoderOnlyModel(BaseTransformerModel):
     Args:
       params: the parameters.
       inputs: [B, T] inputs, shifted right by one position; 0 after them.
-      causal_attention_mask: [B, T] 1 where `inputs` has the start token or an input.
+      causal_attention_mask: [B, P] 1 where `inputs` has the start token or an input. Only P positions
+        are computed; the cache holds T.
     """
     lengths_B = jnp.sum(inputs[:, 1:] != 0, axis=-1)
     ones = jnp.ones_like(inputs)
@@ -153,7 +154,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     )
     _, variables = self.module.apply(
       {"params": params, "cache": variables["cache"]},
-      inputs,
+      inputs[:, : causal_attention_mask.shape[1]],
       # Stands for the targets, of which it tells the padding: the start token is to be seen too.
       causal_attention_mask,
       decoder_causal_attention=self._get_decoder_causal_attention({_MASK: causal_attention_mask}),
@@ -179,7 +180,8 @@ class DecoderOnlyModel(BaseTransformerModel):
     Args:
       params: the parameters.
       batch: `decoder_input_tokens` [B, T], of which the targets are left out, and
-        `decoder_causal_attention`; T limits inputs and decodes together.
+        `decoder_causal_attention` [B, P], 1 at the inputs and the first target, with P < T where all
+        these come before P; T limits inputs and decodes together.
       rng: the key for sampling.
       return_all_decodes: whether all decodes are returned, [B, N, T], the best last; else the best,
         [B, T].
@@ -197,8 +199,10 @@ class DecoderOnlyModel(BaseTransformerModel):
         f"the batch has no {_MASK}, so that inputs and targets cannot be told apart: give "
         "task_feature_lengths both 'inputs' and 'targets'"
       )
-    inputs_BT = batch["decoder_input_tokens"] * batch[_MASK]
-    cache, lengths_B = self._compute_kv_cache(params, inputs_BT, batch[_MASK])
+    mask_BP, tokens_BT = batch[_MASK], batch["decoder_input_tokens"]
+    missing = tokens_BT.shape[1] - mask_BP.shape[1]
+    inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
+    cache, lengths_B = self._compute_kv_cache(params, inputs_BT, mask_BP)
     optional = {
       "cache_offset": int(getattr(self.module, "scan_layers", False)),
       "initial_index": lengths_B,

@@ -38,12 +38,14 @@ def confidence(targets, predictions, aux_values):
 def task():
   add_task("pairs_with_metrics", metric_fns=[exact, likelihood, confidence])
   add_task("pairs_without_metrics")
+  add_task("pairs_with_scores", metric_fns=[likelihood])
   import_seqio().MixtureRegistry.add(
     "pairs_mixture", [("pairs_with_metrics", 1), ("pairs_without_metrics", 1)]
   )
   yield "pairs_with_metrics"
   import_seqio().MixtureRegistry.remove("pairs_mixture")
-  import_seqio().TaskRegistry.remove("pairs_with_metrics")
+  for name in ("pairs_with_metrics", "pairs_with_scores"):
+    import_seqio().TaskRegistry.remove(name)
   import_seqio().TaskRegistry.remove("pairs_without_metrics")
 
 
@@ -121,6 +123,22 @@ def test_lengths_left_open_are_those_of_the_longest_example(evaluated):
   evaluator = evaluated[0]
   assert evaluator.model_feature_shapes["encoder_input_tokens"] == (len("question 100") + 1,)
   assert evaluator.model_feature_shapes["decoder_target_tokens"] == (len("answer 10") + 1,)
+
+
+def test_batches_of_short_inputs_are_computed_at_a_short_length(evaluated):
+  model, state = byte_model(), evaluated[-1]
+  lengths, score = [], model.score_batch
+
+  def recorded(params, batch):
+    lengths.append(batch["encoder_input_tokens"].shape[1])  # only while a program is made
+    return score(params, batch)
+
+  model.score_batch = recorded
+  cfg, partitioner = config("pairs_with_scores"), PjitPartitioner(1)
+  evaluator = InferenceEvaluator(cfg, None, model, partitioner, input_length_buckets=[12])
+  evaluator.evaluate(state, partitioner.get_mesh_axes(state)).result()
+  assert lengths == [12, 13], "the longest question comes in the second batch"
+  np.testing.assert_allclose(seen["scores"][1], score(state.params, batch_of(model)), rtol=1e-4)
 
 
 def test_tasks_without_metrics_are_left_out(task):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
-from tiny_models import T5_1_1, make_batch, make_model, variables
+from tiny_models import (
+  DECODER_ONLY,
+  T5_1_1,
+  VOCAB,
+  decoder_only_variables,
+  make_batch,
+  make_decoder_only_model,
+  make_model,
+  variables,
+)
 
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import _batches
-from rosetta_t5.inference.length_buckets import default_buckets
+from rosetta_t5.inference.length_buckets import cut_rows, default_buckets
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
@@ -47,15 +58,63 @@ def test_a_program_a_length_and_the_scores_of_the_full_length():
 
 def test_all_shards_come_to_the_length_of_the_longest_in_the_batch():
   rows = list(enumerate(examples()))[:10]
+  cut = functools.partial(cut_rows, buckets=(6,))
   lengths = [
-    [batch["encoder_input_tokens"].shape for _, batch in _batches(rows, 8, shard, 2, (6,))]
+    [batch["encoder_input_tokens"].shape for _, batch in _batches(rows, 8, shard, 2, cut)]
     for shard in range(2)
   ]
   assert lengths == [[(4, 6), (4, 6)]] * 2
   long = [(0, rows[0][1]), (1, examples()[13])]
-  found = [b for shard in (0, 1) for _, b in _batches(long, 2, shard, 2, (6,))]
+  found = [b for shard in (0, 1) for _, b in _batches(long, 2, shard, 2, cut)]
   assert [b["encoder_input_tokens"].shape for b in found] == [(1, LENGTH)] * 2
   assert found[0]["decoder_target_tokens"].shape == (1, 4)
+
+
+def prefix_lm_examples():
+  """Returns 24 rows of inputs and targets: 8 short ones, 8 with one longer prompt, 8 all full."""
+  rng, rows = np.random.default_rng(0), []
+  for row in range(24):
+    prompt = 4 if row < 8 else {12: 7}.get(row, 3) if row < 16 else LENGTH - 2
+    tokens = np.zeros(LENGTH, np.int32)
+    tokens[: prompt + 2] = rng.integers(2, VOCAB, prompt + 2)
+    places = np.arange(LENGTH)
+    rows.append({
+      "decoder_target_tokens": tokens,
+      "decoder_input_tokens": np.pad(tokens, (1, 0))[:-1],
+      "decoder_causal_attention": (places <= prompt).astype(np.int32),
+      "decoder_loss_weights": ((places >= prompt) & (tokens > 0)).astype(np.int32),
+    })  # fmt: skip
+  return rows
+
+
+@pytest.mark.parametrize(("is_scoring", "is_prefix"), [(True, True), (False, True)])
+def test_a_decoder_only_model_goes_on_from_short_prompts_as_at_the_full_length(
+  is_scoring, is_prefix
+):
+  model = make_decoder_only_model(inputs_bidirectional_attention=is_prefix)
+  partitioner, shapes = PjitPartitioner(num_partitions=1), []
+  state = InferenceState.create(decoder_only_variables(DECODER_ONLY))
+
+  def step(params, batch):
+    shapes.append([batch[f"decoder_{n}"].shape[1] for n in ("causal_attention", "target_tokens")])
+    if is_scoring:
+      return model.score_batch(params, batch)
+    return model.predict_batch_with_aux(params, batch)
+
+  def results(**options):
+    axes = partitioner.get_mesh_axes(state)
+    infer_fn = get_infer_fn(step, 8, axes, partitioner, is_scoring=is_scoring, **options)
+    found = infer_fn(enumerate(prefix_lm_examples()), state)
+    return (found, {"scores": [x for _, x in found]}) if is_scoring else found
+
+  full, full_aux = results()
+  assert shapes == [[LENGTH, LENGTH]]
+  cut, cut_aux = results(input_length_buckets=(6, 10))
+  whole = [[6, 6], [10, 10]] if is_scoring else [[6, LENGTH], [10, LENGTH]]
+  assert shapes == [[LENGTH, LENGTH], *whole, [LENGTH, LENGTH]]
+  np.testing.assert_allclose(cut_aux["scores"], full_aux["scores"], rtol=1e-5)
+  if not is_scoring:
+    assert cut == full, "a short prompt does not shorten what may follow it"
 
 
 def test_buckets_by_default_are_parts_of_the_length_and_wrong_ones_are_refused():

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DECODER_ONLY, VOCAB, decoder_only_params
+from tiny_models import DECODER_ONLY, VOCAB, decoder_only_params, make_decoder_only_model
 
 from rosetta_t5 import decoding
-from rosetta_t5.models import DecoderOnlyModel, remove_prefix
-from rosetta_t5.networks.decoder_only import DecoderWrapper
+from rosetta_t5.models import remove_prefix
 
 LENGTH = 10
 INPUTS = ([5, 9, 3], [7, 2, 8, 4, 6, 3], [4, 4])
@@ -41,12 +39,7 @@ def features(inputs, targets):
 BATCH = features(INPUTS, TARGETS)
 
 
-def make(**arguments):
-  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=VOCAB)
-  module = DecoderWrapper(DECODER_ONLY)
-  return DecoderOnlyModel(module, vocabulary, None, feature_converter_cls=object, **arguments)
-
-
+make = make_decoder_only_model
 SCORE = jax.jit(make().score_batch)
 
 
@@ -82,6 +75,14 @@ def test_scores_by_chunks_of_the_length_are_those_of_all_logits_at_once():
     PARAMS, BATCH
   )
   assert sown["decoder"]["token_scores"][0].shape == (3, LENGTH)
+
+
+def test_scores_by_chunks_leave_padding_without_probability_too():
+  config = DECODER_ONLY.replace(padding_never_follows=True)
+  chunked, whole = (make(config, loss_chunk_length=n) for n in (4, None))
+  scores = jax.jit(chunked.score_batch)(PARAMS, BATCH)
+  np.testing.assert_allclose(scores, jax.jit(whole.score_batch)(PARAMS, BATCH), rtol=1e-6)
+  assert np.all(np.asarray(scores) > np.asarray(SCORE(PARAMS, BATCH)))
 
 
 def greedy_by_teacher_forcing(is_prefix):
