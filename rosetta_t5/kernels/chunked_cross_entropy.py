@@ -20,6 +20,9 @@ from rosetta_t5.kernels.cross_entropy import (
   loss_and_residuals,
 )
 
+# A logit that is as good as −∞, and still has a gradient that is no NaN.
+_NEVER = -1e10
+
 
 class Unprojected(NamedTuple):
   """What the logits are the product of.
@@ -27,10 +30,12 @@ class Unprojected(NamedTuple):
   Attributes:
     hidden_BTD: the decoder's last activations.
     kernel_DV: the output layer's kernel; the logits are computed in its type.
+    never: a token that has no probability whatever the product says; None where all have.
   """
 
   hidden_BTD: Float[Array, "B T D"]
   kernel_DV: Float[Array, "D V"]
+  never: Int[Array, ""] | None = None
 
 
 class ChunkedLoss(NamedTuple):
@@ -69,11 +74,11 @@ def _forward(
   label_smoothing: float,
   chunk: int,
 ) -> tuple[ChunkedLoss, tuple]:
-  hidden_BTD, kernel_DV = unprojected
+  hidden_BTD, kernel_DV, never = unprojected
 
   def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, targets_BC = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV)
+    logits_BCV = _logits(hidden_BCD, kernel_DV, never)
     loss, residuals = loss_and_residuals(logits_BCV, targets_BC, z_loss, label_smoothing)
     *_, highest, total = residuals
     return (*loss, correct_predictions(logits_BCV, targets_BC), highest, total)
@@ -86,16 +91,17 @@ def _forward(
 
 
 def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: ChunkedLoss) -> tuple:
-  (hidden_BTD, kernel_DV), targets_BT, z_loss, highest, total = residuals
+  (hidden_BTD, kernel_DV, never), targets_BT, z_loss, highest, total = residuals
   per_token = (targets_BT, highest, total, grads.loss_BT, grads.z_loss_BT)
 
   def one_chunk(carry: tuple[jax.Array, jax.Array], part: tuple) -> tuple[tuple, jax.Array]:
     grad_kernel_DV, grad_z_loss = carry
     hidden_BCD, targets, highest, total, grad_loss, grad_z = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV)
+    logits_BCV = _logits(hidden_BCD, kernel_DV, never)
     grad_BCV, _, grad_z_part = logits_gradient(
       label_smoothing, (logits_BCV, targets, z_loss, highest, total), (grad_loss, grad_z)
     )
+    grad_BCV = with_logit(grad_BCV, never, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
     grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
     return (grad_kernel_DV, grad_z_loss + grad_z_part), jnp.einsum(
@@ -108,14 +114,25 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
   carry = (jnp.zeros_like(kernel_DV), jnp.zeros((), jnp.float32))
   (grad_kernel_DV, grad_z_loss), grad_hidden = jax.lax.scan(one_chunk, carry, tuple(parts))
   grad_hidden_BTD = _joined(grad_hidden, targets_BT.shape[1]).astype(hidden_BTD.dtype)
-  return Unprojected(grad_hidden_BTD, grad_kernel_DV), None, grad_z_loss
+  return Unprojected(grad_hidden_BTD, grad_kernel_DV, None), None, grad_z_loss
 
 
 chunked_cross_entropy.defvjp(_forward, _backward)
 
 
-def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-  return jnp.einsum("bcd,dv->bcv", hidden_BCD.astype(kernel_DV.dtype), kernel_DV)
+def with_logit(
+  logits_BTV: Float[Array, "B T V"], token: int | Int[Array, ""] | None, value: float = _NEVER
+) -> Float[Array, "B T V"]:
+  """Returns logits in which a token's is `value`; as they are where `token` is None."""
+  if token is None:
+    return logits_BTV
+  is_token_11V = jnp.arange(logits_BTV.shape[-1])[None, None] == token
+  return jnp.where(is_token_11V, jnp.asarray(value, logits_BTV.dtype), logits_BTV)
+
+
+def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array, never: jax.Array | None) -> jax.Array:
+  logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD.astype(kernel_DV.dtype), kernel_DV)
+  return with_logit(logits_BCV, never)
 
 
 def _split(array_BT: jax.Array, chunk: int, fill: int = 0) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
+from rosetta_t5.kernels.chunked_cross_entropy import Unprojected, with_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.attention_kernel import SegmentMask, is_fused, segment_mask
 from rosetta_t5.networks.centred_norm import CentredLayerNorm
@@ -24,9 +24,6 @@ from rosetta_t5.networks.masks import make_decoder_mask
 from rosetta_t5.networks.output_layer import output_layer
 from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.parallel.constraints import with_sharding_constraint
-
-# A logit that is as good as −∞, and still has a gradient that is no NaN.
-_NEVER = -1e10
 
 
 def _dropout(config: TransformerConfig, name: str) -> nn.Dropout:
@@ -175,12 +172,8 @@ class Decoder(nn.Module):
     if not cfg.padding_never_follows:
       return logits
     if isinstance(logits, Unprojected):
-      raise ValueError(
-        "TransformerConfig.padding_never_follows = True wants all logits, which loss_chunk_length "
-        "never makes: set loss_chunk_length = None, or padding_never_follows = False"
-      )
-    is_padding_11V = jnp.arange(logits.shape[-1])[None, None] == 0
-    return jnp.where(is_padding_11V, jnp.asarray(_NEVER, logits.dtype), logits)
+      return logits._replace(never=jnp.zeros((), jnp.int32))
+    return with_logit(logits, 0)
 
   def _places(
     self,

@@ -55,6 +55,24 @@ def test_loss_and_gradients_follow_the_formula(smoothing, chunk):
     np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5)
 
 
+def test_a_token_that_never_follows_has_no_part_in_loss_and_gradients():
+  hidden, kernel = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
+  targets = jnp.asarray(np.where(TARGETS == 4, 5, TARGETS))
+
+  def in_chunks(hidden, kernel):
+    unprojected = Unprojected(hidden, kernel, jnp.array(4))
+    return jnp.sum(chunked_cross_entropy(unprojected, targets, 0.05, 0.0, 3).loss_BT)
+
+  def at_once(hidden, kernel):
+    others = jnp.array([n for n in range(11) if n != 4])
+    places = jnp.where(targets > 4, targets - 1, targets)
+    return jnp.sum(cross_entropy(hidden @ kernel[:, others], places, 0.05, 0.0)[0])
+
+  got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, kernel) for f in (in_chunks, at_once))
+  for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_it_says_which_targets_have_the_highest_logit():
   logits = HIDDEN @ KERNEL
   targets = np.where(RNG.random(TARGETS.shape) < 0.5, np.argmax(logits, -1), TARGETS)
