@@ -65,6 +65,9 @@ class Embed(nn.Module):
     table = with_sharding_constraint(self.embedding, ("vocab", None))
     rows = table.at[inputs]
     vectors = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
+    # Positions are split afterwards: each device looks up what its part of the vocabulary has of all of
+    # them, and the sums are scattered. Split at once, XLA would send the whole table around instead.
+    vectors = with_sharding_constraint(vectors, ("batch", None, "embed"))
     return with_sharding_constraint(vectors, ("batch", "length", "embed"))
 
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:

@@ -19,7 +19,6 @@ from rosetta_t5.parallel.layout import DataLayout, check_batch_size, data_layout
 from rosetta_t5.parallel.mesh import BATCH_AXES, batch_shards, default_mesh, mesh_sizes
 from rosetta_t5.parallel.rules import (
   LogicalAxisRules,
-  optimizer_rules,
   rules_for,
   standard_logical_axis_rules,
 )
@@ -346,7 +345,7 @@ class PjitPartitioner(BasePjitPartitioner):
     axes = jax.tree.map(functools.partial(_to_mesh, self._rules), train_state, names)
     if not self.zero1 or not hasattr(train_state, "optimizer_def"):
       return axes
-    to_mesh = functools.partial(_to_mesh, optimizer_rules(self._rules))
+    to_mesh = functools.partial(_to_mesh_and_data, self._rules)
     states = jax.tree.map(to_mesh, train_state.param_states, names.param_states)
     return axes.replace(param_states=states)
 
@@ -364,6 +363,23 @@ def _to_mesh(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> Par
       f"{', '.join(sorted(known))}"
     )
   return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
+
+
+def _to_mesh_and_data(
+  rules: LogicalAxisRules, array: Any, axes: PartitionSpec | None
+) -> PartitionSpec:
+  """Returns how an array of the optimizer's state is split under ZeRO-1: its `embed` over `data` too.
+
+  `data` comes last: a device's part is then a slice of its part of the parameter, and what it made new
+  of it is gathered over `data` alone. The other way round every state is sent elsewhere and back.
+  """
+  spec = _to_mesh(rules, array, axes)
+  parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+  if axes is None or "embed" not in axes or any(DATA_AXIS in part for part in parts):
+    return spec
+  at = tuple(axes).index("embed")
+  over = (*parts[at], DATA_AXIS)
+  return PartitionSpec(*spec[:at], over if len(over) > 1 else DATA_AXIS, *spec[at + 1 :])
 
 
 def _is_spec(leaf: Any) -> bool:

@@ -84,12 +84,3 @@ def rules_for(
     # Last, so that heads, mlp and vocab come first.
     made = [*(rule for rule in made if rule != ("length", None)), ("length", "model")]
   return tuple(made)
-
-
-def optimizer_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
-  """Returns the rules of the optimizer's state under ZeRO-1: as the parameters', and over `data` too."""
-  split = [axis for name, axis in rules if name == "embed" and axis not in (None, "data", "model")]
-  over = tuple(str(axis) for axis in split[:1])
-  # `data` comes last: a device's part is then a slice of its part of the parameter, and what it made new
-  # of it is gathered over `data` alone. The other way round every state is sent elsewhere and back.
-  return (("embed", (*over, "data")), ("embed", "data"), *rules)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.parallel.counts import DATA_AXIS, MODEL_AXIS
 from rosetta_t5.parallel.mesh import BATCH_AXES
@@ -21,6 +22,7 @@ from rosetta_t5.plan.memory import array_bytes, layers_of
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Collective:
   """One kind of collective over the same axes for the same reason.
 
   Attributes:
-    kind: all-reduce, all-gather or reduce-scatter.
+    kind: all-reduce, all-gather, reduce-scatter or all-to-all.
     axes: the mesh axes whose devices take part.
-    size: bytes of the whole array, on each device, in one step.
+    size: bytes of the whole array (of an all-to-all: of a device's part), on each device, in one step.
     why: what for: "gradients", "parameters", "activations".
     terms: arrays that could be summed first and travel as one. XLA does so on GPUs
       (AllReduceReassociate); on CPUs each travels by itself.
@@ -60,7 +62,8 @@ class Work:
     examples: examples that a device has in a step, all its microbatches together.
     microbatches: parts they are worked through in.
     zero1: whether the optimizer's state is split over `data`, the parameters not.
-    sequence_parallel: whether activations are split by position over `model` between blocks.
+    over_model: which dimension of activations is split over `model` between blocks: "length",
+      "embed" or None; see `split_over_model`.
     loss_chunk_length: target positions whose logits exist at a time; None for all.
   """
 
@@ -69,8 +72,18 @@ class Work:
   examples: float
   microbatches: int = 1
   zero1: bool = False
-  sequence_parallel: bool = False
+  over_model: str | None = None
   loss_chunk_length: int | None = None
+
+
+def split_over_model(partitioner: Any) -> str | None:
+  """Returns which dimension of activations a partitioner splits over `model` between blocks.
+
+  "length" with `sequence_parallel`, "embed" with T5X's `activation_partitioning_dims = 2`, else None.
+  """
+  names = ("batch", "length", "embed")
+  spec = logical_to_mesh_axes(names, getattr(partitioner, "logical_axis_rules", ())) or ()
+  return next((name for name, axis in zip(names, spec, strict=False) if axis == MODEL_AXIS), None)
 
 
 def step_collectives(
@@ -91,7 +104,7 @@ def step_collectives(
     name = "/".join(str(getattr(key, "key", key)) for key in path)
     found += _of_parameter(name, param, spec, mesh, work)
   if mesh.get(MODEL_AXIS, 1) > 1:
-    found += _of_activations(mesh, work)
+    found += _of_activations(mesh, work, any(_over_batch(spec, mesh) for spec in specs))
   return _summed(found)
 
 
@@ -99,35 +112,46 @@ def _of_parameter(
   name: str, param: Any, spec: Sequence[Any], mesh: Mapping[str, int], work: Work
 ) -> Iterator[Collective]:
   """Yields how a parameter comes together and how its gradient is summed."""
-  named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
   batch = [axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1]
-  over = tuple(axis for axis in batch if axis in named)
-  rest = tuple(axis for axis in batch if axis not in named)
+  over = _over_batch(spec, mesh)
+  rest = tuple(axis for axis in batch if axis not in over)
   whole = array_bytes(param, [part if part == MODEL_AXIS else None for part in spec], mesh)
   lookups = _lookups(name, work.config)
-  is_tied = getattr(work.config, "logits_via_embedding", False)
+  # A table whose vectors make the logits too is used in a product besides.
+  is_tied = lookups > 0 and getattr(work.config, "logits_via_embedding", False)
   if over:
-    # The backward pass of a lookup needs no table.
-    for _ in range(1 if lookups and not is_tied else 2):
-      yield Collective(ALL_GATHER, over, whole * work.microbatches, "parameters")
-  terms = max(lookups + (lookups > 0 and is_tied), 1)
-  bias = _position_bias_bytes(name, mesh, work)
-  gradient = bias or whole
+    # Forward and backward, but the backward pass of a lookup needs no table. Products with a table
+    # whose vocabulary is split gather it for themselves.
+    gathers = (2 + (mesh.get(MODEL_AXIS, 1) > 1) if is_tied else 1) if lookups else 2
+    gathered = gathers * whole * work.microbatches
+    yield Collective(ALL_GATHER, over, gathered, "parameters", count=gathers)
+  bias, layers = _position_bias(name, mesh, work)
+  gradient = bias or float(whole)
   size = gradient * work.microbatches
-  # The optimizer's state goes where the parameters' `embed` goes (see `rules.optimizer_rules`).
+  terms = lookups + is_tied or layers
+  # The optimizer's state goes where the parameters' `embed` goes (see `PjitPartitioner.zero1`).
   is_split = work.zero1 and DATA_AXIS in rest and not bias
   parts = math.prod(mesh[axis] for axis in over)
   if over and rest and (lookups or param.ndim == 1):
     # No product made it: XLA sums it over all axes at once, and lets each device keep its part.
-    yield Collective(ALL_REDUCE, tuple(batch), size, "gradients", terms)
-  else:
-    if over:
-      yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
-      size, terms = size / parts, 1
-    if rest:
-      yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
+    yield Collective(ALL_REDUCE, tuple(batch), size, "gradients", lookups or 1)
+    terms = int(is_tied)
+  if terms and over:
+    yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
+    size, terms = size / parts, 1
+  if terms and rest:
+    yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
   if is_split:
     yield Collective(ALL_GATHER, (DATA_AXIS,), gradient / parts, "parameters")
+  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and param.ndim == 1:
+    # A norm's scale multiplies positions that lie apart.
+    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient * work.microbatches, "gradients")
+
+
+def _over_batch(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The axes of the batch that a parameter is split over too."""
+  named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
+  return tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1 and axis in named)
 
 
 def _lookups(name: str, config: Any) -> int:
@@ -137,54 +161,100 @@ def _lookups(name: str, config: Any) -> int:
   return 2 if hasattr(config, "num_encoder_layers") else 1
 
 
-def _position_bias_bytes(name: str, mesh: Mapping[str, int], work: Work) -> float:
-  """The gradient of a relative position bias is summed as [heads, T, T], before it is sorted in buckets."""
+def _position_bias(name: str, mesh: Mapping[str, int], work: Work) -> tuple[float, int]:
+  """The bytes of a relative position bias, and how many layers use it; of other parameters 0 and 1.
+
+  Each layer's gradient is summed as [heads, T, T], before it is sorted in buckets.
+  """
   if "rel_embedding" not in name:
-    return 0
-  length = work.lengths[
-    "encoder" if "encoder" in work.lengths and "encoder/" in name else "decoder"
-  ]
+    return 0, 1
+  side = "encoder" if "encoder" in work.lengths and "encoder/" in name else "decoder"
   heads = work.config.num_heads / mesh.get(MODEL_AXIS, 1)
-  return heads * length**2 * jnp.dtype(work.config.dtype).itemsize
+  size = heads * work.lengths[side] ** 2 * jnp.dtype(work.config.dtype).itemsize
+  return size, layers_of(work.config)[side]
 
 
-def _of_activations(mesh: Mapping[str, int], work: Work) -> Iterator[Collective]:
+def _of_activations(
+  mesh: Mapping[str, int], work: Work, params_over_batch: bool
+) -> Iterator[Collective]:
   """Yields the sums over heads, feed-forward units and vocabulary, forward and backward."""
-  config, lengths = work.config, work.lengths
-  itemsize = jnp.dtype(config.dtype).itemsize
-  width = config.emb_dim * itemsize * work.examples
-  fused = getattr(config, "fuse_qkv_params", False)
-  qkv, kv = (1, 1) if fused else (3, 2)
-  branches = len(config.mlp_activations)
-  target, source = lengths["decoder"] * width, lengths.get("encoder", 0) * width
-  layers = layers_of(config)
-  encoder, decoder = layers["encoder"], layers["decoder"]
-
-  def summed(size: float, terms: int = 1, count: int = 1) -> Iterator[Collective]:
-    axes = (MODEL_AXIS,)
-    if not work.sequence_parallel:
-      yield Collective(ALL_REDUCE, axes, count * size, "activations", terms, count)
-      return
-    yield Collective(REDUCE_SCATTER, axes, count * size, "activations", terms, count)
-    yield Collective(ALL_GATHER, axes, count * size, "activations", count=count)
-
-  for _ in range(encoder):
-    yield from summed(source, count=2)  # attention's output, the block's output
-    yield from summed(source, qkv)
-    yield from summed(source, branches)
-  for _ in range(decoder):
-    yield from summed(target, count=3 if encoder else 2)
-    yield from summed(target, qkv)
-    yield from summed(target, branches)
-    if encoder:
-      yield from summed(target)
-      yield from summed(source, kv)
-  for length in (target, source) if source else (target,):
-    yield from summed(length)  # the lookups
-  yield from summed(target)  # the logits' input
+  for size, products, layers in _inputs(work):
+    yield from _of_input(size, products, layers, work.over_model)
+  # XLA gathers an output's gradient again for a parameter that is split over the batch's axes too.
+  gathers = 2 if work.over_model == "embed" and params_over_batch else 1
+  for size in _outputs(work):
+    yield from _of_output(size, work.over_model, gathers)
+  for size in _sides(work).values():
+    yield from _of_lookup(size, mesh, work)
+  axes, lengths = (MODEL_AXIS,), work.lengths
   # Largest logit and sum of exponentials, in float32.
   size = 2 * 4 * work.examples * lengths["decoder"]
-  yield Collective(ALL_REDUCE, (MODEL_AXIS,), size, "loss", count=2)
+  yield Collective(ALL_REDUCE, axes, size, "loss", count=2)
+  if work.over_model == "embed":
+    # Each norm's mean square, and the sum that its gradient needs, in float32.
+    depth = layers_of(work.config)
+    norms = {"encoder": 2, "decoder": 3 if "encoder" in lengths else 2}
+    for side, length in lengths.items():
+      count = 2 * (depth[side] * norms[side] + 1)
+      yield Collective(ALL_REDUCE, axes, count * 4 * work.examples * length, "norms", count=count)
+
+
+def _sides(work: Work) -> dict[str, float]:
+  """The bytes of the activations between blocks, of encoder and decoder."""
+  width = work.config.emb_dim * jnp.dtype(work.config.dtype).itemsize * work.examples
+  return {side: length * width for side, length in work.lengths.items()}
+
+
+def _inputs(work: Work) -> Iterator[tuple[float, int, int]]:
+  """Yields what goes into products whose results are split: bytes, products, in how many layers."""
+  qkv, kv = (1, 1) if getattr(work.config, "fuse_qkv_params", False) else (3, 2)
+  branches, sides = len(work.config.mlp_activations), _sides(work)
+  for side, layers in layers_of(work.config).items():
+    if layers:
+      yield from [(sides[side], qkv, 1), (sides[side], branches, 1)] * layers
+    if side == "decoder" and "encoder" in sides:
+      yield from [(sides["decoder"], 1, 1)] * layers
+      yield sides["encoder"], kv, layers
+  yield sides["decoder"], 1, 1  # the logits
+
+
+def _outputs(work: Work) -> Iterator[float]:
+  """Yields the bytes of what comes out of products that sum over a split dimension."""
+  sides = _sides(work)
+  for side, layers in layers_of(work.config).items():
+    yield from [sides[side]] * layers * (3 if side == "decoder" and "encoder" in sides else 2)
+
+
+def _of_input(
+  size: float, products: int, layers: int, over_model: str | None
+) -> Iterator[Collective]:
+  axes, kind = (MODEL_AXIS,), REDUCE_SCATTER if over_model else ALL_REDUCE
+  yield Collective(kind, axes, layers * size, "activations", products, layers)
+  if over_model:
+    # By position it comes together once and is kept. By `embed`, XLA lets each product gather it, and
+    # again for the parameter's gradient: no whole one is kept.
+    gathers = 2 * products * layers if over_model == "embed" else 1
+    yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
+
+
+def _of_output(size: float, over_model: str | None, gathers: int = 1) -> Iterator[Collective]:
+  axes = (MODEL_AXIS,)
+  if not over_model:
+    yield Collective(ALL_REDUCE, axes, size, "activations")
+    return
+  yield Collective(REDUCE_SCATTER, axes, size, "activations")
+  yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
+
+
+def _of_lookup(size: float, mesh: Mapping[str, int], work: Work) -> Iterator[Collective]:
+  """Each device looks up what its part of the vocabulary has."""
+  if work.over_model != "embed":
+    yield from _of_output(size, work.over_model)
+    return
+  yield Collective(REDUCE_SCATTER, (MODEL_AXIS,), size, "activations")
+  # The table's gradient, made where a part of `embed` is, goes where a part of the vocabulary is.
+  table = 4 * work.config.vocab_size * work.config.emb_dim / mesh[MODEL_AXIS]
+  yield Collective(ALL_TO_ALL, (MODEL_AXIS,), table * work.microbatches, "gradients")
 
 
 def _summed(collectives: Sequence[Collective]) -> list[Collective]:

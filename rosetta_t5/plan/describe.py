@@ -16,7 +16,7 @@ from rosetta_t5.parallel.layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.parallel.splits import check_splits
 from rosetta_t5.plan import fitting, memory, start
-from rosetta_t5.plan.collectives import Work
+from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.data import data_rows
 from rosetta_t5.plan.devices import expected_devices
 from rosetta_t5.plan.estimate import step_memory
@@ -122,7 +122,7 @@ class Plan:
       examples=self.dataset_cfg.batch_size / batch_shards(self.mesh),
       microbatches=self.microbatches,
       zero1=getattr(self["partitioner"], "zero1", False),
-      sequence_parallel=getattr(self["partitioner"], "sequence_parallel", False),
+      over_model=split_over_model(self["partitioner"]),
       loss_chunk_length=getattr(self["model"], "_loss_chunk_length", None),
     )
 

@@ -11,7 +11,7 @@ import jax
 
 from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.plan.collectives import Work
+from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.memory import size_text
 
@@ -66,6 +66,7 @@ def work_of(
     examples=examples / batch_shards(mesh),
     microbatches=getattr(trainer, "_num_microbatches", None) or 1,
     zero1=getattr(partitioner, "zero1", False),
+    over_model=split_over_model(partitioner),
     loss_chunk_length=getattr(model, "_loss_chunk_length", None),
   )
 

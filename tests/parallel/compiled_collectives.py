@@ -37,7 +37,8 @@ def collectives(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], tupl
         if shape
       ]
       if arrays:
-        counts[kind, _axes(line, mesh)] += len(arrays)
+        # An all-to-all's result is one array, cut in a part for each device.
+        counts[kind, _axes(line, mesh)] += 1 if kind == "all-to-all" else len(arrays)
         sizes[kind, _axes(line, mesh)] += sum(arrays)
   return {key: (counts[key], sizes[key]) for key in counts}
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from compiled_collectives import collectives
-from tiny_models import T5_1_1, make_batch, make_model
+from tiny_models import T5_1_0, T5_1_1, make_batch, make_model
 
 from rosetta_t5.bench.workload import model_config
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
-from rosetta_t5.plan.collectives import ALL_GATHER, ALL_REDUCE, Work, step_collectives
+from rosetta_t5.plan.collectives import (
+  ALL_REDUCE,
+  REDUCE_SCATTER,
+  Work,
+  split_over_model,
+  step_collectives,
+)
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import chain
 
@@ -52,6 +59,19 @@ MESHES = {
   "zero1, tensor": {"num_partitions": 2, "zero1": True},
   "zero1, fsdp": {"mesh": {"data": 2, "fsdp": 4}, "zero1": True},
   "zero1, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero1": True},
+  "positions over tensor": {"mesh": {"data": 4, "tensor": 2}, "sequence_parallel": True},
+  "positions over tensor, fsdp": {
+    "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+    "sequence_parallel": True,
+  },
+  "activations over embed": {
+    "num_partitions": 2,
+    "logical_axis_rules": standard_logical_axis_rules(2, 1),
+  },
+  "activations over embed, parameters over data": {
+    "num_partitions": 4,
+    "logical_axis_rules": standard_logical_axis_rules(2, 2),
+  },
   "parameters over data too": {
     "num_partitions": 2,
     "logical_axis_rules": standard_logical_axis_rules(1, 2),
@@ -59,26 +79,48 @@ MESHES = {
   "two nodes": {"num_partitions": 1, "ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)},
 }
 QUICK = "data, fsdp, tensor"
+# What layers share is read by each of them: the bias of positions, what the encoder has come to.
+DEEP = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=3)
+NETWORKS = {
+  "deep": ("data, tensor", DEEP),
+  "deep, positions over tensor": ("positions over tensor", DEEP),
+  "deep, activations over embed": ("activations over embed", DEEP),
+  "tied logits": ("data, fsdp, tensor", T5_1_0),
+  "tied logits, zero1": ("zero1, fsdp", T5_1_0),
+}
 
 
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in MESHES]
 )
 def test_a_step_has_the_collectives_that_theory_asks_for(name):
-  partitioner = PjitPartitioner(**MESHES[name])
-  compiled, state, splits, batch = compiled_step(partitioner)
+  check_collectives(MESHES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_so_have_steps_of_other_networks(name):
+  mesh, config = NETWORKS[name]
+  check_collectives(MESHES[mesh], config)
+
+
+def check_collectives(arguments, config=T5_1_1):
+  """Asserts that a compiled step has what `plan` counts, and holds what `plan` says it does."""
+  partitioner = PjitPartitioner(**arguments)
+  compiled, state, splits, batch = compiled_step(partitioner, config)
   work = Work(
-    config=T5_1_1,
+    config=config,
     lengths={"encoder": INPUTS, "decoder": TARGETS},
     examples=EXAMPLES / partitioner.data_mesh_size,
-    zero1=MESHES[name].get("zero1", False),
+    zero1=partitioner.zero1,
+    over_model=split_over_model(partitioner),
   )
   counts: collections.Counter = collections.Counter()
   sizes: collections.Counter = collections.Counter()
   for each in step_collectives(state.params, splits.params, partitioner.mesh.shape, work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
-    kind = each.kind if each.kind == ALL_GATHER else ALL_REDUCE
-    terms = 1 if kind == ALL_GATHER else each.terms
+    kind = ALL_REDUCE if each.kind == REDUCE_SCATTER else each.kind
+    terms = each.terms if kind == ALL_REDUCE else 1
     counts[kind, each.axes] += each.count * terms
     sizes[kind, each.axes] += each.size * terms
   expected = {key: (counts[key], sizes[key]) for key in counts}
