@@ -6,7 +6,6 @@ python -m benchmarks.attention_kernels --batch 64 --json out.json
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rosetta_t5.bench.workload import write_result
 from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
 
@@ -90,9 +90,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         row["error"] = str(error).splitlines()[0][:200]
         print(f"{place} {kernel}: {row['error']}", flush=True)
       rows.append(row)
-  if args.json:
-    with open(args.json, "w", encoding="utf-8") as out:
-      json.dump(rows, out, indent=2)
+  write_result(rows, args.json)
   return rows
 
 

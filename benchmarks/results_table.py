@@ -12,9 +12,12 @@ import sys
 from typing import Any
 
 STEP_HEAD = (
-  "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB | compiled, s | switches | HLO"
+  "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB at most | GB of temporaries | "
+  "by plan | compiled, s | switches | HLO"
 )
+TEMPORARIES = ("temporaries_gb", "planned_temporaries_gb")
 FP8_HEAD = "row | steps of | loss | nudged by rounding | in fp8 | fp8 | noise | speed | recommended"
+FAILED_HEAD = "failed | its last line"
 ATTENTION_HEAD = "where | kernel | packed | batch x heads | ms forward and backward"
 
 
@@ -28,6 +31,7 @@ def step_row(name: str, row: dict[str, Any]) -> str:
     f"{row['tflops_per_device']:.1f}",
     f"{row['mfu']:.1%}" if row["mfu"] else "",
     f"{row['peak_memory_gb']:.1f}" if row["peak_memory_gb"] else "",
+    *(f"{row[name]:.2f}" if name in row else "" for name in TEMPORARIES),
     f"{row['compile_s']:.0f}",
     row["switches"],
     ", ".join(f"{count} {what}" for what, count in row["hlo"].items()),
@@ -59,6 +63,22 @@ def attention_row(row: dict[str, Any]) -> str:
   return f"{row['place']} | {row['kernel']} | {'yes' if row['packed'] else 'no'} | {size} | {time}"
 
 
+def failed_rows(folder: pathlib.Path) -> list[str]:
+  """Returns what failed, each with the last line it printed."""
+  rows = []
+  for path in sorted(folder.glob("*.failed")):
+    said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    rows.append(f"{path.stem} | {said[-1][:200].replace('|', '/')}")
+  return rows
+
+
+def tests_line(folder: pathlib.Path) -> list[str]:
+  """Returns what pytest's last line says of the tests on this machine; nothing if they have not run."""
+  log = folder / "tests.log"
+  said = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
+  return [f"Tests marked `gpu`: {said[-1].strip('= ')}.", ""] if said else []
+
+
 def table(head: str, rows: list[str]) -> list[str]:
   """Returns the lines of a Markdown table; none without rows."""
   if not rows:
@@ -82,9 +102,11 @@ def main(folder: str) -> None:
   devices = sorted({f"{result['device']}, {result['versions']}" for result in results.values()})
   lines = [f"# Training steps, {datetime.date.today()}", ""]
   lines += [f"{'; '.join(devices)}. Command: `benchmarks/gpu.sh`.", ""]
+  lines += tests_line(pathlib.Path(folder))
   lines += table(STEP_HEAD, [step_row(name, row) for name, row in steps.items()])
   lines += table(FP8_HEAD, [fp8_row(name, result) for name, result in compared.items()])
   lines += table(ATTENTION_HEAD, [attention_row(row) for row in kernels])
+  lines += table(FAILED_HEAD, failed_rows(pathlib.Path(folder)))
   print("\n".join(lines).rstrip())
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import optax
 
 from rosetta_t5.bench.train_step import add_switches, compile_step, switches
-from rosetta_t5.bench.workload import SIZES, argument_parser
+from rosetta_t5.bench.workload import SIZES, argument_parser, write_result
 from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
 from rosetta_t5.data.span_corruption import random_spans_helper
 from rosetta_t5.data.stdlib_text import stdlib_paragraphs
@@ -96,9 +95,9 @@ def compile_program(args: argparse.Namespace, fp8: bool) -> Program:
   """Returns the step of a model in fp8 or in `args.dtype`, with AdamW after a tenth of warm-up."""
   args.fp8 = fp8
   schedule = optax.linear_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
-  compiled, state, batch, computation = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
-  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (state, batch))
-  return Program(compiled, jax.device_get(state), of_state, of_batch, computation)
+  ready = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
+  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (ready.state, ready.batch))
+  return Program(ready.step, jax.device_get(ready.state), of_state, of_batch, ready.computation)
 
 
 def nudged(state: TrainState) -> TrainState:
@@ -227,7 +226,5 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     f"noise {result['noise']:.2%}; {result['speedup']:.2f}x the speed"
   )
   print(result["recommendation"], flush=True)
-  if args.json:
-    with open(args.json, "w", encoding="utf-8") as out:
-      json.dump(result, out, indent=2)
+  write_result(result, args.json)
   return result

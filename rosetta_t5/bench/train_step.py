@@ -12,10 +12,11 @@ parameters are there.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,8 @@ from rosetta_t5.networks.remat import REMAT_POLICIES
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.estimate import step_memory
+from rosetta_t5.plan.out_of_memory import work_of
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
 
@@ -50,10 +53,26 @@ HLO_FACTS = {
 }
 
 
-def compile_step(
-  args: argparse.Namespace, optimizer: OptimizerDef | None = None
-) -> tuple[Any, TrainState, Any, str]:
-  """Returns the compiled step, a state, the batch on the devices, and what is computed how.
+class CompiledStep(NamedTuple):
+  """A step that is ready to run.
+
+  Attributes:
+    step: the compiled program: (state, batch, rng) → (state, metrics).
+    state: the first state, on the devices.
+    batch: a batch, on the devices.
+    computation: what is computed how.
+    planned: bytes on each device by what they hold, as `rosetta-t5 plan` estimates them.
+  """
+
+  step: Any
+  state: TrainState
+  batch: Any
+  computation: str
+  planned: dict[str, float]
+
+
+def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None) -> CompiledStep:
+  """Returns the compiled training step, and what it begins with.
 
   Args:
     args: what `argument_parser` reads, and `fp8`.
@@ -99,13 +118,18 @@ def compile_step(
   spec = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   batch_on_devices = jax.device_put(batch, spec)
   compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
-  return compiled, state, batch_on_devices, computation_text(model, fp8) or ""
+  work = work_of(model, partitioner, batch, None, partitioner.mesh.shape)
+  work = dataclasses.replace(work, microbatches=args.microbatches or 1)
+  planned = step_memory(state, axes, partitioner.mesh.shape, work)
+  return CompiledStep(
+    compiled, state, batch_on_devices, computation_text(model, fp8) or "", planned
+  )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
   """Returns one row of the table."""
   started = time.perf_counter()
-  compiled, state, batch, computation = compile_step(args)
+  compiled, state, batch, computation, planned = compile_step(args)
   compile_seconds = time.perf_counter() - started
   rng = jax.random.PRNGKey(1)
   metrics: Any = None
@@ -128,6 +152,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compile_s=compile_seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
     hlo=_hlo_facts(compiled),
+    temporaries_gb=compiled.memory_analysis().temp_size_in_bytes / 1e9,
+    planned_temporaries_gb=(planned["gradients"] + planned["activations"]) / 1e9,
   )
 
 

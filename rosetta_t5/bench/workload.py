@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -153,7 +154,13 @@ def announce(row: dict[str, Any], path: str | None) -> dict[str, Any]:
     + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
     flush=True,
   )
-  if path:
-    with open(path, "w", encoding="utf-8") as out:
-      json.dump(row, out, indent=2)
+  write_result(row, path)
   return row
+
+
+def write_result(result: Any, path: str | None) -> None:
+  """Writes a result as JSON to `path`, if there is one: all of it or nothing, also when killed."""
+  if path:
+    unfinished = pathlib.Path(f"{path}.unfinished")
+    unfinished.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    unfinished.replace(path)
