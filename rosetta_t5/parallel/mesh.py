@@ -80,9 +80,20 @@ def mesh_sizes(
   if math.prod(shape) != num_devices:
     raise ValueError(
       f"a mesh of shape {shape} needs {math.prod(shape)} devices, but there are {num_devices}: "
-      "set PjitPartitioner.ici_mesh_shape and dcn_mesh_shape to sizes whose product is that"
+      f"set PjitPartitioner.{_near_shapes(ici_mesh_shape, over_nodes, num_devices)}"
     )
   return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
+
+
+def _near_shapes(ici_mesh_shape: Sequence[int], over_nodes: Sequence[int], num_devices: int) -> str:
+  """Returns settings for so many devices: other nodes if a node is right, else other nodes' insides."""
+  nodes, rest = divmod(num_devices, math.prod(ici_mesh_shape))
+  if not rest:
+    return f"dcn_mesh_shape = ({nodes}, 1)" if nodes > 1 else "dcn_mesh_shape = None"
+  each = num_devices // math.prod(over_nodes) if num_devices % math.prod(over_nodes) == 0 else 1
+  model = math.gcd(each, ici_mesh_shape[1])
+  shape = f"ici_mesh_shape = ({each // model}, {model})"
+  return shape if each > 1 else f"ici_mesh_shape = ({num_devices}, 1) and dcn_mesh_shape = None"
 
 
 def hybrid_grid(

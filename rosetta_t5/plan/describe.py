@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from rosetta_t5.config import Resolved, changes_since
 from rosetta_t5.config.gin_files import Macro, Reference, leaves
 from rosetta_t5.config.unimported import NeedsImport
+from rosetta_t5.parallel.counts import MODEL_AXIS
 from rosetta_t5.parallel.layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.parallel.splits import check_splits
@@ -159,7 +160,17 @@ def _mesh(plan: Plan) -> Rows:
   axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
   what = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
   hint = "" if plan.resolved.devices else " (--devices=N plans for others)"
-  return [("mesh", f"{axes} on {what}{hint}")]
+  return [("mesh", f"{axes} on {what}{hint}"), *_whole_heads(plan)]
+
+
+def _whole_heads(plan: Plan) -> Rows:
+  """Says where attention is not split: parameters are, but the heads do not come out even."""
+  heads, parts = getattr(plan.work.config, "num_heads", 0), plan.mesh.get(MODEL_AXIS, 1)
+  if heads % parts == 0:
+    return []
+  possible = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+  text = f"{heads} heads do not go into model {parts}: each device computes all of them ({possible} would split)"
+  return [("", text)]
 
 
 def _batch(plan: Plan) -> Rows:

@@ -202,4 +202,7 @@ def duration_text(seconds: float) -> str:
 
 
 def _is_terminal(stream: Any) -> bool:
-  return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
+  """Whether a person looks on. Open MPI gives its processes a terminal each, even where they write to a log."""
+  if os.environ.get("TERM") == "dumb" or "OMPI_COMM_WORLD_RANK" in os.environ:
+    return False
+  return bool(getattr(stream, "isatty", lambda: False)())

@@ -46,11 +46,22 @@ def test_partitions_that_do_not_divide_the_devices_are_refused_with_those_that_d
     default_mesh(num_partitions)
 
 
-def test_mesh_shape_of_another_number_of_devices_is_refused():
-  with pytest.raises(
-    ValueError, match=r"shape \(4, 4\) needs 16 devices, but there are 8: set Pjit"
-  ):
-    default_mesh(1, ici_mesh_shape=(4, 4))
+@pytest.mark.parametrize(
+  ("inside", "over_nodes", "needs", "possible"),
+  [
+    ((4, 4), None, "(4, 4) needs 16", "ici_mesh_shape = (2, 4)"),
+    ((2, 2), (3, 1), "(6, 2) needs 12", "dcn_mesh_shape = (2, 1)"),
+    ((4, 2), (2, 1), "(8, 2) needs 16", "dcn_mesh_shape = None"),
+    ((3, 2), (2, 1), "(6, 2) needs 12", "ici_mesh_shape = (2, 2)"),
+    ((3, 3), (3, 1), "(9, 3) needs 27", "ici_mesh_shape = (8, 1) and dcn_mesh_shape = None"),
+  ],
+)
+def test_mesh_shape_of_another_number_of_devices_is_refused_with_one_that_fits(
+  inside, over_nodes, needs, possible
+):
+  text = f"a mesh of shape {needs} devices, but there are 8: set PjitPartitioner.{possible}"
+  with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
+    default_mesh(1, ici_mesh_shape=inside, dcn_mesh_shape=over_nodes)
 
 
 def fake_devices(nodes, each):

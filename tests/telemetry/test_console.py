@@ -111,8 +111,12 @@ def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
   assert "\x1b[" in text
 
 
-def test_dumb_terminal_gets_lines(monkeypatch):
-  monkeypatch.setenv("TERM", "dumb")
+@pytest.mark.parametrize(
+  "environment", [{"TERM": "dumb"}, {"TERM": "xterm", "OMPI_COMM_WORLD_RANK": "0"}]
+)
+def test_terminals_that_no_one_looks_at_get_lines(environment, monkeypatch):
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
   stream = Flushed(terminal=True)
   with console.Progress(0, 10, stream) as progress:
     progress.report(1, {"loss": 1.0})
