@@ -6,13 +6,16 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 
 import numpy as np
 import pytest
 
-from benchmarks import results_table, roofline
+from benchmarks import attention_kernels, results_table, roofline
 from rosetta_t5.bench import fp8, train_step, workload
 from rosetta_t5.cli import main
 from rosetta_t5.telemetry.flops import training_flops_of
@@ -35,6 +38,94 @@ def test_training_step_is_measured_and_tabled(tmp_path, capsys):
   table = capsys.readouterr().out
   assert "| tiny-fp8 | 8 x 16/8 |" in table
   assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
+
+
+# In place of python3: says which rows are asked for, and does in no time what a test wants of them.
+STAND_IN = """#!/usr/bin/env bash
+[[ $* == *results_table* ]] && exec {python} "$@"
+for word in "$@"; do [[ $word == *.json ]] && out=$word; done
+name=$(basename "$out" .json)
+echo "$name" >> {calls}
+if [[ $name == base-bf16-fused ]]; then echo starting; echo "ValueError: no | kernel"; exit 1; fi
+if [[ $name == small-fp8-cudnn && -e {hang} ]]; then sleep 600; fi
+cp {row} "$out"
+"""
+
+
+@pytest.fixture
+def gpu_sh(tmp_path):
+  """Starts `gpu.sh small base` with a stand-in for python3; returns the process and its folder."""
+  row = {"size": "x", "batch": 1, "lengths": [8, 4], "device": "1 toy", "versions": "jax 0"}
+  row |= {"step_ms": 1.0, "seq_per_s_per_device": 1.0, "tflops_per_device": 1.0, "mfu": None}
+  row |= {"peak_memory_gb": None, "compile_s": 1.0, "switches": "", "hlo": {}}
+  names = {name: tmp_path / name for name in ("calls", "hang", "row")}
+  names["row"].write_text(json.dumps(row))
+  (tmp_path / "python").write_text(STAND_IN.format(python=sys.executable, **names))
+  (tmp_path / "python").chmod(0o755)
+  results = tmp_path / "results"
+
+  def start(**more: str) -> subprocess.Popen[str]:
+    env = os.environ | {"RESULTS": str(results), "PYTHON": str(tmp_path / "python")} | more
+    command = ["bash", "benchmarks/gpu.sh", "base", "small"]
+    return subprocess.Popen(
+      command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+  return start, tmp_path
+
+
+def test_rows_go_on_after_a_kill_and_past_one_that_fails(gpu_sh):
+  start, folder = gpu_sh
+  calls, results = folder / "calls", folder / "results"
+  (folder / "hang").touch()
+  with start() as killed:
+    while not calls.exists() or "small-fp8-cudnn" not in calls.read_text():
+      assert killed.poll() is None
+      time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+  kinds = "bf16-xla", "bf16-fused", "fp8-cudnn"
+  asked = [f"{size}-{kind}" for kind in kinds for size in ("small", "base")]
+  assert calls.read_text().split() == asked[:5]  # what matters most first, of each size
+  table = (results / "results.md").read_text()
+  assert "| base-bf16-xla |" in table
+  assert "| base-bf16-fused | ValueError: no / kernel |" in table
+  assert "small-fp8-cudnn" not in table
+
+  (folder / "hang").unlink()
+  said = start(PACK=str(folder / "all.tgz")).communicate()[0]
+  again = calls.read_text().split()[5:]
+  assert again[:2] == ["small-fp8-cudnn", "base-fp8-cudnn"]
+  assert not set(again) & set(asked[:4])
+  assert said.count("there already") == 3
+  assert "== base-bf16-fused: failed before; delete" in said
+  rows = {path.stem for path in results.glob("*.json")}
+  assert len(rows) == 15
+  with tarfile.open(folder / "all.tgz") as packed:
+    assert {f"./{name}.json" for name in rows} < set(packed.getnames())
+
+
+def test_a_call_without_time_left_measures_nothing(gpu_sh):
+  start, folder = gpu_sh
+  said = start(BUDGET_S="59").communicate()[0]
+  assert said.count("no time left; call again") == 16
+  assert not (folder / "calls").exists()
+
+
+def test_an_unknown_row_is_refused():
+  command = ["bash", "benchmarks/gpu.sh", "small", "huge"]
+  said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert said.returncode == 2
+  assert "unknown row 'huge': tests attention small base large xl fp8-loss hf smoke" in said.stderr
+
+
+def test_a_kernel_that_fails_does_not_cost_the_others(tmp_path):
+  path = tmp_path / "attention.json"
+  toy = ["--batch", "1", "--heads", "1", "--repeats", "1", "--places", "decoder"]
+  attention_kernels.main([*toy, "--kernels", "cudnn", "xla", "--pack", "--json", str(path)])
+  failed, timed = json.loads(path.read_text())
+  assert failed["error"] == "cuDNN takes no segments"
+  assert timed["ms"] > 0
+  results_table.main(str(tmp_path))
 
 
 @pytest.mark.slow
