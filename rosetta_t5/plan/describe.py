@@ -106,8 +106,10 @@ class Plan:
 
   @functools.cached_property
   def splits(self) -> Any:
-    """The train state with a PartitionSpec for each array."""
-    return self["partitioner"].get_mesh_axes(self.state)
+    """The train state with a PartitionSpec for each array, all of which can be split so."""
+    splits = self["partitioner"].get_mesh_axes(self.state)
+    check_splits(self.state, splits, self.mesh)
+    return splits
 
   @property
   def microbatches(self) -> int:
@@ -243,7 +245,6 @@ def _steps(plan: Plan) -> Rows:
 def _costs(plan: Plan) -> Rows:
   if plan["model"] is None or plan["partitioner"] is None:
     return []
-  check_splits(plan.state, plan.splits, plan.mesh)
   if plan.is_training:
     parts = step_memory(plan.state, plan.splits, plan.mesh, plan.work)
   else:

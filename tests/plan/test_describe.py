@@ -196,13 +196,3 @@ def test_a_shipped_recipe_is_checked_without_tensorflow(tmp_path):
   assert "76,961,152 parameters" in done.stdout
   assert done.stdout.splitlines()[-1] == "False False"
   assert not (tmp_path / "run").exists()
-
-
-def test_heads_that_a_mesh_cannot_split_are_told(check):
-  status, _, said = check(
-    "--gin.partitioning.PjitPartitioner.num_partitions=4",
-    "--gin.network.T5Config.num_heads=6",
-    "--gin.network.T5Config.head_dim=4",
-  )
-  assert status == 0
-  assert "6 heads do not go into model 4: each device computes all of them (1, 2, 3, 6" in said

@@ -17,10 +17,10 @@ RECIPE = "gin/examples/tiny_pile_pretrain.gin"
 LENGTHS = {"encoder": 512, "decoder": 128}
 
 
-def plan(capsys, *arguments):
+def plan(capsys, *arguments, recipe=RECIPE):
   """Returns the exit status and all that `rosetta-t5 plan` says."""
   try:
-    status = main(["plan", RECIPE, *arguments])
+    status = main(["plan", recipe, *arguments])
   except SystemExit as ended:
     status = ended.code
   finally:
@@ -52,6 +52,14 @@ def test_a_mesh_by_counts_changes_what_is_sent(capsys):
     assert what in said
 
 
+def test_heads_that_a_mesh_cannot_split_are_told(capsys):
+  recipe = "gin/examples/gpt_126m_pile_pretrain.gin"
+  tensor = "--gin.partitioning.PjitPartitioner.num_partitions=8"
+  status, said = plan(capsys, "--devices=8", tensor, recipe=recipe)
+  assert status == 0
+  assert "12 heads do not go into model 8: each device computes all of them (1, 2, 3, 4, 6" in said
+
+
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
@@ -64,6 +72,13 @@ def test_a_mesh_by_counts_changes_what_is_sent(capsys):
     (
       ("--devices=8", '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 3}'),
       "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible would be",
+    ),
+    (
+      (
+        *("--devices=8", "--gin.partitioning.PjitPartitioner.num_partitions=8"),
+        "--gin.network.T5Config.num_heads=6",
+      ),
+      "cannot be split over model in 8 parts: ",
     ),
     (("--devices=7",), "batch size 8 cannot be split over the 7 devices"),
   ],
