@@ -143,8 +143,8 @@ def beam_search(
 
   # In the loop the cache has the beams in its batch dimension, as the model wants it: with a dimension
   # of their own XLA would copy all of it in every step.
-  flatten = functools.partial(beams.flatten_beam_dim, offset=cache_offset)
-  start = start.replace(cache=beams.cache_map(flatten, start.cache, initial_index is not None))
+  is_filled = initial_index is not None
+  start = start.replace(cache=beams.flatten_cache(start.cache, cache_offset, is_filled))
 
   def goes_on(state: BeamState) -> jax.Array:
     can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
@@ -230,12 +230,7 @@ def _select_live(
     beam_size,
   )
   if beam_size > 1:  # A single beam has but one parent.
-    sizes: Any = {"batch_size": batch_size, "beam_size": beam_size, "offset": offset}
-    apart = beams.cache_map(functools.partial(beams.unflatten_beam_dim, **sizes), new_cache)
-    moved = beams.cache_gather_beams(
-      apart, parents, batch_size, beam_size, beam_size, offset=offset
-    )
-    new_cache = beams.cache_map(functools.partial(beams.flatten_beam_dim, offset=offset), moved)
+    new_cache = beams.flat_cache_gather_beams(new_cache, parents, offset)
   return state.replace(
     cur_index=state.cur_index + 1, live_logprobs=log_probs, live_seqs=seqs, cache=new_cache
   )

@@ -21,6 +21,10 @@ Cache = FrozenDict | dict[str, Any]
 _WITHOUT_BATCH = frozenset({"cached_bias", "position_embedder_index"})
 # Has none while all sequences are equally long, one number a sequence with a prefilled cache.
 _INDEX = "cache_index"
+# [batch, length], within beam search [batch, beam, length]: which beam's rows hold each position's key
+# and value. A network that keeps it beside them needs no moving of these.
+_WRITER = "cached_beam"
+_ROWS = frozenset({"cached_key", "cached_value"})
 
 
 def cache_map(
@@ -34,13 +38,9 @@ def cache_map(
     apply_to_index: whether the cache's index is one number a sequence, and so to be mapped too.
   """
 
-  def mapped(path: tuple[str, ...], value: jax.Array) -> jax.Array:
-    is_shared = path[-1] in _WITHOUT_BATCH or (path[-1] == _INDEX and not apply_to_index)
-    return value if is_shared else fn(value)
-
-  flat = flatten_dict(unfreeze(cache) if isinstance(cache, FrozenDict) else cache)
-  new_cache = unflatten_dict({path: mapped(path, value) for path, value in flat.items()})
-  return freeze(new_cache) if isinstance(cache, FrozenDict) else new_cache
+  return _map_with_path(
+    lambda path, value: value if _is_shared(path, apply_to_index) else fn(value), cache
+  )
 
 
 def add_beam_dim(x: Shaped[Array, "..."], beam_size: int, offset: int = 0) -> Shaped[Array, "..."]:
@@ -99,6 +99,38 @@ def cache_gather_beams(
   return cache_map(lambda x: _gather(x, beam_indices, offset), nested)
 
 
+def flatten_cache(cache: Cache, offset: int = 0, apply_to_index: bool = False) -> Cache:
+  """Returns a cache whose beams have a dimension with these in the batch's, as a network takes it."""
+
+  def flattened(path: tuple[str, ...], value: jax.Array) -> jax.Array:
+    is_shared = _is_shared(path, apply_to_index) or path[-1] == _WRITER
+    return value if is_shared else flatten_beam_dim(value, offset)
+
+  return _map_with_path(flattened, cache)
+
+
+def flat_cache_gather_beams(
+  cache: Cache, beam_indices: Int[Array, "batch beam"], offset: int = 0
+) -> Cache:
+  """Returns a cache as `flatten_cache` makes it with the beams that are named.
+
+  Keys and values stay where they are if the cache tells who wrote them (`cached_beam`).
+  """
+  flat = flatten_dict(cache)
+  batch_size, beam_size = beam_indices.shape
+
+  def gathered(path: tuple[str, ...], value: jax.Array) -> jax.Array:
+    stays = path[-1] in _ROWS and (*path[:-1], _WRITER) in flat
+    if stays or _is_shared(path):
+      return value
+    if path[-1] == _WRITER:
+      return _gather(value, beam_indices, offset)
+    apart = unflatten_beam_dim(value, batch_size, beam_size, offset)
+    return flatten_beam_dim(_gather(apart, beam_indices, offset), offset)
+
+  return _map_with_path(gathered, cache)
+
+
 def top_k_two_stage(
   x: Float[Array, "batch candidates"], k: int
 ) -> tuple[Float[Array, "batch k"], Int[Array, "batch k"]]:
@@ -120,6 +152,17 @@ def gather_topk_beams(
   _, best_first = jax.lax.top_k(score_or_log_prob, new_beam_size)
   best_last = jnp.flip(best_first, axis=1)
   return gather_beams(nested, best_last, batch_size, score_or_log_prob.shape[1], new_beam_size)
+
+
+def _is_shared(path: tuple[str, ...], apply_to_index: bool = False) -> bool:
+  """Tells whether an entry of a cache has no batch dimension."""
+  return path[-1] in _WITHOUT_BATCH or (path[-1] == _INDEX and not apply_to_index)
+
+
+def _map_with_path(fn: Callable[[tuple[str, ...], jax.Array], jax.Array], cache: Cache) -> Cache:
+  flat = flatten_dict(unfreeze(cache) if isinstance(cache, FrozenDict) else cache)
+  new_cache = unflatten_dict({path: fn(path, value) for path, value in flat.items()})
+  return freeze(new_cache) if isinstance(cache, FrozenDict) else new_cache
 
 
 def _gather(x: jax.Array, beam_indices: jax.Array, offset: int) -> jax.Array:

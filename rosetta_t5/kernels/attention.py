@@ -36,14 +36,23 @@ def xla_attention(
   if float32_logits:
     q_BTHK, k_BSHK = q_BTHK.astype(jnp.float32), k_BSHK.astype(jnp.float32)
   logits_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK)
+  weights_BHTS = attention_weights(logits_BHTS, bias_1HTS, mask_B1TS).astype(v_BSHK.dtype)
+  if value_scale_BHS is not None:
+    v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
+  return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+
+
+def attention_weights(
+  logits_BHTS: Float[Array, "B H T S"],
+  bias_1HTS: Float[Array, "#B #H #T S"] | None,
+  mask_B1TS: Bool[Array, "#B #H #T S"] | None,
+) -> Float[Array, "B H T S"]:
+  """Returns softmax(logits + bias) over the keys that the mask shows."""
   if bias_1HTS is not None:
     logits_BHTS = add_to_every_example(logits_BHTS, bias_1HTS.astype(logits_BHTS.dtype))
   if mask_B1TS is not None:
     logits_BHTS = jnp.where(mask_B1TS, logits_BHTS, jnp.asarray(MASKED_LOGIT, logits_BHTS.dtype))
-  weights_BHTS = jax.nn.softmax(logits_BHTS).astype(v_BSHK.dtype)
-  if value_scale_BHS is not None:
-    v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
-  return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+  return jax.nn.softmax(logits_BHTS)
 
 
 @jax.custom_vjp

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.attention import xla_attention
+from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
 from rosetta_t5.networks import cache
 from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
@@ -167,15 +168,13 @@ class MultiHeadDotProductAttention(nn.Module):
       k_BSHK, v_BSHK, mask, bias = self._use_cache(
         k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
       )
-    num_queries = q_BTHK.shape[:2]
-    if k_BSHK.shape[0] != q_BTHK.shape[0]:
-      assert not isinstance(mask, SegmentMask)
-      q_BTHK, mask = cache.beams_as_positions(q_BTHK, mask, k_BSHK.shape[0])
     value_scale = None if deterministic else self._dropout_scale(k_BSHK)
     if isinstance(mask, SegmentMask):
       outputs_BTHK = fused_attention(
         self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale
       )
+    elif q_BTHK.shape[1] == 1 and (decode or self.has_variable(ENCODED, "key")):
+      outputs_BTHK = self._attend_to_kept(q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale)
     else:
       outputs_BTHK = xla_attention(
         q_BTHK,
@@ -186,7 +185,6 @@ class MultiHeadDotProductAttention(nn.Module):
         value_scale_BHS=value_scale,
         float32_logits=self.float32_logits,
       )
-    outputs_BTHK = outputs_BTHK.reshape(*num_queries, *outputs_BTHK.shape[2:])
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     return DenseGeneral(
@@ -219,7 +217,7 @@ class MultiHeadDotProductAttention(nn.Module):
         q_BTHK = q_BTHK.swapaxes(0, 1)
       kept: list[jax.Array] = [self.get_variable(ENCODED, name) for name in ("key", "value")]
       # Without the barrier XLA transposes them before the loop and back again in every step.
-      k_BSHK, v_BSHK = map(cache.by_position, jax.lax.optimization_barrier(kept))
+      k_BSHK, v_BSHK = cache.by_position(*jax.lax.optimization_barrier(kept))
       return [with_sharding_constraint(q_BTHK, _HEADS), k_BSHK, v_BSHK]
     if self.fuse_qkv_params and inputs_q is inputs_kv:
       heads = self._fused(inputs_q, [query, key, value], logit_scale)
@@ -234,8 +232,8 @@ class MultiHeadDotProductAttention(nn.Module):
     heads = [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
     is_cross = inputs_q is not inputs_kv
     if is_cross and self.is_mutable_collection(ENCODED) and not self.is_initializing():
-      for name, x_BSHK in zip(("key", "value"), heads[1:], strict=True):
-        self.put_variable(ENCODED, name, cache.by_length(x_BSHK))
+      self.put_variable(ENCODED, "key", cache.keys_kept(heads[1]))
+      self.put_variable(ENCODED, "value", cache.values_kept(heads[2]))
     return heads
 
   def _fused(
@@ -271,6 +269,35 @@ class MultiHeadDotProductAttention(nn.Module):
       name=name,
     )
 
+  def _attend_to_kept(
+    self,
+    q_N1HK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    value_scale_BHS: jax.Array | None,
+  ) -> jax.Array:
+    """Returns [N, 1, H, K], a decoding step's attention; N may count several beams of each of B."""
+    mask = None if mask is None else mask != 0
+    keys, values = cache.keys_kept(k_BSHK), cache.values_kept(v_BSHK)
+    if value_scale_BHS is not None:
+      values = values * value_scale_BHS[..., None]
+    num_queries, _, heads, size = q_N1HK.shape
+    beam: jax.Array = self.get_variable("cache", "cached_beam", jnp.zeros((1, 1)))
+    if beam.ndim == 3:
+      batch, beams, _ = beam.shape
+    else:
+      batch, beams = k_BSHK.shape[0], num_queries // k_BSHK.shape[0]
+    q_BMHK = q_N1HK.reshape(batch, beams, heads, size)
+    if beams > 1:
+      bias, mask = (None if x is None else cache.by_beam(x, batch, beams) for x in (bias, mask))
+    if beam.ndim == 3:
+      attended = beam_attention(q_BMHK, keys, values, beam, bias, mask, self.float32_logits)
+    else:
+      attended = cached_attention(q_BMHK, keys, values, bias, mask, self.float32_logits)
+    return attended.reshape(num_queries, 1, heads, -1)
+
   def _dropout_scale(self, k_BSHK: jax.Array) -> jax.Array | None:
     if self.dropout_rate == 0.0:
       return None
@@ -291,13 +318,14 @@ class MultiHeadDotProductAttention(nn.Module):
       key: [B, S, H, K], of a whole prompt.
       value: the same.
       cached_key: the cache variable, [B, H, K, L].
-      cached_value: the same.
+      cached_value: the same, [B, H, L, K].
       cache_index: the next position to be written; from here on one for each example.
       prefill_lengths: [B], how many positions to keep; the rest of the cache is 0.
     """
     del cache_index
-    keys = cache.prefilled(key, cached_key.value, prefill_lengths)
-    values = cache.prefilled(value, cached_value.value, prefill_lengths)
+    length = cached_value.value.shape[2]
+    keys = cache.keys_kept(cache.prefilled(key, length, prefill_lengths))
+    values = cache.values_kept(cache.prefilled(value, length, prefill_lengths))
     return key, value, prefill_lengths, keys, values, prefill_lengths
 
   def update_cache_decode(
@@ -314,13 +342,13 @@ class MultiHeadDotProductAttention(nn.Module):
       key: [B, 1, H, K], of the position at the index.
       value: the same.
       cached_key: the cache variable, [B, H, K, L].
-      cached_value: the same.
+      cached_value: the same, [B, H, L, K].
       cache_index: the position to write: a scalar, or [B] after a prefill.
     """
     index = cache_index.value
-    keys = cache.extended(key, cached_key.value, index)
-    values = cache.extended(value, cached_value.value, index)
-    return cache.by_position(keys), cache.by_position(values), index, keys, values, index + 1
+    keys = cache.extended(cached_key.value, key, index, axis=3)
+    values = cache.extended(cached_value.value, value, index, axis=2)
+    return *cache.by_position(keys, values), index, keys, values, index + 1
 
   def _use_cache(
     self,
@@ -333,9 +361,11 @@ class MultiHeadDotProductAttention(nn.Module):
   ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Fills the cache, or adds a position; returns keys and values to see, their mask and bias."""
     is_made = self.has_variable("cache", "cached_key")
-    keys = self.variable("cache", "cached_key", cache.empty, k_BSHK)
-    values = self.variable("cache", "cached_value", cache.empty, v_BSHK)
+    empty = jnp.zeros_like
+    keys = self.variable("cache", "cached_key", lambda: empty(cache.keys_kept(k_BSHK)))
+    values = self.variable("cache", "cached_value", lambda: empty(cache.values_kept(v_BSHK)))
     index = self.variable("cache", "cache_index", lambda: jnp.array(0, dtype=jnp.int32))
+    beam = self.variable("cache", "cached_beam", jnp.zeros, k_BSHK.shape[:2], jnp.int32)
     if not is_made:
       return k_BSHK, v_BSHK, mask, bias
     if prefill:
@@ -351,6 +381,7 @@ class MultiHeadDotProductAttention(nn.Module):
           f"decoding takes one position at a time, but was given {k_BSHK.shape[1]}: call the module "
           "without decode=True for whole sequences"
         )
+      beam.value = cache.written(beam.value, index.value)
       new = self.update_cache_decode(k_BSHK, v_BSHK, keys, values, index)
       past_B11S = cache.seen(new[2], new[0].shape[1])
       mask = past_B11S if mask is None else past_B11S & (mask != 0)

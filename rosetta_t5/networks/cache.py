@@ -1,6 +1,8 @@
-"""The keys and values that decoding keeps: [batch, heads, kv, length], T5X's layout.
+"""The keys and values that decoding keeps: keys [batch, heads, kv, length], values [batch, heads, length, kv].
 
-With the length last a product with one query reads the cache as it lies.
+So both products of one query, or of a few beams', read the cache as it lies, and fast. (T5X has the
+length last in both: on a CPU values are then read at half the speed, and each number that a step writes
+goes to a cache line of its own.)
 """
 
 from __future__ import annotations
@@ -10,64 +12,77 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
-def by_length(x_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
-  """Returns keys or values in the cache's layout."""
-  return x_BSHK.transpose(0, 2, 3, 1)
+def keys_kept(k_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
+  """Returns keys in the cache's layout."""
+  return k_BSHK.transpose(0, 2, 3, 1)
 
 
-def by_position(x_BHKS: Float[Array, "B H K S"]) -> Float[Array, "B S H K"]:
-  """Returns keys or values of a cache in the layout of attention."""
-  return x_BHKS.transpose(0, 3, 1, 2)
+def values_kept(v_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H S K"]:
+  """Returns values in the cache's layout."""
+  return v_BSHK.swapaxes(1, 2)
 
 
-def beams_as_positions(
-  q_NTHK: Float[Array, "N T H K"], mask_N1TS: Shaped[Array, "#N 1 #T S"] | None, batch_size: int
-) -> tuple[Float[Array, "B M H K"], Shaped[Array, "#B 1 _ S"] | None]:
-  """Returns the queries, and their mask, of an example's beams as positions of one sequence.
-
-  The beams, which lie side by side, see the same keys, and these are then read once for all.
-  """
-  q_BMHK = q_NTHK.reshape(batch_size, -1, *q_NTHK.shape[2:])
-  if mask_N1TS is None:
-    return q_BMHK, None
-  rows = (*q_NTHK.shape[:2], mask_N1TS.shape[-1])
-  mask_NTS = jnp.broadcast_to(mask_N1TS[:, 0], rows)
-  return q_BMHK, mask_NTS.reshape(batch_size, 1, -1, rows[-1])
+def by_position(
+  k_BHKS: Float[Array, "B H K S"], v_BHSK: Float[Array, "B H S K"]
+) -> tuple[Float[Array, "B S H K"], Float[Array, "B S H K"]]:
+  """Returns keys and values of a cache in the layout of attention."""
+  return k_BHKS.transpose(0, 3, 1, 2), v_BHSK.swapaxes(1, 2)
 
 
-def empty(x_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
-  """Returns a cache of zeros for keys or values of this shape."""
-  batch, length, heads, size = x_BSHK.shape
-  return jnp.zeros((batch, heads, size, length), x_BSHK.dtype)
+def by_beam(
+  x_NH1S: Shaped[Array, "#N H 1 S"], batch_size: int, num_beams: int
+) -> Shaped[Array, "#B H M S"]:
+  """Returns a bias or mask of the beams of a batch, one of them all or each its own, by example."""
+  _, heads, _, length = x_NH1S.shape
+  if x_NH1S.shape[0] == 1:
+    return jnp.broadcast_to(x_NH1S, (1, heads, num_beams, length))
+  return x_NH1S.reshape(batch_size, num_beams, heads, length).swapaxes(1, 2)
 
 
 def prefilled(
-  x_BSHK: Float[Array, "B S H K"], cache_BHKL: Float[Array, "B H K L"], lengths_B: Int[Array, " B"]
-) -> Float[Array, "B H K L"]:
-  """Returns the cache with each example's first positions filled, and zeros after them."""
-  missing = cache_BHKL.shape[-1] - x_BSHK.shape[1]
-  x_BHKL = jnp.pad(by_length(x_BSHK), ((0, 0),) * 3 + ((0, missing),))
-  is_filled_B11L = jnp.arange(x_BHKL.shape[-1])[None, None, None] < lengths_B[:, None, None, None]
-  return jnp.where(is_filled_B11L, x_BHKL, 0).astype(cache_BHKL.dtype)
+  x_BSHK: Float[Array, "B S H K"], length: int, lengths_B: Int[Array, " B"]
+) -> Float[Array, "B L H K"]:
+  """Returns keys or values with each example's first positions as they are, and zeros after them."""
+  x_BLHK = jnp.pad(x_BSHK, ((0, 0), (0, length - x_BSHK.shape[1]), (0, 0), (0, 0)))
+  is_filled_BL11 = jnp.arange(length)[None, :, None, None] < lengths_B[:, None, None, None]
+  return jnp.where(is_filled_BL11, x_BLHK, 0)
 
 
 def extended(
-  x_B1HK: Float[Array, "B 1 H K"],
-  cache_BHKL: Float[Array, "B H K L"],
+  x_BHKL: Float[Array, "B H _ _"],
+  new_B1HK: Float[Array, "B 1 H K"],
   index: Int[Array, ""] | Int[Array, " B"],
-) -> Float[Array, "B H K L"]:
-  """Returns the cache with one position written, the same for all examples or each its own.
+  axis: int,
+) -> Float[Array, "B H _ _"]:
+  """Returns kept keys or values with one position written, the same for all examples or each its own.
 
-  An index beyond the cache, of an example that is full while others are not, writes nothing.
+  The length is the dimension `axis`. An index beyond it, of an example that is full while others are
+  not, writes nothing.
   """
-  x_BHK1 = by_length(x_B1HK)
   if index.ndim == 0:
-    return jax.lax.dynamic_update_slice_in_dim(cache_BHKL, x_BHK1, index, axis=3)
-  examples_B = jnp.arange(x_B1HK.shape[0])
+    new = jnp.expand_dims(new_B1HK[:, 0], axis)
+    return jax.lax.dynamic_update_slice_in_dim(x_BHKL, new, index, axis=axis)
+  examples_B = jnp.arange(new_B1HK.shape[0])
+  place = (examples_B, *[slice(None)] * (axis - 1), index)
   # Sorted and unique: the rows of the batch, each once.
-  return cache_BHKL.at[examples_B, :, :, index].set(
-    x_BHK1[..., 0], mode="drop", unique_indices=True, indices_are_sorted=True
+  return x_BHKL.at[place].set(
+    new_B1HK[:, 0], mode="drop", unique_indices=True, indices_are_sorted=True
   )
+
+
+def written(
+  beam_BL: Int[Array, "*beams L"], index: Int[Array, ""] | Int[Array, " N"]
+) -> Int[Array, "*beams L"]:
+  """Returns which beam's rows hold each position, now that each beam wrote at `index` in its own.
+
+  Without beams, [batch, length], it is as it was: nobody reads it.
+  """
+  if beam_BL.ndim == 2:
+    return beam_BL
+  _, beams, length = beam_BL.shape
+  index_BM1 = index.reshape(-1, beams if index.ndim else 1, 1)
+  own_1M1 = jnp.arange(beams, dtype=beam_BL.dtype)[None, :, None]
+  return jnp.where(jnp.arange(length)[None, None] == index_BM1, own_1M1, beam_BL)
 
 
 def seen(index: Int[Array, ""] | Int[Array, " B"], length: int) -> Bool[Array, "#B 1 1 L"]:

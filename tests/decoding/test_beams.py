@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict, freeze
 
 from rosetta_t5 import decoding
+from rosetta_t5.decoding import beams
 
 X = np.arange(24).reshape(2, 3, 4)
 
@@ -41,6 +43,27 @@ def test_caches_are_gathered_but_for_what_has_no_batch():
     np.testing.assert_array_equal(got["key"][layer], want)
   np.testing.assert_array_equal(got["cache_index"], cache["cache_index"])
   np.testing.assert_array_equal(got["cached_bias"], cache["cached_bias"])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_keys_stay_where_they_are_if_the_cache_tells_who_wrote_them(offset):
+  parents = jnp.array([[2, 0, 0], [1, 1, 2]])
+  writers = jnp.arange(6).reshape(2, 3, 1)
+  layer = {"cached_key": jnp.arange(6), "cached_value": jnp.arange(6), "other": jnp.arange(6)}
+  told, untold = layer | {"cached_beam": writers}, layer | {"cache_index": jnp.int32(3)}
+  cache = {"told": told, "untold": untold}
+  if offset:
+    cache = jax.tree.map(lambda x: x[None], cache)
+  got = beams.flat_cache_gather_beams(cache, parents, offset)
+  if offset:
+    got = jax.tree.map(lambda x: x[0], got)
+  moved = np.array([2, 0, 0, 4, 4, 5])
+  for name in ("cached_key", "cached_value"):
+    np.testing.assert_array_equal(got["told"][name], np.arange(6))
+    np.testing.assert_array_equal(got["untold"][name], moved)
+  np.testing.assert_array_equal(got["told"]["other"], moved)
+  np.testing.assert_array_equal(got["told"]["cached_beam"], moved.reshape(2, 3, 1))
+  assert got["untold"]["cache_index"] == 3
 
 
 def test_the_index_is_mapped_only_if_there_is_one_for_each_sequence():

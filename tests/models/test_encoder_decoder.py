@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,22 @@ def test_scores_of_decodes_are_those_of_teacher_forcing_with_beam_search_s_lengt
   np.testing.assert_allclose(
     scores_BN.reshape(16)[ended], (log_likelihood / penalty)[ended], rtol=1e-4
   )
+
+
+def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
+  model = make_model()
+  decode = jax.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3))
+  text = decode.lower(params_of(T5_1_1), BATCH).compile().as_text()
+  # Per layer: one key and one value of 4 examples with 3 beams, 4 heads of size 4, 6 positions.
+  kept = r"f32\[(?:12|4,3),4,(?:4,6|6,4)\]"
+  bodies = [part for part in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-update-slice" in part]
+  (step,) = [
+    part for part in bodies if len(re.findall(rf"= {kept}\S* get-tuple-element", part)) == 2
+  ]
+  made = re.findall(rf"= {kept}\S* ([\w-]+)\((.*)", step)
+  written = [rest for operation, rest in made if operation != "get-tuple-element"]
+  assert len(written) == 2, "each is written once, in place"
+  assert all("dynamic_update_slice" in rest for rest in written), written
 
 
 def handed_to_decoder(**options):

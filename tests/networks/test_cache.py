@@ -1,4 +1,4 @@
-"""What decoding keeps: T5X's layout, prompts of different lengths, beams that share keys."""
+"""What decoding keeps: its layout, prompts of different lengths, which beam wrote what."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def variable(value):
 
 
 def test_prefill_keeps_each_prompt_s_own_positions_and_zeros_after_them():
-  empty = cache.empty(jnp.zeros((2, 7, 3, 4)))
+  empty = jnp.zeros((2, 3, 4, 7)), jnp.zeros((2, 3, 7, 4))
   lengths = jnp.array([2, 5])
   key, value, filled, keys, values, index = MultiHeadDotProductAttention(
     num_heads=3, head_dim=4
-  ).update_cache_prefill(KEYS, 2 * KEYS, *map(variable, (empty, empty, jnp.int32(0))), lengths)
+  ).update_cache_prefill(KEYS, 2 * KEYS, *map(variable, (*empty, jnp.int32(0))), lengths)
   assert keys.shape == (2, 3, 4, 7)
+  assert values.shape == (2, 3, 7, 4)
   for row, length in enumerate((2, 5)):
-    kept = np.asarray(KEYS[row, :length]).transpose(1, 2, 0)
-    np.testing.assert_array_equal(keys[row, ..., :length], kept)
-    np.testing.assert_array_equal(values[row, ..., :length], 2 * kept)
+    kept = np.asarray(KEYS[row, :length])
+    np.testing.assert_array_equal(keys[row, ..., :length], kept.transpose(1, 2, 0))
+    np.testing.assert_array_equal(values[row, :, :length], 2 * kept.swapaxes(0, 1))
     assert not np.any(keys[row, ..., length:])
+    assert not np.any(values[row, :, length:])
   np.testing.assert_array_equal(index, lengths)
   np.testing.assert_array_equal(filled, lengths)
   np.testing.assert_array_equal(key, KEYS)
@@ -39,10 +41,10 @@ def test_prefill_keeps_each_prompt_s_own_positions_and_zeros_after_them():
 
 @pytest.mark.parametrize("index", [3, (1, 4), (4, 5)])
 def test_step_writes_one_position_and_a_full_sequence_none(index):
-  old = cache.by_length(KEYS)
   new = jnp.ones((2, 1, 3, 4))
-  variables = map(variable, (old, old, jnp.asarray(index)))
-  keys, _, position, stored, _, following = MultiHeadDotProductAttention(
+  old = cache.keys_kept(KEYS), cache.values_kept(KEYS)
+  variables = map(variable, (*old, jnp.asarray(index)))
+  keys, values, position, stored_keys, stored_values, following = MultiHeadDotProductAttention(
     num_heads=3, head_dim=4
   ).update_cache_decode(new, new, *variables)
   expected = np.array(KEYS)
@@ -50,15 +52,32 @@ def test_step_writes_one_position_and_a_full_sequence_none(index):
     if at < 5:
       expected[row, at] = 1.0
   np.testing.assert_array_equal(keys, expected)
-  np.testing.assert_array_equal(stored, expected.transpose(0, 2, 3, 1))
+  np.testing.assert_array_equal(values, expected)
+  np.testing.assert_array_equal(stored_keys, expected.transpose(0, 2, 3, 1))
+  np.testing.assert_array_equal(stored_values, expected.transpose(0, 2, 1, 3))
   np.testing.assert_array_equal(position, index)
   np.testing.assert_array_equal(following, np.asarray(index) + 1)
 
 
-def test_beams_of_one_example_become_its_positions():
-  queries = jnp.asarray(RNG.normal(size=(6, 1, 3, 4)), jnp.float32)
-  mask = jnp.arange(6 * 5).reshape(6, 1, 1, 5)
-  joined, joined_mask = cache.beams_as_positions(queries, mask, 2)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bias_and_mask_of_beams_side_by_side_are_told_by_example(heads):
+  of_each = RNG.normal(size=(6, heads, 1, 5))
+  by_example = cache.by_beam(jnp.asarray(of_each), 2, 3)
   for row in range(6):
-    np.testing.assert_array_equal(joined[row // 3, row % 3], queries[row, 0])
-    np.testing.assert_array_equal(joined_mask[row // 3, 0, row % 3], mask[row, 0, 0])
+    np.testing.assert_allclose(by_example[row // 3, :, row % 3], of_each[row, :, 0], rtol=1e-6)
+  of_all = cache.by_beam(jnp.asarray(of_each[:1]), 2, 3)
+  np.testing.assert_allclose(of_all, np.repeat(of_each[:1], 3, axis=2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("index", [2, (2, 2, 4, 4)])
+def test_each_beam_is_the_writer_of_the_position_it_wrote(index):
+  before = jnp.full((2, 2, 5), 7)
+  after = np.asarray(cache.written(before, jnp.asarray(index)))
+  for example, at in enumerate(np.broadcast_to(index, 4)[::2]):
+    np.testing.assert_array_equal(after[example, :, at], [0, 1])
+    assert np.all(np.delete(after[example], at, axis=1) == 7)
+
+
+def test_without_beams_no_writer_is_kept():
+  writers = jnp.zeros((2, 5), jnp.int32)
+  assert cache.written(writers, jnp.int32(3)) is writers
