@@ -160,7 +160,7 @@ def train(
       predictions.wait_until_read()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
-      with _automatic_garbage_collection(on=not gc_period):
+      with checkpoints.finishing_saves(manager), _automatic_garbage_collection(on=not gc_period):
         loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)  # fmt: skip
   loop.finish()
   return int(trainer.train_state.step), trainer.train_state

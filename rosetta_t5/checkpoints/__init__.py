@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.restore import (
   started_from,
 )
 from rosetta_t5.checkpoints.run_lock import ModelDirInUseError, one_run_a_folder
-from rosetta_t5.checkpoints.save_errors import CheckpointSaveError
+from rosetta_t5.checkpoints.save_errors import CheckpointSaveError, finishing_saves
 
 __all__ = [
   "CheckpointConfig",
@@ -37,6 +37,7 @@ __all__ = [
   "create_checkpoint_manager_and_restore",
   "create_orbax_checkpoint_manager",
   "find_start",
+  "finishing_saves",
   "get_fallback_state",
   "get_first_valid_restore_config_and_paths",
   "latest_step",

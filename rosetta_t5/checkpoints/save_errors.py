@@ -1,9 +1,12 @@
-"""Why a save failed, as a text that says what to do."""
+"""Saves and errors: why a save failed, as a text that says what to do; a save that a failing run began."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 from etils import epath
 
@@ -12,6 +15,25 @@ from rosetta_t5.checkpoints import folders
 
 class CheckpointSaveError(RuntimeError):
   """A checkpoint could not be written, so the run stops rather than train on without one."""
+
+
+@contextlib.contextmanager
+def finishing_saves(manager: Any) -> Iterator[None]:
+  """Inside a `with`, lets an error out only when the save that is running in the background is complete.
+
+  Else a run that fails just after a save loses that too, and Orbax's complaints bury what went wrong.
+
+  Args:
+    manager: the checkpoint manager; None for none.
+  """
+  try:
+    yield
+  except Exception:
+    if manager is not None:
+      # The first error is the one to tell.
+      with contextlib.suppress(Exception):
+        manager.wait_until_finished()
+    raise
 
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
