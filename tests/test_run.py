@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -276,7 +277,7 @@ def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recip
   assert "fp8 off" in out
 
 
-def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
+def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None, before=None):
   """Starts `python -m t5x.train` as a user does; one CPU device a process."""
   command = [
     *(sys.executable, "-m", "t5x.train", f"--gin_file={gin_file}"),
@@ -289,6 +290,7 @@ def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
     stderr=subprocess.PIPE,
     text=True,
     env=os.environ | variables,
+    preexec_fn=before,
   )
 
 
@@ -307,19 +309,51 @@ def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
   assert "Traceback" not in out + err
 
 
+# Scores of 64 GiB a layer, more than the limit: the run fails before it takes any of it.
+_TOO_LARGE = [
+  "--gin.BATCH_SIZE=64",
+  "--gin.network.T5Config.num_heads=256",
+  "--gin.TASK_FEATURE_LENGTHS={'inputs': 1024, 'targets': 32}",
+]
+
+
+def limited_memory():
+  resource.setrlimit(resource.RLIMIT_AS, (60 << 30, 60 << 30))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_train_as_one(tmp_path, count):
+@pytest.mark.parametrize("count", [1, 2])
+def test_run_without_enough_memory_says_what_would_help_and_keeps_its_checkpoint(tmp_path, count):
+  group = group_of(count) if count > 1 else [[]]
+  processes = [launch(tmp_path, *each, *_TOO_LARGE, before=limited_memory) for each in group]
+  said = [process.communicate(timeout=600)[1] for process in processes]
+  assert all(process.returncode > 0 for process in processes)
+  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said[0]
+  answer = re.findall(r"^  (\S+) = .*# saves about \S+ [kMG]B$", said[0], re.MULTILINE)
+  assert answer[:2] == ["trainer.Trainer.num_microbatches", "network.T5Config.remat_policy"]
+  assert len(answer) == 3
+  assert "Traceback" not in said[0]
+  assert all_steps(tmp_path) == [0]
+  assert not list(tmp_path.glob("*tmp*"))
+
+
+def group_of(count):
+  """Returns the arguments of each process of a run on this machine."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   group = ["--multiprocess_gpu", f"--coordinator_address=localhost:{port}"]
+  return [
+    [*group, f"--process_count={count}", f"--process_index={index}"] for index in range(count)
+  ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_train_as_one(tmp_path, count):
   # Each process reads its own lines: the rows of a batch, and so their dropout, trade places.
   run = ["--gin.TRAIN_STEPS=5", "--gin.network.T5Config.dropout_rate=0.0"]
-  processes = [
-    launch(tmp_path / "many", *group, f"--process_count={count}", f"--process_index={i}", *run)
-    for i in range(count)
-  ]
+  processes = [launch(tmp_path / "many", *each, *run) for each in group_of(count)]
   said = [finish(process) for process in processes]
   finish(launch(tmp_path / "one", *run))
   one, many = logged(tmp_path / "one"), logged(tmp_path / "many")
