@@ -309,6 +309,14 @@ def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
   assert "Traceback" not in out + err
 
 
+def shared_files(model_dir):
+  """Returns what is in a run's folder, but for processes' own parts of checkpoints' arrays and feeds."""
+  found = sorted(path.relative_to(model_dir) for path in model_dir.rglob("*") if path.is_file())
+  own = re.compile(r"checkpoint_\d+/(state/|dataset/)")
+  shared = [str(path) for path in found if not own.match(str(path))]
+  return [re.sub(r"(tfevents)\..*", r"\1", path) for path in shared]
+
+
 # Scores of 64 GiB a layer, more than the limit: the run fails before it takes any of it.
 _TOO_LARGE = [
   "--gin.BATCH_SIZE=64",
@@ -363,6 +371,7 @@ def test_several_processes_train_as_one(tmp_path, count):
   assert _STEP.search(said[0])
   assert not any(map(_STEP.search, said[1:])), "only the first process speaks"
   assert all_steps(tmp_path / "many") == [0, 2, 4, 5]
+  assert files(tmp_path / "many") == files(tmp_path / "one")
   states = [read_arrays(tmp_path / name / "checkpoint_5") for name in ("one", "many")]
   assert states[0].keys() == states[1].keys()
   for name, array in states[0].items():
