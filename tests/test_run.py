@@ -371,7 +371,7 @@ def test_several_processes_train_as_one(tmp_path, count):
   assert _STEP.search(said[0])
   assert not any(map(_STEP.search, said[1:])), "only the first process speaks"
   assert all_steps(tmp_path / "many") == [0, 2, 4, 5]
-  assert files(tmp_path / "many") == files(tmp_path / "one")
+  assert shared_files(tmp_path / "many") == shared_files(tmp_path / "one")
   states = [read_arrays(tmp_path / name / "checkpoint_5") for name in ("one", "many")]
   assert states[0].keys() == states[1].keys()
   for name, array in states[0].items():
