@@ -215,6 +215,10 @@ def _sample(
       return tokens_B, jnp.zeros(tokens_B.shape, jnp.float32)
     return tokens_B, _picked_log_prob(logits_BV, tokens_B)
 
+  if isinstance(topk, int) and topk == 1:
+    return (
+      greedy()
+    )  # Only one token is left, and noise for the whole vocabulary would cost a third.
   if temperature_Bx1.ndim == 0:
     return jax.lax.cond(temperature_Bx1 > MIN_TEMPERATURE, sampled, greedy)
   is_warm_B = temperature_Bx1[:, 0] > MIN_TEMPERATURE

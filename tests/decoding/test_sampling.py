@@ -59,6 +59,14 @@ def test_no_temperature_or_one_candidate_is_greedy(kwargs):
   np.testing.assert_array_equal(log_probs, np.zeros((3, 1)))
 
 
+@pytest.mark.parametrize(("topk", "draws_noise"), [(1, False), (2, True)])
+def test_one_candidate_needs_no_noise(topk, draws_noise):
+  model = HistoryModel(vocab=6, length=LENGTH + 1)
+  arguments = (jnp.zeros((3, LENGTH), jnp.int32), model.cache(3), model.tokens_to_logits, EOS)
+  program = jax.make_jaxpr(lambda: temperature_sample(*arguments, topk=topk))()
+  assert ("random_bits" in str(program)) == draws_noise
+
+
 def test_log_probs_may_be_the_model_s():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   decodes, log_probs = sample(model, PROMPTS, temperature=0.0, topk=0, rescale_log_probs=False)
