@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -51,6 +53,20 @@ for child in children:
 ELSEWHERE = dataclasses.replace(this_process(), host="node7", machine="another one", pid=11)
 
 
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+  """A lock that is broken may wait for ever: a test that takes minutes has failed."""
+
+  def fail(*_: object) -> None:
+    raise TimeoutError("the lock has been waited for in vain")
+
+  before = signal.signal(signal.SIGALRM, fail)
+  signal.alarm(180)
+  yield
+  signal.alarm(0)
+  signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
   """A second of silence is enough."""
@@ -76,7 +92,7 @@ def test_a_folder_is_free_again_after_a_run_and_after_one_that_failed(tmp_path):
 
 def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_killed(tmp_path):
   command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+  with ended_process(command) as process:
     assert process.stdout.readline() == "held\n"
     with pytest.raises(ModelDirInUseError) as refused, hold(tmp_path):
       pass
@@ -88,6 +104,16 @@ def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_kil
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with hold(tmp_path):
       pass
+
+
+@contextlib.contextmanager
+def ended_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+  """Runs a process that does not outlive the `with`, however that is left."""
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
 
 
 def test_a_process_that_got_the_number_of_a_dead_run_is_not_taken_for_it(tmp_path):
