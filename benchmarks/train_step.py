@@ -1,6 +1,8 @@
 """`rosetta-t5 bench` from a checkout: python -m benchmarks.train_step --size base --batch 128."""
 
-from rosetta_t5.bench.train_step import main
+import sys
+
+from rosetta_t5.cli import bench
 
 if __name__ == "__main__":
-  main()
+  sys.exit(bench(sys.argv[1:]))

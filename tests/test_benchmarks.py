@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import attention_kernels, results_table, roofline
-from rosetta_t5.bench import fp8, train_step, workload
+from rosetta_t5.bench import fp8, workload
 from rosetta_t5.cli import main
 from rosetta_t5.telemetry.flops import training_flops_of
 
@@ -228,7 +228,19 @@ def test_fused_attention_leaves_scores_out_of_memory():
   assert by_xla == fused
 
 
-def test_a_step_that_cannot_be_is_refused_before_anything_compiles(capsys):
-  with pytest.raises(SystemExit):
-    train_step.main(["--batch", "0"])
-  assert "argument --batch: 0 is not a positive number" in capsys.readouterr().err
+@pytest.mark.parametrize(
+  ("arguments", "status", "text"),
+  [
+    (["--batch", "0"], 2, "argument --batch: 0 is not a positive number"),
+    (["--size", "huge"], 2, "argument --size: invalid choice: 'huge'"),
+    (["--loss-chunk", "0"], 2, "argument --loss-chunk: 0 is not a positive number"),
+    (["--json", "nowhere/out.json"], 2, "argument --json: there is no folder nowhere"),
+    (["--fp8"], 1, "but a cpu has no fp8"),
+    (["--kernel", "cudnn"], 1, "error: T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU"),
+  ],
+)
+def test_a_step_that_cannot_be_is_refused_before_anything_compiles(arguments, status, text, capsys):
+  with pytest.raises(SystemExit) as ended:
+    main(["bench", *TOY, *arguments])
+  assert ended.value.code == status
+  assert text in capsys.readouterr().err

@@ -28,6 +28,7 @@ from rosetta_t5.bench.workload import (
   argument_parser,
   make_batch,
   model_config,
+  positive,
   row,
   time_steps,
 )
@@ -177,8 +178,8 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
   """Adds what a step of ours can be told."""
   parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
   parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
-  parser.add_argument("--loss-chunk", type=int, default=None, metavar="POSITIONS")
-  parser.add_argument("--microbatches", type=int, default=None)
+  parser.add_argument("--loss-chunk", type=positive, default=None, metavar="POSITIONS")
+  parser.add_argument("--microbatches", type=positive, default=None)
   parser.add_argument("--recipe", choices=("current", "delayed"), default="current")
   parser.add_argument("--fp8-backend", choices=("auto", "native", "te"), default="auto")
   for name in ("fuse-qkv", "transpose", "pack", "emulate"):

@@ -30,23 +30,32 @@ def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
   """Returns a parser of the workload: the model's size and the batch."""
   parser = argparse.ArgumentParser(prog, description=doc.splitlines()[0])
   parser.add_argument("--size", choices=SIZES, default="small")
-  parser.add_argument("--batch", type=_positive, default=128)
+  parser.add_argument("--batch", type=positive, default=128)
   parser.add_argument(
-    "--lengths", type=_positive, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
+    "--lengths", type=positive, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-  parser.add_argument("--steps", type=_positive, default=steps)
-  parser.add_argument("--json", metavar="OUT", help="a file to write the result to")
+  parser.add_argument("--steps", type=positive, default=steps)
+  parser.add_argument("--json", type=_writable, metavar="OUT", help="a file for the result")
+  parser.add_argument("--debug", action="store_true", help="show where an error was raised")
   return parser
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
   """Adds how steps are timed."""
-  parser.add_argument("--group", type=_positive, default=5, help="steps that are timed as one")
-  parser.add_argument("--warmup", type=_positive, default=5, help="steps before the first group")
+  parser.add_argument("--group", type=positive, default=5, help="steps that are timed as one")
+  parser.add_argument("--warmup", type=positive, default=5, help="steps before the first group")
 
 
-def _positive(text: str) -> int:
+def _writable(path: str) -> str:
+  # Told now, not when the measurement is made and lost.
+  if not pathlib.Path(path).absolute().parent.is_dir():
+    raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(path).parent}")
+  return path
+
+
+def positive(text: str) -> int:
+  """Returns a number from 1 on, as an argument's type."""
   if (number := int(text)) < 1:
     raise argparse.ArgumentTypeError(f"{number} is not a positive number")
   return number
