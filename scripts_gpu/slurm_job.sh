@@ -32,6 +32,9 @@ export GPUS_PER_NODE MODEL_DIR WITH_MP=1 MAKE_FT_DIR=false
 
 arguments=(--ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1)
 if [[ -n $CONTAINER ]]; then
+  [[ $(srun --help 2>&1) == *--container-image* ]] ||
+    die "CONTAINER is set, but this cluster's srun has no --container-image: it needs the plugin pyxis" \
+      "Leave CONTAINER empty to run without a container."
   : "${TFDS_DATA_DIR:=/t5x_home/datasets}"
   export TFDS_DATA_DIR T5X_WORKSPACE_DIR=/t5x_home/workspace
   data=${DATASET_MAP:-${BASE_TFDS_DATA_DIR:?BASE_TFDS_DATA_DIR or DATASET_MAP says where the data sets are}:$TFDS_DATA_DIR}

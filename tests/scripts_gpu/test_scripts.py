@@ -162,6 +162,24 @@ def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copi
   assert {path.name for path in tmp_path.glob("ft_*/*")} == {"checkpoint_1000", "checkpoint_1005"}
 
 
+@pytest.mark.parametrize("has_pyxis", [True, False])
+def test_a_container_is_asked_of_srun_where_it_can_run_one(run, tmp_path, has_pyxis):
+  srun = tmp_path / "srun"
+  option = "--container-image=IMAGE" if has_pyxis else "--nodes=N"
+  srun.write_text(f'#!/usr/bin/env bash\n[[ $1 != --help ]] || exec echo {option}\necho "$@"\n')
+  srun.chmod(0o755)
+  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SCRIPTS_DIR": str(_SCRIPTS)}
+  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "run"}
+  job |= {"CONTAINER": "here.sqsh", "BASE_TFDS_DATA_DIR": "/data"}
+  status, out, err = run("example_slurm_pretrain_pile.sub", **job)
+  if has_pyxis:
+    assert status == 0
+    assert "--container-image=here.sqsh --container-mounts=/data:/t5x_home/datasets,/" in out
+  else:
+    assert status == 2
+    assert "CONTAINER is set, but this cluster's srun has no --container-image" in err
+
+
 def test_only_as_many_of_the_visible_gpus_are_used_as_asked_for(run, tmp_path):
   python = tmp_path / "python"
   python.write_text(python.read_text() + 'echo "GPUS=$CUDA_VISIBLE_DEVICES"\n')
