@@ -14,6 +14,8 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, Shaped
 
+from rosetta_t5.parallel.constraints import map_over_batch
+
 PyTree = Any
 Cache = FrozenDict | dict[str, Any]
 
@@ -136,9 +138,10 @@ def top_k_two_stage(
 ) -> tuple[Float[Array, "batch k"], Int[Array, "batch k"]]:
   """Returns the k largest values of each row and their indices, the largest first.
 
-  The name is T5X's, which cut long rows in pieces for TPUs; the result is the same.
+  The name is T5X's, which cut long rows in pieces for TPUs; the result is the same. Each device finds
+  those of its own part of the batch.
   """
-  values, indices = jax.lax.top_k(x, k)
+  values, indices = map_over_batch(lambda rows: tuple(jax.lax.top_k(rows, k)), x)
   return values, indices
 
 
@@ -149,7 +152,7 @@ def gather_topk_beams(
   new_beam_size: int,
 ) -> PyTree:
   """Returns the best `new_beam_size` beams of arrays [batch, beam, ...], the best last."""
-  _, best_first = jax.lax.top_k(score_or_log_prob, new_beam_size)
+  _, best_first = top_k_two_stage(score_or_log_prob, new_beam_size)
   best_last = jnp.flip(best_first, axis=1)
   return gather_beams(nested, best_last, batch_size, score_or_log_prob.shape[1], new_beam_size)
 

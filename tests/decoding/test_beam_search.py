@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import freeze
+from flax.linen.partitioning import axis_rules
 from history_model import HistoryModel
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -189,7 +190,8 @@ def test_caches_may_be_frozen():
   np.testing.assert_array_equal(frozen, thawed)
 
 
-def test_a_batch_split_over_devices_keeps_its_cache_there():
+@pytest.mark.parametrize("rules", [[("batch", "data")], [("batch", None)]])
+def test_a_batch_split_over_devices_stays_where_it_is(rules):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
   def split(x):
@@ -197,15 +199,18 @@ def test_a_batch_split_over_devices_keeps_its_cache_there():
 
   model = HistoryModel(vocab=6, length=9)
   inputs, cache = jnp.zeros((8, 8), jnp.int32), model.cache(8)
-  run = jax.jit(lambda i, c: beam_search(i, c, model.tokens_to_logits, EOS, num_decodes=4))
-  want = run(inputs, cache)
+  want = jax.jit(lambda i, c: beam_search(i, c, model.tokens_to_logits, EOS))(inputs, cache)
   args = jax.tree.map(split, (inputs, cache))
-  text = run.lower(*args).compile().as_text()
-  gathered = re.findall(r"\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", text)
-  # XLA brings together what top_k chooses from: all continuations, the best 8, 4 + 8 finished ones.
-  # The sequences and the cache stay.
-  assert set(gathered) <= {"8,24", "8,8", "8,12"}
-  np.testing.assert_array_equal(run(*args)[0], want[0])
+  with jax.set_mesh(mesh), axis_rules(rules):
+    run = jax.jit(lambda i, c: beam_search(i, c, model.tokens_to_logits, EOS))
+    text = run.lower(*args).compile().as_text()
+    got = run(*args)
+  moved = re.findall(r"\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", text)
+  # Left to itself XLA brings together what top_k chooses from: all continuations, the best 8, 4 + 8
+  # finished ones.
+  assert set(moved) == ({"8,24", "8,8", "8,12"} if rules == [("batch", None)] else set())
+  np.testing.assert_array_equal(got[0], want[0])
+  np.testing.assert_array_equal(got[1], want[1])
 
 
 def test_brevity_penalty_is_that_of_wu_et_al():
