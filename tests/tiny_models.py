@@ -47,6 +47,19 @@ DECODER_ONLY = TransformerConfig(
   dropout_rate=0.0,
 )
 
+GPT = DECODER_ONLY.replace(
+  mlp_activations=("gelu",),
+  logits_via_embedding=True,
+  positions="learned",
+  max_length=8,
+  norm="layer",
+  norm_epsilon=1e-5,
+  use_bias=True,
+  scale_queries=True,
+  divide_tied_logits=False,
+  init_stddev=0.1,
+)
+
 Batch = dict[str, jax.Array]
 
 
@@ -152,6 +165,28 @@ def _drawn(init: Callable[[jax.Array], Any]) -> Any:
 
   shapes = jax.eval_shape(init, jax.random.PRNGKey(0))
   return shapes | {"params": jax.tree.map(draw, shapes["params"])}
+
+
+def stacked(params: Any) -> Any:
+  """Returns a decoder-only network's parameters, of layers one after another, as those of a scan."""
+  inner = dict(params["decoder"])
+  layers = [inner.pop(f"layers_{n}") for n in range(2)]
+  inner["decoder"] = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers)
+  return {"decoder": inner}
+
+
+def assert_close(got: Any, want: Any, tolerance: float) -> None:
+  """Fails where a loss, or a gradient beside its leaf's greatest, differs by more.
+
+  The gradient of a key's bias is nothing but rounding, as softmax does not see what all logits share:
+  a leaf's greatest counts as a hundredth of the greatest of all at least.
+  """
+  np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
+  least = 0.01 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want[1]))
+  for path, leaf in jax.tree_util.tree_leaves_with_path(want[1]):
+    mine = functools.reduce(lambda tree, key: tree[key.key], path, got[1])
+    error = np.abs(mine - leaf).max() / max(np.abs(leaf).max(), least)
+    assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.1e}"
 
 
 def params_of(config: T5Config) -> Any:

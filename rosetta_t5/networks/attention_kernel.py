@@ -82,13 +82,13 @@ def segment_mask(
   packed = query_segments is not None and key_segments is not None
   if kernel == "cudnn" and packed:
     raise ValueError(
-      "T5Config.attention_kernel = 'cudnn' takes no packed examples: set it to 'flash', or "
-      "train/DatasetConfig.pack = False"
+      f"{type(config).__name__}.attention_kernel = 'cudnn' takes no packed examples: set it to "
+      "'flash', or train/DatasetConfig.pack = False"
     )
   if kernel == "cudnn" and (real_queries.shape[1] % 2 or real_keys.shape[1] % 2):
     raise ValueError(
-      "T5Config.attention_kernel = 'cudnn' trains with a bias at even lengths only, not "
-      f"{real_queries.shape[1]} and {real_keys.shape[1]}: change TASK_FEATURE_LENGTHS, or set it to "
+      f"{type(config).__name__}.attention_kernel = 'cudnn' trains with a bias at even lengths only, "
+      f"not {real_queries.shape[1]} and {real_keys.shape[1]}: change TASK_FEATURE_LENGTHS, or set it to "
       "'flash'"
     )
   if query_segments is None or key_segments is None:
@@ -207,16 +207,16 @@ def _is_interpreted() -> bool:
 def _check_cudnn(config: Any) -> None:
   if jax.default_backend() != "gpu":
     raise ValueError(
-      "T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU, and jax runs on "
+      f"{type(config).__name__}.attention_kernel = 'cudnn' needs an NVIDIA GPU, and jax runs on "
       f"{jax.default_backend()}: set it to 'auto'"
     )
   if jnp.dtype(config.dtype) != jnp.bfloat16:
     raise ValueError(
-      f"T5Config.attention_kernel = 'cudnn' computes in bfloat16, but T5Config.dtype is "
+      f"{type(config).__name__}.attention_kernel = 'cudnn' computes in bfloat16, but its dtype is "
       f"{jnp.dtype(config.dtype).name}: set dtype = 'bfloat16', or attention_kernel = 'xla'"
     )
   if config.head_dim % 8:
     raise ValueError(
-      f"T5Config.attention_kernel = 'cudnn' needs a head_dim that is a multiple of 8, not "
-      f"{config.head_dim}: set attention_kernel = 'xla'"
+      f"{type(config).__name__}.attention_kernel = 'cudnn' needs a head_dim that is a multiple of 8, "
+      f"not {config.head_dim}: set attention_kernel = 'xla'"
     )

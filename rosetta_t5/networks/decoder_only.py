@@ -18,6 +18,7 @@ from rosetta_t5.networks import t5
 from rosetta_t5.networks.attention_kernel import SegmentMask, is_fused, segment_mask
 from rosetta_t5.networks.centred_norm import CentredLayerNorm
 from rosetta_t5.networks.decoder_only_config import TransformerConfig
+from rosetta_t5.networks.dense import activation_axes
 from rosetta_t5.networks.embedding import LayerNorm
 from rosetta_t5.networks.layer_stack import scanned_stack
 from rosetta_t5.networks.masks import make_decoder_mask
@@ -26,9 +27,9 @@ from rosetta_t5.networks.remat import remat_layer
 from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 
-def _dropout(config: TransformerConfig, name: str) -> nn.Dropout:
+def _dropout(config: TransformerConfig, name: str, length_axis: int = -2) -> nn.Dropout:
   """A dropout that drops the same features at every position; its masks depend on its name."""
-  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,), name=name)
+  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(length_axis,), name=name)
 
 
 def _norm(config: TransformerConfig, name: str) -> nn.Module:
@@ -58,7 +59,7 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(
     self,
-    inputs: Float[Array, "B T D"],
+    inputs: Float[Array, "B T D"] | Float[Array, "T B D"],
     decoder_mask: Bool[Array, "B 1 T S"] | SegmentMask | None = None,
     deterministic: bool = False,
     decode: bool = False,
@@ -73,9 +74,10 @@ class DecoderLayer(nn.Module):
     other arguments.
     """
     cfg = self.config
+    length_axis = -3 if cfg.transpose_batch_sequence else -2
     bias_1HLL = None
     if self.relative_embedding is not None:
-      length = t5.bias_length(inputs.shape[-2], decode, max_decode_length)
+      length = t5.bias_length(inputs.shape[length_axis], decode, max_decode_length)
       bias_1HLL = self.relative_embedding(length, length, False)
     options = _projection_options(cfg)
     x = _norm(cfg, "pre_self_attention_layer_norm")(inputs)
@@ -90,11 +92,14 @@ class DecoderLayer(nn.Module):
       prefill_lengths=prefill_lengths,
       rotary_positions=positions if cfg.positions == "rotary" else None,
     )
-    x = _dropout(cfg, "post_self_attention_dropout")(x, deterministic=deterministic) + inputs
+    x = (
+      _dropout(cfg, "post_self_attention_dropout", length_axis)(x, deterministic=deterministic)
+      + inputs
+    )
     y = _norm(cfg, "pre_mlp_layer_norm")(x)
     y = t5.mlp(cfg, **options)(y, deterministic=deterministic)
-    y = _dropout(cfg, "post_mlp_dropout")(y, deterministic=deterministic) + x
-    y = with_sharding_constraint(y, ("batch", "length", "embed"))
+    y = _dropout(cfg, "post_mlp_dropout", length_axis)(y, deterministic=deterministic) + x
+    y = with_sharding_constraint(y, activation_axes("embed", cfg.transpose_batch_sequence))
     return (y, None) if cfg.scan_layers else y
 
 
@@ -165,7 +170,7 @@ class Decoder(nn.Module):
       y = y + self._learned(positions, max_decode_length or decoder_input_tokens.shape[1])
     y = _dropout(cfg, "input_dropout")(y, deterministic=deterministic).astype(cfg.dtype)
     call = (deterministic, decode, max_decode_length, bool(prefill), prefill_lengths, positions)
-    y = self._layers(y, mask, *call)
+    y = t5.transposed(cfg, self._layers(t5.transposed(cfg, y), mask, *call))
     y = _norm(cfg, "decoder_norm")(y)
     y = _dropout(cfg, "output_dropout")(y, deterministic=deterministic)
     logits = output_layer(cfg, embedding, y, return_logits, cfg.divide_tied_logits)

@@ -55,8 +55,8 @@ class TransformerConfig:
     scan_layers: whether one program serves all layers, whose parameters are stacked under
       `decoder/decoder`; for many layers. Not with relative positions.
     make_product: as T5Config's.
-    transpose_batch_sequence: always False; no field, so not to be set.
-    attention_class: no field either.
+    transpose_batch_sequence: as T5Config's.
+    attention_class: no field, so not to be set.
     param_scan_axis: nor this: where layers are stacked.
   """
 
@@ -87,8 +87,8 @@ class TransformerConfig:
   padding_never_follows: bool = False
   scan_layers: bool = False
   make_product: Callable[[], Product] | None = None
+  transpose_batch_sequence: bool = False
 
-  transpose_batch_sequence: ClassVar[bool] = False
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
   param_scan_axis: ClassVar[int] = 1
 
@@ -104,7 +104,10 @@ class TransformerConfig:
     check_one_of("TransformerConfig.positions", self.positions, POSITIONS)
     check_one_of("TransformerConfig.norm", self.norm, NORMS)
     # Scripts give 1 and 0.
-    object.__setattr__(self, "fuse_qkv_params", bool(self.fuse_qkv_params))
+    for name in ("transpose_batch_sequence", "fuse_qkv_params"):
+      if (value := getattr(self, name)) not in (0, 1):
+        raise ValueError(f"TransformerConfig.{name} = {value!r} must be True or False, or 1 or 0")
+      object.__setattr__(self, name, bool(value))
     for wrong, advice in self._contradictions():
       if wrong:
         raise ValueError(f"TransformerConfig.{advice}")

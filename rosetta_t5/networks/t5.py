@@ -100,7 +100,7 @@ def _layer_axes(config: T5Config) -> tuple[str, str, str]:
   return activation_axes("embed", config.transpose_batch_sequence)
 
 
-def transposed(config: T5Config, x: jax.Array) -> jax.Array:
+def transposed(config: Any, x: jax.Array) -> jax.Array:
   """Returns [B, T, D] as the layers want it, and what they return as [B, T, D]."""
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 

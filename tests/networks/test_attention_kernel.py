@@ -48,7 +48,7 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
 @pytest.mark.parametrize(
   ("changes", "arguments", "text"),
   [
-    ({"dtype": "float32"}, {}, "computes in bfloat16, but T5Config.dtype is float32"),
+    ({"dtype": "float32"}, {}, "computes in bfloat16, but its dtype is float32"),
     ({"head_dim": 4}, {}, "needs a head_dim that is a multiple of 8, not 4"),
     ({}, {"query_segments": 1, "key_segments": 1}, "takes no packed examples: set it to 'flash'"),
     ({}, {"real_keys": jnp.ones((2, 5), bool)}, "at even lengths only, not 6 and 5"),

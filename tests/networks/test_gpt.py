@@ -9,23 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DECODER_ONLY, decoder_only_params
+from tiny_models import GPT, decoder_only_params, stacked
 
 from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.rotary import rotated
 
-GPT = DECODER_ONLY.replace(
-  mlp_activations=("gelu",),
-  logits_via_embedding=True,
-  positions="learned",
-  max_length=8,
-  norm="layer",
-  norm_epsilon=1e-5,
-  use_bias=True,
-  scale_queries=True,
-  divide_tied_logits=False,
-  init_stddev=0.1,
-)
 ROTARY = GPT.replace(positions="rotary", mlp_activations=("gelu", "linear"))
 TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)
 INPUTS = np.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]
@@ -38,14 +26,6 @@ def logits_of(config):
     return module.apply({"params": params}, inputs, targets, enable_dropout=False, **features)
 
   return jax.jit(run)
-
-
-def stacked(params):
-  """Returns the parameters of layers one after another as those of a scan."""
-  inner = dict(params["decoder"])
-  layers = [inner.pop(f"layers_{n}") for n in range(2)]
-  inner["decoder"] = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers)
-  return {"decoder": inner}
 
 
 def decoded_logits(config, params, lengths):

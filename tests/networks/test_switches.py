@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
-from tiny_models import T5_1_1, make_batch, make_model, make_state, params_of
+from tiny_models import T5_1_1, assert_close, make_batch, make_model, make_state, params_of
 
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.attention import MultiHeadDotProductAttention
@@ -91,14 +91,6 @@ def numbers(config, loss_chunk_length=None, packed=False, microbatches=1, device
   """Returns loss and gradients from the parameters of `T5_1_1`, or of scalable T5's test model."""
   step, arguments = step_of(config, loss_chunk_length, packed, microbatches, devices, fp8)
   return jax.device_get(step(*arguments))
-
-
-def assert_close(got, want, tolerance):
-  np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(want[1]):
-    mine = functools.reduce(lambda tree, key: tree[key.key], path, got[1])
-    error = np.abs(mine - leaf).max() / np.abs(leaf).max()
-    assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.1e}"
 
 
 def with_switches(row, config, **more):
