@@ -10,7 +10,7 @@ import os
 import pathlib
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rosetta_t5.config.errors import errors_as_text
@@ -132,11 +132,14 @@ def _infer_rows(
 
   devices = opened.partitioner.data_mesh_size
   batch_size = options.batch_size + -options.batch_size % devices
-  lengths = dict(opened.lengths)
-  for name, given in (("inputs", options.input_length), ("targets", options.output_length)):
-    if given is not None:
-      lengths[name] = given
-  texts = TextInference(opened.model, opened.partitioner, opened.state_axes, batch_size, lengths)
+  texts = TextInference(
+    opened.model,
+    opened.partitioner,
+    opened.state_axes,
+    batch_size,
+    _lengths(opened.lengths, options),
+    inputs_end="inputs" in opened.lengths,
+  )
   scores = templates.targets is not None
   mode = InferenceType.SCORE if scores else InferenceType.PREDICT_WITH_AUX
   arguments = {} if scores else {"num_decodes": options.num_decodes}
@@ -149,6 +152,19 @@ def _infer_rows(
       else:
         said = output.decode("utf-8", errors="replace")
         yield {"inputs": row, "prediction": said, "score": aux["scores"][number]}
+
+
+def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
+  """Returns the tokens of inputs and targets: as trained, but for what the command line says.
+
+  A language model's rows are targets alone; half of a row is for what it is to go on from.
+  """
+  lengths = dict(trained)
+  if "inputs" not in lengths:
+    half = lengths["targets"] // 2
+    lengths |= {"inputs": half, "targets": lengths["targets"] - half}
+  given = {"inputs": options.input_length, "targets": options.output_length}
+  return lengths | {name: length for name, length in given.items() if length is not None}
 
 
 def _open_model(model_dir: str) -> Any:

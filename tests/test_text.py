@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import types
 
 import gin
 import pytest
 from tiny_tasks import save_checkpoints
 
-from rosetta_t5 import cli
+from rosetta_t5 import cli, text
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -54,6 +56,26 @@ def rows_file(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
   return path
+
+
+def test_a_language_model_goes_on_from_half_a_row_that_has_no_end(monkeypatch):
+  features = []
+
+  class Texts:
+    def __init__(self, *arguments, **more):
+      features.append((arguments[-1], more))
+
+  opened = types.SimpleNamespace(
+    model=None, partitioner=types.SimpleNamespace(data_mesh_size=1), state_axes=None
+  )
+  options = argparse.Namespace(batch_size=1, input_length=None, output_length=9, num_decodes=1)
+  monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", Texts)
+  for opened.lengths in ({"targets": 11}, {"inputs": 7, "targets": 5}):
+    list(text._infer_rows(opened, iter(()), text._Templates(None, None, "-"), options))
+  assert features == [
+    ({"inputs": 5, "targets": 9}, {"inputs_end": False}),
+    ({"inputs": 7, "targets": 9}, {"inputs_end": True}),
+  ]
 
 
 def infer(model_dir, *arguments):

@@ -47,6 +47,7 @@ class TextInference:
     batch_size: int,
     task_feature_lengths: Mapping[str, int],
     add_eos: bool = True,
+    inputs_end: bool = True,
   ):
     """Builds it; nothing is compiled before the first call.
 
@@ -57,10 +58,11 @@ class TextInference:
       batch_size: examples a batch.
       task_feature_lengths: tokens of inputs and targets.
       add_eos: whether they end with the end of sequence.
+      inputs_end: False for inputs without it, which a language model is to go on from.
     """
     feature = import_seqio().Feature
     self.features = {
-      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos),
+      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos and inputs_end),
       "targets": feature(vocabulary=model.output_vocabulary, add_eos=add_eos),
     }
     self._model, self._partitioner, self._axes = model, partitioner, train_state_axes
