@@ -169,22 +169,9 @@ class MultiHeadDotProductAttention(nn.Module):
         k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
       )
     value_scale = None if deterministic else self._dropout_scale(k_BSHK)
-    if isinstance(mask, SegmentMask):
-      outputs_BTHK = fused_attention(
-        self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale
-      )
-    elif q_BTHK.shape[1] == 1 and (decode or self.has_variable(ENCODED, "key")):
-      outputs_BTHK = self._attend_to_kept(q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale)
-    else:
-      outputs_BTHK = xla_attention(
-        q_BTHK,
-        k_BSHK,
-        v_BSHK,
-        bias_1HTS=bias,
-        mask_B1TS=None if mask is None else mask != 0,
-        value_scale_BHS=value_scale,
-        float32_logits=self.float32_logits,
-      )
+    is_step = q_BTHK.shape[1] == 1 and (decode or self.has_variable(ENCODED, "key"))
+    attend = self._attend_in_step if is_step else self._attend
+    outputs_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale)
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     return DenseGeneral(
@@ -269,16 +256,32 @@ class MultiHeadDotProductAttention(nn.Module):
       name=name,
     )
 
-  def _attend_to_kept(
+  def _attend(
+    self,
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | SegmentMask | None,
+    value_scale: jax.Array | None,
+  ) -> jax.Array:
+    """Returns [B, T, H, K]."""
+    if isinstance(mask, SegmentMask):
+      return fused_attention(self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale)
+    mask = None if mask is None else mask != 0
+    return xla_attention(q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale, self.float32_logits)
+
+  def _attend_in_step(
     self,
     q_N1HK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     bias: jax.Array | None,
-    mask: jax.Array | None,
+    mask: jax.Array | SegmentMask | None,
     value_scale_BHS: jax.Array | None,
   ) -> jax.Array:
     """Returns [N, 1, H, K], a decoding step's attention; N may count several beams of each of B."""
+    assert not isinstance(mask, SegmentMask)  # Fused kernels are for whole sequences.
     mask = None if mask is None else mask != 0
     keys, values = cache.keys_kept(k_BSHK), cache.values_kept(v_BSHK)
     if value_scale_BHS is not None:
