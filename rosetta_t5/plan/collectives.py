@@ -112,40 +112,74 @@ def _of_parameter(
   name: str, param: Any, spec: Sequence[Any], mesh: Mapping[str, int], work: Work
 ) -> Iterator[Collective]:
   """Yields how a parameter comes together and how its gradient is summed."""
-  batch = [axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1]
   over = _over_batch(spec, mesh)
-  rest = tuple(axis for axis in batch if axis not in over)
   whole = array_bytes(param, [part if part == MODEL_AXIS else None for part in spec], mesh)
   lookups = _lookups(name, work.config)
   # A table whose vectors make the logits too is used in a product besides.
   is_tied = lookups > 0 and getattr(work.config, "logits_via_embedding", False)
   if over:
-    # Forward and backward, but the backward pass of a lookup needs no table. Products with a table
-    # whose vocabulary is split gather it for themselves.
-    gathers = (2 + (mesh.get(MODEL_AXIS, 1) > 1) if is_tied else 1) if lookups else 2
+    gathers = _gathers(lookups, is_tied, mesh)
     gathered = gathers * whole * work.microbatches
     yield Collective(ALL_GATHER, over, gathered, "parameters", count=gathers)
   bias, layers = _position_bias(name, mesh, work)
   gradient = bias or float(whole)
-  size = gradient * work.microbatches
+  # No product makes the gradient of a lookup or of a norm's scale.
+  is_loose = lookups > 0 or param.ndim == 1
+  loose_terms = lookups or 1 if is_loose else 0
   terms = lookups + is_tied or layers
-  # The optimizer's state goes where the parameters' `embed` goes (see `PjitPartitioner.zero1`).
-  is_split = work.zero1 and DATA_AXIS in rest and not bias
+  yield from _gradient_sums(gradient, terms, loose_terms, over, mesh, work, is_bias=bool(bias))
+  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and param.ndim == 1:
+    # A norm's scale multiplies positions that lie apart.
+    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient * work.microbatches, "gradients")
+
+
+def _gathers(lookups: int, is_tied: bool, mesh: Mapping[str, int]) -> int:
+  """Returns how often a parameter split over the batch's axes comes together in a step."""
+  if lookups == 0:
+    return 2  # Forward and backward.
+  if not is_tied:
+    return 1  # The backward pass of a lookup needs no table.
+  # Products with a table whose vocabulary is split gather it for themselves.
+  return 2 + (mesh.get(MODEL_AXIS, 1) > 1)
+
+
+def _gradient_sums(
+  gradient: float,
+  terms: int,
+  loose_terms: int,
+  over: tuple[str, ...],
+  mesh: Mapping[str, int],
+  work: Work,
+  is_bias: bool,
+) -> Iterator[Collective]:
+  """Yields how a gradient of so many bytes is summed over the batch, and what ZeRO-1 adds.
+
+  Args:
+    gradient: its bytes.
+    terms: the arrays that it is the sum of.
+    loose_terms: those of them that no product makes; 0 if products make all.
+    over: the batch's axes that the parameter is split over.
+    mesh: the size of each mesh axis.
+    work: what the step works on.
+    is_bias: whether it is the gradient of the bias of positions.
+  """
+  batch = tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1)
+  rest = tuple(axis for axis in batch if axis not in over)
+  size = gradient * work.microbatches
+  if over and rest and loose_terms:
+    # XLA sums these over all axes at once, and lets each device keep its part.
+    yield Collective(ALL_REDUCE, batch, size, "gradients", loose_terms)
+    terms = max(terms - loose_terms, 0)
   parts = math.prod(mesh[axis] for axis in over)
-  if over and rest and (lookups or param.ndim == 1):
-    # No product made it: XLA sums it over all axes at once, and lets each device keep its part.
-    yield Collective(ALL_REDUCE, tuple(batch), size, "gradients", lookups or 1)
-    terms = int(is_tied)
   if terms and over:
     yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
     size, terms = size / parts, 1
+  # The optimizer's state goes where the parameters' `embed` goes (see `PjitPartitioner.zero1`).
+  is_split = work.zero1 and DATA_AXIS in rest and not is_bias
   if terms and rest:
     yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
   if is_split:
     yield Collective(ALL_GATHER, (DATA_AXIS,), gradient / parts, "parameters")
-  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and param.ndim == 1:
-    # A norm's scale multiplies positions that lie apart.
-    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient * work.microbatches, "gradients")
 
 
 def _over_batch(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
