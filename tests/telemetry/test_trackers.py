@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import re
+import subprocess
 import sys
 
 import pytest
@@ -85,3 +89,55 @@ def test_aim_keeps_all_writers_in_one_run(tmp_path):
   assert {name: value[1] for name, value in found.items()} == losses
   assert run["config"] == "a = 1"
   assert (tmp_path / "aim_run.txt").read_text() == run.hash
+
+
+PROCESS = """
+import os, sys
+from rosetta_t5.telemetry import trackers
+writer, folder, first, is_killed = sys.argv[1:]
+options = {"log_system_params": False} if writer == "AimWriter" else {"project": "tests"}
+made = getattr(trackers, writer)("train", folder, **options)
+for step in range(int(first), int(first) + 2):
+  made.write_scalars(step, {"loss": 10.0 - step})
+print(made._run.hash if writer == "AimWriter" else made._wandb.run.id)
+sys.stdout.flush()
+if is_killed == "True":
+  os._exit(9)
+"""
+
+
+def identities(writer, folder, kills):
+  """Returns the runs' names of processes one after another, each two steps, some killed."""
+  found = []
+  for number, is_killed in enumerate(kills):
+    call = [sys.executable, "-c", PROCESS, writer, str(folder), str(2 * number), str(is_killed)]
+    # Without the W&B service of this process: a process of another job has its own.
+    environment = {n: x for n, x in os.environ.items() if n != "WANDB_SERVICE"}
+    environment["WANDB_MODE"] = "offline"
+    said = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == (9 if is_killed else 0), said.stderr[-2000:]
+    found += [line for line in said.stdout.splitlines() if re.fullmatch("[0-9a-f]{24}", line)]
+  return found
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_in_its_aim_run_and_the_sdk_reads_all_of_it(tmp_path):
+  aim = pytest.importorskip("aim")
+  (run_hash,) = set(identities("AimWriter", tmp_path, (False, True, False)))
+  command = [pathlib.Path(sys.executable).with_name("aim"), "storage", "--repo", tmp_path]
+  subprocess.run([*command, "reindex", "-y"], check=True, capture_output=True)  # as aim up does
+  assert aim.Repo(str(tmp_path)).list_all_runs() == [run_hash]
+  (loss,) = (m for m in aim.Repo(str(tmp_path)).get_run(run_hash).metrics() if m.name == "loss")
+  assert sorted(loss.values.sparse_list()[1]) == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+  assert loss.context.to_dict() == {"subset": "train"}
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_in_its_weights_and_biases_run(tmp_path):
+  pytest.importorskip("wandb")
+  names = identities("WandbWriter", tmp_path, (False, True, False))
+  assert len(names) == 3
+  assert len(set(names)) == 1
+  other = identities("WandbWriter", tmp_path / "other", (False,))
+  assert other != names[:1]
+  assert len(list(tmp_path.glob(f"wandb/offline-run-*-{names[0]}/*.wandb"))) == 3
