@@ -68,9 +68,13 @@ def evaluate(
   """
   del use_orbax
   evaluator = InferenceEvaluator(
-    dataset_cfg, inference_evaluator_cls, model, partitioner, log_dir=output_dir,
+    dataset_cfg,
+    inference_evaluator_cls,
+    model,
+    partitioner,
+    log_dir=output_dir,
     input_length_buckets=input_length_buckets,
-  )  # fmt: skip
+  )
   if not evaluator.eval_tasks:
     raise ValueError(_no_metrics_text(dataset_cfg))
   batch = dataset_cfg.batch_size
@@ -87,9 +91,14 @@ def evaluate(
     os.path.join(output_dir, "model-info.txt"), initializer.global_train_state_shape, partitioner
   )
   loss, trainer = _loss_evaluation(
-    training_evaluator_cls, train_eval_get_dataset_fn, dataset_cfg, model, partitioner, output_dir,
-    initializer.train_state_axes
-  )  # fmt: skip
+    training_evaluator_cls,
+    train_eval_get_dataset_fn,
+    dataset_cfg,
+    model,
+    partitioner,
+    output_dir,
+    initializer.train_state_axes,
+  )
 
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
