@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.bench.workload import SIZES, model_config
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
@@ -41,10 +42,9 @@ def seconds(action: Callable[[], object]) -> float:
   return time.perf_counter() - started
 
 
-def make_state(size: str) -> tuple[TrainStateInitializer, PjitPartitioner, TrainState]:
+def make_state(size: str, partitioner: PjitPartitioner) -> tuple[TrainStateInitializer, TrainState]:
   """Returns a state of random numbers: fresh moments are zeros, which no run's are for long."""
   vocabulary = types.SimpleNamespace(eos_id=1)
-  partitioner = PjitPartitioner(num_partitions=1)
   model = EncoderDecoderModel(
     Transformer(model_config(size)), vocabulary, vocabulary, adamw(learning_rate=1e-3)
   )
@@ -54,16 +54,21 @@ def make_state(size: str) -> tuple[TrainStateInitializer, PjitPartitioner, Train
   )
   rng = np.random.default_rng(0)
 
-  def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    if not leaf.ndim:
-      return jax.numpy.zeros(leaf.shape, leaf.dtype)
-    return jax.device_put(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
+  def draw(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+      shape = [len(range(*at.indices(size))) for at, size in zip(index, leaf.shape, strict=True)]
+      return np.asarray(rng.standard_normal(shape, np.float32) if shape else 0, leaf.dtype)
 
-  return initializer, partitioner, jax.tree.map(draw, initializer.global_train_state_shape)
+    return jax.make_array_from_callback(leaf.shape, NamedSharding(partitioner.mesh, spec), part)
+
+  return initializer, jax.tree.map(
+    draw, initializer.global_train_state_shape, initializer.train_state_axes
+  )
 
 
 def files(folder: pathlib.Path) -> list[pathlib.Path]:
-  return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+  # Not what is being removed beside them.
+  return [path for path in sorted(folder.glob("checkpoint_*/**/*")) if path.is_file()]
 
 
 def read_bytes(folder: pathlib.Path) -> None:
@@ -127,7 +132,8 @@ def main() -> None:
   keep_freed_memory()  # as the `rosetta-t5` command does
   folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
   try:
-    initializer, partitioner, state = make_state(args.size)
+    partitioner = PjitPartitioner(num_partitions=1)
+    initializer, state = make_state(args.size, partitioner)
     gigabytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e9
     print(f"T5 1.1 {args.size} with AdamW's state, {gigabytes:.2f} GB, seconds: median (range)\n")
     manager = OrbaxCheckpointManagerInterface(

@@ -244,3 +244,14 @@ def test_a_step_that_cannot_be_is_refused_before_anything_compiles(arguments, st
     main(["bench", *TOY, *arguments])
   assert ended.value.code == status
   assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_host_side_of_several_processes_is_measured():
+  command = [sys.executable, "-m", "benchmarks.host_scaling", "--size", "tiny", "--counts", "2"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr
+  count, *numbers = [cell.split()[0] for cell in done.stdout.splitlines()[-1].split("|")[1:-1]]
+  assert count == "2"
+  assert len(numbers) == 8
+  assert all(float(number.replace(",", "")) > 0 for number in numbers)
