@@ -47,6 +47,7 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
     ValueError: there is no config.gin or no checkpoint, or what config.gin names is not there.
   """
   from rosetta_t5.config.gin_files import read_program
+  from rosetta_t5.config.names import forgotten_afterwards
   from rosetta_t5.config.parsing import configure
 
   folder = pathlib.Path(model_dir).absolute()
@@ -59,7 +60,8 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
       "config.gin and checkpoint_STEP folders, or one of these"
     )
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
-  recipe = configure(read_program([str(folder / "config.gin")], [], ["."]), train)()
+  with forgotten_afterwards(lambda function: function is train):
+    recipe = configure(read_program([str(folder / "config.gin")], [], ["."]), train)()
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   model_lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import sys
 import types
 
 import gin
@@ -12,6 +13,7 @@ import pytest
 from tiny_tasks import save_checkpoints
 
 from rosetta_t5 import cli, text
+from rosetta_t5 import model_dir as opened
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -56,6 +58,14 @@ def rows_file(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
   return path
+
+
+def test_opening_a_model_leaves_no_other_function_under_the_run_s_name(model_dir):
+  main = sys.modules["__main__"]
+  before = getattr(main, "train", None)
+  opened.open_model_dir(model_dir)
+  assert getattr(main, "train", None) is before
+  assert opened.train not in [known.wrapped for _, known in gin.config._REGISTRY.items()]
 
 
 def test_a_language_model_goes_on_from_half_a_row_that_has_no_end(monkeypatch):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import gin
@@ -15,9 +13,8 @@ from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.completeness import check_required
 from rosetta_t5.config.errors import ConfigError, Problems, gin_notes_cut
 from rosetta_t5.config.gin_files import Binding, Import, Place, Program, read_program
-from rosetta_t5.config.names import parameters
+from rosetta_t5.config.names import forgotten_afterwards, parameters
 from rosetta_t5.config.parsing import How, bind, check_bound
-from rosetta_t5.config.scripts import SCRIPTS
 from rosetta_t5.config.unimported import NeedsImport, is_slow, is_stand_in
 from rosetta_t5.config.unused import unused_bindings
 
@@ -75,11 +72,9 @@ def check(
     ConfigError: with all that is wrong.
   """
   try:
-    with _nothing_left_behind():
-      return _check(command, function, describe, read_slow=True)
+    return _check(command, function, describe, read_slow=True)
   except NeedsImport:
-    with _nothing_left_behind():
-      return _check(command, function, describe, read_slow=False)
+    return _check(command, function, describe, read_slow=False)
 
 
 def _check(
@@ -88,8 +83,13 @@ def _check(
   describe: Callable[[Resolved], Rows] | None,
   read_slow: bool,
 ) -> str:
-  resolved = resolve(command, function, read_slow)
-  rows = describe(resolved) if describe else []
+  try:
+    # Nothing is left behind, so that a run in this process starts anew.
+    with forgotten_afterwards(is_stand_in):
+      resolved = resolve(command, function, read_slow)
+      rows = describe(resolved) if describe else []
+  finally:
+    gin.clear_config()
   if resolved.problems.texts:
     raise ConfigError(_problems_text(resolved))
   return _text(resolved, rows)
@@ -190,21 +190,3 @@ def _text(resolved: Resolved, rows: Rows) -> str:
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
   return "\n\n".join([*([table] if table else []), *_unused_text(resolved), "Nothing is wrong."])
-
-
-@contextmanager
-def _nothing_left_behind() -> Iterator[None]:
-  """Forgets what a check has bound, and its stand-ins, so that a run in this process starts anew."""
-  main = vars(sys.modules["__main__"])
-  before = {name: main[name] for name in SCRIPTS if name in main}
-  try:
-    yield
-  finally:
-    gin.clear_config()
-    for selector, configurable in list(gin.config._REGISTRY.items()):
-      if is_stand_in(configurable.wrapped):
-        gin.config._REGISTRY.pop(selector)
-        gin.config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
-    for name in [name for name in SCRIPTS if is_stand_in(main.get(name))]:
-      del main[name]
-    main.update(before)

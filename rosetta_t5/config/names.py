@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -199,3 +199,24 @@ def parameters(configurable: gin.config.Configurable) -> dict[str, inspect.Param
 
 def _public(module: Any) -> list[str]:
   return [name for name in dir(module) if not name.startswith("_")]
+
+
+@contextlib.contextmanager
+def forgotten_afterwards(is_passing: Callable[[Any], bool]) -> Iterator[None]:
+  """Inside a `with`, gin may find passing functions under `__main__`; afterwards the runs themselves.
+
+  Args:
+    is_passing: tells the functions that only stand in for a run or a part of it.
+  """
+  main = vars(sys.modules["__main__"])
+  before = {name: main[name] for name in SCRIPTS if name in main}
+  try:
+    yield
+  finally:
+    for selector, configurable in list(gin.config._REGISTRY.items()):
+      if is_passing(configurable.wrapped):
+        gin.config._REGISTRY.pop(selector)
+        gin.config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
+    for name in [name for name in SCRIPTS if is_passing(main.get(name))]:
+      del main[name]
+    main.update(before)
