@@ -24,6 +24,9 @@ import jax
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
 EXIT_STATUS = 70
 _DEFAULT_SECONDS = 1800.0
+# Noted before jax's own heartbeat ends the run, which may come 20 seconds after a death.
+_SILENCE_SECONDS = 12.0
+_INTERVAL_S = 5.0
 _STACK_FRAMES = 12
 _KEY = "rosetta_t5/watchdog"
 
@@ -85,6 +88,8 @@ class Watchdog:
     self._position, self._since = "starting", time.monotonic()
     self._ended = threading.Event()
     self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
+    self._noted: set[int] = set()  # the silent processes that were told of
+    self._failed = False
     self._thread: threading.Thread | None = None
 
   def __enter__(self) -> Watchdog:
@@ -99,6 +104,11 @@ class Watchdog:
     exception: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
+    error = isinstance(exception, jax.errors.JaxRuntimeError)
+    if error and self._thread is not None and "RESOURCE_EXHAUSTED" not in str(exception):
+      # A collective that fails has lost a process, most often: which one, its silence tells.
+      self._failed = True
+      self._thread.join(_SILENCE_SECONDS + _INTERVAL_S)
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
@@ -130,13 +140,24 @@ class Watchdog:
     )  # as Orbax does: jax has no public name for its key-value store
 
     client: Any = distributed.global_state.client
-    beat, warned, interval = 0, 0.0, min(5.0, self._limit / 5)
-    while not self._ended.wait(interval):
+    beat, warned, interval = 0, 0.0, min(_INTERVAL_S, self._limit / 5)
+    # The first beat at once: who is never heard of cannot be missed.
+    while not beat or not self._ended.wait(interval):
       beat += 1
-      client.key_value_set(
-        f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat)), allow_overwrite=True
-      )
-      reports = self._reports(client.key_value_dir_get(_KEY))
+      try:
+        client.key_value_set(
+          f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat)), allow_overwrite=True
+        )
+        reports = self._reports(client.key_value_dir_get(_KEY))
+      except jax.errors.JaxRuntimeError:
+        if self._failed:  # The run has left the others.
+          return
+        raise
+      self._note_silence(reports)
+      if self._failed:  # Nothing but the silence of others is of interest any more.
+        if self._noted:
+          return
+        continue
       still = time.monotonic() - self._since
       heard_all = len(reports) == jax.process_count()
       if still < self._limit or not heard_all or not is_stalled(reports, self._limit):
@@ -149,6 +170,22 @@ class Watchdog:
       if still > warned + self._limit and jax.process_index() == 0:
         warned = still
         print(f"slow: every process has been {self._position} for {still:.0f} s", file=sys.stderr)
+
+  def _note_silence(self, reports: Mapping[int, Report]) -> None:
+    """Names the processes that are not heard of, once each time, long before the run is given up."""
+    now = time.monotonic()
+    silences = {process: now - heard for process, (_, heard) in self._heard.items()}
+    silent = {process for process, seconds in silences.items() if seconds > _SILENCE_SECONDS}
+    for process in sorted(silent - self._noted):
+      report = reports[process]
+      print(
+        f"silent: process {process} ({report.place}) has not been heard of for "
+        f"{silences[process]:.0f} s; then it was {report.position}. If it has died or is frozen, jax ends "
+        "this run within a minute.",
+        file=sys.stderr,
+        flush=True,
+      )
+    self._noted = silent
 
   def _own(self, beat: int) -> dict[str, Any]:
     still = time.monotonic() - self._since

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -95,16 +96,25 @@ def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "seconds"), [(signal.SIGSTOP, 60), (signal.SIGKILL, 60)])
-def test_a_process_that_freezes_or_dies_ends_the_other_within_a_minute(tmp_path, sent, seconds):
-  with two_processes(tmp_path, **_PATIENCE) as (first, second):
+@pytest.mark.parametrize(
+  ("sent", "patience"), [(signal.SIGSTOP, _PATIENCE), (signal.SIGSTOP, {}), (signal.SIGKILL, {})]
+)
+def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other_within_a_minute(
+  tmp_path, sent, patience
+):
+  with two_processes(tmp_path, **patience) as (first, second):
     wait_until_trained(tmp_path, first)
+    time.sleep(6)  # They tell where they stand every 5 s.
     second.send_signal(sent)
-    assert first.wait(seconds) != 0
+    assert first.wait(60) != 0
     said = (tmp_path / "0.txt").read_text()
-    if sent == signal.SIGSTOP:
+    noted = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", said, re.MULTILINE)
+    assert noted == [("1", str(second.pid))], said[-5000:]
+    if patience:
       assert first.returncode == EXIT_STATUS, said[-5000:]
-      assert f"process id {second.pid}): computing step" in said
+      assert re.search(
+        rf"process id {second.pid}\): (computing|waiting for the batch of) step", said
+      )
       assert "silent for" in said
       assert said.count("<- holds up the others") == 1
 
