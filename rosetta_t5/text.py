@@ -17,6 +17,7 @@ from rosetta_t5.config.errors import errors_as_text
 
 Row = str | dict[str, Any]
 _PROMPT = "> "
+_START = b'{"inputs": '  # of every line that is written
 
 
 def infer(argv: Sequence[str]) -> int:
@@ -24,12 +25,16 @@ def infer(argv: Sequence[str]) -> int:
   options = _infer_parser().parse_args(argv)
   with errors_as_text(), contextlib.ExitStack() as stack:
     templates = _Templates(options.template, options.targets, options.input)
-    source = _open_input(options.input, stack)
-    target, done = _open_output(options.output, stack)
-    rows = _rows(source, templates)
+    rows = _rows(_open_input(options.input, stack), templates)
+    done, whole = _answered(options.output)
     _skip(rows, done, options.output)
+    first = next(rows, None)
+    if first is None:
+      _tell_no_row(options, len(done))
+      return 0
+    target = _open_output(options.output, len(done), whole, stack)
     opened = _open_model(options.model_dir)
-    for written in _infer_rows(opened, rows, templates, options):
+    for written in _infer_rows(opened, itertools.chain([first], rows), templates, options):
       print(json.dumps(written, ensure_ascii=False), file=target, flush=True)
   return 0
 
@@ -64,6 +69,12 @@ def _typed() -> Iterator[str]:
     yield text
 
 
+def _count(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+  return int(text)
+
+
 def _infer_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser("rosetta-t5 infer", description=infer.__doc__)
   add = parser.add_argument
@@ -72,11 +83,22 @@ def _infer_parser() -> argparse.ArgumentParser:
   add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
   add("--targets", help="makes the target of a JSON object; the target is then scored")
   add("--output", default="-", help="a file, - for stdout; a file that is there is continued")
-  add("--batch_size", type=int, default=8)
-  add("--num_decodes", type=int, default=1, help="beams or samples; the best is written")
-  add("--input_length", type=int, help="tokens; the run's if not given")
-  add("--output_length", type=int, help="tokens; the run's if not given")
+  add("--batch_size", type=_count, default=8)
+  add("--num_decodes", type=_count, default=1, help="beams or samples; the best is written")
+  add("--input_length", type=_count, help="tokens; the run's if not given")
+  add("--output_length", type=_count, help="tokens; the run's if not given")
   return parser
+
+
+def _fields(template: str) -> list[str]:
+  try:
+    named = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+  except ValueError as error:
+    raise ValueError(
+      f"the template {template!r} cannot be read ({error}): a field is in braces, as {{question}}, "
+      "and a brace of the text is written twice"
+    ) from error
+  return [field.split(".")[0].split("[")[0] for field in named]
 
 
 class _Templates:
@@ -89,6 +111,9 @@ class _Templates:
         "give --template, such as --template 'question: {question} context: {context}'"
       )
     self.inputs, self.targets = inputs, targets
+    self.fields: dict[str, str] = {}  # and the template that each is in
+    for template in filter(None, (inputs, targets)):
+      self.fields |= dict.fromkeys(_fields(template), template)
 
   def parse(self, line: str, number: int) -> Row:
     """Returns a line as a text, or as an object where there are templates for one."""
@@ -100,13 +125,12 @@ class _Templates:
       raise ValueError(f"line {number} of the input is no JSON ({error}): {line[:80]}") from error
     if not isinstance(row, dict):
       raise ValueError(f"line {number} of the input is no JSON object: {line[:80]}")
-    for template in filter(None, (self.inputs, self.targets)):
-      for _, field, _, _ in string.Formatter().parse(template):
-        if field is not None and field.split(".")[0].split("[")[0] not in row:
-          raise ValueError(
-            f"line {number} of the input has no field {field!r}, which the template {template!r} "
-            f"names; it has {', '.join(row)}"
-          )
+    for field, template in self.fields.items():
+      if field not in row:
+        raise ValueError(
+          f"line {number} of the input has no field {field!r}, which the template {template!r} "
+          f"names; it has {', '.join(row)}"
+        )
     return row
 
   def example(self, row: Row) -> dict[str, str]:
@@ -118,9 +142,13 @@ class _Templates:
 
 
 def _rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
-  for number, line in enumerate(source, 1):
-    if line.strip():
-      yield templates.parse(line.rstrip("\n"), number)
+  number = 0
+  try:
+    for number, line in enumerate(source, 1):
+      if line.strip():
+        yield templates.parse(line.rstrip("\n"), number)
+  except UnicodeDecodeError as error:
+    raise ValueError(f"the input is not in UTF-8, after line {number}: {error}") from error
 
 
 def _infer_rows(
@@ -182,25 +210,54 @@ def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
     return sys.stdin
   if not pathlib.Path(path).is_file():
     raise ValueError(f"there is no file {path!r}: give --input a file, or - for standard input")
-  return stack.enter_context(open(path, encoding="utf-8"))
+  return stack.enter_context(open(path, encoding="utf-8-sig"))
 
 
-def _open_output(path: str, stack: contextlib.ExitStack) -> tuple[IO[str], list[Any]]:
-  """Returns where to write, and the rows that an earlier call has answered there."""
-  if path == "-":
-    return sys.stdout, []
+def _tell_no_row(options: argparse.Namespace, done: int) -> None:
+  if not done:
+    name = "standard input" if options.input == "-" else options.input
+    raise ValueError(f"{name} holds no text: give a text or a JSON object a line")
+  print(f"all {done} rows are answered in {options.output}", file=sys.stderr, flush=True)
+
+
+def _answered(path: str) -> tuple[list[Any], int]:
+  """Returns the rows that an earlier call has answered in the output, and the bytes of its lines.
+
+  Raises:
+    ValueError: the file is something else.
+  """
   done: list[Any] = []
-  if os.path.exists(path):
-    whole = 0
-    with open(path, "rb") as earlier:
-      for line in earlier:
-        if not line.endswith(b"\n"):
-          break  # written by a call that was killed
+  whole = 0
+  if path == "-" or not os.path.exists(path):
+    return done, whole
+  with open(path, "rb") as earlier:
+    for line in earlier:
+      if line.endswith(b"\n"):
+        done.append(_answered_row(path, line))
         whole += len(line)
-        done.append(json.loads(line)["inputs"])
+      elif not line.startswith(_START[: len(line)]):  # else cut short by a call that was killed
+        _answered_row(path, line)
+  return done, whole
+
+
+def _answered_row(path: str, line: bytes) -> Any:
+  try:
+    return json.loads(line)["inputs"]
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"--output {path} is there, and is none that this command has written: {line[:60]!r}; give "
+      "another"
+    ) from error
+
+
+def _open_output(path: str, done: int, whole: int, stack: contextlib.ExitStack) -> IO[str]:
+  """Returns where to write: after the `done` lines, `whole` bytes, of an earlier call."""
+  if path == "-":
+    return sys.stdout
+  if os.path.exists(path):
+    print(f"going on after {done} lines of {path}", file=sys.stderr, flush=True)
     os.truncate(path, whole)
-    print(f"going on after {len(done)} lines of {path}", file=sys.stderr, flush=True)
-  return stack.enter_context(open(path, "a", encoding="utf-8")), done
+  return stack.enter_context(open(path, "a", encoding="utf-8"))
 
 
 def _skip(rows: Iterator[Row], done: list[Any], output: str) -> None:

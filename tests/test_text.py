@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import sys
 import types
 
@@ -108,6 +109,8 @@ def test_rows_are_answered_and_a_killed_call_is_gone_on_with(model_dir, rows_fil
   assert again[:9] == written[:9]
   assert (again[9]["inputs"], again[9]["prediction"]) == (ROWS[9], written[9]["prediction"])
   assert f"going on after 9 lines of {output}" in capfd.readouterr().err
+  assert infer(model_dir, *call) == 0
+  assert f"all 10 rows are answered in {output}" in capfd.readouterr().err
 
 
 def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd):
@@ -133,13 +136,18 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
     (["--template", "{title}"], "line 1 of the input has no field 'title', which the template '{t"),
     ([], "are JSON objects, and what the model is to read of them is not said: give --template"),
     (["--input", "nothing.txt"], "there is no file 'nothing.txt': give --input a file, or - for"),
+    (["--input", "/dev/null"], "there is no file '/dev/null'"),
+    (["--input", "-"], "standard input holds no text: give a text or a JSON object a line"),
+    (["--template", "q: {question"], "the template 'q: {question' cannot be read (expected '}'"),
+    (["--template", "{question}", "--batch_size", "0"], "'0' must be a whole number, at least 1"),
     (
       ["--template", "{question}", "--model_dir", "elsewhere"],
       "elsewhere/config.gin: give the MODEL",
     ),
   ],
 )
-def test_what_cannot_be_answered_is_told(model_dir, rows_file, capfd, arguments, text):
+def test_what_cannot_be_answered_is_told(model_dir, rows_file, monkeypatch, capfd, arguments, text):
+  monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
   with pytest.raises(SystemExit) as end:
     infer(model_dir, "--input", rows_file, *arguments)
   assert end.value.code in (1, 2)
@@ -155,6 +163,39 @@ def test_an_output_of_another_input_is_left_alone(model_dir, rows_file, tmp_path
     capfd.readouterr().err
   )
   assert "something else" in output.read_text()
+
+
+@pytest.mark.parametrize(
+  ("broken", "text_said"),
+  [
+    (b'{"question": \n', "line 11 of the input is no JSON (Expecting value"),
+    (b"[1]\n", "line 11 of the input is no JSON object: [1]"),
+    (b'{"question": "\xff"}\n', "the input is not in UTF-8, after line "),
+  ],
+)
+def test_a_broken_line_is_told_after_those_before_it(tmp_path, broken, text_said):
+  path = tmp_path / "rows.jsonl"
+  path.write_bytes(b'{"question": "1"}\n' * 10 + broken)
+  found = []
+  with open(path, encoding="utf-8") as lines:
+    rows = text._rows(lines, text._Templates("{question}", None, "-"))
+    with pytest.raises(ValueError, match=re.escape(text_said)):
+      found.extend(rows)
+  assert found == [{"question": "1"}] * (0 if b"\xff" in broken else 10)
+
+
+@pytest.mark.parametrize("there", ["my notes", "my notes\n", '{"answer": 1}\n', "[1]\n"])
+def test_a_file_that_holds_no_answers_is_left_as_it_is(
+  model_dir, rows_file, tmp_path, capfd, there
+):
+  output = tmp_path / "notes.txt"
+  output.write_text(there)
+  with pytest.raises(SystemExit):
+    infer(model_dir, "--input", rows_file, "--template", "{question}", "--output", output)
+  assert f"--output {output} is there, and is none that this command has written" in (
+    capfd.readouterr().err
+  )
+  assert output.read_text() == there
 
 
 def test_chat_answers_until_an_empty_line(model_dir, monkeypatch, capfd):
