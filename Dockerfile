@@ -26,7 +26,8 @@ COPY --chown=t5 scripts_gpu scripts_gpu
 COPY --chown=t5 docker docker
 RUN make setup
 ARG EXTRAS=gpu
-RUN jax=$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.lock) \
+# The version that is here: the lock has one for each Python.
+RUN jax=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') \
   && if [ -n "$EXTRAS" ]; then .venv/bin/python -m pip install --no-cache-dir "jax[cuda13]==$jax"; fi
 ARG TE=0
 # Transformer Engine is built here, against CUDA's headers: slow, and only on request.
