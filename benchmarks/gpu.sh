@@ -2,7 +2,7 @@
 # What a GPU is asked first: are the kernels right here, how fast is a step, by which of them.
 #
 #   benchmarks/gpu.sh                                all rows, results in benchmarks/results/gpu
-#   benchmarks/gpu.sh tests attention small base large    these rows, one call of nine minutes
+#   benchmarks/gpu.sh tests attention small base large    these rows, meant for one nine-minute call
 #   benchmarks/gpu.sh xl fp8-loss hf                 the rest, another call
 #   benchmarks/gpu.sh smoke                          every kind of row at toy size, also on a CPU
 #
