@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.nonfinite import check_finite
 from rosetta_t5.telemetry.report import end_report, header
 from rosetta_t5.telemetry.run_measures import RunMeasures
-from rosetta_t5.training import Hook, TrainState, run_due, stretches
+from rosetta_t5.training import Hook, TrainState, automatic_garbage_collection, run_due, stretches
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
@@ -103,6 +102,7 @@ def train(
   Raises:
     ValueError: something given does not fit together; nothing has been written over.
     ModelDirInUseError: another run trains in model_dir.
+    OutOfMemoryError: a device's memory is full; the text says what to change.
     NonFiniteError: the loss or a gradient became NaN or infinite.
     Interrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
   """
@@ -133,12 +133,16 @@ def train(
 
   # State: MODEL_DIR's own, else that of the checkpoint to start from, else a fresh one.
   initializer = _make_initializer(train_state_initializer_cls, model, feed, partitioner)
-  state, manager = checkpoints.create_checkpoint_manager_and_restore(
-    initializer, partitioner, restore_cfg, restore_path, init_rng, checkpoint_cfg.save, model_dir,
-    feed, run_facts=facts
-  )  # fmt: skip
-  state = initializer.from_scratch(init_rng) if state is None else state
-  first_step = int(state.step)  # waits until the state is there
+  fitting = functools.partial(
+    answered_when_out_of_memory, model, partitioner, initializer, feed.element_spec
+  )
+  with fitting():
+    state, manager = checkpoints.create_checkpoint_manager_and_restore(
+      initializer, partitioner, restore_cfg, restore_path, init_rng, checkpoint_cfg.save, model_dir,
+      feed, run_facts=facts
+    )  # fmt: skip
+    state = initializer.from_scratch(init_rng) if state is None else state
+    first_step = int(jax.block_until_ready(state).step)
   if relative_steps:
     total_steps = facts.setdefault("total_steps", first_step + relative_steps)
 
@@ -155,12 +159,12 @@ def train(
   )  # fmt: skip
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path, fp8)
   if first_step < total_steps:
-    with answered_when_out_of_memory(trainer, model, partitioner, initializer, feed.element_spec):
+    with fitting(trainer):
       loop.compile()
       predictions.wait_until_read()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
-      with checkpoints.finishing_saves(manager), _automatic_garbage_collection(on=not gc_period):
+      with checkpoints.finishing_saves(manager), automatic_garbage_collection(on=not gc_period):
         loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)  # fmt: skip
   loop.finish()
   return int(trainer.train_state.step), trainer.train_state
@@ -367,17 +371,6 @@ def _say_header(
       notes=notes,
     )
   )
-
-
-@contextlib.contextmanager
-def _automatic_garbage_collection(on: bool) -> Iterator[None]:
-  """Off, where collections at different times on different hosts would make all of them wait."""
-  if not on:
-    gc.disable()
-  try:
-    yield
-  finally:
-    gc.enable()
 
 
 def _run_facts(

@@ -325,6 +325,10 @@ _TOO_LARGE = [
 ]
 
 
+# A state of 413 GB; what fits of it is small.
+_STATE_TOO_LARGE = [f"--gin.network.T5Config.{name}=131072" for name in ("emb_dim", "mlp_dim")]
+
+
 def limited_memory():
   resource.setrlimit(resource.RLIMIT_AS, (60 << 30, 60 << 30))
 
@@ -343,6 +347,18 @@ def test_run_without_enough_memory_says_what_would_help_and_keeps_its_checkpoint
   assert "Traceback" not in said[0]
   assert all_steps(tmp_path) == [0]
   assert not list(tmp_path.glob("*tmp*"))
+
+
+@pytest.mark.slow
+def test_run_whose_state_does_not_fit_says_on_how_many_devices_it_would(tmp_path):
+  process = launch(tmp_path, *_STATE_TOO_LARGE, before=limited_memory)
+  _, said = process.communicate(timeout=600)
+  assert process.returncode == 1
+  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said
+  line = r'^  partitioning.PjitPartitioner.mesh = {"fsdp": (\d+)}   # on \1 devices: saves about'
+  assert len(re.findall(line, said, re.MULTILINE)) == 1
+  assert "num_microbatches" not in said
+  assert "Traceback" not in said
 
 
 def group_of(count):

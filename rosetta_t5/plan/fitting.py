@@ -13,7 +13,7 @@ from rosetta_t5.plan.memory import size_text
 
 GPU = GPUS["h100"]
 # What XLA and the communication between GPUs leave of a device's memory.
-_USABLE = 0.9
+USABLE = 0.9
 # From what costs least to what costs most: `full` computes the forward pass twice.
 _POLICIES = ("none", "minimal", "full")
 
@@ -34,13 +34,13 @@ def advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> list
 
   now = step_memory(state, splits, mesh, work)
   policy = getattr(work.config, "remat_policy", None)
-  if "activations" not in now or sum(now.values()) <= _USABLE * GPU.memory:
+  if "activations" not in now or sum(now.values()) <= USABLE * GPU.memory:
     return []
   later = _POLICIES[_POLICIES.index(policy) :] if policy in _POLICIES else (policy,)
   lines: list[str] = []
   fewest = int(work.examples) + 1
   for choice in later:
-    fits = (n for n in _divisors(work) if needed(n, choice) <= _USABLE * GPU.memory)
+    fits = (n for n in divisors(work) if needed(n, choice) <= USABLE * GPU.memory)
     if (parts := next(fits, fewest)) < fewest:  # else it costs more, and for nothing
       fewest = parts
       changes = [f"trainer.Trainer.num_microbatches = {parts}"] * (parts != work.microbatches)
@@ -50,8 +50,8 @@ def advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> list
   return lines or [_not_by_these(now)]
 
 
-def _divisors(work: Work) -> Iterator[int]:
-  """Numbers of microbatches of whole examples on each device, not fewer than there are."""
+def divisors(work: Work) -> Iterator[int]:
+  """Yields the numbers of microbatches of whole examples on each device, not fewer than there are."""
   for parts in range(work.microbatches, int(work.examples) + 1):
     if work.examples % parts == 0:
       yield parts

@@ -1,9 +1,11 @@
-"""Answers a step that does not fit into memory with the changes that would save most of it."""
+"""Answers a state or a step that does not fit into memory with what would save most of it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +15,11 @@ from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.estimate import step_memory
-from rosetta_t5.plan.memory import size_text
+from rosetta_t5.plan.fitting import USABLE, divisors
+from rosetta_t5.plan.memory import size_text, state_bytes
 
 _SHOWN = 3
+_WORTH_TELLING = 0.001
 _LOSS_CHUNK = 16
 _NO_REMAT = ("none",)
 _FULL_REMAT = ("full", "nothing_saveable")
@@ -27,16 +31,17 @@ class OutOfMemoryError(RuntimeError):
 
 @contextmanager
 def answered_when_out_of_memory(
-  trainer: Any, model: Any, partitioner: Any, initializer: Any, batch: Mapping[str, Any]
+  model: Any, partitioner: Any, initializer: Any, batch: Mapping[str, Any], trainer: Any = None
 ) -> Iterator[None]:
   """Inside a `with`, turns XLA's error of exhausted memory into one that says what to change.
 
   Args:
-    trainer: the trainer, whose microbatches count.
     model: the model.
     partitioner: the partitioner.
     initializer: knows the train state's shapes, and how they are split.
     batch: the global batch's shapes, by feature.
+    trainer: the trainer, whose microbatches count; None while the state is made or restored, where
+      only splitting it helps.
 
   Raises:
     OutOfMemoryError: in place of XLA's.
@@ -49,7 +54,11 @@ def answered_when_out_of_memory(
     mesh = dict(partitioner.mesh.shape)
     work = work_of(model, partitioner, batch, trainer, mesh)
     state, splits = initializer.global_train_state_shape, initializer.train_state_axes
-    advice = _advice(state, splits, mesh, work)
+    if trainer is None:
+      now = state_bytes(state, splits, mesh)
+      advice = _told(now, _splits_of_state(mesh, work, now))
+    else:
+      advice = _advice(state, splits, mesh, work)
     first = str(error).splitlines()[0]
     raise OutOfMemoryError("\n".join([f"a device's memory is full: {first}", *advice])) from error
 
@@ -76,40 +85,70 @@ def _advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> lis
     now = step_memory(state, splits, mesh, work)
   except (KeyError, AttributeError):  # A model of the user's own, with inputs of its own.
     return ["Smaller batches, more microbatches or more devices would help."]
+  changes = _changes_of_step(state, splits, mesh, work, now)
+  return _told(now, [*changes, *_splits_of_state(mesh, work, now)])
+
+
+def _told(now: Mapping[str, float], changes: Iterable[tuple[float, str, str]]) -> list[str]:
   parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
-  found = sorted(_changes(state, splits, mesh, work, now), reverse=True)[:_SHOWN]
-  lines = [f"  {line}   # saves about {size_text(saved)}" for saved, line in found if saved > 0]
-  if not lines:
-    return [f"Estimated on each device: {parts}. More devices or a smaller batch would help."]
+  least = _WORTH_TELLING * sum(now.values())
+  lines = [
+    f"  {line}   # {condition}saves about {size_text(saved)}"
+    for saved, line, condition in sorted(changes, reverse=True)[:_SHOWN]
+    if saved > least
+  ]
   return [f"Estimated on each device: {parts}. What would save most:", *lines]
 
 
-def _changes(
+def _changes_of_step(
   state: Any, splits: Any, mesh: Mapping[str, int], work: Work, now: Mapping[str, float]
-) -> Iterator[tuple[float, str]]:
-  """Yields (bytes saved on each device, the line to add)."""
+) -> Iterator[tuple[float, str, str]]:
+  """Yields (bytes saved on each device, the line to add, where) of what is kept for a backward pass."""
 
-  def saved(new_work: Work = work, **changes: Any) -> float:
-    return sum(now.values()) - sum(step_memory(state, splits, mesh, new_work, **changes).values())
+  def needed(new_work: Work = work, **changes: Any) -> float:
+    return sum(step_memory(state, splits, mesh, new_work, **changes).values())
 
-  parts = work.microbatches * 2
-  if work.examples % parts == 0:
-    line = f"trainer.Trainer.num_microbatches = {parts}"
-    yield saved(dataclasses.replace(work, microbatches=parts)), line
+  before = sum(now.values())
+  parts = [dataclasses.replace(work, microbatches=n) for n in divisors(work)]
+  parts = [each for each in parts if each.microbatches > work.microbatches]
+  if parts:
+    # The first that fits, else the most there can be.
+    first = next((each for each in parts if needed(each) <= _room()), parts[-1])
+    line = f"trainer.Trainer.num_microbatches = {first.microbatches}"
+    yield before - needed(first), line, ""
   policy = getattr(work.config, "remat_policy", "none")
   if policy not in _FULL_REMAT:
     # `full` saves more, and costs the whole forward pass again.
-    line = f"network.T5Config.remat_policy = '{'minimal' if policy in _NO_REMAT else 'full'}'"
-    yield saved(remat_policy="minimal" if policy in _NO_REMAT else "full"), line
+    later = "minimal" if policy in _NO_REMAT else "full"
+    yield before - needed(remat_policy=later), f"network.T5Config.remat_policy = '{later}'", ""
   if not work.loss_chunk_length:
     line = f"models.EncoderDecoderModel.loss_chunk_length = {_LOSS_CHUNK}"
-    yield saved(dataclasses.replace(work, loss_chunk_length=_LOSS_CHUNK)), line
-  shards = mesh.get(DATA_AXIS, 1)
-  of_state = now["params"] + now.get("optimizer", 0.0) + now["gradients"]
-  if shards > 1 and mesh.get(FSDP_AXIS, 1) == 1:
-    tensor = f', "tensor": {mesh[MODEL_AXIS]}' if mesh.get(MODEL_AXIS, 1) > 1 else ""
-    line = f'partitioning.PjitPartitioner.mesh = {{"fsdp": {shards}{tensor}}}'
-    yield of_state * (1 - 1 / shards), line
+    yield before - needed(dataclasses.replace(work, loss_chunk_length=_LOSS_CHUNK)), line, ""
+
+
+def _splits_of_state(
+  mesh: Mapping[str, int], work: Work, now: Mapping[str, float]
+) -> Iterator[tuple[float, str, str]]:
+  """Yields (bytes saved on each device, the line to add, where) of splitting the state further."""
+  copies, shards, model = (mesh.get(axis, 1) for axis in (DATA_AXIS, FSDP_AXIS, MODEL_AXIS))
+  tensor = f', "tensor": {model}' if model > 1 else ""
+  line = 'partitioning.PjitPartitioner.mesh = {{"fsdp": {}{}}}'
+  of_state = sum(now.get(name, 0.0) for name in ("params", "optimizer", "gradients"))
+  if copies > 1:
+    yield of_state * (1 - 1 / copies), line.format(copies * shards, tensor), ""
     if not work.zero1:
-      line = "partitioning.PjitPartitioner.zero1 = True"
-      yield now.get("optimizer", 0.0) * (1 - 1 / shards), line
+      zero1 = "partitioning.PjitPartitioner.zero1 = True"
+      yield now.get("optimizer", 0.0) * (1 - 1 / copies), zero1, ""
+  if copies == 1 or of_state / copies > _room():
+    # Not with these devices: the first power of two times as many that it fits on.
+    doublings = (copies * 2**n for n in itertools.count(1))
+    parts = next(n for n in doublings if of_state / n <= _room())
+    where = f"on {parts * shards * model} devices: "
+    yield of_state * (1 - 1 / parts), line.format(parts * shards, tensor), where
+
+
+def _room() -> float:
+  """Returns the bytes that a run can use of a device; of the host's memory where that is a CPU."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  return USABLE * stats.get("bytes_limit", host / jax.local_device_count())

@@ -1,6 +1,6 @@
 """Training: the pure step, the state it works on, losses, schedules, optimizers, the trainer."""
 
-from rosetta_t5.training.hooks import Hook, run_due, stretches
+from rosetta_t5.training.hooks import Hook, automatic_garbage_collection, run_due, stretches
 from rosetta_t5.training.step import accumulate_gradients, eval_step, train_step
 from rosetta_t5.training.train_state import InferenceState, TrainState
 from rosetta_t5.training.trainer import BaseTrainer, Trainer, merge_metrics
@@ -12,6 +12,7 @@ __all__ = [
   "TrainState",
   "Trainer",
   "accumulate_gradients",
+  "automatic_garbage_collection",
   "eval_step",
   "merge_metrics",
   "run_due",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 
@@ -63,3 +65,14 @@ def run_due(hooks: Sequence[Hook], step: int, last_step: int) -> None:
   for hook in hooks:
     if hook.is_due(step, last_step):
       hook.run(step)
+
+
+@contextlib.contextmanager
+def automatic_garbage_collection(on: bool) -> Iterator[None]:
+  """Off, where collections at different times on different hosts would make all of them wait."""
+  if not on:
+    gc.disable()
+  try:
+    yield
+  finally:
+    gc.enable()

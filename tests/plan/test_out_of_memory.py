@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
@@ -15,22 +16,33 @@ from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.out_of_memory import OutOfMemoryError, answered_when_out_of_memory
 
+TRAINER = types.SimpleNamespace(_num_microbatches=None)
 
-def complaint(batch, wide=1, **arguments):
+
+def complaint(batch, wide=1, trainer=TRAINER, **arguments):
   """Returns what a run is told that asks for more than any machine has."""
   config = dataclasses.replace(T5_1_1, emb_dim=16 * wide, mlp_dim=24 * wide)
   model = make_model(Transformer(config))
   state = jax.eval_shape(lambda: make_state(Transformer(config)))
-  partitioner = PjitPartitioner(num_partitions=2, **arguments)
+  partitioner = PjitPartitioner(**({"num_partitions": 2} | arguments))
   initializer = types.SimpleNamespace(
     global_train_state_shape=state, train_state_axes=partitioner.get_mesh_axes(state)
   )
   with (
     pytest.raises(OutOfMemoryError) as raised,
-    answered_when_out_of_memory(None, model, partitioner, initializer, batch),
+    answered_when_out_of_memory(model, partitioner, initializer, batch, trainer),
   ):
     jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
   return str(raised.value)
+
+
+@contextlib.contextmanager
+def devices_of(monkeypatch, size):
+  """Inside a `with`, the first device says that it has this many bytes, as GPUs do."""
+  device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": size})
+  with monkeypatch.context() as patched:
+    patched.setattr(jax, "local_devices", lambda: [device])
+    yield
 
 
 def test_long_texts_are_answered_with_microbatches_and_rematerialisation():
@@ -45,11 +57,46 @@ def test_long_texts_are_answered_with_microbatches_and_rematerialisation():
   ]
 
 
+@pytest.mark.parametrize(("megabytes", "parts"), [(1000, 2), (30, 4), (10, 16), (1, 16)])
+def test_the_first_number_of_microbatches_that_fits_is_named_else_the_most(
+  monkeypatch, megabytes, parts
+):
+  # 95 MB of activations for the 16 examples on each device.
+  with devices_of(monkeypatch, megabytes * 1e6):
+    said = complaint(make_batch(64, 512, 128))
+  assert f"  trainer.Trainer.num_microbatches = {parts}   # saves about" in said
+
+
 def test_a_model_that_is_large_for_its_batch_is_answered_with_splitting_it():
   said = complaint(make_batch(4, 4, 4), wide=64)
   assert '  partitioning.PjitPartitioner.mesh = {"fsdp": 4, "tensor": 2}   # saves about' in said
 
 
+def test_while_the_state_is_made_only_splitting_it_is_proposed():
+  said = complaint(make_batch(64, 512, 128), wide=64, trainer=None)
+  assert re.search(r"Estimated on each device: params \S+ MB, optimizer \S+ [kM]B\. What", said)
+  assert re.findall(r"^  (.*)   # saves about \S+ [kMG]B$", said, re.MULTILINE) == [
+    'partitioning.PjitPartitioner.mesh = {"fsdp": 4, "tensor": 2}',
+    "partitioning.PjitPartitioner.zero1 = True",
+  ]
+
+
+def test_a_state_that_fits_on_more_devices_alone_is_told_on_how_many(monkeypatch):
+  # Eight devices hold 5 MB each.
+  with devices_of(monkeypatch, 2e6):
+    said = complaint(make_batch(4, 4, 4), wide=64, trainer=None, mesh={"fsdp": 8}, num_partitions=1)
+  assert '  partitioning.PjitPartitioner.mesh = {"fsdp": 32}   # on 32 devices: saves about' in said
+  assert said.count("partitioning.") == 1
+
+
+def test_a_state_that_fits_by_the_estimate_and_does_not_is_told_of_twice_the_devices():
+  said = complaint(make_batch(4, 4, 4), wide=64, mesh={"fsdp": 8}, num_partitions=1)
+  assert re.findall(r"^  (.*): saves about", said, re.MULTILINE) == [
+    'partitioning.PjitPartitioner.mesh = {"fsdp": 16}   # on 16 devices'
+  ]
+  assert "loss_chunk_length" not in said  # a thousandth of what is needed
+
+
 def test_other_errors_stay_what_they_are():
-  with pytest.raises(ValueError, match="mine"), answered_when_out_of_memory(*[None] * 5):
+  with pytest.raises(ValueError, match="mine"), answered_when_out_of_memory(*[None] * 4):
     raise ValueError("mine")
