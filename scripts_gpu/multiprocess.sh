@@ -28,13 +28,12 @@ join_processes() {
   fi
 }
 
-# prepare_process CHOOSE: sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND. CHOOSE
-# is called when MODEL_DIR is known, and may change it (: does nothing).
+# prepare_process: sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND.
 prepare_process() {
   : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
   : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
   : "${PACK:=0}" "${CHECKPOINT_DISABLE:=0}" "${MODEL_DIR:=model_dir}" "${GPUS_PER_NODE:=8}"
-  : "${WITH_MP:=0}" "${WITH_NSYS:=0}" "${T5X_WORKSPACE_DIR:=$PWD}"
+  : "${WITH_MP:=0}" "${T5X_WORKSPACE_DIR:=$PWD}"
   local tasks
   tasks=$(count_processes)
 
@@ -53,7 +52,6 @@ prepare_process() {
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
   place_model_dir "$T5X_WORKSPACE_DIR"
-  "$1"
   # shellcheck disable=SC2034 # build_command reads it.
   BSIZE=$((BSIZE_PER_GPU * tasks / TP_SIZE))
   build_command
@@ -63,13 +61,12 @@ prepare_process() {
     --gin.train.gc_period=2000)
   [[ $CHECKPOINT_DISABLE == 0 ]] || COMMAND+=(--gin.utils.CheckpointConfig.save=None)
   join_processes
-  [[ $WITH_NSYS != 1 ]] ||
-    COMMAND=(nsys profile -t "nvtx,cuda,cublas" -o "$MODEL_DIR/profile_${SLURM_PROCID:-0}" -f true -c cudaProfilerApi "${COMMAND[@]}")
 }
 
+# run_process: instead of this shell, so that Slurm's signals reach the training.
 run_process() {
-  local more
-  read -r -a more <<<"${TRAIN_ARGS:-}"
-  # In place of the shell, so that Slurm's signals reach the training.
-  exec "${COMMAND[@]}" "${more[@]}"
+  local profile=()
+  [[ ${WITH_NSYS:-0} != 1 ]] ||
+    profile=(nsys profile -t "nvtx,cuda,cublas" -o "$MODEL_DIR/profile_${SLURM_PROCID:-0}" -f true -c cudaProfilerApi)
+  exec "${profile[@]}" "${COMMAND[@]}"
 }

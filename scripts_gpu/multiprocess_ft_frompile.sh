@@ -22,6 +22,7 @@
 #   STAT_PERIOD=1000        steps between statistics and evaluations
 #   TRAIN_STEPS             where to end, those of the pretraining included; default the recipe's
 #   TRAIN_ARGS              more flags for the training command
+#   CHECK_ONLY=0            1: says whether this could begin, and ends
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # shellcheck source=training.sh
@@ -38,7 +39,13 @@ check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
   die "MAKE_FT_DIR=true, but this is one of $(count_processes) processes" "Give it to example_slurm_ft_frompile.sub, which copies once, or copy the checkpoint yourself."
 check_number STAT_PERIOD "$STAT_PERIOD" 1
 GIN_FILE=${T5_SIZE:-large}_${FT_TASK}_finetune_adam.gin
-prepare_process choose_finetuning_folder
+prepare_process
 COMMAND+=(--gin.train.stats_period="$STAT_PERIOD" --gin.train.eval_period="$STAT_PERIOD")
 [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
+add_train_args
+if [[ ${CHECK_ONLY:-0} == 1 ]]; then
+  check_start "$(count_processes)"
+  exit 0
+fi
+choose_finetuning_folder "$(count_processes)"
 run_process

@@ -36,6 +36,7 @@ fi
 check_number TRAIN_STEPS "$TRAIN_STEPS" 1
 check_number STAT_PERIOD "$STAT_PERIOD" 1
 GIN_FILE=${T5_SIZE:-large}_pile_pretrain.gin
-prepare_process :
+prepare_process
 COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS" --gin.train.stats_period="$STAT_PERIOD")
+add_train_args
 run_process

@@ -12,8 +12,9 @@
 #   LOGDIR              checkpoints and metrics, under T5X_WORKSPACE_DIR (by default where you are), or absolute;
 #                       default the variable MODEL_DIR, else test_logdir
 #
-# environment: GPT_SIZE (a size in gin/models/gpt; default 126m), ENABLE_FP8 (1 or 0; default 0), TP_SIZE (GPUs
-#   that share one copy of the model; default 1), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS
+# environment: GPT_SIZE (a size in gin/models/gpt; default 126m), TP_SIZE (GPUs that share one copy of the model;
+#   default 1), ENABLE_FP8=0, TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as
+#   multiprocess_pretrain_pile.sh's), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # shellcheck source=training.sh
@@ -28,12 +29,11 @@ VOCAB_PATH=${2:-${GPT_VOCAB_PATH:-}}
 PREC=${3:-${PREC:-bfloat16}}
 PERCORE_BATCH_SIZE=${5:-${PERCORE_BATCH_SIZE:-4}}
 LOGDIR=${6:-${MODEL_DIR:-test_logdir}}
-: "${GPT_SIZE:=126m}" "${ENABLE_FP8:=0}" "${TP_SIZE:=1}" "${T5X_WORKSPACE_DIR:=$PWD}"
+: "${TP_SIZE:=1}" "${T5X_WORKSPACE_DIR:=$PWD}"
 tasks=$(count_processes)
 
 [[ -n $VOCAB_PATH ]] || die "VOCAB_PATH is not given" "A SentencePiece model; see $(basename "$0") --help."
-check_choice PREC "$PREC" float32 bfloat16
-check_choice ENABLE_FP8 "$ENABLE_FP8" 0 1
+check_gpt
 check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
 check_number TP_SIZE "$TP_SIZE" 1
 ((tasks % TP_SIZE == 0)) ||
@@ -45,7 +45,10 @@ find_python
 set_xla_flags many_nodes
 
 [[ $LOGDIR == /* ]] || LOGDIR=$T5X_WORKSPACE_DIR/$LOGDIR
+MODEL_DIR=$LOGDIR
+place_model_dir "$PWD"
 gpt_command "$LOGDIR" "$((tasks * PERCORE_BATCH_SIZE / TP_SIZE))"
 COMMAND+=(--gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE")
 join_processes
+add_train_args
 run_process

@@ -11,9 +11,10 @@
 #   NUM_GPUS            default all; where there is no GPU, so many devices on the CPU (default 1)
 #   PERCORE_BATCH_SIZE  sequences of 2048 tokens a GPU; default 4
 #
-# environment: GPT_SIZE (tiny, 126m, 5b, 175b, 1_7b, ... in gin/models/gpt; default 126m), ENABLE_FP8 (1 or 0;
-#   default 0), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS (more flags for the training command,
-#   e.g. "--gin.train.stats_period=10")
+# environment: GPT_SIZE (tiny, 126m, 5b, 175b, 1_7b, ... in gin/models/gpt; default 126m), ENABLE_FP8=0,
+#   TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as singlenode_pretrain_pile.sh's arguments of these
+#   names), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS (more flags for the training command, e.g.
+#   "--gin.train.stats_period=10")
 #
 # The same command goes on where an interrupted run stopped.
 set -euo pipefail
@@ -33,13 +34,9 @@ LOGDIR=${3:-test_logdir}
 PREC=${4:-bfloat16}
 NUM_GPUS=${5:-$(count_gpus)}
 PERCORE_BATCH_SIZE=${6:-4}
-GPT_SIZE=${GPT_SIZE:-126m}
-ENABLE_FP8=${ENABLE_FP8:-0}
 
 [[ $NUM_GPUS != 0 || -n ${5:-} ]] || NUM_GPUS=1
-check_choice PREC "$PREC" float32 bfloat16
-check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
-check_choice ENABLE_FP8 "$ENABLE_FP8" 0 1
+check_gpt
 check_number NUM_GPUS "$NUM_GPUS" 1
 check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
 check_data
@@ -50,9 +47,9 @@ set_xla_flags one_node
 
 [[ $LOGDIR == /* ]] || LOGDIR=$PWD/$LOGDIR
 gpt_command "$LOGDIR" "$((NUM_GPUS * PERCORE_BATCH_SIZE))"
-read -r -a more <<<"${TRAIN_ARGS:-}"
+add_train_args
 
 mkdir -p "$LOGDIR"
 log=$LOGDIR/pile_output.log
 note "GPT $GPT_SIZE, batch $((NUM_GPUS * PERCORE_BATCH_SIZE)), log $log"
-"${COMMAND[@]}" "${more[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" 2>&1 | tee "$log"

@@ -57,14 +57,14 @@ set_xla_flags one_node
 place_model_dir "$PWD"
 [[ $MAKE_FT_DIR == false ]] || check_checkpoint "$MODEL_DIR"
 make_log_dir "$LOG_DIR"
-choose_finetuning_folder
 
 BSIZE=$((NUM_GPUS * BSIZE_PER_GPU))
 GIN_FILE=${T5_SIZE}_${FT_TASK}_finetune_adam.gin
 build_command
 [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
-read -r -a more <<<"${TRAIN_ARGS:-}"
+add_train_args
+choose_finetuning_folder "$NUM_GPUS"
 
 log=$LOG_DIR/ft_${T5_SIZE}_gpu_${NUM_GPUS}_${PREC}_gbs_${BSIZE}_fp8_${ENABLE_FP8:-1}_fuseqkv_${FUSE_QKV}_transbs_${TRANSPOSE_BS}.log
 note "batch $BSIZE, log $log"
-"${COMMAND[@]}" "${more[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" 2>&1 | tee "$log"

@@ -55,8 +55,8 @@ BSIZE=$((NUM_GPUS * BSIZE_PER_GPU))
 GIN_FILE=${T5_SIZE}_pile_pretrain.gin
 build_command
 [[ -z ${TRAIN_STEPS:-} ]] || COMMAND+=(--gin.TRAIN_STEPS="$TRAIN_STEPS")
-read -r -a more <<<"${TRAIN_ARGS:-}"
+add_train_args
 
 log=$LOG_DIR/${T5_SIZE}_gpu_${NUM_GPUS}_${PREC}_gbs_${BSIZE}_fp8_${ENABLE_FP8:-1}_fuseqkv_${FUSE_QKV}_transbs_${TRANSPOSE_BS}.log
 note "batch $BSIZE, log $log"
-"${COMMAND[@]}" "${more[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" 2>&1 | tee "$log"

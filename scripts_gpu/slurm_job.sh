@@ -17,20 +17,12 @@ check_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
 : "${BASE_T5X_WORKSPACE_DIR:=${SLURM_SUBMIT_DIR:-$PWD}}" "${CONTAINER:=}"
 : "${BASE_T5X_OUTPUTS_DIR:=$BASE_T5X_WORKSPACE_DIR/outputs}"
 [[ -z ${BASE_CHECKPOINTS_DIR:-} || $MODEL_DIR == /* ]] || MODEL_DIR=$BASE_CHECKPOINTS_DIR/$MODEL_DIR
-if [[ $KIND == FINETUNE ]]; then
-  check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
-  if [[ $MAKE_FT_DIR == true ]]; then
-    # Named by the job, which goes on there when it comes back from the queue.
-    new=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$SLURM_JOB_ID
-    outside() { if [[ $1 == /* ]]; then echo "$1"; else echo "$BASE_T5X_WORKSPACE_DIR/$1"; fi; }
-    copy_last_checkpoint "$(outside "$MODEL_DIR")" "$(outside "$new")"
-    MODEL_DIR=$new
-  fi
-fi
-# Done, or not asked for: no process is to do it again.
+[[ $KIND != FINETUNE ]] || check_choice MAKE_FT_DIR "$MAKE_FT_DIR" true false
+make_ft_dir=${MAKE_FT_DIR:-false}
+# This job's to do, once, and no process's.
 export GPUS_PER_NODE MODEL_DIR WITH_MP=1 MAKE_FT_DIR=false
 
-arguments=(--ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1)
+container=()
 if [[ -n $CONTAINER ]]; then
   [[ $(srun --help 2>&1) == *--container-image* ]] ||
     die "CONTAINER is set, but this cluster's srun has no --container-image: it needs the plugin pyxis" \
@@ -41,11 +33,29 @@ if [[ -n $CONTAINER ]]; then
   mounts=$data,$BASE_T5X_WORKSPACE_DIR:$T5X_WORKSPACE_DIR,$SCRIPTS_DIR:$SCRIPTS_DIR
   [[ -z ${BASE_CHECKPOINTS_DIR:-} ]] || mounts+=,$BASE_CHECKPOINTS_DIR:$BASE_CHECKPOINTS_DIR
   [[ -z ${MORE_MOUNTS:-} ]] || mounts+=,$MORE_MOUNTS
-  arguments+=(--container-image="$CONTAINER" --container-mounts="$mounts")
+  container=(--container-image="$CONTAINER" --container-mounts="$mounts")
 else
   [[ -z ${DATASET_MAP:-} ]] || die "DATASET_MAP is for containers, and CONTAINER is empty" "Set BASE_TFDS_DATA_DIR."
   export TFDS_DATA_DIR=${TFDS_DATA_DIR:-${BASE_TFDS_DATA_DIR:-}} T5X_WORKSPACE_DIR=$BASE_T5X_WORKSPACE_DIR
 fi
+
+# start_in_copy: MODEL_DIR becomes a folder with its last checkpoint, named by the job, which goes on there when it
+# comes back from the queue. It is made when one process has found that all could begin.
+start_in_copy() {
+  local new old=$MODEL_DIR tasks=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
+  new=$(dirname "$old")/ft_$(basename "$old")_$SLURM_JOB_ID
+  outside() { if [[ $1 == /* ]]; then echo "$1"; else echo "$BASE_T5X_WORKSPACE_DIR/$1"; fi; }
+  if [[ ! -d $(outside "$new") ]]; then
+    check_checkpoint "$(outside "$old")"
+    # One's own script need not know CHECK_ONLY, and might train.
+    [[ ! $BASE_SCRIPT -ef $SCRIPTS_DIR/$SCRIPT ]] ||
+      srun --nodes=1 --ntasks=1 "${container[@]}" env CHECK_ONLY=1 SLURM_NTASKS="$tasks" bash "$BASE_SCRIPT" ||
+      die "the job's processes could not begin (see above): nothing is copied"
+    copy_last_checkpoint "$(outside "$old")" "$(outside "$new")"
+  fi
+  MODEL_DIR=$new
+}
+[[ $make_ft_dir != true ]] || start_in_copy
 
 folder=$BASE_T5X_OUTPUTS_DIR/multinode/$KIND-${FT_TASK:+$FT_TASK-}${T5_SIZE:-large}-${PREC:-bfloat16}-N$SLURM_JOB_NUM_NODES
 mkdir -p "$folder"
@@ -64,7 +74,7 @@ trap interrupt USR1
 trap interrupt TERM
 
 output=$folder/output-%j-%t.txt
-srun "${arguments[@]}" --open-mode=append -o "$output" -e "$output" bash "$BASE_SCRIPT" &
+srun --ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1 "${container[@]}" --open-mode=append -o "$output" -e "$output" bash "$BASE_SCRIPT" &
 step=$!
 status=0
 while kill -0 "$step" 2>/dev/null; do

@@ -91,6 +91,10 @@ check_model() {
   fi
 }
 
+check_gpt_size() {
+  check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
+}
+
 check_data() {
   : "${TFDS_DATA_DIR:=}"
   [[ -n $TFDS_DATA_DIR || ! -d /t5x_home/datasets ]] || TFDS_DATA_DIR=/t5x_home/datasets
@@ -139,19 +143,35 @@ copy_last_checkpoint() {
   check_checkpoint "$1"
   local last
   last=$(last_checkpoint "$1")
-  mkdir "$2.part"
+  mkdir -p "$2.part" # one may be left of a copy that was cut off
   cp -r "$1/$last" "$2.part/"
   mv "$2.part" "$2"
   note "$1/$last is copied to $2, where finetuning goes on"
 }
 
-# choose_finetuning_folder: MODEL_DIR, or with MAKE_FT_DIR=true a new folder that begins with its last checkpoint.
+# check_start DEVICES: that COMMAND can begin on so many devices: its gin files, its checkpoint, and FT_TASK's data.
+check_start() {
+  local task=glue_mnli_v2
+  [[ $FT_TASK == mnli2 ]] || task=squad_v010_allanswers
+  note "checks the configuration, the checkpoint and $task, before anything is copied"
+  "${COMMAND[@]}" --devices="$1" --dry_run >/dev/null || die "the finetuning could not begin (see above): nothing is copied"
+  # Another task's data is not known here.
+  [[ ${COMMAND[*]} == *MIXTURE_OR_TASK* ]] || "$PYTHON" -u -m rosetta_t5.cli inspect "$task" --batches=1 --examples=0 \
+    --module=t5x.contrib.gpu.scripts_gpu.seqio_tasks ${TFDS_DATA_DIR:+--tfds_data_dir="$TFDS_DATA_DIR"} >/dev/null ||
+    (($? == 1)) || die "the data of $task cannot be read (see above): nothing is copied"
+}
+
+# choose_finetuning_folder DEVICES: COMMAND's MODEL_DIR stays, or with MAKE_FT_DIR=true becomes a new folder that
+# begins with its last checkpoint. That is made when all else is known to be right.
 choose_finetuning_folder() {
   if [[ $MAKE_FT_DIR == true ]]; then
     local folder
     folder=$(dirname "$MODEL_DIR")/ft_$(basename "$MODEL_DIR")_$(date +%F_%H-%M-%S)
+    check_checkpoint "$MODEL_DIR"
+    check_start "$1"
     copy_last_checkpoint "$MODEL_DIR" "$folder"
     MODEL_DIR=$folder
+    COMMAND=("${COMMAND[@]/#--gin.MODEL_DIR=*/--gin.MODEL_DIR=\"$MODEL_DIR\"}")
   elif [[ $MODEL_DIR != *://* && -z $(last_checkpoint "$MODEL_DIR") ]]; then
     note "there is no checkpoint in $MODEL_DIR: finetuning begins FROM SCRATCH, with random parameters"
   fi
@@ -179,13 +199,31 @@ build_command() {
   [[ -z ${TFDS_DATA_DIR:-} ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
 }
 
+# The user's own flags, which win: they come last.
+add_train_args() {
+  local more
+  read -r -a more <<<"${TRAIN_ARGS:-}"
+  COMMAND+=("${more[@]}")
+}
+
 # The flags for this machine and size, and after them the user's own, which win.
 set_xla_flags() {
   XLA_FLAGS=$("$PYTHON" -m rosetta_t5.parallel.xla_flags "${SCRIPTS_DIR}/xla_flags/$1.txt")
   export XLA_FLAGS
 }
 
-# gpt_command LOGDIR BATCH: COMMAND pretrains GPT on the Pile as GPT_SIZE, PREC, ENABLE_FP8, VOCAB_PATH,
+# Sets what a GPT script's environment leaves open, and checks it.
+check_gpt() {
+  : "${GPT_SIZE:=126m}" "${ENABLE_FP8:=0}" "${TRANSPOSE_BS:=0}" "${FUSE_QKV:=1}" "${PACK:=1}" "${NUM_MICROBATCHES:=0}"
+  check_choice PREC "$PREC" float32 bfloat16
+  check_gpt_size
+  local switch
+  for switch in ENABLE_FP8 TRANSPOSE_BS FUSE_QKV PACK; do check_choice "$switch" "${!switch}" 0 1; done
+  check_number NUM_MICROBATCHES "$NUM_MICROBATCHES" 0
+  [[ -z ${TRAIN_STEPS:-} ]] || check_number TRAIN_STEPS "$TRAIN_STEPS" 1
+}
+
+# gpt_command LOGDIR BATCH: COMMAND pretrains GPT on the Pile as GPT_SIZE, PREC, the switches, VOCAB_PATH,
 # TFDS_DATA_DIR and TRAIN_STEPS say.
 gpt_command() {
   COMMAND=("$PYTHON" -u -m t5x.train
@@ -195,7 +233,11 @@ gpt_command() {
     --gin.MODEL_DIR="\"$1\""
     --gin.BATCH_SIZE="$2"
     --gin.network.TransformerConfig.dtype="\"$PREC\""
-    --gin.network.TransformerConfig.fuse_qkv_params=True
+    --gin.network.TransformerConfig.transpose_batch_sequence="$TRANSPOSE_BS"
+    --gin.network.TransformerConfig.fuse_qkv_params="$FUSE_QKV"
+    --gin.trainer.Trainer.num_microbatches="$NUM_MICROBATCHES"
+    --gin.train/utils.DatasetConfig.pack="$PACK"
+    --gin.train_eval/utils.DatasetConfig.pack="$PACK"
     --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\"")
   [[ -z $TFDS_DATA_DIR ]] || COMMAND+=(--tfds_data_dir="$TFDS_DATA_DIR")
   [[ $ENABLE_FP8 == 0 ]] || COMMAND+=(--gin.train.te_config_cls=@te_helper.TransformerEngineConfig

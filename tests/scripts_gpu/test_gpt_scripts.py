@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
-# Stands in for Python where only the command matters; what else the scripts ask of it, it is asked.
-_PYTHON = """#!/usr/bin/env bash
-[[ $1 == -u ]] || exec "{python}" "$@"
-printf '%s\\n' "$@"
-"""
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path):
-  """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
-  python = tmp_path / "python"
-  python.write_text(_PYTHON.format(python=sys.executable))
-  python.chmod(0o755)
-  (tmp_path / "spm.model").touch()
-  root = str(_SCRIPTS.parent)
-  kept = {"PATH": os.environ["PATH"], "PYTHONPATH": root, "PYTHON": str(python)}
-
-  def run_script(script: str, *arguments: str, **environment: str):
-    command = ["bash", str(_SCRIPTS / script), *arguments]
-    kept_and_more = kept | environment
-    done = subprocess.run(
-      command, cwd=tmp_path, env=kept_and_more, capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
-
-  return run_script
 
 
 @pytest.mark.parametrize(
@@ -57,6 +28,25 @@ def test_pretraining_takes_both_orders_that_pax_has_had(run, tmp_path, arguments
     f"--tfds_data_dir={tmp_path}",
   }
   assert (tmp_path / "logs/gpt/pile_output.log").read_text() == out
+
+
+_SWITCHES = {"TRANSPOSE_BS": "1", "FUSE_QKV": "0", "PACK": "0", "NUM_MICROBATCHES": "2"}
+
+
+@pytest.mark.parametrize("script", ["run_pile_singlenode.sh", "run_pile_multinode.sh"])
+def test_pretraining_takes_the_switches_of_the_t5_scripts(run, tmp_path, script):
+  status, out, err = run(script, str(tmp_path), "spm.model", SLURM_NTASKS="1", **_SWITCHES)
+  assert status == 0, err
+  assert set(out.splitlines()) >= {
+    "--gin.network.TransformerConfig.transpose_batch_sequence=1",
+    "--gin.network.TransformerConfig.fuse_qkv_params=0",
+    "--gin.trainer.Trainer.num_microbatches=2",
+    "--gin.train/utils.DatasetConfig.pack=0",
+    "--gin.train_eval/utils.DatasetConfig.pack=0",
+  }
+  status, _, err = run(script, str(tmp_path), "spm.model", SLURM_NTASKS="1", TRANSPOSE_BS="yes")
+  assert status == 2
+  assert "TRANSPOSE_BS is 'yes', but must be one of: 0 1" in err
 
 
 def test_lambada_is_judged_from_the_last_checkpoint_of_the_pretraining(run, tmp_path):

@@ -14,35 +14,6 @@ import pytest
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 _DOOR = pathlib.Path(__file__).parents[2] / "t5x/contrib/gpu/scripts_gpu"
 _USERS = sorted(path.name for path in _SCRIPTS.glob("*_*_*.s*"))
-# Stands in for Python where only the command matters; what else the scripts ask of it, it is asked.
-_PYTHON = """#!/usr/bin/env bash
-[[ $1 == -u ]] || exec "{python}" "$@"
-printf '%s\\n' "$@" "XLA_FLAGS=$XLA_FLAGS" "CPUS=${{JAX_NUM_CPU_DEVICES:-}}"
-"""
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path):
-  """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
-  python = tmp_path / "python"
-  python.write_text(_PYTHON.format(python=sys.executable))
-  python.chmod(0o755)
-  root = str(_SCRIPTS.parent)
-  kept = {"PATH": os.environ["PATH"], "PYTHONPATH": root, "PYTHON": str(python)}
-
-  def run_script(script: str, *arguments: str, folder: pathlib.Path = _SCRIPTS, **environment: str):
-    command = ["bash", str(folder / script), *arguments]
-    done = subprocess.run(
-      command,
-      cwd=tmp_path,
-      env=kept | environment,
-      capture_output=True,
-      text=True,
-      check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-  return run_script
 
 
 def test_pretraining_passes_its_positional_arguments_on(run, tmp_path):
@@ -123,43 +94,6 @@ def test_without_arguments_the_documented_defaults_run(run, tmp_path):
   assert "small_pile_pretrain.gin" in out
   assert f'--gin.MODEL_DIR="{tmp_path}/model_dir"' in out
   assert (tmp_path / "logs").is_dir()
-
-
-def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(run, tmp_path):
-  for step in (900, 1000, 2000):
-    (tmp_path / f"pre/checkpoint_{step}").mkdir(parents=True)
-  (tmp_path / "pre/checkpoint_3000.orbax-checkpoint-tmp-1").mkdir()
-  arguments = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
-  status, out, _ = run("singlenode_ft_frompile.sh", *arguments)
-  assert status == 0
-  (folder,) = tmp_path.glob("ft_pre_*")
-  assert [path.name for path in folder.iterdir()] == ["checkpoint_2000"]
-  assert f'--gin.MODEL_DIR="{folder}"' in out
-  assert "small_squad1_finetune_adam.gin" in out
-
-
-def test_finetuning_without_a_checkpoint_says_that_it_begins_from_scratch(run, tmp_path):
-  status, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
-  assert status == 0
-  assert f"no checkpoint in {tmp_path}/model_dir: finetuning begins FROM SCRATCH" in err
-  (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
-  _, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
-  assert "FROM SCRATCH" not in err
-
-
-def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(run, tmp_path):
-  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
-  srun = tmp_path / "srun"
-  srun.write_text('#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n')
-  srun.chmod(0o755)
-  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SCRIPTS_DIR": str(_SCRIPTS)}
-  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
-  for _ in range(2):
-    status, out, _ = run("example_slurm_ft_frompile.sub", **job)
-    assert status == 0
-    assert out.splitlines()[-1] == "./ft_pre_7 false"
-    (tmp_path / "ft_pre_7/checkpoint_1005").mkdir(exist_ok=True)
-  assert {path.name for path in tmp_path.glob("ft_*/*")} == {"checkpoint_1000", "checkpoint_1005"}
 
 
 @pytest.mark.parametrize("has_pyxis", [True, False])

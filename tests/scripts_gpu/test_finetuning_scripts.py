@@ -1,0 +1,88 @@
+"""Finetuning by NVIDIA's scripts: where it begins, and what is copied when."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+_SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
+_IN_A_COPY = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
+
+
+@pytest.mark.parametrize(
+  ("fails", "text"),
+  [
+    ("--dry_run", "the finetuning could not begin"),
+    ("inspect", "the data of squad_v010_allanswers"),
+  ],
+)
+def test_a_run_that_cannot_begin_copies_no_checkpoint(run, tmp_path, fails, text):
+  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
+  status, out, err = run("singlenode_ft_frompile.sh", *_IN_A_COPY, FAILS=fails)
+  assert (status, out) == (2, "")
+  assert f"error: {text}" in err
+  assert not list(tmp_path.glob("ft_*"))
+  environment = {"MAKE_FT_DIR": "true", "MODEL_DIR": "pre", "FT_TASK": "squad1"}
+  status, out, err = run("multiprocess_ft_frompile.sh", **environment, FAILS=fails)
+  assert (status, out) == (2, "")
+  assert f"error: {text}" in err
+  assert not list(tmp_path.glob("ft_*"))
+
+
+def test_a_job_that_cannot_begin_copies_no_checkpoint(run, tmp_path):
+  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
+  srun = tmp_path / "srun"
+  # As srun does: its options end where the command begins.
+  srun.write_text('#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\n"$@"\n')
+  srun.chmod(0o755)
+  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SCRIPTS_DIR": str(_SCRIPTS)}
+  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
+  job |= {"SLURM_PROCID": "0", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+  for problem, text in [
+    ({"BASE_TFDS_DATA_DIR": "/nowhere"}, "TFDS_DATA_DIR=/nowhere is no folder"),
+    ({"TP_SIZE": "3"}, "TP_SIZE=3 does not divide the job's 16 processes"),
+    ({"DATASET_MAP": "/data:/t5x_home/datasets"}, "DATASET_MAP is for containers"),
+    ({"FAILS": "--devices=16 --dry_run"}, "the finetuning could not begin"),
+  ]:
+    status, _, err = run("example_slurm_ft_frompile.sub", **job | problem)
+    assert (status, not list(tmp_path.glob("ft_*"))) == (2, True)
+    assert f"error: {text}" in err
+
+
+def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(run, tmp_path):
+  for step in (900, 1000, 2000):
+    (tmp_path / f"pre/checkpoint_{step}").mkdir(parents=True)
+  (tmp_path / "pre/checkpoint_3000.orbax-checkpoint-tmp-1").mkdir()
+  arguments = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
+  status, out, _ = run("singlenode_ft_frompile.sh", *arguments)
+  assert status == 0
+  (folder,) = tmp_path.glob("ft_pre_*")
+  assert [path.name for path in folder.iterdir()] == ["checkpoint_2000"]
+  assert f'--gin.MODEL_DIR="{folder}"' in out
+  assert "small_squad1_finetune_adam.gin" in out
+
+
+def test_finetuning_without_a_checkpoint_says_that_it_begins_from_scratch(run, tmp_path):
+  status, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert status == 0
+  assert f"no checkpoint in {tmp_path}/model_dir: finetuning begins FROM SCRATCH" in err
+  (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
+  _, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert "FROM SCRATCH" not in err
+
+
+def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(run, tmp_path):
+  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
+  srun = tmp_path / "srun"
+  srun.write_text('#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n')
+  srun.chmod(0o755)
+  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SCRIPTS_DIR": str(_SCRIPTS)}
+  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
+  for _ in range(2):
+    status, out, _ = run("example_slurm_ft_frompile.sub", **job)
+    assert status == 0
+    assert out.splitlines()[-1] == "./ft_pre_7 false"
+    (tmp_path / "ft_pre_7/checkpoint_1005").mkdir(exist_ok=True)
+  assert {path.name for path in tmp_path.glob("ft_*/*")} == {"checkpoint_1000", "checkpoint_1005"}
