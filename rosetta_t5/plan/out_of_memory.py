@@ -19,7 +19,6 @@ from rosetta_t5.plan.fitting import USABLE, divisors
 from rosetta_t5.plan.memory import size_text, state_bytes
 
 _SHOWN = 3
-_WORTH_TELLING = 0.001
 _LOSS_CHUNK = 16
 _NO_REMAT = ("none",)
 _FULL_REMAT = ("full", "nothing_saveable")
@@ -91,11 +90,10 @@ def _advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> lis
 
 def _told(now: Mapping[str, float], changes: Iterable[tuple[float, str, str]]) -> list[str]:
   parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
-  least = _WORTH_TELLING * sum(now.values())
   lines = [
     f"  {line}   # {condition}saves about {size_text(saved)}"
     for saved, line, condition in sorted(changes, reverse=True)[:_SHOWN]
-    if saved > least
+    if saved > 0
   ]
   return [f"Estimated on each device: {parts}. What would save most:", *lines]
 
