@@ -37,7 +37,7 @@ def evaluate(
   train_eval_get_dataset_fn: Callable[..., Any] = data.get_training_eval_datasets,
   fallback_init_rng: int | None = None,
   use_orbax: bool = True,
-  input_length_buckets: Sequence[int] = (),
+  input_length_buckets: Sequence[int] | None = (),
 ) -> dict[int, Values]:
   """Lets checkpoints predict and score a task's examples, and the task's metrics judge them.
 

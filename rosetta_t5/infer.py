@@ -52,7 +52,7 @@ def infer(
   file_extension: str = "jsonl",
   keep_aux_as_numpy: bool = False,
   use_orbax: bool = True,
-  input_length_buckets: Sequence[int] = (),
+  input_length_buckets: Sequence[int] | None = (),
 ) -> None:
   """Writes what a model predicts for a task's examples, or how likely it finds their targets.
 

@@ -95,9 +95,7 @@ def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
 
 def test_line_tells_samples_rate_and_norms_as_tensorboard_has_them(finished):
   model_dir, said = finished
-  cells = (
-    r"^step 3/3 .* tokens/s .* ms/step  (\S+) samples  lr (\S+)  grad norm (\S+)  param norm (\S+)$"
-  )
+  cells = r"^step 3/3 .* tokens/s .* ms/step  (\S+) samples  lr (\S+)  grad norm (\S+)  param norm (\S+)  MFU n/a  skipped 0$"
   told = [float(number) for number in re.search(cells, said, re.M).groups()]
   train = logged(model_dir)[3]
   names = ("data/consumed_samples", "learning_rate/current", "weight_gradient_norm", "weight_norm")

@@ -37,7 +37,7 @@ class InferenceEvaluator:
     partitioner: BasePartitioner,
     log_dir: str | os.PathLike[str] | None = None,
     verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
-    input_length_buckets: Sequence[int] = (),
+    input_length_buckets: Sequence[int] | None = (),
   ):
     """Reads the data once.
 

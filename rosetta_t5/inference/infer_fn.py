@@ -32,7 +32,7 @@ def get_infer_fn(
   train_state_axes: Any,
   partitioner: BasePartitioner,
   keep_aux_as_numpy: bool = False,
-  input_length_buckets: Sequence[int] = (),
+  input_length_buckets: Sequence[int] | None = (),
   is_scoring: bool = False,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).

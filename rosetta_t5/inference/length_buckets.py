@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 
-def check_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
-  """Returns the lengths, the shortest first.
+def check_buckets(buckets: Sequence[int] | None) -> tuple[int, ...]:
+  """Returns the lengths, the shortest first; none for None.
 
   Raises:
     ValueError: they are no positive numbers.
   """
-  if any(not isinstance(length, int) or length < 1 for length in buckets):
+  if buckets is None:
+    return ()
+  if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
     raise ValueError(
-      f"input_length_buckets = {tuple(buckets)!r} must be lengths from 1 on, such as (64, 128, 256), "
+      f"input_length_buckets = {buckets!r} must be lengths from 1 on, such as (64, 128, 256), "
       "or () for none"
     )
   return tuple(sorted(buckets))

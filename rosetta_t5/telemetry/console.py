@@ -34,6 +34,8 @@ _MORE = {
   UTILIZATION: "MFU {:.1%}",
   SKIPPED_STEPS: "skipped {:.0f}",
 }
+# The peak of a CPU is not known; other optimizers than optax.apply_if_finite end the run instead.
+_UNMEASURED = {UTILIZATION: "MFU n/a", SKIPPED_STEPS: "skipped 0"}
 _LEFT_OUT = {
   "data/bad_examples": "bad examples left out:",
   "data/unreadable": "unreadable records:",
@@ -103,7 +105,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
   def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
     """Shows what an evaluation of `task` measured."""
     loss = shown_loss(values, self._loss_is_sum)
-    numbers = [] if loss is None else [f"loss {loss:.3f}"]
+    numbers = _loss_cells(loss)
     numbers += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
     self.say("  ".join([f"evaluation at step {step}", task, *numbers]))
 
@@ -126,7 +128,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     print(line, file=self._stream, flush=True)
 
   def _cells(self, step: int, loss: float | None, values: Mapping[str, float]) -> list[str]:
-    cells = [] if loss is None else [f"loss {loss:.3f}"]
+    cells = _loss_cells(loss)
     if values.get(_SEQUENCES):
       cells.append(f"{values[_SEQUENCES]:.4g} seq/s")
     if values.get(_STEPS):
@@ -160,12 +162,22 @@ class _Bar:
     self._progress.stop()
 
 
+def _loss_cells(loss: float | None) -> list[str]:
+  """Three decimals, and more of a loss that they would round away."""
+  if loss is None:
+    return []
+  return [f"loss {loss:.3f}" if not abs(loss) < 0.1 else f"loss {loss:.3g}"]
+
+
 def _more_cells(values: Mapping[str, float]) -> list[str]:
   """Tokens of targets a second, time of a step, and what else was measured of `_MORE`."""
   cells = [f"{values[_TOKENS]:.4g} tokens/s"] if values.get(_TOKENS) else []
   if values.get(_STEPS):
     cells.append(f"{1000 / values[_STEPS]:.4g} ms/step")
-  return cells + [form.format(values[name]) for name, form in _MORE.items() if name in values]
+  # A line of a run has every cell, so that a script finds them by name whatever was measured.
+  told = _UNMEASURED if SAMPLES in values else {}
+  texts = {name: form.format(values[name]) for name, form in _MORE.items() if name in values}
+  return cells + [text for name in _MORE if (text := texts.get(name) or told.get(name))]
 
 
 def _data_cells(values: Mapping[str, float]) -> list[str]:

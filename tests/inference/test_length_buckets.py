@@ -19,7 +19,7 @@ from tiny_models import (
 
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import _batches
-from rosetta_t5.inference.length_buckets import cut_rows, default_buckets
+from rosetta_t5.inference.length_buckets import check_buckets, cut_rows, default_buckets
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
@@ -121,5 +121,7 @@ def test_buckets_by_default_are_parts_of_the_length_and_wrong_ones_are_refused()
   assert default_buckets(512) == (64, 128, 256)
   assert default_buckets(38) == (8, 16, 32)
   assert default_buckets(8) == ()
-  with pytest.raises(ValueError, match=r"input_length_buckets = \(64, 0\) must be lengths from 1"):
-    get_infer_fn(None, 8, None, None, input_length_buckets=(64, 0))
+  assert check_buckets(None) == ()
+  for wrong, shown in (((64, 0), r"\(64, 0\)"), (64, "64")):
+    with pytest.raises(ValueError, match=f"input_length_buckets = {shown} must be lengths from 1"):
+      get_infer_fn(None, 8, None, None, input_length_buckets=wrong)

@@ -80,6 +80,20 @@ def test_what_was_not_measured_is_left_out():
   assert stream.getvalue() == "step 5/10\nstep 6/10  loss 2.000\n"
 
 
+def test_a_line_of_a_run_names_mfu_and_skipped_steps_also_where_there_are_none():
+  stream = Flushed()
+  console.Progress(0, 10, stream).report(1, {"data/consumed_samples": 8.0})
+  assert stream.getvalue() == "step 1/10  8 samples  MFU n/a  skipped 0\n"
+
+
+def test_a_small_loss_keeps_its_digits():
+  stream = Flushed()
+  progress = console.Progress(0, 10, stream)
+  for loss in (0.1, 0.001234, 0.0):
+    progress.report(1, {"loss": loss})
+  assert stream.getvalue() == "step 1/10  loss 0.100\nstep 1/10  loss 0.00123\nstep 1/10  loss 0\n"
+
+
 def test_first_and_last_loss_are_kept():
   progress = console.Progress(0, 10, Flushed())
   for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0)):
