@@ -222,9 +222,11 @@ class Decoder(nn.Module):
       jnp.float32,
       axes=("abspos_buckets", "embed"),
     )
+    # Split by `embed` it comes together first, as the tokens' table does (see `Embed`).
+    table_LD = with_sharding_constraint(table_LD, ("abspos_buckets", None))
     # Examples that are full while others are still being decoded have no place any more.
-    vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip")
-    return vectors_BTD.astype(cfg.dtype)
+    vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(cfg.dtype)
+    return with_sharding_constraint(vectors_BTD, ("batch", "length", "embed"))
 
   def _layers(self, y: jax.Array, mask: jax.Array | SegmentMask | None, *call: Any) -> jax.Array:
     """Calls all layers; `call` is their call's arguments after the mask."""

@@ -42,6 +42,7 @@ class Report:
     seconds: how long it has been doing that, or how long it has been silent.
     stack: its main thread's calls, if it has been at it for long.
     silent: whether it has stopped to report.
+    left: whether it has said that it ends, since another process has failed it.
   """
 
   process: int
@@ -50,6 +51,7 @@ class Report:
   seconds: float
   stack: str = ""
   silent: bool = False
+  left: bool = False
 
 
 def blocking(reports: Mapping[int, Report]) -> list[int]:
@@ -71,7 +73,7 @@ def is_stalled(reports: Mapping[int, Report], limit: float) -> bool:
 
   One that takes long, while another has moved a moment ago, is only the slower one of them.
   """
-  return all(report.silent or report.seconds >= limit for report in reports.values())
+  return all(report.silent or report.left or report.seconds >= limit for report in reports.values())
 
 
 class Watchdog:
@@ -144,9 +146,10 @@ class Watchdog:
     # The first beat at once: who is never heard of cannot be missed.
     while not beat or not self._ended.wait(interval):
       beat += 1
+      failed = self._failed  # As this beat says it.
       try:
         client.key_value_set(
-          f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat)), allow_overwrite=True
+          f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat, failed)), allow_overwrite=True
         )
         reports = self._reports(client.key_value_dir_get(_KEY))
       except jax.errors.JaxRuntimeError:
@@ -154,7 +157,7 @@ class Watchdog:
           return
         raise
       self._note_silence(reports)
-      if self._failed:  # Nothing but the silence of others is of interest any more.
+      if failed:  # Nothing but the silence of others is of interest any more.
         if self._noted:
           return
         continue
@@ -175,7 +178,11 @@ class Watchdog:
     """Names the processes that are not heard of, once each time, long before the run is given up."""
     now = time.monotonic()
     silences = {process: now - heard for process, (_, heard) in self._heard.items()}
-    silent = {process for process, seconds in silences.items() if seconds > _SILENCE_SECONDS}
+    silent = {
+      process
+      for process, seconds in silences.items()
+      if seconds > _SILENCE_SECONDS and not reports[process].left
+    }
     for process in sorted(silent - self._noted):
       report = reports[process]
       print(
@@ -187,7 +194,7 @@ class Watchdog:
       )
     self._noted = silent
 
-  def _own(self, beat: int) -> dict[str, Any]:
+  def _own(self, beat: int, failed: bool) -> dict[str, Any]:
     still = time.monotonic() - self._since
     return {
       "beat": beat,
@@ -195,6 +202,7 @@ class Watchdog:
       "position": self._position,
       "seconds": still,
       "stack": _main_stack() if still > self._limit / 2 else "",
+      "left": failed,
     }
 
   def _reports(self, entries: list[tuple[str, str]]) -> dict[int, Report]:
@@ -205,7 +213,7 @@ class Watchdog:
       if self._heard.get(process, (None,))[0] != beat:
         self._heard[process] = (beat, now)
       silence = now - self._heard[process][1]
-      if silent := silence > max(self._limit / 2, 3.0):
+      if silent := silence > max(self._limit / 2, 3.0) and not said["left"]:
         said["seconds"] = silence
       reports[process] = Report(process=process, silent=silent, **said)
     return reports

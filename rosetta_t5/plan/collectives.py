@@ -116,9 +116,9 @@ def _of_parameter(
   whole = array_bytes(param, [part if part == MODEL_AXIS else None for part in spec], mesh)
   lookups = _lookups(name, work.config)
   # A table whose vectors make the logits too is used in a product besides.
-  is_tied = lookups > 0 and getattr(work.config, "logits_via_embedding", False)
+  is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
   if over:
-    gathers = _gathers(lookups, is_tied, mesh)
+    gathers = _gathers(lookups, is_tied, name.endswith("bias"), mesh)
     gathered = gathers * whole * work.microbatches
     yield Collective(ALL_GATHER, over, gathered, "parameters", count=gathers)
   bias, layers = _position_bias(name, mesh, work)
@@ -128,15 +128,16 @@ def _of_parameter(
   loose_terms = lookups or 1 if is_loose else 0
   terms = lookups + is_tied or layers
   yield from _gradient_sums(gradient, terms, loose_terms, over, mesh, work, is_bias=bool(bias))
-  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and param.ndim == 1:
+  is_whole = param.ndim == 1 and MODEL_AXIS not in spec
+  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and is_whole:
     # A norm's scale multiplies positions that lie apart.
     yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient * work.microbatches, "gradients")
 
 
-def _gathers(lookups: int, is_tied: bool, mesh: Mapping[str, int]) -> int:
+def _gathers(lookups: int, is_tied: bool, is_added: bool, mesh: Mapping[str, int]) -> int:
   """Returns how often a parameter split over the batch's axes comes together in a step."""
   if lookups == 0:
-    return 2  # Forward and backward.
+    return 1 if is_added else 2  # Forward and backward; the backward pass of a sum needs no term.
   if not is_tied:
     return 1  # The backward pass of a lookup needs no table.
   # Products with a table whose vocabulary is split gather it for themselves.
@@ -189,9 +190,9 @@ def _over_batch(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]
 
 
 def _lookups(name: str, config: Any) -> int:
-  """How many tables of token vectors a parameter is read as."""
+  """How many tables of vectors, of tokens or of places, a parameter is read as."""
   if "token_embedder" not in name:
-    return 0
+    return int(name.endswith("position_embedding"))
   return 2 if hasattr(config, "num_encoder_layers") else 1
 
 
@@ -256,7 +257,9 @@ def _outputs(work: Work) -> Iterator[float]:
   """Yields the bytes of what comes out of products that sum over a split dimension."""
   sides = _sides(work)
   for side, layers in layers_of(work.config).items():
-    yield from [sides[side]] * layers * (3 if side == "decoder" and "encoder" in sides else 2)
+    yield from (
+      [sides.get(side, 0.0)] * layers * (3 if side == "decoder" and "encoder" in sides else 2)
+    )
 
 
 def _of_input(

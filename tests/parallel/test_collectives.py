@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compiled_collectives import collectives
-from tiny_models import T5_1_0, T5_1_1, make_batch, make_model
+from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model, make_model
 
 from rosetta_t5.bench.workload import model_config
+from rosetta_t5.networks.decoder_only_config import TransformerConfig
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
@@ -29,10 +30,20 @@ from rosetta_t5.training.optimizers import chain
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 
 
+def packed_rows():
+  """Returns a decoder-only model's batch: rows of two examples each, whose places begin anew."""
+  names = ("input_tokens", "target_tokens", "loss_weights", "segment_ids")
+  place_T = jnp.arange(TARGETS, dtype=jnp.int32) % (TARGETS // 2)
+  rows = {f"decoder_{name}": jnp.ones((EXAMPLES, TARGETS), jnp.int32) for name in names}
+  return rows | {"decoder_positions": jnp.tile(place_T, (EXAMPLES, 1))}
+
+
 def compiled_step(partitioner, config=T5_1_1):
   """Returns a compiled step of AdamW, the state's shapes and splits, and the batch."""
-  model = make_model(Transformer(config))
-  batch = make_batch(EXAMPLES, INPUTS, TARGETS)
+  if isinstance(config, TransformerConfig):
+    model, batch = make_decoder_only_model(config), packed_rows()
+  else:
+    model, batch = make_model(Transformer(config)), make_batch(EXAMPLES, INPUTS, TARGETS)
   shapes = {name: value.shape for name, value in batch.items()}
   optimizer = chain([optax.adamw(1e-3)])
   state = jax.eval_shape(
@@ -104,13 +115,27 @@ def test_so_have_steps_of_other_networks(name):
   check_collectives(MESHES[mesh], config)
 
 
+@pytest.mark.parametrize(
+  "name",
+  [
+    "fsdp",
+    *(
+      pytest.param(n, marks=pytest.mark.slow) for n in ("data", "data, fsdp", "data, tensor", QUICK)
+    ),
+  ],
+)
+def test_so_has_a_step_of_gpt(name, capfd):
+  check_collectives(MESHES[name], GPT)
+  assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
 def check_collectives(arguments, config=T5_1_1):
   """Asserts that a compiled step has what `plan` counts, and holds what `plan` says it does."""
   partitioner = PjitPartitioner(**arguments)
   compiled, state, splits, batch = compiled_step(partitioner, config)
   work = Work(
     config=config,
-    lengths={"encoder": INPUTS, "decoder": TARGETS},
+    lengths={"decoder": TARGETS} if config is GPT else {"encoder": INPUTS, "decoder": TARGETS},
     examples=EXAMPLES / partitioner.data_mesh_size,
     zero1=partitioner.zero1,
     over_model=split_over_model(partitioner),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rosetta_t5.parallel.watchdog import EXIT_STATUS, Report, blocking, is_stalled
+from rosetta_t5.parallel.watchdog import EXIT_STATUS, Report, Watchdog, blocking, is_stalled
 
 _HERE = pathlib.Path(__file__).parent
 _RUN = _HERE.parent / "run"
@@ -52,6 +52,20 @@ def test_a_run_is_stalled_only_when_nobody_moves():
   assert not is_stalled({0: slow, 1: report(1, "computing step 1", seconds=1)}, limit=30)
   assert is_stalled({0: slow, 1: report(1, "computing step 1", seconds=30)}, limit=30)
   assert is_stalled({0: slow, 1: report(1, "computing step 1", silent=True)}, limit=30)
+
+
+def test_a_process_that_ends_because_of_another_is_not_named_as_silent(capsys):
+  watchdog = Watchdog(seconds=1800)
+  watchdog._heard = dict.fromkeys((1, 2), (3, time.monotonic() - 20))
+  reports = {
+    1: Report(1, "here", "computing step 3", 0.0, left=True),
+    2: report(2, "saving step 3"),
+  }
+  watchdog._note_silence(reports)
+  said = capsys.readouterr().err
+  assert said.startswith("silent: process 2 (here)")
+  assert "process 1" not in said
+  assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: reports[1]}, limit=30)
 
 
 @contextlib.contextmanager
