@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
+import string
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,49 @@ def test_squads_first_answers_have_the_known_human_like_scores(shared: pathlib.P
   )
   assert human == pytest.approx(official)
   assert 75 < human["em"] < 90 < human["f1"] + 5
+
+
+def _official_words(text: str) -> list[str]:
+  """The words that SQuAD's definition leaves of an answer, letter by letter."""
+  lower = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
+  # An article is one between signs that are no letters, digits or underscores, such as a dash of another script.
+  return re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", lower).split()
+
+
+def _official_scores(answers: list[list[str]], predictions: list[str]) -> dict[str, float]:
+  """SQuAD 1.1's EM and F1, written from their definition: the best answer of each question, averaged."""
+  exact, overlap = [], []
+  for texts, prediction in zip(answers, predictions, strict=True):
+    said = _official_words(prediction)
+    of_answers = []
+    for wanted in map(_official_words, texts):
+      left = list(wanted)
+      hits = sum(word in left and not left.remove(word) for word in said)
+      of_answers.append(
+        (float(said == wanted), 2 * hits / (len(said) + len(wanted)) if hits else 0.0)
+      )
+    exact.append(max(em for em, _ in of_answers))
+    overlap.append(max(f1 for _, f1 in of_answers))
+  return {"em": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
+
+
+def test_squads_scores_are_those_of_its_definition_on_real_answers(shared: pathlib.Path) -> None:
+  """Answers right, out of the passage beside them, longer, shorter, shouted, mistaken and empty."""
+  articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]
+  answers, predictions = [], []
+  for paragraph in (p for article in articles for p in article["paragraphs"]):
+    words = paragraph["context"].split()
+    for n, question in enumerate(paragraph["qas"]):
+      text = question["answers"][-1]["text"]
+      start = n % max(1, len(words) - 4)
+      distorted = (text, "The " + text.upper() + ".", text + " " + words[0], text[: len(text) // 2])
+      distorted += (" ".join(words[start : start + 4]), f"“{text}”, an – a_n – A-n the", "", "the")
+      answers.append([answer["text"] for answer in question["answers"]])
+      predictions.append(distorted[len(answers) % len(distorted)])
+  scores = metrics.squad(answers, predictions)
+  assert len(answers) == 10570
+  assert scores == pytest.approx(_official_scores(answers, predictions), rel=1e-12)
+  assert 10 < scores["em"] < scores["f1"] < 90
 
 
 def test_classification_metrics_are_t5s(theirs: Any) -> None:
