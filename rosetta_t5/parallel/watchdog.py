@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -76,6 +77,22 @@ def is_stalled(reports: Mapping[int, Report], limit: float) -> bool:
   return all(report.silent or report.left or report.seconds >= limit for report in reports.values())
 
 
+def is_failed_collective(error: BaseException) -> bool:
+  """Returns whether an error, or what it was made of, is one of a collective.
+
+  jax raises it as its own; where an array's values are fetched, as in a save, as a ValueError.
+  """
+  causes: list[BaseException] = [error]
+  while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+    causes.append(cause)
+  if any("RESOURCE_EXHAUSTED" in str(each) for each in causes):
+    return False
+  return any(
+    isinstance(each, jax.errors.JaxRuntimeError) or re.search("Gloo|NCCL|nccl", str(each))
+    for each in causes
+  )
+
+
 class Watchdog:
   """Watches inside a `with`, where there are several processes."""
 
@@ -106,9 +123,8 @@ class Watchdog:
     exception: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
-    error = isinstance(exception, jax.errors.JaxRuntimeError)
-    if error and self._thread is not None and "RESOURCE_EXHAUSTED" not in str(exception):
-      # A collective that fails has lost a process, most often: which one, its silence tells.
+    if self._thread is not None and exception is not None and is_failed_collective(exception):
+      # It has lost a process, most often: which one, its silence tells.
       self._failed = True
       self._thread.join(_SILENCE_SECONDS + _INTERVAL_S)
     self._ended.set()
@@ -187,8 +203,8 @@ class Watchdog:
       report = reports[process]
       print(
         f"silent: process {process} ({report.place}) has not been heard of for "
-        f"{silences[process]:.0f} s; then it was {report.position}. If it has died or is frozen, jax ends "
-        "this run within a minute.",
+        f"{silences[process]:.0f} s; it last said that it was {report.position}. If it has died or is "
+        "frozen, jax ends this run within a minute.",
         file=sys.stderr,
         flush=True,
       )

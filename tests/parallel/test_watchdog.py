@@ -13,9 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 
+import jax
 import pytest
 
-from rosetta_t5.parallel.watchdog import EXIT_STATUS, Report, Watchdog, blocking, is_stalled
+from rosetta_t5.parallel.watchdog import (
+  EXIT_STATUS,
+  Report,
+  Watchdog,
+  blocking,
+  is_failed_collective,
+  is_stalled,
+)
 
 _HERE = pathlib.Path(__file__).parent
 _RUN = _HERE.parent / "run"
@@ -66,6 +74,28 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_silent(capsys):
   assert said.startswith("silent: process 2 (here)")
   assert "process 1" not in said
   assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: reports[1]}, limit=30)
+
+
+def _of(error: Exception, cause: Exception) -> Exception:
+  error.__cause__ = cause
+  return error
+
+
+_GLOO = ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:19350")
+
+
+@pytest.mark.parametrize(
+  ("error", "is_one"),
+  [
+    (jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed"), True),
+    (_of(ValueError("checkpoint_10 could not be saved"), _GLOO), True),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+    (_of(ValueError("too large"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: …")), False),
+    (ValueError("BATCH_SIZE = 7"), False),
+  ],
+)
+def test_a_collective_that_fails_is_known_by_what_an_error_was_made_of(error, is_one):
+  assert is_failed_collective(error) is is_one
 
 
 @contextlib.contextmanager
