@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -76,6 +77,10 @@ class Embed(nn.Module):
     return jnp.dot(query, jnp.asarray(self.embedding, dtype).T)
 
 
+# XLA's products count with 32 bits.
+_MOST_PAIRS = 2**31 - 1
+
+
 def relative_position_bucket(
   relative_position: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> np.ndarray:
@@ -125,7 +130,12 @@ class RelativePositionBiases(nn.Module):
 
   @nn.compact
   def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> Float[Array, "1 H T S"]:
-    """Returns the bias of each of `qlen` queries and `klen` keys, the same for every example."""
+    """Returns the bias of each of `qlen` queries and `klen` keys, the same for every example.
+
+    Raises:
+      ValueError: there are more pairs than XLA can count.
+    """
+    _check_lengths(qlen, klen)
     table_HN = param_with_axes(
       "rel_embedding",
       self.embedding_init,
@@ -133,15 +143,27 @@ class RelativePositionBiases(nn.Module):
       jnp.float32,
       axes=("heads", "relpos_buckets"),
     )
-    distance_TS = np.arange(klen)[None, :] - np.arange(qlen)[:, None]
-    bucket_TS = relative_position_bucket(
-      distance_TS, bidirectional, self.num_buckets, self.max_distance
+    distance_D = np.arange(1 - qlen, klen)
+    bucket_D = relative_position_bucket(
+      distance_D, bidirectional, self.num_buckets, self.max_distance
     )
+    # Bytes, where they suffice: at a length of 16,384 the pairs take 0.3 GB.
+    bucket_D = bucket_D.astype(np.min_scalar_type(-self.num_buckets))
+    bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_D, klen)[::-1]
     # A product with one-hot columns, as in T5X, to the last bit: a gather's gradient is a scatter,
     # and of the sums that could take its place each rounds otherwise.
     one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), self.num_buckets, dtype=self.dtype, axis=0)
     bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
     return bias_HL.reshape(1, self.num_heads, qlen, klen)
+
+
+def _check_lengths(qlen: int, klen: int) -> None:
+  if qlen * klen > _MOST_PAIRS:
+    raise ValueError(
+      f"relative positions of {qlen:,} queries and {klen:,} keys are {qlen * klen:,} pairs, more than "
+      f"XLA counts in an array's dimension ({_MOST_PAIRS:,}): attention computes every pair. Set "
+      f"TASK_FEATURE_LENGTHS to {math.isqrt(_MOST_PAIRS):,} tokens at most; memory ends long before"
+    )
 
 
 class LayerNorm(nn.Module):

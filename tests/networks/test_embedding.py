@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,27 @@ def test_relative_bias_is_a_gather_from_the_table_and_so_is_its_gradient(
   expected = np.zeros((2, 32), np.float64)
   np.add.at(expected, (slice(None), buckets), weights[0])
   np.testing.assert_allclose(grad, expected, atol=1e-4)
+
+
+def test_lengths_whose_pairs_cannot_be_counted_are_refused_with_what_fits():
+  bias = RelativePositionBiases(32, 128, 12, jnp.bfloat16)
+  with pytest.raises(
+    ValueError, match=r"65,536 queries and 65,536 keys are 4,294,967,296 pairs"
+  ) as e:
+    jax.eval_shape(lambda: bias.init(jax.random.PRNGKey(0), 65536, 65536))
+  assert "Set TASK_FEATURE_LENGTHS to 46,340 tokens at most; memory ends long before" in str(
+    e.value
+  )
+
+
+def test_long_lengths_take_a_byte_a_pair_while_a_program_is_traced():
+  bias = RelativePositionBiases(32, 128, 2, jnp.float32)
+  tracemalloc.start()
+  shape = jax.eval_shape(lambda: bias.init_with_output(jax.random.PRNGKey(0), 2048, 4096)[0])
+  _, most = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert shape.shape == (1, 2, 2048, 4096)
+  assert most < 3 * 2048 * 4096
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
