@@ -106,7 +106,6 @@ def train(
     NonFiniteError: the loss or a gradient became NaN or infinite.
     Interrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
   """
-  del use_orbax
   started = time.monotonic()
   fp8 = choose_fp8(te_config_cls)
   model = with_fp8(model, fp8)
@@ -133,9 +132,7 @@ def train(
 
   # State: MODEL_DIR's own, else that of the checkpoint to start from, else a fresh one.
   initializer = _make_initializer(train_state_initializer_cls, model, feed, partitioner)
-  fitting = functools.partial(
-    answered_when_out_of_memory, model, partitioner, initializer, feed.element_spec
-  )
+  fitting = functools.partial(answered_when_out_of_memory, model, partitioner, initializer, feed)
   with fitting():
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       initializer, partitioner, restore_cfg, restore_path, init_rng, checkpoint_cfg.save, model_dir,
@@ -161,10 +158,9 @@ def train(
   if first_step < total_steps:
     with fitting(trainer):
       loop.compile()
-      predictions.wait_until_read()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
-      with checkpoints.finishing_saves(manager), automatic_garbage_collection(on=not gc_period):
+      with automatic_garbage_collection(on=not gc_period):
         loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)  # fmt: skip
   loop.finish()
   return int(trainer.train_state.step), trainer.train_state
@@ -205,6 +201,7 @@ class _Loop:
     self._write("timing/init_or_restore_seconds", compiling - self.started, self.first_step)
     self.trainer.compile_train(self.feed.element_spec)
     self._write("timing/compilation_seconds", time.monotonic() - compiling, self.first_step)
+    self.predictions.wait_until_read()
 
   def run(
     self,
@@ -220,7 +217,8 @@ class _Loop:
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
       Hook("garbage collection", lambda _: gc.collect(), gc_period),
     ]
-    with self.progress, Interruption() as interruption, self.watchdog:
+    saves = checkpoints.finishing_saves(self.manager)
+    with saves, self.progress, Interruption() as interruption, self.watchdog:
       self.trainer.should_stop = interruption.is_due
       self.save(self.first_step)
       if run_eval_before_training:

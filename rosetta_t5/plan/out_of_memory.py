@@ -30,7 +30,7 @@ class OutOfMemoryError(RuntimeError):
 
 @contextmanager
 def answered_when_out_of_memory(
-  model: Any, partitioner: Any, initializer: Any, batch: Mapping[str, Any], trainer: Any = None
+  model: Any, partitioner: Any, initializer: Any, feed: Any, trainer: Any = None
 ) -> Iterator[None]:
   """Inside a `with`, turns XLA's error of exhausted memory into one that says what to change.
 
@@ -38,7 +38,7 @@ def answered_when_out_of_memory(
     model: the model.
     partitioner: the partitioner.
     initializer: knows the train state's shapes, and how they are split.
-    batch: the global batch's shapes, by feature.
+    feed: the training data, whose `element_spec` has the global batch's shapes, by feature.
     trainer: the trainer, whose microbatches count; None while the state is made or restored, where
       only splitting it helps.
 
@@ -51,7 +51,7 @@ def answered_when_out_of_memory(
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     mesh = dict(partitioner.mesh.shape)
-    work = work_of(model, partitioner, batch, trainer, mesh)
+    work = work_of(model, partitioner, feed.element_spec, trainer, mesh)
     state, splits = initializer.global_train_state_shape, initializer.train_state_axes
     if trainer is None:
       now = state_bytes(state, splits, mesh)

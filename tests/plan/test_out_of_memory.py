@@ -25,12 +25,13 @@ def complaint(batch, wide=1, trainer=TRAINER, **arguments):
   model = make_model(Transformer(config))
   state = jax.eval_shape(lambda: make_state(Transformer(config)))
   partitioner = PjitPartitioner(**({"num_partitions": 2} | arguments))
+  feed = types.SimpleNamespace(element_spec=batch)
   initializer = types.SimpleNamespace(
     global_train_state_shape=state, train_state_axes=partitioner.get_mesh_axes(state)
   )
   with (
     pytest.raises(OutOfMemoryError) as raised,
-    answered_when_out_of_memory(model, partitioner, initializer, batch, trainer),
+    answered_when_out_of_memory(model, partitioner, initializer, feed, trainer),
   ):
     jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
   return str(raised.value)
