@@ -107,6 +107,6 @@ def step_memory(
     work.lengths,
     work.examples / work.microbatches,
     mesh.get(MODEL_AXIS, 1),
-    **({"loss_chunk_length": work.loss_chunk_length} | changes),
+    **({"loss_chunk_length": work.loss_chunk_length, "over_model": work.over_model} | changes),
   )
   return parts | ({"activations": kept} if kept is not None else {})

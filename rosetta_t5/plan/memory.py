@@ -55,6 +55,7 @@ def activation_bytes(
   model_shards: int,
   remat_policy: str | None = None,
   loss_chunk_length: int | None = None,
+  over_model: str | None = None,
 ) -> int | None:
   """Returns roughly what a training step keeps for its backward pass, per device; None if unknown.
 
@@ -70,14 +71,16 @@ def activation_bytes(
     model_shards: devices that heads, feed-forward units and vocabulary are split over.
     remat_policy: what layers keep (see `networks.remat`); None for the config's.
     loss_chunk_length: target positions whose logits exist at a time; None for all.
+    over_model: which dimension of activations is split over those devices between blocks; see
+      `collectives.split_over_model`.
   """
   try:
     layers = layers_of(config)
     vocabulary = config.vocab_size / model_shards
     itemsize = jnp.dtype(config.dtype).itemsize
     policy = str(remat_policy or getattr(config, "remat_policy", "none"))
-    encoder, decoder = _layer_values(config, lengths, model_shards, "none")
-    kept_encoder, kept_decoder = _layer_values(config, lengths, model_shards, policy)
+    encoder, decoder = _layer_values(config, lengths, model_shards, "none", over_model)
+    kept_encoder, kept_decoder = _layer_values(config, lengths, model_shards, policy, over_model)
   except AttributeError:
     return None
   kept = layers["encoder"] * kept_encoder + layers["decoder"] * kept_decoder
@@ -87,7 +90,11 @@ def activation_bytes(
 
 
 def _layer_values(
-  config: Any, lengths: Mapping[str, int], model_shards: int, policy: str
+  config: Any,
+  lengths: Mapping[str, int],
+  model_shards: int,
+  policy: str,
+  over_model: str | None,
 ) -> tuple[float, float]:
   """How many numbers an encoder's and a decoder's layer keep of one example."""
   width, heads = config.emb_dim, config.num_heads / model_shards
@@ -95,15 +102,19 @@ def _layer_values(
   branches = len(config.mlp_activations)
   units = config.mlp_dim / model_shards
   target, source = lengths["decoder"], lengths.get("encoder", 0)
-  # Before each product its normalised input, and what the norm was taken of, which is float32.
-  normed = width * (1 + 4 / jnp.dtype(config.dtype).itemsize)
+  # Split by `embed`, XLA keeps what it has gathered, unless it is to make it again.
+  is_split = over_model == "length" or (over_model == "embed" and policy != "none")
+  between = width / model_shards if is_split else width
+  # Before each product its normalised input, which came together for it, and what the norm was taken of,
+  # which is float32.
+  normed = width + between * 4 / jnp.dtype(config.dtype).itemsize
   mlp, attention, cross = normed + units * (branches + 1), normed + 4 * inner, normed + 2 * inner
   pairs = 2 * heads  # the probabilities, and the logits that they were made of
   if policy in ("full", "nothing_saveable"):
-    return source * width, target * width + (source * width if source else 0)
+    return source * between, target * between + (source * between if source else 0)
   if policy in ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable"):
     # The results of products with parameters; of attention's own too, if all products are kept.
-    mlp, attention, cross = width + units * branches, 3 * inner + 2 * width, inner + width
+    mlp, attention, cross = between + units * branches, 3 * inner + 2 * between, inner + between
     pairs = heads if policy == "dots_saveable" else 0
   encoder = source * (attention + mlp) + pairs * source * source
   decoder = target * (attention + mlp) + pairs * target * target
