@@ -359,6 +359,7 @@ def _say_header(
       model=model,
       params=loop.trainer.train_state.params,
       mesh=partitioner.mesh,
+      mesh_reason=getattr(partitioner, "mesh_reason", None),
       task=train_cfg.name,
       batch=loop.feed.element_spec,
       steps=(loop.first_step, loop.total_steps),

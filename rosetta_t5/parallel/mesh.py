@@ -85,6 +85,24 @@ def mesh_sizes(
   return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
 
 
+def mesh_reason(
+  num_partitions: int,
+  model_parallel_submesh: tuple[int, ...] | None,
+  ici_mesh_shape: tuple[int, ...] | None,
+  dcn_mesh_shape: tuple[int, ...] | None,
+  counts: Mapping[str, int] | None,
+) -> str:
+  """Returns which of the settings the mesh is made of; see `default_mesh`."""
+  if counts is not None:
+    return f"mesh = {dict(counts)}"
+  if ici_mesh_shape:
+    over_nodes = f", dcn_mesh_shape = {tuple(dcn_mesh_shape)}" if dcn_mesh_shape else ""
+    return f"ici_mesh_shape = {tuple(ici_mesh_shape)}{over_nodes}"
+  if model_parallel_submesh:
+    return f"model_parallel_submesh = {tuple(model_parallel_submesh)}"
+  return f"num_partitions = {num_partitions}"
+
+
 def _near_shapes(ici_mesh_shape: Sequence[int], over_nodes: Sequence[int], num_devices: int) -> str:
   """Returns settings for so many devices: other nodes if a node is right, else other nodes' insides."""
   nodes, rest = divmod(num_devices, math.prod(ici_mesh_shape))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS
 from rosetta_t5.parallel.layout import DataLayout, check_batch_size, data_layout
-from rosetta_t5.parallel.mesh import BATCH_AXES, batch_shards, default_mesh, mesh_sizes
+from rosetta_t5.parallel.mesh import BATCH_AXES, batch_shards, default_mesh, mesh_reason, mesh_sizes
 from rosetta_t5.parallel.rules import (
   LogicalAxisRules,
   rules_for,
@@ -154,6 +154,12 @@ class BasePartitioner(abc.ABC):
       self._dcn_mesh_shape,
       self._counts,
     )
+
+  @property
+  def mesh_reason(self) -> str:
+    """Which of the partitioner's settings the mesh is made of."""
+    shapes = (self._model_parallel_submesh, self._ici_mesh_shape, self._dcn_mesh_shape)
+    return mesh_reason(self._num_partitions, *shapes, self._counts)
 
   @property
   def params_on_devices(self) -> bool:

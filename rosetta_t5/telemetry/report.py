@@ -26,6 +26,7 @@ def header(
   save_period: int | None = None,
   computation: str | None = None,
   notes: Sequence[str] = (),
+  mesh_reason: str | None = None,
 ) -> str:
   """Returns the lines printed before the first step.
 
@@ -41,9 +42,11 @@ def header(
     save_period: steps between checkpoints; None for no checkpoints.
     computation: number formats and kernels, and why these.
     notes: warnings about the run, a line each.
+    mesh_reason: which settings the mesh is made of.
   """
   device = mesh.devices.flat[0]
   axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+  axes += f" ({mesh_reason})" if mesh_reason else ""
   count = mesh.devices.size
   features = ", ".join(
     f"{name} {batch[name].shape[1]}"

@@ -6,8 +6,9 @@ import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from rosetta_t5.parallel import default_mesh
+from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.telemetry import report
 
 PARAMS = {"a": jnp.ones((100, 20)), "b": jnp.ones(5)}
@@ -54,6 +55,30 @@ def test_header_says_what_runs_where_and_what_it_writes():
     "steps    0 to 20, from scratch",
     "writes   /runs/a, a checkpoint every 10 steps",
   ]
+
+
+@pytest.mark.parametrize(
+  ("settings", "line"),
+  [
+    ({"num_partitions": 2}, "mesh data=4 model=2 (num_partitions = 2)"),
+    (
+      {"num_partitions": 1, "model_parallel_submesh": (2, 2)},
+      "mesh data=2 model=4 (model_parallel_submesh = (2, 2))",
+    ),
+    (
+      {"ici_mesh_shape": (2, 4), "dcn_mesh_shape": (1, 1)},
+      "mesh data=2 model=4 (ici_mesh_shape = (2, 4), dcn_mesh_shape = (1, 1))",
+    ),
+    (
+      {"num_partitions": 1, "mesh": {"fsdp": -1, "tensor": 2}},
+      "mesh data=1 fsdp=4 model=2 (mesh = {'fsdp': -1, 'tensor': 2})",
+    ),
+  ],
+)
+def test_header_says_which_mesh_and_which_setting_made_it(settings, line):
+  partitioner = PjitPartitioner(**settings)
+  lines = header(mesh=partitioner.mesh, mesh_reason=partitioner.mesh_reason)
+  assert lines[1] == f"devices  8 cpu devices, {line}"
 
 
 def test_header_names_the_checkpoint_and_notes():
