@@ -137,8 +137,15 @@ class _Templates:
     """Returns the model's texts."""
     if isinstance(row, str):
       return {"input": row, "target": ""}
-    target = "" if self.targets is None else self.targets.format(**row)
-    return {"input": (self.inputs or "").format(**row), "target": target}
+    return {"input": _filled(self.inputs, row), "target": _filled(self.targets, row)}
+
+
+def _filled(template: str | None, row: dict[str, Any]) -> str:
+  try:
+    return "" if template is None else template.format(**row)
+  except (AttributeError, LookupError, TypeError, ValueError) as error:
+    # As {text.size}, {text[5]} or {text:d}, which not all values have.
+    raise ValueError(f"the template {template!r} does not suit {row!r}: {error}") from error
 
 
 def _rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
@@ -224,8 +231,12 @@ def _answered(path: str) -> tuple[list[Any], int]:
   """Returns the rows that an earlier call has answered in the output, and the bytes of its lines.
 
   Raises:
-    ValueError: the file is something else.
+    ValueError: the file is something else, or cannot be written.
   """
+  there = path if os.path.exists(path) else os.path.dirname(path) or "."
+  if path != "-" and (os.path.isdir(path) or not os.access(there, os.W_OK)):
+    folder = "is a folder" if os.path.isdir(path) else f"cannot be written: look at {there}"
+    raise ValueError(f"--output {path} {folder}; give a file in a folder that you may write in")
   done: list[Any] = []
   whole = 0
   if path == "-" or not os.path.exists(path):

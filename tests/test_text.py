@@ -184,6 +184,20 @@ def test_a_broken_line_is_told_after_those_before_it(tmp_path, broken, text_said
   assert found == [{"question": "1"}] * (0 if b"\xff" in broken else 10)
 
 
+def test_an_output_that_cannot_be_written_is_told_before_the_model_is_opened(tmp_path, capfd):
+  (tmp_path / "rows.txt").write_text("a text\n")
+  for output, why in (("absent/out.jsonl", f"look at {tmp_path}/absent"), (".", "is a folder")):
+    with pytest.raises(SystemExit):
+      infer("no model", "--input", tmp_path / "rows.txt", "--output", tmp_path / output)
+    assert why in capfd.readouterr().err
+
+
+def test_a_template_that_a_row_does_not_suit_is_told(model_dir, rows_file, capfd):
+  with pytest.raises(SystemExit):
+    infer(model_dir, "--input", rows_file, "--template", "{question.size}")
+  assert "the template '{question.size}' does not suit {'question':" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("there", ["my notes", "my notes\n", '{"answer": 1}\n', "[1]\n"])
 def test_a_file_that_holds_no_answers_is_left_as_it_is(
   model_dir, rows_file, tmp_path, capfd, there
