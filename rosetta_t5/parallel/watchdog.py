@@ -29,6 +29,7 @@ _DEFAULT_SECONDS = 1800.0
 _SILENCE_SECONDS = 12.0
 _INTERVAL_S = 5.0
 _STACK_FRAMES = 12
+_STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
 
 
@@ -64,6 +65,8 @@ def blocking(reports: Mapping[int, Report]) -> list[int]:
   counts = collections.Counter(report.position for report in reports.values())
   if silent or len(counts) == 1:
     return silent
+  if 0 < counts[_STARTING] < len(reports):
+    return [process for process, report in reports.items() if report.position == _STARTING]
   # Of two processes at two positions, the one that computes is the one that waits.
   most = max(counts, key=lambda position: (counts[position], "computing" in position))
   return [process for process, report in reports.items() if report.position != most]
@@ -104,7 +107,7 @@ class Watchdog:
     """
     given = os.environ.get(VARIABLE, _DEFAULT_SECONDS) if seconds is None else seconds
     self._limit = float(given)
-    self._position, self._since = "starting", time.monotonic()
+    self._position, self._since = _STARTING, time.monotonic()
     self._ended = threading.Event()
     self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
     self._noted: set[int] = set()  # the silent processes that were told of
@@ -112,6 +115,7 @@ class Watchdog:
     self._thread: threading.Thread | None = None
 
   def __enter__(self) -> Watchdog:
+    self._since = time.monotonic()  # What came before, such as compiling, is no stall of the run.
     if jax.process_count() > 1 and self._limit > 0:
       self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
       self._thread.start()

@@ -44,6 +44,7 @@ def report(process: int, position: str, silent: bool = False, seconds: float = 1
     (["computing step 3", "waiting for the batch of step 3", "computing step 3"], [1]),
     (["waiting for the batch of step 3", "computing step 3"], [0]),
     (["saving step 3", "saving step 3", "evaluating step 3"], [2]),
+    (["saving step 0", "starting", "starting"], [1, 2]),
   ],
 )
 def test_whoever_stands_elsewhere_holds_up_the_others(positions, guilty):
@@ -74,6 +75,13 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_silent(capsys):
   assert said.startswith("silent: process 2 (here)")
   assert "process 1" not in said
   assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: reports[1]}, limit=30)
+
+
+def test_the_time_before_a_run_begins_is_no_stall():
+  watchdog = Watchdog(seconds=30)
+  watchdog._since -= 1000
+  with watchdog:
+    assert watchdog._own(beat=1, failed=False)["seconds"] < 30
 
 
 def _of(error: Exception, cause: Exception) -> Exception:
