@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def mesh_sizes(
   if not ici_mesh_shape:
     if model_parallel_submesh:
       num_partitions = math.prod(model_parallel_submesh)
-    _check_divides(num_partitions, num_devices)
+    _check_divides(num_partitions, num_devices, model_parallel_submesh)
     return {DATA_AXIS: num_devices // num_partitions, MODEL_AXIS: num_partitions}
   over_nodes = dcn_mesh_shape or (1,) * len(ici_mesh_shape)
   if (len(ici_mesh_shape), len(over_nodes)) != (2, 2):
@@ -156,10 +157,63 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
   return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
-def _check_divides(num_partitions: int, num_devices: int) -> None:
+def check_asked(
+  num_partitions: int | None,
+  model_parallel_submesh: Sequence[int] | None,
+  ici_mesh_shape: Sequence[int] | None,
+  dcn_mesh_shape: Sequence[int] | None,
+  mesh: Mapping[str, int] | None,
+) -> None:
+  """Checks what a partitioner is given, as far as that can be without devices.
+
+  Raises:
+    ValueError: it says nothing, or not one thing.
+  """
+  if num_partitions is not None and not (
+    isinstance(num_partitions, numbers.Integral) and num_partitions > 0
+  ):
+    raise ValueError(
+      f"PjitPartitioner.num_partitions = {num_partitions!r} is no number of devices that share a "
+      "copy of the model: set it to a whole number from 1 on"
+    )
+  if dcn_mesh_shape and not ici_mesh_shape:
+    raise ValueError(
+      f"PjitPartitioner.dcn_mesh_shape = {tuple(dcn_mesh_shape)} says how nodes are laid out, but "
+      "ici_mesh_shape, the devices of each, is not set: set both, each (data, model), or neither"
+    )
+  described = (num_partitions, model_parallel_submesh, ici_mesh_shape, mesh)
+  if not any(described):
+    raise ValueError(
+      "the partitioner was given neither num_partitions nor model_parallel_submesh nor "
+      "ici_mesh_shape nor mesh: set partitioning.PjitPartitioner.num_partitions = 1 for data "
+      'parallelism, or mesh = {"data": -1}'
+    )
+  # T5X's runs set num_partitions = 1, whatever else is set.
+  if mesh and (model_parallel_submesh or ici_mesh_shape or num_partitions not in (None, 1)):
+    raise ValueError(
+      f"PjitPartitioner was given mesh = {dict(mesh)} and num_partitions = {num_partitions}, "
+      f"model_parallel_submesh = {model_parallel_submesh}, ici_mesh_shape = {ici_mesh_shape}: set "
+      "the last three to None, mesh says everything"
+    )
+  # T5X's runs set num_partitions = 1, and some of its recipes a submesh besides: that one counts.
+  asked = math.prod(model_parallel_submesh or ())
+  if model_parallel_submesh and num_partitions not in (None, 1, asked):
+    raise ValueError(
+      f"PjitPartitioner was given both num_partitions = {num_partitions} and "
+      f"model_parallel_submesh = {model_parallel_submesh}, which is {asked}: set one of them to None"
+    )
+
+
+def _check_divides(
+  num_partitions: int, num_devices: int, submesh: Sequence[int] | None = None
+) -> None:
   if num_partitions < 1 or num_devices % num_partitions:
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    given = f"num_partitions = {num_partitions}"
+    if submesh:
+      given = f"model_parallel_submesh = {tuple(submesh)}, which is {num_partitions},"
+    what = "set its product to" if submesh else "set it to"
     raise ValueError(
-      f"PjitPartitioner.num_partitions = {num_partitions} does not divide the {num_devices} "
-      f"device(s) of this run: set it to one of {divisors}"
+      f"PjitPartitioner.{given} does not divide the {num_devices} device(s) of this run: {what} "
+      f"one of {divisors}"
     )

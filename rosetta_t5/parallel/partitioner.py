@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS
 from rosetta_t5.parallel.layout import DataLayout, check_batch_size, data_layout
-from rosetta_t5.parallel.mesh import BATCH_AXES, batch_shards, default_mesh, mesh_reason, mesh_sizes
+from rosetta_t5.parallel.mesh import (
+  BATCH_AXES,
+  batch_shards,
+  check_asked,
+  default_mesh,
+  mesh_reason,
+  mesh_sizes,
+)
 from rosetta_t5.parallel.rules import (
   LogicalAxisRules,
   rules_for,
@@ -96,27 +102,7 @@ class BasePartitioner(abc.ABC):
     dcn_mesh_shape: tuple[int, ...] | None = None,
     mesh: Mapping[str, int] | None = None,
   ):
-    described = (num_partitions, model_parallel_submesh, ici_mesh_shape, mesh)
-    if not any(described):
-      raise ValueError(
-        "the partitioner was given neither num_partitions nor model_parallel_submesh nor "
-        "ici_mesh_shape nor mesh: set partitioning.PjitPartitioner.num_partitions = 1 for data "
-        'parallelism, or mesh = {"data": -1}'
-      )
-    # T5X's runs set num_partitions = 1, whatever else is set.
-    if mesh and (model_parallel_submesh or ici_mesh_shape or num_partitions not in (None, 1)):
-      raise ValueError(
-        f"PjitPartitioner was given mesh = {dict(mesh)} and num_partitions = {num_partitions}, "
-        f"model_parallel_submesh = {model_parallel_submesh}, ici_mesh_shape = {ici_mesh_shape}: set "
-        "the last three to None, mesh says everything"
-      )
-    # T5X's runs set num_partitions = 1, and some of its recipes a submesh besides: that one counts.
-    asked = math.prod(model_parallel_submesh or ())
-    if model_parallel_submesh and num_partitions not in (None, 1, asked):
-      raise ValueError(
-        f"PjitPartitioner was given both num_partitions = {num_partitions} and "
-        f"model_parallel_submesh = {model_parallel_submesh}, which is {asked}: set one of them to None"
-      )
+    check_asked(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh)
     self._num_partitions = num_partitions or 1
     self._model_parallel_submesh = model_parallel_submesh or None
     self._params_on_devices = params_on_devices

@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from rosetta_t5.parallel import default_mesh
+from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.parallel.mesh import hybrid_grid
 
 
@@ -62,6 +62,28 @@ def test_mesh_shape_of_another_number_of_devices_is_refused_with_one_that_fits(
   text = f"a mesh of shape {needs} devices, but there are 8: set PjitPartitioner.{possible}"
   with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
     default_mesh(1, ici_mesh_shape=inside, dcn_mesh_shape=over_nodes)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"num_partitions": 0}, "num_partitions = 0 is no number of devices that share a copy"),
+    ({"num_partitions": "2"}, "num_partitions = '2' is no number of devices that share a copy"),
+    (
+      {"dcn_mesh_shape": (2, 1)},
+      "dcn_mesh_shape = (2, 1) says how nodes are laid out, but ici_mesh",
+    ),
+    ({}, "given neither num_partitions nor model_parallel_submesh nor ici_mesh_shape nor mesh"),
+    (
+      {"model_parallel_submesh": (3, 1, 1, 1)},
+      "model_parallel_submesh = (3, 1, 1, 1), which is 3, does not divide the 8 device(s) of this "
+      "run: set its product to one of [1, 2, 4, 8]",
+    ),
+  ],
+)
+def test_a_partitioner_says_what_it_was_given_that_cannot_be(arguments, text):
+  with pytest.raises(ValueError, match=re.escape(text)):
+    _ = PjitPartitioner(**arguments).mesh
 
 
 def fake_devices(nodes, each):
