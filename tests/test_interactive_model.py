@@ -23,6 +23,8 @@ from rosetta_t5.data.text_examples import (
 from rosetta_t5.inference.text_inference import InferenceType
 from rosetta_t5.interactive.gin_text import T5XScriptType, get_gin_config_from_interactive_model
 from rosetta_t5.interactive.model import InteractiveModel
+from rosetta_t5.models import DecoderOnlyModel
+from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import adamw
 
@@ -209,3 +211,28 @@ def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
   assert bound["MIXTURE_OR_TASK_NAME"] == "a_task"
   assert bound["TASK_FEATURE_LENGTHS"] == LENGTHS
   assert (bound["utils.RestoreCheckpointConfig.path"] == "runs/one") is (restore is not None)
+
+
+@pytest.mark.parametrize("add_eos", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_add_eos_says_whether_a_language_models_prompt_ends(tmp_path, add_eos):
+  """As T5X's: both texts end, or none. What goes on from a prompt goes on from one that has not ended."""
+  config = TransformerConfig(
+    vocab_size=384, emb_dim=16, num_heads=2, num_layers=1, head_dim=8, mlp_dim=32, dropout_rate=0.0
+  )
+  model = DecoderOnlyModel(DecoderWrapper(config), byte_vocabulary(), adamw(1e-3))
+  shapes = dict.fromkeys(("decoder_input_tokens", "decoder_target_tokens"), (8, 28))
+  interactive = build(tmp_path, model=model, input_shapes=shapes, add_eos=add_eos)
+  [(_, score)] = interactive.score([{"input": "ab", "target": "cd"}])
+
+  prompt, answer = ([3 + byte for byte in text] + [1] * add_eos for text in (b"ab", b"cd"))
+  whole = prompt + answer
+  batch = {
+    "decoder_target_tokens": [whole],
+    "decoder_input_tokens": [[0, *whole[:-1]]],
+    "decoder_loss_weights": [[0] * len(prompt) + [1] * len(answer)],
+    "decoder_causal_attention": [[1] * (len(prompt) + 1) + [0] * (len(answer) - 1)],
+  }
+  batch = {name: jnp.array(rows, jnp.int32) for name, rows in batch.items()}
+  np.testing.assert_allclose(
+    score, model.score_batch(interactive.train_state.params, batch)[0], rtol=1e-5
+  )
