@@ -10,7 +10,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=../scripts_gpu/training.sh
 source scripts_gpu/training.sh
 help_if_asked "$@"
-(($# >= 1)) || die "the image's name is not given" "For example: docker/build.sh rosetta-t5"
+[[ -n ${1:-} ]] || die "the image's name is not given" "For example: docker/build.sh rosetta-t5"
 [[ $1 != -* ]] || die "the image's name comes first, not $1" "For example: docker/build.sh rosetta-t5 $1"
 command -v docker >/dev/null || die "docker is not installed here" "docs/install.md has the other ways."
 exec docker build -t "$1" "${@:2}" .

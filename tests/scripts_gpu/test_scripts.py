@@ -270,6 +270,8 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
     ("run_pile_multinode.sh", [], {}, "VOCAB_PATH is not given"),
     ("multiprocess_pretrain_pile.sh", [], {"WITH_MP": "1"}, "WITH_MP=1, but nothing says which"),
     ("../docker/build.sh", [], {}, "the image's name is not given"),
+    ("../docker/build.sh", [""], {}, "the image's name is not given"),
+    ("../docker/interactive_pull_and_launch.sh", ["", "/tmp"], {}, "CONTAINER is empty"),
     (
       "../docker/interactive_pull_and_launch.sh",
       ["image"],
