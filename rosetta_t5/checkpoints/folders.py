@@ -99,6 +99,10 @@ def state_path(path: str | os.PathLike[str]) -> epath.Path:
   return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
 
 
+class UnreachableError(ValueError):
+  """A checkpoint in a store, such as gs://, that this machine cannot read."""
+
+
 def detect_checkpoint_type(
   checkpoint_path: str | os.PathLike[str], expected: CheckpointTypes | None = None
 ) -> CheckpointTypes:
@@ -110,8 +114,17 @@ def detect_checkpoint_type(
 
   Raises:
     ValueError: there is no checkpoint of a known layout.
+    UnreachableError: it is in a store that cannot be read.
   """
-  found = _layout(epath.Path(checkpoint_path))
+  try:
+    found = _layout(epath.Path(checkpoint_path))
+  except Exception as error:  # of the library that reads gs:// or s3://
+    if "://" not in os.fspath(checkpoint_path):
+      raise
+    raise UnreachableError(
+      f"{checkpoint_path} cannot be read from this machine ({type(error).__name__}: "
+      f"{str(error).splitlines()[0][:160]}). Copy it to a folder here, and name that"
+    ) from error
   if found is None:
     raise ValueError(
       f"{checkpoint_path} is not a checkpoint: {_what_is_there(epath.Path(checkpoint_path))}"

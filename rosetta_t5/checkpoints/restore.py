@@ -376,6 +376,8 @@ def _has_no_steps(path: str) -> bool:
   """Returns whether a path is of a layout that knows no folder of steps: then the mode says nothing."""
   try:
     found = folders.detect_checkpoint_type(path)
+  except folders.UnreachableError:
+    raise
   except ValueError:
     return False
   return found in (folders.CheckpointTypes.HUGGING_FACE, folders.CheckpointTypes.T5X_TF)

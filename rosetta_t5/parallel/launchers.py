@@ -72,7 +72,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     count=_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     index=_number(environ, "SLURM_PROCID"),
     local_index=_number(environ, "SLURM_LOCALID"),
-    nodes=_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    nodes=_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
   )
 
 

@@ -54,7 +54,8 @@ class Waiting:
       if self._waited() >= self._limit:
         self._say(
           f"error: {who} has waited {self._limit:.0f} s, and still it is {self._what()}. Do all processes "
-          "run, and can they reach that address? --initialization_timeout sets how long to wait."
+          "run, each with a --process_index of its own, and can they reach that address? "
+          "--initialization_timeout sets how long to wait."
         )
         os._exit(EXIT_STATUS)
       self._say(f"{who}: {self._what()}, for {self._waited():.0f} s of at most {self._limit:.0f}")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rosetta_t5.checkpoints import folders
+from rosetta_t5.checkpoints import (
+  CheckpointConfig,
+  RestoreCheckpointConfig,
+  find_start,
+  folders,
+)
 
 
 def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
@@ -65,3 +70,25 @@ def test_unreadable_run_facts_are_named(tmp_path):
   (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")
   with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is not readable as JSON"):
     folders.read_run_facts(tmp_path)
+
+
+def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
+  def layout(path):
+    if path == tmp_path:
+      return None
+    raise RuntimeError("Could not resolve host: storage.googleapis.com\n\t when reading metadata")
+
+  monkeypatch.setattr(folders, "_layout", layout)
+  for find in (
+    lambda path: folders.detect_checkpoint_type(path),
+    lambda path: find_start(
+      CheckpointConfig(restore=RestoreCheckpointConfig(path=path, mode="latest")), tmp_path
+    ),
+  ):
+    with pytest.raises(
+      ValueError, match="gs://bucket/run cannot be read from this machine"
+    ) as told:
+      find("gs://bucket/run")
+    assert "(RuntimeError: Could not resolve host: storage.googleapis.com)" in str(told.value)
+  with pytest.raises(RuntimeError):
+    folders.detect_checkpoint_type("/here")
