@@ -14,6 +14,7 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.evaluator import FOLDER, InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.results import check_output_dir
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
@@ -67,6 +68,7 @@ def evaluate(
     ValueError: something given does not fit together; nothing has been written.
   """
   del use_orbax
+  check_output_dir("evaluate.output_dir", output_dir)
   evaluator = InferenceEvaluator(
     dataset_cfg,
     inference_evaluator_cls,

@@ -20,6 +20,7 @@ from rosetta_t5.inference.chunks import COMPLETED, ChunkFolder, FailFastThreadPo
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.results import (
   check_mode,
+  check_output_dir,
   merge_chunks_to_file,
   write_inferences_to_file,
 )
@@ -92,6 +93,7 @@ def infer(
   del checkpoint_ds_iter, use_orbax
   check_mode(mode)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
+  check_output_dir("infer.output_dir", output_dir)
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)

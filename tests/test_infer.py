@@ -18,6 +18,7 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkp
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.eval import evaluate
 from rosetta_t5.infer import infer
 from rosetta_t5.inference.chunks import FailFastThreadPoolExecutor
 from rosetta_t5.inference.results import merge_chunks_to_file, write_inferences_to_file
@@ -175,6 +176,23 @@ def test_what_cannot_be_inferred_is_told_before_anything_is_written(run, tmp_pat
   assert not (tmp_path / "out").exists()
 
 
+def test_an_output_folder_that_cannot_be_written_is_told_first(run, tmp_path):
+  (tmp_path / "file").write_text("kept")
+  with pytest.raises(
+    ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written: .*/file is"
+  ):
+    run(tmp_path / "file/out")
+  with pytest.raises(ValueError, match=r"evaluate.output_dir = '.*/file' cannot be written"):
+    evaluate(
+      model=None,
+      dataset_cfg=data.DatasetConfig(TASK, None, split="test", batch_size=8, shuffle=False, seed=0),
+      restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig("nowhere"),
+      partitioner=PjitPartitioner(num_partitions=1),
+      output_dir=str(tmp_path / "file"),
+    )
+  assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_tfrecords_become_a_task(tmp_path):
   tf, seqio = import_tensorflow(), import_seqio()
   path = str(tmp_path / "examples.tfrecord")
@@ -245,60 +263,69 @@ def test_what_fails_in_a_thread_is_raised_at_the_next_call():
     executor.shutdown(wait=True)
 
 
-@pytest.mark.slow
-def test_a_killed_process_goes_on_where_it_was(tmp_path):
-  command = [sys.executable, _HERE / "infer/killed.py"]
-  environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
-
-  def start(folder):
-    return subprocess.Popen([*command, folder], env=environment, stdout=subprocess.PIPE, text=True)
-
-  def finish(process):
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 0
-    return out
-
-  killed = start(tmp_path / "killed")
-  for line in killed.stdout:
-    if "chunk00002" in line:  # written, but not yet marked as complete
-      killed.send_signal(signal.SIGKILL)
-      break
-  killed.communicate()
-  assert killed.returncode == -signal.SIGKILL
-  assert not list((tmp_path / "killed/out").glob("*.COMPLETED"))
-  said = finish(start(tmp_path / "killed"))
-  assert "going on after 2 chunks" in said
-  finish(start(tmp_path / "whole"))
-  name = "pairs_of_a_killed_run-score.jsonl-00000-of-00001"
-  whole = (tmp_path / "whole/out" / name).read_text()
-  assert (tmp_path / "killed/out" / name).read_text() == whole
-  assert len(whole.splitlines()) == 40
+_OUTPUT = "out/pairs_of_a_killed_run-score.jsonl-00000-of-00001"
 
 
-@pytest.mark.slow
-def test_two_processes_write_the_file_of_one(tmp_path):
+def _start(count, folder):
+  """Starts killed.py, or so many processes that share its work."""
   environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = str(free.getsockname()[1])
-
-  def start(script, *arguments):
-    command = [sys.executable, _HERE / "infer" / script, *arguments]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-  two = [start("two_processes.py", tmp_path / "two", port, str(index)) for index in (0, 1)]
-  said = [process.communicate(timeout=600)[1] for process in two]
-  assert [process.returncode for process in two] == [0, 0], said
-  one = start("killed.py", tmp_path / "one")
-  one.communicate(timeout=600)
-  assert one.returncode == 0
-
-  name = "pairs_of_a_killed_run-score.jsonl-00000-of-00001"
-  lines = [
-    [json.loads(line) for line in (tmp_path / run / "out" / name).read_text().splitlines()]
-    for run in ("two", "one")
+  commands = [["two_processes.py", folder, port, str(index)] for index in range(count)]
+  return [
+    subprocess.Popen(
+      [sys.executable, _HERE / "infer" / script, *arguments],
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for script, *arguments in (commands if count > 1 else [["killed.py", folder]])
   ]
-  assert [line["inputs"] for line in lines[0]] == [line["inputs"] for line in lines[1]]
-  assert len({json.dumps(line["inputs"]) for line in lines[0]}) == 40  # every example once
-  scores = [[line["score"] for line in of_run] for of_run in lines]
-  np.testing.assert_allclose(*scores, rtol=1e-5)
+
+
+def _finish(processes):
+  said = [process.communicate(timeout=600)[0] for process in processes]
+  assert [process.returncode for process in processes] == [0] * len(processes), said
+  return said[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """The text that one process writes which is not killed."""
+  folder = tmp_path_factory.mktemp("whole")
+  _finish(_start(1, folder))
+  return (folder / _OUTPUT).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_killed_processes_go_on_where_they_were(tmp_path, whole, count):
+  killed = _start(count, tmp_path)
+  for line in killed[0].stdout:
+    if line.startswith("written") and "chunk00002" in line:  # but not yet marked as complete
+      break
+  for process in killed:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  assert [process.returncode for process in killed] == [-signal.SIGKILL] * count
+  assert not list((tmp_path / "out").glob("*.COMPLETED"))
+  assert "going on after 2 chunks" in _finish(_start(count, tmp_path))
+  _assert_same((tmp_path / _OUTPUT).read_text(), whole, exactly=count == 1)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_file_of_one(tmp_path, whole):
+  _finish(_start(2, tmp_path))
+  _assert_same((tmp_path / _OUTPUT).read_text(), whole, exactly=False)
+
+
+def _assert_same(text, whole, exactly):
+  """Every example once, in the same order; scores to the last bits, which two devices may change."""
+  assert not exactly or text == whole
+  rows, wanted = ([json.loads(line) for line in lines.splitlines()] for lines in (text, whole))
+  assert len({json.dumps(row["inputs"]) for row in rows}) == 40
+  assert [row["inputs"] for row in rows] == [row["inputs"] for row in wanted]
+  scores, wanted_scores = ([row["score"] for row in of_run] for of_run in (rows, wanted))
+  np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -136,3 +138,19 @@ def _plain(value: Any) -> Any:
 
 def _up_to_padding(tokens: list[int]) -> list[int]:
   return tokens[: tokens.index(0)] if 0 in tokens else tokens
+
+
+def check_output_dir(binding: str, folder: str) -> None:
+  """Checks that a folder for results is there or can be made; one in a store such as gs:// is taken on trust.
+
+  Raises:
+    ValueError: it cannot be written.
+  """
+  there = pathlib.Path(folder).absolute()
+  while not there.exists():
+    there = there.parent
+  if "://" not in folder and not (there.is_dir() and os.access(there, os.W_OK)):
+    raise ValueError(
+      f"{binding} = {folder!r} cannot be written: {there} is no folder that you may write in; set "
+      "another"
+    )

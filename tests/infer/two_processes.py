@@ -11,4 +11,4 @@ if __name__ == "__main__":
   jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(index))
   import killed
 
-  killed.main(folder, write_fn=killed.write_inferences_to_file)
+  killed.main(folder)
