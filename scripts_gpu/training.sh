@@ -172,8 +172,10 @@ choose_finetuning_folder() {
     copy_last_checkpoint "$MODEL_DIR" "$folder"
     MODEL_DIR=$folder
     COMMAND=("${COMMAND[@]/#--gin.MODEL_DIR=*/--gin.MODEL_DIR=\"$MODEL_DIR\"}")
-  elif [[ $MODEL_DIR != *://* && -z $(last_checkpoint "$MODEL_DIR") ]]; then
-    note "there is no checkpoint in $MODEL_DIR: finetuning begins FROM SCRATCH, with random parameters"
+  elif [[ $MODEL_DIR != *://* && ${COMMAND[*]} != *INITIAL_CHECKPOINT_PATH* && ${COMMAND[*]} != *RestoreCheckpointConfig* &&
+    -z $(last_checkpoint "$MODEL_DIR") ]]; then
+    die "MODEL_DIR=$MODEL_DIR has no checkpoint to finetune" \
+      "Pretrain there first, or name one: TRAIN_ARGS=--gin.INITIAL_CHECKPOINT_PATH=\"'/runs/large'\", a folder of checkpoint_STEP folders."
   fi
 }
 

@@ -64,13 +64,17 @@ def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(ru
   assert "small_squad1_finetune_adam.gin" in out
 
 
-def test_finetuning_without_a_checkpoint_says_that_it_begins_from_scratch(run, tmp_path):
-  status, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+def test_finetuning_needs_a_checkpoint_in_model_dir_or_one_that_is_named(run, tmp_path):
+  status, out, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert (status, out) == (2, "")
+  assert f"error: MODEL_DIR={tmp_path}/model_dir has no checkpoint to finetune\n" in err
+  named = "--gin.INITIAL_CHECKPOINT_PATH='/runs/small'"
+  status, out, _ = run("singlenode_ft_frompile.sh", "mnli2", "small", TRAIN_ARGS=named)
   assert status == 0
-  assert f"no checkpoint in {tmp_path}/model_dir: finetuning begins FROM SCRATCH" in err
+  assert named in out
   (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
-  _, _, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
-  assert "FROM SCRATCH" not in err
+  status, _, _ = run("singlenode_ft_frompile.sh", "mnli2", "small")
+  assert status == 0
 
 
 def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(run, tmp_path):
