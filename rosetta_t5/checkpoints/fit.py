@@ -154,8 +154,9 @@ def _advice(path: Any, misfits: list[Misfit]) -> str:
       "fallback_to_scratch = True starts what does not fit afresh."
     )
   return (
-    "To train this model, give an empty folder (--gin.MODEL_DIR=\"'...'\"); to go on with the "
-    f"checkpoint's, give the gin file it was made with (see config.gin beside {path})."
+    "To train this model, give an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
+    "INITIAL_CHECKPOINT_PATH; to use the checkpoint, give the gin file it was made with (see "
+    f"config.gin beside {path})."
   )
 
 
