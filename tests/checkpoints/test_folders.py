@@ -75,7 +75,7 @@ def test_unreadable_run_facts_are_named(tmp_path):
 def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
   def layout(path):
     if path == tmp_path:
-      return None
+      return
     raise RuntimeError("Could not resolve host: storage.googleapis.com\n\t when reading metadata")
 
   monkeypatch.setattr(folders, "_layout", layout)
