@@ -166,13 +166,12 @@ def make_source(name: str, recipe: TaskRecipe) -> seqio.DataSource:
 def _find_source(name: str, recipe: TaskRecipe) -> Any:
   seqio = import_seqio()
   folders = data_folders(seqio.utils._TFDS_DATA_DIR_OVERRIDE)
-  made = find_tfds(recipe.tfds, folders) if recipe.tfds else None
-  if made is not None:
-    return _tfds_source(str(made))
-  found = find_local(recipe.files, folders) if recipe.files else {}
-  if not (recipe.files and found):
-    raise ValueError(missing_text(name, recipe.tfds, recipe.files, recipe.where, folders))
-  return _local_source(recipe.files, found)
+  for folder in folders:
+    if recipe.tfds and (made := find_tfds(recipe.tfds, [folder])):
+      return _tfds_source(str(made))
+    if recipe.files and (found := find_local(recipe.files, [folder])):
+      return _local_source(recipe.files, found)
+  raise ValueError(missing_text(name, recipe.tfds, recipe.files, recipe.where, folders))
 
 
 def _tfds_source(folder: str) -> Any:

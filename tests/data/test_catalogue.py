@@ -127,15 +127,32 @@ def test_a_dataset_that_is_nowhere_is_refused_with_the_places_and_what_to_set(
     _ = task.splits
 
 
-def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
-  (tmp_path / "squad").mkdir()
+def write_squad(folder: pathlib.Path) -> None:
+  (folder / "squad").mkdir(parents=True)
   qas = [{"id": "7", "question": "Who?", "answers": [{"text": "Ann"}, {"text": "Ann B."}]}]
   data = {"data": [{"paragraphs": [{"context": "Ann is.", "qas": qas}]}]}
-  (tmp_path / "squad/dev-v1.1.json").write_text(json.dumps(data))
+  (folder / "squad/dev-v1.1.json").write_text(json.dumps(data))
+
+
+def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
+  write_squad(tmp_path)
   source = catalogue.make_source("squad", catalogue.TASKS["squad_v010_allanswers"])
   assert list(source.splits) == ["validation"]
   (example,) = source.get_dataset("validation", shuffle=False).as_numpy_iterator()
   assert example["answers"]["text"].tolist() == [b"Ann", b"Ann B."]
+
+
+def test_the_folder_of_the_command_line_comes_first_whatever_the_others_hold(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  recipe = catalogue.TASKS["squad_v010_allanswers"]
+  made = tmp_path / recipe.tfds.replace(":", "/")
+  made.mkdir(parents=True)
+  (made / "dataset_info.json").write_text("{}")
+  write_squad(tmp_path / "mine")
+  monkeypatch.setattr(import_seqio().utils, "_TFDS_DATA_DIR_OVERRIDE", str(tmp_path / "mine"))
+  source = catalogue.make_source("squad", recipe)
+  assert list(source.splits) == ["validation"]  # as of the file; TFDS would be asked for its own
 
 
 def test_mnlis_gold_labels_become_classes_and_undecided_ones_are_left_out(
