@@ -45,4 +45,4 @@ command=("$PYTHON" -u -m t5x.eval
   --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="\"$VOCAB_PATH\""
   --tfds_data_dir="$TFDS_DATA_DIR")
 read -r -a more <<<"${EVAL_ARGS:-}"
-"${command[@]}" "${more[@]}" 2>&1 | tee "$LOGDIR/lambada_output.log"
+"${command[@]}" "${more[@]}" 2>&1 | tee -a "$LOGDIR/lambada_output.log"

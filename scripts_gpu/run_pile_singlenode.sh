@@ -52,4 +52,4 @@ add_train_args
 mkdir -p "$LOGDIR"
 log=$LOGDIR/pile_output.log
 note "GPT $GPT_SIZE, batch $((NUM_GPUS * PERCORE_BATCH_SIZE)), log $log"
-"${COMMAND[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" 2>&1 | tee -a "$log"

@@ -8,7 +8,7 @@
 #   PREC              bfloat16 or float32; default bfloat16
 #   NUM_GPUS          default all; where there is no GPU, so many devices on the CPU (default 1)
 #   BSIZE_PER_GPU     sequences; default 256
-#   LOG_DIR           where the log goes (it is shown too); default logs
+#   LOG_DIR           where the log goes, after what is there (it is shown too); default logs
 #   MODEL_DIR         under the folder you are in, or absolute; default model_dir
 #   NUM_MICROBATCHES  parts a batch is worked through in, to save memory; default 0, all at once
 #   ENABLE_FP8        1 or 0; default 1 where the GPU has FP8, else a warning. Given as 1, it must be there
@@ -59,4 +59,4 @@ add_train_args
 
 log=$LOG_DIR/${T5_SIZE}_gpu_${NUM_GPUS}_${PREC}_gbs_${BSIZE}_fp8_${ENABLE_FP8:-1}_fuseqkv_${FUSE_QKV}_transbs_${TRANSPOSE_BS}.log
 note "batch $BSIZE, log $log"
-"${COMMAND[@]}" 2>&1 | tee "$log"
+"${COMMAND[@]}" 2>&1 | tee -a "$log"
