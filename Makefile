@@ -17,6 +17,9 @@ MAKE_VENV = $(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 is needed: none is 
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
+# Two at a time, file by file, in the order of their names: gin's registry is one for a process.
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: quickstart setup test test-all lint format golden lock clean
 
 quickstart: $(READY) ## Train a small T5 on text that is here already
@@ -25,10 +28,10 @@ quickstart: $(READY) ## Train a small T5 on text that is here already
 setup: $(READY) ## Install everything into .venv
 
 test: $(READY) ## All tests but the slow ones
-	@$(BIN)/pytest -q
+	@$(PYTEST)
 
 test-all: $(READY) ## All tests
-	@$(BIN)/pytest -q -m ""
+	@$(PYTEST) -m ""
 
 lint: $(READY) ## Format, lint and types
 	$(BIN)/ruff format --check .
