@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.parallel.rendezvous import ranges_text
+
 _KEY = "rosetta_t5/preflight"
 _PACKAGES = ("jax", "jaxlib", "flax", "rosetta-t5")
 _MOST_LINES = 40
@@ -95,7 +97,7 @@ def table(everyone: Sequence[Facts]) -> list[str]:
   lines = [f"{processes} on {machines} with {all_devices}:"]
   width = max(map(len, hosts))
   for host, group in list(hosts.items())[:_MOST_LINES]:
-    ranks = _ranges([facts.process for facts in group])
+    ranks = ranges_text([facts.process for facts in group])
     kinds = collections.Counter()  # type: collections.Counter[str]
     for facts in group:
       kinds[facts.kind] += facts.devices
@@ -165,14 +167,3 @@ def _exchanged(facts: Facts, timeout: float) -> list[Facts]:
   client.wait_at_barrier(_KEY, timeout_in_ms=int(timeout * 1000))
   everyone = [Facts(**json.loads(text)) for _, text in client.key_value_dir_get(_KEY)]
   return sorted(everyone, key=lambda each: each.process)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-  """Returns numbers in order as people write them: 0-7, 12."""
-  runs: list[list[int]] = []
-  for number in numbers:
-    if runs and number == runs[-1][-1] + 1:
-      runs[-1].append(number)
-    else:
-      runs.append([number])
-  return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -11,6 +11,7 @@ import numpy as np
 from rosetta_t5.parallel.launchers import Place, check_coordinator, find_place
 from rosetta_t5.parallel.preflight import preflight
 from rosetta_t5.parallel.rendezvous import Waiting
+from rosetta_t5.parallel.roll_call import answer_roll_call
 
 _HEARTBEAT_TIMEOUT_S = 45
 _GRACE_S = 60
@@ -93,7 +94,8 @@ def _local_devices(place: Place | None) -> list[int] | None:
 def _meet(
   address: str, count: int, index: int, local_devices: list[int] | None, timeout: int
 ) -> None:
-  with Waiting(address, index, count, timeout):
+  with Waiting(address, index, count, timeout) as waiting:
+    answer_roll_call(address, index, count, waiting)
     jax.distributed.initialize(
       address,
       count,

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 EXIT_STATUS = 70
@@ -31,6 +32,8 @@ class Waiting:
     """
     self._address, self._index, self._count = address, index, count
     self._limit, self._every = limit, every
+    # Returns the indices of which none is here; process 0 alone knows.
+    self.missing: Callable[[], Sequence[int]] = list
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._speak, name="rendezvous", daemon=True)
 
@@ -68,7 +71,9 @@ class Waiting:
 
   def _what(self) -> str:
     if self._index == 0:
-      return f"waiting at {self._address} for the other processes"
+      missing = self.missing()
+      who = f"process{'es' * (len(missing) > 1)} {ranges_text(missing)}"
+      return f"waiting at {self._address} for {who if missing else 'the other processes'}"
     if answers(self._address):
       return f"waiting for others than process 0, which answers at {self._address}"
     return f"waiting for process 0, and nothing answers at {self._address}"
@@ -82,3 +87,14 @@ def answers(address: str, seconds: float = 3.0) -> bool:
       return True
   except (OSError, ValueError):
     return False
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+  """Returns numbers in order as people write them: 0-7, 12."""
+  runs: list[list[int]] = []
+  for number in numbers:
+    if runs and number == runs[-1][-1] + 1:
+      runs[-1].append(number)
+    else:
+      runs.append([number])
+  return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

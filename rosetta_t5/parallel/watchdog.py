@@ -6,6 +6,7 @@ jax's coordination service, where it stands; a frozen one is known by its silenc
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import json
@@ -31,6 +32,10 @@ _INTERVAL_S = 5.0
 _STACK_FRAMES = 12
 _STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
+
+
+class ProcessLostError(RuntimeError):
+  """Another process of the run has died or is frozen, and this one ends because of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Watchdog:
     self._position, self._since = _STARTING, time.monotonic()
     self._ended = threading.Event()
     self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
-    self._noted: set[int] = set()  # the silent processes that were told of
+    self._noted: dict[int, Report] = {}  # the silent processes that were told of
     self._failed = False
     self._thread: threading.Thread | None = None
 
@@ -134,6 +139,18 @@ class Watchdog:
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
+    if self._failed and self._noted:
+      # jax's own end would wait for the lost process, and then bury the text below a stack trace.
+      atexit.register(_end_at_once)
+      raise ProcessLostError(self._lost_text()) from exception
+
+  def _lost_text(self) -> str:
+    lost = " and ".join(f"process {n} ({report.place})" for n, report in self._noted.items())
+    return (
+      f"this run has lost {lost}, dead or frozen, while this process was {self._position}. The log "
+      "over there may tell why, and on its machine the kernel's log, if memory ran out. What the run "
+      "has saved is whole: start all its processes again with the same command, and it goes on from it"
+    )
 
   def at(self, position: str) -> None:
     """Says what this process begins to do, in words that are the same in every process."""
@@ -203,7 +220,7 @@ class Watchdog:
       for process, seconds in silences.items()
       if seconds > _SILENCE_SECONDS and not reports[process].left
     }
-    for process in sorted(silent - self._noted):
+    for process in sorted(silent - {*self._noted}):
       report = reports[process]
       print(
         f"silent: process {process} ({report.place}) has not been heard of for "
@@ -212,7 +229,7 @@ class Watchdog:
         file=sys.stderr,
         flush=True,
       )
-    self._noted = silent
+    self._noted = {process: reports[process] for process in sorted(silent)}
 
   def _own(self, beat: int, failed: bool) -> dict[str, Any]:
     still = time.monotonic() - self._since
@@ -237,6 +254,15 @@ class Watchdog:
         said["seconds"] = silence
       reports[process] = Report(process=process, silent=silent, **said)
     return reports
+
+
+def _end_at_once() -> None:
+  """Ends this process as it exits; the one that others are connected through gives them time."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if jax.process_index() == 0 and jax.process_count() > 2:
+    time.sleep(2 * _INTERVAL_S)
+  os._exit(EXIT_STATUS)
 
 
 def _main_stack() -> str:
