@@ -1,4 +1,4 @@
-"""Gin's global state, empty before and after each test, and files to parse."""
+"""Gin's global state and `__main__`'s runs, as they were after each test, and files to parse."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from rosetta_t5.config.completeness import check_required
 from rosetta_t5.config.gin_files import read_program
 from rosetta_t5.config.parsing import configure
+from rosetta_t5.config.scripts import SCRIPTS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -27,8 +28,13 @@ import toy
 def empty_gin() -> Iterator[None]:
   gin.clear_config()
   before = {selector for selector, _ in gin.config._REGISTRY.items()}
+  main = vars(sys.modules["__main__"])
+  runs = {name: main[name] for name in SCRIPTS if name in main}
   yield
   gin.clear_config()
+  for name in SCRIPTS:
+    main.pop(name, None)
+  main.update(runs)
   for selector in {selector for selector, _ in gin.config._REGISTRY.items()} - before:
     registered = gin.config._REGISTRY.pop(selector)
     gin.config._INVERSE_REGISTRY.pop(registered.wrapped, None)
