@@ -15,7 +15,7 @@ from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.results import check_output_dir
-from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel import BasePartitioner, Watchdog
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_table import metrics_table
@@ -104,16 +104,19 @@ def evaluate(
 
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  for state, path in initializer.from_checkpoints([restore_cfg], init_rng=init_rng):
-    started = time.monotonic()
-    if trainer is not None:
-      trainer.train_state = state
-      loss.run(trainer)
-    metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
-    results[int(state.step)] = plain_numbers(metrics)
-    done.add(path)
-    took = console.duration_text(time.monotonic() - started)
-    console.say(f"evaluated {path} in {took}")
+  with Watchdog() as watchdog:
+    # One position for all: the first process alone computes metrics, which may take long.
+    watchdog.at("evaluating checkpoints")
+    for state, path in initializer.from_checkpoints([restore_cfg], init_rng=init_rng):
+      started = time.monotonic()
+      if trainer is not None:
+        trainer.train_state = state
+        loss.run(trainer)
+      metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
+      results[int(state.step)] = plain_numbers(metrics)
+      done.add(path)
+      took = console.duration_text(time.monotonic() - started)
+      console.say(f"evaluated {path} in {took}")
   evaluator.close()
   if trainer is not None:
     trainer.close()

@@ -24,7 +24,7 @@ from rosetta_t5.inference.results import (
   merge_chunks_to_file,
   write_inferences_to_file,
 )
-from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel import BasePartitioner, Watchdog
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -128,21 +128,22 @@ def infer(
     train_state=state,
   )
   shard = f"{shard_id:05}-of-{num_shards:05}"
-  for task in examples.tasks:
-    file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
-    if file.is_complete():
-      console.say(f"{file.path} is complete: nothing was left to do")
-      continue
-    folder = ChunkFolder(
-      os.path.join(output_dir, f"tmp-{task.name}-{shard}"), file.name,
-      _settings(mode, dataset_cfg, checkpoint_period, restore_checkpoint_cfg, int(state.step))
-      | ({"infer.input_length_buckets": list(input_length_buckets)} if input_length_buckets else {}),
-    )  # fmt: skip
-    vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-    write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)
-    chunks = functools.partial(examples.chunks, task, checkpoint_period * dataset_cfg.batch_size)
-    _infer_task(infer_fn, chunks, folder, write)
-    file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
+  with Watchdog() as watchdog:
+    for task in examples.tasks:
+      file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
+      if file.is_complete():
+        console.say(f"{file.path} is complete: nothing was left to do")
+        continue
+      folder = ChunkFolder(
+        os.path.join(output_dir, f"tmp-{task.name}-{shard}"), file.name,
+        _settings(mode, dataset_cfg, checkpoint_period, restore_checkpoint_cfg, int(state.step))
+        | ({"infer.input_length_buckets": list(input_length_buckets)} if input_length_buckets else {}),
+      )  # fmt: skip
+      vocabulary = task.output_features[output_vocab_feature_name].vocabulary
+      write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)
+      chunks = functools.partial(examples.chunks, task, checkpoint_period * dataset_cfg.batch_size)
+      _infer_task(infer_fn, chunks, folder, write, watchdog)
+      file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -155,6 +156,7 @@ def _infer_task(
   chunks: Callable[..., Any],
   folder: ChunkFolder,
   write: Callable[[int, Any, Any], None],
+  watchdog: Watchdog,
 ) -> None:
   """Runs the chunks that are not there yet; while one is written the next is computed."""
   first = folder.num_complete()
@@ -164,6 +166,7 @@ def _infer_task(
   try:
     for number, task_ds, model_ds in chunks(first=first):
       started = time.monotonic()
+      watchdog.at(f"inferring chunk {number}")
       # A key a chunk, so that a run that goes on draws what an unkilled one would.
       rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
       result = infer_fn(model_ds.enumerate(), rng=rng)
@@ -173,6 +176,7 @@ def _infer_task(
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write, number, ([output for _, output in outputs], aux), task_ds)
+    watchdog.at("writing the last chunks")  # which the other processes wait for
   finally:
     writer.shutdown(wait=True)
 

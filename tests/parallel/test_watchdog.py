@@ -162,6 +162,9 @@ def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other_within_a_min
     said = (tmp_path / "0.txt").read_text()
     noted = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", said, re.MULTILINE)
     assert noted == [("1", str(second.pid))], said[-5000:]
+    if sent == signal.SIGKILL:
+      assert "error: this run has lost process 1" in said, said[-5000:]
+      assert "Traceback" not in said, said[-5000:]
     if patience:
       assert first.returncode == EXIT_STATUS, said[-5000:]
       assert re.search(
