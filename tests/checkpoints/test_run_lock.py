@@ -38,7 +38,7 @@ for _ in range(8):
   if pid := os.fork():
     children.append(pid)
     continue
-  time.sleep(begin - time.time())
+  time.sleep(max(begin - time.time(), 0))
   try:
     lock = RunLock(sys.argv[1], this_process())
     os.write(1, b"got\\n")

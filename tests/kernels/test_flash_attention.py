@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.kernels.flash_attention import Segments, flash_attention
@@ -97,7 +98,9 @@ def test_it_lowers_to_triton_for_a_gpu(with_bias):
   bias = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.bfloat16)
   ids = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   step = jax.jit(jax.grad(loss, (0, 1, 2, 3) if with_bias else (0, 1, 2)))
-  lowered = step.trace(heads, heads, heads, bias, ids).lower(lowering_platforms=("cuda",))
+  gpu = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+  with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+    lowered = step.trace(heads, heads, heads, bias, ids).lower(lowering_platforms=("cuda",))
   assert lowered.as_text().count("xla.gpu.triton") == (4 if with_bias else 3)
 
 
