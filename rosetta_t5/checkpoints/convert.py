@@ -124,6 +124,8 @@ def convert(
     if to == "hf":
       theirs, their_config = _for_transformers(arrays, facts, model_type)
       hugging_face_writer.write(unfinished, theirs, their_config, tokenizer)
+      if not hugging_face_writer.tokenizer_files(tokenizer):
+        say("without a tokenizer, which Transformers' pipelines need: --tokenizer gives it")
     else:
       _write_t5x(unfinished, arrays, to)
     conversion_check.check(arrays, unfinished, facts, tokenizer, say)

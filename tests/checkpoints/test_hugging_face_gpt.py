@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 from safetensors.numpy import load_file, save_file
 
+from rosetta_t5 import cli
 from rosetta_t5.checkpoints import convert, plain_forward_gpt
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.formats.hugging_face_gpt import network_values
@@ -190,6 +192,33 @@ def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, c
   np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
   again = our_logits(folder, network_values(config), inputs)[:, :VOCAB]
   np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sentencepiece_vocabulary_is_written_as_transformers_reads_it(tmp_path, capsys):
+  write_folder(tmp_path, "gpt2")
+  values = network_values(CONFIGS["gpt2"]) | {"padding_never_follows": False}
+  write_run(tmp_path / "run", read_arrays(tmp_path), **values)
+  (tmp_path / "t5").mkdir()  # A T5's files end texts, and begin none.
+  for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    (tmp_path / "t5" / name).write_text('{"eos_token": "</of_t5>"}')
+  options = {"pad_id": 0, "unk_id": 1, "eos_id": 2, "bos_id": -1, "hard_vocab_limit": False}
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(["a text of few words"] * 9), vocab_size=24,
+    model_prefix=str(tmp_path / "t5" / "spiece"), **options,
+  )  # fmt: skip
+  assert cli.main(["convert", *map(str, (tmp_path / "run", tmp_path / "bare")), "--to", "hf"]) == 0
+  assert "Transformers' pipelines need: --tokenizer gives it" in capsys.readouterr().out
+  command = ["convert", *map(str, (tmp_path / "run", tmp_path / "hf")), "--to", "hf"]
+  assert cli.main([*command, "--tokenizer", str(tmp_path / "t5")]) == 0
+  assert "--tokenizer gives it" not in capsys.readouterr().out
+  told = {file.name: file.read_text() for file in (tmp_path / "hf").glob("*.json")}
+  assert not any("of_t5" in text for text in told.values())
+  names = json.loads(told["tokenizer_config.json"])
+  assert (names["bos_token"], names["pad_token"], names["eos_token"]) == ("<pad>", "<pad>", "</s>")
+  config = json.loads(told["config.json"])
+  assert (config["bos_token_id"], config["pad_token_id"], config["eos_token_id"]) == (0, 0, 2)
+  assert json.loads(told["tokenizer.json"])["model"]["vocab"][2] == ["</s>", 0.0]
+  assert (tmp_path / "hf" / "spiece.model").read_bytes()
 
 
 def test_what_transformers_cannot_be_told_is_refused_and_nothing_is_left(tmp_path, capsys):

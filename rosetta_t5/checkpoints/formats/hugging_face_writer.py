@@ -13,13 +13,15 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.formats import safetensors_file
+from rosetta_t5.checkpoints.formats.hugging_face_gpt_tokenizer import (
+  SENTENCEPIECE,
+  write_gpt_tokenizer,
+)
 from rosetta_t5.checkpoints.formats.hugging_face_names import EMBEDDING, HEAD, HF_HEAD, hf_name
 from rosetta_t5.checkpoints.lazy_arrays import StoredArray, scaled, transposed
 
 _SHARD_BYTES = 5_000_000_000
 _MT5_VOCABULARY = 250112
-# A decoder's first token, where training has made it one of its own.
-_START = "<|startoftext|>"
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
@@ -165,38 +167,10 @@ def write(
     size = sum(array.nbytes for array in theirs.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-  (root / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
   for file in tokenizer_files(tokenizer):
-    name = "spiece.model" if file.suffix == ".model" else file.name
-    shutil.copyfile(file, root / name)
-  _write_gpt_tokenizer_config(root, config)
-
-
-def _write_gpt_tokenizer_config(root: epath.Path, config: Mapping[str, Any]) -> None:
-  """Says how texts begin, where the tokenizer is GPT-2's two files and nothing says it.
-
-  Our decoders have seen a start token before every text; Transformers adds none unless it is told to.
-  """
-  told, pieces_file = root / "tokenizer_config.json", root / "vocab.json"
-  if not pieces_file.exists() or told.exists() or (root / "tokenizer.json").exists():
-    return
-  pieces = {number: piece for piece, number in json.loads(pieces_file.read_text("utf-8")).items()}
-  end = pieces.get(config["eos_token_id"])
-  number = config.get("bos_token_id", config["eos_token_id"])
-  start = pieces.get(number, _START)
-  names = {"bos_token": start, "eos_token": end, "unk_token": end, "add_bos_token": True}
-  added = {"content": start, "special": True, "normalized": False}
-  added |= {"lstrip": False, "rstrip": False, "single_word": False}
-  words = {
-    "tokenizer_class": "GPT2Tokenizer",
-    **names,
-    "added_tokens_decoder": {str(number): added},
-  }
-  told.write_text(json.dumps(words, indent=2) + "\n")
-  if number not in pieces:  # what stands for padding here, and never follows
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-    generation = {**ids, "suppress_tokens": [number]}
-    (root / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
+  config = {**config, **write_gpt_tokenizer(root, config)}
+  (root / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def tokenizer_files(place: str | os.PathLike[str] | None) -> list[epath.Path]:

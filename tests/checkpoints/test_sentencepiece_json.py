@@ -1,0 +1,133 @@
+"""A SentencePiece model written as tokenizer.json gives SentencePiece's ids and texts."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pathlib
+import unicodedata
+
+import pytest
+import sentencepiece
+
+from rosetta_t5.checkpoints.formats.sentencepiece_json import read_model, tokenizer_json
+from rosetta_t5.data.stdlib_text import stdlib_paragraphs
+
+WORDS = [
+  "Tất",
+  "cả",
+  "mọi",
+  "người",
+  "sinh",
+  "ra",
+  "đều",
+  "được",
+  "tự",
+  "do",
+  "모든",
+  "인간은",
+  "태어날",
+  "때부터",
+  "ἄνδρα",
+  "μοι",
+  "ἔννεπε",
+  "ᾧ",
+  "क़",
+  "ख़",
+  "שּׁ",
+]
+ODD = [
+  *(
+    "",
+    " ",
+    "   ",
+    "  a",
+    "a  ",
+    "  a   b  ",
+    "a\tb\r\nc",
+    "a\u00a0b\u3000c",
+    "▁a ▁b",
+    "\ufeffx\x00y",
+  ),
+  *("ﬁne ①② ｆｕｌｌ ½ ℃", "Straße İ ǆ", "日本語 テキスト", "😀 👩‍👩‍👧", "“quoted” – ’s …"),
+  *(unicodedata.normalize(form, word) for word in WORDS for form in ("NFC", "NFD")),
+]
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+  return list(itertools.islice(stdlib_paragraphs(), 3000))
+
+
+def train(lines: list[str], **options: object) -> bytes:
+  model = io.BytesIO()
+  ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **(ids | options)
+  )
+  return model.getvalue()
+
+
+def differing(model: bytes, texts: list[str]) -> list[str]:
+  """Returns the texts that the two encode otherwise; decoding must be the same."""
+  tokenizers = pytest.importorskip("tokenizers")
+  theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(read_model(model), start=0)))
+  ours = sentencepiece.SentencePieceProcessor(model_proto=model)
+  found = []
+  for text in texts:
+    ids = ours.encode(text)
+    assert theirs.decode([0, *ids]) == ours.decode(ids)
+    if theirs.encode(text).ids != [0, *ids]:
+      # Pieces of equal likelihood in another order: rounding decides in either.
+      assert sorted(theirs.encode(text).ids) == sorted([0, *ids]), text
+      found.append(text)
+  return found
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"byte_fallback": True},
+    {"model_type": "bpe"},
+    {"model_type": "bpe", "byte_fallback": True},
+    {"normalization_rule_name": "nmt_nfkc_cf"},
+    {"normalization_rule_name": "identity", "add_dummy_prefix": False}
+    | {"remove_extra_whitespaces": False},
+    {"split_by_whitespace": False},
+    {"user_defined_symbols": ["<sep>", "the "]},
+  ],
+)
+def test_ids_and_texts_are_sentencepiece_s(lines, options):
+  model = train(lines, vocab_size=1500, **options)
+  assert len(differing(model, lines[:600])) <= 3
+  assert differing(model, [*ODD, *(f"  {line}  {line.upper()} " for line in lines[:100])]) == []
+
+
+def test_t5_s_vocabulary_gives_its_ids_of_books(shared: pathlib.Path):
+  texts = []
+  for book in sorted((shared / "data" / "books").glob("*.md")):
+    texts += book.read_text().split("\n")[:200]
+  model = (shared / "data" / "t5_vocab" / "spiece.model").read_bytes()
+  assert {text.strip() for text in differing(model, texts)} <= {"-------"}
+  assert differing(model, ODD) == []
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"model_type": "char"}, "model_type is char, not unigram or bpe"),
+    ({"treat_whitespace_as_suffix": True}, "spaces belong to the word before them"),
+    ({"model_type": "bpe", "user_defined_symbols": ["x y"]}, "bpe with user_defined_symbols"),
+  ],
+)
+def test_what_tokenizer_json_cannot_say_is_refused(lines, options, text):
+  size = {} if options.get("model_type") == "char" else {"vocab_size": 400}
+  with pytest.raises(ValueError, match=f"cannot say what this SentencePiece model does: {text}"):
+    tokenizer_json(read_model(train(lines, **size, **options)), start=0)
+
+
+def test_what_is_no_sentencepiece_model_is_refused():
+  with pytest.raises(ValueError, match="this is no SentencePiece model: it has no pieces"):
+    read_model(b"")
