@@ -11,6 +11,25 @@ _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 _IN_A_COPY = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
 
 
+# As srun does: its options end where the command begins.
+_SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\n"$@"\n'
+
+
+@pytest.fixture
+def job(run, tmp_path):
+  """Returns job(srun, **environment): the sub script that copies a checkpoint, in a job of Slurm."""
+  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
+  known = {"SLURM_JOB_ID": "7", "SCRIPTS_DIR": str(_SCRIPTS), "MODEL_DIR": "pre"}
+  known |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKE_FT_DIR": "true"}
+
+  def run_job(srun: str, **environment: str):
+    (tmp_path / "srun").write_text(srun)
+    (tmp_path / "srun").chmod(0o755)
+    return run("example_slurm_ft_frompile.sub", **known | environment)
+
+  return run_job
+
+
 @pytest.mark.parametrize(
   ("fails", "text"),
   [
@@ -31,22 +50,15 @@ def test_a_run_that_cannot_begin_copies_no_checkpoint(run, tmp_path, fails, text
   assert not list(tmp_path.glob("ft_*"))
 
 
-def test_a_job_that_cannot_begin_copies_no_checkpoint(run, tmp_path):
-  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
-  srun = tmp_path / "srun"
-  # As srun does: its options end where the command begins.
-  srun.write_text('#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\n"$@"\n')
-  srun.chmod(0o755)
-  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SCRIPTS_DIR": str(_SCRIPTS)}
-  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
-  job |= {"SLURM_PROCID": "0", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+def test_a_job_that_cannot_begin_copies_no_checkpoint(job, tmp_path):
+  nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
   for problem, text in [
     ({"BASE_TFDS_DATA_DIR": "/nowhere"}, "TFDS_DATA_DIR=/nowhere is no folder"),
     ({"TP_SIZE": "3"}, "TP_SIZE=3 does not divide the job's 16 processes"),
     ({"DATASET_MAP": "/data:/t5x_home/datasets"}, "DATASET_MAP is for containers"),
     ({"FAILS": "--devices=16 --dry_run"}, "the finetuning could not begin"),
   ]:
-    status, _, err = run("example_slurm_ft_frompile.sub", **job | problem)
+    status, _, err = job(_SRUN, **nodes, **problem)
     assert (status, not list(tmp_path.glob("ft_*"))) == (2, True)
     assert f"error: {text}" in err
 
@@ -77,15 +89,10 @@ def test_finetuning_needs_a_checkpoint_in_model_dir_or_one_that_is_named(run, tm
   assert status == 0
 
 
-def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(run, tmp_path):
-  (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
-  srun = tmp_path / "srun"
-  srun.write_text('#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n')
-  srun.chmod(0o755)
-  job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SCRIPTS_DIR": str(_SCRIPTS)}
-  job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL_DIR": "pre", "MAKE_FT_DIR": "true"}
+def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(job, tmp_path):
+  says = '#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n'
   for _ in range(2):
-    status, out, _ = run("example_slurm_ft_frompile.sub", **job)
+    status, out, _ = job(says, SLURM_JOB_NUM_NODES="1")
     assert status == 0
     assert out.splitlines()[-1] == "./ft_pre_7 false"
     (tmp_path / "ft_pre_7/checkpoint_1005").mkdir(exist_ok=True)
