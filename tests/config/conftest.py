@@ -27,17 +27,21 @@ import toy
 @pytest.fixture(autouse=True)
 def empty_gin() -> Iterator[None]:
   gin.clear_config()
-  before = {selector for selector, _ in gin.config._REGISTRY.items()}
+  registry, inverse = gin.config._REGISTRY, gin.config._INVERSE_REGISTRY
+  known, known_inverse = registry.copy(), dict(inverse)
   main = vars(sys.modules["__main__"])
   runs = {name: main[name] for name in SCRIPTS if name in main}
   yield
   gin.clear_config()
+  # Not only what is new: a run of another file's may have been registered anew as a toy.
+  registry.clear()
+  for selector, configurable in known.items():
+    registry[selector] = configurable
+  inverse.clear()
+  inverse.update(known_inverse)
   for name in SCRIPTS:
     main.pop(name, None)
   main.update(runs)
-  for selector in {selector for selector, _ in gin.config._REGISTRY.items()} - before:
-    registered = gin.config._REGISTRY.pop(selector)
-    gin.config._INVERSE_REGISTRY.pop(registered.wrapped, None)
 
 
 @pytest.fixture
