@@ -13,10 +13,11 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from tiny_tasks import add_task, byte_model, save_checkpoints
+from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.eval import evaluate
+from rosetta_t5.inference.unjudged import MetricError
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.training import Trainer
@@ -111,13 +112,58 @@ def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
   ("path", "mode", "text"),
   [
     ("", "all", "there is no checkpoint to evaluate in .*set CHECKPOINT_PATH"),
-    ("checkpoint_5", "specific", "checkpoint_5 is not a checkpoint: there is no such file or fol"),
+    (
+      "checkpoint_5",
+      "specific",
+      r"checkpoint_5 is not a checkpoint: there is no such file or folder. Set CHECKPOINT_PATH \(",
+    ),
+    ("", "specific", "/empty is not a checkpoint: the folder is empty. Set CHECKPOINT_PATH"),
   ],
 )
 def test_checkpoints_that_are_not_there_are_told(model_dir, tmp_path, path, mode, text):
   (tmp_path / "empty").mkdir()
   with pytest.raises(ValueError, match=text):
     run(str(tmp_path / "empty" / path), tmp_path / "out", mode=mode)
+  assert not (tmp_path / "out").exists()
+
+
+def test_one_of_several_checkpoints_that_is_not_there_is_told_before_the_others_are_evaluated(
+  model_dir, tmp_path
+):
+  paths = [str(model_dir / f"checkpoint_{step}") for step in (3, 5)]
+  with pytest.raises(ValueError, match=r"checkpoint_5 is not a checkpoint: .*Set CHECKPOINT_PATH"):
+    run(paths, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_of_nothing_is_refused(model_dir, tmp_path):
+  with pytest.raises(ValueError, match=r"batch size 0 is no number of examples: set BATCH_SIZE"):
+    run(str(model_dir / "checkpoint_3"), tmp_path / "out", dataset={"batch_size": 0})
+  assert not (tmp_path / "out").exists()
+
+
+def exact(targets, predictions):
+  return {"exact": sum(map(str.__eq__, targets, predictions))}
+
+
+def broken(targets, predictions):
+  raise KeyError("no_such_field")
+
+
+def test_what_the_model_said_is_kept_where_a_metric_fails(model_dir, tmp_path):
+  add_task("pairs_judged_badly", metric_fns=[exact, likelihood, broken])
+  text = (
+    r"^Failed to evaluate task pairs_judged_badly: KeyError: 'no_such_field' \(.*test_eval.py, line "
+    r"\d+, in broken\). What the model said is kept, a line an example, in "
+    r".*/out/inference_eval/pairs_judged_badly-3.unjudged.jsonl. Mend the task's metric_fns"
+  )
+  names = {"dataset": {"mixture_or_task_name": "pairs_judged_badly"}}
+  with pytest.raises(MetricError, match=text):
+    run(str(model_dir / "checkpoint_3"), tmp_path / "out", **names)
+  data.tensorflow_import.import_seqio().TaskRegistry.remove("pairs_judged_badly")
+  kept = (tmp_path / "out/inference_eval/pairs_judged_badly-3.unjudged.jsonl").read_text()
+  outputs = [json.loads(line)["output"] for line in kept.splitlines()]
+  assert [type(output) for output in outputs] == [str] * len(PAIRS) + [float] * len(PAIRS)
 
 
 def test_a_task_without_metrics_is_refused_before_anything_is_written(model_dir, tmp_path):

@@ -191,6 +191,10 @@ def test_an_output_folder_that_cannot_be_written_is_told_first(run, tmp_path):
       output_dir=str(tmp_path / "file"),
     )
   assert (tmp_path / "file").read_text() == "kept"
+  with pytest.raises(
+    ValueError, match=r"infer.output_dir = '/proc/results' cannot be written: /proc"
+  ):
+    run(pathlib.Path("/proc/results"))  # where even root's rights do not help
 
 
 def test_tfrecords_become_a_task(tmp_path):

@@ -144,7 +144,7 @@ BAD_INPUT = {
   ),
   "batch that does not divide over devices": (
     "BATCH_SIZE=12",
-    r"batch size 12 cannot be split over the 8 devices .* set BATCH_SIZE to a multiple of 8, such as 8",
+    r"batch size 12 cannot be split over the 8 devices .* set BATCH_SIZE .* to a multiple of 8, such as 8",
   ),
   "batch that does not divide into microbatches": (
     "trainer.Trainer.num_microbatches=3",

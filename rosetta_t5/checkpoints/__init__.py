@@ -6,7 +6,13 @@ from rosetta_t5.checkpoints.config import (
   SaveCheckpointConfig,
 )
 from rosetta_t5.checkpoints.fit import CheckpointMismatchError
-from rosetta_t5.checkpoints.folders import all_steps, checkpoint_path, latest_step, read_run_facts
+from rosetta_t5.checkpoints.folders import (
+  all_steps,
+  check_are_checkpoints,
+  checkpoint_path,
+  latest_step,
+  read_run_facts,
+)
 from rosetta_t5.checkpoints.initializer import TrainStateInitializer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
@@ -33,6 +39,7 @@ __all__ = [
   "TrainStateInitializer",
   "UnreadableCheckpointError",
   "all_steps",
+  "check_are_checkpoints",
   "checkpoint_path",
   "create_checkpoint_manager_and_restore",
   "create_orbax_checkpoint_manager",

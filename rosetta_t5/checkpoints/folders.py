@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -132,6 +133,20 @@ def detect_checkpoint_type(
   if expected not in (None, found):
     _log.warning("%s was expected to be %s, but is %s", checkpoint_path, expected, found)
   return found
+
+
+def check_are_checkpoints(paths: Sequence[str]) -> None:
+  """Raises ValueError, before a run writes or computes anything, unless all paths are checkpoints."""
+  for path in paths:
+    try:
+      detect_checkpoint_type(path)
+    except UnreachableError:
+      raise
+    except ValueError as error:
+      raise ValueError(
+        f"{error}. Set CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint_STEP folder, or "
+        "mode = 'latest' and the folder above it"
+      ) from None
 
 
 def _layout(path: epath.Path) -> CheckpointTypes | None:

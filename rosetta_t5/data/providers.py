@@ -66,7 +66,7 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     splits = sorted(provider.splits)
     raise ValueError(
       f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
-      "Set DatasetConfig.split to one of them."
+      "Set DatasetConfig.split (MIXTURE_OR_TASK_SPLIT, where a recipe has it) to one of them."
     )
 
 

@@ -16,6 +16,7 @@ from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.evaluator import make_evaluator
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.unjudged import kept_where_metrics_fail
 from rosetta_t5.parallel import BasePartitioner
 
 FOLDER = "inference_eval"
@@ -85,7 +86,8 @@ class InferenceEvaluator:
       train_state_axes: the same with PartitionSpecs in place of arrays.
 
     Returns:
-      A future of {task: {metric: value}}; of None on processes other than the first.
+      A future of {task: {metric: value}}; of None on processes other than the first. Where the
+      metrics fail it raises MetricError, and what the model said is in TASK-STEP.unjudged.jsonl.
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
@@ -105,14 +107,19 @@ class InferenceEvaluator:
 
     # The same key each time: evaluations of one model are to differ by its parameters alone.
     rng = jax.random.PRNGKey(0)
-    metrics, _ = self._evaluator.evaluate(
+    step = int(get_local_data(train_state.step))
+    metrics, outputs = self._evaluator.evaluate(
       compute_metrics=first_process,
-      step=int(get_local_data(train_state.step)),
+      step=step,
       predict_fn=infer_fn("predict_batch", rng=rng),
       score_fn=infer_fn("score_batch"),
       predict_with_aux_fn=infer_fn("predict_batch_with_aux", rng=rng),
     )
-    return metrics
+    return kept_where_metrics_fail(metrics, outputs, self._vocabulary, self._folder, step)
+
+  def _vocabulary(self, task_name: str) -> Any:
+    (task,) = (task for task in self.eval_tasks if task.name == task_name)
+    return task.output_features["targets"].vocabulary
 
   def close(self) -> None:
     """Waits until everything is written."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,8 +149,17 @@ def check_output_dir(binding: str, folder: str) -> None:
   there = pathlib.Path(folder).absolute()
   while not there.exists():
     there = there.parent
-  if "://" not in folder and not (there.is_dir() and os.access(there, os.W_OK)):
+  if "://" not in folder and not _can_write(there):
     raise ValueError(
       f"{binding} = {folder!r} cannot be written: {there} is no folder that you may write in; set "
       "another"
     )
+
+
+def _can_write(folder: pathlib.Path) -> bool:
+  """Tries it: what the rights say is not all, as on a full, a foreign or a read-only file system."""
+  try:
+    with tempfile.TemporaryFile(dir=folder):
+      return True
+  except OSError:
+    return False

@@ -32,12 +32,18 @@ class DataLayout:
 def check_batch_size(batch_size: int, mesh_sizes: Mapping[str, int]) -> None:
   """Raises ValueError unless a batch can be split over the batch's axes of a mesh of these sizes."""
   shards = batch_shards(mesh_sizes)
+  if batch_size < 1:
+    raise ValueError(
+      f"batch size {batch_size} is no number of examples: set BATCH_SIZE (DatasetConfig.batch_size) to "
+      f"a positive multiple of {shards}"
+    )
   if batch_size % shards:
     below = batch_size - batch_size % shards
     near = " or ".join(str(size) for size in (below, below + shards) if size)
     raise ValueError(
       f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's {_axes(mesh_sizes)} "
-      f"(mesh {dict(mesh_sizes)}): set BATCH_SIZE to a multiple of {shards}, such as {near}"
+      f"(mesh {dict(mesh_sizes)}): set BATCH_SIZE (in evaluation and inference "
+      f"DatasetConfig.batch_size) to a multiple of {shards}, such as {near}"
     )
 
 

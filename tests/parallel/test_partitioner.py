@@ -207,7 +207,8 @@ def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
   partitioner = PjitPartitioner(num_partitions=2)
   text = (
     "batch size 10 cannot be split over the 4 devices of the mesh's data axis (mesh {'data': 4, "
-    "'model': 2}): set BATCH_SIZE to a multiple of 4, such as 8 or 12"
+    "'model': 2}): set BATCH_SIZE (in evaluation and inference DatasetConfig.batch_size) to a "
+    "multiple of 4, such as 8 or 12"
   )
   with pytest.raises(ValueError, match=re.escape(text)):
     partitioner.get_data_layout(10)
