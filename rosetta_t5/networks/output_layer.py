@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
 from rosetta_t5.networks.dense import DenseGeneral
+from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 
 def output_layer(
@@ -30,7 +31,9 @@ def output_layer(
   if config.logits_via_embedding:
     divisor = jnp.sqrt(y_BTD.shape[-1]) if divides_tied else 1.0
     if return_logits:
-      return embedding.attend(y_BTD) / divisor
+      # Where positions are split, XLA would else bring the table together, and not the activations.
+      logits_BTV = with_sharding_constraint(embedding.attend(y_BTD), ("batch", "length", "vocab"))
+      return logits_BTV / divisor
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
     return Unprojected(y_BTD.astype(kernel_DV.dtype) / divisor, kernel_DV)
   logits_dense = DenseGeneral(

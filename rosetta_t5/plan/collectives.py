@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
+
+_HAVE_NO_EMBED = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,31 +120,61 @@ def _of_parameter(
   lookups = _lookups(name, work.config)
   # A table whose vectors make the logits too is used in a product besides.
   is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
+  count = 0 if _travels_with_another(name, work.config) else 1
   if over:
-    gathers = _gathers(lookups, is_tied, name.endswith("bias"), mesh)
+    gathers = _gathers(lookups, is_tied, name.endswith("bias"), over, mesh)
     gathered = gathers * whole * work.microbatches
-    yield Collective(ALL_GATHER, over, gathered, "parameters", count=gathers)
+    yield Collective(ALL_GATHER, over, gathered, "parameters", count=count * gathers)
   bias, layers = _position_bias(name, mesh, work)
   gradient = bias or float(whole)
   # No product makes the gradient of a lookup or of a norm's scale.
   is_loose = lookups > 0 or param.ndim == 1
   loose_terms = lookups or 1 if is_loose else 0
   terms = lookups + is_tied or layers
-  yield from _gradient_sums(gradient, terms, loose_terms, over, mesh, work, is_bias=bool(bias))
-  is_whole = param.ndim == 1 and MODEL_AXIS not in spec
-  if work.over_model == "length" and mesh.get(MODEL_AXIS, 1) > 1 and is_whole:
-    # A norm's scale multiplies positions that lie apart.
-    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient * work.microbatches, "gradients")
+  # The optimizer's state goes where the parameters' `embed` goes (see `PjitPartitioner.zero1`).
+  is_zero1 = work.zero1 and not _HAVE_NO_EMBED.search(name)
+  for each in _gradient_sums(gradient, terms, loose_terms, over, mesh, work, is_zero1):
+    is_sum = each.why == "gradients"
+    yield dataclasses.replace(each, count=count) if is_sum else each
+  if mesh.get(MODEL_AXIS, 1) > 1:
+    yield from _of_places(name, param, spec, gradient * work.microbatches, work)
 
 
-def _gathers(lookups: int, is_tied: bool, is_added: bool, mesh: Mapping[str, int]) -> int:
+def _of_places(
+  name: str, param: Any, spec: Sequence[Any], gradient: float, work: Work
+) -> Iterator[Collective]:
+  """Yields what a parameter of all places or widths needs where activations are split over `model`."""
+  is_table = name.endswith("position_embedding")
+  is_split = MODEL_AXIS in spec
+  if work.over_model == "length" and not is_split and (param.ndim == 1 or is_table):
+    # A norm's scale multiplies positions that lie apart, and places are looked up for them.
+    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient, "gradients")
+  if is_table and is_split:
+    # Split by `embed`, a table is brought together for the lookup, and so is its gradient.
+    whole = math.prod(param.shape) * param.dtype.itemsize * work.microbatches
+    yield Collective(ALL_GATHER, (MODEL_AXIS,), 2 * whole, "parameters", count=2)
+
+
+def _travels_with_another(name: str, config: Any) -> bool:
+  """Whether a kernel's gradient, and the kernel itself, travels in one array with another's."""
+  if not getattr(config, "fuse_qkv_params", False):
+    return False
+  is_cross = "encoder_decoder_attention" in name
+  return name.endswith("key/kernel") or (name.endswith("query/kernel") and not is_cross)
+
+
+def _gathers(
+  lookups: int, is_tied: bool, is_added: bool, over: tuple[str, ...], mesh: Mapping[str, int]
+) -> int:
   """Returns how often a parameter split over the batch's axes comes together in a step."""
   if lookups == 0:
     return 1 if is_added else 2  # Forward and backward; the backward pass of a sum needs no term.
   if not is_tied:
     return 1  # The backward pass of a lookup needs no table.
-  # Products with a table whose vocabulary is split gather it for themselves.
-  return 2 + (mesh.get(MODEL_AXIS, 1) > 1)
+  # A product with a table whose vocabulary is split gathers it again for the backward pass, if the
+  # gradient is summed over another axis besides.
+  rest = set(_batch_axes(mesh)) - set(over)
+  return 2 + (mesh.get(MODEL_AXIS, 1) > 1 and bool(rest))
 
 
 def _gradient_sums(
@@ -151,7 +184,7 @@ def _gradient_sums(
   over: tuple[str, ...],
   mesh: Mapping[str, int],
   work: Work,
-  is_bias: bool,
+  is_zero1: bool,
 ) -> Iterator[Collective]:
   """Yields how a gradient of so many bytes is summed over the batch, and what ZeRO-1 adds.
 
@@ -162,9 +195,9 @@ def _gradient_sums(
     over: the batch's axes that the parameter is split over.
     mesh: the size of each mesh axis.
     work: what the step works on.
-    is_bias: whether it is the gradient of the bias of positions.
+    is_zero1: whether its optimizer's state is split over `data`.
   """
-  batch = tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1)
+  batch = _batch_axes(mesh)
   rest = tuple(axis for axis in batch if axis not in over)
   size = gradient * work.microbatches
   if over and rest and loose_terms:
@@ -175,18 +208,21 @@ def _gradient_sums(
   if terms and over:
     yield Collective(REDUCE_SCATTER, over, size, "gradients", terms)
     size, terms = size / parts, 1
-  # The optimizer's state goes where the parameters' `embed` goes (see `PjitPartitioner.zero1`).
-  is_split = work.zero1 and DATA_AXIS in rest and not is_bias
+  is_split = is_zero1 and DATA_AXIS in rest
   if terms and rest:
     yield Collective(REDUCE_SCATTER if is_split else ALL_REDUCE, rest, size, "gradients", terms)
   if is_split:
     yield Collective(ALL_GATHER, (DATA_AXIS,), gradient / parts, "parameters")
 
 
+def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
+  return tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1)
+
+
 def _over_batch(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
   """The axes of the batch that a parameter is split over too."""
   named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
-  return tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1 and axis in named)
+  return tuple(axis for axis in _batch_axes(mesh) if axis in named)
 
 
 def _lookups(name: str, config: Any) -> int:
@@ -215,6 +251,9 @@ def _of_activations(
   """Yields the sums over heads, feed-forward units and vocabulary, forward and backward."""
   for size, products, layers in _inputs(work):
     yield from _of_input(size, products, layers, work.over_model)
+  # The logits; the whole input of a product with the embedding's table is kept.
+  is_kept = getattr(work.config, "logits_via_embedding", False) and not params_over_batch
+  yield from _of_input(_sides(work)["decoder"], 1, 1, work.over_model, is_kept)
   # XLA gathers an output's gradient again for a parameter that is split over the batch's axes too.
   gathers = 2 if work.over_model == "embed" and params_over_batch else 1
   for size in _outputs(work):
@@ -226,11 +265,13 @@ def _of_activations(
   size = 2 * 4 * work.examples * lengths["decoder"]
   yield Collective(ALL_REDUCE, axes, size, "loss", count=2)
   if work.over_model == "embed":
-    # Each norm's mean square, and the sum that its gradient needs, in float32.
+    # Each norm's mean square, and the sum that its gradient needs, in float32; of a LayerNorm, its mean
+    # and another sum besides.
+    sums = 4 if getattr(work.config, "norm", "rms") == "layer" else 2
     depth = layers_of(work.config)
     norms = {"encoder": 2, "decoder": 3 if "encoder" in lengths else 2}
     for side, length in lengths.items():
-      count = 2 * (depth[side] * norms[side] + 1)
+      count = sums * (depth[side] * norms[side] + 1)
       yield Collective(ALL_REDUCE, axes, count * 4 * work.examples * length, "norms", count=count)
 
 
@@ -250,7 +291,6 @@ def _inputs(work: Work) -> Iterator[tuple[float, int, int]]:
     if side == "decoder" and "encoder" in sides:
       yield from [(sides["decoder"], 1, 1)] * layers
       yield sides["encoder"], kv, layers
-  yield sides["decoder"], 1, 1  # the logits
 
 
 def _outputs(work: Work) -> Iterator[float]:
@@ -263,14 +303,14 @@ def _outputs(work: Work) -> Iterator[float]:
 
 
 def _of_input(
-  size: float, products: int, layers: int, over_model: str | None
+  size: float, products: int, layers: int, over_model: str | None, is_kept: bool = False
 ) -> Iterator[Collective]:
   axes, kind = (MODEL_AXIS,), REDUCE_SCATTER if over_model else ALL_REDUCE
   yield Collective(kind, axes, layers * size, "activations", products, layers)
   if over_model:
     # By position it comes together once and is kept. By `embed`, XLA lets each product gather it, and
     # again for the parameter's gradient: no whole one is kept.
-    gathers = 2 * products * layers if over_model == "embed" else 1
+    gathers = 2 * products * layers if over_model == "embed" and not is_kept else 1
     yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
 
 
@@ -289,9 +329,13 @@ def _of_lookup(size: float, mesh: Mapping[str, int], work: Work) -> Iterator[Col
     yield from _of_output(size, work.over_model)
     return
   yield Collective(REDUCE_SCATTER, (MODEL_AXIS,), size, "activations")
-  # The table's gradient, made where a part of `embed` is, goes where a part of the vocabulary is.
-  table = 4 * work.config.vocab_size * work.config.emb_dim / mesh[MODEL_AXIS]
-  yield Collective(ALL_TO_ALL, (MODEL_AXIS,), table * work.microbatches, "gradients")
+  # The table's gradient, made where a part of `embed` is, goes where a part of the vocabulary is. XLA of
+  # jax 0.11 brings all of it together for that.
+  table = 4 * work.config.vocab_size * work.config.emb_dim * work.microbatches
+  if jax.__version_info__ >= (0, 11):
+    yield Collective(ALL_GATHER, (MODEL_AXIS,), table, "gradients")
+  else:
+    yield Collective(ALL_TO_ALL, (MODEL_AXIS,), table / mesh[MODEL_AXIS], "gradients")
 
 
 def _summed(collectives: Sequence[Collective]) -> list[Collective]:

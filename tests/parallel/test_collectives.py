@@ -64,6 +64,7 @@ MESHES = {
   "data": {"num_partitions": 1},
   "data, tensor": {"mesh": {"tensor": 2}},
   "fsdp": {"mesh": {"fsdp": 8}},
+  "fsdp, tensor": {"mesh": {"fsdp": 4, "tensor": 2}},
   "data, fsdp": {"mesh": {"data": 2, "fsdp": 4}},
   "data, fsdp, tensor": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
   "zero1": {"num_partitions": 1, "zero1": True},
@@ -96,8 +97,12 @@ NETWORKS = {
   "deep": ("data, tensor", DEEP),
   "deep, positions over tensor": ("positions over tensor", DEEP),
   "deep, activations over embed": ("activations over embed", DEEP),
-  "tied logits": ("data, fsdp, tensor", T5_1_0),
-  "tied logits, zero1": ("zero1, fsdp", T5_1_0),
+}
+FAMILIES = {
+  "tied logits": T5_1_0,
+  "T5, fused": dataclasses.replace(T5_1_1, fuse_qkv_params=True),
+  "GPT": GPT,
+  "GPT, fused": GPT.replace(fuse_qkv_params=True),
 }
 
 
@@ -116,16 +121,15 @@ def test_so_have_steps_of_other_networks(name):
 
 
 @pytest.mark.parametrize(
-  "name",
+  ("family", "name"),
   [
-    "fsdp",
-    *(
-      pytest.param(n, marks=pytest.mark.slow) for n in ("data", "data, fsdp", "data, tensor", QUICK)
-    ),
+    pytest.param(family, n, marks=[pytest.mark.slow] * ((family, n) != ("GPT", "fsdp")))
+    for family in FAMILIES
+    for n in MESHES
   ],
 )
-def test_so_has_a_step_of_gpt(name, capfd):
-  check_collectives(MESHES[name], GPT)
+def test_so_have_steps_of_other_families(family, name, capfd):
+  check_collectives(MESHES[name], FAMILIES[family])
   assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
@@ -133,9 +137,10 @@ def check_collectives(arguments, config=T5_1_1):
   """Asserts that a compiled step has what `plan` counts, and holds what `plan` says it does."""
   partitioner = PjitPartitioner(**arguments)
   compiled, state, splits, batch = compiled_step(partitioner, config)
+  is_gpt = isinstance(config, TransformerConfig)
   work = Work(
     config=config,
-    lengths={"decoder": TARGETS} if config is GPT else {"encoder": INPUTS, "decoder": TARGETS},
+    lengths={"decoder": TARGETS} if is_gpt else {"encoder": INPUTS, "decoder": TARGETS},
     examples=EXAMPLES / partitioner.data_mesh_size,
     zero1=partitioner.zero1,
     over_model=split_over_model(partitioner),
@@ -182,5 +187,5 @@ def test_what_is_split_by_position_takes_less_room_by_at_least_what_plan_says(mo
     temporaries.append(compiled_step(partitioner, wide)[0].memory_analysis().temp_size_in_bytes)
     over_model = split_over_model(partitioner)
     sizes.append(memory.activation_bytes(wide, lengths, 4, 4, over_model=over_model))
-  # XLA needs room besides for what it works on.
-  assert 0.4 < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1
+  # XLA needs room besides for what it works on: of jax 0.10 less than of 0.11.
+  assert 0.25 < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1
