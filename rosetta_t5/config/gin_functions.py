@@ -47,7 +47,8 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: int | None = None) -> in
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
   batch_size = _run_batch_size(scope) if batch_size is None else batch_size
-  if samples != int(samples) or samples < batch_size:
+  is_number = isinstance(samples, int | float)
+  if not is_number or samples != int(samples) or samples < batch_size:
     raise ValueError(
       f"{scope}.samples = {samples!r} makes no whole step of batch {batch_size}: give a whole number of "
       f"examples, {batch_size} or more"

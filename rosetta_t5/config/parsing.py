@@ -29,6 +29,7 @@ from rosetta_t5.config.retired import is_retired
 from rosetta_t5.config.spelling import check_spelling
 from rosetta_t5.config.t5x_paths import open_recipe, recipe
 from rosetta_t5.config.unimported import submodules
+from rosetta_t5.config.values import check_calls, check_whole_numbers
 
 # Programs that call gin's own parser can include recipes too.
 gin.config.register_file_reader(open_recipe, lambda path: recipe(path) is not None)
@@ -107,10 +108,13 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
     check_spelling(program)
   with problems.noted():
     check_macros(program)
+  with problems.noted():
+    check_calls(program)
   # What could not be bound would only be told a second time.
   if function is not None and all_bound:
     with problems.noted():
       check_arguments(program, function)
+      check_whole_numbers(function)
 
 
 def bind(program: Program, how: How, function: Callable[..., Any] | None = None) -> None:

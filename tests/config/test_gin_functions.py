@@ -61,7 +61,7 @@ def test_lengths_in_samples_become_steps_of_the_batch_that_the_run_has_in_the_en
   assert [larger[name] for name in ("total_steps", "dataset_cfg")] == [3906, 128]
 
 
-@pytest.mark.parametrize("samples", [127, 0, -1, 1000.5])
+@pytest.mark.parametrize("samples", [127, 0, -1, 1000.5, "'1e6'"])
 def test_samples_that_make_no_step_are_refused(run, samples):
   with pytest.raises(
     ValueError, match=r"total/gin_utils.steps_of.samples = .* step of batch 128: gi"
@@ -73,3 +73,28 @@ def test_samples_of_a_run_that_has_no_batch_size_want_one(run):
   text = IN_SAMPLES.replace("BATCH_SIZE = 128", "").replace("%BATCH_SIZE", "1")
   with pytest.raises(ValueError, match=r"no gin file sets it: set total/gin_utils.steps_of.batch_"):
     run(text)
+
+
+def test_a_function_that_is_not_called_where_its_value_is_meant_is_told(run):
+  text = (
+    r"^@total/gin_utils.steps_of is the function itself: write @total/gin_utils.steps_of\(\) for what "
+    r"it returns\n  run.gin, line \d+:[^\n]*$"
+  )
+  with pytest.raises(ValueError, match=text):
+    run(IN_SAMPLES.replace("@total/gin_utils.steps_of()", "@total/gin_utils.steps_of"))
+
+
+@pytest.mark.parametrize(
+  ("steps", "text"),
+  [
+    ("1e6", "train.total_steps = 1000000.0 is no whole number: write 1000000$"),
+    ("2.5", "train.total_steps = 2.5 is no whole number$"),
+    ("'10'", "train.total_steps = '10' is no whole number$"),
+  ],
+)
+def test_steps_that_are_no_whole_number_are_told_before_the_run(run, steps, text):
+  with pytest.raises(ValueError, match=text):
+    run(
+      f"TRAIN_STEPS = {steps}\n" + RUN.format("gin_utils.bool_fn").replace("3", "%TRAIN_STEPS"),
+      "bool_fn.var1 = 1",
+    )
