@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import os
 import pathlib
+import signal
 import string
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ _START = b'{"inputs": '  # of every line that is written
 def infer(argv: Sequence[str]) -> int:
   """Reads texts or rows, a line each, and writes what the model says of them, a JSON object each."""
   options = _infer_parser().parse_args(argv)
-  with errors_as_text(), contextlib.ExitStack() as stack:
+  with errors_as_text(), _ends_quietly(options.output), contextlib.ExitStack() as stack:
     templates = _Templates(options.template, options.targets, options.input)
     rows = _rows(_open_input(options.input, stack), templates)
     done, whole = _answered(options.output)
@@ -46,7 +48,7 @@ def chat(argv: Sequence[str]) -> int:
   options = parser.parse_args(argv)
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
 
-  with errors_as_text():
+  with errors_as_text(), _ends_quietly():
     opened = _open_model(options.model_dir)
     fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
@@ -56,6 +58,20 @@ def chat(argv: Sequence[str]) -> int:
       except ValueError as error:  # the next line may be better
         print(error, flush=True)
   return 0
+
+
+@contextlib.contextmanager
+def _ends_quietly(output: str = "-") -> Iterator[None]:
+  """Ends without a stack trace on Ctrl-C, and where nobody reads the answers any more, as after `head`."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    kept = "" if output == "-" else f": {output} keeps the answers, and the same command goes on"
+    print(f"\nstopped{kept}", file=sys.stderr, flush=True)
+    sys.exit(128 + signal.SIGINT)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python's last flush goes
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _typed() -> Iterator[str]:
@@ -149,13 +165,11 @@ def _filled(template: str | None, row: dict[str, Any]) -> str:
 
 
 def _rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
-  number = 0
-  try:
-    for number, line in enumerate(source, 1):
-      if line.strip():
-        yield templates.parse(line.rstrip("\n"), number)
-  except UnicodeDecodeError as error:
-    raise ValueError(f"the input is not in UTF-8, after line {number}: {error}") from error
+  for number, line in enumerate(source, 1):
+    if not line.isascii() and any("\udc80" <= letter <= "\udcff" for letter in line):
+      raise ValueError(f"line {number} of the input is not in UTF-8: {line[:80]!r}")
+    if line.strip():
+      yield templates.parse(line.rstrip("\n"), number)
 
 
 def _infer_rows(
@@ -213,11 +227,17 @@ def _open_model(model_dir: str) -> Any:
 
 
 def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
+  # What is not UTF-8 becomes surrogates, so that its line can be told, after those before it.
+  encoding, errors = "utf-8-sig", "surrogateescape"
   if path == "-":
+    if sys.stdin is None:
+      raise ValueError("standard input is closed: give --input a file, or a text to read there")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+      sys.stdin.reconfigure(encoding=encoding, errors=errors)
     return sys.stdin
   if not pathlib.Path(path).is_file():
     raise ValueError(f"there is no file {path!r}: give --input a file, or - for standard input")
-  return stack.enter_context(open(path, encoding="utf-8-sig"))
+  return stack.enter_context(open(path, encoding=encoding, errors=errors))
 
 
 def _tell_no_row(options: argparse.Namespace, done: int) -> None:

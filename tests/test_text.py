@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
 import sys
+import time
 import types
 
 import gin
@@ -170,18 +176,65 @@ def test_an_output_of_another_input_is_left_alone(model_dir, rows_file, tmp_path
   [
     (b'{"question": \n', "line 11 of the input is no JSON (Expecting value"),
     (b"[1]\n", "line 11 of the input is no JSON object: [1]"),
-    (b'{"question": "\xff"}\n', "the input is not in UTF-8, after line "),
+    (
+      b'{"question": "\xff"}\n',
+      'line 11 of the input is not in UTF-8: \'{"question": "\\udcff"}\\n\'',
+    ),
   ],
 )
 def test_a_broken_line_is_told_after_those_before_it(tmp_path, broken, text_said):
   path = tmp_path / "rows.jsonl"
   path.write_bytes(b'{"question": "1"}\n' * 10 + broken)
   found = []
-  with open(path, encoding="utf-8") as lines:
+  with contextlib.ExitStack() as stack:
+    lines = text._open_input(str(path), stack)
     rows = text._rows(lines, text._Templates("{question}", None, "-"))
     with pytest.raises(ValueError, match=re.escape(text_said)):
       found.extend(rows)
-  assert found == [{"question": "1"}] * (0 if b"\xff" in broken else 10)
+  assert found == [{"question": "1"}] * 10
+
+
+def test_a_closed_standard_input_is_told(model_dir, monkeypatch, capfd):
+  monkeypatch.setattr("sys.stdin", None)
+  with pytest.raises(SystemExit):
+    infer(model_dir, "--input", "-")
+  assert "error: standard input is closed: give --input a file" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["answers.jsonl", "-"])
+def test_a_call_that_is_stopped_says_so_and_keeps_its_answers(model_dir, tmp_path, output):
+  (tmp_path / "rows.txt").write_text("".join(f"text {n}\n" for n in range(100_000)))
+  here = pathlib.Path(__file__).parent
+  arguments = ["--model_dir", model_dir, "--input", "rows.txt", "--output", output]
+  with subprocess.Popen(
+    [sys.executable, "-m", "rosetta_t5.cli", "infer", *arguments], cwd=tmp_path, text=True,
+    env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  ) as process:  # fmt: skip
+    if output == "-":
+      assert json.loads(process.stdout.readline())["inputs"] == "text 0"
+      process.stdout.close()  # as `head -1` does
+    else:
+      wait_for_answers(tmp_path / output, process)
+      process.send_signal(signal.SIGINT)
+    said, status = process.stderr.read(), process.wait(60)
+  assert "Traceback" not in said
+  if output == "-":
+    assert status == 128 + signal.SIGPIPE
+    return
+  assert status == 128 + signal.SIGINT
+  assert "stopped: answers.jsonl keeps the answers, and the same command goes on" in said
+  rows = [json.loads(line)["inputs"] for line in (tmp_path / output).read_text().splitlines()]
+  assert rows == [f"text {n}" for n in range(len(rows))]
+
+
+def wait_for_answers(path, process):
+  end = time.monotonic() + 300
+  while not (path.exists() and path.read_text().count("\n") > 8):
+    assert process.poll() is None
+    assert time.monotonic() < end
+    time.sleep(0.1)
 
 
 def test_an_output_that_cannot_be_written_is_told_before_the_model_is_opened(tmp_path, capfd):
