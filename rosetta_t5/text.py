@@ -75,6 +75,8 @@ def _ends_quietly(output: str = "-") -> Iterator[None]:
 
 
 def _typed() -> Iterator[str]:
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 is shown, and typed again
   while True:
     try:
       text = input(_PROMPT).strip()

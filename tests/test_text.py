@@ -266,9 +266,10 @@ def test_a_file_that_holds_no_answers_is_left_as_it_is(
 
 
 def test_chat_answers_until_an_empty_line(model_dir, monkeypatch, capfd):
-  typed = iter(["no blank", "the ____ is", ""])
-  monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+  typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
+  monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
   assert cli.main(["chat", str(model_dir)]) == 0
   said = capfd.readouterr().out
   assert "there is no blank to fill" in said
-  assert "but the model's vocabulary has 0 extra ids" in said
+  assert "there is 1 blank, but the model's vocabulary has 0 extra ids" in said
+  assert said.count("> ") == 3

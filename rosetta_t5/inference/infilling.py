@@ -48,8 +48,9 @@ class BlankFiller:
     if not count:
       raise ValueError(f"there is no blank to fill: write {BLANK} where words are missing")
     if count > vocabulary.extra_ids:
+      blanks = f"are {count} blanks" if count > 1 else "is 1 blank"
       raise ValueError(
-        f"there are {count} blanks, but the model's vocabulary has {vocabulary.extra_ids} extra ids "
+        f"there {blanks}, but the model's vocabulary has {vocabulary.extra_ids} extra ids "
         "to mark them with: fill fewer at a time, with a model whose vocabulary has extra_ids"
       )
     tokens: list[int] = []
