@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.results import check_output_dir
 from rosetta_t5.parallel import BasePartitioner, Watchdog
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan import Inference, describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -80,11 +80,15 @@ def evaluate(
   if not evaluator.eval_tasks:
     raise ValueError(_no_metrics_text(dataset_cfg))
   batch = dataset_cfg.batch_size
+  shapes = {name: (batch, *shape) for name, shape in evaluator.model_feature_shapes.items()}
   initializer = train_state_initializer_cls(
     optimizer_def=None,  # its state is not read from the checkpoints
     init_fn=model.get_initial_variables,
-    input_shapes={name: (batch, *shape) for name, shape in evaluator.model_feature_shapes.items()},
+    input_shapes=shapes,
     partitioner=partitioner,
+  )
+  fitting = Inference(
+    model, partitioner, initializer, shapes, evaluator.only_scores, restore_checkpoint_cfg.dtype
   )
   done = _Evaluated(output_dir, dataset_cfg.name)
   restore_cfg = _those_to_evaluate(restore_checkpoint_cfg, done)
@@ -107,12 +111,15 @@ def evaluate(
   with Watchdog() as watchdog:
     # One position for all: the first process alone computes metrics, which may take long.
     watchdog.at("evaluating checkpoints")
-    for state, path in initializer.from_checkpoints([restore_cfg], init_rng=init_rng):
+    states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
+    for state, path in _restored(states, fitting):
       started = time.monotonic()
       if trainer is not None:
         trainer.train_state = state
-        loss.run(trainer)
-      metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
+        with dataclasses.replace(fitting, is_scoring=True).answered_when_out_of_memory():
+          loss.run(trainer)
+      with fitting.answered_when_out_of_memory():
+        metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
       done.add(path)
       took = console.duration_text(time.monotonic() - started)
@@ -141,6 +148,16 @@ class _Evaluated:
     self.paths = [*dict.fromkeys([*filter(None, self.paths), path])]
     if jax.process_index() == 0:
       self._file.write_text("\n".join(self.paths))
+
+
+def _restored(states: Iterator[tuple[Any, str]], fitting: Inference) -> Iterator[tuple[Any, str]]:
+  """Yields what `states` does."""
+  while True:
+    with fitting.answered_when_out_of_memory(is_restoring=True):
+      found = jax.block_until_ready(next(states, None))
+    if found is None:
+      return
+    yield found
 
 
 def _those_to_evaluate(

@@ -25,7 +25,7 @@ from rosetta_t5.inference.results import (
   write_inferences_to_file,
 )
 from rosetta_t5.parallel import BasePartitioner, Watchdog
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan import Inference, describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 
@@ -100,15 +100,26 @@ def infer(
     verify_matching_vocabs_fn(dataset_cfg, model)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)
   spec = examples.element_spec()
+  shapes = {name: (dataset_cfg.batch_size, *x.shape) for name, x in spec.items()}
   initializer = train_state_initializer_cls(
     optimizer_def=None,  # its state is not read from the checkpoint
     init_fn=model.get_initial_variables,
-    input_shapes={name: (dataset_cfg.batch_size, *x.shape) for name, x in spec.items()},
+    input_shapes=shapes,
     input_types={name: np.dtype(x.dtype.as_numpy_dtype) for name, x in spec.items()},
     partitioner=partitioner,
   )
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
+  fitting = Inference(
+    model,
+    partitioner,
+    initializer,
+    shapes,
+    is_scoring=mode == "score",
+    dtype=restore_checkpoint_cfg.dtype,
+  )
+  with fitting.answered_when_out_of_memory(is_restoring=True):
+    state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
+    jax.block_until_ready(state)
   if state is None:
     raise ValueError(_no_checkpoint_text(restore_checkpoint_cfg))
   if shard_id == 0:
@@ -144,7 +155,8 @@ def infer(
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
       write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)
       chunks = functools.partial(examples.chunks, task, checkpoint_period * dataset_cfg.batch_size)
-      _infer_task(infer_fn, chunks, folder, write, watchdog)
+      with fitting.answered_when_out_of_memory():
+        _infer_task(infer_fn, chunks, folder, write, watchdog)
       file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
 
 

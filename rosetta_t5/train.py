@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,7 +19,11 @@ from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvalu
 from rosetta_t5.networks.computation import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
-from rosetta_t5.plan import answered_when_out_of_memory, describe_run
+from rosetta_t5.plan import (
+  answered_when_evaluating,
+  answered_when_out_of_memory,
+  describe_run,
+)
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -152,7 +157,8 @@ def train(
   loop = _Loop(
     trainer, initializer.train_state_axes, manager if checkpoint_cfg.save else None, feed,
     evaluation, predictions, concurrent_metrics, actions, first_step, total_steps, model_dir, started,
-    RunMeasures(model, feed.element_spec, partitioner.mesh.devices.flat)
+    RunMeasures(model, feed.element_spec, partitioner.mesh.devices.flat),
+    functools.partial(answered_when_evaluating, model, partitioner, initializer, feed)
   )  # fmt: skip
   _say_header(loop, model, partitioner, train_cfg, checkpoint_cfg, restore_path, fp8)
   if first_step < total_steps:
@@ -188,6 +194,7 @@ class _Loop:
   model_dir: str
   started: float
   measures: RunMeasures
+  answered: Callable[..., contextlib.AbstractContextManager[None]]
 
   def __post_init__(self) -> None:
     self.step = self.first_step
@@ -258,14 +265,15 @@ class _Loop:
   def evaluate(self, step: int) -> None:
     self.watchdog.at(f"evaluating step {step}")
     started = time.monotonic()
-    values = self.evaluation.run(self.trainer)
+    with self.answered(self.evaluation.cfg, is_scoring=True, scope="train_eval/"):
+      values = self.evaluation.run(self.trainer)
     for task, task_values in values.items():
       self.progress.report_evaluation(step, task, task_values)
     self._act(ActionMode.TRAIN_EVAL, values)
     self._collect_predictions()  # of the evaluation before this one
-    self.predictions.run(
-      self.trainer.train_state, self.state_axes, functools.partial(self._show_predictions, step)
-    )
+    show = functools.partial(self._show_predictions, step)
+    with self.answered(self.predictions.cfg, is_scoring=False, scope="infer_eval/"):
+      self.predictions.run(self.trainer.train_state, self.state_axes, show)
     if not self.concurrent_metrics:
       self._collect_predictions()
     self._write("timing/evaluate_seconds", time.monotonic() - started, step)

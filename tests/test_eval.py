@@ -13,12 +13,14 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.unjudged import MetricError
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.out_of_memory import OutOfMemoryError
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.training import Trainer
 
@@ -106,6 +108,19 @@ def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
   assert len(losses) == 2
   assert losses[0] != losses[1]
   assert list((tmp_path / "training_eval" / TASK).glob("events*"))
+
+
+@pytest.mark.slow
+def test_evaluation_without_enough_memory_says_what_would_help(model_dir, tmp_path):
+  large = {"task_feature_lengths": {"inputs": 4096, "targets": 16}, "batch_size": 1024}
+  with limited_memory(10 << 30), pytest.raises(OutOfMemoryError) as raised:
+    run(str(model_dir / "checkpoint_7"), tmp_path, dataset=large)
+  said = str(raised.value)
+  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
+  assert (
+    'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # cuts longer ones off: saves' in said
+  )
+  assert "utils.DatasetConfig.batch_size = " in said
 
 
 @pytest.mark.parametrize(

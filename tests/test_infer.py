@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
@@ -23,6 +25,7 @@ from rosetta_t5.infer import infer
 from rosetta_t5.inference.chunks import FailFastThreadPoolExecutor
 from rosetta_t5.inference.results import merge_chunks_to_file, write_inferences_to_file
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.out_of_memory import OutOfMemoryError
 
 TASK = "pairs_to_infer"
 _HERE = pathlib.Path(__file__).parent
@@ -265,6 +268,20 @@ def test_what_fails_in_a_thread_is_raised_at_the_next_call():
   executor.submit(int, "two")
   with pytest.raises(ValueError, match="invalid literal"):
     executor.shutdown(wait=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["score", "predict"])
+def test_inference_without_enough_memory_says_what_would_help(run, tmp_path, mode):
+  large = {"task_feature_lengths": {"inputs": 4096, "targets": 16}, "batch_size": 1024}
+  with limited_memory(10 << 30), pytest.raises(OutOfMemoryError) as raised:
+    run(tmp_path, large, mode=mode)
+  said = str(raised.value)
+  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
+  # Which saves more, the machine's memory decides: the batch is the largest that fits.
+  names = re.findall(r"^  (\S+) = .*   # .*saves about \S+ [kMG]B$", said, re.MULTILINE)
+  assert set(names[:2]) == {"TASK_FEATURE_LENGTHS", "utils.DatasetConfig.batch_size"}
+  run(tmp_path, {"batch_size": 8}, mode=mode)
 
 
 _OUTPUT = "out/pairs_of_a_killed_run-score.jsonl-00000-of-00001"

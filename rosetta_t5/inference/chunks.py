@@ -28,13 +28,14 @@ class ChunkFolder:
       settings: what decides about their content (batch size, checkpoint, …), as JSON knows it.
 
     Raises:
-      ValueError: an earlier run with other settings has left it.
+      ValueError: an earlier run with other settings has left it, and chunks in it.
     """
     self.path = epath.Path(folder)
     self._name = name
     settings = json.loads(json.dumps(settings))
     file = self.path / _SETTINGS
-    if file.exists():
+    # Without a chunk nothing can be mixed: a run may go on otherwise, as where memory was full.
+    if file.exists() and epath.Path(self.chunk(0) + COMPLETED).exists():
       _check_same(json.loads(file.read_text()), settings, self.path)
     elif jax.process_index() == 0:
       self.path.mkdir(parents=True, exist_ok=True)

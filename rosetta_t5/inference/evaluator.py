@@ -78,6 +78,14 @@ class InferenceEvaluator:
     """The tasks that are evaluated: those that have the split, and metrics."""
     return self._evaluator.eval_tasks
 
+  @property
+  def only_scores(self) -> bool:
+    """Whether the tasks' metrics are of scores alone, so that nothing is predicted."""
+    return all(
+      task.score_metric_fns and not (task.predict_metric_fns or task.predict_with_aux_metric_fns)
+      for task in self.eval_tasks
+    )
+
   def evaluate(self, train_state: Any, train_state_axes: Any) -> Any:
     """Predicts, and computes the metrics in the background.
 

@@ -89,6 +89,57 @@ def activation_bytes(
   return int(examples * ((kept + made_again) * itemsize + 2 * 4 * positions * vocabulary))
 
 
+def inference_bytes(
+  config: Any,
+  lengths: Mapping[str, int],
+  examples: float,
+  model_shards: int,
+  decodes: int | None,
+  loss_chunk_length: int | None = None,
+  over_model: str | None = None,
+) -> dict[str, float]:
+  """Returns roughly what predicting or scoring needs on each device beside the parameters, by what it holds.
+
+  It is what needs most of what comes one after the other: the largest layer's activations; the logits
+  in float32, of predictions with the keys and values of inputs and decodes. Of more than one decode
+  these are there twice, while they change places.
+
+  Args:
+    config: the network's sizes, a `T5Config` or `TransformerConfig`.
+    lengths: see `shapes.input_lengths`.
+    examples: examples that a device works on at once.
+    model_shards: devices that heads, feed-forward units and vocabulary are split over.
+    decodes: beams or samples of each example; None while targets are scored.
+    loss_chunk_length: target positions whose logits exist at a time; None for all.
+    over_model: see `activation_bytes`.
+
+  Raises:
+    AttributeError: the config is of another network.
+  """
+  itemsize, target = jnp.dtype(config.dtype).itemsize, lengths["decoder"]
+  encoder, decoder = _layer_values(config, lengths, model_shards, "none", over_model)
+  # XLA makes log probabilities in the logits' place, unless devices have to sum for them first.
+  copies = 1 + (model_shards > 1)
+  of_position = copies * 4 * examples * config.vocab_size / model_shards
+  if decodes is None:
+    logits = of_position * min(loss_chunk_length or target, target)
+    return _largest(
+      {"activations": examples * itemsize * max(encoder, decoder)}, {"logits": logits}
+    )
+  kept = target * decodes * (1 + (decodes > 1)) + lengths.get("encoder", 0)
+  pair = 2 * config.num_heads / model_shards * config.head_dim * itemsize
+  of_prompts = examples * itemsize * (encoder if "encoder" in lengths else decoder)
+  keys = examples * kept * pair * layers_of(config)["decoder"]
+  return _largest(
+    {"activations": of_prompts}, {"keys and values": keys, "logits": of_position * decodes}
+  )
+
+
+def _largest(*phases: dict[str, float]) -> dict[str, float]:
+  """Of what is needed one after the other, what needs most."""
+  return max(phases, key=lambda phase: sum(phase.values()))
+
+
 def _layer_values(
   config: Any,
   lengths: Mapping[str, int],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,6 +17,8 @@ from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.fitting import USABLE, divisors
 from rosetta_t5.plan.memory import size_text, state_bytes
+
+_Option = TypeVar("_Option")
 
 _SHOWN = 3
 _LOSS_CHUNK = 16
@@ -45,21 +47,37 @@ def answered_when_out_of_memory(
   Raises:
     OutOfMemoryError: in place of XLA's.
   """
+
+  def advice() -> list[str]:
+    mesh = dict(partitioner.mesh.shape)
+    work = work_of(model, partitioner, feed.element_spec, trainer, mesh)
+    state, splits = initializer.global_train_state_shape, initializer.train_state_axes
+    if trainer is not None:
+      return _advice(state, splits, mesh, work)
+    now = state_bytes(state, splits, mesh)
+    return told(now, _splits_of_state(mesh, work, now))
+
+  with answered(advice):
+    yield
+
+
+@contextmanager
+def answered(advice: Callable[[], list[str]]) -> Iterator[None]:
+  """Inside a `with`, turns XLA's error of exhausted memory into one that ends in advice.
+
+  Args:
+    advice: makes its lines.
+
+  Raises:
+    OutOfMemoryError: in place of XLA's.
+  """
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    mesh = dict(partitioner.mesh.shape)
-    work = work_of(model, partitioner, feed.element_spec, trainer, mesh)
-    state, splits = initializer.global_train_state_shape, initializer.train_state_axes
-    if trainer is None:
-      now = state_bytes(state, splits, mesh)
-      advice = _told(now, _splits_of_state(mesh, work, now))
-    else:
-      advice = _advice(state, splits, mesh, work)
     first = str(error).splitlines()[0]
-    raise OutOfMemoryError("\n".join([f"a device's memory is full: {first}", *advice])) from error
+    raise OutOfMemoryError("\n".join([f"a device's memory is full: {first}", *advice()])) from error
 
 
 def work_of(
@@ -85,10 +103,16 @@ def _advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> lis
   except (KeyError, AttributeError):  # A model of the user's own, with inputs of its own.
     return ["Smaller batches, more microbatches or more devices would help."]
   changes = _changes_of_step(state, splits, mesh, work, now)
-  return _told(now, [*changes, *_splits_of_state(mesh, work, now)])
+  return told(now, [*changes, *_splits_of_state(mesh, work, now)])
 
 
-def _told(now: Mapping[str, float], changes: Iterable[tuple[float, str, str]]) -> list[str]:
+def told(now: Mapping[str, float], changes: Iterable[tuple[float, str, str]]) -> list[str]:
+  """Returns lines that say what is needed now, and the changes that save most.
+
+  Args:
+    now: bytes on each device, by what they hold.
+    changes: bytes saved on each device, the line to add, and where that holds.
+  """
   parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
   lines = [
     f"  {line}   # {condition}saves about {size_text(saved)}"
@@ -110,8 +134,7 @@ def _changes_of_step(
   parts = [dataclasses.replace(work, microbatches=n) for n in divisors(work)]
   parts = [each for each in parts if each.microbatches > work.microbatches]
   if parts:
-    # The first that fits, else the most there can be.
-    first = next((each for each in parts if needed(each) <= _room()), parts[-1])
+    first = first_that_fits(parts, needed)
     line = f"trainer.Trainer.num_microbatches = {first.microbatches}"
     yield before - needed(first), line, ""
   policy = getattr(work.config, "remat_policy", "none")
@@ -137,15 +160,20 @@ def _splits_of_state(
     if not work.zero1:
       zero1 = "partitioning.PjitPartitioner.zero1 = True"
       yield now.get("optimizer", 0.0) * (1 - 1 / copies), zero1, ""
-  if copies == 1 or of_state / copies > _room():
+  if copies == 1 or of_state / copies > room():
     # Not with these devices: the first power of two times as many that it fits on.
     doublings = (copies * 2**n for n in itertools.count(1))
-    parts = next(n for n in doublings if of_state / n <= _room())
+    parts = next(n for n in doublings if of_state / n <= room())
     where = f"on {parts * shards * model} devices: "
     yield of_state * (1 - 1 / parts), line.format(parts * shards, tensor), where
 
 
-def _room() -> float:
+def first_that_fits(options: Sequence[_Option], needed: Callable[[_Option], float]) -> _Option:
+  """Returns the first option whose bytes fit into a device, else the last."""
+  return next((each for each in options if needed(each) <= room()), options[-1])
+
+
+def room() -> float:
   """Returns the bytes that a run can use of a device; of the host's memory where that is a CPU."""
   stats = jax.local_devices()[0].memory_stats() or {}
   host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,163 @@
+"""Predictions or scores that do not fit: what is told saves memory, by what XLA says of the compiled programs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+from tiny_models import GPT, T5_1_1, make_batch, make_decoder_only_model, make_model
+
+from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.inference_out_of_memory import Inference, answered_when_evaluating
+from rosetta_t5.plan.out_of_memory import OutOfMemoryError
+from rosetta_t5.training import InferenceState
+
+_WIDE = {"emb_dim": 64, "mlp_dim": 128, "head_dim": 16, "dtype": "bfloat16", "vocab_size": 1024}
+CONFIGS = {
+  "T5": dataclasses.replace(T5_1_1, **_WIDE),
+  "GPT": GPT.replace(**_WIDE, max_length=256),
+}
+_LINE = re.compile(r"^  (\S+) = (.*?)   # (.*)saves about (\S+ [kMG]B)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What a run infers with, by the names that the answer has for it."""
+
+  family: str = "T5"
+  scores: bool = False
+  batch_size: int = 32
+  inputs: int = 64
+  targets: int = 32
+  num_decodes: int = 1
+  num_partitions: int = 1
+  loss_chunk_length: int | None = None
+  dtype: str = "float32"
+
+  def model(self):
+    config = CONFIGS[self.family]
+    make = make_decoder_only_model if self.family == "GPT" else make_model
+    model = make(config if self.family == "GPT" else Transformer(config))
+    model._loss_chunk_length = self.loss_chunk_length
+    # As gin binds an argument.
+    model.predict_batch_with_aux = functools.partial(
+      model.predict_batch_with_aux, num_decodes=self.num_decodes
+    )
+    return model
+
+  def batch(self):
+    if self.family == "T5":
+      return make_batch(self.batch_size, self.inputs, self.targets)
+    names = ("input_tokens", "target_tokens", "loss_weights", "causal_attention")
+    shape = (self.batch_size, self.inputs + self.targets)
+    return {f"decoder_{name}": jnp.ones(shape, jnp.int32) for name in names}
+
+  def run(self):
+    model, batch = self.model(), self.batch()
+    partitioner = PjitPartitioner(num_partitions=self.num_partitions)
+    shapes = {name: value.shape for name, value in batch.items()}
+    state = jax.eval_shape(
+      lambda key: InferenceState.create(model.get_initial_variables(key, shapes)),
+      jax.random.PRNGKey(0),
+    )
+    initializer = types.SimpleNamespace(
+      global_train_state_shape=state, train_state_axes=partitioner.get_mesh_axes(state)
+    )
+    return Inference(model, partitioner, initializer, shapes, self.scores, self.dtype)
+
+  def said(self) -> str:
+    """Returns what is told where a device's memory is full."""
+    with pytest.raises(OutOfMemoryError) as raised, self.run().answered_when_out_of_memory():
+      jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
+    return str(raised.value)
+
+  def bytes(self) -> int:
+    """Returns what XLA says that a device needs."""
+    run = self.run()
+    method = run.model.score_batch if self.scores else run.model.predict_batch_with_aux
+    axes = run.initializer.train_state_axes.params
+    step = run.partitioner.partition(
+      lambda params, batch: method(params, batch),
+      (axes, run.partitioner.data_partition_spec),
+      PartitionSpec(),
+    )
+    params = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype),
+      run.initializer.global_train_state_shape.params,
+    )
+    memory = step.lower(params, self.batch()).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+  def with_line(self, name: str, value: str) -> Setting:
+    name, value = name.rpartition(".")[2], ast.literal_eval(value)
+    changes = value if name == "TASK_FEATURE_LENGTHS" else {name: value}
+    return dataclasses.replace(self, **changes)
+
+
+def told(said: str) -> list[str]:
+  return [name.rpartition(".")[2] for name, *_ in _LINE.findall(said)]
+
+
+@pytest.mark.parametrize(
+  ("setting", "expected"),
+  [
+    pytest.param(
+      Setting(num_decodes=8, inputs=16, targets=128), ["batch_size", "num_decodes"], id="beams"
+    ),
+    pytest.param(Setting(inputs=512), ["TASK_FEATURE_LENGTHS", "batch_size"], id="long inputs"),
+    pytest.param(
+      Setting(scores=True, inputs=8, targets=64), ["loss_chunk_length", "batch_size"], id="scores"
+    ),
+    pytest.param(Setting(batch_size=8, inputs=2, targets=2), ["num_partitions"], id="parameters"),
+    pytest.param(Setting("GPT", num_decodes=8), ["batch_size", "num_decodes"], id="GPT's samples"),
+    pytest.param(
+      Setting("GPT", scores=True), ["loss_chunk_length", "batch_size"], id="GPT's scores"
+    ),
+  ],
+)
+def test_what_is_told_lowers_what_xla_says_that_a_device_needs(setting, expected):
+  said = setting.said()
+  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: ")
+  assert set(expected) <= set(told(said)), said
+  before = setting.bytes()
+  for name, value, *_ in _LINE.findall(said):
+    assert setting.with_line(name, value).bytes() < before, (name, value)
+
+
+def test_an_evaluation_of_a_training_run_is_told_the_scope_of_its_data():
+  run = Setting().run()
+  spec = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in run.shapes.items()}
+  feed, cfg = types.SimpleNamespace(element_spec=spec), types.SimpleNamespace(batch_size=64)
+  parts = (run.model, run.partitioner, run.initializer, feed, cfg)
+  with (
+    pytest.raises(OutOfMemoryError) as raised,
+    answered_when_evaluating(*parts, True, "train_eval/"),
+  ):
+    jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
+  assert "  train_eval/utils.DatasetConfig.batch_size = 32   # saves about" in str(raised.value)
+
+
+def test_parameters_that_do_not_fit_are_answered_with_devices_that_share_them():
+  with (
+    pytest.raises(OutOfMemoryError) as raised,
+    Setting().run().answered_when_out_of_memory(is_restoring=True),
+  ):
+    jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
+  assert told(str(raised.value)) == ["num_partitions"]
+  assert "Estimated on each device: params 920 kB. What" in str(raised.value)
+
+
+def test_a_model_with_inputs_of_its_own_is_told_in_general():
+  with (
+    pytest.raises(OutOfMemoryError, match=r"A smaller batch_size, shorter lengths or more devices"),
+    dataclasses.replace(Setting().run(), shapes={"mine": (8, 4)}).answered_when_out_of_memory(),
+  ):
+    jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
