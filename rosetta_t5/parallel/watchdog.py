@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -49,7 +50,7 @@ class Report:
     seconds: how long it has been doing that, or how long it has been silent.
     stack: its main thread's calls, if it has been at it for long.
     silent: whether it has stopped to report.
-    left: whether it has said that it ends, since another process has failed it.
+    left: whether it has said that it ends: it has done its part, or another process has failed it.
   """
 
   process: int
@@ -66,9 +67,10 @@ def blocking(reports: Mapping[int, Report]) -> list[int]:
 
   The silent ones, or else those whose position fewest share: the others wait in one collective.
   """
+  reports = {process: report for process, report in reports.items() if not report.left}
   silent = [process for process, report in reports.items() if report.silent]
   counts = collections.Counter(report.position for report in reports.values())
-  if silent or len(counts) == 1:
+  if silent or len(counts) < 2:
     return silent
   if 0 < counts[_STARTING] < len(reports):
     return [process for process, report in reports.items() if report.position == _STARTING]
@@ -116,7 +118,7 @@ class Watchdog:
     self._ended = threading.Event()
     self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
     self._noted: dict[int, Report] = {}  # the silent processes that were told of
-    self._failed = False
+    self._failed, self._finished = False, False
     self._thread: threading.Thread | None = None
 
   def __enter__(self) -> Watchdog:
@@ -136,6 +138,7 @@ class Watchdog:
       # It has lost a process, most often: which one, its silence tells.
       self._failed = True
       self._thread.join(_SILENCE_SECONDS + _INTERVAL_S)
+    self._finished = exception is None
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
@@ -185,9 +188,7 @@ class Watchdog:
       beat += 1
       failed = self._failed  # As this beat says it.
       try:
-        client.key_value_set(
-          f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat, failed)), allow_overwrite=True
-        )
+        self._tell(client, beat, left=failed)
         reports = self._reports(client.key_value_dir_get(_KEY))
       except jax.errors.JaxRuntimeError:
         if self._failed:  # The run has left the others.
@@ -210,6 +211,13 @@ class Watchdog:
       if still > warned + self._limit and jax.process_index() == 0:
         warned = still
         print(f"slow: every process has been {self._position} for {still:.0f} s", file=sys.stderr)
+    if self._finished:  # The others may go on for long: the first computes metrics, and writes.
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self._tell(client, beat + 1, left=True)
+
+  def _tell(self, client: Any, beat: int, left: bool) -> None:
+    key, text = f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat, left))
+    client.key_value_set(key, text, allow_overwrite=True)
 
   def _note_silence(self, reports: Mapping[int, Report]) -> None:
     """Names the processes that are not heard of, once each time, long before the run is given up."""
@@ -231,7 +239,7 @@ class Watchdog:
       )
     self._noted = {process: reports[process] for process in sorted(silent)}
 
-  def _own(self, beat: int, failed: bool) -> dict[str, Any]:
+  def _own(self, beat: int, left: bool) -> dict[str, Any]:
     still = time.monotonic() - self._since
     return {
       "beat": beat,
@@ -239,7 +247,7 @@ class Watchdog:
       "position": self._position,
       "seconds": still,
       "stack": _main_stack() if still > self._limit / 2 else "",
-      "left": failed,
+      "left": left,
     }
 
   def _reports(self, entries: list[tuple[str, str]]) -> dict[int, Report]:

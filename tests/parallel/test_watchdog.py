@@ -56,6 +56,12 @@ def test_a_silent_process_holds_up_the_others_wherever_it_stood():
   assert blocking(reports) == [1]
 
 
+def test_who_has_done_its_part_holds_up_nobody():
+  finished = Report(1, "here", "saving step 3", 9000.0, left=True)
+  assert blocking({0: report(0, "evaluating step 3"), 1: finished}) == []
+  assert blocking({1: finished}) == []
+
+
 def test_a_run_is_stalled_only_when_nobody_moves():
   slow = report(0, "saving step 0", seconds=31)
   assert not is_stalled({0: slow, 1: report(1, "computing step 1", seconds=1)}, limit=30)
@@ -81,7 +87,7 @@ def test_the_time_before_a_run_begins_is_no_stall():
   watchdog = Watchdog(seconds=30)
   watchdog._since -= 1000
   with watchdog:
-    assert watchdog._own(beat=1, failed=False)["seconds"] < 30
+    assert watchdog._own(beat=1, left=False)["seconds"] < 30
 
 
 def _of(error: Exception, cause: Exception) -> Exception:
@@ -184,3 +190,32 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_both_end(tmp_path):
   assert f"process id {second.pid}): waiting for the batch of step" in said
   assert "Process 1 stands at:" in said
   assert "/data/feed.py" in said.partition("Process 1 stands at:")[2]
+
+
+_PARTS = """
+import sys, time
+import jax
+from rosetta_t5.parallel import Watchdog
+port, index = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(index))
+with Watchdog() as watchdog:
+  watchdog.at("evaluating")
+  time.sleep(8 if index == "1" else 35)
+time.sleep(27 if index == "1" else 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_done_its_part_is_not_missed_by_one_that_goes_on():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", _PARTS, port, str(index)], stderr=subprocess.PIPE, text=True
+    )
+    for index in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in processes]
+  assert [process.returncode for process in processes] == [0, 0], said
+  assert "silent" not in "".join(said)
