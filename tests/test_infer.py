@@ -351,7 +351,7 @@ def test_killed_processes_go_on_where_they_were(tmp_path, request, count):
   ("lost", "text"),
   [
     (0, "Terminating process because the JAX distributed service detected fatal errors"),
-    (1, "while this process was inferring chunk 3. The log over there may tell why"),
+    (1, r"while this process was inferring chunk [34]\. The log over there may tell why"),
   ],
 )
 def test_one_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
@@ -365,13 +365,14 @@ def test_one_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
   said = processes[1 - lost].communicate(timeout=60)[0]
   processes[lost].communicate()
   assert processes[1 - lost].returncode not in (0, -signal.SIGKILL)
-  assert text in said
+  assert re.search(text, said), said[-3000:]
   if lost:
     assert f"error: this run has lost process 1 ({socket.gethostname()}, process id" in said
     assert "Traceback" not in said
     assert said.rstrip().endswith("(--debug shows where this was raised)")
-  going_on = f"going on after {2 if lost == 0 else 3} chunks"
-  assert going_on in _finish(_start(2, tmp_path))
+  # The one that is left writes what it has, which may be a chunk more.
+  going_on = "going on after [34] chunks" if lost else "going on after 2 chunks"
+  assert re.search(going_on, _finish(_start(2, tmp_path)))
   assert (tmp_path / _OUTPUT).read_text() == whole_of_two
 
 
