@@ -115,9 +115,7 @@ def evaluate(
     for state, path in _restored(states, fitting):
       started = time.monotonic()
       if trainer is not None:
-        trainer.train_state = state
-        with dataclasses.replace(fitting, is_scoring=True).answered_when_out_of_memory():
-          loss.run(trainer)
+        _measure_loss(loss, trainer, state, fitting)
       with fitting.answered_when_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
@@ -151,13 +149,19 @@ class _Evaluated:
 
 
 def _restored(states: Iterator[tuple[Any, str]], fitting: Inference) -> Iterator[tuple[Any, str]]:
-  """Yields what `states` does."""
+  """Yields what `states` does; a full memory is answered."""
   while True:
     with fitting.answered_when_out_of_memory(is_restoring=True):
       found = jax.block_until_ready(next(states, None))
     if found is None:
       return
     yield found
+
+
+def _measure_loss(loss: LossEvaluation, trainer: Any, state: Any, fitting: Inference) -> None:
+  trainer.train_state = state
+  with dataclasses.replace(fitting, is_scoring=True).answered_when_out_of_memory():
+    loss.run(trainer)
 
 
 def _those_to_evaluate(

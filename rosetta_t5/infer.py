@@ -29,6 +29,8 @@ from rosetta_t5.plan import Inference, describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 
+_METHODS = {"predict": "predict_batch", "score": "score_batch"}
+
 
 def infer(
   *,
@@ -108,29 +110,18 @@ def infer(
     input_types={name: np.dtype(x.dtype.as_numpy_dtype) for name, x in spec.items()},
     partitioner=partitioner,
   )
-  init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
   fitting = Inference(
-    model,
-    partitioner,
-    initializer,
-    shapes,
-    is_scoring=mode == "score",
-    dtype=restore_checkpoint_cfg.dtype,
+    model, partitioner, initializer, shapes, mode == "score", restore_checkpoint_cfg.dtype
   )
-  with fitting.answered_when_out_of_memory(is_restoring=True):
-    state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
-    jax.block_until_ready(state)
-  if state is None:
-    raise ValueError(_no_checkpoint_text(restore_checkpoint_cfg))
+  state = _restored(initializer, restore_checkpoint_cfg, fallback_init_rng, fitting)
   if shard_id == 0:
     summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
     info_file = os.path.join(output_dir, "model-info.txt")
     log_model_info(info_file, initializer.global_train_state_shape, partitioner)
 
-  methods = {"predict": "predict_batch", "score": "score_batch"}
   infer_fn = functools.partial(
     get_infer_fn(
-      getattr(model, methods.get(mode, "predict_batch_with_aux")),
+      getattr(model, _METHODS.get(mode, "predict_batch_with_aux")),
       dataset_cfg.batch_size,
       initializer.train_state_axes,
       partitioner,
@@ -141,17 +132,17 @@ def infer(
     train_state=state,
   )
   shard = f"{shard_id:05}-of-{num_shards:05}"
+  settings = _settings(
+    mode, dataset_cfg, checkpoint_period, restore_checkpoint_cfg, state.step, input_length_buckets
+  )
   with Watchdog() as watchdog:
     for task in examples.tasks:
       file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
       if file.is_complete():
         console.say(f"{file.path} is complete: nothing was left to do")
         continue
-      folder = ChunkFolder(
-        os.path.join(output_dir, f"tmp-{task.name}-{shard}"), file.name,
-        _settings(mode, dataset_cfg, checkpoint_period, restore_checkpoint_cfg, int(state.step))
-        | ({"infer.input_length_buckets": list(input_length_buckets)} if input_length_buckets else {}),
-      )  # fmt: skip
+      chunks_dir = os.path.join(output_dir, f"tmp-{task.name}-{shard}")
+      folder = ChunkFolder(chunks_dir, file.name, settings)
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
       write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)
       chunks = functools.partial(examples.chunks, task, checkpoint_period * dataset_cfg.batch_size)
@@ -163,6 +154,20 @@ def infer(
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `infer` as the command line and its gin files say (`python -m t5x.infer`)."""
   config.run_from_command_line(infer, argv, describe_run)
+
+
+def _restored(
+  initializer: Any,
+  cfg: checkpoints.RestoreCheckpointConfig,
+  fallback_init_rng: int | None,
+  fitting: Inference,
+) -> Any:
+  init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
+  with fitting.answered_when_out_of_memory(is_restoring=True):
+    state = jax.block_until_ready(initializer.from_checkpoint([cfg], init_rng=init_rng))
+  if state is None:
+    raise ValueError(_no_checkpoint_text(cfg))
+  return state
 
 
 def _infer_task(
@@ -254,9 +259,11 @@ def _settings(
   cfg: data.DatasetConfig,
   checkpoint_period: int,
   restore_cfg: checkpoints.RestoreCheckpointConfig,
-  step: int,
+  step: Any,
+  input_length_buckets: Sequence[int] | None,
 ) -> dict[str, Any]:
   """What decides about the content of the chunks."""
+  buckets = input_length_buckets
   return {
     "infer.mode": mode,
     "infer.checkpoint_period": checkpoint_period,
@@ -265,7 +272,8 @@ def _settings(
     "DatasetConfig.task_feature_lengths": dict(cfg.task_feature_lengths),
     "RestoreCheckpointConfig.path": str(restore_cfg.path),
     "RestoreCheckpointConfig.dtype": str(restore_cfg.dtype),
-    "the checkpoint's step": step,
+    "the checkpoint's step": int(step),
+    **({"infer.input_length_buckets": list(buckets)} if buckets else {}),
   }
 
 

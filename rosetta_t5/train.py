@@ -19,11 +19,7 @@ from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvalu
 from rosetta_t5.networks.computation import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
-from rosetta_t5.plan import (
-  answered_when_evaluating,
-  answered_when_out_of_memory,
-  describe_run,
-)
+from rosetta_t5.plan import answered_when_evaluating, answered_when_out_of_memory, describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -168,8 +164,7 @@ def train(
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
       with automatic_garbage_collection(on=not gc_period):
         loop.run(checkpoint_cfg.save, eval_period, stats_period, gc_period, run_eval_before_training)  # fmt: skip
-  loop.finish()
-  return int(trainer.train_state.step), trainer.train_state
+  return loop.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -286,8 +281,11 @@ class _Loop:
     if (values := self.predictions.collect()) is not None:
       self._act(ActionMode.INFER_EVAL, values)
 
-  def finish(self) -> None:
+  def finish(self) -> tuple[int, TrainState]:
     """Waits for what is written in the background, and says where everything is.
+
+    Returns:
+      (updates made, the train state at the end).
 
     Raises:
       Interrupted: a signal ended the run, and a job manager is to be told.
@@ -312,6 +310,8 @@ class _Loop:
     if self.trainer.stopped_at is not None:
       console.say(f"interrupted  after step {self.step}: the same command goes on from there")
       raise Interrupted(self.step)
+    state = self.trainer.train_state
+    return int(state.step), state
 
   def _act(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
     if run_actions(mode, self.actions, self.trainer.train_state, values):
