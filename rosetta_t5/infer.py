@@ -141,8 +141,7 @@ def infer(
       if file.is_complete():
         console.say(f"{file.path} is complete: nothing was left to do")
         continue
-      chunks_dir = os.path.join(output_dir, f"tmp-{task.name}-{shard}")
-      folder = ChunkFolder(chunks_dir, file.name, settings)
+      folder = ChunkFolder(f"{output_dir}/tmp-{task.name}-{shard}", file.name, settings)
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
       write = functools.partial(_write_chunk, folder, write_fn, mode, vocabulary)
       chunks = functools.partial(examples.chunks, task, checkpoint_period * dataset_cfg.batch_size)
