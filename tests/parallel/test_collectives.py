@@ -189,5 +189,6 @@ def test_what_is_split_by_position_takes_less_room_by_at_least_what_plan_says(mo
     temporaries.append(compiled_step(partitioner, wide)[0].memory_analysis().temp_size_in_bytes)
     over_model = split_over_model(partitioner)
     sizes.append(memory.activation_bytes(wide, lengths, 4, 4, over_model=over_model))
-  # XLA needs room besides for what it works on: of jax 0.10 less than of 0.11.
-  assert 0.25 < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1
+  # XLA needs room besides for what it works on, that of jax 0.11 more.
+  least = 0.25 if jax.__version_info__ >= (0, 11) else 0.4
+  assert least < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1

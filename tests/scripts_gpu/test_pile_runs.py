@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow
 import pytest
 from inline_executor import Here
+from prepared_text import prepared_gin
 
 from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.data.prepared import prepare
@@ -132,16 +133,7 @@ def test_what_two_processes_pretrained_on_the_pile_is_finetuned_in_a_folder_of_i
 def test_two_processes_have_the_losses_of_one_on_prepared_text(scripts, tmp_path, data):
   tokens, files = tmp_path / "tokens", f"{data}/files/the_pile/train/*.jsonl.zst"
   prepare(files, str(data / "vocabulary.model"), tokens, executor=Here())
-  (tmp_path / "prepared.gin").write_text(f"""
-from __gin__ import dynamic_registration
-import seqio
-from rosetta_t5 import data
-MIXTURE_OR_TASK_NAME = @data.prepared_task()
-MIXTURE_OR_TASK_MODULE = None
-data.prepared_task.folders = ['{tokens}']
-seqio.SentencePieceVocabulary.sentencepiece_model_file = '{tokens}/vocabulary.model'
-seqio.SentencePieceVocabulary.extra_ids = 100
-""")
+  (tmp_path / "prepared.gin").write_text(prepared_gin(tokens))
   flags = (f"--gin_file={tmp_path}/prepared.gin", _LENGTHS)
   arguments = ("tiny", "float32", "1", "8", "logs", "one", "0", "0")
   one = scripts.one("singlenode_pretrain_pile.sh", *arguments, flags=flags)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from inline_executor import Here
+from prepared_text import prepared_gin
 from slurm_cluster import Cluster, cluster, missing
 
 from rosetta_t5.checkpoints import all_steps
@@ -94,16 +95,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   model = folder / "pieces.model"
   model.write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=18))
   prepare(str(folder / "text.txt"), str(model), folder / "tokens", executor=Here())
-  (folder / "prepared.gin").write_text(f"""
-from __gin__ import dynamic_registration
-import seqio
-from rosetta_t5 import data
-MIXTURE_OR_TASK_NAME = @data.prepared_task()
-MIXTURE_OR_TASK_MODULE = None
-data.prepared_task.folders = ['{folder}/tokens']
-seqio.SentencePieceVocabulary.sentencepiece_model_file = '{folder}/tokens/vocabulary.model'
-seqio.SentencePieceVocabulary.extra_ids = 100
-""")
+  (folder / "prepared.gin").write_text(prepared_gin(folder / "tokens"))
   return (f"--gin_file={folder}/prepared.gin",)
 
 
