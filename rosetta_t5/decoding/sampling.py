@@ -210,7 +210,7 @@ def _sample(
     return tokens_B, _picked_log_prob(scaled_BV if rescale_log_probs else logits_BV, tokens_B)
 
   def greedy() -> tuple[jax.Array, jax.Array]:
-    tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    tokens_B = beams.top_k_two_stage(logits_BV, 1)[1][:, 0]
     if rescale_log_probs:
       return tokens_B, jnp.zeros(tokens_B.shape, jnp.float32)
     return tokens_B, _picked_log_prob(logits_BV, tokens_B)

@@ -13,7 +13,8 @@ from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
-from rosetta_t5.models.decode_call import call_decode_fn
+from rosetta_t5.models.decode_call import accepts, call_decode_fn
+from rosetta_t5.networks.cache import KEPT
 from rosetta_t5.training import losses
 
 _MASK = "decoder_causal_attention"
@@ -120,11 +121,15 @@ class DecoderOnlyModel(BaseTransformerModel):
     )
 
   def _compute_logits_from_slice(
-    self, decoding_state: Any, params: PyTree, max_decode_length: int
+    self,
+    decoding_state: Any,
+    params: PyTree,
+    max_decode_length: int,
+    kept_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every decode, [B·N, V], and the new cache."""
     logits, variables = self.module.apply(
-      {"params": params, "cache": decoding_state.cache},
+      {"params": params, "cache": decoding_state.cache, **(kept_variables or {})},
       decoding_state.cur_token,
       decoding_state.cur_token,
       enable_dropout=False,
@@ -164,6 +169,20 @@ class DecoderOnlyModel(BaseTransformerModel):
       mutable=["cache"],
     )
     return variables["cache"], lengths_B
+
+  def _kept_variables(self, params: PyTree, cache: PyTree, tokens_BT: jax.Array) -> PyTree:
+    """Returns what a step computes that is the same in every step; {} if there is no such thing."""
+    token_B1 = tokens_BT[:, :1]
+    _, variables = self.module.apply(
+      {"params": params, "cache": cache},
+      token_B1,
+      token_B1,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=tokens_BT.shape[1],
+      mutable=["cache", KEPT],
+    )
+    return {name: variables[name] for name in (KEPT,) if name in variables}
 
   def predict_batch_with_aux(
     self,
@@ -207,6 +226,9 @@ class DecoderOnlyModel(BaseTransformerModel):
       "cache_offset": int(getattr(self.module, "scan_layers", False)),
       "initial_index": lengths_B,
     }
+    kept: dict[str, Any] = {}
+    if accepts(self._compute_logits_from_slice, "kept_variables"):
+      kept["kept_variables"] = self._kept_variables(params, cache, inputs_BT)
     decodes_BNT, scores_BN = call_decode_fn(
       self.decode_fn,  # type: ignore[arg-type]
       decoder_params,
@@ -215,7 +237,10 @@ class DecoderOnlyModel(BaseTransformerModel):
       inputs=inputs_BT,
       cache=cache,
       tokens_to_logits=functools.partial(
-        self._compute_logits_from_slice, params=params, max_decode_length=inputs_BT.shape[1]
+        self._compute_logits_from_slice,
+        params=params,
+        max_decode_length=inputs_BT.shape[1],
+        **kept,
       ),
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,

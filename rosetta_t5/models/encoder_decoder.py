@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.decode_call import accepts, call_decode_fn
-from rosetta_t5.networks.attention import ENCODED
+from rosetta_t5.networks.cache import KEPT
 from rosetta_t5.training import losses
 
 
@@ -137,11 +137,11 @@ class EncoderDecoderModel(BaseTransformerModel):
     encoded_inputs: jax.Array,
     raw_inputs: jax.Array,
     max_decode_length: int,
-    encoded_variables: PyTree | None = None,
+    kept_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
     logits, variables = self.module.apply(
-      {"params": params, "cache": decoding_state.cache, **(encoded_variables or {})},
+      {"params": params, "cache": decoding_state.cache, **(kept_variables or {})},
       encoded_inputs,
       raw_inputs,
       decoding_state.cur_token,
@@ -192,12 +192,12 @@ class EncoderDecoderModel(BaseTransformerModel):
     )
     return variables["cache"], lengths_B
 
-  def _encoded_variables(
+  def _kept_variables(
     self, params: PyTree, cache: PyTree, encoded_BSD: jax.Array, inputs_BS: jax.Array, length: int
   ) -> PyTree:
-    """Returns what attention to the inputs computes of them alone, to be the same in every step.
+    """Returns what a step computes that is the same in every step, one for all beams of an example.
 
-    It is one for all beams of an example. A network that keeps nothing of the kind gives {}.
+    A network that keeps nothing of the kind gives {}.
     """
     tokens_B1 = jnp.zeros((inputs_BS.shape[0], 1), jnp.int32)
     _, variables = self.module.apply(
@@ -209,10 +209,10 @@ class EncoderDecoderModel(BaseTransformerModel):
       enable_dropout=False,
       decode=True,
       max_decode_length=length,
-      mutable=["cache", ENCODED],
+      mutable=["cache", KEPT],
       method=self.module.decode,
     )
-    return {name: variables[name] for name in (ENCODED,) if name in variables}
+    return {name: variables[name] for name in (KEPT,) if name in variables}
 
   def predict_batch_with_aux(
     self,
@@ -263,11 +263,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     if initial_index is not None:
       optional["initial_index"] = initial_index
     kept: dict[str, Any] = {}
-    if accepts(self._compute_logits_from_slice, "encoded_variables"):
+    if accepts(self._compute_logits_from_slice, "kept_variables"):
       length = prompts_BT.shape[1]
-      kept["encoded_variables"] = self._encoded_variables(
-        params, cache, encoded_BSD, inputs_BS, length
-      )
+      kept["kept_variables"] = self._kept_variables(params, cache, encoded_BSD, inputs_BS, length)
     decodes_BNT, scores_BN = call_decode_fn(
       decode_fn,
       decoder_params,

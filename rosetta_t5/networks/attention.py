@@ -14,14 +14,12 @@ from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
 from rosetta_t5.networks import cache
 from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
+from rosetta_t5.networks.cache import KEPT
 from rosetta_t5.networks.dense import DenseGeneral, Initializer, Product, matrix_product
 from rosetta_t5.networks.rotary import rotated
 from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 _HEADS = ("batch", "length", "heads", "kv")
-# The collection of keys and values that cross-attention made of the encoded inputs. Where it is
-# mutable they are put there; where it is given they are taken from it, for all of an example's beams.
-ENCODED = "encoded"
 
 
 def _dropout_scale(key: Array, rate: float, k_BSHK: Array, dtype: Any) -> jax.Array:
@@ -169,7 +167,7 @@ class MultiHeadDotProductAttention(nn.Module):
         k_BSHK, v_BSHK, mask, bias, prefill, prefill_lengths
       )
     value_scale = None if deterministic else self._dropout_scale(k_BSHK)
-    is_step = q_BTHK.shape[1] == 1 and (decode or self.has_variable(ENCODED, "key"))
+    is_step = q_BTHK.shape[1] == 1 and (decode or self.has_variable(KEPT, "keys"))
     attend = self._attend_in_step if is_step else self._attend
     outputs_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, bias, mask, value_scale)
     if self.transpose_batch_sequence:
@@ -198,11 +196,11 @@ class MultiHeadDotProductAttention(nn.Module):
     query = self._projection("query", self.kernel_init if self.scale_queries else divided_init)
     key, value = (self._projection(name, self.kernel_init) for name in ("key", "value"))
     logit_scale = depth_scale if self.scale_attn_logits else None
-    if self.has_variable(ENCODED, "key"):
+    if self.has_variable(KEPT, "keys"):
       q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
       if self.transpose_batch_sequence:
         q_BTHK = q_BTHK.swapaxes(0, 1)
-      kept: list[jax.Array] = [self.get_variable(ENCODED, name) for name in ("key", "value")]
+      kept: list[jax.Array] = [self.get_variable(KEPT, name) for name in ("keys", "values")]
       # Without the barrier XLA transposes them before the loop and back again in every step.
       k_BSHK, v_BSHK = cache.by_position(*jax.lax.optimization_barrier(kept))
       return [with_sharding_constraint(q_BTHK, _HEADS), k_BSHK, v_BSHK]
@@ -218,9 +216,9 @@ class MultiHeadDotProductAttention(nn.Module):
       heads = [x_TBHK.swapaxes(0, 1) for x_TBHK in heads]
     heads = [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
     is_cross = inputs_q is not inputs_kv
-    if is_cross and self.is_mutable_collection(ENCODED) and not self.is_initializing():
-      self.put_variable(ENCODED, "key", cache.keys_kept(heads[1]))
-      self.put_variable(ENCODED, "value", cache.values_kept(heads[2]))
+    if is_cross and self.is_mutable_collection(KEPT) and not self.is_initializing():
+      self.put_variable(KEPT, "keys", cache.keys_kept(heads[1]))
+      self.put_variable(KEPT, "values", cache.values_kept(heads[2]))
     return heads
 
   def _fused(

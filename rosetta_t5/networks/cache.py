@@ -1,8 +1,12 @@
-"""The keys and values that decoding keeps: keys [batch, heads, kv, length], values [batch, heads, length, kv].
+"""What decoding keeps: keys [batch, heads, kv, length], values [batch, heads, length, kv], kernels.
 
 So both products of one query, or of a few beams', read the cache as it lies, and fast. (T5X has the
 length last in both: on a CPU values are then read at half the speed, and each number that a step writes
 goes to a cache line of its own.)
+
+KEPT is the collection of what is the same in every step: the keys and values that cross-attention made
+of the encoded inputs, one for all of an example's beams, and kernels as a CPU reads them fastest. Where
+it is mutable they are put there; where it is given they are taken from it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+KEPT = "kept"
 
 
 def keys_kept(k_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
+from rosetta_t5.networks.cache import KEPT
 from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 Initializer = Callable[..., Array]
@@ -104,9 +105,18 @@ class DenseGeneral(nn.Module):
       return kernel, bias
     row_shape = kept if self.transpose_batch_sequence else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
-    product = self.make_product() if self.make_product else matrix_product
+    product = self.make_product() if self.make_product else self._product
     outputs = product(rows, kernel).reshape(*kept, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(kept) + features)
+
+  def _product(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """Returns x·w; the kernel is kept for the steps of a decode, or taken as it was kept."""
+    if self.has_variable(KEPT, "kernel"):
+      return product_of_few_rows(x_NI, self.get_variable(KEPT, "kernel"))
+    keeps = self.is_mutable_collection(KEPT) and not self.is_initializing()
+    if keeps and is_few_rows_on_cpu(x_NI):
+      self.put_variable(KEPT, "kernel", w_IO.T)
+    return matrix_product(x_NI, w_IO)
 
   def _bias(self, features: tuple[int, ...]) -> jax.Array:
     """Returns the bias, which is stored as a vector, for each output."""
@@ -151,6 +161,23 @@ def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Arra
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
+
+
+def is_few_rows_on_cpu(x_NI: Float[Array, "*N I"]) -> bool:
+  """Tells whether `product_of_few_rows` is the faster product: for up to 256 rows, on a CPU."""
+  return jax.default_backend() == "cpu" and math.prod(x_NI.shape[:-1]) <= 256
+
+
+def product_of_few_rows(
+  x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]
+) -> Float[Array, "*N O"]:
+  """Returns x·wᵀ, computed as w·xᵀ: XLA on a CPU rearranges the second of two factors.
+
+  Where rows are few, w·xᵀ takes three quarters of the time of x·w. Without the barrier XLA would turn
+  it round again.
+  """
+  y_ON = jnp.tensordot(w_OI, x_NI, axes=((-1,), (-1,)))
+  return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
 
 
 def activation_axes(last: str, transpose_batch_sequence: bool) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.networks.dense import Initializer
+from rosetta_t5.networks.dense import Initializer, is_few_rows_on_cpu, product_of_few_rows
 from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -74,7 +74,11 @@ class Embed(nn.Module):
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Returns the products of `query` with every row: logits tied to the embedding."""
     dtype = self.attend_dtype or self.dtype
-    return jnp.dot(query, jnp.asarray(self.embedding, dtype).T)
+    table_VD = jnp.asarray(self.embedding, dtype)
+    is_step = query.ndim > 1 and query.shape[-2] == 1  # of a decode
+    if is_step and is_few_rows_on_cpu(query):
+      return product_of_few_rows(query, table_VD)
+    return jnp.dot(query, table_VD.T)
 
 
 # XLA's products count with 32 bits.

@@ -10,7 +10,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
-from rosetta_t5.networks.attention import ENCODED
+from rosetta_t5.networks.cache import KEPT
 
 
 def scanned_stack(
@@ -34,7 +34,7 @@ def scanned_stack(
       variable_axes={
         "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
         "cache": 0,
-        ENCODED: 0,
+        KEPT: 0,
         "intermediates": 0,
         OVERWRITE_WITH_GRADIENT: 0,
       },

@@ -91,3 +91,20 @@ def test_top_k_is_the_same_for_long_rows_with_ties():
   want = np.argsort(-np.asarray(x), axis=1, kind="stable")[:, :4]
   np.testing.assert_array_equal(indices, want)
   np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(x), want, 1))
+
+
+def test_top_k_of_a_long_row_with_fewer_numbers_than_k_takes_the_first_infinities():
+  x = np.full((2, 3000), -np.inf, np.float32)
+  x[0, [2999, 7]] = 1.0, 2.0
+  values, indices = decoding.top_k_two_stage(jnp.asarray(x), 4)
+  np.testing.assert_array_equal(indices, [[7, 2999, 0, 1], [0, 1, 2, 3]])
+  np.testing.assert_array_equal(values, np.take_along_axis(x, np.asarray(indices), 1))
+
+
+@pytest.mark.parametrize("size", [1023, 1024, 1025])
+def test_top_k_tells_of_a_nan_wherever_it_is(size):
+  x = np.zeros((1, size), np.float32)
+  x[0, -1] = np.nan
+  values, indices = decoding.top_k_two_stage(jnp.asarray(x), 4)
+  assert np.isnan(values[0, 0])
+  assert indices[0, 0] == size - 1

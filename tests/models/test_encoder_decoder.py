@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import T5_1_1, VOCAB, Bigram, make_batch, make_model, params_of, variables
+from tiny_models import (
+  DECODER_ONLY,
+  T5_1_1,
+  VOCAB,
+  Bigram,
+  decoder_only_params,
+  make_batch,
+  make_decoder_only_model,
+  make_model,
+  params_of,
+  variables,
+)
 
 from rosetta_t5.decoding import DecodingState, beam_search
 from rosetta_t5.models import DecoderParams, get_input_vocabulary, get_output_vocabulary
@@ -155,6 +166,22 @@ def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
   written = [rest for operation, rest in made if operation != "get-tuple-element"]
   assert len(written) == 2, "each is written once, in place"
   assert all("dynamic_update_slice" in rest for rest in written), written
+
+
+@pytest.mark.parametrize(
+  ("model", "params", "kernels"),
+  [
+    (make_model(), params_of(T5_1_1), 10),
+    (make_decoder_only_model(), decoder_only_params(DECODER_ONLY), 2 * 7 + 1),
+  ],
+  ids=["encoder-decoder", "decoder-only"],
+)
+def test_every_projection_of_a_step_has_its_kernel_as_it_was_kept(model, params, kernels):
+  batch = BATCH | {"decoder_causal_attention": jnp.zeros((4, 6), jnp.int32).at[:, :2].set(1)}
+  text = jax.jit(model.predict_batch_with_aux).lower(params, batch).as_text()
+  # [outputs, rows] of the few rows' product; the encoder's and the prompts' are [rows, outputs].
+  products = re.findall(r"optimization_barrier %\S+ : tensor<\d+x4(?:x1)?xf32>", text)
+  assert len(products) == kernels
 
 
 def handed_to_decoder(**options):

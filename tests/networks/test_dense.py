@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rosetta_t5.networks.cache import KEPT
 from rosetta_t5.networks.dense import DenseGeneral, MlpBlock, activation_function
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)), jnp.float32)
@@ -74,3 +75,20 @@ def test_activation_that_does_not_exist_is_named_with_others():
 
 def test_activation_may_be_a_function():
   assert activation_function(jnp.tanh) is jnp.tanh
+
+
+def test_a_kernel_kept_for_decoding_is_the_one_that_multiplies():
+  module = DenseGeneral((2, 3), axis=(-2, -1))
+  params = module.init(jax.random.PRNGKey(0), X)["params"]
+  expected, kept = module.apply({"params": params}, X, mutable=[KEPT])
+  np.testing.assert_array_equal(kept[KEPT]["kernel"], params["kernel"].T)
+  np.testing.assert_allclose(module.apply({"params": params} | kept, X), expected, atol=1e-6)
+  doubled = jax.tree.map(lambda x: 2 * x, kept)
+  np.testing.assert_allclose(module.apply({"params": params} | doubled, X), 2 * expected, atol=1e-5)
+
+
+def test_many_rows_keep_no_kernel_as_training_has_them():
+  module, rows = DenseGeneral(7), jnp.zeros((257, 5))
+  params = module.init(jax.random.PRNGKey(0), rows)["params"]
+  _, kept = module.apply({"params": params}, rows, mutable=[KEPT])
+  assert not kept
