@@ -106,6 +106,30 @@ def test_line_tells_samples_rate_and_norms_as_tensorboard_has_them(finished):
   assert told[3] == pytest.approx(np.sqrt(sum(squares)), rel=1e-3)
 
 
+def test_lengths_in_samples_give_the_run_that_they_give_in_steps(finished, tmp_path):
+  in_samples = {  # of 8 a step
+    "TRAIN_STEPS": 24,
+    "utils.SaveCheckpointConfig.period": 16,
+    "utils.create_learning_rate_scheduler.warmup_steps": 80_000,
+  }
+  bindings = [
+    binding
+    for scope, (length, samples) in enumerate(in_samples.items())
+    for binding in (
+      f"{length} = @length_{scope}/gin_utils.steps_of()",
+      f"length_{scope}/gin_utils.steps_of.samples = {samples}",
+    )
+  ]
+  status, said, err = start(tmp_path / "run", *bindings)
+  assert status == 0, err
+  assert _STEP.findall(said) == _STEP.findall(finished[1])
+  model_dirs = (finished[0], tmp_path / "run")
+  ours, theirs = (read_arrays(folder / "checkpoint_3") for folder in model_dirs)
+  assert ours.keys() == theirs.keys()
+  for name, value in ours.items():
+    np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
 def files(folder):
   return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
