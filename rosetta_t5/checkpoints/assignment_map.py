@@ -44,31 +44,36 @@ def apply_assignment_map(
     return dict(ckpt_optimizer_state)
   stored = flatten_state_dict(ckpt_optimizer_state)
   names = list(flatten_state_dict(optimizer_state))
+  ruled, used = _by_rules(names, assignment_map, stored)
+  unused = [pair for number, pair in enumerate(assignment_map) if number not in used]
+  if require_all_rules_match and unused:
+    raise ValueError(_no_match(unused, names))
+  taken = set(ruled.values())
+  kept = {n: leaf for n, leaf in stored.items() if n not in taken and ruled.get(n, n) is not None}
+  # A name of the model that no rule moved keeps its value, even one that another name took as well.
+  same = {n: stored[n] for n in names if n in stored and n not in ruled}
+  moved = {name: stored[source] for name, source in ruled.items() if source is not None}
+  for name in moved:
+    _log.info("assignment_map: %s takes %s", name, ruled[name])
+  return unflatten_state_dict({**kept, **same, **moved})
+
+
+def _by_rules(
+  names: Sequence[str], assignment_map: AssignmentMap, stored: Mapping[str, Any]
+) -> tuple[dict[str, str | None], set[int]]:
+  """Returns what each name that a rule matches takes, None for nothing; and which rules matched."""
   rules = [(re.compile(pattern), replacement) for pattern, replacement in assignment_map]
-  sources: dict[str, str] = {}
-  left_out, used = set(), set()
+  ruled: dict[str, str | None] = {}
+  used = set()
   for name in names:
     number, source = _first_match(rules, name)
     if number is None:
       continue
-    used.add(number)
-    if source is None:
-      left_out.add(name)
-    elif source in stored:
-      sources[name] = source
-    else:
+    if source is not None and source not in stored:
       raise ValueError(_no_source(name, source, assignment_map[number], stored))
-  unused = [pair for number, pair in enumerate(assignment_map) if number not in used]
-  if require_all_rules_match and unused:
-    raise ValueError(_no_match(unused, names))
-  taken = set(sources.values())
-  kept = {n: leaf for n, leaf in stored.items() if n not in taken and n not in left_out}
-  # A name of the model that no rule moved keeps its value, even one that another name took as well.
-  same = {n: stored[n] for n in names if n in stored and n not in sources and n not in left_out}
-  moved = {name: stored[source] for name, source in sources.items()}
-  for name, source in sources.items():
-    _log.info("assignment_map: %s takes %s", name, source)
-  return unflatten_state_dict({**kept, **same, **moved})
+    used.add(number)
+    ruled[name] = source
+  return ruled, used
 
 
 def _first_match(

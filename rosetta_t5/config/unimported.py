@@ -208,21 +208,25 @@ def _find(module: str, name: str) -> Any:
   """What a module has under a name: a stand-in for a function, class, module or value; or None."""
   if _exists(f"{module}.{name}"):
     return StandIn(f"{module}.{name}")
-  for node in _at_once(_body(module)):
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-      return _callable(node, module)
-    if isinstance(node, ast.ImportFrom):
-      found = _find_imported(node, module, name)
-      if found is not None:
-        return found
-    if isinstance(node, ast.Import):
-      for alias in node.names:
-        if name == (alias.asname or alias.name.split(".")[0]):
-          bound = alias.name if alias.asname else name
-          return StandIn(bound) if _exists(bound) else None
-    if isinstance(node, ast.Assign) and name in {ast.unparse(target) for target in node.targets}:
-      return _find_assigned(node.value, module) or NotMade(f"{module}.{name}", {})
-  return NotMade(f"{module}.{name}", {}) if name in _names(module) else None
+  made = (_made_by(node, module, name) for node in _at_once(_body(module)))
+  found = next((value for value in made if value is not None), None)
+  if found is None and name in _names(module):
+    return NotMade(f"{module}.{name}", {})
+  return found
+
+
+def _made_by(node: ast.stmt, module: str, name: str) -> Any:
+  """What a statement makes of a name: a stand-in; None if it does nothing to it."""
+  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+    return _callable(node, module)
+  if isinstance(node, ast.ImportFrom):
+    return _find_imported(node, module, name)
+  if isinstance(node, ast.Import):
+    bound = {a.asname or a.name.split(".")[0]: a.name if a.asname else name for a in node.names}
+    return StandIn(bound[name]) if name in bound and _exists(bound[name]) else None
+  if isinstance(node, ast.Assign) and name in {ast.unparse(target) for target in node.targets}:
+    return _find_assigned(node.value, module) or NotMade(f"{module}.{name}", {})
+  return None
 
 
 def _find_assigned(value: ast.expr, module: str) -> Any:

@@ -196,30 +196,30 @@ class MultiHeadDotProductAttention(nn.Module):
     query = self._projection("query", self.kernel_init if self.scale_queries else divided_init)
     key, value = (self._projection(name, self.kernel_init) for name in ("key", "value"))
     logit_scale = depth_scale if self.scale_attn_logits else None
+    scaled_q = inputs_q if logit_scale is None else inputs_q / logit_scale
     if self.has_variable(KEPT, "keys"):
-      q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
-      if self.transpose_batch_sequence:
-        q_BTHK = q_BTHK.swapaxes(0, 1)
       kept: list[jax.Array] = [self.get_variable(KEPT, name) for name in ("keys", "values")]
       # Without the barrier XLA transposes them before the loop and back again in every step.
       k_BSHK, v_BSHK = cache.by_position(*jax.lax.optimization_barrier(kept))
-      return [with_sharding_constraint(q_BTHK, _HEADS), k_BSHK, v_BSHK]
+      return [self._by_batch(query(scaled_q)), k_BSHK, v_BSHK]
     if self.fuse_qkv_params and inputs_q is inputs_kv:
       heads = self._fused(inputs_q, [query, key, value], logit_scale)
+    elif self.fuse_qkv_params:
+      heads = [query(scaled_q), *self._fused(inputs_kv, [key, value])]
     else:
-      q_BTHK = query(inputs_q if logit_scale is None else inputs_q / logit_scale)
-      if self.fuse_qkv_params:
-        heads = [q_BTHK, *self._fused(inputs_kv, [key, value])]
-      else:
-        heads = [q_BTHK, key(inputs_kv), value(inputs_kv)]
-    if self.transpose_batch_sequence:
-      heads = [x_TBHK.swapaxes(0, 1) for x_TBHK in heads]
-    heads = [with_sharding_constraint(x_BTHK, _HEADS) for x_BTHK in heads]
+      heads = [query(scaled_q), key(inputs_kv), value(inputs_kv)]
+    heads = [self._by_batch(x) for x in heads]
     is_cross = inputs_q is not inputs_kv
     if is_cross and self.is_mutable_collection(KEPT) and not self.is_initializing():
       self.put_variable(KEPT, "keys", cache.keys_kept(heads[1]))
       self.put_variable(KEPT, "values", cache.values_kept(heads[2]))
     return heads
+
+  def _by_batch(self, heads: jax.Array) -> jax.Array:
+    """Returns a projection's heads as [B, T, H, K]; they may have their length first."""
+    if self.transpose_batch_sequence:
+      heads = heads.swapaxes(0, 1)
+    return with_sharding_constraint(heads, _HEADS)
 
   def _fused(
     self, inputs: jax.Array, projections: list[DenseGeneral], logit_scale: jax.Array | None = None

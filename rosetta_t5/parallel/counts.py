@@ -32,7 +32,7 @@ def axis_sizes(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
   if "data" not in counts and -1 in counts.values():
     wanted["data"] = 1
   open_names = [name for name, size in wanted.items() if size == -1]
-  given = math.prod(size for size in wanted.values() if size != -1)
+  given = abs(math.prod(wanted.values()))
   if len(open_names) > 1 or num_devices % given or (not open_names and given != num_devices):
     raise ValueError(_impossible(counts, wanted, given, num_devices))
   sizes = {name: num_devices // given if size == -1 else size for name, size in wanted.items()}

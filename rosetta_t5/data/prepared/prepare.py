@@ -151,18 +151,23 @@ def _run(
     pending = {pool.submit(run_job, job): job for job in left}
     try:
       while pending:
-        ended = [future for future in list(pending) if future.done()]
-        for future in ended:
-          done[pending.pop(future).number] = future.result()
+        if not _collect(pending, done):
+          time.sleep(0.05 if len(jobs) < 64 else 0.5)
         if progress is not None:
           progress(len(done), len(jobs), *_so_far(done.values(), pending.values()))
-        if pending and not ended:
-          time.sleep(0.05 if len(jobs) < 64 else 0.5)
     except BaseException:
       for future in pending:
         future.cancel()
       raise
   return [done[job.number] for job in jobs]
+
+
+def _collect(pending: dict[Any, ShardJob], done: dict[int, dict[str, Any]]) -> bool:
+  """Moves the facts of jobs that have ended to `done`; tells whether there were any."""
+  ended = [future for future in pending if future.done()]
+  for future in ended:
+    done[pending.pop(future).number] = future.result()
+  return bool(ended)
 
 
 def _pool(executor: Executor | None, workers: int | None, jobs: int) -> Any:

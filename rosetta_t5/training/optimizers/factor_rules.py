@@ -176,9 +176,11 @@ def resolve(
     )
   if len(shape) <= 2 and FactorDim.BATCH not in roles:
     return FactorDims(dims, *_two_largest(shape, min_dim_size))
-  row = tuple(dim for dim in dims if roles[dim] is FactorDim.ROW)
-  col = tuple(dim for dim in dims if roles[dim] is FactorDim.COLUMN)
-  averaged = tuple(dim for dim in dims if roles[dim] is not FactorDim.BATCH)
+  row, col, batch = (
+    tuple(dim for dim in dims if roles[dim] is role)
+    for role in (FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH)
+  )
+  averaged = tuple(dim for dim in dims if dim not in batch)
   return FactorDims(averaged, row, col) if row and col else FactorDims(averaged)
 
 
