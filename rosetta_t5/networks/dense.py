@@ -114,7 +114,7 @@ class DenseGeneral(nn.Module):
     if self.has_variable(KEPT, "kernel"):
       return product_of_few_rows(x_NI, self.get_variable(KEPT, "kernel"))
     keeps = self.is_mutable_collection(KEPT) and not self.is_initializing()
-    if keeps and is_few_rows_on_cpu(x_NI):
+    if keeps and jax.default_backend() == "cpu":
       self.put_variable(KEPT, "kernel", w_IO.T)
     return matrix_product(x_NI, w_IO)
 
@@ -161,11 +161,6 @@ def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Arra
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
-
-
-def is_few_rows_on_cpu(x_NI: Float[Array, "*N I"]) -> bool:
-  """Tells whether `product_of_few_rows` is the faster product: for up to 256 rows, on a CPU."""
-  return jax.default_backend() == "cpu" and math.prod(x_NI.shape[:-1]) <= 256
 
 
 def product_of_few_rows(

@@ -12,7 +12,7 @@ import numpy as np
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.networks.dense import Initializer, is_few_rows_on_cpu, product_of_few_rows
+from rosetta_t5.networks.dense import Initializer, product_of_few_rows
 from rosetta_t5.parallel.constraints import with_sharding_constraint
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -76,7 +76,7 @@ class Embed(nn.Module):
     dtype = self.attend_dtype or self.dtype
     table_VD = jnp.asarray(self.embedding, dtype)
     is_step = query.ndim > 1 and query.shape[-2] == 1  # of a decode
-    if is_step and is_few_rows_on_cpu(query):
+    if is_step and jax.default_backend() == "cpu":
       return product_of_few_rows(query, table_VD)
     return jnp.dot(query, table_VD.T)
 

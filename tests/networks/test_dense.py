@@ -85,10 +85,3 @@ def test_a_kernel_kept_for_decoding_is_the_one_that_multiplies():
   np.testing.assert_allclose(module.apply({"params": params} | kept, X), expected, atol=1e-6)
   doubled = jax.tree.map(lambda x: 2 * x, kept)
   np.testing.assert_allclose(module.apply({"params": params} | doubled, X), 2 * expected, atol=1e-5)
-
-
-def test_many_rows_keep_no_kernel_as_training_has_them():
-  module, rows = DenseGeneral(7), jnp.zeros((257, 5))
-  params = module.init(jax.random.PRNGKey(0), rows)["params"]
-  _, kept = module.apply({"params": params}, rows, mutable=[KEPT])
-  assert not kept
