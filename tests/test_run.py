@@ -299,7 +299,7 @@ def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recip
   assert "fp8 off" in out
 
 
-def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None, before=None):
+def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
   """Starts `python -m t5x.train` as a user does; one CPU device a process."""
   command = [
     *(sys.executable, "-m", "t5x.train", f"--gin_file={gin_file}"),
@@ -312,7 +312,6 @@ def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None, 
     stderr=subprocess.PIPE,
     text=True,
     env=os.environ | variables,
-    preexec_fn=before,
   )
 
 
@@ -351,15 +350,17 @@ _TOO_LARGE = [
 _STATE_TOO_LARGE = [f"--gin.network.T5Config.{name}=131072" for name in ("emb_dim", "mlp_dim")]
 
 
-def limited_memory():
-  resource.setrlimit(resource.RLIMIT_AS, (60 << 30, 60 << 30))
+def launch_in_60_gib(*arguments):
+  process = launch(*arguments)
+  resource.prlimit(process.pid, resource.RLIMIT_AS, (60 << 30, 60 << 30))
+  return process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_run_without_enough_memory_says_what_would_help_and_keeps_its_checkpoint(tmp_path, count):
   group = group_of(count) if count > 1 else [[]]
-  processes = [launch(tmp_path, *each, *_TOO_LARGE, before=limited_memory) for each in group]
+  processes = [launch_in_60_gib(tmp_path, *each, *_TOO_LARGE) for each in group]
   said = [process.communicate(timeout=600)[1] for process in processes]
   assert all(process.returncode > 0 for process in processes)
   assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said[0]
@@ -373,7 +374,7 @@ def test_run_without_enough_memory_says_what_would_help_and_keeps_its_checkpoint
 
 @pytest.mark.slow
 def test_run_whose_state_does_not_fit_says_on_how_many_devices_it_would(tmp_path):
-  process = launch(tmp_path, *_STATE_TOO_LARGE, before=limited_memory)
+  process = launch_in_60_gib(tmp_path, *_STATE_TOO_LARGE)
   _, said = process.communicate(timeout=600)
   assert process.returncode == 1
   assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said
