@@ -208,11 +208,19 @@ def _find(module: str, name: str) -> Any:
   """What a module has under a name: a stand-in for a function, class, module or value; or None."""
   if _exists(f"{module}.{name}"):
     return StandIn(f"{module}.{name}")
-  made = (_made_by(node, module, name) for node in _at_once(_body(module)))
-  found = next((value for value in made if value is not None), None)
-  if found is None and name in _names(module):
-    return NotMade(f"{module}.{name}", {})
-  return found
+  for node in _at_once(_body(module)):
+    if isinstance(node, ast.Import) and name in (modules := _bound(node)):
+      return StandIn(modules[name]) if _exists(modules[name]) else None
+    found = _made_by(node, module, name)
+    if found is not None:
+      return found
+  return NotMade(f"{module}.{name}", {}) if name in _names(module) else None
+
+
+def _bound(node: ast.Import) -> dict[str, str]:
+  """The names that `import …` binds, with the modules that they stand for."""
+  top_levels = {alias.name.split(".")[0] for alias in node.names if not alias.asname}
+  return {name: name for name in top_levels} | {a.asname: a.name for a in node.names if a.asname}
 
 
 def _made_by(node: ast.stmt, module: str, name: str) -> Any:
@@ -221,9 +229,6 @@ def _made_by(node: ast.stmt, module: str, name: str) -> Any:
     return _callable(node, module)
   if isinstance(node, ast.ImportFrom):
     return _find_imported(node, module, name)
-  if isinstance(node, ast.Import):
-    bound = {a.asname or a.name.split(".")[0]: a.name if a.asname else name for a in node.names}
-    return StandIn(bound[name]) if name in bound and _exists(bound[name]) else None
   if isinstance(node, ast.Assign) and name in {ast.unparse(target) for target in node.targets}:
     return _find_assigned(node.value, module) or NotMade(f"{module}.{name}", {})
   return None
