@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rosetta_t5.bench.workload import write_result
-from rosetta_t5.kernels.attention import xla_attention
-from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
+from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 
 # Queries, keys, whether there is a bias, whether it is causal.
 PLACES = {

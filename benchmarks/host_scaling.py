@@ -39,7 +39,7 @@ WORDS = 400_000  # of the text that is prepared
 def write_text(folder: pathlib.Path) -> None:
   """Prepares made-up text: what a feed does to tokens does not depend on what they say."""
   from rosetta_t5.data.prepared import prepare
-  from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+  from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
   rng = np.random.default_rng(0)
   words = ["".join(rng.choice(list("abcdefghij"), 4)) for _ in range(500)]
@@ -133,9 +133,9 @@ def work(folder: pathlib.Path, size: str, address: str, count: int, index: int) 
   """Is one of the processes; the first prints what was measured."""
   import jax
 
-  from rosetta_t5.data.tensorflow_import import import_tensorflow
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+  from rosetta_t5.distributed.join import join_processes
   from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
-  from rosetta_t5.parallel.processes import join_processes
 
   logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax, on how long a save is waited for.
   import_tensorflow()  # TensorBoard's writer needs it; its start-up notes go.

@@ -22,7 +22,7 @@ def eval(arguments: Sequence[str]) -> int:
 def infer(arguments: Sequence[str]) -> int:
   """Write predictions or scores, as `python -m t5x.infer`; or for texts: --model_dir, --input."""
   if any(argument.split("=")[0] == "--input" for argument in arguments):
-    from rosetta_t5.text import infer as infer_texts
+    from rosetta_t5.text_commands import infer as infer_texts
 
     return infer_texts(arguments)
   return _run("infer", arguments)
@@ -30,7 +30,7 @@ def infer(arguments: Sequence[str]) -> int:
 
 def chat(arguments: Sequence[str]) -> int:
   """Fill the blanks of sentences that you type: chat MODEL_DIR."""
-  from rosetta_t5.text import chat as chat_with
+  from rosetta_t5.text_commands import chat as chat_with
 
   return chat_with(arguments)
 
@@ -43,7 +43,7 @@ def check(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
   """Estimate memory, time and traffic of a recipe on GPUs: plan RECIPE --devices 64 [--gpu h100]."""
-  from rosetta_t5.plan.command import main as run_plan
+  from rosetta_t5.plan.plan_command import main as run_plan
 
   return run_plan(arguments)
 
@@ -57,7 +57,7 @@ def _run(module: str, arguments: Sequence[str]) -> int:
 
 def convert(arguments: Sequence[str]) -> int:
   """Write a checkpoint in another layout: convert SRC DST --to {t5x,t5x-legacy,hf,rosetta}."""
-  from rosetta_t5.checkpoints.convert import main as run_convert
+  from rosetta_t5.conversion.convert import main as run_convert
 
   return run_convert(arguments)
 
@@ -71,21 +71,21 @@ def ckpt(arguments: Sequence[str]) -> int:
 
 def vocab(arguments: Sequence[str]) -> int:
   """Train a vocabulary on your text, or look at one: vocab train --input GLOB --out FILE."""
-  from rosetta_t5.data.vocabulary_training import main as run_vocab
+  from rosetta_t5.data.vocabularies.vocabulary_training import main as run_vocab
 
   return run_vocab(arguments)
 
 
 def prepare(arguments: Sequence[str]) -> int:
   """Tokenise text into indexed shards: prepare --input GLOB --vocab MODEL --out DIR."""
-  from rosetta_t5.data.prepared.command import main as run_prepare
+  from rosetta_t5.data.prepared.prepare_command import main as run_prepare
 
   return run_prepare(arguments)
 
 
 def inspect(arguments: Sequence[str]) -> int:
   """Show a task's batches as text, how full they are, and what is wrong: inspect TASK."""
-  from rosetta_t5.data.inspect_task import main as run_inspect
+  from rosetta_t5.data.inspection.inspect_task import main as run_inspect
 
   return run_inspect(arguments)
 

@@ -13,10 +13,11 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation
-from rosetta_t5.inference.evaluator import FOLDER, InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.results import check_output_dir
+from rosetta_t5.memory_advice import Inference
 from rosetta_t5.parallel import BasePartitioner, Watchdog
-from rosetta_t5.plan import Inference, describe_run
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.telemetry.model_info import log_model_info

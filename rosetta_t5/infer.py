@@ -15,17 +15,18 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.data.inference_chunks import InferenceData
-from rosetta_t5.inference.chunks import COMPLETED, ChunkFolder, FailFastThreadPoolExecutor
+from rosetta_t5.data.pipeline.inference_chunks import InferenceData
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
+from rosetta_t5.inference.result_chunks import COMPLETED, ChunkFolder, FailFastThreadPoolExecutor
 from rosetta_t5.inference.results import (
   check_mode,
   check_output_dir,
   merge_chunks_to_file,
   write_inferences_to_file,
 )
+from rosetta_t5.memory_advice import Inference
 from rosetta_t5.parallel import BasePartitioner, Watchdog
-from rosetta_t5.plan import Inference, describe_run
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.data.feed_source import feed_source
+from rosetta_t5.data.pipeline.feed_source import feed_source
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console

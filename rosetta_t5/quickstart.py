@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.data import stdlib_corpus
-from rosetta_t5.data.tensorflow_import import start_importing
+from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import start_importing
 from rosetta_t5.inference.infilling import fill_blanks
 
 GIN_FILE = "gin/examples/quickstart.gin"
@@ -118,8 +118,8 @@ def train(**arguments: Any) -> dict[str, Any]:
 def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the run page's arguments as the training command's gin file and options give them."""
   from rosetta_t5.config.command_line import parse_command_line
-  from rosetta_t5.config.gin_files import read_program
-  from rosetta_t5.config.parsing import configure
+  from rosetta_t5.config.language.binding import configure
+  from rosetta_t5.config.language.statements import read_program
 
   command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])
   program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)

@@ -16,10 +16,11 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.networks.computation import computation_text
+from rosetta_t5.memory_advice import answered_when_evaluating, answered_when_out_of_memory
+from rosetta_t5.networks.computation_summary import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
-from rosetta_t5.plan import answered_when_evaluating, answered_when_out_of_memory, describe_run
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.model_info import log_model_info

@@ -7,7 +7,7 @@ python scripts_gpu/download_lambada.py --file lambada_test.jsonl --data_dir DIR
 
 import sys
 
-from rosetta_t5.data.lambada_copy import main
+from rosetta_t5.data.local_files.lambada_copy import main
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -10,14 +10,3 @@ from rosetta_t5.training.optimizers import (
   factor_name_to_factordim,
   standard_logical_factor_rules,
 )
-
-__all__ = [
-  "HEURISTIC_RULE",
-  "Adafactor",
-  "FactorDim",
-  "FactorRule",
-  "HParamMap",
-  "HeuristicRule",
-  "factor_name_to_factordim",
-  "standard_logical_factor_rules",
-]

@@ -1,5 +1,3 @@
 """T5X's `binary_search`: top-k and top-p masks by binary search over float32."""
 
 from rosetta_t5.decoding import float32_bsearch, int32_bsearch, topk_mask, topp_mask
-
-__all__ = ["float32_bsearch", "int32_bsearch", "topk_mask", "topp_mask"]

@@ -1,5 +1,10 @@
 """T5X's `checkpoint_importer`: Mesh TensorFlow's T5 checkpoints under T5X's names, lazily."""
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import (
+  LazyArray,
+  LazyAwaitableArray,
+  LazyThreadPoolArray,
+)
 from rosetta_t5.checkpoints.formats.mesh_tf import (
   CheckpointTranslator,
   attention_layers,
@@ -15,23 +20,3 @@ from rosetta_t5.checkpoints.formats.mesh_tf import (
   shared_embeddings,
   t5_importer,
 )
-from rosetta_t5.checkpoints.lazy_arrays import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
-
-__all__ = [
-  "CheckpointTranslator",
-  "LazyArray",
-  "LazyAwaitableArray",
-  "LazyThreadPoolArray",
-  "attention_layers",
-  "final_layernorms",
-  "final_logits",
-  "global_step",
-  "layernorms",
-  "load_tf_ckpt",
-  "mlpblock",
-  "rel_embeddings",
-  "restore_from_t5_checkpoint",
-  "separate_embeddings",
-  "shared_embeddings",
-  "t5_importer",
-]

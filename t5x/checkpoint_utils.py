@@ -1,8 +1,10 @@
 """T5X's `checkpoint_utils`: pins, removal, and what layout a checkpoint has."""
 
-from rosetta_t5.checkpoints.folders import CheckpointTypes, detect_checkpoint_type
-from rosetta_t5.checkpoints.loading import get_restore_parameters
-from rosetta_t5.checkpoints.pins import (
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  CheckpointTypes,
+  detect_checkpoint_type,
+)
+from rosetta_t5.checkpoints.model_dir.pins import (
   is_pinned_checkpoint,
   pin_checkpoint,
   pinned_checkpoint_filepath,
@@ -10,15 +12,4 @@ from rosetta_t5.checkpoints.pins import (
   remove_dataset_checkpoint,
   unpin_checkpoint,
 )
-
-__all__ = [
-  "CheckpointTypes",
-  "detect_checkpoint_type",
-  "get_restore_parameters",
-  "is_pinned_checkpoint",
-  "pin_checkpoint",
-  "pinned_checkpoint_filepath",
-  "remove_checkpoint_dir",
-  "remove_dataset_checkpoint",
-  "unpin_checkpoint",
-]
+from rosetta_t5.compat.checkpoint_loading import get_restore_parameters

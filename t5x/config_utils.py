@@ -1,6 +1,6 @@
 """T5X's `config_utils`: `run`, and Fiddle's functions, which say that it is not supported."""
 
-from rosetta_t5.config.fiddle import (
+from rosetta_t5.compat.fiddle import (
   config_with_fiddle,
   direct_summarize_fiddle_config,
   prepare_to_summarize,
@@ -8,12 +8,3 @@ from rosetta_t5.config.fiddle import (
   sanitize_summary_getter,
   using_fdl,
 )
-
-__all__ = [
-  "config_with_fiddle",
-  "direct_summarize_fiddle_config",
-  "prepare_to_summarize",
-  "run",
-  "sanitize_summary_getter",
-  "using_fdl",
-]

@@ -5,16 +5,9 @@ from rosetta_t5.eval import (
   evaluate,
   main,
 )
-from rosetta_t5.inference.evaluator import (
+from rosetta_t5.inference.inference_evaluator import (
   InferenceEvaluator,
 )
-
-__all__ = [
-  "InferenceEvaluator",
-  "SummarizeConfigFn",
-  "evaluate",
-  "main",
-]
 
 if __name__ == "__main__":
   main()

@@ -4,9 +4,5 @@ from rosetta_t5.export.page import (
   main,
 )
 
-__all__ = [
-  "main",
-]
-
 if __name__ == "__main__":
   main()

@@ -16,16 +16,3 @@ from rosetta_t5.export.text_functions import (
   create_preprocessor,
   create_preprocessor_from_task,
 )
-
-__all__ = [
-  "CustomInferenceMode",
-  "ExportableModule",
-  "create_batch_polymorphic_shapes",
-  "create_inference_function",
-  "create_postprocessor",
-  "create_preprocessor",
-  "create_preprocessor_from_task",
-  "load_stablehlo",
-  "save",
-  "write_warmup_examples",
-]

@@ -11,15 +11,3 @@ from rosetta_t5.config import (
   sum_fn,
   summarize_gin_config,
 )
-
-__all__ = [
-  "bool_fn",
-  "get_gin_config_str",
-  "parse_gin_flags",
-  "rewrite_gin_args",
-  "run",
-  "steps_of",
-  "string_split_fn",
-  "sum_fn",
-  "summarize_gin_config",
-]

@@ -1,7 +1,7 @@
 """T5X's `infer`: `python -m t5x.infer --gin_file=…`."""
 
 from rosetta_t5.config.summary import SummarizeConfigFn
-from rosetta_t5.data.tfexample_task import (
+from rosetta_t5.data.tasks.tfexample_task import (
   create_task_from_tfexample_file,
 )
 from rosetta_t5.infer import (
@@ -9,24 +9,13 @@ from rosetta_t5.infer import (
   main,
   update_measurement_series,
 )
-from rosetta_t5.inference.chunks import (
+from rosetta_t5.inference.result_chunks import (
   FailFastThreadPoolExecutor,
 )
 from rosetta_t5.inference.results import (
   merge_chunks_to_file,
   write_inferences_to_file,
 )
-
-__all__ = [
-  "FailFastThreadPoolExecutor",
-  "SummarizeConfigFn",
-  "create_task_from_tfexample_file",
-  "infer",
-  "main",
-  "merge_chunks_to_file",
-  "update_measurement_series",
-  "write_inferences_to_file",
-]
 
 if __name__ == "__main__":
   main()

@@ -7,11 +7,3 @@ from rosetta_t5.training.losses import (
   cross_entropy_with_logits,
   get_loss_normalizing_factor_and_weights,
 )
-
-__all__ = [
-  "SpecialLossNormalizingFactor",
-  "compute_weighted_cross_entropy",
-  "convert_special_loss_normalizing_factor_to_enum",
-  "cross_entropy_with_logits",
-  "get_loss_normalizing_factor_and_weights",
-]

@@ -2,7 +2,5 @@
 
 from rosetta_t5.main import RunMode, main
 
-__all__ = ["RunMode", "main"]
-
 if __name__ == "__main__":
   main()

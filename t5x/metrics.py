@@ -16,20 +16,3 @@ from rosetta_t5.telemetry.metrics import (
   set_time_metrics_duration,
   shape_obj_to_defined_obj,
 )
-
-__all__ = [
-  "AveragePerStep",
-  "MetricsMap",
-  "Scalar",
-  "Step",
-  "StepsPerTime",
-  "Sum",
-  "Time",
-  "TimeRate",
-  "create_metrics_dict",
-  "is_metric_obj",
-  "is_time_metric",
-  "set_step_metrics_num_steps",
-  "set_time_metrics_duration",
-  "shape_obj_to_defined_obj",
-]

@@ -16,20 +16,3 @@ from rosetta_t5.models import (
   get_output_vocabulary,
   remove_prefix,
 )
-
-__all__ = [
-  "BaseModel",
-  "BaseTransformerModel",
-  "DecodeFnCallable",
-  "DecoderOnlyModel",
-  "DecoderParams",
-  "EncoderDecoderModel",
-  "TokensIdsToLogitsCallable",
-  "compute_base_metrics",
-  "compute_metrics",
-  "compute_weighted_accuracy",
-  "count_packed_examples",
-  "get_input_vocabulary",
-  "get_output_vocabulary",
-  "remove_prefix",
-]

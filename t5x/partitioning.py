@@ -1,21 +1,6 @@
 """T5X's `partitioning`: partitioners, meshes, logical axis rules, and which part is whose."""
 
-from rosetta_t5.parallel import (
-  BasePartitioner,
-  DataLayout,
-  PjitPartitioner,
-  default_mesh,
-  standard_logical_axis_rules,
-)
-from rosetta_t5.parallel import PjitPartitioner as ModelBasedPjitPartitioner
-from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
-from rosetta_t5.parallel.partitioner import (
-  BasePjitPartitioner,
-  PartitionSpec,
-)
-from rosetta_t5.parallel.partitioner import PartitionedFunction as PjittedFnWithContext
-from rosetta_t5.parallel.rules import LogicalAxisRules
-from rosetta_t5.parallel.t5x_meshes import (
+from rosetta_t5.compat.meshes import (
   AxisNames,
   bounds_from_last_device,
   get_coords,
@@ -26,27 +11,18 @@ from rosetta_t5.parallel.t5x_meshes import (
   host_local_array_to_global_array,
   with_sharding_constraint,
 )
-
-__all__ = [
-  "AxisNames",
-  "BasePartitioner",
-  "BasePjitPartitioner",
-  "DataLayout",
-  "LocalChunkInfo",
-  "LocalChunker",
-  "LogicalAxisRules",
-  "ModelBasedPjitPartitioner",
-  "PartitionSpec",
-  "PjitPartitioner",
-  "PjittedFnWithContext",
-  "bounds_from_last_device",
-  "default_mesh",
-  "get_coords",
-  "get_cpu_mesh",
-  "get_gpu_mesh",
-  "get_mesh",
-  "global_mesh_defined",
-  "host_local_array_to_global_array",
-  "standard_logical_axis_rules",
-  "with_sharding_constraint",
-]
+from rosetta_t5.parallel import (
+  BasePartitioner,
+  DataLayout,
+  PjitPartitioner,
+  default_mesh,
+  standard_logical_axis_rules,
+)
+from rosetta_t5.parallel import PjitPartitioner as ModelBasedPjitPartitioner
+from rosetta_t5.parallel.axis_rules import LogicalAxisRules
+from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
+from rosetta_t5.parallel.partitioner import (
+  BasePjitPartitioner,
+  PartitionSpec,
+)
+from rosetta_t5.parallel.partitioner import PartitionedFunction as PjittedFnWithContext

@@ -5,10 +5,5 @@ from rosetta_t5.precompile import (
   precompile,
 )
 
-__all__ = [
-  "main",
-  "precompile",
-]
-
 if __name__ == "__main__":
   main()

@@ -1,19 +1,10 @@
 """T5X's `state_utils`: nested state dicts as flat ones, their union, intersection and renaming."""
 
-from rosetta_t5.checkpoints.assignment_map import apply_assignment_map
-from rosetta_t5.checkpoints.state_dicts import (
+from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
+from rosetta_t5.checkpoints.arrays.state_dicts import (
   flatten_state_dict,
   get_name_tree,
   intersect_state,
   merge_state,
   tensorstore_leaf,
 )
-
-__all__ = [
-  "apply_assignment_map",
-  "flatten_state_dict",
-  "get_name_tree",
-  "intersect_state",
-  "merge_state",
-  "tensorstore_leaf",
-]

@@ -3,7 +3,3 @@
 from rosetta_t5.networks.precision import (
   TransformerEngineConfig,
 )
-
-__all__ = [
-  "TransformerEngineConfig",
-]

@@ -8,11 +8,5 @@ from rosetta_t5.training.actions import (
   run_actions,
 )
 
-__all__ = [
-  "main",
-  "run_actions",
-  "train",
-]
-
 if __name__ == "__main__":
   main()

@@ -7,9 +7,3 @@ from rosetta_t5.training.train_state import (
 from rosetta_t5.training.train_state import (
   TrainState as FlaxOptimTrainState,
 )
-
-__all__ = [
-  "FlaxOptimTrainState",
-  "InferenceState",
-  "TrainState",
-]

@@ -11,9 +11,22 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
   restore,
 )
-from rosetta_t5.checkpoints.deterministic_data import get_deterministic_dataset
-from rosetta_t5.checkpoints.legacy_manager import LegacyCheckpointer, LegacyCheckpointManager
 from rosetta_t5.checkpoints.saved_state import get_local_data
+from rosetta_t5.compat.checkpoint_steps import (
+  find_first_checkpoint_step,
+  find_next_checkpoint_step,
+)
+from rosetta_t5.compat.data_protocols import GetDatasetCallable, GetEvalDatasetCallable
+from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
+from rosetta_t5.compat.inference_protocols import (
+  EvaluatorConstructor,
+  InferFnCallable,
+  InferStepWithoutRngCallable,
+  InferStepWithRngCallable,
+)
+from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointer, LegacyCheckpointManager
+from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
+from rosetta_t5.compat.training_protocols import InitFnCallable, LearningRateCallable
 from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import (
   DatasetConfig,
@@ -29,71 +42,11 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.data.protocols import GetDatasetCallable, GetEvalDatasetCallable
-from rosetta_t5.inference.infer_fn import get_infer_fn
-from rosetta_t5.inference.protocols import (
-  EvaluatorConstructor,
-  InferFnCallable,
-  InferStepWithoutRngCallable,
-  InferStepWithRngCallable,
-)
-from rosetta_t5.parallel.agreement import (
+from rosetta_t5.distributed.exchange import (
   multihost_assert_equal,
   set_hardware_rng_ops,
   sync_global_devices,
 )
+from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.telemetry.model_info import log_model_info
-from rosetta_t5.training.checkpoint_steps import (
-  find_first_checkpoint_step,
-  find_next_checkpoint_step,
-)
-from rosetta_t5.training.param_names import flatten_dict_string_keys, override_params_axes_names
-from rosetta_t5.training.protocols import InitFnCallable, LearningRateCallable
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
-
-__all__ = [
-  "CheckpointConfig",
-  "DatasetConfig",
-  "EvaluatorConstructor",
-  "GetDatasetCallable",
-  "GetEvalDatasetCallable",
-  "InferFnCallable",
-  "InferStepWithRngCallable",
-  "InferStepWithoutRngCallable",
-  "InitFnCallable",
-  "LearningRateCallable",
-  "LegacyCheckpointManager",
-  "LegacyCheckpointer",
-  "RestoreCheckpointConfig",
-  "SaveCheckpointConfig",
-  "ShardedDatasetIterator",
-  "TrainStateInitializer",
-  "create_checkpoint_manager_and_restore",
-  "create_learning_rate_scheduler",
-  "create_orbax_checkpoint_manager",
-  "find_first_checkpoint_step",
-  "find_next_checkpoint_step",
-  "flatten_dict_string_keys",
-  "get_dataset",
-  "get_dataset_inner",
-  "get_deterministic_dataset",
-  "get_fallback_state",
-  "get_first_valid_restore_config_and_paths",
-  "get_infer_fn",
-  "get_local_data",
-  "get_training_eval_datasets",
-  "get_vocabulary",
-  "get_zeros_batch_like_dataset",
-  "get_zeros_batch_like_spec",
-  "import_module",
-  "log_model_info",
-  "multihost_assert_equal",
-  "override_params_axes_names",
-  "prepare_train_iter",
-  "restore",
-  "round_vocab_size_to_multiple",
-  "run_main",
-  "set_hardware_rng_ops",
-  "sync_global_devices",
-  "verify_matching_vocabs",
-]

@@ -18,11 +18,11 @@ import gin
 import jax
 from gin.config import ConfigurableReference
 
-from rosetta_t5.config.completeness import EXAMPLES
-from rosetta_t5.config.gin_files import Macro, read_program
-from rosetta_t5.config.parsing import How, bind
-from rosetta_t5.config.t5x_paths import RECIPES
-from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.config.checks.completeness import EXAMPLES
+from rosetta_t5.config.language.binding import How, bind
+from rosetta_t5.config.language.statements import Macro, read_program
+from rosetta_t5.config.t5x.paths import RECIPES
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Values for what recipes leave open, besides those that error texts show.

@@ -18,9 +18,9 @@ from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.eval import evaluate
-from rosetta_t5.inference.unjudged import MetricError
+from rosetta_t5.inference.unscored_predictions import MetricError
+from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.out_of_memory import OutOfMemoryError
 from rosetta_t5.telemetry.metrics_table import metrics_table
 from rosetta_t5.training import Trainer
 

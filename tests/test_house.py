@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the top of the house down: a file imports from its own room and from rooms after it.
 ROOMS = (
   "cli",
+  "compat",
   "quickstart",
   "doctor",
   "bench",
@@ -26,8 +27,10 @@ ROOMS = (
   "interactive",
   "export",
   "precompile",
-  "text",
-  "model_dir",
+  "text_commands",
+  "trained_model",
+  "conversion",
+  "memory_advice",
   "plan",
   "config",
   "inference",
@@ -39,6 +42,7 @@ ROOMS = (
   "networks",
   "kernels",
   "parallel",
+  "distributed",
   "telemetry",
 )
 # Each package and the rooms that may name it. In data, seqio and TensorFlow stay inside functions.
@@ -169,12 +173,7 @@ def test_doors_re_export_and_do_nothing(path):
     condition, call = ast.unparse(body.pop()).split("\n    ")
     assert condition == "if __name__ == '__main__':"
     assert call in ("main()", "raise SystemExit(main())")
-  *imports, names = body
-  assert all(isinstance(i, ast.ImportFrom) and _room(f"{i.module}") for i in imports), _name(path)
-  exported = [alias.asname or alias.name for i in imports for alias in i.names]  # type: ignore[attr-defined]
-  assert isinstance(names, ast.Assign)
-  assert ast.unparse(names.targets[0]) == "__all__"
-  assert sorted(ast.literal_eval(names.value)) == sorted(exported)
+  assert all(isinstance(i, ast.ImportFrom) and _room(f"{i.module}") for i in body), _name(path)
 
 
 def test_files_are_named_by_what_they_hold():

@@ -18,14 +18,14 @@ from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.eval import evaluate
 from rosetta_t5.infer import infer
-from rosetta_t5.inference.chunks import FailFastThreadPoolExecutor
+from rosetta_t5.inference.result_chunks import FailFastThreadPoolExecutor
 from rosetta_t5.inference.results import merge_chunks_to_file, write_inferences_to_file
+from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.out_of_memory import OutOfMemoryError
 
 TASK = "pairs_to_infer"
 _HERE = pathlib.Path(__file__).parent

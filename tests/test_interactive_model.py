@@ -11,20 +11,20 @@ import pytest
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, SaveCheckpointConfig, all_steps
-from rosetta_t5.config.completeness import check_required
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.text_examples import (
+from rosetta_t5.compat.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
+from rosetta_t5.config.checks.completeness import check_required
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.data.pipeline.text_examples import (
   default_preprocessors,
   get_batches_from_seqio,
   get_dataset_from_natural_text_examples,
   get_seqio_task_from_examples,
 )
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.inference.text_inference import InferenceType
-from rosetta_t5.interactive.gin_text import T5XScriptType, get_gin_config_from_interactive_model
 from rosetta_t5.interactive.model import InteractiveModel
 from rosetta_t5.models import DecoderOnlyModel
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import adamw
 

@@ -8,8 +8,8 @@ import sys
 import gin
 import pytest
 
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.config.scripts import RUN_MODES, find_script, runs_named_in
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_script, runs_named_in
 from rosetta_t5.main import RunMode, main
 from t5x import main as door
 

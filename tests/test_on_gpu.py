@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.kernels.fp8 import fp8_product
-from rosetta_t5.networks.attention_kernel import SegmentMask, fused_attention
+from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
 
 pytestmark = pytest.mark.gpu

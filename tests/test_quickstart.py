@@ -12,7 +12,7 @@ import gin
 import pytest
 
 from rosetta_t5 import quickstart
-from rosetta_t5.data import stdlib_corpus
+from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.inference.infilling import BLANK
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

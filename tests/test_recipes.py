@@ -23,8 +23,8 @@ from golden_recipes import (
   text,
 )
 
-from rosetta_t5.config.gin_files import Macro, Reference, read_program
-from rosetta_t5.config.t5x_paths import RECIPES, find_gin_file
+from rosetta_t5.config.language.statements import Macro, Reference, read_program
+from rosetta_t5.config.t5x.paths import RECIPES, find_gin_file
 
 TEXTS = {
   name: golden

@@ -19,8 +19,8 @@ import gin
 import pytest
 from tiny_tasks import save_checkpoints
 
-from rosetta_t5 import cli, text
-from rosetta_t5 import model_dir as opened
+from rosetta_t5 import cli, text_commands
+from rosetta_t5 import trained_model as opened
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -88,7 +88,11 @@ def test_a_language_model_goes_on_from_half_a_row_that_has_no_end(monkeypatch):
   options = argparse.Namespace(batch_size=1, input_length=None, output_length=9, num_decodes=1)
   monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", Texts)
   for opened.lengths in ({"targets": 11}, {"inputs": 7, "targets": 5}):
-    list(text._infer_rows(opened, iter(()), text._Templates(None, None, "-"), options))
+    list(
+      text_commands._infer_rows(
+        opened, iter(()), text_commands._Templates(None, None, "-"), options
+      )
+    )
   assert features == [
     ({"inputs": 5, "targets": 9}, {"inputs_end": False}),
     ({"inputs": 7, "targets": 9}, {"inputs_end": True}),
@@ -187,8 +191,8 @@ def test_a_broken_line_is_told_after_those_before_it(tmp_path, broken, text_said
   path.write_bytes(b'{"question": "1"}\n' * 10 + broken)
   found = []
   with contextlib.ExitStack() as stack:
-    lines = text._open_input(str(path), stack)
-    rows = text._rows(lines, text._Templates("{question}", None, "-"))
+    lines = text_commands._open_input(str(path), stack)
+    rows = text_commands._rows(lines, text_commands._Templates("{question}", None, "-"))
     with pytest.raises(ValueError, match=re.escape(text_said)):
       found.extend(rows)
   assert found == [{"question": "1"}] * 10

@@ -12,12 +12,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints.convert import convert
+from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
 from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.lazy_arrays import stored
-from rosetta_t5.data.gpt2_vocabulary import END
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.conversion.convert import convert
+from rosetta_t5.data.vocabularies.gpt2_vocabulary import END
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import numpy as np
 from flax.linen.partitioning import param_with_axes
 
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules

@@ -32,15 +32,15 @@ from rosetta_t5.bench.workload import (
   row,
   time_steps,
 )
+from rosetta_t5.memory_advice.training import work_of
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.computation import computation_text
+from rosetta_t5.networks.computation_summary import computation_text
+from rosetta_t5.networks.layers.remat import REMAT_POLICIES
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
-from rosetta_t5.networks.remat import REMAT_POLICIES
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.estimate import step_memory
-from rosetta_t5.plan.out_of_memory import work_of
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
 

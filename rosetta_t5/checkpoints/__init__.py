@@ -6,15 +6,15 @@ from rosetta_t5.checkpoints.config import (
   SaveCheckpointConfig,
 )
 from rosetta_t5.checkpoints.fit import CheckpointMismatchError
-from rosetta_t5.checkpoints.folders import (
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
   check_are_checkpoints,
   checkpoint_path,
   latest_step,
   read_run_facts,
 )
-from rosetta_t5.checkpoints.initializer import TrainStateInitializer
-from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, one_run_a_folder
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
   create_checkpoint_manager_and_restore,
@@ -25,31 +25,5 @@ from rosetta_t5.checkpoints.restore import (
   restore,
   started_from,
 )
-from rosetta_t5.checkpoints.run_lock import ModelDirInUseError, one_run_a_folder
 from rosetta_t5.checkpoints.save_errors import CheckpointSaveError, finishing_saves
-
-__all__ = [
-  "CheckpointConfig",
-  "CheckpointMismatchError",
-  "CheckpointSaveError",
-  "ModelDirInUseError",
-  "OrbaxCheckpointManagerInterface",
-  "RestoreCheckpointConfig",
-  "SaveCheckpointConfig",
-  "TrainStateInitializer",
-  "UnreadableCheckpointError",
-  "all_steps",
-  "check_are_checkpoints",
-  "checkpoint_path",
-  "create_checkpoint_manager_and_restore",
-  "create_orbax_checkpoint_manager",
-  "find_start",
-  "finishing_saves",
-  "get_fallback_state",
-  "get_first_valid_restore_config_and_paths",
-  "latest_step",
-  "one_run_a_folder",
-  "read_run_facts",
-  "restore",
-  "started_from",
-]
+from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer

@@ -8,9 +8,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rosetta_t5.checkpoints.assignment_map import apply_assignment_map
-from rosetta_t5.checkpoints.legacy import Checkpointer
+from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 
 _MODES = ("latest", "all", "specific")
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.fit import FP8_COLLECTIONS, OPTIMIZER_STATE
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 _log = logging.getLogger(__name__)
 

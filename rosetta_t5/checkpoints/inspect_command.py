@@ -15,19 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints import folders
-from rosetta_t5.checkpoints.layouts import plain_tree
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.pins import is_pinned_checkpoint
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.tree_layouts import plain_tree
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
+from rosetta_t5.checkpoints.model_dir.pins import is_pinned_checkpoint
 from rosetta_t5.checkpoints.reading import read_arrays
 
 CHECKSUMS = "checksums.json"
 _READ_AT_ONCE = 64 * 1024 * 1024
 _KINDS = {
-  folders.CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
-  folders.CheckpointTypes.T5X: "T5X's older layout",
-  folders.CheckpointTypes.T5X_TF: "Mesh TensorFlow",
-  folders.CheckpointTypes.HUGGING_FACE: "Hugging Face",
+  checkpoint_folders.CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
+  checkpoint_folders.CheckpointTypes.T5X: "T5X's older layout",
+  checkpoint_folders.CheckpointTypes.T5X_TF: "Mesh TensorFlow",
+  checkpoint_folders.CheckpointTypes.HUGGING_FACE: "Hugging Face",
 }
 
 
@@ -60,21 +60,27 @@ def main(arguments: Sequence[str]) -> int:
 
 def list_steps(path: str | os.PathLike[str]) -> int:
   """Prints a line for each checkpoint in a folder."""
-  steps = folders.all_steps(path)
+  steps = checkpoint_folders.all_steps(path)
   if not steps:
-    found = folders.detect_checkpoint_type(path)  # raises, with what is there, if it is none
+    found = checkpoint_folders.detect_checkpoint_type(
+      path
+    )  # raises, with what is there, if it is none
     print(
       f"{path} is one checkpoint ({_KINDS[found]}), {_gigabytes(_disk_bytes(epath.Path(path)))}"
     )
     return 0
   print(f"{'step':>10}  {'size':>10}  {'saved':<19}  layout")
   for step in steps:
-    folder = folders.checkpoint_path(path, step)
+    folder = checkpoint_folders.checkpoint_path(path, step)
     saved = datetime.datetime.fromtimestamp(os.stat(folder).st_mtime).isoformat(" ", "seconds")
     pinned = ", pinned" if is_pinned_checkpoint(folder) else ""
-    data = ", with the position in the data" if (folder / folders.DATASET_ITEM).is_dir() else ""
+    data = (
+      ", with the position in the data"
+      if (folder / checkpoint_folders.DATASET_ITEM).is_dir()
+      else ""
+    )
     try:
-      kind = _KINDS[folders.detect_checkpoint_type(folder)]
+      kind = _KINDS[checkpoint_folders.detect_checkpoint_type(folder)]
     except ValueError:
       kind = "NOT A CHECKPOINT: unknown layout or damaged"
     print(f"{step:>10}  {_gigabytes(_disk_bytes(folder)):>10}  {saved:<19}  {kind}{data}{pinned}")
@@ -94,12 +100,12 @@ def show_arrays(path: str | os.PathLike[str], with_state: bool = False) -> int:
     print(f"{name:<{width}}  {shape:>18}  {array.dtype.name}")
   step = int(arrays["state/step"].get()) if "state/step" in arrays else "unknown"
   states = len(arrays) - len(params) - ("state/step" in arrays)
-  print(f"{folder}: {_KINDS[folders.detect_checkpoint_type(folder)]}, step {step}")
+  print(f"{folder}: {_KINDS[checkpoint_folders.detect_checkpoint_type(folder)]}, step {step}")
   total = sum(array.size for array in params.values())
   print(
     f"{len(params)} parameters of {total:,} numbers; {states} arrays of optimizer and other state"
   )
-  if facts := folders.read_run_facts(folder) if folder.is_dir() else {}:
+  if facts := checkpoint_folders.read_run_facts(folder) if folder.is_dir() else {}:
     print("run facts: " + ", ".join(f"{key} = {value}" for key, value in facts.items()))
   return 0
 
@@ -193,8 +199,8 @@ def _parts(array: StoredArray) -> list[tuple[slice, ...]]:
 
 def checkpoint_in(path: str | os.PathLike[str]) -> epath.Path:
   """Returns the checkpoint at `path`, in a folder of them the latest."""
-  steps = folders.all_steps(path)
-  return folders.checkpoint_path(path, steps[-1]) if steps else epath.Path(path)
+  steps = checkpoint_folders.all_steps(path)
+  return checkpoint_folders.checkpoint_path(path, steps[-1]) if steps else epath.Path(path)
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -11,9 +11,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding
 
-from rosetta_t5.checkpoints import folders
-from rosetta_t5.checkpoints.best_metric import BestMetric
-from rosetta_t5.checkpoints.dataset_item import (
+from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_state_dict,
+  merge_state,
+  unflatten_state_dict,
+)
+from rosetta_t5.checkpoints.dataset_position import (
   BATCH_FACT,
   DATASET_PREFIX,
   DatasetArgs,
@@ -25,10 +28,12 @@ from rosetta_t5.checkpoints.dataset_item import (
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.fresh_state import completed
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
+from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
+from rosetta_t5.checkpoints.model_dir.lock import check_still_held
+from rosetta_t5.checkpoints.model_dir.removal import REMOVED, Removal
+from rosetta_t5.checkpoints.model_dir.retention import Retention, drop_old_dataset_positions
 from rosetta_t5.checkpoints.reading import Transformation, check_fits, read_state, unreadable
-from rosetta_t5.checkpoints.removal import REMOVED, Removal
-from rosetta_t5.checkpoints.retention import Retention, drop_old_dataset_positions
-from rosetta_t5.checkpoints.run_lock import check_still_held
 from rosetta_t5.checkpoints.save_errors import save_error
 from rosetta_t5.checkpoints.saved_state import (
   SaveTransformation,
@@ -38,13 +43,8 @@ from rosetta_t5.checkpoints.saved_state import (
   stored_leaves,
   transformed_state,
 )
-from rosetta_t5.checkpoints.state_dicts import (
-  flatten_state_dict,
-  merge_state,
-  unflatten_state_dict,
-)
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.splits import splits_of
+from rosetta_t5.parallel.partition_specs import splits_of
 from rosetta_t5.training.train_state import TrainState
 
 PyTree = Any
@@ -123,7 +123,7 @@ class OrbaxCheckpointManagerInterface:
     self._keep_dataset = keep_dataset_checkpoints
     self.run_facts = dict(run_facts or {})
     self.state_transformation_fns: Sequence[SaveTransformation] = ()
-    self._steps = folders.all_steps(self._directory)
+    self._steps = checkpoint_folders.all_steps(self._directory)
     self._writer: ocp.CheckpointManager | None = None
     self._removal = Removal(directory)
     self._pending: int | None = None
@@ -139,7 +139,7 @@ class OrbaxCheckpointManagerInterface:
 
   def reload(self) -> None:
     """Looks again which steps are there, after something else than this manager changed the folder."""
-    self._steps = folders.all_steps(self._directory)
+    self._steps = checkpoint_folders.all_steps(self._directory)
 
   def latest_step(self) -> int | None:
     """Returns the last of `all_steps()`, or None."""
@@ -183,14 +183,14 @@ class OrbaxCheckpointManagerInterface:
     self.wait_until_finished()
     check_still_held(self._directory)
     items: dict[str, Any] = {
-      folders.STATE_ITEM: self._state_args(
+      checkpoint_folders.STATE_ITEM: self._state_args(
         transformed_state(
           train_state, self._partitioner, state_transformation_fns or self.state_transformation_fns
         )
       )
     }
     if self._dataset_iterator is not None:
-      items[folders.DATASET_ITEM] = DatasetArgs(self._dataset_iterator)
+      items[checkpoint_folders.DATASET_ITEM] = DatasetArgs(self._dataset_iterator)
     try:
       self._orbax().save(
         step, args=ocp.args.Composite(**items), force=True, custom_metadata=self._facts()
@@ -337,18 +337,18 @@ class OrbaxCheckpointManagerInterface:
       raise ValueError(f"restore was given both step = {step} and path = {path}: leave one out")
     if path is not None:
       return epath.Path(path)
-    return folders.find_step(self._directory, step)
+    return checkpoint_folders.find_step(self._directory, step)
 
   def _facts(self) -> dict[str, Any]:
     batch = {} if self._dataset_iterator is None else batch_fact(self._dataset_iterator)
     return {**self.run_facts, **({BATCH_FACT: batch} if batch else {})}
 
   def _restore_dataset(self, folder: epath.Path) -> None:
-    stored = folders.read_run_facts(folder).get(BATCH_FACT)
+    stored = checkpoint_folders.read_run_facts(folder).get(BATCH_FACT)
     check_same_batches(folder, stored, self._dataset_iterator)
     args = DatasetArgs(self._dataset_iterator)
     try:
-      self._dataset_handler().restore(folder / folders.DATASET_ITEM, args)
+      self._dataset_handler().restore(folder / checkpoint_folders.DATASET_ITEM, args)
     except (OSError, KeyError) as error:
       raise unreadable(folder, error) from error
 
@@ -377,12 +377,12 @@ class OrbaxCheckpointManagerInterface:
     if self._writer is None:
       handlers: dict[str, Any] = {
         # Compressed, parameters would be 8% smaller, and take three times as long to write and read.
-        folders.STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)
+        checkpoint_folders.STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)
       }
       if self._dataset_iterator is not None:
-        handlers[folders.DATASET_ITEM] = self._dataset_handler()
+        handlers[checkpoint_folders.DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(
-        step_prefix=folders.STEP_PREFIX,
+        step_prefix=checkpoint_folders.STEP_PREFIX,
         preservation_policy=self._retention,
         cleanup_tmp_directories=True,
         save_root_metadata=False,

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from rosetta_t5.checkpoints import fit, folders
-from rosetta_t5.checkpoints.formats import hugging_face, mesh_tf, orbax_layout, t5x_legacy
-from rosetta_t5.checkpoints.layouts import LayoutError, relaid
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray, begin_placing, stored
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints import fit
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, begin_placing, stored
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, relaid
+from rosetta_t5.checkpoints.formats import mesh_tf, orbax_reader, t5x_legacy
+from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 PyTree = Any
 Transformation = Callable[..., Any]
@@ -28,11 +30,11 @@ _log = logging.getLogger(__name__)
 # memory is no fault of the checkpoint.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError)
 _BYTES_AT_ONCE = 2 << 30
-_READERS: dict[folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
-  folders.CheckpointTypes.ORBAX: orbax_layout.read_arrays,
-  folders.CheckpointTypes.T5X: t5x_legacy.read_arrays,
-  folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
-  folders.CheckpointTypes.HUGGING_FACE: hugging_face.read_arrays,
+_READERS: dict[checkpoint_folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
+  checkpoint_folders.CheckpointTypes.ORBAX: orbax_reader.read_arrays,
+  checkpoint_folders.CheckpointTypes.T5X: t5x_legacy.read_arrays,
+  checkpoint_folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
+  checkpoint_folders.CheckpointTypes.HUGGING_FACE: t5_reader.read_arrays,
 }
 
 
@@ -51,7 +53,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     UnreadableCheckpointError: files are missing or damaged.
     ValueError: there is no checkpoint.
   """
-  layout = folders.detect_checkpoint_type(path)
+  layout = checkpoint_folders.detect_checkpoint_type(path)
   try:
     return {name: stored(value) for name, value in _READERS[layout](path).items()}
   except _DAMAGE as error:
@@ -191,8 +193,8 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> UnreadableChec
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
   text = f"checkpoint {folder} cannot be read: {reason}"
-  step = folders.step_of(folder)
-  older = [s for s in folders.all_steps(folder.parent) if step is not None and s < step]
+  step = checkpoint_folders.step_of(folder)
+  older = [s for s in checkpoint_folders.all_steps(folder.parent) if step is not None and s < step]
   if not older:
     return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
   return UnreadableCheckpointError(

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from rosetta_t5.checkpoints import folders
 from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
-from rosetta_t5.checkpoints.legacy import Checkpointer, SaveBestCheckpointer
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
+from rosetta_t5.compat.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
+from rosetta_t5.distributed.exchange import told_by_all, told_by_the_first
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.agreement import told_by_all, told_by_the_first
 from rosetta_t5.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _SLOWEST_RESTORE_S = 3600.0
 STARTED_FROM = "started_from"
 
 if TYPE_CHECKING:
-  from rosetta_t5.checkpoints.initializer import TrainStateInitializer
+  from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer
 
 
 def get_first_valid_restore_config_and_paths(
@@ -244,14 +244,14 @@ def started_from(
   if restore_path is None or not _paths(checkpoint_cfg.restore):
     return None
   own = epath.Path(restore_path).parent == epath.Path(model_dir)
-  facts = folders.read_run_facts(restore_path) if own else {}
+  facts = checkpoint_folders.read_run_facts(restore_path) if own else {}
   return facts.get(STARTED_FROM) or os.fspath(restore_path)
 
 
 def _protect_start(manager: Any) -> None:
   """Keeps the checkpoint the run began with, if it lies among those the manager may delete."""
   start = manager.run_facts.get(STARTED_FROM)
-  step = None if start is None else folders.step_of(start)
+  step = None if start is None else checkpoint_folders.step_of(start)
   if step is not None and epath.Path(start).parent == epath.Path(manager.directory):
     manager.protect(step)
 
@@ -324,14 +324,18 @@ def _restore_whole(
     failure = error
   if (reason := _damage_found_by_any(folder, failure)) is None:
     return state
-  older = [s for s in folders.all_steps(folder.parent) if s < (folders.step_of(folder) or 0)]
+  older = [
+    s
+    for s in checkpoint_folders.all_steps(folder.parent)
+    if s < (checkpoint_folders.step_of(folder) or 0)
+  ]
   own = model_dir is not None and folder.parent == epath.Path(model_dir)
   if not (own and older and cfg.mode == "latest"):
     raise UnreadableCheckpointError(reason) from failure
   aside = folder.parent / f"damaged_{folder.name}"
   if jax.process_index() == 0:
     folder.rename(aside)
-  before = folders.checkpoint_path(folder.parent, older[-1])
+  before = checkpoint_folders.checkpoint_path(folder.parent, older[-1])
   before = told_by_the_first(os.fspath(before), f"set aside {folder.name}", _SLOWEST_RESTORE_S)
   _log.error("%s It is kept as %s; the run goes on from %s", reason, aside, before)
   manager.reload()
@@ -367,25 +371,28 @@ def _checkpoints_at(path: str, mode: str) -> list[str]:
   """Returns the checkpoints that a path means in a mode."""
   if mode == "specific" or _has_no_steps(path):
     return [path]
-  steps = folders.all_steps(path)
+  steps = checkpoint_folders.all_steps(path)
   chosen = steps[-1:] if mode == "latest" else steps
-  return [os.fspath(folders.checkpoint_path(path, step)) for step in chosen]
+  return [os.fspath(checkpoint_folders.checkpoint_path(path, step)) for step in chosen]
 
 
 def _has_no_steps(path: str) -> bool:
   """Returns whether a path is of a layout that knows no folder of steps: then the mode says nothing."""
   try:
-    found = folders.detect_checkpoint_type(path)
-  except folders.UnreachableError:
+    found = checkpoint_folders.detect_checkpoint_type(path)
+  except checkpoint_folders.UnreachableError:
     raise
   except ValueError:
     return False
-  return found in (folders.CheckpointTypes.HUGGING_FACE, folders.CheckpointTypes.T5X_TF)
+  return found in (
+    checkpoint_folders.CheckpointTypes.HUGGING_FACE,
+    checkpoint_folders.CheckpointTypes.T5X_TF,
+  )
 
 
 def _nothing_to_restore(cfg: RestoreCheckpointConfig) -> str:
   places = ", ".join(_paths(cfg))
-  itself = [path for path in _paths(cfg) if folders.step_of(path) is not None]
+  itself = [path for path in _paths(cfg) if checkpoint_folders.step_of(path) is not None]
   advice = (
     f"{itself[0]} is a checkpoint itself: set RestoreCheckpointConfig.mode = 'specific'"
     if itself

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints import folders
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 
 class CheckpointSaveError(RuntimeError):
@@ -38,11 +38,11 @@ def finishing_saves(manager: Any) -> Iterator[None]:
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
   """Returns the error for the checkpoint of `step` that could not be saved into `directory`."""
-  good = [s for s in folders.all_steps(directory) if s != step]
+  good = [s for s in checkpoint_folders.all_steps(directory) if s != step]
   last = f"the last complete one is step {good[-1]}" if good else "there is no complete one yet"
   room = "make room or give a MODEL_DIR that can be written to, then " if _is_disk(error) else ""
   return CheckpointSaveError(
-    f"checkpoint {folders.checkpoint_path(directory, step)} could not be saved: "
+    f"checkpoint {checkpoint_folders.checkpoint_path(directory, step)} could not be saved: "
     f"{type(error).__name__}: {error}. {_free_space(directory)}In this folder {last}; "
     f"{room}start again to resume from there."
   )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any

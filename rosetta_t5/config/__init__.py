@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from rosetta_t5.config.changes import changes_since
-from rosetta_t5.config.checking import Resolved
+from rosetta_t5.config.check import Resolved
 from rosetta_t5.config.command_line import rewrite_gin_args, run
 from rosetta_t5.config.errors import ConfigError
 from rosetta_t5.config.gin_functions import bool_fn, steps_of, string_split_fn, sum_fn
+from rosetta_t5.config.language.binding import parse_gin_flags
 from rosetta_t5.config.launch import run_from_command_line
-from rosetta_t5.config.parsing import parse_gin_flags
 from rosetta_t5.config.summary import get_gin_config_str, summarize_gin_config
-
-__all__ = [
-  "ConfigError",
-  "Resolved",
-  "bool_fn",
-  "changes_since",
-  "get_gin_config_str",
-  "parse_gin_flags",
-  "rewrite_gin_args",
-  "run",
-  "run_from_command_line",
-  "steps_of",
-  "string_split_fn",
-  "sum_fn",
-  "summarize_gin_config",
-]

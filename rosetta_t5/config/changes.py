@@ -11,8 +11,8 @@ from typing import Any
 import gin
 
 from rosetta_t5.config.errors import ConfigError
-from rosetta_t5.config.gin_files import Binding, Macro, Program, Reference, read_program
-from rosetta_t5.config.names import parameters
+from rosetta_t5.config.language.names import parameters
+from rosetta_t5.config.language.statements import Binding, Macro, Program, Reference, read_program
 from rosetta_t5.config.summary import get_gin_config_str
 
 _Key = tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 from absl import app, flags
 
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError
-from rosetta_t5.config.scripts import RUN_MODES
+from rosetta_t5.config.t5x.run_functions import RUN_MODES
 
 # How to define it, name, default, help; the choices, if there are a few.
 _FLAGS: tuple[tuple[Any, ...], ...] = (

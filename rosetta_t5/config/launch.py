@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from rosetta_t5.config.checking import Resolved, Rows, check
+from rosetta_t5.config.check import Resolved, Rows, check
+from rosetta_t5.config.checks.completeness import check_required
+from rosetta_t5.config.checks.t5x_installation import check_which_t5x
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
-from rosetta_t5.config.completeness import check_required
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems, errors_as_text
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.config.parsing import configure
-from rosetta_t5.config.scripts import RUN_MODES, find_script, runs_named_in
-from rosetta_t5.config.which_t5x import check_which_t5x
+from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_script, runs_named_in
 
 
 def run_from_command_line(
@@ -86,8 +86,8 @@ def _quietly_on_the_cpu() -> Iterator[None]:
   """A check computes nothing: jax answers from the CPU; what a user's module imports keeps quiet."""
   import jax
 
-  from rosetta_t5.data.start_notes import without_start_notes
-  from rosetta_t5.data.tensorflow_import import silence_tensorflow
+  from rosetta_t5.data.tensorflow_setup.start_notes import without_start_notes
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import silence_tensorflow
 
   jax.config.update("jax_platforms", "cpu")
   silence_tensorflow()
@@ -114,7 +114,7 @@ def _prepare(command: CommandLine) -> None:
     command.initialization_timeout,
   )
   if find_spec("seqio"):
-    from rosetta_t5.data.tensorflow_import import import_seqio
+    from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
     seqio = import_seqio()
     if command.tfds_data_dir:

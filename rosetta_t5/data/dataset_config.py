@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rosetta_t5.parallel.processes import drawn_seed
+from rosetta_t5.distributed.join import drawn_seed
 
 if TYPE_CHECKING:
   import seqio

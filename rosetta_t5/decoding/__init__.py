@@ -27,32 +27,3 @@ from rosetta_t5.decoding.sampling import (
 )
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 from rosetta_t5.decoding.thresholds import float32_bsearch, int32_bsearch, topk_mask, topp_mask
-
-__all__ = [
-  "MIN_TEMPERATURE",
-  "NEG_INF",
-  "NEG_INF_VALUE",
-  "BeamState",
-  "DecodingState",
-  "LogitCallbackFn",
-  "SamplingLoopState",
-  "StateCallbackFn",
-  "TokensToLogits",
-  "add_beam_dim",
-  "beam_init",
-  "beam_search",
-  "brevity_penalty",
-  "cache_gather_beams",
-  "cache_map",
-  "flat_batch_beam_expand",
-  "flatten_beam_dim",
-  "float32_bsearch",
-  "gather_beams",
-  "gather_topk_beams",
-  "int32_bsearch",
-  "temperature_sample",
-  "top_k_two_stage",
-  "topk_mask",
-  "topp_mask",
-  "unflatten_beam_dim",
-]

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export.functions import (
   create_inference_function,
   feature_shapes,

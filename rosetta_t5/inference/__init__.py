@@ -1,7 +1,3 @@
 """Inference over datasets and examples: for evaluation, for files of predictions, for one sentence."""
 
 from rosetta_t5.inference.infer_fn import get_infer_fn
-
-__all__ = [
-  "get_infer_fn",
-]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rosetta_t5 import data
-from rosetta_t5.inference.evaluator import InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.console import say
 from rosetta_t5.telemetry.metrics_manager import as_floats

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabulary import decode_tokens
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.text_examples import (
+from rosetta_t5.data.pipeline.text_examples import (
   Example,
   get_dataset_from_natural_text_examples,
   in_chunks,
 )
-from rosetta_t5.data.vocabulary import decode_tokens
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
 from rosetta_t5.inference.length_buckets import default_buckets
 from rosetta_t5.models import DecoderOnlyModel

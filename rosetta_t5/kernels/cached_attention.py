@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.attention import attention_weights
+from rosetta_t5.kernels.xla_attention import attention_weights
 
 
 def cached_attention(

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.kernels.attention import MASKED_LOGIT
+from rosetta_t5.kernels.xla_attention import MASKED_LOGIT
 
 # Queries and keys of a tile.
 _BLOCK_T = 64

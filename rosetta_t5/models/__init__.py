@@ -6,29 +6,12 @@ from rosetta_t5.models.base import (
   get_input_vocabulary,
   get_output_vocabulary,
 )
-from rosetta_t5.models.decode_call import DecodeFnCallable, TokensIdsToLogitsCallable
-from rosetta_t5.models.decoder_only import DecoderOnlyModel, remove_prefix
-from rosetta_t5.models.encoder_decoder import DecoderParams, EncoderDecoderModel
-from rosetta_t5.models.metrics import (
+from rosetta_t5.models.batch_metrics import (
   compute_base_metrics,
   compute_metrics,
   compute_weighted_accuracy,
   count_packed_examples,
 )
-
-__all__ = [
-  "BaseModel",
-  "BaseTransformerModel",
-  "DecodeFnCallable",
-  "DecoderOnlyModel",
-  "DecoderParams",
-  "EncoderDecoderModel",
-  "TokensIdsToLogitsCallable",
-  "compute_base_metrics",
-  "compute_metrics",
-  "compute_weighted_accuracy",
-  "count_packed_examples",
-  "get_input_vocabulary",
-  "get_output_vocabulary",
-  "remove_prefix",
-]
+from rosetta_t5.models.decode_call import DecodeFnCallable, TokensIdsToLogitsCallable
+from rosetta_t5.models.decoder_only import DecoderOnlyModel, remove_prefix
+from rosetta_t5.models.encoder_decoder import DecoderParams, EncoderDecoderModel

@@ -14,7 +14,7 @@ from flax.core import unfreeze
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
-from rosetta_t5.models.metrics import Metrics, compute_base_metrics
+from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
 from rosetta_t5.training import losses
 
 PyTree = Any

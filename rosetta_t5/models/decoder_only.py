@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.decode_call import accepts, call_decode_fn
-from rosetta_t5.networks.cache import KEPT
+from rosetta_t5.networks.layers.decoding_cache import KEPT
 from rosetta_t5.training import losses
 
 _MASK = "decoder_causal_attention"

@@ -18,7 +18,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.kernels.fp8 import fp8_product
-from rosetta_t5.networks.dense import Product
+from rosetta_t5.networks.layers.dense import Product
 from rosetta_t5.networks.t5_config import check_one_of
 
 # Ada, Hopper and later have fp8 tensor cores.

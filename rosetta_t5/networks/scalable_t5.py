@@ -15,10 +15,11 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from rosetta_t5.networks import nd_layers, t5
-from rosetta_t5.networks.attention_kernel import SegmentMask
-from rosetta_t5.networks.layer_stack import scanned_stack
-from rosetta_t5.networks.remat import remat_layer
+from rosetta_t5.networks import t5
+from rosetta_t5.networks.kernel_choice import SegmentMask
+from rosetta_t5.networks.layers import nd_layers
+from rosetta_t5.networks.layers.layer_stack import scanned_stack
+from rosetta_t5.networks.layers.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
 
 

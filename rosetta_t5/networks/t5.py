@@ -13,20 +13,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.attention_kernel import (
+from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
   choose_attention_kernel,
   is_fused,
   segment_mask,
 )
-from rosetta_t5.networks.dense import MlpBlock, activation_axes
-from rosetta_t5.networks.embedding import Embed, LayerNorm, RelativePositionBiases
-from rosetta_t5.networks.masks import make_attention_mask, make_decoder_mask
-from rosetta_t5.networks.output_layer import output_layer
-from rosetta_t5.networks.remat import remat_layer
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes
+from rosetta_t5.networks.layers.embedding import Embed, LayerNorm, RelativePositionBiases
+from rosetta_t5.networks.layers.masks import make_attention_mask, make_decoder_mask
+from rosetta_t5.networks.layers.output_layer import output_layer
+from rosetta_t5.networks.layers.remat import remat_layer
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.parallel.constraints import with_sharding_constraint
+from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
 
 def attention(config: Any, name: str, **options: Any) -> MultiHeadDotProductAttention:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import struct
 
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.dense import Product
-from rosetta_t5.networks.remat import REMAT_POLICIES
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.dense import Product
+from rosetta_t5.networks.layers.remat import REMAT_POLICIES
 
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "flash")
 

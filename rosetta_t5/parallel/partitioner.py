@@ -12,9 +12,13 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rosetta_t5.parallel.chunks import LocalChunker, LocalChunkInfo
-from rosetta_t5.parallel.counts import DATA_AXIS, FSDP_AXIS
-from rosetta_t5.parallel.layout import DataLayout, check_batch_size, data_layout
+from rosetta_t5.parallel.axis_rules import (
+  LogicalAxisRules,
+  rules_for,
+  standard_logical_axis_rules,
+)
+from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, data_layout
+from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import (
   BATCH_AXES,
   batch_shards,
@@ -23,11 +27,7 @@ from rosetta_t5.parallel.mesh import (
   mesh_reason,
   mesh_sizes,
 )
-from rosetta_t5.parallel.rules import (
-  LogicalAxisRules,
-  rules_for,
-  standard_logical_axis_rules,
-)
+from rosetta_t5.parallel.mesh_counts import DATA_AXIS, FSDP_AXIS
 
 PyTree = Any
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from rosetta_t5.config.unimported import NotMade, is_slow
+from rosetta_t5.config.language.unimported import NotMade, is_slow
 from rosetta_t5.data import import_module
-from rosetta_t5.data.providers import find_provider
+from rosetta_t5.data.pipeline.providers import find_provider
 
 Rows = list[tuple[str, str]]
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from rosetta_t5.config import Resolved, changes_since
-from rosetta_t5.config.gin_files import Macro, Reference, leaves
-from rosetta_t5.config.unimported import NeedsImport
-from rosetta_t5.parallel.counts import MODEL_AXIS
-from rosetta_t5.parallel.layout import check_batch_size
+from rosetta_t5.config.language.statements import Macro, Reference, leaves
+from rosetta_t5.config.language.unimported import NeedsImport
+from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.splits import check_splits
+from rosetta_t5.parallel.mesh_counts import MODEL_AXIS
+from rosetta_t5.parallel.partition_specs import check_splits
 from rosetta_t5.plan import fitting, memory, start
 from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.data import data_rows

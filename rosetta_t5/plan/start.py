@@ -10,7 +10,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.checkpoints.reading import check_fits
-from rosetta_t5.config.gin_files import Macro
+from rosetta_t5.config.language.statements import Macro
 
 Rows = list[tuple[str, str]]
 

@@ -4,18 +4,3 @@ from rosetta_t5.training.hooks import Hook, automatic_garbage_collection, run_du
 from rosetta_t5.training.step import accumulate_gradients, eval_step, train_step
 from rosetta_t5.training.train_state import InferenceState, TrainState
 from rosetta_t5.training.trainer import BaseTrainer, Trainer, merge_metrics
-
-__all__ = [
-  "BaseTrainer",
-  "Hook",
-  "InferenceState",
-  "TrainState",
-  "Trainer",
-  "accumulate_gradients",
-  "automatic_garbage_collection",
-  "eval_step",
-  "merge_metrics",
-  "run_due",
-  "stretches",
-  "train_step",
-]

@@ -1,5 +1,3 @@
 """Importing it registers the Pile's and GLUE's tasks (T5X's earlier path of it)."""
 
 from rosetta_t5.data.tasks.pile_and_glue import DEFAULT_OUTPUT_FEATURES, TaskRegistry
-
-__all__ = ["DEFAULT_OUTPUT_FEATURES", "TaskRegistry"]

@@ -10,7 +10,7 @@ from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
   create_orbax_checkpoint_manager,
 )
-from rosetta_t5.checkpoints.assignment_map import apply_assignment_map
+from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.restore import restore
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints import conversion_check, convert, plain_forward
-from rosetta_t5.checkpoints.conversion_text import text_tokens
+from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
 from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.lazy_arrays import stored
 from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.conversion import convert, numpy_t5, verification
+from rosetta_t5.conversion.sample_text import text_tokens
 
 MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 
@@ -65,8 +65,8 @@ def test_scalable_tree_and_back_keeps_the_parameters(tmp_path):
   assert (config["architectures"], config["is_encoder_decoder"]) == (["UMT5EncoderModel"], False)
   inputs = np.array([[5, 6, 7, 1, 0]])
   np.testing.assert_allclose(
-    plain_forward.encode(read_arrays(encoder), inputs),
-    plain_forward.encode(read_arrays(MESH_TF), inputs),
+    numpy_t5.encode(read_arrays(encoder), inputs),
+    numpy_t5.encode(read_arrays(MESH_TF), inputs),
     atol=1e-6,
   )
 
@@ -235,16 +235,14 @@ def test_float64_decides_where_two_orders_of_float32_sums_differ():
   def in_order(order):
     return lambda dtype: np.add.accumulate(numbers.astype(dtype)[order])[-1:]
 
-  told = conversion_check.compare("by hand", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]))
+  told = verification.compare("by hand", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]))
   assert told.endswith("by hand: largest difference 1.0e+00 in float32, 0.0e+00 in float64")
-  with pytest.raises(conversion_check.ConversionError, match=r"by 1\.0e\+00 in float32 \(at most"):
-    conversion_check.compare(
-      "x", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]), may_use_float64=False
-    )
+  with pytest.raises(verification.ConversionError, match=r"by 1\.0e\+00 in float32 \(at most"):
+    verification.compare("x", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]), may_use_float64=False)
   with pytest.raises(
-    conversion_check.ConversionError, match=r"by 2\.0e\+00 in float32, 1\.0e\+00 in float64"
+    verification.ConversionError, match=r"by 2\.0e\+00 in float32, 1\.0e\+00 in float64"
   ):
-    conversion_check.compare("x", in_order([0, 1, 2]), lambda dtype: dtype([2.0]))
+    verification.compare("x", in_order([0, 1, 2]), lambda dtype: dtype([2.0]))
 
 
 def test_a_model_whose_forward_pass_is_not_known_is_compared_by_its_arrays(tmp_path, capsys):
@@ -258,8 +256,8 @@ def test_a_model_whose_forward_pass_is_not_known_is_compared_by_its_arrays(tmp_p
   assert "parameters are equal (no forward pass compared)" in capsys.readouterr().out
   name = "target/decoder/layers_0/mlp/wo/kernel"
   other = {**arrays, name: stored(arrays[name].get() + 1)}
-  with pytest.raises(conversion_check.ConversionError, match=f"1 parameters are not .* {name}"):
-    conversion_check.compare_arrays(arrays, other)
+  with pytest.raises(verification.ConversionError, match=f"1 parameters are not .* {name}"):
+    verification.compare_arrays(arrays, other)
 
 
 def test_a_decoder_that_is_no_gpt_is_refused_for_transformers_with_its_reasons(tmp_path, capsys):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rosetta_t5.checkpoints import (
-  CheckpointConfig,
-  RestoreCheckpointConfig,
-  find_start,
-  folders,
-)
+from rosetta_t5.checkpoints import CheckpointConfig, RestoreCheckpointConfig, find_start
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 
 def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
@@ -17,15 +13,15 @@ def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
     (tmp_path / name).mkdir()
   (tmp_path / "checkpoint_9.orbax-checkpoint-tmp-0").mkdir()
   (tmp_path / "checkpoint_20").write_text("a file")
-  assert folders.all_steps(tmp_path) == [5, 12]
-  assert folders.latest_step(tmp_path) == 12
-  assert folders.latest_step(tmp_path / "absent") is None
+  assert checkpoint_folders.all_steps(tmp_path) == [5, 12]
+  assert checkpoint_folders.latest_step(tmp_path) == 12
+  assert checkpoint_folders.latest_step(tmp_path / "absent") is None
 
 
 def test_step_is_read_from_a_folder_s_name(tmp_path):
-  assert folders.step_of(tmp_path / "checkpoint_30") == 30
-  assert folders.step_of(tmp_path) is None
-  assert folders.step_of(folders.checkpoint_path(tmp_path, 4)) == 4
+  assert checkpoint_folders.step_of(tmp_path / "checkpoint_30") == 30
+  assert checkpoint_folders.step_of(tmp_path) is None
+  assert checkpoint_folders.step_of(checkpoint_folders.checkpoint_path(tmp_path, 4)) == 4
 
 
 def test_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path):
@@ -35,19 +31,19 @@ def test_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path):
     match=r"is a folder of checkpoints \(steps 5\): give one of them, "
     r"such as .*checkpoint_5, or set RestoreCheckpointConfig.mode = 'latest'",
   ):
-    folders.detect_checkpoint_type(tmp_path)
+    checkpoint_folders.detect_checkpoint_type(tmp_path)
 
 
 def test_absent_empty_and_other_folders_are_said_to_be_so(tmp_path):
   with pytest.raises(ValueError, match=r"there is no such file or folder"):
-    folders.detect_checkpoint_type(tmp_path / "absent")
+    checkpoint_folders.detect_checkpoint_type(tmp_path / "absent")
   with pytest.raises(ValueError, match=r"the folder is empty"):
-    folders.detect_checkpoint_type(tmp_path)
+    checkpoint_folders.detect_checkpoint_type(tmp_path)
   (tmp_path / "notes.txt").write_text("hello")
   with pytest.raises(ValueError, match=r"the folder holds notes.txt"):
-    folders.detect_checkpoint_type(tmp_path)
+    checkpoint_folders.detect_checkpoint_type(tmp_path)
   with pytest.raises(ValueError, match=r"is not a checkpoint"):
-    folders.detect_checkpoint_type(tmp_path / "notes")
+    checkpoint_folders.detect_checkpoint_type(tmp_path / "notes")
 
 
 def test_layouts_are_told_apart_by_their_files(tmp_path):
@@ -57,19 +53,27 @@ def test_layouts_are_told_apart_by_their_files(tmp_path):
   tensorflow.mkdir()
   (tensorflow / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1000"')
   (tensorflow / "model.ckpt-1000.index").write_bytes(b"")
-  assert folders.detect_checkpoint_type(legacy) is folders.CheckpointTypes.T5X
-  assert folders.detect_checkpoint_type(legacy / "checkpoint") is folders.CheckpointTypes.T5X
-  assert folders.detect_checkpoint_type(tensorflow) is folders.CheckpointTypes.T5X_TF
+  assert checkpoint_folders.detect_checkpoint_type(legacy) is checkpoint_folders.CheckpointTypes.T5X
+  assert (
+    checkpoint_folders.detect_checkpoint_type(legacy / "checkpoint")
+    is checkpoint_folders.CheckpointTypes.T5X
+  )
+  assert (
+    checkpoint_folders.detect_checkpoint_type(tensorflow)
+    is checkpoint_folders.CheckpointTypes.T5X_TF
+  )
   prefix = tensorflow / "model.ckpt-1000"
-  assert folders.detect_checkpoint_type(prefix) is folders.CheckpointTypes.T5X_TF
+  assert (
+    checkpoint_folders.detect_checkpoint_type(prefix) is checkpoint_folders.CheckpointTypes.T5X_TF
+  )
 
 
 def test_unreadable_run_facts_are_named(tmp_path):
   (tmp_path / "checkpoint_1").mkdir()
-  assert folders.read_run_facts(tmp_path) == {}
+  assert checkpoint_folders.read_run_facts(tmp_path) == {}
   (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")
   with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is not readable as JSON"):
-    folders.read_run_facts(tmp_path)
+    checkpoint_folders.read_run_facts(tmp_path)
 
 
 def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
@@ -78,9 +82,9 @@ def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
       return
     raise RuntimeError("Could not resolve host: storage.googleapis.com\n\t when reading metadata")
 
-  monkeypatch.setattr(folders, "_layout", layout)
+  monkeypatch.setattr(checkpoint_folders, "_layout", layout)
   for find in (
-    lambda path: folders.detect_checkpoint_type(path),
+    lambda path: checkpoint_folders.detect_checkpoint_type(path),
     lambda path: find_start(
       CheckpointConfig(restore=RestoreCheckpointConfig(path=path, mode="latest")), tmp_path
     ),
@@ -91,4 +95,4 @@ def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
       find("gs://bucket/run")
     assert "(RuntimeError: Could not resolve host: storage.googleapis.com)" in str(told.value)
   with pytest.raises(RuntimeError):
-    folders.detect_checkpoint_type("/here")
+    checkpoint_folders.detect_checkpoint_type("/here")

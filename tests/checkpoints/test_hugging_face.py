@@ -18,11 +18,12 @@ from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
   UnreadableCheckpointError,
   get_first_valid_restore_config_and_paths,
-  plain_forward,
 )
-from rosetta_t5.checkpoints.convert import convert
-from rosetta_t5.checkpoints.formats import hugging_face, torch_file
+from rosetta_t5.checkpoints.formats import torch_file
+from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
 from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.conversion import numpy_t5
+from rosetta_t5.conversion.convert import convert
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 MODELS = ("t5_1_0_bin", "t5_1_1", "mt5_sharded", "umt5")
@@ -35,7 +36,7 @@ def by_torch():
 
 def logits_of(path, by_torch):
   arrays = read_arrays(path)
-  return plain_forward.logits(arrays, by_torch["inputs"], by_torch["decoder_inputs"])
+  return numpy_t5.logits(arrays, by_torch["inputs"], by_torch["decoder_inputs"])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -51,8 +52,8 @@ def test_logits_survive_the_way_to_t5x_and_back(model, by_torch, tmp_path):
   assert checkpoint.name == "checkpoint_0"
   folder = convert(checkpoint, tmp_path / "hf", "hf", say=lambda _: None)
   np.testing.assert_allclose(logits_of(folder, by_torch), by_torch[model], rtol=0, atol=1e-4)
-  theirs = hugging_face.read_config(FIXTURES / model)
-  ours = hugging_face.read_config(folder)
+  theirs = t5_reader.read_config(FIXTURES / model)
+  ours = t5_reader.read_config(folder)
   same = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers", "vocab_size")
   assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
   assert ours["feed_forward_proj"] == theirs["feed_forward_proj"]
@@ -60,7 +61,7 @@ def test_logits_survive_the_way_to_t5x_and_back(model, by_torch, tmp_path):
 
 def test_head_is_tied_or_scaled_as_each_version_of_transformers_has_it():
   def scales(**config):
-    return hugging_face.scales_logits(config)
+    return t5_reader.scales_logits(config)
 
   assert scales(model_type="t5")
   assert scales(model_type="t5", tie_word_embeddings=True)

@@ -13,13 +13,13 @@ import sentencepiece
 from safetensors.numpy import load_file, save_file
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints import convert, plain_forward_gpt
+from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
 from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.formats.hugging_face_gpt import network_values
-from rosetta_t5.checkpoints.lazy_arrays import stored
-from rosetta_t5.checkpoints.loading import load_t5x_checkpoint
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.compat.checkpoint_loading import load_t5x_checkpoint
+from rosetta_t5.conversion import convert, numpy_gpt
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 
 LENGTH, WIDTH, HEADS, VOCAB, END = 12, 16, 4, 40, 39
 CONFIGS = {
@@ -129,7 +129,7 @@ def test_what_conversions_are_checked_with_is_the_independent_forward_pass(kind,
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
   config = TransformerConfig(**network_values(CONFIGS[kind]))
-  logits = plain_forward_gpt.logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
+  logits = numpy_gpt.logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
   np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-5)
 
 

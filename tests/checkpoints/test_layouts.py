@@ -12,16 +12,17 @@ import pytest
 import tiny_models
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from rosetta_t5.checkpoints import CheckpointMismatchError, TrainStateInitializer, plain_forward
-from rosetta_t5.checkpoints.layouts import (
+from rosetta_t5.checkpoints import CheckpointMismatchError, TrainStateInitializer
+from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.tree_layouts import (
   LayoutError,
   layers_apart,
   plain_tree,
   relaid,
   scalable_tree,
 )
-from rosetta_t5.checkpoints.lazy_arrays import stored
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -53,7 +54,7 @@ def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
   )
   apply = functools.partial(SCANNED.apply, enable_dropout=False)
   logits = jax.jit(apply)({"params": unflatten_dict(params, sep="/")}, inputs, given, wanted)
-  expected = plain_forward.logits(plain, np.asarray(inputs), np.asarray(given))
+  expected = numpy_t5.logits(plain, np.asarray(inputs), np.asarray(given))
   real = np.asarray(wanted) > 0
   np.testing.assert_allclose(np.asarray(logits)[real], expected[real], atol=1e-5)
 

@@ -13,7 +13,7 @@ import pytest
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
-from rosetta_t5.checkpoints.pins import pin_checkpoint
+from rosetta_t5.checkpoints.model_dir.pins import pin_checkpoint
 from rosetta_t5.checkpoints.reading import read_arrays
 
 

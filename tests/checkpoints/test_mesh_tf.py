@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from rosetta_t5.checkpoints import CheckpointMismatchError
-from rosetta_t5.checkpoints.folders import CheckpointTypes, detect_checkpoint_type
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import mesh_tf, tensor_bundle
-from rosetta_t5.checkpoints.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  CheckpointTypes,
+  detect_checkpoint_type,
+)
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 

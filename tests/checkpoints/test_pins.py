@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosetta_t5.checkpoints import pins
+from rosetta_t5.checkpoints.model_dir import pins
 
 
 def make(folder):

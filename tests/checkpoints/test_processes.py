@@ -14,8 +14,8 @@ import pytest
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
-from rosetta_t5.checkpoints.legacy import Checkpointer
-from rosetta_t5.checkpoints.run_lock import hold
+from rosetta_t5.checkpoints.model_dir.lock import hold
+from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 
 
 def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]]:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.checkpoints import UnreadableCheckpointError, folders, reading
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.legacy import Checkpointer
+from rosetta_t5.checkpoints import UnreadableCheckpointError, reading
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays, read_state
-from rosetta_t5.checkpoints.state_dicts import unflatten_state_dict
+from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import PjitPartitioner
 
 
@@ -46,7 +47,7 @@ def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(share
 
 def test_t5x_legacy_checkpoint_has_the_names_and_shapes_of_the_orbax_one(shared):
   path = shared / "reference/t5x_legacy/checkpoint_10"
-  assert folders.detect_checkpoint_type(path) is folders.CheckpointTypes.T5X
+  assert checkpoint_folders.detect_checkpoint_type(path) is checkpoint_folders.CheckpointTypes.T5X
   legacy = read_arrays(path)
   orbax = read_arrays(shared / "reference/t5x_orbax/checkpoint_20")
   assert {n: (x.shape, x.dtype) for n, x in legacy.items()} == {

@@ -11,13 +11,13 @@ import sys
 from tiny_state import Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.pins import remove_checkpoint_dir
-from rosetta_t5.checkpoints.removal import REMOVED
+from rosetta_t5.checkpoints.model_dir.pins import remove_checkpoint_dir
+from rosetta_t5.checkpoints.model_dir.removal import REMOVED
 
 # Deletes a checkpoint of two files, and is killed after the first of them.
 KILLED = """
 import os, signal, sys
-from rosetta_t5.checkpoints.pins import remove_checkpoint_dir
+from rosetta_t5.checkpoints.model_dir.pins import remove_checkpoint_dir
 unlink = os.unlink
 def once(*args, **kwargs):
   unlink(*args, **kwargs)

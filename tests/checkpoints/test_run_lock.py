@@ -15,14 +15,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from rosetta_t5.checkpoints import ModelDirInUseError, one_run_a_folder, run_lock
-from rosetta_t5.checkpoints.run_holder import Holder, this_process
-from rosetta_t5.checkpoints.run_lock import LOCK_FILE, RunLock, hold
+from rosetta_t5.checkpoints import ModelDirInUseError, one_run_a_folder
+from rosetta_t5.checkpoints.model_dir import lock
+from rosetta_t5.checkpoints.model_dir.holder import Holder, this_process
+from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, hold
 
 HOLDER = """
 import pathlib, sys, time
-from rosetta_t5.checkpoints.run_holder import this_process
-from rosetta_t5.checkpoints.run_lock import RunLock
+from rosetta_t5.checkpoints.model_dir.holder import this_process
+from rosetta_t5.checkpoints.model_dir.lock import RunLock
 lock = RunLock(sys.argv[1], this_process())
 print("held", flush=True)
 time.sleep(600)
@@ -30,8 +31,8 @@ time.sleep(600)
 
 CONTENDERS = """
 import os, sys, time
-from rosetta_t5.checkpoints.run_holder import this_process
-from rosetta_t5.checkpoints.run_lock import ModelDirInUseError, RunLock
+from rosetta_t5.checkpoints.model_dir.holder import this_process
+from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, RunLock
 begin = time.time() + 0.3
 children = []
 for _ in range(8):
@@ -70,9 +71,9 @@ def ends() -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
   """A second of silence is enough."""
-  monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-  monkeypatch.setattr(run_lock, "SILENCE_S", 1.0)
-  monkeypatch.setattr(run_lock, "_LOOK_AGAIN_S", 0.05)
+  monkeypatch.setattr(lock, "BEAT_S", 0.05)
+  monkeypatch.setattr(lock, "SILENCE_S", 1.0)
+  monkeypatch.setattr(lock, "_LOOK_AGAIN_S", 0.05)
 
 
 def leave_lock(model_dir: pathlib.Path, holder: Holder, age: float = 0.0) -> pathlib.Path:
@@ -149,7 +150,7 @@ def test_a_run_of_another_machine_that_gives_none_loses_it(tmp_path, caplog):
 
 
 def test_long_silence_needs_no_waiting(tmp_path, caplog):
-  leave_lock(tmp_path, ELSEWHERE, age=run_lock.SILENCE_S + 5)
+  leave_lock(tmp_path, ELSEWHERE, age=lock.SILENCE_S + 5)
   with hold(tmp_path):
     assert "Waiting" not in caplog.text
 

@@ -11,8 +11,11 @@ import unicodedata
 import pytest
 import sentencepiece
 
-from rosetta_t5.checkpoints.formats.sentencepiece_json import read_model, tokenizer_json
-from rosetta_t5.data.stdlib_text import stdlib_paragraphs
+from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_json import (
+  read_model,
+  tokenizer_json,
+)
+from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 
 WORDS = [
   "Tất",

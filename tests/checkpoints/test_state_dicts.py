@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax.core import freeze
 
-from rosetta_t5.checkpoints import state_dicts
+from rosetta_t5.checkpoints.arrays import state_dicts
 
 
 def test_flatten_and_unflatten_are_inverse_with_empty_nodes():

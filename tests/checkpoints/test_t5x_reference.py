@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer, plain_forward
+from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict
+from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules
@@ -91,6 +92,6 @@ def test_forward_pass_that_conversions_are_checked_with_gives_t5x_s_logits(share
   )
   for step in (0, 20):
     arrays = read_arrays(shared / f"reference/t5x_orbax/checkpoint_{step}")
-    logits = plain_forward.logits(arrays, inputs, targets)
+    logits = numpy_t5.logits(arrays, inputs, targets)
     real = wanted > 0
     np.testing.assert_allclose(logits[real], reference[f"logits_step{step}"][real], atol=1e-4)

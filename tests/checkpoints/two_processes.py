@@ -53,7 +53,7 @@ def restart(folder: pathlib.Path) -> None:
     create_checkpoint_manager_and_restore,
     find_start,
   )
-  from rosetta_t5.checkpoints.run_lock import hold
+  from rosetta_t5.checkpoints.model_dir.lock import hold
 
   setup, save_cfg = split_setup(), SaveCheckpointConfig(period=1)
   with hold(folder):

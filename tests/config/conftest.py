@@ -10,10 +10,10 @@ from typing import Any
 import gin
 import pytest
 
-from rosetta_t5.config.completeness import check_required
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.config.parsing import configure
-from rosetta_t5.config.scripts import SCRIPTS
+from rosetta_t5.config.checks.completeness import check_required
+from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.t5x.run_functions import SCRIPTS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

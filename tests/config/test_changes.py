@@ -6,7 +6,7 @@ import gin
 import pytest
 
 from rosetta_t5.config.changes import changes_since
-from rosetta_t5.config.gin_files import read_program
+from rosetta_t5.config.language.statements import read_program
 
 BEFORE = """
 from __gin__ import dynamic_registration

@@ -8,7 +8,7 @@ import gin
 import pytest
 
 from rosetta_t5.config import run_from_command_line
-from rosetta_t5.config.unimported import NeedsImport, StandIn, is_slow
+from rosetta_t5.config.language.unimported import NeedsImport, StandIn, is_slow
 
 RUN = """
 from __gin__ import dynamic_registration
@@ -197,7 +197,7 @@ def test_slow_modules_are_read_and_not_imported(check):
 
 
 def test_modules_of_slow_packages_are_read_too(check, write, monkeypatch):
-  monkeypatch.setattr("rosetta_t5.config.unimported.SLOW", frozenset({"slow_pack"}))
+  monkeypatch.setattr("rosetta_t5.config.language.unimported.SLOW", frozenset({"slow_pack"}))
   for file in ("__init__", "data/__init__", "data/mixtures"):
     write(f"slow_pack/{file}.py", "def make(size): assert False\nassert False, 'imported'\n")
   monkeypatch.syspath_prepend(".")
@@ -211,7 +211,7 @@ def test_modules_of_slow_packages_are_read_too(check, write, monkeypatch):
 
 
 def test_what_must_be_imported_after_all_is_imported(check, write, monkeypatch):
-  monkeypatch.setattr("rosetta_t5.config.unimported.SLOW", frozenset({"slow_vocabulary"}))
+  monkeypatch.setattr("rosetta_t5.config.language.unimported.SLOW", frozenset({"slow_vocabulary"}))
   write("slow_vocabulary.py", "class V:\n  vocab_size = 5\ndef make(): return V()\n")
   monkeypatch.syspath_prepend(".")
   seen = []

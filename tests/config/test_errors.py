@@ -7,8 +7,8 @@ import re
 import pytest
 
 from rosetta_t5.config.errors import ConfigError, errors_as_text
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.config.parsing import configure
+from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.language.statements import read_program
 
 GOOD = """
 train_script.train:

@@ -6,8 +6,8 @@ import gin
 import pytest
 
 from rosetta_t5.config import get_gin_config_str, parse_gin_flags, summarize_gin_config
-from rosetta_t5.config.gin_files import read_program
-from rosetta_t5.config.parsing import configure
+from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.language.statements import read_program
 
 RUN = """
 STEPS = 3

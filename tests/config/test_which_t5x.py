@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from rosetta_t5.config.checks.t5x_installation import OURS, check_which_t5x
 from rosetta_t5.config.errors import ConfigError
-from rosetta_t5.config.which_t5x import OURS, check_which_t5x
 
 
 @pytest.fixture

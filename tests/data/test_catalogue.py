@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rosetta_t5.data import catalogue, postprocessing, text_formats
-from rosetta_t5.data.dataset_folders import VARIABLE
-from rosetta_t5.data.known import glue
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.local_files.dataset_folders import VARIABLE
+from rosetta_t5.data.tasks import catalogue, postprocessing, text_formats
+from rosetta_t5.data.tasks.known import glue
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 
 @pytest.fixture(autouse=True)

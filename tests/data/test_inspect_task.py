@@ -11,10 +11,10 @@ import pytest
 from inline_executor import Here
 from PIL import Image
 
-from rosetta_t5.data.inspect_task import bars, main, readable
-from rosetta_t5.data.prepared import command, prepare
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
-from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.inspection.inspect_task import bars, main, readable
+from rosetta_t5.data.prepared import prepare, prepare_command
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 TASK = """
@@ -49,10 +49,10 @@ def test_prepare_and_inspect_as_typed(
   capsys: pytest.CaptureFixture[str],
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr(command, "_executor", lambda _: Here())
+  monkeypatch.setattr(prepare_command, "_executor", lambda _: Here())
   out = str(tmp_path / "out")
   options = ["--input", corpus, "--vocab", model, "--out", out, "--validation-percent", "20"]
-  assert command.main(options) == 0
+  assert prepare_command.main(options) == 0
   text = capsys.readouterr().out
   assert re.search(r"train +\d+ documents +\d+,\d+ tokens", text)
   assert f"data.prepared_task.folders = '{out}'" in text
@@ -95,7 +95,7 @@ def test_prepare_says_what_is_wrong_and_ends(
   model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   options = ["--input", "/nowhere/*.txt", "--vocab", model, "--out", str(tmp_path / "out")]
-  assert command.main(options) == 2
+  assert prepare_command.main(options) == 2
   assert "error: There is no file '/nowhere/*.txt'" in capsys.readouterr().err
 
 

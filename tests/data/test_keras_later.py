@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 tf, seqio = import_tensorflow(), import_seqio()
 from clu import metric_writers
 print("keras" in sys.modules, "sklearn" in sys.modules, "TF_USE_LEGACY_KERAS" in os.environ)

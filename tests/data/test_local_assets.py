@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow
 import pytest
 
-from rosetta_t5.data import gpt2_vocabulary, lambada_copy, pile_copy
-from rosetta_t5.data.local_assets import VARIABLE, local_path
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabulary import same_vocabulary
-from rosetta_t5.data.vocabulary_training import main as vocab
+from rosetta_t5.data.local_files import lambada_copy, pile_copy
+from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.vocabularies import gpt2_vocabulary
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
+from rosetta_t5.data.vocabularies.vocabulary_training import main as vocab
 
 T5 = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
@@ -69,7 +70,7 @@ def test_sentinels_count_by_their_number_alone(model: pathlib.Path) -> None:
 @pytest.fixture
 def gpt2(tmp_path: pathlib.Path) -> tuple[str, str]:
   """A small BPE in GPT-2's files: bytes, some merges, the end."""
-  from rosetta_t5.data.gpt2_vocabulary import END, _byte_characters
+  from rosetta_t5.data.vocabularies.gpt2_vocabulary import END, _byte_characters
 
   characters = list(_byte_characters().values())
   space = _byte_characters()[32]

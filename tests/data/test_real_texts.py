@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import catalogue, metrics
-from rosetta_t5.data.dataset_folders import VARIABLE
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data import metrics
+from rosetta_t5.data.local_files.dataset_folders import VARIABLE
+from rosetta_t5.data.tasks import catalogue
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 SOME = 2000
 

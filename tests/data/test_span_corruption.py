@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import span_corruption
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.objectives.text_objectives import span_corruption
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 VOCAB_SIZE = 259 + 100
 LENGTHS = {"inputs": 64, "targets": 32}

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rosetta_t5.data.start_notes import without_start_notes
+from rosetta_t5.data.tensorflow_setup.start_notes import without_start_notes
 
 NOTES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda drivers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rosetta_t5.data import stdlib_corpus
+from rosetta_t5.data.local_files import stdlib_corpus
 
 
 def lines(folder: pathlib.Path, split: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 
-from rosetta_t5.data.stdlib_text import stdlib_paragraphs
+from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 
 SOURCE = '''
 """The module's docstring, long enough to be one paragraph of prose.

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow, start_importing
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import (
+  import_seqio,
+  import_tensorflow,
+  start_importing,
+)
 
 
 def test_importing_the_data_room_imports_no_tensorflow() -> None:

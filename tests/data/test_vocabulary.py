@@ -16,9 +16,9 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
-from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabulary import same_vocabulary
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 
 Config = Callable[..., DatasetConfig]
 TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.attention import xla_attention
+from rosetta_t5.kernels.xla_attention import xla_attention
 
 B, T, S, H, K = 2, 5, 7, 3, 4
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from rosetta_t5.kernels.attention import xla_attention
 from rosetta_t5.kernels.flash_attention import Segments, flash_attention
+from rosetta_t5.kernels.xla_attention import xla_attention
 
 
 def make_case(batch, queries, keys, size, bias, causal):

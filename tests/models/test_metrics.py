@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, Bigram, make_batch, make_model
 
-from rosetta_t5.models.metrics import (
+from rosetta_t5.models.batch_metrics import (
   compute_base_metrics,
   compute_metrics,
   compute_weighted_accuracy,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 
 B, T, D, H, K = 3, 6, 6, 2, 4
 MODULE = MultiHeadDotProductAttention(num_heads=H, head_dim=K)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import T5_1_1, make_batch, make_model, params_of
 
-from rosetta_t5.kernels.attention import xla_attention
-from rosetta_t5.networks import attention_kernel
-from rosetta_t5.networks.attention_kernel import (
+from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks import kernel_choice
+from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
   choose_attention_kernel,
   fused_attention,
@@ -55,7 +55,7 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
   ],
 )
 def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, text):
-  monkeypatch.setattr(attention_kernel.jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(kernel_choice.jax, "default_backend", lambda: "gpu")
   settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
   given = {"real_queries": REAL, "real_keys": REAL} | arguments
   with pytest.raises(ValueError, match=text):
@@ -96,7 +96,7 @@ def test_dropout_s_factor_is_on_the_values():
 
 def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
   ids = jnp.asarray([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-  assert attention_kernel._length(ids).tolist() == [2, 3, 1]
+  assert kernel_choice._length(ids).tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.networks.cache import KEPT
-from rosetta_t5.networks.dense import DenseGeneral, MlpBlock, activation_function
+from rosetta_t5.networks.layers.decoding_cache import KEPT
+from rosetta_t5.networks.layers.dense import DenseGeneral, MlpBlock, activation_function
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)), jnp.float32)
 

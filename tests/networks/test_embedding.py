@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.networks.embedding import (
+from rosetta_t5.networks.layers.embedding import (
   Embed,
   LayerNorm,
   RelativePositionBiases,

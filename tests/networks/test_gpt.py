@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny_models import GPT, decoder_only_params, stacked
 
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.rotary import rotated
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.layers.rotary import rotated
 
 ROTARY = GPT.replace(positions="rotary", mlp_activations=("gelu", "linear"))
 TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)

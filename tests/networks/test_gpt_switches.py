@@ -21,7 +21,7 @@ from tiny_models import (
   stacked,
 )
 
-from rosetta_t5.networks.decoder_only import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import TrainState, train_step

@@ -19,8 +19,9 @@ import pytest
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, make_state, params_of
 
-from rosetta_t5.networks import attention, scalable_t5
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks import scalable_t5
+from rosetta_t5.networks.layers import attention
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_0, T5_1_1, initialise, make_batch, make_model, pack, params_of
 
-from rosetta_t5.networks.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.masks import make_causal_mask
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.masks import make_causal_mask
 from rosetta_t5.networks.t5 import Encoder, T5Config, Transformer
 
 

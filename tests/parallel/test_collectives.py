@@ -13,7 +13,7 @@ from compiled_collectives import collectives
 from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model, make_model
 
 from rosetta_t5.bench.workload import model_config
-from rosetta_t5.networks.decoder_only_config import TransformerConfig
+from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory

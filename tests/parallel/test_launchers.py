@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rosetta_t5.parallel.launchers import Place, check_coordinator, find_place
+from rosetta_t5.distributed.launchers import Place, check_coordinator, find_place
 
 SLURM = {
   "SLURM_JOB_ID": "100",

@@ -18,8 +18,8 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
-from rosetta_t5.parallel.constraints import with_sharding_constraint as constrained
-from rosetta_t5.parallel.splits import splits_of
+from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint as constrained
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from rosetta_t5.parallel.processes import join_processes
-from rosetta_t5.parallel.roll_call import Roll, answer_to
+from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.roll_call import Roll, answer_to
 
 PROGRAM = """
 import sys
 import jax
-from rosetta_t5.parallel.processes import join_processes
+from rosetta_t5.distributed.join import join_processes
 join_processes(True, sys.argv[1], int(sys.argv[3]), int(sys.argv[2]), 60)
 print(jax.process_index(), jax.process_count(), len(jax.devices()))
 """

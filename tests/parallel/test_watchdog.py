@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from rosetta_t5.parallel.watchdog import (
+from rosetta_t5.distributed.watchdog import (
   EXIT_STATUS,
   Report,
   Watchdog,

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_models import GPT, T5_1_1, make_batch, make_decoder_only_model, make_model
 
+from rosetta_t5.memory_advice.inference import Inference, answered_when_evaluating
+from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.inference_out_of_memory import Inference, answered_when_evaluating
-from rosetta_t5.plan.out_of_memory import OutOfMemoryError
 from rosetta_t5.training import InferenceState
 
 _WIDE = {"emb_dim": 64, "mlp_dim": 128, "head_dim": 16, "dtype": "bfloat16", "vocab_size": 1024}

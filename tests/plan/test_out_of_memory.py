@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import T5_1_1, make_batch, make_model, make_state
 
+from rosetta_t5.memory_advice.training import OutOfMemoryError, answered_when_out_of_memory
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.out_of_memory import OutOfMemoryError, answered_when_out_of_memory
 
 TRAINER = types.SimpleNamespace(_num_microbatches=None)
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from rosetta_t5.networks.decoder_only import TransformerConfig
+from rosetta_t5.networks.decoder import TransformerConfig
 from rosetta_t5.telemetry.flops import (
   flops_of_lengths,
   model_flops_utilization,

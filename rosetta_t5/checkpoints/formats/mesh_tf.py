@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.fit import CheckpointMismatchError, compare, mismatch_error
 from rosetta_t5.checkpoints.formats import tensor_bundle
-from rosetta_t5.checkpoints.lazy_arrays import LazyArray
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 Rule = Callable[..., tuple[str | None, Any]]
 

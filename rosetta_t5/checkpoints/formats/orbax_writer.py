@@ -14,9 +14,9 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats import tensorstores
 from rosetta_t5.checkpoints.formats.t5x_legacy import CHUNK_BYTES, chunk_shape, write_in_parts
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray
 
 _COMMITTED = "Checkpoint commit was successful"
 _SMALL_BYTES = 100_000

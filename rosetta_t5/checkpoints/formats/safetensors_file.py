@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.checkpoints.lazy_arrays import Index, StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 
 _DTYPES = {
   "F64": np.dtype(np.float64),

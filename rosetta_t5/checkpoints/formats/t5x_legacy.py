@@ -17,9 +17,9 @@ import tensorstore as ts
 from etils import epath
 from flax import serialization
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, stored
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import tensorstores
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray, stored
-from rosetta_t5.checkpoints.state_dicts import flatten_state_dict, unflatten_state_dict
 
 INDEX = "checkpoint"
 VERSION = 3

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats import protobuf
 from rosetta_t5.checkpoints.formats.safetensors_file import mapped
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER = 48

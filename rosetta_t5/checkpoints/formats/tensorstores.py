@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from rosetta_t5.checkpoints.lazy_arrays import Index, Reading, StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, Reading, StoredArray
 
 _GCS = "gs://"
 _CACHE_BYTES = 100_000_000

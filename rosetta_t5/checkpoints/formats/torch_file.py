@@ -17,8 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.safetensors_file import mapped
-from rosetta_t5.checkpoints.lazy_arrays import StoredArray
 
 _STORAGES = {
   "DoubleStorage": np.dtype(np.float64),

@@ -6,5 +6,3 @@
 from rosetta_t5.data.prepared.prepare import prepare
 from rosetta_t5.data.prepared.task import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.token_stream import TokenStream
-
-__all__ = ["PreparedTask", "TokenStream", "prepare", "prepared_task"]

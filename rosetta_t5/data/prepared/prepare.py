@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.data.local_assets import local_path
+from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.prepared.shard_job import ShardJob, finished, run_job, write_atomically
 from rosetta_t5.data.reading import Layout, find_files
 

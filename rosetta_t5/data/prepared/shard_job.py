@@ -20,7 +20,7 @@ import numpy as np
 
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout
 from rosetta_t5.data.reading.blocks import HashSplit
-from rosetta_t5.data.templates import make_converter
+from rosetta_t5.data.reading.templates import make_converter
 
 # A longer document goes on in the next record: reading one segment must not mean reading a library.
 TOKENS_A_RECORD = 4096

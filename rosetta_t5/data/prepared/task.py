@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rosetta_t5.data.prepared.feed import Batches, PreparedIterator
-from rosetta_t5.data.prepared.objectives import OBJECTIVES, make_objectives
-from rosetta_t5.data.prepared.sampling import Schedule, Segments
+from rosetta_t5.data.prepared.batch_objectives import OBJECTIVES, make_objectives
+from rosetta_t5.data.prepared.example_order import Schedule, Segments
+from rosetta_t5.data.prepared.prepared_batches import Batches, PreparedIterator
 from rosetta_t5.data.prepared.token_stream import TokenStream, read_manifest
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class PreparedTask:
   @property
   def output_features(self) -> dict[str, Any]:
     """SeqIO's features, which know the vocabulary."""
-    from rosetta_t5.data.tensorflow_import import import_seqio
+    from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
     seqio = import_seqio()
     path = TokenStream(self.folders[0], self.splits[0]).vocabulary

@@ -2,16 +2,5 @@
 
 from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples, as_raised
 from rosetta_t5.data.reading.blocks import BlockReader
-from rosetta_t5.data.reading.formats import Layout, find_files, format_of
+from rosetta_t5.data.reading.file_formats import Layout, find_files, format_of
 from rosetta_t5.data.reading.records import read_records
-
-__all__ = [
-  "BadExample",
-  "BadExamples",
-  "BlockReader",
-  "Layout",
-  "as_raised",
-  "find_files",
-  "format_of",
-  "read_records",
-]

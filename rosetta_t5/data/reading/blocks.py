@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples
-from rosetta_t5.data.reading.formats import Layout
+from rosetta_t5.data.reading.file_formats import Layout
 from rosetta_t5.data.reading.records import Located, read_records
 
 RECORDS_A_BLOCK = 256

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from rosetta_t5.data.reading.bad_examples import BadExample
-from rosetta_t5.data.reading.formats import Layout, format_of, open_bytes
+from rosetta_t5.data.reading.file_formats import Layout, format_of, open_bytes
 
 Record = Mapping[str, Any]
 # The place (a line's number, or a row's) and the record.

@@ -11,9 +11,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rosetta_t5.data.span_corruption import span_corruption
-from rosetta_t5.data.stdlib_corpus import EXTRA_IDS, VOCABULARY_FILE, data_folder, prepare
-from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.local_files.stdlib_corpus import (
+  EXTRA_IDS,
+  VOCABULARY_FILE,
+  data_folder,
+  prepare,
+)
+from rosetta_t5.data.objectives.span_corruption import span_corruption
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio

@@ -20,7 +20,7 @@ from rosetta_t5.training.optimizers.factor_rules import (
   resolve,
   rules_from_axes,
 )
-from rosetta_t5.training.optimizers.param_names import axes_like, path_name
+from rosetta_t5.training.optimizers.param_paths import axes_like, path_name
 
 PyTree = Any
 

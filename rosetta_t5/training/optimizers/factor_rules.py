@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rosetta_t5.training.optimizers.param_names import axes_by_path, path_name
+from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
 
 PyTree = Any
 

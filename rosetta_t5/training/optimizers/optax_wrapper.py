@@ -12,7 +12,7 @@ import optax
 from flax import struct
 
 from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
-from rosetta_t5.training.optimizers.param_names import axes_like
+from rosetta_t5.training.optimizers.param_paths import axes_like
 
 PyTree = Any
 Args = ParamSpec("Args")

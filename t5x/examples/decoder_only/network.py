@@ -1,15 +1,8 @@
 """T5X's `examples.decoder_only.network`."""
 
-from rosetta_t5.networks.decoder_only import (
+from rosetta_t5.networks.decoder import (
   Decoder,
   DecoderLayer,
   DecoderWrapper,
   TransformerConfig,
 )
-
-__all__ = [
-  "Decoder",
-  "DecoderLayer",
-  "DecoderWrapper",
-  "TransformerConfig",
-]

@@ -1,39 +1,23 @@
 """T5X's `examples.t5.layers`."""
 
-from rosetta_t5.networks.attention import (
+from rosetta_t5.networks.layers.attention import (
   MultiHeadDotProductAttention,
   dot_product_attention,
 )
-from rosetta_t5.networks.dense import (
+from rosetta_t5.networks.layers.dense import (
   DenseGeneral,
   MlpBlock,
 )
-from rosetta_t5.networks.embedding import (
+from rosetta_t5.networks.layers.embedding import (
   Embed,
   LayerNorm,
   RelativePositionBiases,
   default_embed_init,
 )
-from rosetta_t5.networks.masks import (
+from rosetta_t5.networks.layers.masks import (
   combine_biases,
   combine_masks,
   make_attention_mask,
   make_causal_mask,
   make_decoder_mask,
 )
-
-__all__ = [
-  "DenseGeneral",
-  "Embed",
-  "LayerNorm",
-  "MlpBlock",
-  "MultiHeadDotProductAttention",
-  "RelativePositionBiases",
-  "combine_biases",
-  "combine_masks",
-  "default_embed_init",
-  "dot_product_attention",
-  "make_attention_mask",
-  "make_causal_mask",
-  "make_decoder_mask",
-]

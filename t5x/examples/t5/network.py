@@ -8,12 +8,3 @@ from rosetta_t5.networks.t5 import (
   T5Config,
   Transformer,
 )
-
-__all__ = [
-  "Decoder",
-  "DecoderLayer",
-  "Encoder",
-  "EncoderLayer",
-  "T5Config",
-  "Transformer",
-]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from inline_executor import Here
 
-from rosetta_t5.checkpoints.dataset_item import (
+from rosetta_t5.checkpoints.dataset_position import (
   DatasetArgs,
   DatasetCheckpointHandler,
   dataset_filename,
@@ -26,8 +26,8 @@ from rosetta_t5.data import (
 )
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
-from rosetta_t5.data.prepared.sampling import Schedule
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.prepared.example_order import Schedule
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")

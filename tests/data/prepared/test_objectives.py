@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data.objectives import UL2_DENOISERS, denoise_in_mode
+from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_in_mode
+from rosetta_t5.data.prepared.batch_objectives import make_objectives
 from rosetta_t5.data.prepared.corruption import keys_of
-from rosetta_t5.data.prepared.objectives import make_objectives
 
 PIECES = 1000
 EXTRA_IDS = 200

@@ -18,7 +18,7 @@ from inline_executor import Here
 
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.prepared import shard_job as jobs
-from rosetta_t5.data.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 

@@ -23,7 +23,7 @@ from rosetta_t5.data.reading import (
   records,
 )
 from rosetta_t5.data.reading.blocks import RECORDS_A_BLOCK, HashSplit
-from rosetta_t5.data.templates import make_converter
+from rosetta_t5.data.reading.templates import make_converter
 
 TEXTS = [f"text {n}" for n in range(600)]
 JSONL = "".join(json.dumps({"text": text, "meta": {"n": 1}}) + "\n" for text in TEXTS).encode()

@@ -1,8 +1,6 @@
 """What became of the Pile, and a look at a copy of it (NVIDIA's script of this name)."""
 
-from rosetta_t5.data.pile_copy import main
-
-__all__ = ["main"]
+from rosetta_t5.data.local_files.pile_copy import main
 
 if __name__ == "__main__":
   raise SystemExit(main())

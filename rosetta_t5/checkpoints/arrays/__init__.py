@@ -1,0 +1,1 @@
+"""Arrays of a checkpoint: read lazily, renamed, and converted between parameter trees."""

@@ -1,0 +1,133 @@
+"""Makes the train state a run starts with: initialised on the devices, or restored onto them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
+from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
+from rosetta_t5.checkpoints.restore import (
+  check_before_fallback,
+  create_orbax_checkpoint_manager,
+  get_fallback_state,
+  get_first_valid_restore_config_and_paths,
+  restore,
+)
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.training.optimizers.base import OptimizerDef
+from rosetta_t5.training.train_state import InferenceState, TrainState
+
+PyTree = Any
+
+
+class TrainStateInitializer:
+  """Knows a train state's shapes and splits before any of it exists (T5X's class).
+
+  Attributes:
+    global_train_state_shape: the train state with a ShapeDtypeStruct in place of each array.
+    train_state_axes: the train state with a PartitionSpec in place of each array.
+  """
+
+  def __init__(
+    self,
+    optimizer_def: OptimizerDef | None,
+    init_fn: Callable[..., Mapping[str, Any]],
+    input_shapes: Mapping[str, tuple[int, ...]],
+    partitioner: BasePartitioner,
+    input_types: Mapping[str, Any] | None = None,
+  ):
+    """Traces the initialisation; nothing is computed.
+
+    Args:
+      optimizer_def: the optimizer; None for an `InferenceState`, which has none.
+      init_fn: `init_fn(rng, input_shapes, input_types)` returns the module's variables
+        (`model.get_initial_variables`).
+      input_shapes: the shape of each of the model's inputs.
+      partitioner: decides how the state is split over devices.
+      input_types: the dtype of each input; None for the model's default.
+    """
+    self._partitioner = partitioner
+
+    def init(rng: jax.Array) -> Any:
+      variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
+      if optimizer_def is None:
+        return InferenceState.create(variables)
+      return TrainState.create(optimizer_def, variables)
+
+    self._init = init
+    self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
+    self._from_scratch: Callable[[jax.Array], TrainState] | None = None
+    self.global_train_state_shape: TrainState = self._traced.out_shape
+    self.train_state_axes: TrainState = splits_of(partitioner, self.global_train_state_shape)
+
+  def from_scratch(self, init_rng: jax.Array) -> TrainState:
+    """Returns a freshly initialised train state, each part of it computed where it will live."""
+    expected = self._traced.key
+    if (init_rng.shape, init_rng.dtype) != (expected.shape, expected.dtype):
+      self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
+    if self._from_scratch is None:
+      self._from_scratch = self._traced.partition(self._partitioner, self.train_state_axes)
+    return self._from_scratch(init_rng)
+
+  def from_checkpoints(
+    self,
+    restore_cfgs: Sequence[RestoreCheckpointConfig],
+    ds_iter: Any = None,
+    init_rng: jax.Array | None = None,
+  ) -> Iterator[tuple[TrainState, str]]:
+    """Yields (train state, path) of each checkpoint of the first config that has any.
+
+    Args:
+      restore_cfgs: in order of preference.
+      ds_iter: iterator whose position is restored too, where the config says so.
+      init_rng: for what the checkpoint lacks, if the config allows that.
+    """
+    cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
+    if cfg is None:
+      return
+    manager = create_orbax_checkpoint_manager(
+      restore_cfg=cfg,
+      train_state=self.global_train_state_shape,
+      partitioner=self._partitioner,
+      ds_iter=ds_iter,
+    )
+    check_before_fallback(manager, paths, cfg)
+    fallback_state = get_fallback_state(cfg, self.from_scratch, init_rng)
+    for path in paths:
+      yield restore(manager, path, cfg, fallback_state), path
+
+  def from_checkpoint(
+    self,
+    ckpt_cfgs: Sequence[RestoreCheckpointConfig],
+    *,
+    ds_iter: Any = None,
+    init_rng: jax.Array | None = None,
+  ) -> TrainState | None:
+    """Returns the train state of the one checkpoint `ckpt_cfgs` name, or None if there is none.
+
+    Raises:
+      ValueError: they name more than one.
+    """
+    cfg, paths = get_first_valid_restore_config_and_paths(ckpt_cfgs)
+    if len(paths) > 1:
+      raise ValueError(
+        f"{len(paths)} checkpoints are given where one is needed: {', '.join(paths[:5])}; set "
+        "RestoreCheckpointConfig.path to one of them and mode = 'specific'"
+      )
+    found = self.from_checkpoints([cfg] if cfg else [], ds_iter=ds_iter, init_rng=init_rng)
+    return next((state for state, _ in found), None)
+
+  def from_checkpoint_or_scratch(
+    self,
+    ckpt_cfgs: Sequence[RestoreCheckpointConfig],
+    *,
+    init_rng: jax.Array,
+    ds_iter: Any = None,
+  ) -> TrainState:
+    """Returns the train state of `from_checkpoint`, or else of `from_scratch`."""
+    state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
+    return self.from_scratch(init_rng) if state is None else state

@@ -1,0 +1,186 @@
+"""T5X's manager of checkpoints in its older layout, and the checkpointer it is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
+from rosetta_t5.checkpoints.formats import tensor_bundle
+from rosetta_t5.checkpoints.reading import Transformation
+from rosetta_t5.checkpoints.saved_state import SaveTransformation
+from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.parallel import BasePartitioner
+
+
+class LegacyCheckpointer(ocp.Checkpointer):
+  """One checkpointer to save with and one to restore with (T5X's class)."""
+
+  def __init__(
+    self,
+    *,
+    save_checkpointer: Checkpointer | None = None,
+    restore_checkpointer: Checkpointer,
+    strict: bool | None = False,
+  ):
+    """Builds a checkpointer.
+
+    Args:
+      save_checkpointer: writes; None if nothing is to be saved.
+      restore_checkpointer: reads.
+      strict: refuse names in a TensorFlow checkpoint that the train state does not have.
+    """
+    self._save_checkpointer = save_checkpointer
+    self._restore_checkpointer = restore_checkpointer
+    self._strict = bool(strict)
+
+  def save(
+    self,
+    path: str | os.PathLike[str],
+    item: Any,
+    force: bool = False,
+    custom_metadata: Mapping[str, Any] | None = None,
+    state_transformation_fns: Sequence[SaveTransformation] = (),
+    *,
+    concurrent_gb: int = 128,
+  ) -> None:
+    """Saves a train state into the folder that the save checkpointer was made for.
+
+    Args:
+      path: not used: the folder's name is the step's.
+      item: the train state.
+      force: not used: a checkpoint that is there stays as it is.
+      custom_metadata: not used: this layout has no place for it.
+      state_transformation_fns: as in Checkpointer.save.
+      concurrent_gb: as in Checkpointer.save.
+
+    Raises:
+      ValueError: there is nothing to save with.
+    """
+    del path, force, custom_metadata
+    if self._save_checkpointer is None:
+      raise ValueError("LegacyCheckpointer has no save_checkpointer: it can only restore")
+    self._save_checkpointer.save(item, state_transformation_fns, concurrent_gb=concurrent_gb)
+
+  def restore(
+    self,
+    path: str | os.PathLike[str],
+    item: Any = None,
+    state_transformation_fns: Sequence[Transformation] = (),
+    fallback_state: Mapping[str, Any] | None = None,
+    lazy_parameters: bool = False,
+  ) -> Any:
+    """Returns the train state of the checkpoint at `path`; a TensorFlow prefix is recognised.
+
+    Args:
+      path: the checkpoint.
+      item: not used: the restore checkpointer knows the train state.
+      state_transformation_fns: as in Checkpointer.restore; not for TensorFlow's.
+      fallback_state: as in Checkpointer.restore.
+      lazy_parameters: as in Checkpointer.restore.
+    """
+    del item
+    if not os.path.exists(f"{os.fspath(path)}.index"):
+      return self._restore_checkpointer.restore(
+        path=path,
+        state_transformation_fns=state_transformation_fns,
+        fallback_state=fallback_state,
+        lazy_parameters=lazy_parameters,
+      )
+    if state_transformation_fns:
+      raise ValueError(
+        f"{path} is a TensorFlow checkpoint, which is not restored with state_transformation_fns or "
+        "assignment_map: convert it first (rosetta-t5 convert)"
+      )
+    prefix = tensor_bundle.find_prefix(path)
+    return self._restore_checkpointer.restore_from_tf_checkpoint(prefix, strict=self._strict)
+
+
+class LegacyCheckpointManager(ocp.CheckpointManager):
+  """Saves and restores in T5X's older layout as two configs say (T5X's class)."""
+
+  def __init__(
+    self,
+    *,
+    save_cfg: SaveCheckpointConfig | None,
+    restore_cfg: RestoreCheckpointConfig | None,
+    train_state_shape: Any,
+    partitioner: BasePartitioner,
+    ds_iter: Any = None,
+    model_dir: str | os.PathLike[str] | None = None,
+  ):
+    """Builds a manager; nothing is written yet.
+
+    Args:
+      save_cfg: None for a manager that only restores.
+      restore_cfg: None for one that only saves.
+      train_state_shape: the train state's shapes.
+      partitioner: places restored arrays.
+      ds_iter: the training data's iterator.
+      model_dir: the folder of checkpoints to save into.
+    """
+    shared: dict[str, Any] = {"train_state": train_state_shape, "partitioner": partitioner}
+    saver: Checkpointer | None = None
+    reader: Any = None
+    if save_cfg is not None:
+      saver = save_cfg.checkpointer_cls(
+        **shared,
+        checkpoints_dir=model_dir or "",
+        dataset_iterator=ds_iter if save_cfg.save_dataset else None,
+        save_dtype=save_cfg.dtype,
+        keep=save_cfg.keep,
+        keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+      )
+    if restore_cfg is not None:
+      reader = restore_cfg.checkpointer_cls(
+        **shared,
+        checkpoints_dir="",
+        dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
+        restore_dtype=jnp.dtype(restore_cfg.dtype) if restore_cfg.dtype else None,
+      )
+    self._checkpointer = LegacyCheckpointer(
+      save_checkpointer=saver,
+      restore_checkpointer=reader,
+      strict=restore_cfg.strict if restore_cfg else False,
+    )
+
+  def wait_until_finished(self) -> None:
+    """Does nothing: `save` returns when everything is written."""
+
+  def close(self) -> None:
+    """Does nothing: there are no background threads."""
+
+  def save(
+    self, train_state: Any, state_transformation_fns: Sequence[SaveTransformation] = ()
+  ) -> None:
+    """Saves `train_state`, whose step names the folder."""
+    self._checkpointer.save("", train_state, state_transformation_fns=state_transformation_fns)
+
+  def restore(
+    self,
+    paths: Sequence[str],
+    restore_cfg: RestoreCheckpointConfig | None = None,
+    fallback_state: Mapping[str, Any] | None = None,
+  ) -> Any:
+    """Returns the train state at the one path given, or a list of those at several; else None.
+
+    Args:
+      paths: checkpoints.
+      restore_cfg: how to restore; None for not at all.
+      fallback_state: where what a checkpoint lacks comes from.
+    """
+    if restore_cfg is None or paths is None:
+      return None
+    restored = [
+      self._checkpointer.restore(
+        path,
+        state_transformation_fns=restore_cfg.state_transformation_fns,
+        fallback_state=fallback_state,
+      )
+      for path in paths
+    ]
+    return restored[0] if len(restored) == 1 else restored

@@ -1,0 +1,141 @@
+"""The parts of a step under T5X's names and arguments, for trainers of one's own.
+
+A subclass of `BaseTrainer` makes its `_partitioned_train_step` of these. `Trainer` itself takes
+`step.train_step`, which does the same in one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rosetta_t5.compat.param_axes import flatten_dict_string_keys
+from rosetta_t5.telemetry.metrics import AveragePerStep
+from rosetta_t5.training.step import Batch, Metrics, PyTree, accumulate_gradients
+from rosetta_t5.training.step import learning_rate_metrics as _learning_rate_metrics
+from rosetta_t5.training.train_state import TrainState
+
+_OVER_DATA = PartitionSpec("data")
+
+
+class PreemptionError(Exception):
+  """The run is about to be ended from outside (T5X)."""
+
+
+class WeightMetricsComputer:
+  """Measures weights, gradients and updates, one number a parameter (T5X)."""
+
+  def compute_metrics(
+    self, gradients: PyTree, old_train_state: TrainState, new_train_state: TrainState
+  ) -> Metrics:
+    """Returns the metrics of one update.
+
+    `weight_rms`, `weight_max`, `weight_gradient_rms`, `weight_update_rms` and
+    `weight_update_divided_by_weight_rms`, each followed by `/` and the parameter's name; and
+    `weight_gradient_norm`, over all gradients.
+    """
+    old, new = old_train_state.params, new_train_state.params
+    update = jax.tree.map(jnp.subtract, new, old)
+    squares = [jnp.vdot(grad, grad) for grad in jax.tree.leaves(gradients)]
+    return {
+      **_each("weight_rms", _rms, new),
+      **_each("weight_gradient_rms", _rms, gradients),
+      "weight_gradient_norm": AveragePerStep.from_model_output(jnp.sqrt(sum(squares))),
+      **_each("weight_update_rms", _rms, update),
+      **_each("weight_update_divided_by_weight_rms", _rms, jax.tree.map(jnp.divide, update, old)),
+      **_each("weight_max", lambda x: jnp.max(jnp.abs(x)), new),
+    }
+
+
+def _each(name: str, measure: Any, tree: PyTree) -> Metrics:
+  flat = flatten_dict_string_keys(tree)
+  return {f"{name}/{k}": AveragePerStep.from_model_output(measure(x)) for k, x in flat.items()}
+
+
+def _rms(x: jax.Array) -> jax.Array:
+  return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def accumulate_grads_microbatched(
+  model: Any,
+  train_state: TrainState,
+  batch: Batch,
+  dropout_rng: jax.Array,
+  num_microbatches: int | None,
+  data_partition_spec: PartitionSpec = _OVER_DATA,
+) -> tuple[PyTree, Metrics, PyTree | None]:
+  """Returns the gradients of a batch, its metrics, and new mutable collections or None (T5X).
+
+  Args:
+    model: its `loss_fn` is differentiated.
+    train_state: parameters and mutable collections.
+    batch: arrays whose first dimension is the batch.
+    dropout_rng: this step's key.
+    num_microbatches: parts the batch is worked through in; None for the whole at once.
+    data_partition_spec: not read: microbatches are split as the logical axis `batch` is.
+  """
+  del data_partition_spec
+  grads, _, metrics, mutables = accumulate_gradients(
+    model.loss_fn, train_state, batch, dropout_rng, num_microbatches
+  )
+  return grads, metrics, mutables or None
+
+
+def apply_grads(
+  train_state: TrainState,
+  grad_accum: PyTree,
+  metrics: Metrics,
+  learning_rate: jax.Array,
+  weight_metrics_computer: WeightMetricsComputer | None,
+  other_state_variables: Mapping[str, Any] | None = None,
+) -> tuple[TrainState, Metrics]:
+  """Returns the state after one update, and the metrics with those of the update added (T5X).
+
+  Args:
+    train_state: what the update starts from.
+    grad_accum: the gradients.
+    metrics: the batch's metrics.
+    learning_rate: of this update.
+    weight_metrics_computer: gives more metrics; None for none.
+    other_state_variables: further arguments of `train_state.apply_gradient`, `flax_mutables` say.
+  """
+  new_state = train_state.apply_gradient(
+    grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
+  )
+  metrics = {**metrics, **_learning_rate_metrics(jnp.asarray(learning_rate))}
+  if weight_metrics_computer is not None:
+    metrics |= weight_metrics_computer.compute_metrics(grad_accum, train_state, new_state)
+  return new_state, metrics
+
+
+def eval_step(model: Any, train_state: TrainState, batch: Batch) -> Metrics:
+  """Returns the metrics of a batch, without dropout (T5X)."""
+  return dict(model.eval_fn(train_state.params, batch)[1])
+
+
+def train_with_lr(
+  train_state: TrainState,
+  batch: Batch,
+  learning_rate: jax.Array,
+  dropout_rng: jax.Array,
+  model: Any,
+  num_microbatches: int | None,
+  weight_metrics_computer: WeightMetricsComputer | None = None,
+  data_partition_spec: PartitionSpec = _OVER_DATA,
+) -> tuple[TrainState, Metrics]:
+  """Returns the state after one update on a batch, and the metrics (T5X); see the functions above."""
+  grads, metrics, mutables = accumulate_grads_microbatched(
+    model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec
+  )
+  return apply_grads(
+    train_state,
+    grads,
+    metrics,
+    learning_rate,
+    weight_metrics_computer,
+    other_state_variables={"flax_mutables": mutables} if mutables else None,
+  )

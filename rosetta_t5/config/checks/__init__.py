@@ -1,0 +1,1 @@
+"""Checks of a bound configuration: missing, misspelt, unused and wrong values."""

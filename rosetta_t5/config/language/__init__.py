@@ -1,0 +1,1 @@
+"""Gin files: parsed into statements, looked up by name, and bound."""

@@ -1,0 +1,97 @@
+"""Where gin files are found: beside the user first, then among the recipes, also by T5X's paths."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rosetta_t5.config.errors import ConfigError, near
+
+# The folder gin/ of the repository; a link in a checkout, a copy in an installed wheel.
+RECIPES = pathlib.Path(__file__).resolve().parents[2] / "recipes"
+
+# What T5X (and this repository) call a folder, and where in RECIPES its files lie. The first row
+# that has the file is taken: T5X keeps runs, models and examples of one family in one folder.
+FOLDERS = (
+  ("gin", ""),
+  ("t5x/configs/runs", "runs"),
+  ("t5x/examples/t5/t5_1_1/examples", "examples"),
+  ("t5x/examples/t5/byt5/examples", "examples/byt5"),
+  ("t5x/examples/t5", "models"),
+  ("t5x/examples/scalable_t5/t5_1_1/examples", "examples/scalable_t5"),
+  ("t5x/examples/scalable_t5/umt5", "models/umt5"),
+  ("t5x/examples/scalable_t5/umt5", "examples/umt5"),
+  ("t5x/examples/scalable_t5", "models/scalable_t5"),
+  ("t5x/examples/decoder_only/examples", "examples/decoder_only"),
+  ("t5x/examples/decoder_only/models", "models/decoder_only"),
+  ("t5x/examples/decoder_only", "models/decoder_only"),  # so T5X's own examples call it
+  ("t5x/contrib/gpu/t5/configs/runs", "runs"),
+  ("t5x/contrib/gpu/t5/t5_1_1/examples", "examples"),
+  ("t5x/contrib/gpu/t5", "models"),
+)
+
+
+def recipe(path: str) -> pathlib.Path | None:
+  """Returns the recipe that T5X or this repository knows as `path`, or None."""
+  name = pathlib.PurePosixPath(path)
+  if name.parts[:2] == ("t5x", "t5x"):  # gin files written beside a checkout of T5X say so
+    name = pathlib.PurePosixPath(*name.parts[1:])
+  for folder, ours in FOLDERS:
+    if name.is_relative_to(folder):
+      found = RECIPES / ours / name.relative_to(folder)
+      if found.is_file():
+        return found
+  return None
+
+
+def open_recipe(path: str) -> TextIO:
+  """Opens a recipe by T5X's path or ours."""
+  found = recipe(path)
+  assert found is not None, path
+  return found.open(encoding="utf-8")
+
+
+def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
+  """Returns the gin file called `path`: as it stands, in a search path, or among the recipes.
+
+  Raises:
+    ConfigError: there is none; names what was searched and files with near names.
+  """
+  for folder in ("", *search_paths):
+    candidate = pathlib.Path(folder, path)
+    if candidate.is_file():
+      return candidate
+  found = None if pathlib.Path(path).is_absolute() else recipe(path)
+  if found is None:
+    searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
+    known = set(_known(path, search_paths))
+    folder, _, _ = path.rpartition("/")
+    there = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
+    lines = [
+      f"there is no gin file {path!r}.{_recipe_at_the_end(path) or near(path, known)}",
+      *([f"  in {folder}: {', '.join(there)}"] if folder and there else []),
+      f"  searched: {searched}, and the recipes in {RECIPES}",
+      "  to search elsewhere too: --gin_search_paths=.,/another/folder",
+    ]
+    raise ConfigError("\n".join(lines))
+  return found
+
+
+def _recipe_at_the_end(path: str) -> str:
+  """A hint, where the path of a checkout of T5X ends in a recipe's."""
+  parts = pathlib.PurePosixPath(path).parts
+  ends = ("/".join(parts[n:]) for n in range(1, len(parts)))
+  found = next((end for end in ends if recipe(end)), "")
+  return f" Did you mean {found}?" if found else ""
+
+
+def _known(path: str, search_paths: Sequence[str]) -> Iterator[str]:
+  """Names of gin files that `path` may have meant, spelt as `path` would have to be."""
+  for folder, ours in FOLDERS:
+    for file in (RECIPES / ours).rglob("*.gin"):
+      yield f"{folder}/{file.relative_to(RECIPES / ours)}"
+  parent = pathlib.Path(path).parent
+  for folder in search_paths:
+    for file in pathlib.Path(folder, parent).glob("*.gin"):
+      yield str(parent / file.name)

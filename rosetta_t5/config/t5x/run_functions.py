@@ -1,0 +1,57 @@
+"""The runs that gin files find in `__main__`: where each stands, also where `__main__` is another program."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rosetta_t5.config.language.statements import Binding, Import, Program
+
+# T5X's gin files say `import __main__ as train_script` and bind `train_script.train`. That is what
+# they mean whatever program runs: a console script, pytest, a notebook, `python -m t5x.main`.
+SCRIPTS = {
+  "train": "rosetta_t5.train",
+  "evaluate": "rosetta_t5.eval",
+  "infer": "rosetta_t5.infer",
+  "create_task_from_tfexample_file": "rosetta_t5.data.tasks.tfexample_task",
+  "precompile": "rosetta_t5.precompile",
+  "save": "rosetta_t5.export.saving",
+}
+# What can be run, as T5X's run modes call it.
+RUN_MODES = {
+  "train": "train",
+  "eval": "evaluate",
+  "infer": "infer",
+  "precompile": "precompile",
+  "export": "save",
+}
+
+
+def find_script(name: str) -> Callable[..., Any]:
+  """Returns the function that `__main__.NAME` means: the running program's own, else ours.
+
+  Raises:
+    KeyError: it is no run's name.
+  """
+  own = getattr(sys.modules["__main__"], name, None)
+  return own if callable(own) else getattr(importlib.import_module(SCRIPTS[name]), name)
+
+
+def runs_named_in(program: Program) -> list[str]:
+  """The runs that a program binds arguments of through an import of `__main__`, in order."""
+  names = dict.fromkeys(_names_from_main(program))
+  return [name for name in names if name in RUN_MODES.values()]
+
+
+def _names_from_main(program: Program) -> Iterable[str]:
+  aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
+  for statement in program.statements():
+    if isinstance(statement, Import) and statement.statement.module == "__main__":
+      aliases.add(statement.statement.bound_name())
+    elif isinstance(statement, Binding):
+      first, *rest = statement.selector.split(".")
+      # On the command line, train.X reaches the run without an import.
+      if (first in aliases and len(rest) == 1) or (not rest and statement.argument):
+        yield (rest or [first])[0]

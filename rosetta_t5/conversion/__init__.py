@@ -1,0 +1,1 @@
+"""`rosetta-t5 convert`, and its verification against reference implementations."""

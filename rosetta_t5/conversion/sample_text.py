@@ -1,0 +1,53 @@
+"""The real text that conversions are checked with, as token ids."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from etils import epath
+
+_BYTE_OFFSET = 3  # ByT5's: ids 0 to 2 are padding, end and unknown
+# Herman Melville, Moby-Dick (1851).
+_INPUT = (
+  "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my "
+  "purse, and nothing particular to interest me on shore, I thought I would sail about a little"
+)
+_TARGET = "and see the watery part of the world. It is a way I have of driving off the spleen"
+
+
+def text_tokens(
+  vocabulary_size: int, tokenizer: str | os.PathLike[str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns a sentence as token ids [1, S] and its continuation shifted right [1, T].
+
+  Args:
+    vocabulary_size: ids stay below it.
+    tokenizer: a folder with spiece.model, or with vocab.json and merges.txt, or such a .model file;
+      without one, the text's bytes are taken.
+  """
+  ids = _ids(None if tokenizer is None else epath.Path(tokenizer))
+  # Small vocabularies, as in tests, have fewer ids than bytes.
+  first = min(_BYTE_OFFSET, vocabulary_size - 1)
+  inputs, targets = (
+    [first + (token - first) % (vocabulary_size - first) for token in tokens] for tokens in ids
+  )
+  return np.array([[*inputs, 1]]), np.array([[0, *targets]])
+
+
+def _ids(tokenizer: epath.Path | None) -> tuple[list[int], list[int]]:
+  texts = (_INPUT, _TARGET)
+  if tokenizer is not None:
+    file = tokenizer / "spiece.model" if tokenizer.is_dir() else tokenizer
+    if file.exists() and file.suffix == ".model":
+      import sentencepiece
+
+      processor = sentencepiece.SentencePieceProcessor(model_file=os.fspath(file))
+      return processor.encode(_INPUT), processor.encode(_TARGET)
+    pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
+    if pieces.exists() and merges.exists():
+      from rosetta_t5.data.vocabularies.gpt2_vocabulary import BytePairEncoder
+
+      encoder = BytePairEncoder(os.fspath(pieces), os.fspath(merges))
+      return tuple([token + 1 for token in encoder.encode(text)] for text in texts)  # type: ignore[return-value]
+  return tuple([byte + _BYTE_OFFSET for byte in text.encode()] for text in texts)  # type: ignore[return-value]

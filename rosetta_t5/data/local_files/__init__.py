@@ -1,0 +1,1 @@
+"""Local copies of public data sets, vocabularies, and the quickstart's text."""

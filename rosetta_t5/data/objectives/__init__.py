@@ -1,0 +1,1 @@
+"""Training objectives as SeqIO preprocessors: span corruption, prefix LM, UL2."""

@@ -1,0 +1,1 @@
+"""From a `DatasetConfig` to batches on the mesh."""

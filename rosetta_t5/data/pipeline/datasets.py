@@ -1,0 +1,195 @@
+"""Turns a `DatasetConfig` into batches: SeqIO's tasks, sharded, converted, batched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
+from rosetta_t5.data.pipeline.providers import (
+  check_cached,
+  check_feature_lengths,
+  check_not_empty,
+  check_split,
+  find_provider,
+  has_element,
+  has_split,
+)
+from rosetta_t5.data.prepared import PreparedTask
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
+if TYPE_CHECKING:
+  import seqio
+  import tensorflow as tf
+
+FeatureConverterFactory = Callable[..., "seqio.FeatureConverter"]
+
+
+def get_dataset(
+  cfg: DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  feature_converter_cls: FeatureConverterFactory,
+  num_epochs: int | None = None,
+  continue_from_last_checkpoint: bool = False,
+) -> tf.data.Dataset:
+  """Returns this shard's batches of model features, `cfg.batch_size / num_shards` examples each.
+
+  Args:
+    cfg: the dataset.
+    shard_id: which shard of the data to read.
+    num_shards: shards in all; each example lies in exactly one.
+    feature_converter_cls: called with `pack` and `use_custom_packing_ops`.
+    num_epochs: passes over the data, or None for no end.
+    continue_from_last_checkpoint: for T5X's other dataset functions; this one restarts by
+      `RestoreCheckpointConfig.restore_dataset`.
+
+  Raises:
+    ValueError: the task, its split or features do not exist, the batch does not divide, or the
+      data has no example.
+  """
+  if continue_from_last_checkpoint:
+    raise ValueError(
+      "get_dataset cannot continue_from_last_checkpoint: set it to False, and let the run restore "
+      "the feed's position with utils.RestoreCheckpointConfig.restore_dataset = True."
+    )
+  _check_batch_size(cfg, num_shards)
+  seed = resolve_seed(cfg)
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    _check_same_seed(seed)
+    return cfg.mixture_or_task_name.feed(cfg, shard_id, num_shards, seed)
+  shard_info = import_seqio().ShardInfo(index=shard_id, num_shards=num_shards)
+  return get_dataset_inner(cfg, shard_info, feature_converter_cls, seed, num_epochs)
+
+
+def get_dataset_inner(
+  cfg: DatasetConfig,
+  shard_info: seqio.ShardInfo,
+  feature_converter_cls: FeatureConverterFactory,
+  seed: int | None = None,
+  num_epochs: int | None = None,
+) -> tf.data.Dataset:
+  """Returns the batches of one shard, with a seed that all processes must share."""
+  _check_same_seed(seed)
+  provider = find_provider(cfg)
+  converter = feature_converter_cls(
+    pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
+  )
+  check_cached(cfg, provider)
+  check_split(cfg, provider)
+  check_feature_lengths(cfg, converter)
+  if num_epochs is None:
+    check_not_empty(cfg, provider, shard_info)
+  batch_size = cfg.batch_size // shard_info.num_shards
+  logging.info("Dataset '%s': seed %s, %d examples a shard", cfg.name, seed, batch_size)
+  dataset = provider.get_dataset(
+    sequence_length=cfg.task_feature_lengths,
+    split=cfg.split,
+    use_cached=cfg.use_cached,
+    shuffle=cfg.shuffle,
+    seed=seed,
+    shard_info=shard_info,
+    num_epochs=num_epochs,
+    trim_output_features=cfg.trim_output_features,
+  )
+  for preprocess in cfg.runtime_preprocessors or ():
+    dataset = preprocess(dataset)
+  dataset = converter(dataset, task_feature_lengths=cfg.task_feature_lengths)
+  return dataset.batch(batch_size, drop_remainder=True)
+
+
+def get_training_eval_datasets(
+  cfg: DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  eval_steps: int,
+  feature_converter_cls: FeatureConverterFactory,
+  deterministic: bool = False,
+  model_dir: str | None = None,
+  start_step: int = 0,
+) -> Mapping[str, tf.data.Dataset]:
+  """Returns `eval_steps` batches of each of a mixture's tasks, and of the mixture itself.
+
+  Data that is shorter is repeated. Tasks without the split are left out.
+
+  Args:
+    cfg: the dataset; its `mixture_or_task_name` may be a mixture.
+    shard_id: which shard to read.
+    num_shards: shards in all.
+    eval_steps: batches.
+    feature_converter_cls: see `get_dataset`.
+    deterministic: T5X's deterministic tasks; refused.
+    model_dir: goes with `deterministic`.
+    start_step: goes with `deterministic`.
+
+  Raises:
+    ValueError: as `get_dataset`, or a task gives no batch.
+  """
+  del model_dir, start_step
+  if deterministic:
+    raise ValueError(
+      "get_training_eval_datasets was given deterministic=True, T5X's deterministic tasks, which "
+      "are not offered: leave it False. Evaluation without shuffling repeats exactly."
+    )
+  _check_batch_size(cfg, num_shards)
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    task = cfg.mixture_or_task_name
+    return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
+  seqio = import_seqio()
+  # Drawn once: the tasks of a mixture share it, and so do all processes.
+  cfg = dataclasses.replace(cfg, seed=resolve_seed(cfg))
+  provider = find_provider(cfg)
+  check_split(cfg, provider)
+  chosen = [task for task in seqio.get_subtasks(provider) if has_split(task, cfg.split)]
+  if isinstance(provider, seqio.Mixture):
+    chosen.append(provider)
+
+  def batches(task: Any) -> tf.data.Dataset:
+    task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
+    # A finite number of passes: one over data that is all filtered out must end.
+    dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)
+    _check_has_batch(task_cfg, dataset, shard_id, num_shards, eval_steps)
+    dataset = dataset.repeat().take(eval_steps)
+    return dataset.cache() if cfg.use_memory_cache else dataset
+
+  return {task.name: batches(task) for task in chosen}
+
+
+def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
+  if cfg.batch_size % num_shards:
+    below = cfg.batch_size - cfg.batch_size % num_shards
+    near = " or ".join(str(size) for size in (below, below + num_shards) if size)
+    raise ValueError(
+      f"The batch size {cfg.batch_size} (task '{cfg.name}') cannot be shared among {num_shards} "
+      f"data shards: set BATCH_SIZE (DatasetConfig.batch_size) to a multiple of {num_shards}, "
+      f"such as {near}."
+    )
+
+
+def _check_has_batch(
+  cfg: DatasetConfig, dataset: tf.data.Dataset, shard_id: int, num_shards: int, epochs: int
+) -> None:
+  if has_element(dataset):
+    return
+  batch_size = cfg.batch_size // num_shards
+  raise ValueError(
+    f"Shard {shard_id} of {num_shards} of the split '{cfg.split}' of the task '{cfg.name}' does "
+    f"not fill one batch of {batch_size} examples in {epochs} passes (eval_steps): it is empty or "
+    "too small. Give it more data, evaluate with a smaller DatasetConfig.batch_size, or set "
+    "train.train_eval_dataset_cfg = None."
+  )
+
+
+def _check_same_seed(seed: int | None) -> None:
+  if seed is None or jax.process_count() == 1:
+    return
+  from jax.experimental import multihost_utils
+
+  multihost_utils.assert_equal(
+    np.array(seed), f"process {jax.process_index()} shuffles by another seed ({seed}) than the rest"
+  )

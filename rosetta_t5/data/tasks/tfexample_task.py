@@ -1,0 +1,70 @@
+"""A task on files of tf.train.Example, made on the spot for inference."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+
+if TYPE_CHECKING:
+  import seqio
+
+
+def create_task_from_tfexample_file(
+  paths: Sequence[str],
+  file_type: str,
+  inputs_key: str,
+  targets_key: str | None,
+  features: Mapping[str, seqio.Feature],
+  task_id: str | None = None,
+) -> str:
+  """Registers a task with the split `infer` and returns its name (T5X's function).
+
+  A second call with the same files and keys returns the same task.
+
+  Args:
+    paths: file names or patterns, of one kind.
+    file_type: 'tfrecord'.
+    inputs_key: the key of the input text.
+    targets_key: the key of the target text, for scores; None for empty targets.
+    features: {"inputs": Feature, "targets": Feature}, which know the vocabularies.
+    task_id: what the name ends in; None for a digest of the files' names and the keys.
+
+  Raises:
+    ValueError: there is no such file, or files of this kind are not read.
+  """
+  tf, seqio = import_tensorflow(), import_seqio()
+  paths = [paths] if isinstance(paths, str) else list(paths)
+  if file_type != "tfrecord":
+    raise ValueError(
+      f"create_task_from_tfexample_file.file_type = {file_type!r} cannot be read outside of "
+      "Google: set TF_EXAMPLE_FILE_TYPE = 'tfrecord', and give files of TFRecords"
+    )
+  if not tf.io.gfile.glob(paths):
+    raise ValueError(
+      f"there is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
+      "(create_task_from_tfexample_file.paths) to a list of file names or patterns"
+    )
+  if task_id is None:
+    names = ":".join([*paths, inputs_key, targets_key or ""])
+    task_id = hashlib.md5(names.encode(), usedforsecurity=False).hexdigest()[:10]
+  name = f"infer_{task_id}"
+  if name in seqio.TaskRegistry.names():
+    return name
+  keys = {"inputs": inputs_key, "targets": targets_key}
+  seqio.TaskRegistry.add(
+    name,
+    source=seqio.TFExampleDataSource(
+      {"infer": paths},
+      {key: tf.io.FixedLenFeature([], tf.string) for key in keys.values() if key},
+    ),
+    preprocessors=[
+      functools.partial(seqio.preprocessors.rekey, key_map=keys),
+      seqio.preprocessors.tokenize_and_append_eos,
+    ],
+    output_features=dict(features),
+  )
+  return name

@@ -1,0 +1,1 @@
+"""How TensorFlow is imported: on the CPU, quietly, and without Keras."""

@@ -1,0 +1,1 @@
+"""Vocabularies: loaded, compared and trained."""

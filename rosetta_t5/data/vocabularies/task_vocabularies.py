@@ -1,0 +1,131 @@
+"""The vocabularies of task and model: which they are, and whether they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.providers import find_provider
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+
+if TYPE_CHECKING:
+  import seqio
+
+
+def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabulary]:
+  """Returns the vocabularies of a task's inputs and targets.
+
+  A task without both of these features has one vocabulary, that of its other features; those that
+  pass tokens through count only where there is no other.
+
+  Raises:
+    ValueError: the task has no vocabulary, or several and not for "inputs" and "targets".
+  """
+  seqio = import_seqio()
+  features = find_provider(cfg).output_features
+  if "inputs" in features and "targets" in features:
+    return features["inputs"].vocabulary, features["targets"].vocabulary
+  every = {name: f.vocabulary for name, f in features.items() if hasattr(f, "vocabulary")}
+  tokenizing = {n: v for n, v in every.items() if not isinstance(v, seqio.PassThroughVocabulary)}
+  found = tokenizing or every
+  if not found:
+    raise ValueError(f"The task '{cfg.name}' has no feature with a vocabulary.")
+  first, *others = found.values()
+  if not all(same_vocabulary(first, other) for other in others):
+    raise ValueError(
+      f"The features {sorted(found)} of the task '{cfg.name}' have different vocabularies, and are "
+      "not 'inputs' and 'targets': which of them is the model's cannot be told."
+    )
+  return first, first
+
+
+def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
+  """Whether two vocabularies give the same ids. SentencePiece models are compared by content."""
+  if a == b:
+    return True
+  seqio = import_seqio()
+  if not all(isinstance(v, seqio.SentencePieceVocabulary) for v in (a, b)):
+    return False
+  # The loaded model holds its extra ids and normalizer overrides: its bytes are all that counts.
+  return a.sp_model == b.sp_model or _same_pieces(a.tokenizer, b.tokenizer)
+
+
+def _same_pieces(a: Any, b: Any) -> bool:
+  """Whether two models differ in notes alone: T5's exists with its sentinels and without them.
+
+  Sentinels count by their number, since none of them stands in a text.
+  """
+  size = a.get_piece_size()
+  if size != b.get_piece_size():
+    return False
+  numbers = list(range(size))
+  return [_piece(a, n) for n in numbers] == [_piece(b, n) for n in numbers]
+
+
+def _piece(tokenizer: Any, number: int) -> tuple[str, float]:
+  piece = tokenizer.id_to_piece(number)
+  is_sentinel = piece.removeprefix("▁").startswith("<extra_id_")
+  return ("", 0.0) if is_sentinel else (piece, tokenizer.get_score(number))
+
+
+def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
+  """Checks that the model reads and writes the tokens of the task.
+
+  Raises:
+    ValueError: task and model have different vocabularies, or the model's embedding table has
+      fewer rows than the vocabulary has tokens.
+  """
+  vocabularies = get_vocabulary(cfg)
+  for side, of_task, of_model in zip(
+    ("input", "output"),
+    vocabularies,
+    (model.input_vocabulary, model.output_vocabulary),
+    strict=True,
+  ):
+    if not same_vocabulary(of_task, of_model):
+      raise ValueError(
+        f"The task '{cfg.name}' and the model have different {side} vocabularies. "
+        f"Task: {_describe(of_task)}. Model: {_describe(of_model)}. Set VOCABULARY (the model's "
+        f"{side}_vocabulary) to the task's, or choose another MIXTURE_OR_TASK_NAME."
+      )
+  _check_embedding_rows(cfg, model, max(v.vocab_size for v in vocabularies))
+
+
+def _check_embedding_rows(cfg: DatasetConfig, model: Any, needed: int) -> None:
+  config = getattr(getattr(model, "module", None), "config", None)
+  rows = getattr(config, "vocab_size", None)
+  if rows is None or rows >= needed:
+    return
+  kind = type(config).__name__
+  raise ValueError(
+    f"The vocabulary of the task '{cfg.name}' has {needed} tokens (with its extra ids), but the "
+    f"model's embedding table has only {rows} rows. Set network.{kind}.vocab_size = "
+    f"{needed + -needed % 128} (the next multiple of 128)."
+  )
+
+
+def _describe(vocabulary: seqio.Vocabulary) -> str:
+  """One line on a vocabulary that cannot fail: `str` of some loads a file that may be missing."""
+  path = getattr(vocabulary, "sentencepiece_model_file", None)
+  size = f"{vocabulary.vocab_size} tokens, {vocabulary.extra_ids} of them extra ids"
+  return f"{type(vocabulary).__name__}({f'{path}: ' if path else ''}{size})"
+
+
+def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 128) -> int:
+  """Returns the vocabulary's size rounded up, for an embedding table that divides evenly."""
+  size = vocabulary.vocab_size
+  return size + -size % divisor
+
+
+def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:
+  """Returns tokens as text up to the first end of sequence: bytes, or an array of them.
+
+  By TensorFlow, as T5X's files of predictions are written: a vocabulary's own `decode` may write
+  what stands for no character otherwise.
+
+  Args:
+    vocabulary: a SeqIO vocabulary.
+    tokens: ids, [T] or [N, T].
+  """
+  return vocabulary.decode_tf(import_tensorflow().constant(tokens)).numpy()

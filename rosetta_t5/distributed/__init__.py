@@ -1,0 +1,1 @@
+"""The processes of one run: launch, rendezvous, preflight, signals, watchdog."""

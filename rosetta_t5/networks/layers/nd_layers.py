@@ -1,0 +1,30 @@
+"""The layers whose kernels are stored with as many dimensions as they span: T5X's scalable ones.
+
+They compute what those of `attention` and `dense` compute; only their defaults differ.
+"""
+
+from __future__ import annotations
+
+from rosetta_t5.networks.layers import attention, dense
+from rosetta_t5.networks.layers.dense import Initializer, nd_dense_init
+
+
+class DenseGeneral(dense.DenseGeneral):
+  """A projection whose kernel is stored as [*inputs, *outputs]; see `dense.DenseGeneral`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MlpBlock(dense.MlpBlock):
+  """T5's feed-forward block; see `dense.MlpBlock`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MultiHeadDotProductAttention(attention.MultiHeadDotProductAttention):
+  """T5's attention with kernels [embed, heads, kv] and [heads, kv, embed]; see `attention`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "normal")
+  nd_kernel: bool = True
