@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 
 _MODES = ("latest", "all", "specific")
+
+
+@runtime_checkable
+class SetsManagerOptions(Protocol):
+  """A checkpointer that configures the checkpoint manager.
+
+  `SaveCheckpointConfig.checkpointer_cls` may build such an object, as `SaveBestCheckpointer` is.
+  """
+
+  def manager_options(self) -> Mapping[str, Any]:
+    """Returns keyword arguments for `SaveCheckpointConfig.checkpoint_manager_cls`."""
 
 
 @dataclasses.dataclass
@@ -26,8 +36,9 @@ class SaveCheckpointConfig:
     keep: how many of the latest stay; None for all.
     keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
     save_dataset: whether the position in the training data is stored too.
-    checkpointer_cls: T5X's field for its older layout. Checkpoints are Orbax's whatever it is, but
-      what SaveBestCheckpointer is bound to (metric_name_to_monitor, ...) counts.
+    checkpointer_cls: T5X's field for its older layout. Checkpoints are always written in Orbax's
+      layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
+      (metric_name_to_monitor, ...) are given to the manager.
     state_transformation_fns: `fn(state_dict, parameter_infos)` returns both, changed, before the
       state is written.
     checkpoint_manager_cls: builds the manager; bind its further arguments (such as
@@ -40,7 +51,7 @@ class SaveCheckpointConfig:
   keep: int | None = None
   keep_dataset_checkpoints: int | None = None
   save_dataset: bool = False
-  checkpointer_cls: Any = Checkpointer
+  checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
   checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
     OrbaxCheckpointManagerInterface
@@ -79,7 +90,7 @@ class RestoreCheckpointConfig:
   fallback_to_scratch: bool = False
   dtype: str | None = None
   restore_dataset: bool = False
-  checkpointer_cls: Any = Checkpointer
+  checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = ()
   checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
     OrbaxCheckpointManagerInterface

@@ -15,11 +15,11 @@ from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
+  SetsManagerOptions,
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
 from rosetta_t5.distributed.exchange import told_by_all, told_by_the_first
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
@@ -189,7 +189,7 @@ def create_orbax_checkpoint_manager(
       "checkpoint_steps": save_cfg.checkpoint_steps,
       "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
     }
-    saving |= _best_checkpointer_arguments(save_cfg, train_state, partitioner, directory)
+    saving |= _checkpointer_options(save_cfg, train_state, partitioner, directory)
   uses_dataset = (save_cfg and save_cfg.save_dataset) or (
     restore_cfg and restore_cfg.restore_dataset
   )
@@ -208,27 +208,19 @@ def create_orbax_checkpoint_manager(
   return manager
 
 
-def _best_checkpointer_arguments(
+def _checkpointer_options(
   cfg: SaveCheckpointConfig, train_state: Any, partitioner: BasePartitioner, directory: Any
-) -> dict[str, Any]:
-  """Returns what a SaveBestCheckpointer is bound to, as arguments of the manager.
+) -> Mapping[str, Any]:
+  """Returns the manager's arguments that `cfg.checkpointer_cls` sets.
 
-  One is built to see: Gin's bindings take effect when it is called.
+  The checkpointer is built for this, because gin applies its bindings when the class is called.
   """
-  if cfg.checkpointer_cls in (None, Checkpointer):
+  if cfg.checkpointer_cls is None:
     return {}
   checkpointer = cfg.checkpointer_cls(
     train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
   )
-  if not isinstance(checkpointer, SaveBestCheckpointer):
-    return {}
-  names = (
-    "metric_name_to_monitor",
-    "metric_mode",
-    "keep_checkpoints_without_metrics",
-    "force_keep_period",
-  )
-  return {name: getattr(checkpointer, name) for name in names}
+  return checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}
 
 
 def started_from(

@@ -127,7 +127,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     saver: Checkpointer | None = None
     reader: Any = None
     if save_cfg is not None:
-      saver = save_cfg.checkpointer_cls(
+      saver = (save_cfg.checkpointer_cls or Checkpointer)(
         **shared,
         checkpoints_dir=model_dir or "",
         dataset_iterator=ds_iter if save_cfg.save_dataset else None,
@@ -136,7 +136,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
         keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
       )
     if restore_cfg is not None:
-      reader = restore_cfg.checkpointer_cls(
+      reader = (restore_cfg.checkpointer_cls or Checkpointer)(
         **shared,
         checkpoints_dir="",
         dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,

@@ -295,6 +295,15 @@ class SaveBestCheckpointer(Checkpointer):
     self.force_keep_period = force_keep_period
     self._best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
 
+  def manager_options(self) -> dict[str, Any]:
+    """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
+    return {
+      "metric_name_to_monitor": self.metric_name_to_monitor,
+      "metric_mode": self.metric_mode,
+      "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
+      "force_keep_period": self.force_keep_period,
+    }
+
   def _retention(self) -> Retention:
     return Retention(self.checkpoints_dir, self.keep, self.force_keep_period, self._best)
 
