@@ -33,7 +33,7 @@ from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 Actions = Mapping[ActionMode, Sequence[BaseAction]]
 
 
-@checkpoints.one_run_a_folder
+@checkpoints.exclusive_model_dir
 def train(
   *,
   model: Any,
@@ -394,8 +394,7 @@ def _run_facts(
     facts = checkpoints.read_run_facts(restore_path)
   drawn = drawn_seed()
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
-  facts["train_dataset_seed"] = data.resolve_seed(
-    train_dataset_cfg, facts.get("train_dataset_seed", drawn)
-  )
+  data_seed = facts.get("train_dataset_seed", drawn)
+  facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, data_seed)
   facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
   return facts

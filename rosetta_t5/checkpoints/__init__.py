@@ -14,7 +14,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   latest_step,
   read_run_facts,
 )
-from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, one_run_a_folder
+from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
   create_checkpoint_manager_and_restore,

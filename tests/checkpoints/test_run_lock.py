@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rosetta_t5.checkpoints import ModelDirInUseError, one_run_a_folder
+from rosetta_t5.checkpoints import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.model_dir import lock
 from rosetta_t5.checkpoints.model_dir.holder import Holder, this_process
 from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, hold
@@ -198,7 +198,7 @@ def test_a_run_that_has_lost_its_folder_writes_no_checkpoint(setup, tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_else(tmp_path):
   (tmp_path / "file").write_text("")
 
-  @one_run_a_folder
+  @exclusive_model_dir
   def page(*, model_dir: str) -> None:
     pytest.fail("ran")
 

@@ -39,7 +39,7 @@ class ModelDirInUseError(ValueError):
   """Another training run has this MODEL_DIR."""
 
 
-def one_run_a_folder(page: Callable[..., Any]) -> Callable[..., Any]:
+def exclusive_model_dir(page: Callable[..., Any]) -> Callable[..., Any]:
   """Decorates a run page with an argument `model_dir`: while it runs, it alone has that folder."""
   signature = inspect.signature(page)
 
