@@ -17,14 +17,14 @@ from rosetta_t5.compat.checkpoint_loading import (
   load_t5x_checkpoint,
   register_ts_spec_for_serialization,
 )
-from rosetta_t5.compat.checkpoint_protocols import (
-  CheckpointerConstructor,
-  CheckpointManagerConstructor,
-  RestoreStateTransformationFn,
-  SaveStateTransformationFn,
-)
 from rosetta_t5.compat.legacy_checkpointer import (
   Checkpointer,
   SaveBestCheckpointer,
   all_dataset_checkpoint_steps,
+)
+from rosetta_t5.compat.protocols import (
+  CheckpointerConstructor,
+  CheckpointManagerConstructor,
+  RestoreStateTransformationFn,
+  SaveStateTransformationFn,
 )

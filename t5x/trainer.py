@@ -1,14 +1,6 @@
 """T5X's `trainer`: trainers, what they are made of, actions, and the metrics' manager."""
 
-from rosetta_t5.compat.trainer_functions import (
-  PreemptionError,
-  WeightMetricsComputer,
-  accumulate_grads_microbatched,
-  apply_grads,
-  eval_step,
-  train_with_lr,
-)
-from rosetta_t5.compat.training_protocols import (
+from rosetta_t5.compat.protocols import (
   ArrayMapFuture,
   BaseTrainerConstructor,
   LearningRateCallable,
@@ -17,6 +9,14 @@ from rosetta_t5.compat.training_protocols import (
   PartitionedTrainCallable,
   SummarizeMetricsCallable,
   TimeFuture,
+)
+from rosetta_t5.compat.trainer_functions import (
+  PreemptionError,
+  WeightMetricsComputer,
+  accumulate_grads_microbatched,
+  apply_grads,
+  eval_step,
+  train_with_lr,
 )
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
 from rosetta_t5.training.actions import (

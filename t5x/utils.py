@@ -16,17 +16,19 @@ from rosetta_t5.compat.checkpoint_steps import (
   find_first_checkpoint_step,
   find_next_checkpoint_step,
 )
-from rosetta_t5.compat.data_protocols import GetDatasetCallable, GetEvalDatasetCallable
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
-from rosetta_t5.compat.inference_protocols import (
+from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointer, LegacyCheckpointManager
+from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
+from rosetta_t5.compat.protocols import (
   EvaluatorConstructor,
+  GetDatasetCallable,
+  GetEvalDatasetCallable,
   InferFnCallable,
   InferStepWithoutRngCallable,
   InferStepWithRngCallable,
+  InitFnCallable,
+  LearningRateCallable,
 )
-from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointer, LegacyCheckpointManager
-from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
-from rosetta_t5.compat.training_protocols import InitFnCallable, LearningRateCallable
 from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import (
   DatasetConfig,
