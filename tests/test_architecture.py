@@ -1,0 +1,207 @@
+"""The rules of docs/architecture.md that a machine can check, one test for each rule."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "rosetta_t5").rglob("*.py"))
+RE_EXPORTS = sorted(path for path in (ROOT / "t5x").rglob("*.py") if path.name != "__init__.py")
+
+# From top to bottom: a file imports from its own package and from packages further down.
+PACKAGES = (
+  "cli",
+  "compat",
+  "quickstart",
+  "doctor",
+  "bench",
+  "main",
+  "train",
+  "eval",
+  "infer",
+  "interactive",
+  "export",
+  "precompile",
+  "text_commands",
+  "trained_model",
+  "conversion",
+  "memory_advice",
+  "plan",
+  "config",
+  "inference",
+  "checkpoints",
+  "data",
+  "models",
+  "training",
+  "decoding",
+  "networks",
+  "kernels",
+  "parallel",
+  "distributed",
+  "telemetry",
+)
+# Each third-party package that only some packages may import.
+RESTRICTED = {
+  "gin": {"config"},
+  "seqio": {"data"},
+  "t5": {"data"},
+  "tensorflow": {"data"},
+  "tensorflow_datasets": {"data"},
+  "tensorflow_text": {"data"},
+}
+# Exceptions to RESTRICTED, inside functions, with the reason.
+EXCEPTIONS = {
+  "rosetta_t5/models/base.py": {"seqio"},  # the feature converter, once data is read
+  "rosetta_t5/telemetry/metrics_manager.py": {"tensorflow"},  # hides GPUs from clu's writer
+}
+# These take seconds to import, so they are imported inside functions.
+SLOW_TO_IMPORT = {
+  "seqio",
+  "t5",
+  "tensorflow",
+  "tensorflow_datasets",
+  "tensorflow_text",
+  "clu.metric_writers",
+}
+# Modules that are imported only when a gin file names them.
+LOADED_LATE = {"rosetta_t5/data/tasks/pile_and_glue.py", "rosetta_t5/data/tasks/stdlib_docs.py"}
+
+
+def _name(path: pathlib.Path) -> str:
+  return str(path.relative_to(ROOT))
+
+
+def _module(path: pathlib.Path) -> str:
+  return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def _tree(path: pathlib.Path) -> ast.Module:
+  return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _modules_of(statement: ast.AST) -> list[str]:
+  """The modules that an import statement names; `from a import b` gives a and a.b."""
+  if isinstance(statement, ast.Import):
+    return [alias.name for alias in statement.names]
+  if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+    return [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+  return []
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+  return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _imports(path: pathlib.Path) -> set[str]:
+  """The modules that a file imports anywhere, except for type checkers only."""
+  runtime = [node for node in _tree(path).body if not _is_type_checking(node)]
+  return {module for top in runtime for node in ast.walk(top) for module in _modules_of(node)}
+
+
+def _imports_at_load(body: list[ast.stmt]) -> Iterator[str]:
+  """The modules that a file imports when it is itself imported, outside functions."""
+  for node in body:
+    if not (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_type_checking(node)):
+      yield from _modules_of(node)
+      for block in ("body", "orelse", "finalbody"):
+        yield from _imports_at_load(getattr(node, block, []))
+
+
+def _package(module: str) -> str | None:
+  """The package of this project that a module belongs to: `rosetta_t5.data.feed` gives `data`."""
+  first, _, rest = module.partition(".")
+  return rest.split(".")[0] if first == "rosetta_t5" and rest else None
+
+
+def test_files_import_only_from_their_own_package_and_from_packages_below():
+  wrong = []
+  for path in SOURCES:
+    own = _package(_module(path))
+    if own is None:
+      continue
+    assert own in PACKAGES, f"add {own!r} to PACKAGES and to docs/architecture.md"
+    above = set(PACKAGES[: PACKAGES.index(own)])
+    # Type-only imports count too: they would be cycles for a reader.
+    imported = {m for node in ast.walk(_tree(path)) for m in _modules_of(node)}
+    wrong += [f"{_name(path)} imports {m}" for m in sorted(imported) if _package(m) in above]
+  assert not wrong
+
+
+def test_gin_is_imported_only_in_config_and_tensorflow_only_in_data():
+  wrong = []
+  for path in SOURCES:
+    packages = {module.split(".")[0] for module in _imports(path)} & set(RESTRICTED)
+    packages -= EXCEPTIONS.get(_name(path), set())
+    own = _package(_module(path))
+    wrong += [f"{_name(path)} imports {p}" for p in sorted(packages) if own not in RESTRICTED[p]]
+  assert not wrong
+
+
+def test_packages_that_load_slowly_are_imported_inside_functions():
+  wrong = []
+  for path in SOURCES:
+    if _name(path) in LOADED_LATE:
+      continue
+    at_load = set(_imports_at_load(_tree(path).body))
+    slow = sorted(m for m in at_load if m in SLOW_TO_IMPORT or m.split(".")[0] in SLOW_TO_IMPORT)
+    wrong += [f"{_name(path)} imports {m}" for m in slow]
+  assert not wrong
+
+
+def test_there_are_no_import_cycles():
+  modules = {_module(path): path for path in SOURCES}
+  graph = {}
+  for name, path in modules.items():
+    needed = {m for m in _imports_at_load(_tree(path).body) if m in modules and m != name}
+    # `from a import b` of a module b needs a.b to be loaded, but a only to be begun.
+    graph[name] = {m for m in needed if not any(other.startswith(m + ".") for other in needed)}
+  graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
+
+
+def test_files_of_t5x_only_re_export():
+  for path in RE_EXPORTS:
+    docstring, *body = _tree(path).body
+    assert isinstance(docstring, ast.Expr), f"{_name(path)} needs a docstring"
+    if isinstance(body[-1], ast.If):
+      condition, call = ast.unparse(body.pop()).split("\n    ")
+      assert condition == "if __name__ == '__main__':", _name(path)
+      assert call in ("main()", "raise SystemExit(main())"), _name(path)
+    for statement in body:
+      assert isinstance(statement, ast.ImportFrom), f"{_name(path)}: {ast.unparse(statement)}"
+      assert _package(f"{statement.module}"), f"{_name(path)}: {ast.unparse(statement)}"
+
+
+def test_no_module_has_a_vague_name():
+  vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+  assert not [_name(path) for path in SOURCES if path.stem in vague or path.parent.name in vague]
+
+
+def test_no_file_is_longer_than_400_lines():
+  long = {_name(p): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 400}
+  assert not long
+
+
+def test_a_package_has_at_most_a_dozen_files_at_its_top_level():
+  folders = {path.parent for path in SOURCES}
+  crowded = {_name(f): n for f in folders if (n := len(list(f.glob("[!_]*.py")))) > 12}
+  assert not crowded
+
+
+def test_training_and_models_load_fast_without_tensorflow_seqio_and_gin():
+  program = (
+    "import sys, time; start = time.process_time()\n"
+    "import rosetta_t5.training, rosetta_t5.models\n"
+    "print(time.process_time() - start, *sys.modules)"
+  )
+  out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+  seconds, *modules = out.stdout.split()
+  assert not {"tensorflow", "seqio", "gin", "t5", "keras", "tensorflow_datasets"} & set(modules)
+  # It takes about 2 s; the machine that runs the tests may be busy or slow.
+  assert float(seconds) < 6
