@@ -40,16 +40,41 @@ class LazySeqioClass:
 
 
 class BaseModel(abc.ABC):
-  """What the trainer asks of a model (T5X: BaseModel).
+  """The interface that training, evaluation, inference and planning use (T5X: BaseModel).
+
+  To bring your own model, subclass this class (or `BaseTransformerModel`, `EncoderDecoderModel` or
+  `DecoderOnlyModel`) and implement the abstract methods. Everything else has a default that also
+  holds for a subclass whose `__init__` does not call this one.
 
   Attributes:
     FEATURE_CONVERTER_CLS: the SeqIO feature converter that makes this model's batches.
+    module: the linen module that the model wraps, or None.
   """
 
   FEATURE_CONVERTER_CLS: Any = None
+  module: Any = None
+
+  # T5X's names: subclasses written for T5X set these two.
+  _loss_normalizing_factor: float | losses.SpecialLossNormalizingFactor | None = None
+  _loss_chunk_length: int | None = None
 
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
+
+  @property
+  def network_config(self) -> Any:
+    """The config of the model's linen module, such as a `T5Config`; None if the module has none."""
+    return getattr(self.module, "config", None)
+
+  @property
+  def loss_normalizing_factor(self) -> float | losses.SpecialLossNormalizingFactor | None:
+    """The number that the loss is divided by, or how it is computed; None if the loss is a sum."""
+    return self._loss_normalizing_factor
+
+  @property
+  def loss_chunk_length(self) -> int | None:
+    """The number of target positions whose logits are computed at a time; None for all of them."""
+    return self._loss_chunk_length
 
   @abc.abstractmethod
   def loss_fn(

@@ -17,7 +17,7 @@ def computation_text(model: Any, fp8: Fp8Choice) -> str | None:
     model: the model; None is returned unless its module has a config like `T5Config`.
     fp8: what `choose_fp8` returned.
   """
-  config: Any = getattr(getattr(model, "module", None), "config", None)
+  config = model.network_config
   if not hasattr(config, "dtype"):
     return None
   kernel = choose_attention_kernel(config)

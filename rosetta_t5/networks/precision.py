@@ -133,7 +133,7 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   """
   if choice.make_product is None:
     return model
-  config: Any = getattr(model.module, "config", None)
+  config = model.network_config
   if not hasattr(config, "make_product"):
     raise ValueError(
       f"train.te_config_cls asks for fp8, but {type(model.module).__name__} cannot compute in it: "
