@@ -12,11 +12,12 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.results import check_output_dir
 from rosetta_t5.memory_advice import Inference
-from rosetta_t5.parallel import BasePartitioner, Watchdog
+from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_table import metrics_table
@@ -111,7 +112,7 @@ def evaluate(
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
   with Watchdog() as watchdog:
     # One position for all: the first process alone computes metrics, which may take long.
-    watchdog.at("evaluating checkpoints")
+    watchdog.set_phase("evaluating checkpoints")
     states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
     for state, path in _restored(states, fitting):
       started = time.monotonic()

@@ -16,6 +16,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.inference_chunks import InferenceData
+from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.result_chunks import COMPLETED, ChunkFolder, FailFastThreadPoolExecutor
 from rosetta_t5.inference.results import (
@@ -25,7 +26,7 @@ from rosetta_t5.inference.results import (
   write_inferences_to_file,
 )
 from rosetta_t5.memory_advice import Inference
-from rosetta_t5.parallel import BasePartitioner, Watchdog
+from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
@@ -185,7 +186,7 @@ def _infer_task(
   try:
     for number, task_ds, model_ds in chunks(first=first):
       started = time.monotonic()
-      watchdog.at(f"inferring chunk {number}")
+      watchdog.set_phase(f"inferring chunk {number}")
       # A key a chunk, so that a run that goes on draws what an unkilled one would.
       rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
       result = infer_fn(model_ds.enumerate(), rng=rng)
@@ -195,7 +196,7 @@ def _infer_task(
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write, number, ([output for _, output in outputs], aux), task_ds)
-    watchdog.at("writing the last chunks")  # which the other processes wait for
+    watchdog.set_phase("writing the last chunks")  # which the other processes wait for
   finally:
     writer.shutdown(wait=True)
 

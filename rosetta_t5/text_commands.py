@@ -220,10 +220,10 @@ def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[st
 
 def _open_model(model_dir: str) -> Any:
   from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-  from rosetta_t5.parallel import cache_compiled_programs
+  from rosetta_t5.parallel import enable_compilation_cache
   from rosetta_t5.trained_model import open_model_dir
 
-  cache_compiled_programs()
+  enable_compilation_cache()
   import_seqio()  # before gin files import it: it must not find a GPU
   return open_model_dir(model_dir)
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5 import checkpoints, config, data
+from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import answered_when_evaluating, answered_when_out_of_memory
 from rosetta_t5.networks.computation_summary import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
-from rosetta_t5.parallel import BasePartitioner, Interrupted, Interruption, Watchdog, drawn_seed
+from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
@@ -106,7 +106,7 @@ def train(
     ModelDirInUseError: another run trains in model_dir.
     OutOfMemoryError: a device's memory is full; the text says what to change.
     NonFiniteError: the loss or a gradient became NaN or infinite.
-    Interrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
+    RunInterrupted: SIGTERM or SIGUSR1 came; the state is saved, and the process exits with 143.
   """
   started = time.monotonic()
   fp8 = choose_fp8(te_config_cls)
@@ -197,7 +197,7 @@ class _Loop:
     self.stopped = False
     factor = getattr(self.evaluation.model, "_loss_normalizing_factor", None)
     self.progress = console.Progress(self.first_step, self.total_steps, loss_is_sum=factor is None)
-    self.watchdog = Watchdog()
+    self.watchdog = distributed.Watchdog()
 
   def compile(self) -> None:
     compiling = time.monotonic()
@@ -221,8 +221,8 @@ class _Loop:
       Hook("garbage collection", lambda _: gc.collect(), gc_period),
     ]
     saves = checkpoints.finishing_saves(self.manager)
-    with saves, self.progress, Interruption() as interruption, self.watchdog:
-      self.trainer.should_stop = interruption.is_due
+    with saves, self.progress, distributed.InterruptionListener() as interruption, self.watchdog:
+      self.trainer.should_stop = interruption.should_stop
       self.save(self.first_step)
       if run_eval_before_training:
         self.evaluate(self.first_step)
@@ -236,7 +236,7 @@ class _Loop:
       self._collect_predictions()
 
   def train(self, start: int, stop: int) -> None:
-    batches = self.watchdog.batches(self.feed, start)
+    batches = self.watchdog.watch_batches(self.feed, start)
     values = as_floats(self.trainer.train(batches, stop - start, start_step=start).result())
     self.step = self.trainer.stopped_at or stop
     self.stopped |= self.trainer.stopped_at is not None or self.trainer.stop_training
@@ -252,14 +252,14 @@ class _Loop:
     """Starts to save the state, if the run saves any; one that is there is left as it is."""
     if self.manager is None or step in self.manager.all_steps():
       return
-    self.watchdog.at(f"saving step {step}")
+    self.watchdog.set_phase(f"saving step {step}")
     started = time.monotonic()
     self.manager.save(self.trainer.train_state)
     self._write("timing/checkpoint_seconds", time.monotonic() - started, step)
     self._write("timing/uptime", time.monotonic() - self.started, step)
 
   def evaluate(self, step: int) -> None:
-    self.watchdog.at(f"evaluating step {step}")
+    self.watchdog.set_phase(f"evaluating step {step}")
     started = time.monotonic()
     with self.answered(self.evaluation.cfg, is_scoring=True, scope="train_eval/"):
       values = self.evaluation.run(self.trainer)
@@ -289,7 +289,7 @@ class _Loop:
       (updates made, the train state at the end).
 
     Raises:
-      Interrupted: a signal ended the run, and a job manager is to be told.
+      RunInterrupted: a signal ended the run, and a job manager is to be told.
     """
     self.feed.close()
     self.predictions.close()
@@ -310,7 +310,7 @@ class _Loop:
     )
     if self.trainer.stopped_at is not None:
       console.say(f"interrupted  after step {self.step}: the same command goes on from there")
-      raise Interrupted(self.step)
+      raise distributed.RunInterrupted(self.step)
     state = self.trainer.train_state
     return int(state.step), state
 
@@ -392,9 +392,9 @@ def _run_facts(
   facts: dict[str, Any] = {}
   if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
     facts = checkpoints.read_run_facts(restore_path)
-  drawn = drawn_seed()
+  drawn = distributed.draw_seed()
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
-  data_seed = facts.get("train_dataset_seed", drawn)
-  facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, data_seed)
+  seed = facts.get("train_dataset_seed", drawn)
+  facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, seed)
   facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
   return facts

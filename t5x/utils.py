@@ -19,6 +19,11 @@ from rosetta_t5.compat.checkpoint_steps import (
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointer, LegacyCheckpointManager
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
+from rosetta_t5.compat.processes import (
+  multihost_assert_equal,
+  set_hardware_rng_ops,
+  sync_global_devices,
+)
 from rosetta_t5.compat.protocols import (
   EvaluatorConstructor,
   GetDatasetCallable,
@@ -43,11 +48,6 @@ from rosetta_t5.data import (
   prepare_train_iter,
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
-)
-from rosetta_t5.distributed.exchange import (
-  multihost_assert_equal,
-  set_hardware_rng_ops,
-  sync_global_devices,
 )
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.telemetry.model_info import log_model_info

@@ -44,7 +44,7 @@ from rosetta_t5.checkpoints.saved_state import (
   transformed_state,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.training.train_state import TrainState
 
 PyTree = Any
@@ -353,7 +353,9 @@ class OrbaxCheckpointManagerInterface:
       raise unreadable(folder, error) from error
 
   def _flat_shardings(self) -> dict[str, NamedSharding]:
-    specs = flatten_state_dict(splits_of(self._partitioner, self._train_state).state_dict())
+    specs = flatten_state_dict(
+      partition_specs_of(self._partitioner, self._train_state).state_dict()
+    )
     return {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
 
   def _state_args(self, state_dict: PyTree) -> ocp.args.PyTreeSave:

@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.config import (
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
-from rosetta_t5.distributed.exchange import told_by_all, told_by_the_first
+from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
@@ -328,7 +328,7 @@ def _restore_whole(
   if jax.process_index() == 0:
     folder.rename(aside)
   before = checkpoint_folders.checkpoint_path(folder.parent, older[-1])
-  before = told_by_the_first(os.fspath(before), f"set aside {folder.name}", _SLOWEST_RESTORE_S)
+  before = broadcast_text(os.fspath(before), f"set aside {folder.name}", _SLOWEST_RESTORE_S)
   _log.error("%s It is kept as %s; the run goes on from %s", reason, aside, before)
   manager.reload()
   return _restore_whole(manager, before, cfg, fallback_state, model_dir)
@@ -342,7 +342,7 @@ def _damage_found_by_any(folder: epath.Path, failure: ValueError | None) -> str 
   """
   kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "refusal"
   text = "" if failure is None else f"{kind} {failure}"
-  told = told_by_all(text, f"restored {folder.name}", _SLOWEST_RESTORE_S)
+  told = allgather_text(text, f"restored {folder.name}", _SLOWEST_RESTORE_S)
   if failure is not None and kind == "refusal":
     raise failure
   for number, text in enumerate(told):

@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints.restore import (
   restore,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
@@ -62,7 +62,9 @@ class TrainStateInitializer:
     self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
     self._from_scratch: Callable[[jax.Array], TrainState] | None = None
     self.global_train_state_shape: TrainState = self._traced.out_shape
-    self.train_state_axes: TrainState = splits_of(partitioner, self.global_train_state_shape)
+    self.train_state_axes: TrainState = partition_specs_of(
+      partitioner, self.global_train_state_shape
+    )
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
     """Returns a freshly initialised train state, each part of it computed where it will live."""

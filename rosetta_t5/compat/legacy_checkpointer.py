@@ -38,7 +38,7 @@ from rosetta_t5.checkpoints.saved_state import (
   transformed_state,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 
 
 class Checkpointer:
@@ -194,7 +194,9 @@ class Checkpointer:
     return restored
 
   def _read(self, path: Any, fallback_state: Mapping[str, Any] | None, **reading: Any) -> Any:
-    specs = flatten_state_dict(splits_of(self._partitioner, self._train_state).state_dict())
+    specs = flatten_state_dict(
+      partition_specs_of(self._partitioner, self._train_state).state_dict()
+    )
     shardings = {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
     state_dict = read_state(
       path,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from rosetta_t5.parallel.mesh import default_mesh
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 PyTree = Any
 

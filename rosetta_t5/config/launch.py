@@ -102,10 +102,11 @@ def _prepare(command: CommandLine) -> None:
   thread: beside another that imports jax or parses gin it is slower (9.3 s against 8.3 s on two
   cores), for both want Python's one interpreter lock.
   """
-  from rosetta_t5.parallel import cache_compiled_programs, join_processes, keep_freed_memory
+  from rosetta_t5.distributed import join_processes
+  from rosetta_t5.parallel import enable_compilation_cache, keep_freed_memory
 
   keep_freed_memory()
-  cache_compiled_programs()
+  enable_compilation_cache()
   join_processes(
     command.multiprocess_gpu,
     command.coordinator_address,

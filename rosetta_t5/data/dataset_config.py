@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rosetta_t5.distributed.join import drawn_seed
+from rosetta_t5.distributed.coordination import draw_seed
 
 if TYPE_CHECKING:
   import seqio
@@ -92,4 +92,4 @@ def resolve_seed(cfg: DatasetConfig, stored: int | None = None) -> int:
     return int(cfg.seed)
   if stored is not None:
     return int(stored)
-  return drawn_seed()
+  return draw_seed()

@@ -1,1 +1,6 @@
 """The processes of one run: launch, rendezvous, preflight, signals, watchdog."""
+
+from rosetta_t5.distributed.coordination import draw_seed
+from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.signals import InterruptionListener, RunInterrupted
+from rosetta_t5.distributed.watchdog import Watchdog

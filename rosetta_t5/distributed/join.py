@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
 import jax
-import numpy as np
 
-from rosetta_t5.distributed.launchers import Place, check_coordinator, find_place
+from rosetta_t5.distributed.launchers import LaunchInfo, check_coordinator, find_launch_info
 from rosetta_t5.distributed.preflight import preflight
 from rosetta_t5.distributed.roll_call import answer_roll_call
 from rosetta_t5.distributed.waiting import Waiting
@@ -51,7 +49,7 @@ def join_processes(
         f"{', '.join(names)}: has no effect without --multiprocess_gpu. Add it, or leave these out."
       )
     return
-  place = find_place()
+  place = find_launch_info()
   if place is not None:
     coordinator_address = coordinator_address or place.coordinator
     process_count = place.count if process_count is None else process_count
@@ -70,7 +68,7 @@ def join_processes(
   preflight(initialization_timeout)
 
 
-def _incomplete(missing: list[str], place: Place | None) -> str:
+def _incomplete(missing: list[str], place: LaunchInfo | None) -> str:
   if place is None:
     return (
       f"{', '.join(missing)} is not given, and nothing known has started this process (looked for "
@@ -83,7 +81,7 @@ def _incomplete(missing: list[str], place: Place | None) -> str:
   )
 
 
-def _local_devices(place: Place | None) -> list[int] | None:
+def _local_devices(place: LaunchInfo | None) -> list[int] | None:
   """The device of this process among its node's; None leaves it to jax, which knows some launchers."""
   if place is None or place.launcher in ("Slurm", "Open MPI") or place.local_index is None:
     return None
@@ -106,13 +104,3 @@ def _meet(
       # When a process dies or freezes, the others end after this time.
       heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
     )
-
-
-def drawn_seed() -> int:
-  """Returns a seed drawn from the clock, the same on every process."""
-  seed = np.int32(time.time())
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    seed = multihost_utils.broadcast_one_to_all(seed)
-  return int(seed)

@@ -22,7 +22,7 @@ _MPI = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LaunchInfo:
   """A process among those of its run; None is what the environment does not say.
 
   Attributes:
@@ -42,7 +42,7 @@ class Place:
   nodes: int | None = None
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+def find_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
   """Returns this process's place, or None if nothing known has started it."""
   for find in (_pbs, _slurm, _mpi, _kubernetes):
     if (place := find(environ)) is not None:
@@ -50,7 +50,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
   return None
 
 
-def check_coordinator(address: str, place: Place | None) -> None:
+def check_coordinator(address: str, place: LaunchInfo | None) -> None:
   """Raises ValueError if process 0's address is this very machine's, and there are several machines."""
   host = address.rpartition(":")[0].strip("[]")
   if place is None or (place.nodes or 1) == 1 or not _LOOPBACK.fullmatch(host):
@@ -62,11 +62,11 @@ def check_coordinator(address: str, place: Place | None) -> None:
   )
 
 
-def _slurm(environ: Mapping[str, str]) -> Place | None:
+def _slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
   if "SLURM_PROCID" not in environ or "SLURM_JOB_ID" not in environ:
     return None
   nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-  return Place(
+  return LaunchInfo(
     "Slurm",
     coordinator=_address(_first_host(nodes), environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")),
     count=_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -76,7 +76,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
   )
 
 
-def _pbs(environ: Mapping[str, str]) -> Place | None:
+def _pbs(environ: Mapping[str, str]) -> LaunchInfo | None:
   """PBS lists a job's nodes in a file, once for each slot; its mpiexec numbers the processes."""
   mpi = _mpi(environ)
   if mpi is None or not environ.get("PBS_NODEFILE"):
@@ -98,13 +98,13 @@ def _pbs(environ: Mapping[str, str]) -> Place | None:
   )
 
 
-def _mpi(environ: Mapping[str, str]) -> Place | None:
+def _mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
   for index, count, local in _MPI:
     if index in environ:
       size = _number(environ, count)
       here = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS")
       nodes = -(-size // here) if size and here else None
-      return Place(
+      return LaunchInfo(
         "Open MPI" if index.startswith("OMPI") else "mpiexec",
         coordinator=_of_open_mpi(environ),
         count=size,
@@ -122,11 +122,11 @@ def _of_open_mpi(environ: Mapping[str, str]) -> str | None:
   return _address(found[1], job[1] if job else "0") if found else None
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Place | None:
+def _kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
   """An Indexed Job numbers its pods; where process 0 is and how many there are, its author knows."""
   if "KUBERNETES_SERVICE_HOST" not in environ or "JOB_COMPLETION_INDEX" not in environ:
     return None
-  return Place("Kubernetes", index=_number(environ, "JOB_COMPLETION_INDEX"))
+  return LaunchInfo("Kubernetes", index=_number(environ, "JOB_COMPLETION_INDEX"))
 
 
 def _address(host: str | None, job: str, step: str | None = None) -> str | None:

@@ -10,16 +10,15 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.distributed.coordination import allgather_text
 from rosetta_t5.distributed.waiting import ranges_text
 
-_KEY = "rosetta_t5/preflight"
 _PACKAGES = ("jax", "jaxlib", "flax", "rosetta-t5")
 _MOST_LINES = 40
 _BYTES_ON_GPU, _BYTES_ON_CPU = 256 * 2**20, 2**20
@@ -159,11 +158,5 @@ def time_all_reduce(size: int) -> float:
 
 
 def _exchanged(facts: Facts, timeout: float) -> list[Facts]:
-  # As Orbax does: jax has no public name for its key-value store.
-  from jax._src import distributed
-
-  client: Any = distributed.global_state.client
-  client.key_value_set(f"{_KEY}/{facts.process}", json.dumps(dataclasses.asdict(facts)))
-  client.wait_at_barrier(_KEY, timeout_in_ms=int(timeout * 1000))
-  everyone = [Facts(**json.loads(text)) for _, text in client.key_value_dir_get(_KEY)]
-  return sorted(everyone, key=lambda each: each.process)
+  text = json.dumps(dataclasses.asdict(facts))
+  return [Facts(**json.loads(each)) for each in allgather_text(text, "preflight", timeout)]

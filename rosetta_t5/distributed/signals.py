@@ -1,4 +1,4 @@
-"""Whether the run has been told to end early, by a signal to any of its processes."""
+"""Ends a run early, with a saved checkpoint, when one of its processes receives a signal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import jax
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Interrupted(SystemExit):
-  """The run ended early because it was told to; what it had is saved.
+class RunInterrupted(SystemExit):
+  """A signal ended the run early; its state is saved.
 
-  The exit status is that of a process ended by SIGTERM, so that whoever restarts jobs that failed
-  restarts this one.
+  The exit status is that of a process that SIGTERM ended, so job managers restart the run.
   """
 
   def __init__(self, step: int) -> None:
@@ -24,23 +23,24 @@ class Interrupted(SystemExit):
     self.step = step
 
 
-class Interruption:
+class InterruptionListener:
   """Listens for SIGTERM and SIGUSR1 inside a `with`; Slurm and Kubernetes send them before they kill.
 
-  With several processes, one that is told to end tells the others (through jax's coordination
-  service, which listens for SIGTERM), and all agree on the step to end after.
+  With several processes, jax's coordination service passes the signal on from the process that
+  received it, and all processes agree on the step after which they end.
   """
 
   def __init__(self) -> None:
-    self._told = False
-    self._before: dict[signal.Signals, Any] = {}
+    self._received = False
+    self._previous: dict[signal.Signals, Any] = {}
 
-  def __enter__(self) -> Interruption:
+  def __enter__(self) -> InterruptionListener:
+    # With several processes, jax handles SIGTERM itself.
     alone = jax.process_count() == 1
     for number in _SIGNALS if alone else (signal.SIGUSR1,):
       try:
-        self._before[number] = signal.signal(number, self._on_signal if alone else _pass_on)
-      except ValueError:  # Only Python's main thread may: elsewhere the caller's handlers stay.
+        self._previous[number] = signal.signal(number, self._on_signal if alone else _send_sigterm)
+      except ValueError:  # Only Python's main thread can set handlers; elsewhere none are set.
         return self
     return self
 
@@ -50,24 +50,24 @@ class Interruption:
     exception: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
-    for number, handler in self._before.items():
+    for number, handler in self._previous.items():
       signal.signal(number, handler)
 
-  def is_due(self, step: int) -> bool:
-    """Whether the run is to end after `step`; with several processes, the same answer on all.
+  def should_stop(self, step: int) -> bool:
+    """Returns whether the run must end after `step`; every process gets the same result.
 
     Args:
-      step: updates made so far. All processes must ask at the same steps.
+      step: optimizer steps made so far. All processes must ask at the same steps.
     """
     if jax.process_count() == 1:
-      return self._told
+      return self._received
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
-    self._told = True
+    self._received = True
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _send_sigterm(number: int, frame: FrameType | None) -> None:
   os.kill(os.getpid(), signal.SIGTERM)

@@ -24,6 +24,8 @@ from typing import Any
 
 import jax
 
+from rosetta_t5.distributed.jax_internals import coordination_client
+
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
 EXIT_STATUS = 70
 _DEFAULT_SECONDS = 1800.0
@@ -155,11 +157,11 @@ class Watchdog:
       "has saved is whole: start all its processes again with the same command, and it goes on from it"
     )
 
-  def at(self, position: str) -> None:
+  def set_phase(self, position: str) -> None:
     """Says what this process begins to do, in words that are the same in every process."""
     self._position, self._since = position, time.monotonic()
 
-  def batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
+  def watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
     """Returns the source's batches, and says where the run stands as they are drawn.
 
     Args:
@@ -170,18 +172,14 @@ class Watchdog:
 
   def _batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
     while True:
-      self.at(f"waiting for the batch of step {step + 1}")
+      self.set_phase(f"waiting for the batch of step {step + 1}")
       batch = next(source)
-      self.at(f"computing step {step + 1}")
+      self.set_phase(f"computing step {step + 1}")
       yield batch
       step += 1
 
   def _watch(self) -> None:
-    from jax._src import (
-      distributed,
-    )  # as Orbax does: jax has no public name for its key-value store
-
-    client: Any = distributed.global_state.client
+    client = coordination_client()
     beat, warned, interval = 0, 0.0, min(_INTERVAL_S, self._limit / 5)
     # The first beat at once: who is never heard of cannot be missed.
     while not beat or not self._ended.wait(interval):

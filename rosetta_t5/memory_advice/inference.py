@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rosetta_t5.memory_advice.training import answered, first_that_fits, told, work_of
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_counts import FSDP_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import FSDP_AXIS, MODEL_AXIS
 from rosetta_t5.plan.collectives import Work
 from rosetta_t5.plan.memory import inference_bytes, state_bytes
 

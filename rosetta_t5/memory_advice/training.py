@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
 from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.fitting import USABLE, divisors

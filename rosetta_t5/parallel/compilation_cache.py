@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 
-def cache_compiled_programs() -> pathlib.Path | None:
+def enable_compilation_cache() -> pathlib.Path | None:
   """Lets jax keep what it compiles under the user's cache folder, for the next start of a run.
 
   A folder that the user has chosen (JAX_COMPILATION_CACHE_DIR) is left as it is, and

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, FSDP_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS
 
 
 @dataclasses.dataclass(frozen=True)

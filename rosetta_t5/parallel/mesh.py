@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, axis_sizes
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, axis_sizes
 
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_counts import MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
 
-def splits_of(partitioner: BasePartitioner, train_state: Any) -> Any:
+def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
   """Returns the train state with a PartitionSpec in place of each array.
 
   A partitioner of one's own may, as T5X's did, leave None where an array lies whole on every device.
@@ -26,11 +26,11 @@ def splits_of(partitioner: BasePartitioner, train_state: Any) -> Any:
     train_state,
     partitioner.get_mesh_axes(train_state),
   )
-  check_splits(train_state, splits, partitioner.mesh.shape)
+  check_partition_specs(train_state, splits, partitioner.mesh.shape)
   return splits
 
 
-def check_splits(train_state: Any, splits: Any, mesh: Mapping[str, int]) -> None:
+def check_partition_specs(train_state: Any, splits: Any, mesh: Mapping[str, int]) -> None:
   """Raises ValueError unless every array's dimensions are multiples of the axes they are split over.
 
   Args:

@@ -27,7 +27,7 @@ from rosetta_t5.parallel.mesh import (
   mesh_reason,
   mesh_sizes,
 )
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, FSDP_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS
 
 PyTree = Any
 

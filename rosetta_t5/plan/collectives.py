@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.parallel.mesh import BATCH_AXES
-from rosetta_t5.parallel.mesh_counts import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS
 from rosetta_t5.plan.memory import array_bytes, layers_of
 
 ALL_REDUCE = "all-reduce"

@@ -14,8 +14,8 @@ from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.config.language.unimported import NeedsImport
 from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_counts import MODEL_AXIS
-from rosetta_t5.parallel.partition_specs import check_splits
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting, memory, start
 from rosetta_t5.plan.collectives import Work, split_over_model
 from rosetta_t5.plan.data import data_rows
@@ -108,7 +108,7 @@ class Plan:
   def splits(self) -> Any:
     """The train state with a PartitionSpec for each array, all of which can be split so."""
     splits = self["partitioner"].get_mesh_axes(self.state)
-    check_splits(self.state, splits, self.mesh)
+    check_partition_specs(self.state, splits, self.mesh)
     return splits
 
   @property

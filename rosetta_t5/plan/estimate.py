@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.parallel.mesh_counts import MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.collectives import Collective, Work, step_collectives
 from rosetta_t5.plan.hardware import Gpu, seconds_on_links

@@ -18,7 +18,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
-from rosetta_t5.parallel.partition_specs import splits_of
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint as constrained
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
@@ -285,7 +285,7 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_with_those_that_do():
     "1, 2, 4: set partitioning.PjitPartitioner.num_partitions (or mesh's 'tensor') accordingly"
   )
   with pytest.raises(ValueError, match=re.escape(text)):
-    splits_of(PjitPartitioner(num_partitions=8), state)
+    partition_specs_of(PjitPartitioner(num_partitions=8), state)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_no_mesh_and_two_meshes_are_refused(arguments, text):
 
 
 @pytest.mark.parametrize("num_partitions", [None, 1, 2])
-def test_a_submesh_counts_beside_the_one_partition_that_runs_set(num_partitions):
+def test_a_submesh_axes_beside_the_one_partition_that_runs_set(num_partitions):
   partitioner = PjitPartitioner(num_partitions, model_parallel_submesh=(1, 1, 1, 2))
   assert partitioner.mesh_shape(8) == {"data": 4, "model": 2}
 

@@ -18,7 +18,7 @@ import jax
 from etils import epath
 
 from rosetta_t5.checkpoints.model_dir.holder import Holder, is_running, this_process
-from rosetta_t5.distributed.exchange import told_by_the_first
+from rosetta_t5.distributed.coordination import broadcast_text
 
 LOCK_FILE = "run.lock"
 
@@ -70,7 +70,7 @@ def hold(model_dir: str | os.PathLike[str]) -> Iterator[None]:
       lock = RunLock(model_dir, this_process())
     except (ModelDirInUseError, OSError) as error:
       refusal = _refusal(model_dir, error)
-  refusal = told_by_the_first(refusal, f"run lock {model_dir}", timeout_s=5 * SILENCE_S)
+  refusal = broadcast_text(refusal, f"run lock {model_dir}", timeout_s=5 * SILENCE_S)
   if refusal:
     raise ModelDirInUseError(refusal)
   try:

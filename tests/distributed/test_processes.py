@@ -30,7 +30,7 @@ UNLIKE = (
   """
 import dataclasses, sys
 import jax
-from rosetta_t5.parallel import preflight
+from rosetta_t5.distributed import preflight
 real = preflight.own_facts
 def facts():
   own = real()
@@ -41,7 +41,7 @@ preflight.own_facts = facts
 )
 ALONE = PROGRAM.replace(", 60)", ", 3)").replace(
   "import sys",
-  "import sys; from rosetta_t5.parallel import rendezvous as r; r.Waiting.__init__.__defaults__ = (0.5,)",
+  "import sys; from rosetta_t5.distributed import waiting as r; r.Waiting.__init__.__defaults__ = (0.5,)",
 )
 
 
@@ -175,7 +175,7 @@ def test_a_process_too_many_leaves_a_run_that_has_begun_alone():
   while both[0].stdout.readline() != "met\n":
     assert both[0].poll() is None
   late = PROGRAM.replace(
-    "import sys", "import sys; from rosetta_t5.parallel import roll_call as r; r._GRACE_S = 2"
+    "import sys", "import sys; from rosetta_t5.distributed import roll_call as r; r._GRACE_S = 2"
   )
   third = launch(late, address, 1)
   _, complaint = third.communicate(timeout=60)

@@ -195,11 +195,11 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_both_end(tmp_path):
 _PARTS = """
 import sys, time
 import jax
-from rosetta_t5.parallel import Watchdog
+from rosetta_t5.distributed import Watchdog
 port, index = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(index))
 with Watchdog() as watchdog:
-  watchdog.at("evaluating")
+  watchdog.set_phase("evaluating")
   time.sleep(8 if index == "1" else 35)
 time.sleep(27 if index == "1" else 0)
 """
