@@ -177,7 +177,7 @@ def _those_to_evaluate(
       "CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint, or mode = 'all' and a folder "
       "that holds checkpoint_STEP folders"
     )
-  checkpoints.check_are_checkpoints(paths)
+  checkpoints.check_checkpoints_exist(paths)
   if cfg.mode == "all":
     left_out = [path for path in paths if path in done.paths]
     paths = tuple(path for path in paths if path not in done.paths)

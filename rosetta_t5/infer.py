@@ -99,7 +99,7 @@ def infer(
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])
-  checkpoints.check_are_checkpoints(paths)
+  checkpoints.check_checkpoints_exist(paths)
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)

@@ -113,7 +113,7 @@ def train(
   model = with_fp8(model, fp8)
 
   # Seeds. One that was drawn is kept with the checkpoints, so that a restart goes on with it.
-  restore_cfg, restore_path = checkpoints.find_start(checkpoint_cfg, model_dir)
+  restore_cfg, restore_path = checkpoints.find_start_checkpoint(checkpoint_cfg, model_dir)
   facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg, checkpoint_cfg)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
@@ -220,7 +220,7 @@ class _Loop:
       Hook("evaluation", self.evaluate, eval_period, at_end=True),
       Hook("garbage collection", lambda _: gc.collect(), gc_period),
     ]
-    saves = checkpoints.finishing_saves(self.manager)
+    saves = checkpoints.finish_saves_on_error(self.manager)
     with saves, self.progress, distributed.InterruptionListener() as interruption, self.watchdog:
       self.trainer.should_stop = interruption.should_stop
       self.save(self.first_step)
@@ -396,5 +396,7 @@ def _run_facts(
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
   seed = facts.get("train_dataset_seed", drawn)
   facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, seed)
-  facts["started_from"] = checkpoints.started_from(checkpoint_cfg, model_dir, restore_path)
+  facts["started_from"] = checkpoints.find_finetuning_source(
+    checkpoint_cfg, model_dir, restore_path
+  )
   return facts

@@ -12,7 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.data.vocabularies.gpt2_vocabulary import END
@@ -123,13 +123,13 @@ def write_run(folder, module, *tokens, lines, lengths, first=None):
   init = jax.jit(lambda key: module.init(key, *tokens, enable_dropout=False)["params"])
   # Sharp enough for texts that differ.
   params = {
-    f"target/{name}": stored(np.asarray(array) * 2)
+    f"target/{name}": as_stored_array(np.asarray(array) * 2)
     for name, array in flatten_dict(init(jax.random.PRNGKey(1)), sep="/").items()
   }
   if first is not None:
     table = params["target/decoder/token_embedder/embedding"].get()
     table[0] = table[first]
-    params["target/decoder/token_embedder/embedding"] = stored(table)
+    params["target/decoder/token_embedder/embedding"] = as_stored_array(table)
   orbax_writer.write(folder / "checkpoint_5", params)
   kind = type(module.config).__name__
   values = {T5Config: T5, TransformerConfig: GPT}[type(module.config)]

@@ -9,7 +9,7 @@ from rosetta_t5.checkpoints.fit import CheckpointMismatchError
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
-  check_are_checkpoints,
+  check_checkpoints_exist,
   checkpoint_path,
   latest_step,
   read_run_facts,
@@ -19,11 +19,11 @@ from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
-  find_start,
+  find_finetuning_source,
+  find_start_checkpoint,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   restore,
-  started_from,
 )
-from rosetta_t5.checkpoints.save_errors import CheckpointSaveError, finishing_saves
+from rosetta_t5.checkpoints.save_errors import CheckpointSaveError, finish_saves_on_error
 from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer

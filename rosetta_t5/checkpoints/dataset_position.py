@@ -63,7 +63,7 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     filename = self._filename
     if not any(name.startswith(filename) for name in found):
       # Of data whose position is a step's number any shard's file will do, in any number of them.
-      if not (found and getattr(args.item, "any_shards_position_will_do", False)):
+      if not (found and getattr(args.item, "is_shard_independent", False)):
         raise ValueError(_no_position(folder, filename))
       filename = found[0]
     args.item.restore(os.fspath(folder / filename))

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import plain_tree
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.pins import is_pinned_checkpoint
 from rosetta_t5.checkpoints.reading import read_arrays
@@ -115,7 +115,7 @@ def show_difference(path: str | os.PathLike[str], other: str | os.PathLike[str])
 
   Two of different layouts are compared in T5X's plain tree.
   """
-  left, right = (plain_tree(read_arrays(checkpoint_in(place))) for place in (path, other))
+  left, right = (to_plain_tree(read_arrays(checkpoint_in(place))) for place in (path, other))
   lines = [f"only in {path}: {name}" for name in sorted(set(left) - set(right), key=_natural)]
   lines += [f"only in {other}: {name}" for name in sorted(set(right) - set(left), key=_natural)]
   same = 0

@@ -14,9 +14,13 @@ import jax.numpy as jnp
 from etils import epath
 
 from rosetta_t5.checkpoints import fit
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, begin_placing, stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import (
+  StoredArray,
+  as_stored_array,
+  start_device_transfer,
+)
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, relaid
+from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
 from rosetta_t5.checkpoints.formats import mesh_tf, orbax_reader, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
@@ -55,7 +59,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   layout = checkpoint_folders.detect_checkpoint_type(path)
   try:
-    return {name: stored(value) for name, value in _READERS[layout](path).items()}
+    return {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
   except _DAMAGE as error:
     raise unreadable(path, error) from error
 
@@ -139,9 +143,11 @@ def _compared(
   allow_unexpected: bool,
 ) -> tuple[dict[str, StoredArray], set[str]]:
   """Returns the checkpoint's arrays as the run lays them out, and the names of those that it takes."""
-  changed = _transformed({n: stored(x) for n, x in arrays.items()}, expected, transformations)
+  changed = _transformed(
+    {n: as_stored_array(x) for n, x in arrays.items()}, expected, transformations
+  )
   try:
-    relaid_arrays = relaid(changed, wanted)
+    relaid_arrays = convert_layout(changed, wanted)
   except LayoutError as error:
     raise fit.CheckpointMismatchError(f"checkpoint {path}: {error}") from error
   # As in T5X, what a transformation leaves over is left out.
@@ -162,7 +168,7 @@ def _place_all(
         first, finish = pending.popleft()
         placed[first] = finish()
         bytes_pending -= arrays[first].nbytes
-      pending.append((name, begin_placing(array, shardings[name])))
+      pending.append((name, start_device_transfer(array, shardings[name])))
       bytes_pending += array.nbytes
     return placed | {name: finish() for name, finish in pending}
   except _DAMAGE as error:
@@ -180,7 +186,7 @@ def _transformed(
   for transform in transformations:
     state = transform(state, expected)
   flat = flatten_state_dict(state)
-  return {name: stored(leaf) for name, leaf in flat.items() if hasattr(leaf, "shape")}
+  return {name: as_stored_array(leaf) for name, leaf in flat.items() if hasattr(leaf, "shape")}
 
 
 def _dtype(name: str, leaf: Any, params_dtype: Any) -> Any:

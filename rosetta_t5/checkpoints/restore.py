@@ -50,7 +50,7 @@ def get_first_valid_restore_config_and_paths(
   return None, ()
 
 
-def find_start(
+def find_start_checkpoint(
   checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str]
 ) -> tuple[RestoreCheckpointConfig | None, str | None]:
   """Returns what a training run in `model_dir` starts from: a config and one checkpoint's path.
@@ -223,7 +223,7 @@ def _checkpointer_options(
   return checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}
 
 
-def started_from(
+def find_finetuning_source(
   checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str], restore_path: str | None
 ) -> str | None:
   """Returns the checkpoint that a finetuning run began with, which nothing may delete; else None.
@@ -265,7 +265,7 @@ def create_checkpoint_manager_and_restore(
   Args:
     train_state_initializer: knows the train state's shapes.
     partitioner: places restored arrays.
-    restore_checkpoint_cfg: how to restore (`find_start` returns it with the path).
+    restore_checkpoint_cfg: how to restore (`find_start_checkpoint` returns it with the path).
     restore_path: the checkpoint to restore; None for none.
     fallback_init_rng: for names that the checkpoint lacks, if the config allows that.
     save_checkpoint_cfg: None for a manager that only restores.

@@ -18,7 +18,7 @@ class CheckpointSaveError(RuntimeError):
 
 
 @contextlib.contextmanager
-def finishing_saves(manager: Any) -> Iterator[None]:
+def finish_saves_on_error(manager: Any) -> Iterator[None]:
   """Inside a `with`, lets an error out only when the save that is running in the background is complete.
 
   Else a run that fails just after a save loses that too, and Orbax's complaints bury what went wrong.

@@ -12,7 +12,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import (
   flatten_state_dict,
   merge_state,
@@ -137,7 +137,7 @@ class Checkpointer:
       if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
       if first:
-        writer.write(name, stored(leaf).astype(stored_dtype(name, leaf, self._save_dtype)))
+        writer.write(name, as_stored_array(leaf).astype(stored_dtype(name, leaf, self._save_dtype)))
     if first:
       if self._dataset_iterator is not None:
         self._dataset_iterator.save(os.fspath(writer.unfinished / self._dataset_file()))
@@ -149,7 +149,7 @@ class Checkpointer:
   def _remove_old(self) -> None:
     if jax.process_index():
       return
-    for step in sorted(self._retention().dispensable(self.all_steps())):
+    for step in sorted(self._retention().steps_to_delete(self.all_steps())):
       remove_checkpoint_dir(checkpoint_folders.checkpoint_path(self.checkpoints_dir, step))
     if self.keep_dataset_checkpoints:
       for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:

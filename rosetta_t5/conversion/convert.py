@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, stored
-from rosetta_t5.checkpoints.arrays.tree_layouts import plain_tree, scalable_tree
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import (
   gpt_reader,
@@ -159,11 +159,11 @@ def _chosen(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Ar
       if n.startswith(("target/encoder/", EMBEDDING)) or n == "state/step"
     }
   if to == "hf" or tree is not None:
-    plain = plain_tree(arrays)
+    plain = to_plain_tree(arrays)
     if to == "hf":
       return plain
     step = {"state/step": arrays["state/step"]} if "state/step" in arrays else {}
-    return {**step, **(scalable_tree(plain) if tree == "scalable" else plain)}
+    return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
   return arrays
 
 
@@ -203,7 +203,7 @@ def _destination(destination: str | os.PathLike[str], to: str, arrays: Arrays) -
 
 
 def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
-  arrays = {"state/step": stored(np.int32(0)), **arrays}
+  arrays = {"state/step": as_stored_array(np.int32(0)), **arrays}
   folder.rmdir()
   if to == "t5x-legacy":
     writer = t5x_legacy.LegacyWriter(folder)

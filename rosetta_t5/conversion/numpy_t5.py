@@ -50,7 +50,7 @@ def encode(
   """Returns the encoded inputs [B, S, D] in float32.
 
   Args:
-    arrays: parameters in T5X's plain tree (`layouts.layers_apart`), kernels 2-D.
+    arrays: parameters in T5X's plain tree (`layouts.unstack_layers`), kernels 2-D.
     inputs_BS: token ids; 0 is padding.
     activations: of the feed-forward block; None for those of the weights' version of T5.
   """

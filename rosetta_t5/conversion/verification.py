@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import plain_tree
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import EMBEDDING as DECODER_EMBEDDING
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import POSITIONS
@@ -57,7 +57,7 @@ def check(
     return
   is_theirs = t5_reader.is_hugging_face(folder)
   told = read_facts(folder, written) if is_theirs else facts
-  tokens = _tokens(plain_tree(source), facts, tokenizer)
+  tokens = _tokens(to_plain_tree(source), facts, tokenizer)
   before = functools.cache(lambda dtype: outputs(source, tokens, facts, dtype))
   after = functools.partial(outputs, written, tokens, told)
   say(compare("both sides read again", before, after, facts.ids_are_shifted))
@@ -73,7 +73,7 @@ def check(
 
 
 def _has_plain_forward(arrays: Arrays, facts: ModelFacts) -> bool:
-  if any(name.endswith("relpos_bias/rel_embedding") for name in plain_tree(arrays)):
+  if any(name.endswith("relpos_bias/rel_embedding") for name in to_plain_tree(arrays)):
     return True
   return facts.gpt is not None and is_gpt(arrays)
 
@@ -83,7 +83,7 @@ def compare_arrays(before: Arrays, after: Arrays) -> int:
 
   The trees may differ: layers apart or stacked.
   """
-  ours, theirs = plain_tree(before), plain_tree(after)
+  ours, theirs = to_plain_tree(before), to_plain_tree(after)
   wrong = sorted(ours.keys() ^ theirs.keys()) or [
     name for name in ours if not np.array_equal(ours[name].get(), theirs[name].get())
   ]
@@ -116,7 +116,7 @@ def outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np
   # Not `astype`, which would read what is on disk, and not round to the array's own dtype first.
   plain = {
     name: StoredArray(array.shape, dtype, array.read, array.sliceable)
-    for name, array in plain_tree(arrays).items()
+    for name, array in to_plain_tree(arrays).items()
   }
   inputs_1S, targets_1T = tokens
   if facts.gpt is not None:

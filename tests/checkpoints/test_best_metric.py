@@ -39,17 +39,17 @@ def test_best_and_latest_stay(tmp_path, write_scalars, mode, without, kept):
   write_scalars(tmp_path / "train", "x", {1: 1.0, 2: 4.0, 3: 2.0, 4: 3.0})
   retention = Retention(tmp_path, keep=1, best=BestMetric("train/x", mode, without))
   steps = [1, 2, 3, 4, 5, 6]  # 5 has no metric, 6 is the latest
-  assert sorted(set(steps) - retention.dispensable(steps)) == kept
+  assert sorted(set(steps) - retention.steps_to_delete(steps)) == kept
 
 
 def test_nan_is_never_best_and_of_unknown_ones_the_oldest_go(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "x", {1: float("nan"), 2: 0.0})
   keeps = Retention(tmp_path, keep=1, best=BestMetric("train/x", "max"))
-  assert keeps.dispensable([1, 2, 3]) == {1}
+  assert keeps.steps_to_delete([1, 2, 3]) == {1}
   nothing_known = Retention(tmp_path, keep=2, best=BestMetric("train/y", "max", False))
-  assert nothing_known.dispensable([1, 2, 3, 4]) == {1}
+  assert nothing_known.steps_to_delete([1, 2, 3, 4]) == {1}
   kept_all = Retention(tmp_path, keep=1, best=BestMetric("train/y", "max", True))
-  assert kept_all.dispensable([1, 2, 3, 4]) == set()
+  assert kept_all.steps_to_delete([1, 2, 3, 4]) == set()
 
 
 def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_scalars):
@@ -58,7 +58,7 @@ def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_
     (tmp_path / f"checkpoint_{step}").mkdir()
   pin_checkpoint(tmp_path / "checkpoint_5")
   retention = Retention(tmp_path, 1, 3, BestMetric("train/x"), protected={4})
-  assert retention.dispensable(list(range(1, 8))) == {2}
+  assert retention.steps_to_delete(list(range(1, 8))) == {2}
 
 
 def test_metric_needs_a_run_and_a_known_mode():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import convert, numpy_t5, verification
@@ -163,7 +163,7 @@ def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_pa
   checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta", say=lambda _: None)
   arrays = read_arrays(checkpoint)
   name = "target/encoder/layers_0/mlp/wi_0/kernel"
-  arrays[name] = stored(np.full(arrays[name].shape, np.nan, np.float32))
+  arrays[name] = as_stored_array(np.full(arrays[name].shape, np.nan, np.float32))
   orbax_writer.write(tmp_path / "spoilt/checkpoint_1", arrays)
   assert run("ckpt", "verify", tmp_path / "spoilt") == 1
   size = arrays[name].size
@@ -255,7 +255,7 @@ def test_a_model_whose_forward_pass_is_not_known_is_compared_by_its_arrays(tmp_p
   assert run("convert", tmp_path / "checkpoint_1", tmp_path / "out", "--to", "t5x-legacy") == 0
   assert "parameters are equal (no forward pass compared)" in capsys.readouterr().out
   name = "target/decoder/layers_0/mlp/wo/kernel"
-  other = {**arrays, name: stored(arrays[name].get() + 1)}
+  other = {**arrays, name: as_stored_array(arrays[name].get() + 1)}
   with pytest.raises(verification.ConversionError, match=f"1 parameters are not .* {name}"):
     verification.compare_arrays(arrays, other)
 

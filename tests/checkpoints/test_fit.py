@@ -87,7 +87,7 @@ def test_nothing_is_read_when_names_differ(setup, make_setup, tmp_path, monkeypa
   def fail(*args, **kwargs):
     raise AssertionError("arrays were read before the comparison")
 
-  monkeypatch.setattr(reading, "begin_placing", fail)
+  monkeypatch.setattr(reading, "start_device_transfer", fail)
   with pytest.raises(CheckpointMismatchError):
     make_setup(module=type(setup.module)(width=32)).manager(tmp_path).restore()
 

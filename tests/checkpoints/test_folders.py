@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rosetta_t5.checkpoints import CheckpointConfig, RestoreCheckpointConfig, find_start
+from rosetta_t5.checkpoints import CheckpointConfig, RestoreCheckpointConfig, find_start_checkpoint
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 
@@ -85,7 +85,7 @@ def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
   monkeypatch.setattr(checkpoint_folders, "_layout", layout)
   for find in (
     lambda path: checkpoint_folders.detect_checkpoint_type(path),
-    lambda path: find_start(
+    lambda path: find_start_checkpoint(
       CheckpointConfig(restore=RestoreCheckpointConfig(path=path, mode="latest")), tmp_path
     ),
   ):

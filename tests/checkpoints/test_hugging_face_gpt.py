@@ -13,7 +13,7 @@ import sentencepiece
 from safetensors.numpy import load_file, save_file
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.checkpoints.reading import read_arrays
@@ -175,7 +175,7 @@ def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, c
   table = arrays[name].get()
   table[0] = table[7] / 2  # training has moved it away from END's
   values = network_values(CONFIGS[kind]) | changes
-  write_run(tmp_path / "run", {**arrays, name: stored(table)}, **values)
+  write_run(tmp_path / "run", {**arrays, name: as_stored_array(table)}, **values)
   folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", say=lambda _: None)
   config = json.loads((folder / "config.json").read_text())
   assert config["model_type"] == to

@@ -13,13 +13,13 @@ import tiny_models
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.checkpoints import CheckpointMismatchError, TrainStateInitializer
-from rosetta_t5.checkpoints.arrays.lazy_arrays import stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.tree_layouts import (
   LayoutError,
-  layers_apart,
-  plain_tree,
-  relaid,
-  scalable_tree,
+  convert_layout,
+  to_plain_tree,
+  to_scalable_tree,
+  unstack_layers,
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.conversion import numpy_t5
@@ -40,12 +40,12 @@ PLAIN, SCANNED = Transformer(CONFIG), scalable()
 
 def flat(module):
   params = tiny_models.variables(module)["params"]
-  return {"target/" + n: stored(x) for n, x in flatten_dict(params, sep="/").items()}
+  return {"target/" + n: as_stored_array(x) for n, x in flatten_dict(params, sep="/").items()}
 
 
 def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
   plain = flat(PLAIN)
-  scanned = relaid(plain, flat(SCANNED))
+  scanned = convert_layout(plain, flat(SCANNED))
   params = {n.removeprefix("target/"): jnp.asarray(x.get()) for n, x in scanned.items()}
   batch = tiny_models.make_batch(2)
   inputs, given, wanted = (
@@ -62,9 +62,9 @@ def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_way_to_the_scalable_tree_and_back_changes_nothing(axis):
   plain, target = flat(PLAIN), flat(scalable(param_scan_axis=axis))
-  there = relaid(plain, target)
+  there = convert_layout(plain, target)
   assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in target.items()}
-  back = relaid(there, plain)
+  back = convert_layout(there, plain)
   assert set(back) == set(plain)
   for name, array in plain.items():
     np.testing.assert_array_equal(back[name].get(), array.get(), err_msg=name)
@@ -72,10 +72,10 @@ def test_way_to_the_scalable_tree_and_back_changes_nothing(axis):
 
 def test_trees_for_conversion_are_those_of_the_networks():
   plain = flat(PLAIN)
-  assert {n: x.shape for n, x in scalable_tree(plain).items()} == {
+  assert {n: x.shape for n, x in to_scalable_tree(plain).items()} == {
     n: x.shape for n, x in flat(SCANNED).items()
   }
-  assert {n: x.shape for n, x in plain_tree(flat(SCANNED)).items() if "relpos" not in n} == {
+  assert {n: x.shape for n, x in to_plain_tree(flat(SCANNED)).items() if "relpos" not in n} == {
     n: x.shape for n, x in plain.items() if "relpos" not in n
   }
 
@@ -84,12 +84,12 @@ def test_different_biases_are_not_made_one():
   scanned = flat(SCANNED)
   plain_decoder = {n: x for n, x in flat(PLAIN).items() if "encoder/relpos" not in n}
   with pytest.raises(LayoutError, match=r"decoder/relpos_bias.*3 that differ \(layer 1 from"):
-    relaid(scanned, plain_decoder)
+    convert_layout(scanned, plain_decoder)
 
 
 def test_parts_are_read_without_the_rest():
-  whole = stored(np.arange(24.0).reshape(2, 3, 4))
-  apart = layers_apart({"target/encoder/encoder/mlp/wo/kernel": whole})
+  whole = as_stored_array(np.arange(24.0).reshape(2, 3, 4))
+  apart = unstack_layers({"target/encoder/encoder/mlp/wo/kernel": whole})
   part = apart["target/encoder/layers_2/mlp/wo/kernel"]
   np.testing.assert_array_equal(part.read((slice(0, 1), slice(1, 3))), whole.get()[0:1, 2, 1:3])
 
@@ -100,24 +100,24 @@ def test_adafactor_s_means_are_stacked_where_the_layers_axis_stays():
   plain = {}
   for layer in range(3):
     name = f"encoder/layers_{layer}/mlp/wi_0/kernel"
-    plain[f"target/{name}"] = stored(kernel)
-    plain[f"state/param_states/{name}/v_row"] = stored(rows + 100 * layer)
-    plain[f"state/param_states/{name}/v_col"] = stored(columns + 100 * layer)
-    plain[f"state/param_states/{name}/m"] = stored(np.zeros(1, np.float32))
+    plain[f"target/{name}"] = as_stored_array(kernel)
+    plain[f"state/param_states/{name}/v_row"] = as_stored_array(rows + 100 * layer)
+    plain[f"state/param_states/{name}/v_col"] = as_stored_array(columns + 100 * layer)
+    plain[f"state/param_states/{name}/m"] = as_stored_array(np.zeros(1, np.float32))
   scanned = "encoder/encoder/mlp/wi_0/kernel"
   expected = {
-    f"target/{scanned}": stored(np.zeros((16, 3, 24), np.float32)),
-    f"state/param_states/{scanned}/v_row": stored(np.zeros((16, 3), np.float32)),
-    f"state/param_states/{scanned}/v_col": stored(np.zeros((3, 24), np.float32)),
-    f"state/param_states/{scanned}/m": stored(np.zeros(1, np.float32)),
+    f"target/{scanned}": as_stored_array(np.zeros((16, 3, 24), np.float32)),
+    f"state/param_states/{scanned}/v_row": as_stored_array(np.zeros((16, 3), np.float32)),
+    f"state/param_states/{scanned}/v_col": as_stored_array(np.zeros((3, 24), np.float32)),
+    f"state/param_states/{scanned}/m": as_stored_array(np.zeros(1, np.float32)),
   }
-  there = relaid(plain, expected)
+  there = convert_layout(plain, expected)
   assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in expected.items()}
   means = there[f"state/param_states/{scanned}/v_row"].get()
   np.testing.assert_array_equal(means, rows[:, None] + 100 * np.arange(3))
   means = there[f"state/param_states/{scanned}/v_col"].get()
   np.testing.assert_array_equal(means, columns + 100 * np.arange(3)[:, None])
-  back = relaid(there, plain)
+  back = convert_layout(there, plain)
   assert {n: x.get().tolist() for n, x in back.items()} == {
     n: x.get().tolist() for n, x in plain.items()
   }

@@ -131,7 +131,7 @@ def test_of_a_large_checkpoint_only_so_much_is_read_at_once(monkeypatch):
       most = max(most, len(reads))
       return lambda: reads.discard(name) or np.full(10, int(name), np.float32)
 
-    return StoredArray((10,), np.float32, lambda index: begin(index)(), begin_fn=begin)
+    return StoredArray((10,), np.float32, lambda index: begin(index)(), start_read_fn=begin)
 
   names = [str(number) for number in range(7)]
   expected = {name: jax.ShapeDtypeStruct((10,), np.float32) for name in names}

@@ -16,11 +16,11 @@ from rosetta_t5.checkpoints import (
   all_steps,
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
-  find_start,
+  find_finetuning_source,
+  find_start_checkpoint,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   read_run_facts,
-  started_from,
 )
 
 RNG = jax.random.PRNGKey(9)
@@ -38,7 +38,7 @@ def pretrained(setup, tmp_path):
 
 def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=None):
   """As the run page does it."""
-  cfg, path = find_start(CheckpointConfig(save, restore), model_dir)
+  cfg, path = find_start_checkpoint(CheckpointConfig(save, restore), model_dir)
   return create_checkpoint_manager_and_restore(
     setup.initializer,
     setup.partitioner,
@@ -102,7 +102,9 @@ def test_mode_with_a_typo_is_refused_with_the_near_one():
 
 
 def test_pretraining_s_empty_restore_path_means_scratch(tmp_path):
-  start = find_start(CheckpointConfig(restore=RestoreCheckpointConfig(path=[])), tmp_path)
+  start = find_start_checkpoint(
+    CheckpointConfig(restore=RestoreCheckpointConfig(path=[])), tmp_path
+  )
   assert start == (None, None)
 
 
@@ -113,15 +115,15 @@ def test_given_folder_without_checkpoints_is_refused_not_trained_from_scratch(tm
     match=r"there is no checkpoint to restore in .*typo \(mode = 'latest"
     r"'\): set RestoreCheckpointConfig.path",
   ):
-    find_start(CheckpointConfig(restore=restore), tmp_path)
+    find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
   restore.fallback_to_scratch = True
-  assert find_start(CheckpointConfig(restore=restore), tmp_path) == (None, None)
+  assert find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path) == (None, None)
 
 
 def test_checkpoint_given_in_mode_latest_says_which_mode_to_set(pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=f"{pretrained}/checkpoint_10")
   with pytest.raises(ValueError, match=r"checkpoint_10 is a checkpoint itself: set .*'specific'"):
-    find_start(CheckpointConfig(restore=restore), tmp_path)
+    find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
 
 
 def test_folder_given_in_mode_specific_says_which_path_to_give(setup, pretrained, tmp_path):
@@ -133,7 +135,7 @@ def test_folder_given_in_mode_specific_says_which_path_to_give(setup, pretrained
 def test_training_from_several_checkpoints_is_refused(pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=str(pretrained), mode="all")
   with pytest.raises(ValueError, match=r"names 2 checkpoints .*, but training starts from one"):
-    find_start(CheckpointConfig(restore=restore), tmp_path)
+    find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
 
 
 def test_model_dir_of_another_model_is_refused_and_left_as_it_is(make_setup, setup, pretrained):
@@ -234,8 +236,8 @@ def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with
   cfg = CheckpointConfig(save=SaveCheckpointConfig(period=1, keep=1), restore=given)
   start = f"{pretrained}/checkpoint_20"
   for steps in ((21, 22), (23, 24)):  # the second time it is a restart
-    _, path = find_start(cfg, pretrained)
-    facts = {"started_from": started_from(cfg, pretrained, path)}
+    _, path = find_start_checkpoint(cfg, pretrained)
+    facts = {"started_from": find_finetuning_source(cfg, pretrained, path)}
     assert facts["started_from"] == start
     state, manager = begin(setup, pretrained, cfg.save, given, run_facts=facts)
     for step in steps:
@@ -246,7 +248,7 @@ def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with
 
 def test_pretraining_protects_nothing(pretrained):
   cfg = CheckpointConfig(save=SaveCheckpointConfig(keep=1))
-  assert started_from(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
+  assert find_finetuning_source(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
 
 
 def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued(

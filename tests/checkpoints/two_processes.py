@@ -51,13 +51,13 @@ def restart(folder: pathlib.Path) -> None:
     CheckpointConfig,
     SaveCheckpointConfig,
     create_checkpoint_manager_and_restore,
-    find_start,
+    find_start_checkpoint,
   )
   from rosetta_t5.checkpoints.model_dir.lock import hold
 
   setup, save_cfg = split_setup(), SaveCheckpointConfig(period=1)
   with hold(folder):
-    cfg, path = find_start(CheckpointConfig(save=save_cfg), folder)
+    cfg, path = find_start_checkpoint(CheckpointConfig(save=save_cfg), folder)
     state, manager = create_checkpoint_manager_and_restore(
       setup.initializer, setup.partitioner, cfg, path, None, save_cfg, folder
     )

@@ -15,7 +15,7 @@ import tensorstore as ts
 
 Index = tuple[slice, ...]
 # Waits for values that are being read, and returns them.
-Reading = Callable[[], np.ndarray]
+PendingRead = Callable[[], np.ndarray]
 
 
 class LazyArray(abc.ABC):
@@ -153,7 +153,7 @@ class StoredArray(LazyThreadPoolArray):
     dtype: Any,
     read_fn: Callable[[Index], np.ndarray],
     sliceable: bool = True,
-    begin_fn: Callable[[Index], Reading] | None = None,
+    start_read_fn: Callable[[Index], PendingRead] | None = None,
   ):
     """Builds a stored array.
 
@@ -162,26 +162,26 @@ class StoredArray(LazyThreadPoolArray):
       dtype: what it is returned in.
       read_fn: reads the part at a tuple of slices.
       sliceable: see the attribute.
-      begin_fn: begins to read a part in the background and returns what waits for it, in the dtype
+      start_read_fn: begins to read a part in the background and returns what waits for it, in the dtype
         on disk.
     """
     super().__init__(shape, dtype, self._read_all)
     self._read_fn = read_fn
-    self._begin_fn = begin_fn
+    self._begin_fn = start_read_fn
     self.sliceable = sliceable
 
   def astype(self, dtype: Any) -> StoredArray:
     """Returns the same array, converted when it is read."""
     same = jnp.dtype(dtype) == self._dtype
     # To convert takes as long as to read; that is for threads.
-    begin_fn = self._begin_fn if same else None
-    return StoredArray(self._shape, dtype, self._read_fn, self.sliceable, begin_fn)
+    start_read_fn = self._begin_fn if same else None
+    return StoredArray(self._shape, dtype, self._read_fn, self.sliceable, start_read_fn)
 
   def read(self, index: Index) -> np.ndarray:
     """Reads the part at `index`, a tuple of one slice a dimension; slices may reach beyond the end."""
     return _as(self._read_fn(self._bounded(index)), self._dtype)
 
-  def begin(self, index: Index) -> Reading:
+  def begin(self, index: Index) -> PendingRead:
     """Begins to read the part at `index` in the background; returns what waits for it."""
     if self._begin_fn is None:
       return self.executor.submit(self.read, index).result
@@ -195,7 +195,7 @@ class StoredArray(LazyThreadPoolArray):
     return self._read_fn(tuple(slice(0, size) for size in self._shape))
 
 
-def stored(value: Any) -> StoredArray:
+def as_stored_array(value: Any) -> StoredArray:
   """Returns any array, lazy or not, as a StoredArray."""
   if isinstance(value, StoredArray):
     return value
@@ -206,14 +206,14 @@ def stored(value: Any) -> StoredArray:
   return StoredArray(value.shape, value.dtype, lambda index: np.asarray(value[index]))
 
 
-def transposed(array: StoredArray) -> StoredArray:
+def transpose(array: StoredArray) -> StoredArray:
   """Returns a matrix's transpose."""
   return StoredArray(
     array.shape[::-1], array.dtype, lambda index: array.read(index[::-1]).T, array.sliceable
   )
 
 
-def scaled(array: StoredArray, factor: float) -> StoredArray:
+def scale(array: StoredArray, factor: float) -> StoredArray:
   """Returns the product with a number, rounded once, to the array's dtype."""
 
   def read(index: Index) -> np.ndarray:
@@ -222,7 +222,7 @@ def scaled(array: StoredArray, factor: float) -> StoredArray:
   return StoredArray(array.shape, array.dtype, read, array.sliceable)
 
 
-def reshaped(array: StoredArray, shape: Sequence[int]) -> StoredArray:
+def reshape(array: StoredArray, shape: Sequence[int]) -> StoredArray:
   """Returns the same values in another shape."""
   if tuple(shape) == array.shape:
     return array
@@ -231,7 +231,7 @@ def reshaped(array: StoredArray, shape: Sequence[int]) -> StoredArray:
   )
 
 
-def stacked(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
+def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   """Returns arrays of one shape stacked along a new axis."""
   shape = list(arrays[0].shape)
   shape.insert(axis, len(arrays))
@@ -244,7 +244,7 @@ def stacked(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   return StoredArray(shape, arrays[0].dtype, read, arrays[0].sliceable)
 
 
-def taken(array: StoredArray, axis: int, position: int) -> StoredArray:
+def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
   """Returns the part of an array at one position of an axis, without that axis."""
   shape = array.shape[:axis] + array.shape[axis + 1 :]
 
@@ -255,7 +255,9 @@ def taken(array: StoredArray, axis: int, position: int) -> StoredArray:
   return StoredArray(shape, array.dtype, read, array.sliceable)
 
 
-def begin_placing(array: StoredArray, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+def start_device_transfer(
+  array: StoredArray, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
   """Begins to read this process's parts of an array; returns what waits and puts them on the devices.
 
   A part that several devices hold is read once.

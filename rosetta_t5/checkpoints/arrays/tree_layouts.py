@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, reshaped, stacked, taken
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, reshape, stack
 
 SCAN_AXIS = 1
 
@@ -35,7 +35,7 @@ class LayoutError(ValueError):
   """A checkpoint's parameters cannot be written in the model's tree without changing the model."""
 
 
-def relaid(
+def convert_layout(
   arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
   """Returns `arrays` under the names and shapes of `expected` wherever the values are the same ones.
@@ -51,7 +51,7 @@ def relaid(
   """
   if not _differs(arrays, expected):
     return dict(arrays)
-  apart = layers_apart(arrays)
+  apart = unstack_layers(arrays)
   axis = scan_axis(expected)
   result, used = {}, set()
   for name, leaf in expected.items():
@@ -70,7 +70,7 @@ def is_scanned(names: Any) -> bool:
   return any(_SCANNED.fullmatch(name) for name in names)
 
 
-def layers_apart(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   """Returns arrays with each layer's part under a name of its own (`encoder/layers_0/…`).
 
   Optimizer state that is not of its parameter's shape cannot be taken apart and keeps its name.
@@ -92,7 +92,7 @@ def layers_apart(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
       apart[name] = array
       continue
     for layer in range(array.shape[place]):
-      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = taken(array, place, layer)
+      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = index_axis(array, place, layer)
   return apart
 
 
@@ -195,7 +195,7 @@ def _assembled(name: str, leaf: Any, sources: list[StoredArray], axis: int | Non
     inner = shape[:axis] + shape[axis + 1 :]
     parts = [_by_heads(name, source, inner) for source in sources]
     # Layers of another shape stay as they are, for the comparison to show.
-    return stacked(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
+    return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
   if len(sources) > 1 and not _is_single_zero(name, leaf):
     _require_equal(name, sources)
   return _by_heads(name, sources[0], shape)
@@ -204,7 +204,7 @@ def _assembled(name: str, leaf: Any, sources: list[StoredArray], axis: int | Non
 def _by_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> StoredArray:
   """Joins or parts the axes of heads and head size, which are next to each other."""
   if _BY_HEADS.fullmatch(name) and array.size == math.prod(shape):
-    return reshaped(array, shape)
+    return reshape(array, shape)
   return array
 
 
@@ -221,21 +221,21 @@ def _require_equal(name: str, biases: list[StoredArray]) -> None:
     )
 
 
-def plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def to_plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   """Returns parameters in the plain tree: layers apart, attention kernels 2-D.
 
   Names that are no parameters are left out.
   """
-  apart = layers_apart({n: x for n, x in arrays.items() if n.startswith("target/")})
+  apart = unstack_layers({n: x for n, x in arrays.items() if n.startswith("target/")})
   for name, array in apart.items():
     if _BY_HEADS.fullmatch(name) and array.ndim == 3:
       first, second, third = array.shape
       joined = (first * second, third) if "/out/" in name else (first, second * third)
-      apart[name] = reshaped(array, joined)
+      apart[name] = reshape(array, joined)
   return apart
 
 
-def scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   """Returns parameters of the plain tree in that of T5X's scalable T5; biases become the layers' own."""
   expected: dict[str, Any] = {}
   layers = {side: _layers_of(arrays, "target/", side) for side in _SIDES}
@@ -249,7 +249,7 @@ def scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
     inner = _shape_by_heads(name, array, arrays, side)
     shape = (*inner[:SCAN_AXIS], layers[side], *inner[SCAN_AXIS:])
     expected[f"target/{side}/{side}/{rest}"] = np.broadcast_to(np.zeros((), array.dtype), shape)
-  return relaid(arrays, expected)
+  return convert_layout(arrays, expected)
 
 
 def _shape_by_heads(

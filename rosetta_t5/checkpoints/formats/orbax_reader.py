@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats import tensorstores
 from rosetta_t5.checkpoints.formats.tensorstores import open_arrays
@@ -43,7 +43,10 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     # Empty parts of an optimizer's state, None and text are no arrays.
     if value["value_type"] in _ARRAYS and not value.get("skip_deserialize"):
       specs["/".join(keys)] = _spec(base, folder, ".".join(keys))
-  return {**{name: stored(value) for name, value in aggregated.items()}, **open_arrays(specs)}
+  return {
+    **{name: as_stored_array(value) for name, value in aggregated.items()},
+    **open_arrays(specs),
+  }
 
 
 def _base_spec(folder: epath.Path, zarr3: bool) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def _read_aggregate(folder: epath.Path) -> dict[str, StoredArray]:
       place = tensorstores.kvstore(folder / value.removeprefix(_PLACEHOLDER))
       specs[name] = {"driver": "zarr", "kvstore": place}
     elif isinstance(value, np.ndarray | int | float):
-      values[name] = stored(value)
+      values[name] = as_stored_array(value)
   return {**values, **open_arrays(specs)}
 
 

@@ -17,7 +17,7 @@ import tensorstore as ts
 from etils import epath
 from flax import serialization
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, stored
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import tensorstores
 
@@ -41,7 +41,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   flat = flatten_state_dict(state)
   specs = {n: _spec(index.parent, value) for n, value in flat.items() if isinstance(value, dict)}
   values = {
-    name: stored(value)
+    name: as_stored_array(value)
     for name, value in flat.items()
     if isinstance(value, np.ndarray | np.generic | int | float)
   }
@@ -68,7 +68,7 @@ class LegacyWriter:
 
   def write(self, name: str, array: Any) -> None:
     """Writes one array; a scalar or an array of one value goes into the msgpack file."""
-    array = stored(array)
+    array = as_stored_array(array)
     if array.size <= 1:
       self._index[name] = array.get()
       return

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, Reading, StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 
 _GCS = "gs://"
 _CACHE_BYTES = 100_000_000
@@ -62,7 +62,7 @@ def _array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   bits = dtype == np.uint16  # T5X's version 2 wrote bfloat16 so
 
-  def begin(index: Index) -> Reading:
+  def begin(index: Index) -> PendingRead:
     part = store[index] if index else store
     values = _aligned(part.shape, dtype)
     written = ts.array(values).write(part)
@@ -76,7 +76,7 @@ def _array(store: ts.TensorStore) -> StoredArray:
   def read(index: Index) -> np.ndarray:
     return begin(index)()
 
-  return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read, begin_fn=begin)
+  return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read, start_read_fn=begin)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

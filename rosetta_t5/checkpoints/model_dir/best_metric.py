@@ -46,7 +46,7 @@ class BestMetric:
         "'training_eval/TASK/loss_per_nonpadding_target_token'"
       )
 
-  def dispensable(
+  def steps_to_delete(
     self, directory: str | os.PathLike[str], steps: Sequence[int], keep: int
   ) -> set[int]:
     """Returns the steps that may go: all but the latest and the `keep` best.

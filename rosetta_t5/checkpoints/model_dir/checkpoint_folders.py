@@ -135,7 +135,7 @@ def detect_checkpoint_type(
   return found
 
 
-def check_are_checkpoints(paths: Sequence[str]) -> None:
+def check_checkpoints_exist(paths: Sequence[str]) -> None:
   """Raises ValueError, before a run writes or computes anything, unless all paths are checkpoints."""
   for path in paths:
     try:

@@ -42,10 +42,10 @@ class Retention:
     """Returns for each checkpoint (with attribute `step`, in ascending order) whether it stays."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
-    gone = self.dispensable(steps)
+    gone = self.steps_to_delete(steps)
     return [step not in gone for step in steps]
 
-  def dispensable(self, steps: Sequence[int]) -> set[int]:
+  def steps_to_delete(self, steps: Sequence[int]) -> set[int]:
     """Returns which of `steps`, in ascending order, may be deleted."""
     if self.keep is None:
       return set()
@@ -54,7 +54,7 @@ class Retention:
       return {step for step in old if not self._stays(step)}
     # As in T5X, those that stay anyway do not count; the latest always stays.
     others = [step for step in steps if step == steps[-1] or not self._stays(step)]
-    return self.best.dispensable(self.directory, others, self.keep)
+    return self.best.steps_to_delete(self.directory, others, self.keep)
 
   def _stays(self, step: int) -> bool:
     if step in self.protected:

@@ -109,9 +109,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     return self._source
 
   @property
-  def any_shards_position_will_do(self) -> bool:
+  def is_shard_independent(self) -> bool:
     """Whether the position is a step's number, which serves any number of hosts (prepared data)."""
-    return getattr(self._source, "any_shards_position_will_do", False)
+    return getattr(self._source, "is_shard_independent", False)
 
   def measures(self) -> dict[str, float]:
     """Returns what a run's metrics tell of its data, up to the batch last handed out.
@@ -138,7 +138,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       ValueError: the source cannot save where it stands.
     """
     drawn_ahead = self._settle()
-    options = {"steps_back": len(drawn_ahead)} if self.any_shards_position_will_do else {}
+    options = {"steps_back": len(drawn_ahead)} if self.is_shard_independent else {}
     drawn_ahead = [] if options else drawn_ahead
     try:
       self._source.save(filename, **options)

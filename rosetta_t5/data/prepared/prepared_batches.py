@@ -188,7 +188,7 @@ class _From:
 class PreparedIterator(dataset_iterator.DatasetIterator):
   """Batches in order, made ahead by Grain's threads or processes; the position is the step."""
 
-  any_shards_position_will_do = True
+  is_shard_independent = True
 
   def __init__(self, batches: Batches, threads: int | None = None, workers: int = 0):
     """Args: batches: what is read; threads: that make batches ahead; workers: processes that do."""

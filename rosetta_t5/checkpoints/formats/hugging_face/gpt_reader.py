@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, transposed
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, transpose
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import (
   EMBEDDING,
   FAMILIES,
@@ -159,7 +159,7 @@ def _check_names(family: str, weights: Mapping[str, StoredArray], table: list[Ro
 def _ours(row: Row, array: StoredArray) -> dict[str, StoredArray]:
   """Returns one weight under our names."""
   if row.is_turned:
-    array = transposed(array)
+    array = transpose(array)
   if len(row.ours) == 1:
     return {row.ours[0]: array}
   size = array.shape[-1] // len(row.ours)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, scaled, transposed
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, scale, transpose
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import (
   EMBEDDING,
   POSITIONS,
@@ -195,10 +195,10 @@ def _folded(
   factor = math.sqrt(config.head_dim) ** ((family == "gpt2") - _scales(config))
   if factor != 1.0:
     pattern = re.compile(r".*/self_attention/query/(kernel|bias)")
-    found |= {n: scaled(x, factor) for n, x in arrays.items() if pattern.fullmatch(n)}
+    found |= {n: scale(x, factor) for n, x in arrays.items() if pattern.fullmatch(n)}
   if config.divide_tied_logits:
     norms = [n for n in arrays if n.startswith("target/decoder/decoder_norm/")]
-    found |= {n: scaled(arrays[n], 1 / math.sqrt(config.emb_dim)) for n in norms}
+    found |= {n: scale(arrays[n], 1 / math.sqrt(config.emb_dim)) for n in norms}
   return found
 
 
@@ -208,7 +208,7 @@ def _scales(config: TransformerConfig) -> bool:
 
 def _their_array(row: Row, arrays: Mapping[str, StoredArray]) -> StoredArray:
   array = _side_by_side([arrays[name] for name in row.ours])
-  return transposed(array) if row.is_turned else array
+  return transpose(array) if row.is_turned else array
 
 
 def _side_by_side(parts: Sequence[StoredArray]) -> StoredArray:

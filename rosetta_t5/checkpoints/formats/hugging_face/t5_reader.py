@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scaled, transposed
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
 from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_reader
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
@@ -88,7 +88,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     if found is None:
       strangers.append(name)
       continue
-    arrays[found[0]] = transposed(array) if found[1] else array
+    arrays[found[0]] = transpose(array) if found[1] else array
   if strangers:
     raise ValueError(
       f"{path} has weights that T5X's T5 has not: {', '.join(sorted(strangers)[:8])}"
@@ -151,12 +151,12 @@ def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dic
     return arrays
   embedding = arrays[EMBEDDING]
   head = arrays.pop(HEAD, None)
-  if head is not None and _equal(head, transposed(embedding)):
+  if head is not None and _equal(head, transpose(embedding)):
     head = None  # PyTorch's files keep tied weights twice
   if not scales_logits(config):
-    arrays[HEAD] = transposed(embedding) if head is None else head
+    arrays[HEAD] = transpose(embedding) if head is None else head
   elif head is not None:
-    arrays[HEAD] = scaled(head, 1 / math.sqrt(embedding.shape[1]))
+    arrays[HEAD] = scale(head, 1 / math.sqrt(embedding.shape[1]))
   return arrays
 
 

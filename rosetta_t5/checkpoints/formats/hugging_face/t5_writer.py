@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scaled, transposed
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
 from rosetta_t5.checkpoints.formats import safetensors_file
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
   SENTENCEPIECE,
@@ -122,7 +122,7 @@ def weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredA
     if found is None:
       strangers.append(name)
       continue
-    theirs[found[0]] = transposed(array) if found[1] else array
+    theirs[found[0]] = transpose(array) if found[1] else array
   if strangers:
     raise ValueError(
       f"Hugging Face's T5 has no place for {', '.join(sorted(strangers)[:6])}"
@@ -131,10 +131,10 @@ def weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredA
   width = math.sqrt(arrays[EMBEDDING].shape[1])
   if family == "umt5" and HF_HEAD in theirs:
     # Transformers 5 divides what goes into UMT5's head by √d_model, whatever its config says.
-    theirs[HF_HEAD] = scaled(theirs[HF_HEAD], width)
+    theirs[HF_HEAD] = scale(theirs[HF_HEAD], width)
   if family == "mt5" and HF_HEAD not in theirs and any("decoder" in name for name in theirs):
     # Its mT5 never divides, so tied logits need a head of their own.
-    theirs[HF_HEAD] = scaled(theirs["shared.weight"], 1 / width)
+    theirs[HF_HEAD] = scale(theirs["shared.weight"], 1 / width)
   return theirs
 
 
