@@ -19,7 +19,7 @@ from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
-  find_finetuning_source,
+  find_base_checkpoint,
   find_start_checkpoint,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,

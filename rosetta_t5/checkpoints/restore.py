@@ -223,7 +223,7 @@ def _checkpointer_options(
   return checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}
 
 
-def find_finetuning_source(
+def find_base_checkpoint(
   checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str], restore_path: str | None
 ) -> str | None:
   """Returns the checkpoint that a finetuning run began with, which nothing may delete; else None.

@@ -16,7 +16,7 @@ from rosetta_t5.checkpoints import (
   all_steps,
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
-  find_finetuning_source,
+  find_base_checkpoint,
   find_start_checkpoint,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
@@ -237,7 +237,7 @@ def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with
   start = f"{pretrained}/checkpoint_20"
   for steps in ((21, 22), (23, 24)):  # the second time it is a restart
     _, path = find_start_checkpoint(cfg, pretrained)
-    facts = {"started_from": find_finetuning_source(cfg, pretrained, path)}
+    facts = {"started_from": find_base_checkpoint(cfg, pretrained, path)}
     assert facts["started_from"] == start
     state, manager = begin(setup, pretrained, cfg.save, given, run_facts=facts)
     for step in steps:
@@ -248,7 +248,7 @@ def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with
 
 def test_pretraining_protects_nothing(pretrained):
   cfg = CheckpointConfig(save=SaveCheckpointConfig(keep=1))
-  assert find_finetuning_source(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
+  assert find_base_checkpoint(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
 
 
 def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued(
