@@ -27,7 +27,7 @@ from rosetta_t5.bench.train_step import add_switches, compile_step, switches
 from rosetta_t5.bench.workload import SIZES, argument_parser, write_result
 from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
-from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
+from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import OptaxWrapper
 
@@ -63,7 +63,7 @@ def text_batches(
     )
   step = 0
   while True:
-    keys_B = keys_of(step, np.arange(batch_size))
+    keys_B = random_keys(step, np.arange(batch_size))
     starts_B1 = (keys_B % np.uint64(len(tokens) - window)).astype(np.int64)[:, None]
     corrupted = corrupt_spans(tokens[starts_B1 + np.arange(window)], keys_B, vocab_size)
     inputs_BL, targets_BT = (_ended(x, n) for x, n in zip(corrupted, lengths, strict=True))

@@ -1,48 +1,39 @@
-"""What becomes of a batch's segments: spans dropped, ends cut off, or plain text; in numpy.
+"""Training objectives on batches of prepared segments, in numpy.
 
-Objectives and UL2's denoisers are those of `data.objectives`, without TensorFlow. Each row depends
-on its tokens and its own key alone.
+They are the objectives and UL2 denoisers of `data.objectives`, without TensorFlow. Each objective has
+a `length`, the tokens of one segment, and a method `features(tokens_BL, keys_B)`, which returns the
+task's features, padded with zeros at the end. A row depends on its own tokens and key alone.
+
+The names of the classes and of their fields are part of the fingerprint of saved data positions: a
+run that continues refuses its position if they change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from absl import logging
 
 from rosetta_t5.data.objectives.span_corruption import segment_length
 from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, Denoiser, prefix_lengths
-from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of, noise_and_spans
+from rosetta_t5.data.prepared.corruption import corrupt_spans, noise_and_spans, random_keys
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
-_END = 1  # of T5's and our own vocabularies
+_END = 1  # the end token's id in T5's vocabularies and in ours
 
-
-class Objective(Protocol):
-  """Makes features of segments.
-
-  Attributes:
-    length: tokens of a segment.
-  """
-
-  @property
-  def length(self) -> int: ...
-
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns a task's features, padded with zeros at the end."""
+Features = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Targets alone, for decoder-only models."""
+  """Causal language modelling: targets alone, for decoder-only models."""
 
   length: int
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> dict[str, np.ndarray]:
-    """See `Objective`."""
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+    """Returns the tokens as targets."""
     del keys_B
     return {"targets": tokens_BL}
 
@@ -53,10 +44,10 @@ class Spans:
 
   Attributes:
     length: tokens of a segment.
-    density: part of them that is dropped.
-    mean_length: of a dropped span, on average.
-    vocab_size: sentinels are its last ids.
-    mode: tokens before the inputs.
+    density: fraction of the tokens that is dropped.
+    mean_length: mean number of tokens in a dropped span.
+    vocab_size: the last ids of the vocabulary are the sentinels.
+    mode: tokens of the UL2 mode, which precede the inputs.
   """
 
   length: int
@@ -65,23 +56,23 @@ class Spans:
   vocab_size: int
   mode: tuple[int, ...] = ()
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> dict[str, np.ndarray]:
-    """See `Objective`."""
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+    """Returns the corrupted text as inputs and the dropped spans as targets."""
     inputs, targets = corrupt_spans(
       tokens_BL, keys_B, self.vocab_size, self.density, self.mean_length
     )
-    return {"inputs": _ended(_told(self.mode, inputs)), "targets": _ended(targets)}
+    return _inputs_and_targets(self.mode, inputs, targets)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-  """A text's end follows from its beginning: prefix LM, and UL2's sequential denoiser.
+  """Prediction of a text's end from its beginning: prefix LM, and UL2's sequential denoiser.
 
   Attributes:
     length: tokens of a segment.
-    density: the end's part on average, drawn evenly from 0 to twice that.
+    density: mean fraction of the end, drawn uniformly from 0 to twice this value.
     most: tokens of the longest end.
-    mode: tokens before the inputs.
+    mode: tokens of the UL2 mode, which precede the inputs.
   """
 
   length: int
@@ -89,18 +80,19 @@ class Ending:
   most: int
   mode: tuple[int, ...] = ()
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> dict[str, np.ndarray]:
-    """See `Objective`."""
-    share_B = keys_of(keys_B, 2) / 2.0**64 * 2 * self.density
-    ends_B = np.clip(np.rint(share_B * self.length), 1, min(self.length - 1, self.most)).astype(int)
-    places_1L = np.arange(self.length)[None]
-    starts_B1 = (self.length - ends_B)[:, None]
-    inputs = np.where(places_1L < starts_B1, tokens_BL, 0)
-    places_BM = starts_B1 + np.arange(self.most)[None]
-    rows_B1 = np.arange(len(tokens_BL))[:, None]
-    targets = tokens_BL[rows_B1, np.minimum(places_BM, self.length - 1)]
-    targets = np.where(places_BM < self.length, targets, 0)
-    return {"inputs": _ended(_told(self.mode, inputs)), "targets": _ended(targets)}
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+    """Returns the beginning as inputs and the end as targets."""
+    fraction_B = random_keys(keys_B, 2) / 2.0**64 * 2 * self.density
+    ends_B = np.clip(np.rint(fraction_B * self.length), 1, min(self.length - 1, self.most))
+    starts_B1 = (self.length - ends_B.astype(int))[:, None]
+    inputs = np.where(np.arange(self.length)[None] < starts_B1, tokens_BL, 0)
+    positions_BM = starts_B1 + np.arange(self.most)[None]
+    targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, self.length - 1), axis=1)
+    targets = np.where(positions_BM < self.length, targets, 0)
+    return _inputs_and_targets(self.mode, inputs, targets)
+
+
+Objective = Plain | Spans | Ending
 
 
 def make_objectives(
@@ -112,56 +104,56 @@ def make_objectives(
   density: float = 0.15,
   mean_length: float = 3.0,
 ) -> list[Objective]:
-  """Returns an objective, or UL2's denoisers, which take turns.
+  """Returns the objective of this name; for "ul2", its seven denoisers.
 
   Args:
     name: one of OBJECTIVES.
     lengths: of "inputs" and "targets", or of "targets" alone for causal_lm.
-    pieces: of the vocabulary.
-    extra_ids: sentinels above them.
-    encode: a text's tokens; for UL2's modes.
-    density: of span_corruption.
-    mean_length: of span_corruption's spans.
+    pieces: size of the vocabulary without the sentinels.
+    extra_ids: number of sentinels, whose ids follow the pieces.
+    encode: tokenizes a text; used for UL2's modes.
+    density: fraction of the tokens that span_corruption drops.
+    mean_length: mean number of tokens in a span that span_corruption drops.
 
   Raises:
-    ValueError: there is no such objective, or the lengths do not fit it.
+    ValueError: the lengths do not fit the objective.
   """
-  if name not in OBJECTIVES:
-    raise ValueError(f"prepared_task.objective = {name!r} is none of {', '.join(OBJECTIVES)}")
-  wanted = {"targets"} if name == "causal_lm" else {"inputs", "targets"}
-  if set(lengths) != wanted:
+  expected = {"targets"} if name == "causal_lm" else {"inputs", "targets"}
+  if set(lengths) != expected:
     raise ValueError(
-      f"TASK_FEATURE_LENGTHS = {dict(lengths)}, but {name} has {sorted(wanted)}: name these"
+      f"TASK_FEATURE_LENGTHS must have the features {sorted(expected)} for the objective {name}, "
+      f"got {dict(lengths)}"
     )
   if name == "causal_lm":
     return [Plain(lengths["targets"])]
-  if name == "span_corruption":
-    return [_denoising(Denoiser("", density, mean_length), lengths, (pieces, extra_ids))]
-  if name == "prefix_lm":
-    return [_denoising(Denoiser("", None, None), lengths, (pieces, extra_ids))]
+  denoisers = {
+    "span_corruption": [Denoiser("", density, mean_length)],
+    "prefix_lm": [Denoiser("", None, None)],
+    "ul2": list(UL2_DENOISERS.values()),
+  }
   return [
-    _denoising(denoiser, lengths, (pieces, extra_ids), tuple(encode(denoiser.mode)))
-    for denoiser in UL2_DENOISERS.values()
+    _fit_denoiser(denoiser, lengths, pieces, extra_ids, tuple(encode(denoiser.mode)))
+    for denoiser in denoisers[name]
   ]
 
 
-def _denoising(
+def _fit_denoiser(
   denoiser: Denoiser,
   lengths: Mapping[str, int],
-  ids: tuple[int, int],
-  mode: tuple[int, ...] = (),
+  pieces: int,
+  extra_ids: int,
+  mode: tuple[int, ...],
 ) -> Objective:
-  """Fits a denoiser to the lengths, an end token each."""
+  """Chooses the segment length that fills the features, with one end token in each."""
   if denoiser.mean_length is None:
-    length, most, density = prefix_lengths(
-      {name: size - 1 for name, size in lengths.items()}, len(mode), denoiser.density
-    )
+    room = {name: size - 1 for name, size in lengths.items()}
+    length, most, density = prefix_lengths(room, len(mode), denoiser.density)
     return Ending(length, density, min(most, length - 1), mode)
   assert denoiser.density is not None
   length = segment_length(
     lengths["inputs"] - len(mode), lengths["targets"], denoiser.density, denoiser.mean_length
   )
-  # T5 counts no sentinel where less than half a span is dropped: such rows are shortened by one.
+  # Where less than half a span is dropped, T5 counts no sentinel: such segments are one token shorter.
   while length > 1:
     noise, spans = noise_and_spans(length, denoiser.density, denoiser.mean_length)
     inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
@@ -170,26 +162,30 @@ def _denoising(
     length -= 1
   else:
     raise ValueError(
-      f"TASK_FEATURE_LENGTHS = {dict(lengths)} leave no room for text: set longer ones"
+      f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
     )
-  if spans > ids[1]:
+  if spans > extra_ids:
     logging.warning(
-      "Rows of %d tokens have %d dropped spans, but there are %d sentinels (prepared_task.extra_ids): "
-      "the vocabulary's last pieces stand for the others, as in T5",
+      "Rows of %d tokens have %d dropped spans, but the vocabulary has only %d sentinels "
+      "(prepared_task.extra_ids): its last pieces replace the missing ones, as in T5",
       length,
       spans,
-      ids[1],
+      extra_ids,
     )
-  return Spans(length, denoiser.density, denoiser.mean_length, sum(ids), mode)
+  return Spans(length, denoiser.density, denoiser.mean_length, pieces + extra_ids, mode)
 
 
-def _told(mode: Sequence[int], inputs_BL: np.ndarray) -> np.ndarray:
-  modes_BM = np.broadcast_to(np.array(mode, np.int32), (len(inputs_BL), len(mode)))
-  return np.concatenate([modes_BM, inputs_BL], axis=1)
+def _inputs_and_targets(
+  mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray
+) -> Features:
+  modes_BK = np.tile(np.array(mode, np.int32), (len(inputs_BL), 1))
+  inputs_BL = np.concatenate([modes_BK, inputs_BL], axis=1)
+  return {"inputs": _append_end(inputs_BL), "targets": _append_end(targets_BM)}
 
 
-def _ended(tokens_BL: np.ndarray) -> np.ndarray:
-  """Adds an end token after each row's last."""
-  ended = np.pad(tokens_BL, ((0, 0), (0, 1)))
-  ended[np.arange(len(ended)), np.count_nonzero(tokens_BL, axis=1)] = _END
-  return ended
+def _append_end(tokens_BL: np.ndarray) -> np.ndarray:
+  """Appends an end token to each row's last token."""
+  tokens_BL = np.pad(tokens_BL, ((0, 0), (0, 1)))
+  ends_B = np.count_nonzero(tokens_BL, axis=1)
+  tokens_BL[np.arange(len(tokens_BL)), ends_B] = _END
+  return tokens_BL

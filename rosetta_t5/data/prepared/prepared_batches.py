@@ -1,7 +1,7 @@
-"""Batches of prepared text: each a function of (seed, step), the same on any number of hosts.
+"""Batches of prepared text: each a function of (seed, step), and the same on any number of hosts.
 
-Host h of n reads rows of the global batch; together they always have the whole of it. A position is
-a step's number, so a run goes on at any step at once.
+Host h of n reads some rows of every global batch; together the hosts read all of it. A position in
+the data is the number of a step, so a run can continue at any step at once.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from clu.data import dataset_iterator
 from etils import epath
 
 from rosetta_t5.data.prepared.batch_objectives import Objective
-from rosetta_t5.data.prepared.corruption import keys_of
-from rosetta_t5.data.prepared.example_order import InProportion, Schedule, Segments
+from rosetta_t5.data.prepared.corruption import random_keys
+from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 
 HostBatch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass
 class Batches:
-  """This host's rows of every batch.
+  """This host's rows of every batch, as a sequence.
 
-  A source is a folder under an objective: UL2 makes seven of each folder.
+  A source is a folder with an objective: UL2 makes seven sources of each folder.
 
   Attributes:
-    segments: what each source is cut into.
-    objectives: what becomes of each source's segments.
-    schedule: from an example's number to its source.
+    segments: the segments of each source.
+    objectives: the objective of each source.
+    mixture: maps an example's number to its source.
     lengths: of "inputs" and "targets", or of "targets" alone.
     batch_size: rows of the global batch.
-    rows: this host's of them.
+    rows: which of these rows belong to this host.
     seed: of the objectives.
-    pack: add segment ids and positions. (Every row is one segment already.)
-    unreadable: examples that another had to stand for.
+    pack: adds segment ids and positions, although every row is one segment already.
+    unreadable: number of damaged examples that were replaced so far.
   """
 
   segments: Sequence[Segments]
   objectives: Sequence[Objective]
-  schedule: Schedule
+  mixture: RateMixture | ProportionalMixture
   lengths: Mapping[str, int]
   batch_size: int
   rows: range
@@ -53,156 +53,125 @@ class Batches:
   pack: bool
   unreadable: int = 0
 
-  def __getitem__(self, step: int) -> HostBatch:
-    """Returns the batch of a step."""
-    return self.make([step * self.batch_size + row for row in self.rows])
-
-  def one_epoch(self, most: int) -> OneEpoch:
-    """Returns batches in order, at most `most`; rows after the last example are empty."""
-    counts = [segments.count for segments in self.segments]
-    return OneEpoch(self, InProportion(counts, most * self.batch_size))
-
-  def epochs(self, step: int) -> dict[pathlib.Path, float]:
-    """Returns how many times each folder was read when a step begins."""
-    number = step * self.batch_size
-    epochs: dict[pathlib.Path, float] = {}
-    for source, segments in enumerate(self.segments):
-      folder, passes = segments.stream.folder, self.schedule.before(number, source) / segments.count
-      epochs[folder] = epochs.get(folder, 0.0) + passes
-    return epochs
-
-  def fingerprint(self) -> str:
-    """Returns a digest of what a step's batch depends on, beside its shape and this host's rows."""
-    facts = [
-      [(segments.stream.digest, segments.seed) for segments in self.segments],
-      [self.schedule.shares, self.seed, *self.objectives],
-    ]
-    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
-
-  def measures(self, step: int) -> dict[str, float]:
-    """Returns numbers for a run's metrics when a step begins: epochs by folder, what is damaged."""
-    epochs = self.epochs(step)
-    names = [folder.name for folder in epochs]
-    if len(set(names)) < len(names):
-      names = [f"{number}_{name}" for number, name in enumerate(names)]
-    told = {f"data/epochs/{name}": n for name, n in zip(names, epochs.values(), strict=True)}
-    return {**told, "data/unreadable": float(self.unreadable)} if self.unreadable else told
-
-  def make(
-    self, numbers: Sequence[int], schedule: Schedule | InProportion | None = None
-  ) -> HostBatch:
-    """Makes the rows of these examples; the rows of each source together."""
-    places = [(schedule or self.schedule).place(number) for number in numbers]
-    keys_B = keys_of(self.seed, np.array(numbers))
-    features = {
-      name: np.zeros((len(numbers), length), np.int32) for name, length in self.lengths.items()
-    }
-    for source, (segments, objective) in enumerate(
-      zip(self.segments, self.objectives, strict=True)
-    ):
-      rows = [row for row, (of_row, _) in enumerate(places) if of_row == source]
-      if not rows:
-        continue
-      tokens_BL = self._read(segments, [places[row][1] for row in rows])
-      for name, values in objective.features(tokens_BL, keys_B[rows]).items():
-        features[name][rows, : values.shape[1]] = values
-    return self._model_features(features)
-
-  def _read(self, segments: Segments, numbers: Sequence[int]) -> np.ndarray:
-    """Reads segments of one source."""
-    starts = [segments.start(number) for number in numbers]
-    try:
-      return segments.stream.read(starts, segments.length)
-    except ValueError:
-      return np.stack([self._read_or_replace(segments, number) for number in numbers])
-
-  def _read_or_replace(self, segments: Segments, number: int) -> np.ndarray:
-    """Reads a segment; where its shard is damaged, the next one that is not."""
-    for instead in range(number, number + segments.count):
-      try:
-        return segments.stream.read([segments.start(instead)], segments.length)[0]
-      except ValueError as error:
-        self.unreadable += 1
-        if self.unreadable & (self.unreadable - 1) == 0:  # each power of two
-          logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)
-    raise ValueError(f"Not one example of {segments.stream.folder} can be read: prepare it again")
-
-  def _model_features(self, features: Mapping[str, np.ndarray]) -> HostBatch:
-    """What SeqIO's feature converters would make of the task's features."""
-    targets = features["targets"]
-    is_real = (targets > 0).astype(np.int32)
-    batch = {
-      "decoder_target_tokens": targets,
-      "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
-      "decoder_loss_weights": is_real,
-    }
-    marks = {"decoder": is_real}
-    if "inputs" in features:
-      batch["encoder_input_tokens"] = features["inputs"]
-      marks["encoder"] = (features["inputs"] > 0).astype(np.int32)
-    if self.pack:
-      for side, real in marks.items():
-        batch[f"{side}_segment_ids"] = real
-        batch[f"{side}_positions"] = real * np.arange(real.shape[1], dtype=np.int32)
-    return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class OneEpoch:
-  """An evaluation's batches, to be gone through again and again."""
-
-  batches: Batches
-  schedule: InProportion
+  def __len__(self) -> int:
+    return -(-len(self.mixture) // self.batch_size)
 
   def __iter__(self) -> Iterator[HostBatch]:
-    return (self.batch(step) for step in range(len(self)))
+    return (self[step] for step in range(len(self)))
 
-  def __len__(self) -> int:
-    return -(-len(self.schedule) // self.batches.batch_size)
-
-  def batch(self, step: int) -> HostBatch:
-    """Returns a batch whose rows beyond the last example are empty."""
-    first = step * self.batches.batch_size
-    numbers = [first + row for row in self.batches.rows]
-    last = len(self.schedule) - 1
-    batch = self.batches.make([min(number, last) for number in numbers], self.schedule)
+  def __getitem__(self, step: int) -> HostBatch:
+    """Returns the batch of a step; rows after the mixture's last example are empty."""
+    numbers = [step * self.batch_size + row for row in self.rows]
+    last = len(self.mixture) - 1
+    batch = self._model_features(self._task_features([min(number, last) for number in numbers]))
     for values in batch.values():
       values[[number > last for number in numbers]] = 0
     return batch
 
+  def fingerprint(self) -> str:
+    """Returns a digest of what a batch depends on, except its shape and this host's rows."""
+    assert isinstance(self.mixture, RateMixture)
+    facts = [
+      [(segments.stream.digest, segments.seed) for segments in self.segments],
+      [self.mixture.shares, self.seed, *self.objectives],
+    ]
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
-@dataclasses.dataclass(frozen=True)
-class _From:
-  """A Grain source of batches that begins at a step."""
+  def measures(self, step: int) -> dict[str, float]:
+    """Returns metrics at the beginning of a step: epochs of each folder, unreadable examples."""
+    epochs = self._epochs(step)
+    names = [folder.name for folder in epochs]
+    if len(set(names)) < len(names):
+      names = [f"{number}_{name}" for number, name in enumerate(names)]
+    measures = {f"data/epochs/{name}": n for name, n in zip(names, epochs.values(), strict=True)}
+    if self.unreadable:
+      measures["data/unreadable"] = float(self.unreadable)
+    return measures
 
-  batches: Batches
-  first: int
+  def _epochs(self, step: int) -> dict[pathlib.Path, float]:
+    """Returns how many times each folder has been read when a step begins."""
+    assert isinstance(self.mixture, RateMixture)
+    epochs: dict[pathlib.Path, float] = {}
+    for source, segments in enumerate(self.segments):
+      examples = self.mixture.examples_before(step * self.batch_size, source)
+      folder = segments.stream.folder
+      epochs[folder] = epochs.get(folder, 0.0) + examples / segments.count
+    return epochs
 
-  def __len__(self) -> int:
-    return sys.maxsize
+  def _task_features(self, numbers: Sequence[int]) -> HostBatch:
+    """Returns the features of these examples; the rows of each source are made together."""
+    sources, indices = zip(*map(self.mixture.locate, numbers), strict=True)
+    keys_B = random_keys(self.seed, np.array(numbers))
+    features = {
+      name: np.zeros((len(numbers), length), np.int32) for name, length in self.lengths.items()
+    }
+    for source in sorted(set(sources)):
+      rows = [row for row, row_source in enumerate(sources) if row_source == source]
+      tokens_BL = self._read(self.segments[source], [indices[row] for row in rows])
+      for name, values in self.objectives[source].features(tokens_BL, keys_B[rows]).items():
+        features[name][rows, : values.shape[1]] = values
+    return features
 
-  def __getitem__(self, place: int) -> HostBatch:
-    return self.batches[self.first + int(place)]
+  def _read(self, segments: Segments, indices: Sequence[int]) -> np.ndarray:
+    starts = [segments.start(index) for index in indices]
+    try:
+      return segments.stream.read(starts, segments.length)
+    except ValueError:
+      return np.stack([self._read_or_replace(segments, index) for index in indices])
+
+  def _read_or_replace(self, segments: Segments, index: int) -> np.ndarray:
+    """Reads a segment, or the first one after it whose shard is not damaged."""
+    for candidate in range(index, index + segments.count):
+      try:
+        return segments.stream.read([segments.start(candidate)], segments.length)[0]
+      except ValueError as error:
+        self.unreadable += 1
+        if self.unreadable & (self.unreadable - 1) == 0:  # each power of two
+          logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)
+    raise ValueError(f"No example of {segments.stream.folder} can be read: prepare it again")
+
+  def _model_features(self, features: HostBatch) -> HostBatch:
+    """Returns what SeqIO's feature converters make of the task's features."""
+    targets = features["targets"]
+    is_token = {"decoder": (targets > 0).astype(np.int32)}
+    batch = {
+      "decoder_target_tokens": targets,
+      "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+      "decoder_loss_weights": is_token["decoder"],
+    }
+    if "inputs" in features:
+      batch["encoder_input_tokens"] = features["inputs"]
+      is_token["encoder"] = (features["inputs"] > 0).astype(np.int32)
+    if self.pack:
+      for side, ids in is_token.items():
+        batch[f"{side}_segment_ids"] = ids
+        batch[f"{side}_positions"] = ids * np.arange(ids.shape[1], dtype=np.int32)
+    return batch
 
 
 class PreparedIterator(dataset_iterator.DatasetIterator):
-  """Batches in order, made ahead by Grain's threads or processes; the position is the step."""
+  """Yields batches in order, prefetched by Grain's threads or processes; its position is the step."""
 
+  # Any shard's saved position serves every shard, on any number of hosts.
   is_shard_independent = True
 
   def __init__(self, batches: Batches, threads: int | None = None, workers: int = 0):
-    """Args: batches: what is read; threads: that make batches ahead; workers: processes that do."""
+    """Args: batches: the data; threads and workers: Grain's threads and processes for prefetching."""
     self.batches = batches
     self._threads = threads or 2
     self._workers = workers
-    self._start(0)
+    self.reset()
 
   def _start(self, step: int) -> None:
     import grain
 
     self._step = step
-    data = grain.MapDataset.source(_From(self.batches, step)).to_iter_dataset(
-      grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=4 * self._threads)
+    data = (
+      grain.MapDataset.range(step, sys.maxsize)
+      .map(self.batches.__getitem__)
+      .to_iter_dataset(
+        grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=4 * self._threads)
+      )
     )
     if self._workers:
       data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._workers))
@@ -214,11 +183,11 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
     return batch
 
   def measures(self, step: int) -> dict[str, float]:
-    """See `Batches`."""
+    """Returns metrics at the beginning of a step; see `Batches.measures`."""
     return self.batches.measures(step)
 
   def reset(self) -> None:
-    """Goes back to the first batch."""
+    """Returns to the first batch."""
     self._start(0)
 
   @property
@@ -230,15 +199,15 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
     }
 
   def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
-    """Writes the step, or that of some batches before."""
+    """Writes the position: the current step, or an earlier one by `steps_back`."""
     state = {"step": self._step - steps_back, "data": self.batches.fingerprint()}
     epath.Path(filename).write_text(json.dumps(state))
 
   def restore(self, filename: epath.PathLike) -> None:
-    """Goes on at a saved step; no batch before it is made.
+    """Continues at a saved step, without making the batches before it.
 
     Raises:
-      ValueError: it was saved among other batches, so it means other examples.
+      ValueError: the position was saved for other batches.
     """
     state = json.loads(epath.Path(filename).read_text())
     if state.get("data", self.batches.fingerprint()) != self.batches.fingerprint():

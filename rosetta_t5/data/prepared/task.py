@@ -1,4 +1,4 @@
-"""Prepared folders as a run's data: `MIXTURE_OR_TASK_NAME = @data.prepared_task()`."""
+"""Prepared folders as the data of a run: `MIXTURE_OR_TASK_NAME = @data.prepared_task()`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.prepared.batch_objectives import OBJECTIVES, make_objectives
-from rosetta_t5.data.prepared.example_order import Schedule, Segments
+from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 from rosetta_t5.data.prepared.prepared_batches import Batches, PreparedIterator
 from rosetta_t5.data.prepared.token_stream import TokenStream, read_manifest
 
@@ -15,18 +15,33 @@ if TYPE_CHECKING:
   from rosetta_t5.data.dataset_config import DatasetConfig
 
 
+def prepared_task(
+  folders: str | Sequence[str],
+  objective: str = "span_corruption",
+  rates: Sequence[float] | None = None,
+  extra_ids: int = 100,
+  name: str = "prepared",
+  noise_density: float = 0.15,
+  mean_span_length: float = 3.0,
+) -> PreparedTask:
+  """Returns prepared folders as a task; see `PreparedTask` for the arguments."""
+  folders = (folders,) if isinstance(folders, str) else tuple(folders)
+  rates = tuple(rates) if rates else None
+  return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
+
+
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
-  """Takes a SeqIO task's place in `DatasetConfig.mixture_or_task_name`.
+  """Takes the place of a SeqIO task in `DatasetConfig.mixture_or_task_name`.
 
   Attributes:
-    folders: what `rosetta-t5 prepare` wrote.
+    folders: folders that `rosetta-t5 prepare` wrote.
     objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
-    rates: how often each folder is drawn from; None draws evenly from all tokens.
-    extra_ids: sentinels above the vocabulary's pieces.
-    name: in logs and metrics.
-    noise_density: part of the tokens that span_corruption drops.
-    mean_span_length: tokens of a span that it drops, on average.
+    rates: how often each folder is drawn from; None draws from all tokens equally often.
+    extra_ids: number of sentinels above the vocabulary's pieces.
+    name: used in logs and metrics.
+    noise_density: fraction of the tokens that span_corruption drops.
+    mean_span_length: mean number of tokens in a span that span_corruption drops.
   """
 
   folders: tuple[str, ...]
@@ -40,31 +55,29 @@ class PreparedTask:
   def __post_init__(self) -> None:
     if self.objective not in OBJECTIVES:
       raise ValueError(
-        f"prepared_task.objective = {self.objective!r} is none of {', '.join(OBJECTIVES)}"
+        f"prepared_task.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
       )
     if self.rates is not None and len(self.rates) != len(self.folders):
       raise ValueError(
-        f"prepared_task has {len(self.folders)} folders and {len(self.rates)} rates: give one each"
+        "prepared_task must have one rate for each folder, got "
+        f"{len(self.folders)} folders and {len(self.rates)} rates"
       )
     digests = {read_manifest(f)["vocabulary"]["sha256"]: f for f in self.folders}
     if len(digests) > 1:
       raise ValueError(
         f"{' and '.join(digests.values())} were prepared with different vocabularies: prepare all "
-        "with one"
+        "folders with the same one"
       )
 
   @property
   def splits(self) -> list[str]:
     """The splits that all folders have."""
-    found = [
-      {s for s, facts in read_manifest(f)["splits"].items() if facts["shards"]}
-      for f in self.folders
-    ]
-    return sorted(set.intersection(*found))
+    splits = [read_manifest(folder)["splits"] for folder in self.folders]
+    return sorted(name for name in splits[0] if all(facts[name]["shards"] for facts in splits))
 
   @property
   def output_features(self) -> dict[str, Any]:
-    """SeqIO's features, which know the vocabulary."""
+    """SeqIO's features, which have the vocabulary."""
     from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
     seqio = import_seqio()
@@ -77,7 +90,8 @@ class PreparedTask:
     """Returns this shard's rows of every batch.
 
     Raises:
-      ValueError: the lengths do not fit, the split is not there or is shorter than an example.
+      ValueError: the lengths do not fit the objective, or the split does not exist or is shorter
+        than one example.
     """
     lengths = dict(cfg.task_feature_lengths)
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
@@ -91,15 +105,14 @@ class PreparedTask:
       self.mean_span_length,
     )
     sources = [(stream, objective) for stream in streams for objective in objectives]
-    segments = [
-      Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
-      for number, (stream, objective) in enumerate(sources)
-    ]
     rates = self.rates or [float(stream.size) for stream in streams]
     return Batches(
-      segments=segments,
+      segments=[
+        Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
+        for number, (stream, objective) in enumerate(sources)
+      ],
       objectives=[objective for _, objective in sources],
-      schedule=Schedule([rate for rate in rates for _ in objectives], seed),
+      mixture=RateMixture([rate for rate in rates for _ in objectives], seed),
       lengths=lengths,
       batch_size=cfg.batch_size,
       rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
@@ -108,33 +121,14 @@ class PreparedTask:
     )
 
   def feed(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
-    """Returns endless training batches."""
-    return PreparedIterator(
-      self.batches(cfg, shard, shards, seed), cfg.num_prefetch_threads, cfg.num_workers
-    )
+    """Returns training batches without end."""
+    batches = self.batches(cfg, shard, shards, seed)
+    return PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
 
-  def evaluation(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> Any:
-    """Returns up to `steps` batches in order; the last may have empty rows, and no example twice."""
+  def evaluation(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> Batches:
+    """Returns at most `steps` batches in order, each example once; the last may have empty rows."""
     cfg = dataclasses.replace(cfg, shuffle=False)
-    return self.batches(cfg, shard, shards, cfg.seed or 0).one_epoch(steps)
-
-
-def prepared_task(
-  folders: str | Sequence[str],
-  objective: str = "span_corruption",
-  rates: Sequence[float] | None = None,
-  extra_ids: int = 100,
-  name: str = "prepared",
-  noise_density: float = 0.15,
-  mean_span_length: float = 3.0,
-) -> PreparedTask:
-  """Returns prepared folders as a task; see `PreparedTask`."""
-  return PreparedTask(
-    (folders,) if isinstance(folders, str) else tuple(folders),
-    objective,
-    tuple(rates) if rates else None,
-    extra_ids,
-    name,
-    noise_density,
-    mean_span_length,
-  )
+    batches = self.batches(cfg, shard, shards, cfg.seed or 0)
+    counts = [segments.count for segments in batches.segments]
+    mixture = ProportionalMixture(counts, steps * cfg.batch_size)
+    return dataclasses.replace(batches, mixture=mixture)

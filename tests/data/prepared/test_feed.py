@@ -25,8 +25,8 @@ from rosetta_t5.data import (
   prepare_train_iter,
 )
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
-from rosetta_t5.data.prepared.corruption import corrupt_spans, keys_of
-from rosetta_t5.data.prepared.example_order import Schedule
+from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
+from rosetta_t5.data.prepared.example_order import RateMixture
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
@@ -58,7 +58,7 @@ def config(task: Any, **overrides: Any) -> DatasetConfig:
 
 def test_inputs_and_targets_together_give_back_the_tokens() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (64, 40), np.int32)
-  inputs, targets = corrupt_spans(tokens, keys_of(1, np.arange(64)), VOCAB_SIZE)
+  inputs, targets = corrupt_spans(tokens, random_keys(1, np.arange(64)), VOCAB_SIZE)
   assert inputs.shape == (64, 40 - 6 + 2)
   assert targets.shape == (64, 6 + 2)
   for row, given, wanted in zip(tokens, inputs, targets, strict=True):
@@ -76,7 +76,7 @@ def test_inputs_and_targets_together_give_back_the_tokens() -> None:
 
 def test_dropped_tokens_lie_evenly_and_spans_have_t5s_lengths() -> None:
   tokens = np.tile(np.arange(3, 571, dtype=np.int32), (2000, 1))
-  inputs, targets = corrupt_spans(tokens, keys_of(7, np.arange(2000)), 10_000)
+  inputs, targets = corrupt_spans(tokens, random_keys(7, np.arange(2000)), 10_000)
   assert inputs.shape[1] + 1 == 512
   assert targets.shape[1] + 1 == 114
   dropped = np.bincount(targets[targets < 9000], minlength=571)[3:]
@@ -90,7 +90,7 @@ def test_dropped_tokens_lie_evenly_and_spans_have_t5s_lengths() -> None:
 
 def test_rows_depend_on_their_own_key_alone() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (8, 40), np.int32)
-  keys = keys_of(1, np.arange(8))
+  keys = random_keys(1, np.arange(8))
   together = corrupt_spans(tokens, keys, VOCAB_SIZE)
   alone = corrupt_spans(tokens[3:4], keys[3:4], VOCAB_SIZE)
   np.testing.assert_array_equal(together[0][3:4], alone[0])
@@ -119,7 +119,7 @@ def test_a_mixture_of_denoisers_is_the_same_on_any_hosts_and_mixes_evenly(
     whole, parts = next(alone), [next(feed) for feed in feeds]
     for name, value in whole.items():
       np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
-  places = [alone.batches.schedule.place(number)[0] for number in range(1000)]
+  places = [alone.batches.mixture.locate(number)[0] for number in range(1000)]
   of_folders = np.bincount(places).reshape(2, 7)
   assert np.ptp(of_folders, axis=1).max() <= 1
   small, large = (stream.stream.size for stream in alone.batches.segments[::7])
@@ -137,7 +137,7 @@ def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: lis
   for starts in (first, second):
     assert set(np.diff(sorted(starts))) == {segments.length}
   assert np.argsort(first).tolist() != np.argsort(second).tolist()
-  assert list(batches.epochs(segments.count).values()) == [1.0]
+  assert list(batches.measures(segments.count).values()) == [1.0]
 
 
 def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_a_million(
@@ -241,7 +241,7 @@ def test_evaluation_ends_alike_everywhere_and_counts_nothing_twice(folders: list
   batches = [list(host) for host in hosts]
   assert len(batches[0]) == len(batches[1]) > 1
   rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
-  assert len(rows) == sum(segments.count for segments in hosts[0].batches.segments)
+  assert len(rows) == sum(segments.count for segments in hosts[0].segments)
   assert len(rows) % 4  # else the last batch would be full, and nothing shown
   assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2  # again, for the next time
   short = get_training_eval_datasets(cfg, 0, 2, 1, None)["prepared"]
@@ -255,14 +255,14 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_both_from_the_b
   task = prepared_task(folders, objective=objective, rates=[1, 1])  # rates are for training
   cfg = config(task, split="validation", batch_size=4)
   evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
-  counts = [segments.count for segments in evaluation.batches.segments]
+  counts = [segments.count for segments in evaluation.segments]
   assert counts[1] > 2 * counts[0]
-  places = [evaluation.schedule.place(number) for number in range(len(evaluation.schedule))]
+  places = [evaluation.mixture.locate(number) for number in range(len(evaluation.mixture))]
   assert sorted(places) == [(s, rank) for s in range(2) for rank in range(counts[s])]
   first = [source for source, _ in places[: len(places) // 2]]
   assert np.bincount(first) == pytest.approx(np.array(counts) / 2, abs=1)
   few = get_training_eval_datasets(cfg, 0, 1, 2, None)["prepared"]
-  assert [few.schedule.place(number) for number in range(8)] == places[:8]
+  assert [few.mixture.locate(number) for number in range(8)] == places[:8]
 
 
 def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
@@ -291,8 +291,8 @@ def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
 
 
 def test_rates_hold_in_every_thousand_examples() -> None:
-  schedule = Schedule([1, 3], seed=0)
-  places = [schedule.place(number) for number in range(2000)]
+  mixture = RateMixture([1, 3], seed=0)
+  places = [mixture.locate(number) for number in range(2000)]
   for window in (places[:1000], places[1000:]):
     assert sum(source == 0 for source, _ in window) == 250
   for source in (0, 1):
@@ -332,5 +332,5 @@ def test_what_does_not_fit_is_refused(folders: list[str]) -> None:
     get_dataset(long, 0, 1, None)
   with pytest.raises(ValueError, match=r"2 folders and 1 rates"):
     prepared_task(folders, rates=[1.0])
-  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: it is no prepared data"):
+  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: the folder is not prepared data"):
     prepared_task("/nowhere")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_in_mode
+from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.prepared.batch_objectives import make_objectives
-from rosetta_t5.data.prepared.corruption import keys_of
+from rosetta_t5.data.prepared.corruption import random_keys
 
 PIECES = 1000
 EXTRA_IDS = 200
@@ -28,7 +29,7 @@ def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray
   found = []
   for objective in make_objectives(name, lengths, PIECES, EXTRA_IDS, encode, **options):
     tokens = np.random.default_rng(0).integers(3, PIECES, (rows, objective.length), np.int32)
-    found.append((tokens, objective, objective.features(tokens, keys_of(3, np.arange(rows)))))
+    found.append((tokens, objective, objective.features(tokens, random_keys(3, np.arange(rows)))))
   return found
 
 
@@ -97,7 +98,7 @@ def test_the_sequential_denoisers_ends_are_a_quarter_on_average() -> None:
 @pytest.mark.parametrize("name", ["span_corruption", "prefix_lm"])
 def test_rows_depend_on_their_own_key_alone(name: str) -> None:
   ((tokens, objective, together),) = features(name)
-  alone = objective.features(tokens[7:8], keys_of(3, np.array([7])))
+  alone = objective.features(tokens[7:8], random_keys(3, np.array([7])))
   for feature, values in alone.items():
     np.testing.assert_array_equal(values[0], together[feature][7])
 
@@ -177,17 +178,17 @@ def test_ul2s_rows_have_the_lengths_and_counts_of_those_made_of_files(number: in
 
 def test_more_spans_than_sentinels_are_told(caplog: pytest.LogCaptureFixture) -> None:
   make_objectives("ul2", BOTH, PIECES, 100, encode)
-  assert "758 tokens have 126 dropped spans, but there are 100 sentinels" in caplog.text
+  assert "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
 
 
 def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
-  with pytest.raises(ValueError, match=r"objective = 'spans' is none of span_corruption, prefix"):
-    features("spans")
-  with pytest.raises(ValueError, match=r"but ul2 has \['inputs', 'targets'\]: name these"):
+  with pytest.raises(ValueError, match=r"objective must be one of span_corruption, .*got 'spans'"):
+    prepared_task("folder", objective="spans")
+  with pytest.raises(ValueError, match=r"features \['inputs', 'targets'\] for the objective ul2"):
     features("ul2", lengths={"targets": 512})
   with pytest.raises(ValueError, match=r"noise density 0\.5, .*set 'targets' to at least \d+"):
     features("ul2", lengths={"inputs": 512, "targets": 114})
-  with pytest.raises(ValueError, match="leave no room for text: set longer ones"):
+  with pytest.raises(ValueError, match="is too short for any text: set longer ones"):
     features("ul2", lengths={"inputs": 7, "targets": 7})
 
 

@@ -102,7 +102,7 @@ def test_a_killed_run_leaves_no_manifest_and_goes_on_with_what_is_left(
   run(tmp_path, vocabulary, out=tmp_path / "unbroken")
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, vocabulary, executor=Here(stop_after=2))
-  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: 2 shards are done, but not"):
+  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: only 2 shards are complete"):
     TokenStream(tmp_path / "out", "train")
   half = tmp_path / "out" / ".train-00003-of-00004.array_record.1"
   half.write_bytes(b"what a killed worker leaves")
@@ -133,7 +133,7 @@ def test_a_killed_run_after_a_change_leaves_no_manifest_of_before(
   path.write_text(path.read_text().replace("red", "sun"))
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, vocabulary, executor=Here(stop_after=0))
-  with pytest.raises(ValueError, match="shards are done, but not all"):
+  with pytest.raises(ValueError, match="shards are complete"):
     TokenStream(tmp_path / "out", "train")
 
 
