@@ -137,14 +137,14 @@ def test_a_killed_run_after_a_change_leaves_no_manifest_of_before(
     TokenStream(tmp_path / "out", "train")
 
 
-def test_a_damaged_shard_is_refused_and_mended_by_the_same_command(
+def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   run(tmp_path, vocabulary)
   shard = tmp_path / "out/train-00001-of-00004.array_record"
   whole = shard.read_bytes()
   shard.write_bytes(whole[:-10])
-  with pytest.raises(ValueError, match=r"train-00001.*damaged \(\d+ bytes in place of \d+\)"):
+  with pytest.raises(ValueError, match=r"train-00001.*damaged \(\d+ bytes instead of \d+\)"):
     TokenStream(tmp_path / "out", "train")
   executor = Here()
   run(tmp_path, vocabulary, executor=executor)
