@@ -332,5 +332,7 @@ def test_what_does_not_fit_is_refused(folders: list[str]) -> None:
     get_dataset(long, 0, 1, None)
   with pytest.raises(ValueError, match=r"2 folders and 1 rates"):
     prepared_task(folders, rates=[1.0])
-  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: the folder is not prepared data"):
+  with pytest.raises(
+    ValueError, match=r"There is no .*manifest\.json: the folder is not prepared data"
+  ):
     prepared_task("/nowhere")

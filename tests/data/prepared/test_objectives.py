@@ -178,7 +178,9 @@ def test_ul2s_rows_have_the_lengths_and_counts_of_those_made_of_files(number: in
 
 def test_more_spans_than_sentinels_are_told(caplog: pytest.LogCaptureFixture) -> None:
   make_objectives("ul2", BOTH, PIECES, 100, encode)
-  assert "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
+  assert (
+    "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
+  )
 
 
 def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
