@@ -1,4 +1,4 @@
-"""Tokenises files into shards: in parallel, over machines if wanted, going on where it was killed."""
+"""Tokenizes files into shards: in parallel, on several machines if wanted, and restartable."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import multiprocessing
 import os
 import pathlib
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rosetta_t5.data.local_files.local_assets import local_path
-from rosetta_t5.data.prepared.shard_job import ShardJob, finished, run_job, write_atomically
+from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job, write_atomically
 from rosetta_t5.data.reading import Layout, find_files
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
-_SHARD_BYTES = 256 << 20
-_LEAST_SHARDS = 16  # so that a small corpus is prepared in parallel too
+_MAX_SHARD_BYTES = 256 << 20
+_MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
 
 Executor = concurrent.futures.Executor
+Facts = Mapping[str, Any]
 Progress = Callable[[int, int, int, int], None]
 
 
@@ -42,26 +42,29 @@ def prepare(
   executor: Executor | None = None,
   progress: Progress | None = None,
 ) -> dict[str, Any]:
-  """Tokenises files into `out` and returns its manifest.
+  """Tokenizes files into `out` and returns its manifest.
 
-  Shards that are there already, made of the same files with the same settings, are kept. The
-  manifest is written when all are there; without it a folder is not taken for prepared data.
+  Shards that an earlier call made of the same files with the same settings are kept. The manifest
+  is written when all shards are complete; a folder without it is not accepted as prepared data.
 
   Args:
     inputs: patterns of files, or folders.
-    vocabulary: a SentencePiece model's file; a copy goes into `out`.
-    out: a folder for this data alone.
-    text: the column with the text, or a template such as "{title} {body}".
-    validation_percent: of the documents, by the hash of their text, become the validation split.
-    append_end: put an end token after each document (causal language models want it).
+    vocabulary: file of a SentencePiece model; it is copied into `out`.
+    out: a folder for these data alone.
+    text: the column that contains the text, or a template such as "{title} {body}".
+    validation_percent: percentage of the documents, by the hash of their text, that become the
+      validation split.
+    append_end: append an end token to each document (for causal language models).
     layout: format, columns and text unit of the files.
-    on_bad_example: "skip" counts and logs what cannot be read; "refuse" stops.
-    workers: processes; None for one a core.
-    executor: runs the jobs in place of a process pool, such as a Dask client's `get_executor()`.
-    progress: called twice a second with shards done, shards, documents and bytes of text so far.
+    on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
+    workers: number of processes; None for one per core.
+    executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
+    progress: called at least twice a second with the completed shards, all shards, and the
+      documents and bytes of text so far.
 
   Raises:
-    ValueError: no files, no vocabulary, no document in the files, or `out` holds something else.
+    ValueError: there are no files, no vocabulary, no documents in the files, or `out` contains
+      something else.
   """
   files = find_files(inputs)
   folder = pathlib.Path(out)
@@ -83,172 +86,135 @@ def prepare(
     on_bad_example=on_bad_example,
   )
   (folder / MANIFEST).unlink(missing_ok=True)
-  _remove_others(folder, jobs)
-  facts = _run(jobs, executor, workers, progress)
-  manifest = _manifest(jobs, facts)
+  _remove_other_shards(folder, jobs)
+  with (
+    _process_pool(workers, jobs) if executor is None else contextlib.nullcontext(executor) as pool
+  ):
+    shards = _run(jobs, pool, progress)
+  manifest = _manifest(jobs[0], shards)
   write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
   return manifest
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   """Groups files into shards by size alone, so that the same input always gives the same shards."""
-  stats = [(str(pathlib.Path(f).absolute()), os.stat(f)) for f in files]
+  stats = [(str(pathlib.Path(file).absolute()), os.stat(file)) for file in files]
   facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-  target = min(_SHARD_BYTES, -(-sum(size for _, size, _ in facts) // _LEAST_SHARDS))
+  target = min(_MAX_SHARD_BYTES, -(-sum(size for _, size, _ in facts) // _MIN_SHARDS))
   groups: list[list[tuple[str, int, int]]] = []
-  room = 0
+  remaining = 0
   for fact in facts:
-    if not groups or room < fact[1]:
+    if not groups or remaining < fact[1]:
       groups.append([])
-      room = target
+      remaining = target
     groups[-1].append(fact)
-    room -= fact[1]
+    remaining -= fact[1]
   return [
     ShardJob(number=number, shards=len(groups), files=tuple(group), **settings)
     for number, group in enumerate(groups)
   ]
 
 
+def _is_shard_file(path: pathlib.Path) -> bool:
+  return ".array_record" in path.name or path.name.endswith(".ends.npy")
+
+
 def _check_folder(folder: pathlib.Path) -> None:
-  foreign = [
-    path.name
-    for path in folder.iterdir()
-    if path.name not in ("shards", MANIFEST, VOCABULARY)
-    and ".array_record" not in path.name
-    and not path.name.endswith(".ends.npy")
-  ]
+  known = ("shards", MANIFEST, VOCABULARY)
+  paths = [path for path in folder.iterdir() if path.name not in known]
+  foreign = sorted(path.name for path in paths if not _is_shard_file(path))
   if foreign:
     raise ValueError(
-      f"{folder} holds {', '.join(sorted(foreign)[:3])}, which is no prepared data: give --out a "
+      f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
       "folder of its own"
     )
 
 
-def _remove_others(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
-  """Removes shards of another plan, and what killed runs left."""
-  ours = {job.file(split).name for job in jobs for split in ("train", "validation")}
-  ours |= {name.replace(".array_record", ".ends.npy") for name in ours}
-  for path in folder.iterdir():
-    is_data = ".array_record" in path.name or path.name.endswith(".npy")
-    if is_data and path.name not in ours:
-      path.unlink()
-  numbers = {job.facts_file.name for job in jobs}
-  for path in (folder / "shards").iterdir():
-    if path.name not in numbers:
+def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
+  """Removes shards of another plan and the leftovers of killed runs."""
+  ours = {job.file(split) for job in jobs for split in SPLITS}
+  ours |= {path.with_suffix(".ends.npy") for path in ours}
+  ours |= {job.facts_file for job in jobs}
+  names = {path.name for path in ours}
+  candidates = [*filter(_is_shard_file, folder.iterdir()), *(folder / "shards").iterdir()]
+  for path in candidates:
+    if path.name not in names:
       path.unlink()
 
 
-def _run(
-  jobs: Sequence[ShardJob],
-  executor: Executor | None,
-  workers: int | None,
-  progress: Progress | None,
-) -> list[dict[str, Any]]:
-  """Runs the jobs that are not done, largest first, and returns all facts in order."""
-  done = {job.number: facts for job in jobs if (facts := finished(job))}
-  left = sorted((j for j in jobs if j.number not in done), key=lambda j: -j.input_bytes)
-  with _pool(executor, workers, len(left)) as pool:
-    pending = {pool.submit(run_job, job): job for job in left}
-    try:
-      while pending:
-        if not _collect(pending, done):
-          time.sleep(0.05 if len(jobs) < 64 else 0.5)
-        if progress is not None:
-          progress(len(done), len(jobs), *_so_far(done.values(), pending.values()))
-    except BaseException:
-      for future in pending:
-        future.cancel()
-      raise
-  return [done[job.number] for job in jobs]
-
-
-def _collect(pending: dict[Any, ShardJob], done: dict[int, dict[str, Any]]) -> bool:
-  """Moves the facts of jobs that have ended to `done`; tells whether there were any."""
-  ended = [future for future in pending if future.done()]
-  for future in ended:
-    done[pending.pop(future).number] = future.result()
-  return bool(ended)
-
-
-def _pool(executor: Executor | None, workers: int | None, jobs: int) -> Any:
-  """Returns a context with the executor: the given one, which stays open, or a pool of processes."""
-  if executor is not None:
-    return contextlib.nullcontext(executor)
-  count = max(1, min(workers or os.cpu_count() or 1, jobs or 1))
-  # Forked processes of a program with threads (JAX has them) can hang.
+def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
+  count = min(workers or os.cpu_count() or 1, len(jobs))
+  # Forking a program with threads (JAX has them) can hang.
   context = multiprocessing.get_context("spawn")
   return concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
 
 
-def _so_far(done: Any, running: Any) -> tuple[int, int]:
-  """Documents and bytes of text up to now."""
-  documents = sum(f["documents"] for facts in done for f in facts["splits"].values())
+def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:
+  """Runs the jobs that are not complete, largest first, and returns all facts in order."""
+  done = {job.number: facts for job in jobs if (facts := job.stored_facts())}
+  left = [job for job in jobs if job.number not in done]
+  left.sort(key=lambda job: job.input_bytes, reverse=True)
+  pending = {executor.submit(run_job, job): job for job in left}
+  try:
+    while pending:
+      ended, _ = concurrent.futures.wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
+      for future in ended:
+        done[pending.pop(future).number] = future.result()
+      if progress is not None:
+        progress(len(done), len(jobs), *_count_documents(done.values(), pending.values()))
+  except BaseException:
+    for future in pending:
+      future.cancel()
+    raise
+  return [done[job.number] for job in jobs]
+
+
+def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tuple[int, int]:
+  """Returns the documents and bytes of text that have been tokenized so far."""
+  documents = sum(split["documents"] for facts in done for split in facts["splits"].values())
   text_bytes = sum(facts["text_bytes"] for facts in done)
   for job in running:
-    try:
-      job_documents, job_bytes = job.progress_file.read_text().split()
-    except (OSError, ValueError):
-      continue
-    documents, text_bytes = documents + int(job_documents), text_bytes + int(job_bytes)
+    with contextlib.suppress(OSError, ValueError):
+      job_documents, job_bytes = map(int, job.progress_file.read_text().split())
+      documents, text_bytes = documents + job_documents, text_bytes + job_bytes
   return documents, text_bytes
 
 
-def _manifest(jobs: Sequence[ShardJob], facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _manifest(job: ShardJob, shards: Sequence[Facts]) -> dict[str, Any]:
   import sentencepiece
 
-  job = jobs[0]
-  bad = sum((Counter(shard["bad_examples"]) for shard in facts), Counter())
-  splits = {split: _split_facts(facts, split) for split in ("train", "validation")}
+  pieces = sentencepiece.SentencePieceProcessor(model_file=job.vocabulary).get_piece_size()
+  splits = {split: _split_facts(shards, split) for split in SPLITS}
+  sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
+  bad_examples: Counter[str] = sum((Counter(shard["bad_examples"]) for shard in shards), Counter())
+  first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
   if not splits["train"]["documents"]:
-    first = next((f["first_bad_example"] for f in facts if f["first_bad_example"]), "none")
     raise ValueError(
-      f"No document for training came out of {len(_sources(facts))} files "
-      f"({splits['validation']['documents']} for validation, {sum(bad.values())} bad examples; the "
-      f"first: {first})"
+      f"There is no document for training in {len(sources)} files "
+      f"({splits['validation']['documents']} for validation, {sum(bad_examples.values())} bad "
+      f"examples; the first bad example: {first_bad})"
     )
-  tokenizer = sentencepiece.SentencePieceProcessor(model_file=job.vocabulary)
   return {
     "format": 1,
-    "vocabulary": {
-      "file": VOCABULARY,
-      "sha256": job.vocabulary_sha256,
-      "pieces": tokenizer.get_piece_size(),
-    },
-    "bytes_a_token": 2 if tokenizer.get_piece_size() <= 1 << 16 else 4,
+    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
+    "bytes_a_token": 2 if pieces <= 1 << 16 else 4,
     "text": job.text,
     "append_end": job.append_end,
     "validation_percent": job.validation_percent,
-    "text_bytes": sum(shard["text_bytes"] for shard in facts),
+    "text_bytes": sum(shard["text_bytes"] for shard in shards),
     "splits": splits,
-    "bad_examples": dict(bad),
-    "first_bad_example": next((f["first_bad_example"] for f in facts if bad), None),
-    "sources": _sources(facts),
+    "bad_examples": dict(bad_examples),
+    "first_bad_example": first_bad,
+    "sources": [{"file": path, "bytes": size} for path, size in sources],
   }
 
 
-def _sources(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  return [{"file": path, "bytes": size} for shard in facts for path, size, _ in shard["sources"]]
-
-
-def _split_facts(facts: Sequence[Mapping[str, Any]], split: str) -> dict[str, Any]:
-  shards = [shard["splits"][split] for shard in facts if split in shard["splits"]]
-  lengths: Counter[str] = sum((Counter(shard["lengths"]) for shard in shards), Counter())
+def _split_facts(shards: Sequence[Facts], split: str) -> dict[str, Any]:
+  facts = [shard["splits"][split] for shard in shards if split in shard["splits"]]
+  lengths: Counter[str] = sum((Counter(shard["lengths"]) for shard in facts), Counter())
   return {
-    "documents": sum(shard["documents"] for shard in shards),
-    "tokens": sum(shard["tokens"] for shard in shards),
+    "documents": sum(shard["documents"] for shard in facts),
+    "tokens": sum(shard["tokens"] for shard in facts),
     "lengths": dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
-    "shards": [{k: v for k, v in shard.items() if k != "lengths"} for shard in shards],
+    "shards": [{k: v for k, v in shard.items() if k != "lengths"} for shard in facts],
   }
-
-
-def statistics(manifest: Mapping[str, Any]) -> Iterator[str]:
-  """Yields lines on what was prepared."""
-  for split, facts in manifest["splits"].items():
-    yield f"  {split:<11}{facts['documents']:>12,} documents {facts['tokens']:>15,} tokens"
-  tokens = sum(facts["tokens"] for facts in manifest["splits"].values())
-  yield f"  {manifest['text_bytes'] / 1e6:,.1f} MB of text, {manifest['text_bytes'] / tokens:.2f} bytes a token"
-  bad = manifest["bad_examples"]
-  if bad:
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in bad.items())
-    yield f"  bad examples left out: {reasons}; the first: {manifest['first_bad_example']}"
-  yield f"  vocabulary {manifest['vocabulary']['sha256'][:16]}, {manifest['vocabulary']['pieces']} pieces"

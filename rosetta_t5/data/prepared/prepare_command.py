@@ -1,26 +1,27 @@
-"""`rosetta-t5 prepare`: text files become tokenised, indexed shards."""
+"""`rosetta-t5 prepare`: tokenizes text files into indexed shards."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.data.prepared.prepare import prepare, statistics
+from rosetta_t5.data.prepared.prepare import Executor, Progress, prepare
 from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the verb. A second call goes on with what a killed one left."""
-  parser = _parser()
-  arguments = parser.parse_args(argv)
+  """Prepares data as the command line specifies; a second call continues a killed one."""
+  arguments = _parser().parse_args(argv)
+  columns = tuple(arguments.columns or ()) or None
   started = time.monotonic()
   try:
-    with _executor(arguments.dask) as executor, _progress_bar() as progress:
+    with _dask_executor(arguments.dask) as executor, _progress_bar() as progress:
       manifest = prepare(
         arguments.input,
         arguments.vocab,
@@ -28,9 +29,7 @@ def main(argv: Sequence[str]) -> int:
         text=arguments.text_key,
         validation_percent=arguments.validation_percent,
         append_end=arguments.append_eos,
-        layout=Layout(
-          arguments.format, tuple(arguments.columns or ()) or None, arguments.text_unit
-        ),
+        layout=Layout(arguments.format, columns, arguments.text_unit),
         on_bad_example=arguments.on_bad_example,
         workers=arguments.workers,
         executor=executor,
@@ -40,12 +39,14 @@ def main(argv: Sequence[str]) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
-    print("Stopped. The same command goes on from the shards that are done.", file=sys.stderr)
+    print("Stopped. The same command continues after the completed shards.", file=sys.stderr)
     return 130
   print(f"{arguments.out}, in {time.monotonic() - started:.1f} s:")
-  print("\n".join(statistics(manifest)))
-  print("In a gin file:\n  from rosetta_t5 import data\n  data.prepared_task.folders = "
-        f"'{os.path.abspath(arguments.out)}'\n  MIXTURE_OR_TASK_NAME = @data.prepared_task()")  # fmt: skip
+  print("\n".join(_summary(manifest)))
+  print("In a gin file:")
+  print("  from rosetta_t5 import data")
+  print(f"  data.prepared_task.folders = '{os.path.abspath(arguments.out)}'")
+  print("  MIXTURE_OR_TASK_NAME = @data.prepared_task()")
   return 0
 
 
@@ -55,63 +56,68 @@ def _parser() -> argparse.ArgumentParser:
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
   add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
   add("--out", required=True, metavar="DIR")
-  add("--text-key", default="text", help="column, or a template such as '{title} {body}'")
-  add("--workers", type=int, help="processes; by default one a core")
+  add("--text-key", default="text", help="a column, or a template such as '{title} {body}'")
+  add("--workers", type=int, help="number of processes; one per core by default")
   add("--validation-percent", type=float, default=1.0)
-  add("--append-eos", action="store_true", help="an end token after each document (causal LM)")
+  add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
   add("--format", choices=sorted(set(FORMATS.values())))
-  add("--columns", nargs="+", help="names of csv or tsv columns that have none")
+  add("--columns", nargs="+", help="column names of csv or tsv files without a header")
   add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
   add("--on-bad-example", choices=("skip", "refuse"), default="skip")
-  add("--dask", metavar="ADDRESS", help="a Dask scheduler's address, or 'local'")
+  add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
   return parser
 
 
-def _executor(address: str | None) -> Any:
-  """Returns a context with Dask's executor, or with None for a pool of processes."""
-  import contextlib
-
+@contextlib.contextmanager
+def _dask_executor(address: str | None) -> Iterator[Executor | None]:
+  """Yields the executor of a Dask cluster, or None for a pool of processes."""
   if address is None:
-    return contextlib.nullcontext()
-
-  @contextlib.contextmanager
-  def connected() -> Any:
-    try:
-      from dask import distributed
-    except ImportError:
-      raise ValueError("--dask needs Dask: pip install 'rosetta-t5[cluster]'") from None
-    with distributed.Client(None if address == "local" else address) as client:
-      yield client.get_executor()
-
-  return connected()
+    yield None
+    return
+  try:
+    from dask import distributed
+  except ImportError:
+    raise ValueError("--dask needs Dask: pip install 'rosetta-t5[cluster]'") from None
+  with distributed.Client(None if address == "local" else address) as client:
+    yield client.get_executor()
 
 
-class _progress_bar:
-  """Shows shards, documents and megabytes a second, where somebody looks."""
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress]:
+  """Shows the completed shards and the speed, if standard error is a terminal."""
+  from rich import progress
 
-  def __enter__(self) -> Callable[[int, int, int, int], None] | None:
-    from rich import progress
+  columns = (
+    progress.TextColumn("{task.completed}/{task.total} shards"),
+    progress.BarColumn(),
+    progress.TextColumn("{task.fields[speed]}"),
+    progress.TimeElapsedColumn(),
+  )
+  with progress.Progress(*columns, disable=not sys.stderr.isatty()) as bar:
+    task = bar.add_task("", total=None, speed="")
+    start: tuple[float, int, int] | None = None
 
-    self._bar = progress.Progress(
-      progress.TextColumn("{task.completed}/{task.total} shards"),
-      progress.BarColumn(),
-      progress.TextColumn("{task.fields[rates]}"),
-      progress.TimeElapsedColumn(),
-      disable=not sys.stderr.isatty(),
-    )
-    self._bar.start()
-    self._task = self._bar.add_task("", total=None, rates="")
-    self._first: tuple[float, int, int] | None = None
-    return self._show
+    def show(done: int, shards: int, documents: int, text_bytes: int) -> None:
+      nonlocal start
+      now = time.monotonic()
+      start = start or (now, documents, text_bytes)  # shards of earlier calls are not speed
+      seconds = max(now - start[0], 1e-3)
+      megabytes = (text_bytes - start[2]) / 1e6
+      speed = f"{(documents - start[1]) / seconds:,.0f} docs/s {megabytes / seconds:.1f} MB/s"
+      bar.update(task, completed=done, total=shards, speed=speed)
 
-  def _show(self, done: int, shards: int, documents: int, text_bytes: int) -> None:
-    now = time.monotonic()
-    # Shards that were there already are no speed.
-    self._first = self._first or (now, documents, text_bytes)
-    seconds = max(now - self._first[0], 1e-3)
-    docs, megabytes = documents - self._first[1], (text_bytes - self._first[2]) / 1e6
-    rates = f"{docs / seconds:,.0f} docs/s {megabytes / seconds:.1f} MB/s"
-    self._bar.update(self._task, completed=done, total=shards, rates=rates)
+    yield show
 
-  def __exit__(self, *error: Any) -> None:
-    self._bar.stop()
+
+def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
+  splits, vocabulary = manifest["splits"], manifest["vocabulary"]
+  for split, facts in splits.items():
+    yield f"  {split:<11}{facts['documents']:>12,} documents {facts['tokens']:>15,} tokens"
+  text_bytes = manifest["text_bytes"]
+  bytes_per_token = text_bytes / sum(facts["tokens"] for facts in splits.values())
+  yield f"  {text_bytes / 1e6:,.1f} MB of text, {bytes_per_token:.2f} bytes per token"
+  if manifest["bad_examples"]:
+    counts = manifest["bad_examples"].items()
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in counts)
+    yield f"  bad examples left out: {reasons}; the first: {manifest['first_bad_example']}"
+  yield f"  vocabulary {vocabulary['sha256'][:16]}, {vocabulary['pieces']} pieces"

@@ -1,4 +1,4 @@
-"""Preparing: what is written, killed and continued runs, bad input, damaged shards."""
+"""Preparing data: the files, killed and continued runs, bad input, damaged shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sentencepiece
 from inline_executor import Here
 
 from rosetta_t5.data.prepared import TokenStream, prepare
-from rosetta_t5.data.prepared import shard_job as jobs
+from rosetta_t5.data.prepared.shard_job import TOKENS_PER_RECORD
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
@@ -69,24 +69,32 @@ def test_the_tokens_are_the_documents_and_the_manifest_counts_them(
   assert manifest["text_bytes"] == sum(map(len, corpus))
 
 
-def test_any_part_of_the_stream_is_read_over_the_borders_of_records_and_shards(
-  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+def test_any_part_of_the_stream_is_read_across_records_and_shards(
+  tmp_path: pathlib.Path, vocabulary: str
 ) -> None:
-  monkeypatch.setattr(jobs, "TOKENS_A_RECORD", 7)
-  run(tmp_path, vocabulary)
+  random = np.random.default_rng(0)
+  (tmp_path / "in").mkdir()
+  texts = [" ".join(random.choice(WORDS, 6000)) for _ in range(3)]
+  for number, text in enumerate(texts):
+    (tmp_path / f"in/{number}.jsonl").write_text(json.dumps({"text": text}))
+  run(tmp_path, vocabulary, validation_percent=0)
   stream = TokenStream(tmp_path / "out", "train")
   whole = stream.read([0], stream.size)[0]
-  starts = [0, 1, 6, 7, 8, stream.size // 2, stream.size - 50]
+  encode = sentencepiece.SentencePieceProcessor(model_file=vocabulary).encode
+  documents = [encode(text) for text in texts]
+  assert whole.tolist() == [token for document in documents for token in document]
+  record, shard = TOKENS_PER_RECORD, len(documents[0])
+  assert shard > record
+  starts = [0, 1, record - 25, record, shard - 25, shard, shard + record - 1, stream.size - 50]
   for row, start in zip(stream.read(starts, 50), starts, strict=True):
     np.testing.assert_array_equal(row, whole[start : start + 50])
 
 
-def test_long_documents_are_cut_without_changing_their_tokens(
-  tmp_path: pathlib.Path, vocabulary: str, monkeypatch: pytest.MonkeyPatch
+def test_a_document_of_more_than_a_million_characters_keeps_its_tokens(
+  tmp_path: pathlib.Path, vocabulary: str
 ) -> None:
-  monkeypatch.setattr(jobs, "_CHARACTERS_A_PIECE", 30)
-  monkeypatch.setattr(jobs, "_CHARACTERS_A_BATCH", 50)
-  text = " ".join(np.random.default_rng(1).choice(WORDS, 500))
+  text = " ".join(np.random.default_rng(1).choice(WORDS, 300_000))
+  assert len(text) > 1_000_000
   (tmp_path / "in").mkdir()
   (tmp_path / "in/a.jsonl").write_text(json.dumps({"text": text}))
   manifest = run(tmp_path, vocabulary, validation_percent=0, append_end=True)
@@ -96,7 +104,7 @@ def test_long_documents_are_cut_without_changing_their_tokens(
   assert manifest["splits"]["train"]["documents"] == 1
 
 
-def test_a_killed_run_leaves_no_manifest_and_goes_on_with_what_is_left(
+def test_a_killed_run_leaves_no_manifest_and_the_next_one_makes_the_remaining_shards(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   run(tmp_path, vocabulary, out=tmp_path / "unbroken")
@@ -112,7 +120,7 @@ def test_a_killed_run_leaves_no_manifest_and_goes_on_with_what_is_left(
   assert files(tmp_path / "out") == files(tmp_path / "unbroken")
 
 
-def test_a_second_run_does_nothing_and_a_changed_file_is_done_again(
+def test_a_second_run_does_nothing_and_a_changed_file_is_prepared_again(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   first = run(tmp_path, vocabulary)
@@ -125,7 +133,7 @@ def test_a_second_run_does_nothing_and_a_changed_file_is_done_again(
   assert executor.ran == 1
 
 
-def test_a_killed_run_after_a_change_leaves_no_manifest_of_before(
+def test_a_killed_run_after_a_change_leaves_no_outdated_manifest(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   run(tmp_path, vocabulary)
@@ -155,28 +163,30 @@ def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
 def test_bad_examples_are_in_the_manifest(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
-  with open(tmp_path / "in/0.jsonl", "a") as file:
+  with open(tmp_path / "in/2.jsonl", "a") as file:
     file.write('{"text": ""}\n{"body": 1}\n')
   manifest = run(tmp_path, vocabulary)
   assert sum(manifest["bad_examples"].values()) == 2
-  assert "0.jsonl, line 51" in manifest["first_bad_example"]
-  with pytest.raises(ValueError, match=r"0\.jsonl, line 51: text is empty"):
+  assert "2.jsonl, line 51" in manifest["first_bad_example"]
+  with pytest.raises(ValueError, match=r"2\.jsonl, line 51: text is empty"):
     run(tmp_path, vocabulary, on_bad_example="refuse")
 
 
-def test_nothing_to_train_on_is_told_with_counts(tmp_path: pathlib.Path, vocabulary: str) -> None:
+def test_input_without_training_documents_is_refused_with_counts(
+  tmp_path: pathlib.Path, vocabulary: str
+) -> None:
   (tmp_path / "in").mkdir()
   (tmp_path / "in/a.jsonl").write_text("")
-  with pytest.raises(ValueError, match=r"No document for training came out of 1 files \(0 for"):
+  with pytest.raises(ValueError, match=r"no document for training in 1 files \(0 for"):
     run(tmp_path, vocabulary)
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(
+def test_a_folder_with_foreign_files_is_refused(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   (tmp_path / "out").mkdir()
   (tmp_path / "out/thesis.tex").write_text("mine")
-  with pytest.raises(ValueError, match=r"holds thesis\.tex, which is no prepared data"):
+  with pytest.raises(ValueError, match=r"contains thesis\.tex, which is not prepared data"):
     run(tmp_path, vocabulary)
 
 
@@ -190,7 +200,7 @@ def test_a_pool_of_processes_writes_the_same_files(
 
 
 @pytest.mark.slow
-def test_after_sigkill_the_same_command_ends_with_the_same_files(
+def test_after_sigkill_the_same_command_writes_the_same_files(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   for number in range(4):  # 9 MB, so that the kill comes in the middle
@@ -211,7 +221,7 @@ def test_after_sigkill_the_same_command_ends_with_the_same_files(
 
 
 @pytest.mark.slow
-def test_however_often_it_is_killed_at_any_moment_no_half_shard_counts(
+def test_an_incomplete_shard_never_counts_as_complete_whenever_the_command_is_killed(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   for number in range(4):
@@ -238,7 +248,7 @@ def test_however_often_it_is_killed_at_any_moment_no_half_shard_counts(
       if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         kills += 1
-    # Whatever says that it is done is whole.
+    # A shard that counts as complete is complete.
     for facts in out.glob("shards/*.json"):
       for shard in json.loads(facts.read_text())["splits"].values():
         assert (out / shard["file"]).read_bytes() == (
