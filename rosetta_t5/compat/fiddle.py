@@ -1,4 +1,4 @@
-"""T5X's `config_utils`: configuration by Fiddle, which is not offered; gin does all of it."""
+"""T5X's `config_utils`, which configures runs with Fiddle. Only gin is supported here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _FLAGS = ("fdl_config", "fdl_config_file", "fdl_help")
 
 
 def using_fdl() -> bool:
-  """Whether one of Fiddle's flags is given."""
+  """Returns whether one of Fiddle's flags is set."""
   return any(name in flags.FLAGS and flags.FLAGS[name].value for name in _FLAGS)
 
 
 def prepare_to_summarize(config: Any) -> Any:
-  """Refuses, as Fiddle is not offered."""
-  _refuse(f"prepare_to_summarize({config!r})")
+  """Raises ConfigError: Fiddle is not supported."""
+  _raise_unsupported(f"prepare_to_summarize({config!r})")
 
 
 def sanitize_summary_getter(config: Any) -> Any:
-  """Refuses, as Fiddle is not offered."""
-  _refuse(f"sanitize_summary_getter({config!r})")
+  """Raises ConfigError: Fiddle is not supported."""
+  _raise_unsupported(f"sanitize_summary_getter({config!r})")
 
 
 def direct_summarize_fiddle_config(
@@ -34,13 +34,13 @@ def direct_summarize_fiddle_config(
   step: int,
   get_current_fiddle_config: Callable[[], Any] | None = None,
 ) -> None:
-  """Refuses, as Fiddle is not offered; `gin_utils.summarize_gin_config` has these arguments too."""
-  _refuse("direct_summarize_fiddle_config")
+  """Raises ConfigError: Fiddle is not supported. Use `gin_utils.summarize_gin_config`."""
+  _raise_unsupported("direct_summarize_fiddle_config")
 
 
 def config_with_fiddle(function: Callable[..., Any]) -> Any:
-  """Refuses, as Fiddle is not offered."""
-  _refuse(f"config_with_fiddle({function.__name__})")
+  """Raises ConfigError: Fiddle is not supported."""
+  _raise_unsupported(f"config_with_fiddle({function.__name__})")
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -51,8 +51,8 @@ def run(main: Callable[[list[str]], Any]) -> None:
   command_line.run(main)
 
 
-def _refuse(what: str) -> NoReturn:
+def _raise_unsupported(what: str) -> NoReturn:
   raise ConfigError(
-    f"config_utils.{what} needs Fiddle, which is not supported: configure the run by gin "
+    f"config_utils.{what} needs Fiddle, which is not supported: configure the run with gin "
     "(--gin_file=…), and bind summarize_config_fn = @gin_utils.summarize_gin_config"
   )

@@ -1,4 +1,4 @@
-"""T5X's command line, read into plain values."""
+"""T5X's command line as plain values."""
 
 from __future__ import annotations
 
@@ -11,74 +11,84 @@ from absl import app, flags
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
 
-# How to define it, name, default, help; the choices, if there are a few.
-_FLAGS: tuple[tuple[Any, ...], ...] = (
-  (flags.DEFINE_multi_string, "gin_file", [], "A gin file, found through the search paths. Give it "
-   "as often as there are files; later ones win."),
-  (flags.DEFINE_multi_string, "gin_bindings", [], "One statement, as it would stand in a gin file; "
-   "wins over the files. --gin.NAME=VALUE is the same as --gin_bindings='NAME = VALUE'."),
-  (flags.DEFINE_list, "gin_search_paths", ["."], "Folders in which gin files and what they include "
-   "are looked for, before the recipes."),
-  (flags.DEFINE_string, "tfds_data_dir", None, "Where TensorFlow Datasets keeps its data."),
-  (flags.DEFINE_list, "seqio_additional_cache_dirs", [], "Folders with cached SeqIO tasks."),
-  (flags.DEFINE_bool, "multiprocess_gpu", False, "This is one of several processes of one run."),
-  (flags.DEFINE_string, "coordinator_address", None, "HOST:PORT of process 0."),
-  (flags.DEFINE_integer, "process_count", None, "How many processes there are."),
-  (flags.DEFINE_integer, "process_index", None, "Which of them this is, from 0."),
-  (flags.DEFINE_integer, "initialization_timeout", 1800, "Seconds to wait for all processes."),
-  (flags.DEFINE_enum, "run_mode", None, "What to run; for t5x.main.", RUN_MODES),
-  (flags.DEFINE_bool, "dry_run", False, "Resolve everything, say all that is wrong, print what would "
-   "be run, and touch no device."),
-  (flags.DEFINE_integer, "devices", None, "How many devices the run is for; for --dry_run, which "
-   "touches none. Default: those of this machine."),
-  (flags.DEFINE_integer, "shard_id", None, "Which shard of the examples this is for; for t5x.infer."),
-  (flags.DEFINE_bool, "debug", False, f"Show tracebacks of all errors ({DEBUG_VARIABLE}=1)."),
-  (flags.DEFINE_bool, "help", False, "Show this."),
-)  # fmt: skip
+
+def _flag(define: Callable[..., Any], default: Any, text: str, *choices: Any) -> Any:
+  """Returns a field of CommandLine that is the flag of the same name."""
+  flag = {"define": define, "default": default, "choices": choices, "help": text}
+  return dataclasses.field(metadata=flag)
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-  """What stands on the command line; `_FLAGS` says what each means."""
+  """The flags of a run and their values. --help prints the descriptions."""
 
-  gin_file: Sequence[str] = ()
-  gin_bindings: Sequence[str] = ()
-  gin_search_paths: Sequence[str] = (".",)
-  tfds_data_dir: str | None = None
-  seqio_additional_cache_dirs: Sequence[str] = ()
-  multiprocess_gpu: bool = False
-  coordinator_address: str | None = None
-  process_count: int | None = None
-  process_index: int | None = None
-  initialization_timeout: int = 1800
-  run_mode: str | None = None
-  dry_run: bool = False
-  devices: int | None = None
-  shard_id: int | None = None
-  debug: bool = False
-  help: bool = False
+  gin_file: Sequence[str] = _flag(
+    flags.DEFINE_multi_string, [], "A gin file, found through the search paths. Repeat the flag for "
+    "more files; later files win."
+  )
+  gin_bindings: Sequence[str] = _flag(
+    flags.DEFINE_multi_string, [], "One statement as in a gin file. It wins over the files. "
+    "--gin.NAME=VALUE is the same as --gin_bindings='NAME = VALUE'."
+  )
+  gin_search_paths: Sequence[str] = _flag(
+    flags.DEFINE_list, ["."], "Folders that are searched for gin files and their includes, before "
+    "the recipes."
+  )
+  tfds_data_dir: str | None = _flag(
+    flags.DEFINE_string, None, "The folder of TensorFlow Datasets' data."
+  )
+  seqio_additional_cache_dirs: Sequence[str] = _flag(
+    flags.DEFINE_list, [], "Folders with cached SeqIO tasks."
+  )
+  multiprocess_gpu: bool = _flag(
+    flags.DEFINE_bool, False, "This is one of several processes of one run."
+  )
+  coordinator_address: str | None = _flag(flags.DEFINE_string, None, "HOST:PORT of process 0.")
+  process_count: int | None = _flag(flags.DEFINE_integer, None, "The number of processes.")
+  process_index: int | None = _flag(
+    flags.DEFINE_integer, None, "The index of this process, from 0."
+  )
+  initialization_timeout: int = _flag(
+    flags.DEFINE_integer, 1800, "Seconds to wait for all processes."
+  )
+  run_mode: str | None = _flag(flags.DEFINE_enum, None, "What to run; for t5x.main.", RUN_MODES)
+  dry_run: bool = _flag(
+    flags.DEFINE_bool, False, "Resolve everything, report all problems, print what would run, and "
+    "use no device."
+  )
+  devices: int | None = _flag(
+    flags.DEFINE_integer, None, "The number of devices that --dry_run assumes. Default: the devices "
+    "of this machine."
+  )
+  shard_id: int | None = _flag(
+    flags.DEFINE_integer, None, "The shard of the examples to process; for t5x.infer."
+  )
+  debug: bool = _flag(
+    flags.DEFINE_bool, False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1)."
+  )
+  help: bool = _flag(flags.DEFINE_bool, False, "Print this.")
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-  """Reads the arguments of a run; `argv[0]` is the program.
+  """Parses the arguments of a run; `argv[0]` is the program.
 
-  Flags that other code has defined (absl's --alsologtostderr, --jax_… ) are read too.
+  Flags that other code has defined (absl's --alsologtostderr, --jax_…) are parsed too.
 
   Raises:
-    ConfigError: an unknown flag (with like ones), a value of the wrong kind, a stray argument.
+    ConfigError: a flag is unknown, has a value of the wrong type, or an argument is not a flag.
   """
   _define_flags()
   if any(argument.startswith("--jax_") for argument in argv):
-    _read_jax_flags()
+    import jax
+
+    jax.config.parse_flags_with_absl()
   try:
     _, *rest = flags.FLAGS(rewrite_gin_args(argv))
   except flags.Error as error:
     raise ConfigError(f"{error}\n  --help lists the flags.") from error
   if rest:
     hint = f" Did you mean --{rest[0]}?" if rest[0].startswith("gin") else ""
-    raise ConfigError(
-      f"there is an argument too many: {rest[0]!r}.{hint}\n  --help lists the flags."
-    )
+    raise ConfigError(f"unexpected argument {rest[0]!r}.{hint}\n  --help lists the flags.")
   values: dict[str, Any] = {
     field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(CommandLine)
   }
@@ -86,7 +96,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def usage(program: str) -> str:
-  """What --help prints."""
+  """Returns what --help prints."""
   example = f"{program} --gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100"
   return f"Usage, as with T5X:\n  {example}\n{flags.FLAGS.module_help(__name__)}"
 
@@ -102,7 +112,7 @@ def run(main: Callable[[list[str]], Any]) -> None:
 
 
 def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[..., Any]) -> None:
-  """Runs a user's own program with its own parser of flags (T5X: utils.run_main)."""
+  """Runs a user's own program with its own flag parser (T5X: utils.run_main)."""
   app.run(main, flags_parser=flags_parser)
 
 
@@ -116,14 +126,9 @@ def _rewrite(argument: str) -> str:
 
 
 def _define_flags() -> None:
-  """Defines our flags once; those that a user's script has defined stay as they are."""
-  for define, name, default, text, *choices in _FLAGS:
-    if name not in flags.FLAGS:
-      define(name, default, *choices, text)
+  """Defines our flags once. Flags that a user's script has defined stay as they are."""
+  for field in dataclasses.fields(CommandLine):
+    flag = field.metadata
+    if field.name not in flags.FLAGS:
+      flag["define"](field.name, flag["default"], *flag["choices"], flag["help"])
   flags.FLAGS.unparse_flags()
-
-
-def _read_jax_flags() -> None:
-  import jax
-
-  jax.config.parse_flags_with_absl()

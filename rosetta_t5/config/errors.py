@@ -1,4 +1,4 @@
-"""What the user wrote and cannot run, as text; and programs that end with that text."""
+"""Errors of users: collected, and printed without a traceback."""
 
 from __future__ import annotations
 
@@ -8,107 +8,101 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
-# Gin appends this to whatever a configured function raises, once for every function on the way.
+# Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
 
 
 class ConfigError(ValueError):
-  """A command line or gin file that cannot run: what was given, where, and the line to change."""
+  """The command line or a gin file is wrong: what was given, where, and the line to change."""
 
 
 class FollowOnError(ConfigError):
-  """What is wrong only because something else is, which has been told: a name of a failed import."""
+  """A consequence of an error that has been collected, such as a name of a failed import."""
 
 
 class Problems:
-  """What is wrong with a configuration, collected so that all of it can be told at once.
+  """The errors of a configuration, collected so that all of them are printed at once.
 
   Attributes:
-    texts: one text a problem, in the order in which they were found.
+    messages: one text for each problem, in the order in which they were found.
   """
 
   def __init__(self) -> None:
-    self.texts: list[str] = []
+    self.messages: list[str] = []
 
   @contextlib.contextmanager
-  def noted(self, *more: object) -> Iterator[None]:
-    """Notes a ConfigError of the body, with lines of its own (where it comes from), and goes on."""
+  def collect(self, *more: object) -> Iterator[None]:
+    """Collects a ConfigError of the body, with more lines such as where it comes from."""
     try:
       yield
     except ConfigError as error:
-      if not (self.texts and isinstance(error, FollowOnError)):
-        self._tell("\n".join([str(error), *(f"  {line}" for line in more)]))
+      if not (self.messages and isinstance(error, FollowOnError)):
+        self._add("\n".join([str(error), *(f"  {line}" for line in more)]))
 
-  def _tell(self, text: str) -> None:
-    """Adds a text; where the same is wrong in several places, it is told once with all of them."""
+  def _add(self, text: str) -> None:
+    """Adds a message. The same problem at several lines becomes one message with all of them."""
     head, *rest = text.split("\n")
-    for n, told in enumerate(self.texts):
-      lines = told.split("\n")
-      # A head that ends in a colon counts what follows.
+    for n, message in enumerate(self.messages):
+      lines = message.split("\n")
+      # A head that ends in a colon contains the number of the lines that follow.
       if lines[0] == head and not head.endswith(":"):
-        self.texts[n] = "\n".join([*lines, *(line for line in rest if line not in lines)])
+        self.messages[n] = "\n".join([*lines, *(line for line in rest if line not in lines)])
         return
-    self.texts.append(text)
+    self.messages.append(text)
 
-  def refuse(self) -> None:
+  def raise_if_any(self) -> None:
     """Raises ConfigError with every problem, if there are any."""
-    if len(self.texts) == 1:
-      raise ConfigError(self.texts[0])
-    if self.texts:
-      raise ConfigError(f"{len(self.texts)} problems\n\n{self}")
+    if self.messages:
+      raise ConfigError(str(self))
 
   def __str__(self) -> str:
-    """The problems, numbered."""
-    numbered = (f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(self.texts, 1))
-    return "\n".join(numbered)
+    """The only problem, or all of them numbered."""
+    if len(self.messages) == 1:
+      return self.messages[0]
+    numbered = (f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(self.messages, 1))
+    return "\n".join([f"{len(self.messages)} problems\n", *numbered])
 
 
-def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-  """Returns " Did you mean A or B?" for the known names most like `name`, or nothing."""
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+  """Returns " Did you mean A or B?" for the known names most similar to `name`, or ""."""
   found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
   return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 @contextlib.contextmanager
-def errors_as_text() -> Iterator[None]:
-  """Ends the program with an error's text alone when it is the user's to mend.
+def exit_on_user_error() -> Iterator[None]:
+  """User errors are printed without a traceback and end the program.
 
-  Exit status 2 says that the command line or a gin file is wrong, 1 that the run refused what it
-  was given. Errors that none of our own lines raised keep their traceback, and all of them do if
-  --debug is given or ROSETTA_T5_DEBUG=1 is set.
+  The exit status is 2 if the command line or a gin file is wrong, and 1 if the run refused its
+  input. Errors that this package did not raise itself keep their traceback. All errors do with
+  --debug or ROSETTA_T5_DEBUG=1.
   """
   try:
     yield
   except Exception as error:
-    if os.environ.get(DEBUG_VARIABLE) or not _is_for_the_user(error):
+    if os.environ.get(DEBUG_VARIABLE) or not _is_user_error(error):
       raise
     print(
-      f"\nerror: {gin_notes_cut(str(error))}\n(--debug shows where this was raised)",
+      f"\nerror: {strip_gin_notes(str(error))}\n(--debug shows where this was raised)",
       file=sys.stderr,
       flush=True,
     )
     sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def gin_notes_cut(text: str) -> str:
-  """Returns an error's text without what gin appends on its way through configured functions."""
+def strip_gin_notes(text: str) -> str:
+  """Returns an error's text without the lines that gin appends for each configured function."""
   return _GIN_CALL_NOTE.sub("", text).strip()
 
 
-def _is_for_the_user(error: Exception) -> bool:
-  """Whether it is an error class of ours, or a ValueError of a line of ours: both are for users."""
+def _is_user_error(error: Exception) -> bool:
+  """Returns whether a user caused the error: all our error classes, and each ValueError of ours."""
   if type(error).__module__.startswith("rosetta_t5."):
     return True
-  return isinstance(error, ValueError) and _raised_in(error.__traceback__).startswith("rosetta_t5.")
-
-
-def _raised_in(traceback: TracebackType | None) -> str:
-  """The name of the module whose line raised."""
-  module = ""
-  while traceback is not None:
-    module = traceback.tb_frame.f_globals.get("__name__", "")
+  traceback = error.__traceback__
+  while traceback is not None and traceback.tb_next is not None:
     traceback = traceback.tb_next
-  return module
+  module = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+  return isinstance(error, ValueError) and module.startswith("rosetta_t5.")

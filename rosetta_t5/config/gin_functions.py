@@ -1,4 +1,4 @@
-"""Small functions to calculate with inside gin files."""
+"""Functions that calculate values inside gin files."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def string_split_fn(
 
 @gin.configurable(module="t5x.gin_utils")
 def steps_of(samples: float = gin.REQUIRED, batch_size: int | None = None) -> int:
-  """Returns the steps that train on so many examples, at most, so that a length can be given in them.
+  """Returns the number of whole steps that a number of examples makes.
 
-  Not T5X's. Every length in steps can be one in examples: `TRAIN_STEPS = @total/gin_utils.steps_of()`
-  with `total/gin_utils.steps_of.samples = 1e9`; a scope, here `total`, for each length.
+  T5X does not have this. It allows any number of steps to be given as a number of examples:
+  `TRAIN_STEPS = @total/gin_utils.steps_of()` with `total/gin_utils.steps_of.samples = 1e9`. Each
+  such number needs a scope of its own, here `total`.
 
   Args:
-    samples: examples.
-    batch_size: those of a step; None for the run's BATCH_SIZE.
+    samples: the number of examples.
+    batch_size: the examples of one step; None for the run's BATCH_SIZE.
 
   Raises:
-    ValueError: that is not one whole step, or nothing says what the batch is.
+    ValueError: `samples` is not an integer or less than one batch, or BATCH_SIZE is not set.
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
   batch_size = _run_batch_size(scope) if batch_size is None else batch_size
   is_number = isinstance(samples, int | float)
   if not is_number or samples != int(samples) or samples < batch_size:
     raise ValueError(
-      f"{scope}.samples = {samples!r} makes no whole step of batch {batch_size}: give a whole number of "
-      f"examples, {batch_size} or more"
+      f"{scope}.samples must be an integer of at least {batch_size} (one batch), got {samples!r}"
     )
   return int(samples) // batch_size
 
@@ -61,5 +61,5 @@ def _run_batch_size(scope: str) -> int:
     return int(gin.get_configurable("BATCH_SIZE/gin.macro")())
   except TypeError as error:
     raise ValueError(
-      f"{scope} divides by the run's BATCH_SIZE, but no gin file sets it: set {scope}.batch_size"
+      f"{scope} needs BATCH_SIZE, but no gin file sets it: set {scope}.batch_size"
     ) from error

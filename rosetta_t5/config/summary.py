@@ -1,47 +1,55 @@
-"""Writes the configuration of a run down, so that it can be run again."""
+"""Writes the configuration of a run as a gin file that repeats the run."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Container
 from typing import Any, Protocol
 
 import gin
 import jax
 
+from rosetta_t5.config.language.gin_internals import (
+  ScopeAndName,
+  all_bindings,
+  arguments_in_use,
+  format_bindings,
+)
+
 
 class SummarizeConfigFn(Protocol):
-  """Writes a run's configuration down (T5X's protocol)."""
+  """Writes the configuration of a run (T5X's protocol)."""
 
   def __call__(self, model_dir: str, summary_writer: Any, step: int) -> None:
-    """Writes it into MODEL_DIR, and with a writer as TensorBoard text of a step."""
+    """Writes it into MODEL_DIR and, if there is a writer, to TensorBoard at this step."""
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:
   """Returns the configuration as gin (T5X: get_gin_config_str).
 
-  It holds each binding, and the defaults of what has been called so far: parsed again, it
+  It contains every binding, and the defaults of the functions called so far. Parsed again, it
   configures the same run.
 
   Raises:
-    ValueError: `show_provenance`, which T5X takes from a gin that no package index has.
+    ValueError: `show_provenance` is set. It needs an unpublished version of gin that T5X used.
   """
   if show_provenance:
-    raise ValueError("gin-config 0.5.0 keeps no provenance: leave show_provenance at False.")
-  values = {key: dict(bound) for key, bound in gin.config._CONFIG.items()}
-  with gin.config._OPERATIVE_CONFIG_LOCK:
-    for (scope, selector), in_use in gin.config._OPERATIVE_CONFIG.items():
-      values.setdefault(_bound_at(scope, selector), {}).update(in_use)
-  return gin.config._config_str(values)
+    raise ValueError("gin-config records no provenance: leave show_provenance at False.")
+  bound = all_bindings()
+  values = {key: dict(arguments) for key, arguments in bound.items()}
+  for (scope, selector), arguments in arguments_in_use().items():
+    values.setdefault(_binding_scope(scope, selector, bound), {}).update(arguments)
+  return format_bindings(values)
 
 
-def _bound_at(scope: str, selector: str) -> tuple[str, str]:
-  """Where the values in use in a scope come from: the innermost scope that binds any.
+def _binding_scope(scope: str, selector: str, bound: Container[ScopeAndName]) -> ScopeAndName:
+  """Returns the innermost enclosing scope that binds an argument of a function, else the outermost.
 
-  Gin opens a scope for each macro, and would write OPTIMIZER/adafactor.Adafactor.decay_rate; in a
-  file to be run again that would silently win over adafactor.Adafactor.decay_rate.
+  Gin opens a scope for each macro and would write OPTIMIZER/adafactor.Adafactor.decay_rate. In a
+  file that repeats the run, that would silently win over adafactor.Adafactor.decay_rate.
   """
-  while scope and (scope, selector) not in gin.config._CONFIG:
+  while scope and (scope, selector) not in bound:
     scope = scope.rpartition("/")[0]
   return scope, selector
 
@@ -49,12 +57,12 @@ def _bound_at(scope: str, selector: str) -> tuple[str, str]:
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
   """Writes MODEL_DIR/config.gin, and TensorBoard text if there is a writer (T5X's contract).
 
-  Process 0 alone writes. The file is replaced as a whole: a reader never sees half of it.
+  Only process 0 writes. The file is replaced as a whole, so no reader sees half of it.
 
   Args:
     model_dir: the run's folder; created if absent.
     summary_writer: a clu MetricWriter, or None.
-    step: the training step to file the text under.
+    step: the training step of the text in TensorBoard.
   """
   if jax.process_index() != 0:
     return

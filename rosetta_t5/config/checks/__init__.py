@@ -1,1 +1,1 @@
-"""Checks of a bound configuration: missing, misspelt, unused and wrong values."""
+"""Checks of a configuration: missing, misspelt, unused and wrong values."""

@@ -1,18 +1,20 @@
-"""Whether everything that a run needs has been given; all that is missing is told at once."""
+"""Checks that a run has everything it needs. All that is missing is reported at once."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import gin
+from gin.config import Configurable
 
-from rosetta_t5.config.errors import ConfigError, near
+from rosetta_t5.config.checks.references import Reached, reached_from
+from rosetta_t5.config.errors import ConfigError, did_you_mean
+from rosetta_t5.config.language.gin_internals import is_macro_set
 from rosetta_t5.config.language.names import parameters
-from rosetta_t5.config.language.statements import Macro, Place, Program, Reference, leaves
+from rosetta_t5.config.language.statements import Macro, Program, Reference, SourceLine
 
-# What to write for the macros that T5X's recipes leave open.
+# Example values of the macros that T5X's recipes leave open.
 EXAMPLES = {
   "CHECKPOINT_PATH": "'/path/to/checkpoint_1000000'",
   "DROPOUT_RATE": "0.0",
@@ -27,7 +29,7 @@ EXAMPLES = {
   "TARGETS": "'label'",
   "TRAIN_STEPS": "10000",
 }
-# What a file of its own usually sets.
+# Macros and runs that users set by including a whole file.
 FILES = {
   "MODEL": "t5x/examples/t5/t5_1_1/small.gin",
   "OPTIMIZER": "t5x/examples/t5/t5_1_1/small.gin",
@@ -37,108 +39,77 @@ FILES = {
 
 
 def check_required(program: Program) -> None:
-  """Raises ConfigError with every value that is `%gin.REQUIRED` and nowhere given.
+  """Raises ConfigError with every value that is `%gin.REQUIRED` and set nowhere.
 
-  It imports nothing, so a run that lacks something says so at once.
+  It imports nothing, so a run that lacks a value fails at once.
   """
   missing = {
-    binding.name: binding.place
-    for binding in program.in_force()
+    binding.name: binding.source
+    for binding in program.effective_bindings().values()
     if isinstance(binding.value, Macro) and binding.value.name in ("gin.REQUIRED", "REQUIRED")
   }
-  _refuse_if_missing(missing, program)
+  _raise_if_missing(missing, program)
 
 
 def check_macros(program: Program) -> None:
   """Raises ConfigError with every macro that is used and set nowhere."""
   used = program.macros_used()
-  _refuse_if_missing({name: used[name] for name in used if not _is_set(name)}, program)
+  missing = {name: source for name, source in used.items() if not is_macro_set(name)}
+  _raise_if_missing(missing, program)
 
 
-def check_arguments(program: Program, function: Callable[..., Any]) -> None:
-  """Raises ConfigError for arguments left open, of what will be called and all that is built for it."""
-  found = _unbound(gin.config._INVERSE_REGISTRY[function], [], set())
-  told = [_tell_unbound(*what, program) for what in found]
-  if told:
-    raise ConfigError("\n".join(told))
+def check_arguments(program: Program, function: Callable[..., object]) -> None:
+  """Raises ConfigError with every required argument that is missing, of all that gin will call."""
+  messages = []
+  for reached in reached_from(function):
+    required = _required_arguments(reached.configurable) if reached.is_called else []
+    missing = [name for name in required if name not in reached.bound]
+    if missing:
+      messages.append(_missing_arguments_text(reached, missing, program))
+  if messages:
+    raise ConfigError("\n".join(messages))
 
 
-def _is_set(macro: str) -> bool:
-  is_constant = bool(gin.config._CONSTANTS.matching_selectors(macro))
-  return is_constant or (macro, "gin.macro") in gin.config._CONFIG
-
-
-def _refuse_if_missing(missing: Mapping[str, Place], program: Program) -> None:
+def _raise_if_missing(missing: Mapping[str, SourceLine], program: Program) -> None:
   if not missing:
     return
-  used = program.macros_used()
-  unused = {b.macro for b in program.in_force() if b.macro and b.macro not in used} - set(missing)
+  used, bindings = program.macros_used(), program.effective_bindings().values()
+  unused = {b.macro for b in bindings if b.macro and b.macro not in used} - set(missing)
   lines = [f"{len(missing)} value{'s are' if len(missing) > 1 else ' is'} missing:"]
-  for name, place in missing.items():
-    lines += [f"  {name}, needed at {place}", f"    {_how_to_give(name)}"]
-    lines += [f"    {other} is set, and used nowhere." for other in unused if near(name, [other])]
-  raise ConfigError("\n".join([*lines, "In a gin file the same stands without --gin."]))
+  for name, source in missing.items():
+    lines += [f"  {name}, needed at {source}", f"    {_how_to_set(name)}"]
+    lines += [f"    {macro} is set but never used." for macro in unused if did_you_mean(name, [macro])]
+  raise ConfigError("\n".join([*lines, "In a gin file, write the same without --gin."]))
 
 
-def _how_to_give(name: str) -> str:
+def _how_to_set(name: str) -> str:
   if name in FILES:
     return f"--gin_file={FILES[name]}, or in your gin file: include '{FILES[name]}'"
   return f'--gin.{name}="{EXAMPLES.get(name, "…")}"'
 
 
-_Unbound = tuple[gin.config.Configurable, list[str], list[str]]
-
-
-def _unbound(
-  configurable: gin.config.Configurable, scopes: list[str], seen: set[Any], called: bool = True
-) -> Iterator[_Unbound]:
-  """Yields what will be called without an argument it needs: the function, scopes, arguments.
-
-  Follows references as gin will: `@f()` is called with nothing but its bindings; `@f` is handed
-  on, and whoever calls it may give the rest.
-  """
-  if (configurable.selector, *scopes) in seen:
-    return
-  seen.add((configurable.selector, *scopes))
-  bound = gin.config._get_bindings(configurable.selector, scope_components=scopes)
-  needed = [n for n in _needed(configurable) if n not in bound] if called else []
-  if needed:
-    yield configurable, scopes, needed
-  for reference in gin.config.iterate_references(bound):
-    inner = reference.scopes or scopes
-    yield from _unbound(reference.configurable, inner, seen, called=reference.evaluate)
-
-
-def _needed(configurable: gin.config.Configurable) -> list[str]:
-  """The arguments without a default; none if a decorator may give some of them."""
+def _required_arguments(configurable: Configurable) -> list[str]:
+  """Returns the arguments without a default; none if a decorator may provide some of them."""
   if hasattr(configurable.wrapped, "__wrapped__"):
     return []
   no_default = (inspect.Parameter.empty, gin.REQUIRED)
   return [name for name, p in parameters(configurable).items() if p.default in no_default]
 
 
-def _tell_unbound(
-  configurable: gin.config.Configurable, scopes: list[str], needed: list[str], program: Program
-) -> str:
-  """Says what lacks an argument, where it is called, and the lines to add."""
-  scope = "/".join(s for s in scopes if (s, "gin.macro") not in gin.config._CONFIG)
+def _missing_arguments_text(reached: Reached, missing: list[str], program: Program) -> str:
+  """Returns which arguments are missing, where the function is called, and the lines to add."""
+  configurable = reached.configurable
+  scope = "/".join(s for s in reached.scopes if not is_macro_set(s))
   name = ".".join(configurable.selector.split(".")[-2:])
-  lines = [f"{name} needs {', '.join(needed)}"]
-  lines += [f"  it is called at {place}" for place in _calls(scope, configurable.name, program)]
-  if configurable.name in FILES:
-    lines.append(f"  what it usually needs: {_how_to_give(configurable.name)}")
-  if configurable.name not in FILES or len(needed) <= 3:
-    lines += [f"  add: {scope}{'/' if scope else ''}{name}.{argument} = …" for argument in needed]
-  return "\n".join(lines)
-
-
-def _calls(scope: str, name: str, program: Program) -> list[Place]:
-  """Where `@scope/….name()` stands."""
-  return [
-    binding.place
-    for binding in program.in_force()
-    for value in leaves(binding.value)
+  lines = [f"{name} needs {', '.join(missing)}"]
+  lines += [
+    f"  it is called at {binding.source}"
+    for value, binding in program.values()
     if isinstance(value, Reference)
-    and value.name.rsplit(".", 1)[-1] == name
-    and value.name.rpartition("/")[0] == scope
+    and (value.scope, value.last_name) == (scope, configurable.name)
   ]
+  if configurable.name in FILES:
+    lines.append(f"  a file that sets them: {_how_to_set(configurable.name)}")
+  if configurable.name not in FILES or len(missing) <= 3:
+    lines += [f"  add: {scope}{'/' if scope else ''}{name}.{argument} = …" for argument in missing]
+  return "\n".join(lines)

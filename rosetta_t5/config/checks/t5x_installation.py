@@ -1,4 +1,4 @@
-"""Whether `import t5x` finds the doors of this package, or those of another distribution."""
+"""Checks that `import t5x` finds this distribution's package and not Google's T5X."""
 
 from __future__ import annotations
 
@@ -9,74 +9,51 @@ from importlib import metadata
 
 from rosetta_t5.config.errors import ConfigError
 
-OURS = pathlib.Path(__file__).resolve().parents[3] / "t5x"
+T5X_PACKAGE = pathlib.Path(__file__).resolve().parents[3] / "t5x"
+_REINSTALL = "pip install --force-reinstall --no-deps rosetta-t5"
 
 
-def check_which_t5x() -> None:
-  """Says so if Google's T5X, or another package of that name, is installed beside this one.
+def check_t5x_installation() -> None:
+  """Prints a note if another distribution called t5x is installed too.
 
   Raises:
-    ConfigError: theirs stands before ours, or has written over it: gin files would reach its classes.
+    ConfigError: `import t5x` finds the other one, or it has overwritten files of this one. Gin files
+      would reach its classes.
   """
-  found = found_t5x()
-  others = _other_distributions()
-  if found != OURS:
+  found, other = _imported_t5x(), _other_distribution()
+  name = f"{other.metadata['Name']} {other.version}" if other else ""
+  fix = f"pip uninstall {other.metadata['Name']} && {_REINSTALL}" if other else _REINSTALL
+  if found != T5X_PACKAGE:
+    if found is not None and not other:
+      fix = f"remove {found.parent} from PYTHONPATH, or run from a folder without a folder t5x/"
     raise ConfigError(
-      f"`import t5x` finds another package than this one's: {found or 'nothing'}\n"
-      f"  this one's is {OURS}\n  {_how_to_mend(found, others)}"
+      f"`import t5x` finds {found or 'nothing'} instead of this distribution's package\n"
+      f"  {T5X_PACKAGE}\n  {fix}"
     )
-  overwritten = [d for d in others if OURS in {_folder(f, d) for f in d.files or ()}]
-  if overwritten:
-    raise ConfigError(
-      f"{_names(overwritten)} has written its files over this one's in {OURS}\n"
-      f"  {_how_to_mend(found, overwritten)}"
-    )
-  if others:
-    print(
-      f"note: {_names(others)} is installed too; `import t5x` finds this package's ({OURS}).\n"
-      f"  Whichever stands first on sys.path wins, so better: {_uninstall(others)}",
-      file=sys.stderr,
-    )
+  if other is None:
+    return
+  folders = {pathlib.Path(str(other.locate_file(file))).parent.resolve() for file in other.files or ()}
+  if T5X_PACKAGE in folders:
+    raise ConfigError(f"{name} has overwritten files in {T5X_PACKAGE}\n  {fix}")
+  print(
+    f"note: {name} is installed too. `import t5x` finds this distribution's package "
+    f"({T5X_PACKAGE})\n  because it comes first on sys.path. Better: {fix.partition(' &&')[0]}",
+    file=sys.stderr,
+  )
 
 
-def found_t5x() -> pathlib.Path | None:
-  """The folder that `import t5x` finds."""
+def _imported_t5x() -> pathlib.Path | None:
+  """Returns the folder that `import t5x` finds."""
   spec = importlib.util.find_spec("t5x")
   if spec is None:
     return None
-  places = [
-    spec.origin and pathlib.Path(spec.origin).parent,
-    *(spec.submodule_search_locations or ()),
-  ]
-  first = next((place for place in places if place), None)
-  return pathlib.Path(first).resolve() if first else None
+  folders = [*([str(pathlib.Path(spec.origin).parent)] if spec.origin else [])]
+  folders += spec.submodule_search_locations or ()
+  return pathlib.Path(folders[0]).resolve() if folders else None
 
 
-def _other_distributions() -> list[metadata.Distribution]:
-  """T5X itself, and whatever else calls itself so."""
+def _other_distribution() -> metadata.Distribution | None:
   try:
-    return [metadata.distribution("t5x")]
+    return metadata.distribution("t5x")
   except metadata.PackageNotFoundError:
-    return []
-
-
-def _folder(file: metadata.PackagePath, distribution: metadata.Distribution) -> pathlib.Path:
-  return pathlib.Path(str(distribution.locate_file(file))).parent.resolve()
-
-
-def _names(distributions: list[metadata.Distribution]) -> str:
-  return ", ".join(f"{d.metadata['Name']} {d.version}" for d in distributions)
-
-
-def _uninstall(distributions: list[metadata.Distribution]) -> str:
-  return f"pip uninstall {' '.join(d.metadata['Name'] for d in distributions)}"
-
-
-def _how_to_mend(found: pathlib.Path | None, others: list[metadata.Distribution]) -> str:
-  if others:
-    return f"{_uninstall(others)} && pip install --force-reinstall --no-deps rosetta-t5"
-  if found is None:
-    return "pip install --force-reinstall --no-deps rosetta-t5"
-  return (
-    f"take {found.parent} out of PYTHONPATH, or run from another folder than one that holds t5x/"
-  )
+    return None

@@ -1,1 +1,1 @@
-"""Gin files: parsed into statements, looked up by name, and bound."""
+"""Gin files: parsed into statements, their names resolved, their values bound."""

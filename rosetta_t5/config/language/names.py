@@ -1,4 +1,4 @@
-"""Looks gin's names up: which object `utils.DatasetConfig` is, and whether it takes an argument."""
+"""Resolves gin's names: which function `utils.DatasetConfig` is, and which arguments it accepts."""
 
 from __future__ import annotations
 
@@ -11,36 +11,32 @@ from typing import Any
 
 import gin
 from gin import config_parser
+from gin.config import Configurable
 
-from rosetta_t5.config.errors import ConfigError, FollowOnError, near
-from rosetta_t5.config.language.unimported import StandIn, is_slow, is_stand_in, read_instead
-from rosetta_t5.config.t5x.run_functions import RUN_MODES, SCRIPTS, find_script
+from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
+from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES, find_run_function
 
-_NO_LOCATION = config_parser.Location(None, 0, None, "")
-_TURN_ON = config_parser.ImportStatement(
-  "__gin__.dynamic_registration", is_from=True, alias=None, location=_NO_LOCATION
-)
-# What a flax module takes beside its own fields: no recipe sets these.
-_FLAX_ARGUMENTS = {"parent", "name"}
+# Fields that flax adds to every module and that no recipe sets.
+_FLAX_FIELDS = {"parent", "name"}
 
 
-class Names:
-  """The names that one gin file can use: what it imports, or else what code has registered.
+class Namespace:
+  """The names that one gin file can use: those that it imports, else those that code registered.
 
-  A name may also be one that an earlier file imports (`others`, the latest last): what a file
-  includes, what stands before it, and for the command line all files. Gin wants it to be imported
-  in the file itself, or else used before, which users cannot see from outside; some of T5X's own
-  files therefore do not bind there.
+  A file may also use the imports of the files before it: of the files that it includes, of earlier
+  files, and on the command line of all files. Gin itself asks a file to import every name, unless
+  an earlier file has used the name. Some of T5X's own files therefore do not bind with plain gin.
 
-  With `read_slow`, modules that would import TensorFlow are read instead (see `unimported`).
+  Args:
+    earlier: the namespaces of the files before this one, the latest last.
   """
 
-  def __init__(self, others: Sequence[Names] = (), read_slow: bool = False):
+  def __init__(self, earlier: Sequence[Namespace] = ()):
     self._context = gin.config.ParseContext()
     self._modules: dict[str, ModuleType] = {}
     self._failed: set[str] = set()
-    self._others = others
-    self._read_slow = read_slow
+    self._earlier = earlier
     self._dynamic = False
 
   @property
@@ -50,173 +46,179 @@ class Names:
 
   def add_import(self, statement: config_parser.ImportStatement) -> None:
     """Imports a module and makes its name usable."""
-    read = self._read_slow and is_slow(statement.module)
     name = statement.bound_name()
-    self._failed.add(name)  # until it is there
-    with read_instead(statement.module) if read else contextlib.nullcontext():
-      self._context.process_import(statement)
-      if statement.module == _TURN_ON.module:
-        self._dynamic = True
-      else:
-        is_whole_name = statement.is_from or statement.alias  # else `import a.b`, which binds a
-        self._modules[name] = sys.modules[statement.module if is_whole_name else name]
+    self._failed.add(name)  # until the import has succeeded
+    self._context.process_import(statement)
+    if statement.module == "__gin__.dynamic_registration":
+      self._dynamic = True
+    else:
+      is_whole_name = statement.is_from or statement.alias  # `import a.b` binds only `a`
+      self._modules[name] = sys.modules[statement.module if is_whole_name else name]
     self._failed.discard(name)
 
-  def find(self, selector: str) -> gin.config.Configurable:
-    """Returns the object that `selector` names, registered with gin.
+  def find(self, selector: str) -> Configurable:
+    """Returns the function or class that `selector` names, registered with gin.
 
     Raises:
       ConfigError: there is none, or more than one.
     """
     if self._dynamic:
       return self._find_imported(selector)
-    known = gin.config._REGISTRY.matching_selectors(selector)
+    known = gin_internals.find_configurables(selector)
     if len(known) == 1:
-      return gin.config._REGISTRY[known[0]]
-    # Of several, another program in this process, or a part of this one, may have registered some.
-    elsewhere = self._find_elsewhere(selector)
-    if len(elsewhere) == 1:
-      return elsewhere[0]
+      return known[0]
+    # Another run in this process may have registered some of them: prefer what the files import.
+    imported = self._find_in_earlier_files(selector)
+    if len(imported) == 1:
+      return imported[0]
     if known:
-      raise _may_mean(selector, known)
-    raise ConfigError(f"nothing is called {selector!r}.{near(selector, self._registered())}")
+      raise _ambiguous(selector, known)
+    raise ConfigError(f"nothing is called {selector!r}.{did_you_mean(selector, _all_names())}")
 
-  def _find_elsewhere(self, selector: str) -> list[gin.config.Configurable]:
-    """What `selector` names in the earlier files that import its first part; all that differ.
+  def _find_in_earlier_files(self, selector: str) -> list[Configurable]:
+    """Returns the different objects that `selector` names in the earlier files.
 
     Raises:
-      ConfigError: some import the first part, and in none of them it has the rest.
+      ConfigError: earlier files import the first part, but it does not have the rest.
     """
     first = selector.split(".")[0]
-    modules = {
-      id(n._modules[first]): n for n in reversed(self._others) if n._dynamic and first in n._modules
+    namespaces = {
+      id(n._modules[first]): n
+      for n in reversed(self._earlier)
+      if n._dynamic and first in n._modules
     }
-    found: dict[str, gin.config.Configurable] = {}
-    wrong = None
-    for names in modules.values():
+    found: dict[str, Configurable] = {}
+    first_error = None
+    for namespace in namespaces.values():
       try:
-        configurable = names._find_imported(selector)
+        configurable = namespace._find_imported(selector)
         found[configurable.selector] = configurable
       except ConfigError as error:
-        wrong = wrong or error
-    if wrong and not found:
-      raise wrong
+        first_error = first_error or error
+    if first_error and not found:
+      raise first_error
     return list(found.values())
 
-  def _find_imported(self, selector: str) -> gin.config.Configurable:
+  def _find_imported(self, selector: str) -> Configurable:
     first, *rest = selector.split(".")
     if first == "gin":
       return self._context.get_configurable(selector)
     if first in self._failed:
       raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
     if first not in self._modules:
-      elsewhere = self._find_elsewhere(selector)
-      if len(elsewhere) > 1:
-        raise _may_mean(selector, [configurable.selector for configurable in elsewhere])
-      if elsewhere:
-        return elsewhere[0]
-      if any(first in names._failed for names in self._others):
-        raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
-      where = near(first, self._modules) or f" Import it: from … import {first}"
-      raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{where}")
+      return self._find_not_imported(selector)
     found: Any = self._modules[first]
-    if found is sys.modules["__main__"] and rest and rest[0] in SCRIPTS:
-      self._make_script(rest[0])
+    if found is sys.modules["__main__"] and rest and rest[0] in RUN_FUNCTION_MODULES:
+      setattr(found, rest[0], find_run_function(rest[0]))
     for name in rest:
       if not hasattr(found, name):
         owner = getattr(found, "__name__", first)
-        raise ConfigError(f"{owner} has no {name!r}.{near(name, _public(found))}")
+        raise ConfigError(f"{owner} has no {name!r}.{did_you_mean(name, _public_names(found))}")
       found = getattr(found, name)
     return self._context.get_configurable(selector)
 
-  def _make_script(self, name: str) -> None:
-    """Puts a run where `import __main__` finds it, whatever program `__main__` is."""
-    main = sys.modules["__main__"]
-    if self._read_slow and name not in RUN_MODES.values():
-      if not is_stand_in(getattr(main, name, None)):
-        setattr(main, name, getattr(StandIn(SCRIPTS[name]), name))
-    elif not hasattr(main, name):
-      setattr(main, name, find_script(name))
-
-  def _registered(self) -> list[str]:
-    """The names of everything registered, as short as they are unique."""
-    registry = gin.config._REGISTRY
-    complete = [selector for selector, _ in registry.items() if not selector.startswith("gin.")]
-    return complete + [registry.minimal_selector(selector) for selector in complete]
+  def _find_not_imported(self, selector: str) -> Configurable:
+    first = selector.split(".")[0]
+    found = self._find_in_earlier_files(selector)
+    if len(found) > 1:
+      raise _ambiguous(selector, found)
+    if found:
+      return found[0]
+    if any(first in namespace._failed for namespace in self._earlier):
+      raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
+    hint = did_you_mean(first, self._modules) or f" Import it: from … import {first}"
+    raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{hint}")
 
 
-def _may_mean(selector: str, known: Sequence[str]) -> ConfigError:
-  choices = " or ".join(sorted(known))
-  return ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
+def namespace_of_run(function: Callable[..., Any]) -> Namespace:
+  """Registers `function` as what `import __main__ as train_script` finds.
 
-
-def run_script_names(function: Any) -> Names:
-  """Makes `function` what `import __main__ as train_script` finds, and registers it.
-
-  `__main__` is another program under the console script, under pytest, and in a notebook. Once
-  registered, `--gin.train.X` reaches the function even if no gin file sets anything of it.
+  `__main__` is another program under the console script, under pytest and in a notebook. Once
+  registered, `--gin.train.X` reaches the function even if no gin file binds anything of it.
   """
-  setattr(sys.modules["__main__"], function.__name__, function)
-  names = Names()
-  names.add_import(_TURN_ON)
-  alias = {"evaluate": "eval"}.get(function.__name__, function.__name__) + "_script"
-  names.add_import(
-    config_parser.ImportStatement("__main__", is_from=False, alias=alias, location=_NO_LOCATION)
-  )
-  # Registered anew each time: of two functions of this name, the one to run now has it.
-  gin.config._INVERSE_REGISTRY.pop(function, None)
+  name = function.__name__
+  setattr(sys.modules["__main__"], name, function)
+  namespace = Namespace()
+  namespace.add_import(_import_statement("__gin__.dynamic_registration", is_from=True))
+  alias = ("eval" if name == "evaluate" else name) + "_script"
+  namespace.add_import(_import_statement("__main__", is_from=False, alias=alias))
+  # If several functions have this name, the one that runs now takes it.
+  gin_internals.unregister(function)
   with gin.config.interactive_mode():
-    names.find(f"{alias}.{function.__name__}")
-  if function.__name__ == "train":
-    # NVIDIA's scripts name it in flags while no gin file imports it.
-    names.add_import(
-      config_parser.ImportStatement(
-        "t5x.te_helper", is_from=True, alias=None, location=_NO_LOCATION
-      )
-    )
-  return names
-
-
-def check_takes(configurable: gin.config.Configurable, argument: str) -> None:
-  """Raises ConfigError, naming like ones, if `configurable` has no such argument."""
-  if not gin.config._might_have_parameter(configurable.wrapper, argument):
-    names = [name for name in parameters(configurable) if name not in _FLAX_ARGUMENTS]
-    raise ConfigError(
-      f"{configurable.name} has no argument {argument!r}.{near(argument, names)}\n"
-      f"  its arguments: {', '.join(names)}"
-    )
-
-
-def parameters(configurable: gin.config.Configurable) -> dict[str, inspect.Parameter]:
-  """The arguments of a function or class that gin may set, by name."""
-  try:
-    signature = inspect.signature(configurable.wrapped)
-  except (TypeError, ValueError):  # some built-in callables have no signature
-    return {}
-  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
-
-
-def _public(module: Any) -> list[str]:
-  return [name for name in dir(module) if not name.startswith("_")]
+    namespace.find(f"{alias}.{name}")
+  if name == "train":
+    # NVIDIA's scripts use te_helper in flags, but no gin file imports it.
+    namespace.add_import(_import_statement("t5x.te_helper", is_from=True))
+  return namespace
 
 
 @contextlib.contextmanager
-def forgotten_afterwards(is_passing: Callable[[Any], bool]) -> Iterator[None]:
-  """Inside a `with`, gin may find passing functions under `__main__`; afterwards the runs themselves.
-
-  Args:
-    is_passing: tells the functions that only stand in for a run or a part of it.
-  """
-  main = vars(sys.modules["__main__"])
-  before = {name: main[name] for name in SCRIPTS if name in main}
+def temporary_run_function(function: Callable[..., Any]) -> Iterator[None]:
+  """Inside the `with`, gin files may find `function` in `__main__`. Afterwards it is forgotten."""
+  main, name = vars(sys.modules["__main__"]), function.__name__
+  before = {name: main[name]} if name in main else {}
   try:
     yield
   finally:
-    for selector, configurable in list(gin.config._REGISTRY.items()):
-      if is_passing(configurable.wrapped):
-        gin.config._REGISTRY.pop(selector)
-        gin.config._INVERSE_REGISTRY.pop(configurable.wrapped, None)
-    for name in [name for name in SCRIPTS if is_passing(main.get(name))]:
-      del main[name]
+    gin_internals.unregister(function)
+    main.pop(name, None)
     main.update(before)
+
+
+def check_argument(configurable: Configurable, argument: str) -> None:
+  """Raises ConfigError, with similar names, if `configurable` accepts no such argument."""
+  signature = _signature(configurable)
+  if signature is None or argument in signature.parameters or _accepts_any(signature):
+    return
+  names = [name for name in parameters(configurable) if name not in _FLAX_FIELDS]
+  raise ConfigError(
+    f"{configurable.name} has no argument {argument!r}.{did_you_mean(argument, names)}\n"
+    f"  its arguments: {', '.join(names)}"
+  )
+
+
+def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
+  """Returns the arguments of a function or class that gin may set, by name."""
+  signature = _signature(configurable)
+  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  return {name: p for name, p in signature.parameters.items() if p.kind in kinds} if signature else {}
+
+
+def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns the arguments that gin binds for a call in these scopes, references unresolved."""
+  with gin.config_scope(list(scopes) or None):
+    return gin.get_bindings(configurable.selector, resolve_references=False)
+
+
+def _signature(configurable: Configurable) -> inspect.Signature | None:
+  try:
+    return inspect.signature(configurable.wrapped)
+  except (TypeError, ValueError):  # some built-in callables have no signature
+    return None
+
+
+def _accepts_any(signature: inspect.Signature) -> bool:
+  return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _import_statement(
+  module: str, is_from: bool, alias: str | None = None
+) -> config_parser.ImportStatement:
+  location = config_parser.Location(None, 0, None, "")
+  return config_parser.ImportStatement(module, is_from=is_from, alias=alias, location=location)
+
+
+def _all_names() -> list[str]:
+  """Returns the names of everything registered, in full and as short as they are unique."""
+  known = gin_internals.registered_configurables()
+  users = [configurable for configurable in known if configurable.module != "gin"]
+  return [c.selector for c in users] + [gin_internals.shortest_name(c) for c in users]
+
+
+def _ambiguous(selector: str, known: Sequence[Configurable]) -> ConfigError:
+  choices = " or ".join(sorted(configurable.selector for configurable in known))
+  return ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
+
+
+def _public_names(module: Any) -> list[str]:
+  return [name for name in dir(module) if not name.startswith("_")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gin import config_parser
@@ -23,6 +23,19 @@ class Reference:
   name: str
   evaluate: bool
 
+  def __repr__(self) -> str:
+    return f"@{self.name}{'()' if self.evaluate else ''}"
+
+  @property
+  def scope(self) -> str:
+    """The scope, or ""."""
+    return self.name.rpartition("/")[0]
+
+  @property
+  def last_name(self) -> str:
+    """The name of the function or class without its scope and modules."""
+    return self.name.rpartition("/")[2].rpartition(".")[2]
+
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
@@ -30,10 +43,13 @@ class Macro:
 
   name: str
 
+  def __repr__(self) -> str:
+    return f"%{self.name}"
+
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """Where a statement stands: the file as it was named, the line's number, its text."""
+class SourceLine:
+  """The location of a statement: its file as the user named it, the line's number and its text."""
 
   file: str
   line: int
@@ -46,25 +62,25 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-  """`import X` or `from X import Y`, as gin's own parser holds it."""
+  """`import X` or `from X import Y`, as gin's parser represents it."""
 
   statement: config_parser.ImportStatement
-  place: Place
+  source: SourceLine
 
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-  """`scope/selector.argument = value`; without an argument it sets the macro `scope/selector`."""
+  """`scope/selector.argument = value`. Without an argument it sets the macro `scope/selector`."""
 
   scope: str
   selector: str
   argument: str
   value: Any
-  place: Place
+  source: SourceLine
 
   @property
   def macro(self) -> str | None:
-    """The name of the macro that this sets, if it sets one."""
+    """The name of the macro that this sets, or None."""
     if not self.argument:
       return f"{self.scope}/{self.selector}" if self.scope else self.selector
     is_macro = self.selector in ("macro", "gin.macro") and self.argument == "value"
@@ -72,27 +88,27 @@ class Binding:
 
   @property
   def name(self) -> str:
-    """What this sets, as it would be written on the left of the equals sign."""
+    """What this sets, as written on the left of the equals sign."""
     return self.macro or f"{self.scope}{'/' if self.scope else ''}{self.selector}.{self.argument}"
 
   @property
   def key(self) -> tuple[str, ...]:
-    """The same for two bindings of one thing, whatever its module is called in their files."""
+    """Equal for two bindings of one argument, whatever each file calls its module."""
     if self.macro is not None:
       return (self.macro,)
-    return (self.scope, self.selector.rsplit(".", 1)[-1], self.argument)
+    return (self.scope, self.selector.rpartition(".")[2], self.argument)
 
 
 @dataclasses.dataclass(frozen=True)
 class GinFile:
-  """One file: its statements in order, included files in their places."""
+  """The statements of one file in order. An included file is one of them."""
 
   statements: tuple[Import | Binding | GinFile, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What the command line asks for: gin files, then bindings, later ones winning."""
+  """All gin files of a command line, then its bindings. Later statements win."""
 
   files: tuple[GinFile, ...]
   bindings: GinFile
@@ -100,23 +116,27 @@ class Program:
   def statements(self) -> Iterator[Import | Binding]:
     """Yields every import and binding in the order in which it takes effect."""
     for file in (*self.files, self.bindings):
-      yield from _flat(file)
+      yield from _flatten(file)
 
-  def bindings_in_order(self) -> Iterator[Binding]:
+  def all_bindings(self) -> Iterator[Binding]:
     """Yields every binding in the order in which it takes effect."""
     yield from (s for s in self.statements() if isinstance(s, Binding))
 
-  def in_force(self) -> list[Binding]:
-    """The bindings that no later one replaces."""
-    return list({binding.key: binding for binding in self.bindings_in_order()}.values())
+  def effective_bindings(self) -> dict[tuple[str, ...], Binding]:
+    """Returns, by key, the bindings that no later one replaces."""
+    return {binding.key: binding for binding in self.all_bindings()}
 
-  def macros_used(self) -> dict[str, Place]:
-    """The macros that bindings in force use, each with the place of the first use."""
-    uses = ((value, b.place) for b in self.in_force() for value in leaves(b.value))
-    used: dict[str, Place] = {}
-    for value, place in uses:
+  def values(self) -> Iterator[tuple[Any, Binding]]:
+    """Yields each reference, macro, number and text of the effective bindings, with its binding."""
+    for binding in self.effective_bindings().values():
+      yield from ((leaf, binding) for leaf in leaves(binding.value))
+
+  def macros_used(self) -> dict[str, SourceLine]:
+    """Returns the macros that effective bindings use, each with the line of its first use."""
+    used: dict[str, SourceLine] = {}
+    for value, binding in self.values():
       if isinstance(value, Macro):
-        used.setdefault(value.name, place)
+        used.setdefault(value.name, binding.source)
     return used
 
 
@@ -126,28 +146,28 @@ def read_program(
   search_paths: Sequence[str],
   problems: Problems | None = None,
 ) -> Program:
-  """Reads gin files, all that they include, and the command line's bindings.
+  """Reads gin files, all files that they include, and the bindings of the command line.
 
   Args:
-    files: gin files, each as it stands, or found in a search path or among the recipes.
+    files: gin files, each a path, or found in a search path or among the recipes.
     bindings: single statements.
     search_paths: folders.
-    problems: takes what is wrong, and what can be read is returned; None to raise it.
+    problems: collects the errors, and what could be read is returned; None to raise them.
 
   Raises:
-    ConfigError: files are missing, include themselves, or are no valid gin.
+    ConfigError: files are missing, include themselves, or have invalid syntax.
   """
   found = Problems() if problems is None else problems
-  way = _Way(search_paths, found)
-  read = tuple(_read_file(name, way) for name in files)
-  on_command_line = [s for text in bindings for s in _read_binding(text, way)]
+  context = _IncludeContext(search_paths, found)
+  parsed = tuple(_read_file(name, context) for name in files)
+  on_command_line = [s for text in bindings for s in _read_binding(text, context)]
   if problems is None:
-    found.refuse()
-  return Program(read, GinFile(tuple(on_command_line)))
+    found.raise_if_any()
+  return Program(parsed, GinFile(tuple(on_command_line)))
 
 
 def leaves(value: Any) -> Iterator[Any]:
-  """Yields what a value holds, down through dicts, lists and tuples."""
+  """Yields the leaves of nested dicts, lists and tuples, keys of dicts included."""
   if isinstance(value, dict):
     value = [*value.keys(), *value.values()]
   if not isinstance(value, (list, tuple)):
@@ -157,16 +177,25 @@ def leaves(value: Any) -> Iterator[Any]:
     yield from leaves(item)
 
 
-def _flat(file: GinFile) -> Iterator[Import | Binding]:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+  """Returns nested dicts, lists and tuples with `function` applied to each leaf."""
+  if isinstance(value, dict):
+    return {map_leaves(function, k): map_leaves(function, v) for k, v in value.items()}
+  if isinstance(value, (list, tuple)):
+    return type(value)(map_leaves(function, item) for item in value)
+  return function(value)
+
+
+def _flatten(file: GinFile) -> Iterator[Import | Binding]:
   for statement in file.statements:
     if isinstance(statement, GinFile):
-      yield from _flat(statement)
+      yield from _flatten(statement)
     else:
       yield statement
 
 
 class _KeepNames(config_parser.ParserDelegate):
-  """Leaves names as names, where gin's own delegate would look them up."""
+  """Keeps names as text. Gin's own delegate would look them up."""
 
   def configurable_reference(self, name: str, evaluate: bool) -> Reference:
     return Reference(name, evaluate)
@@ -176,70 +205,72 @@ class _KeepNames(config_parser.ParserDelegate):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-  """How a file was come by: from which files, by which include statements, the innermost first."""
+class _IncludeContext:
+  """The files being read, outermost first, and their include statements, innermost first."""
 
   search_paths: Sequence[str]
   problems: Problems
   files: tuple[str, ...] = ()
-  includes: tuple[Place, ...] = ()
-
-  def included(self, place: Place) -> _Way:
-    return dataclasses.replace(self, includes=(place, *self.includes))
+  includes: tuple[SourceLine, ...] = ()
 
 
-def _read_file(name: str, way: _Way) -> GinFile:
-  """Reads a file as far as it can be read; what is wrong is noted."""
-  statements = []
-  with way.problems.noted(*(f"included from {place}" for place in way.includes)):
-    path = find_gin_file(name, way.search_paths)
-    if str(path.resolve()) in way.files:
+def _read_file(name: str, context: _IncludeContext) -> GinFile:
+  """Reads a file as far as possible. Errors are collected."""
+  statements: list[Import | Binding | GinFile] = []
+  with context.problems.collect(*(f"included from {line}" for line in context.includes)):
+    path = find_gin_file(name, context.search_paths)
+    if str(path.resolve()) in context.files:
       raise ConfigError("the file includes itself: remove one of the includes.")
-    inner = dataclasses.replace(way, files=(*way.files, str(path.resolve())))
-    for statement in _statements(path.read_text(encoding="utf-8"), name, inner):
+    inner = dataclasses.replace(context, files=(*context.files, str(path.resolve())))
+    # One by one: if a line is invalid, the statements before it are kept.
+    for statement in _parse_statements(path.read_text(encoding="utf-8"), name, inner):
       statements.append(statement)
   return GinFile(tuple(statements))
 
 
-def _read_binding(text: str, way: _Way) -> list[Import | Binding | GinFile]:
-  with way.problems.noted():
+def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding | GinFile]:
+  with context.problems.collect():
     try:
-      return list(_statements(text, COMMAND_LINE, way))
+      return list(_parse_statements(text, COMMAND_LINE, context))
     except ConfigError as error:
       name, _, value = (part.strip() for part in text.partition("="))
       if not value or value[0] in "'\"@%[({":
         raise
       raise ConfigError(
-        f"{error}\n  text needs quotes that the shell leaves in place: --gin.{name}=\"'{value}'\""
+        f"{error}\n  a string needs quotes that the shell keeps: --gin.{name}=\"'{value}'\""
       ) from error
   return []
 
 
-def _statements(text: str, name: str, way: _Way) -> Iterator[Import | Binding | GinFile]:
-  """Yields the statements of `text`, included files in their places."""
+def _parse_statements(
+  text: str, name: str, context: _IncludeContext
+) -> Iterator[Import | Binding | GinFile]:
   for statement in _parse(text, name):
     if isinstance(statement, config_parser.BlockDeclaration):
       continue  # each line of the block is a binding of its own
-    place = Place(name, statement.location.line_num, statement.location.line_content)
+    source = SourceLine(name, statement.location.line_num, statement.location.line_content)
     if isinstance(statement, config_parser.IncludeStatement):
-      yield _read_file(statement.filename, way.included(place))
+      includes = (source, *context.includes)
+      yield _read_file(statement.filename, dataclasses.replace(context, includes=includes))
     elif isinstance(statement, config_parser.ImportStatement):
-      yield Import(statement, place)
+      yield Import(statement, source)
     else:
-      yield Binding(statement.scope, statement.selector, statement.arg_name, statement.value, place)
+      yield Binding(
+        statement.scope, statement.selector, statement.arg_name, statement.value, source
+      )
 
 
 def _parse(text: str, name: str) -> Iterator[Any]:
-  """Yields gin's own statements, its syntax errors turned into ours."""
+  """Yields the statements of gin's own parser. Its syntax errors become ConfigErrors."""
   try:
     yield from config_parser.ConfigParser(io.StringIO(text), _KeepNames())
   except SyntaxError as error:
-    place = Place(name, error.lineno or 0, error.text or "")
-    is_list = place.text.strip().startswith(("from ", "import ")) and "," in place.text
-    hint = "\n  gin imports one name a line" if is_list else ""
-    raise ConfigError(f"this is no valid gin: {error.msg}\n  {place}{hint}") from error
+    source = SourceLine(name, error.lineno or 0, error.text or "")
+    is_list = source.text.strip().startswith(("from ", "import ")) and "," in source.text
+    hint = "\n  gin imports one name per line" if is_list else ""
+    raise ConfigError(f"invalid gin syntax: {error.msg}\n  {source}{hint}") from error
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     lines = text.splitlines() or [""]
-    place = Place(name, line, lines[min(line, len(lines)) - 1])
-    raise ConfigError(f"this is no valid gin: {message}\n  {place}") from error
+    source = SourceLine(name, line, lines[min(line, len(lines)) - 1])
+    raise ConfigError(f"invalid gin syntax: {message}\n  {source}") from error

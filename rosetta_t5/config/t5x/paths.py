@@ -1,4 +1,4 @@
-"""Where gin files are found: beside the user first, then among the recipes, also by T5X's paths."""
+"""Finds gin files: first the user's own, then the recipes, also by T5X's paths."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from rosetta_t5.config.errors import ConfigError, near
+from rosetta_t5.config.errors import ConfigError, did_you_mean
 
-# The folder gin/ of the repository; a link in a checkout, a copy in an installed wheel.
+# The repository's folder gin/: a symbolic link in a checkout, a copy in an installed wheel.
 RECIPES = pathlib.Path(__file__).resolve().parents[2] / "recipes"
 
-# What T5X (and this repository) call a folder, and where in RECIPES its files lie. The first row
-# that has the file is taken: T5X keeps runs, models and examples of one family in one folder.
+# Folders as T5X and this repository name them, and the folder of RECIPES that has their files. The
+# first row with the file wins, because T5X keeps a family's runs, models and examples in one folder.
 FOLDERS = (
   ("gin", ""),
   ("t5x/configs/runs", "runs"),
@@ -25,17 +25,17 @@ FOLDERS = (
   ("t5x/examples/scalable_t5", "models/scalable_t5"),
   ("t5x/examples/decoder_only/examples", "examples/decoder_only"),
   ("t5x/examples/decoder_only/models", "models/decoder_only"),
-  ("t5x/examples/decoder_only", "models/decoder_only"),  # so T5X's own examples call it
+  ("t5x/examples/decoder_only", "models/decoder_only"),  # the name in T5X's own examples
   ("t5x/contrib/gpu/t5/configs/runs", "runs"),
   ("t5x/contrib/gpu/t5/t5_1_1/examples", "examples"),
   ("t5x/contrib/gpu/t5", "models"),
 )
 
 
-def recipe(path: str) -> pathlib.Path | None:
+def find_recipe(path: str) -> pathlib.Path | None:
   """Returns the recipe that T5X or this repository knows as `path`, or None."""
   name = pathlib.PurePosixPath(path)
-  if name.parts[:2] == ("t5x", "t5x"):  # gin files written beside a checkout of T5X say so
+  if name.parts[:2] == ("t5x", "t5x"):  # in gin files written beside a checkout of T5X
     name = pathlib.PurePosixPath(*name.parts[1:])
   for folder, ours in FOLDERS:
     if name.is_relative_to(folder):
@@ -47,47 +47,51 @@ def recipe(path: str) -> pathlib.Path | None:
 
 def open_recipe(path: str) -> TextIO:
   """Opens a recipe by T5X's path or ours."""
-  found = recipe(path)
+  found = find_recipe(path)
   assert found is not None, path
   return found.open(encoding="utf-8")
 
 
 def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
-  """Returns the gin file called `path`: as it stands, in a search path, or among the recipes.
+  """Returns the gin file called `path`: that path itself, or in a search path, or a recipe.
 
   Raises:
-    ConfigError: there is none; names what was searched and files with near names.
+    ConfigError: there is none. The text names the searched folders and files with similar names.
   """
   for folder in ("", *search_paths):
     candidate = pathlib.Path(folder, path)
     if candidate.is_file():
       return candidate
-  found = None if pathlib.Path(path).is_absolute() else recipe(path)
-  if found is None:
-    searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
-    known = set(_known(path, search_paths))
-    folder, _, _ = path.rpartition("/")
-    there = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
-    lines = [
-      f"there is no gin file {path!r}.{_recipe_at_the_end(path) or near(path, known)}",
-      *([f"  in {folder}: {', '.join(there)}"] if folder and there else []),
-      f"  searched: {searched}, and the recipes in {RECIPES}",
-      "  to search elsewhere too: --gin_search_paths=.,/another/folder",
-    ]
-    raise ConfigError("\n".join(lines))
-  return found
+  found = None if pathlib.Path(path).is_absolute() else find_recipe(path)
+  if found is not None:
+    return found
+  raise ConfigError(_not_found_text(path, search_paths))
+
+
+def _not_found_text(path: str, search_paths: Sequence[str]) -> str:
+  searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
+  known = set(_candidates(path, search_paths))
+  folder, _, _ = path.rpartition("/")
+  siblings = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
+  lines = [
+    f"there is no gin file {path!r}.{_recipe_at_the_end(path) or did_you_mean(path, known)}",
+    *([f"  in {folder}: {', '.join(siblings)}"] if folder and siblings else []),
+    f"  searched: {searched}, and the recipes in {RECIPES}",
+    "  to search another folder too: --gin_search_paths=.,/another/folder",
+  ]
+  return "\n".join(lines)
 
 
 def _recipe_at_the_end(path: str) -> str:
-  """A hint, where the path of a checkout of T5X ends in a recipe's."""
+  """Returns a hint if the path, such as one in a checkout of T5X, ends in a recipe's path."""
   parts = pathlib.PurePosixPath(path).parts
   ends = ("/".join(parts[n:]) for n in range(1, len(parts)))
-  found = next((end for end in ends if recipe(end)), "")
+  found = next((end for end in ends if find_recipe(end)), "")
   return f" Did you mean {found}?" if found else ""
 
 
-def _known(path: str, search_paths: Sequence[str]) -> Iterator[str]:
-  """Names of gin files that `path` may have meant, spelt as `path` would have to be."""
+def _candidates(path: str, search_paths: Sequence[str]) -> Iterator[str]:
+  """Yields the paths of the gin files that `path` may have meant."""
   for folder, ours in FOLDERS:
     for file in (RECIPES / ours).rglob("*.gin"):
       yield f"{folder}/{file.relative_to(RECIPES / ours)}"

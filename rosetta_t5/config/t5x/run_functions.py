@@ -1,4 +1,4 @@
-"""The runs that gin files find in `__main__`: where each stands, also where `__main__` is another program."""
+"""The run functions that gin files find in `__main__`, also if `__main__` is another program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from rosetta_t5.config.language.statements import Binding, Import, Program
 
-# T5X's gin files say `import __main__ as train_script` and bind `train_script.train`. That is what
-# they mean whatever program runs: a console script, pytest, a notebook, `python -m t5x.main`.
-SCRIPTS = {
+# T5X's gin files contain `import __main__ as train_script` and bind `train_script.train`. They mean
+# these functions whatever program runs: a console script, pytest, a notebook, `python -m t5x.main`.
+RUN_FUNCTION_MODULES = {
   "train": "rosetta_t5.train",
   "evaluate": "rosetta_t5.eval",
   "infer": "rosetta_t5.infer",
@@ -19,7 +19,7 @@ SCRIPTS = {
   "precompile": "rosetta_t5.precompile",
   "save": "rosetta_t5.export.saving",
 }
-# What can be run, as T5X's run modes call it.
+# The function of each of T5X's run modes.
 RUN_MODES = {
   "train": "train",
   "eval": "evaluate",
@@ -29,18 +29,20 @@ RUN_MODES = {
 }
 
 
-def find_script(name: str) -> Callable[..., Any]:
+def find_run_function(name: str) -> Callable[..., Any]:
   """Returns the function that `__main__.NAME` means: the running program's own, else ours.
 
   Raises:
-    KeyError: it is no run's name.
+    KeyError: there is no run function of this name.
   """
   own = getattr(sys.modules["__main__"], name, None)
-  return own if callable(own) else getattr(importlib.import_module(SCRIPTS[name]), name)
+  if callable(own):
+    return own
+  return getattr(importlib.import_module(RUN_FUNCTION_MODULES[name]), name)
 
 
-def runs_named_in(program: Program) -> list[str]:
-  """The runs that a program binds arguments of through an import of `__main__`, in order."""
+def runs_bound_by(program: Program) -> list[str]:
+  """Returns the runs whose arguments a program binds through an import of `__main__`, in order."""
   names = dict.fromkeys(_names_from_main(program))
   return [name for name in names if name in RUN_MODES.values()]
 

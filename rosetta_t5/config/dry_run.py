@@ -1,0 +1,154 @@
+"""Resolves a configuration without running it: reports all problems, or what would run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import gin
+
+from rosetta_t5.config.checks.completeness import check_required
+from rosetta_t5.config.checks.unused import unused_bindings
+from rosetta_t5.config.command_line import CommandLine
+from rosetta_t5.config.configuration import check_bound
+from rosetta_t5.config.errors import ConfigError, Problems, strip_gin_notes
+from rosetta_t5.config.language.binding import BindOptions, bind
+from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
+from rosetta_t5.config.language.names import bound_arguments, parameters
+from rosetta_t5.config.language.statements import Binding, Program, SourceLine, read_program
+
+Rows = list[tuple[str, str]]
+
+
+@dataclasses.dataclass
+class ResolvedRun:
+  """A run that is configured but not started.
+
+  Attributes:
+    run: the name of the function that would be called; "" if there is none.
+    arguments: its arguments, as far as they could be built.
+    settings: for each argument that is a function or class to be called later, the arguments that gin
+      will pass to it, defaults included.
+    program: the gin files.
+    problems: what is wrong. Later checks add to it.
+    unused: bindings that nothing reads.
+    devices: how many devices the run will have, if the command line specifies it.
+  """
+
+  run: str
+  arguments: dict[str, Any]
+  settings: dict[str, dict[str, Any]]
+  program: Program
+  problems: Problems
+  unused: list[Binding]
+  devices: int | None = None
+
+  def source_of(self, argument: str) -> SourceLine | None:
+    """Returns the line that sets an argument of the run, or a macro."""
+    bindings = self.program.effective_bindings()
+    found = bindings.get((argument,)) or bindings.get(("", self.run, argument))
+    return found.source if found else None
+
+
+def dry_run(
+  command: CommandLine,
+  function: Callable[..., Any] | None,
+  describe: Callable[[ResolvedRun], Rows] | None = None,
+) -> str:
+  """Returns a description of what a command line would run.
+
+  Args:
+    command: the command line.
+    function: the run; None if the gin files name none.
+    describe: returns a description of the resolved run and adds to its problems.
+
+  Raises:
+    ConfigError: lists all that is wrong.
+  """
+  try:
+    resolved = resolve(command, function)
+    rows = describe(resolved) if describe else []
+  finally:
+    gin.clear_config()  # a run in this process starts afresh
+  unused = _unused_text(resolved.unused)
+  if resolved.problems.messages:
+    raise ConfigError("\n\n".join([str(resolved.problems), *unused]))
+  width = max((len(name) for name, _ in rows), default=0)
+  table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+  return "\n\n".join([*([table] if table else []), *unused, "Nothing is wrong."])
+
+
+def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
+  """Reads, binds and builds all that a command line asks for. Errors are collected, not raised."""
+  problems = Problems()
+  program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths, problems)
+  is_complete = not problems.messages
+  with problems.collect():
+    check_required(program)
+  binding_problems = Problems()
+  bind(program, BindOptions(problems=binding_problems), function)
+  if is_complete:
+    check_bound(program, None if problems.messages else function, binding_problems)
+  problems.messages += binding_problems.messages
+  resolved = ResolvedRun(
+    run=function.__name__ if function else "",
+    arguments={},
+    settings={},
+    program=program,
+    problems=problems,
+    unused=unused_bindings(program, function) if function and not problems.messages else [],
+    devices=command.devices,
+  )
+  if not binding_problems.messages:
+    _build(resolved, function)
+  return resolved
+
+
+def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
+  """Builds the arguments of the run one by one; without a run, only the model."""
+  if function is None:
+    model = all_bindings().get(("MODEL", "gin.macro"))
+    values = {"model": model["value"]} if model else {}
+  else:
+    configurable = configurable_of(function)
+    values = bound_arguments(configurable)
+    resolved.arguments = {
+      name: p.default
+      for name, p in parameters(configurable).items()
+      if p.default not in (p.empty, gin.REQUIRED)
+    }
+  # A missing value has been reported, and would make what needs it fail too.
+  had_problems = bool(resolved.problems.messages)
+  for name, value in values.items():
+    try:
+      resolved.arguments[name] = copy.deepcopy(value)  # gin calls @f() when it is copied
+      if isinstance(value, gin.config.ConfigurableReference) and not value.evaluate:
+        resolved.settings[name] = _settings(value)
+    except Exception as error:
+      resolved.arguments.pop(name, None)
+      if not had_problems:
+        message = _build_error_text(name, error, resolved.source_of(name))
+        resolved.problems.messages.append(message)
+
+
+def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
+  """Returns what gin will pass to a function that is passed on uncalled."""
+  given = parameters(reference.configurable)
+  defaults = {name: p.default for name, p in given.items() if p.default is not p.empty}
+  with gin.config_scope(reference.scopes or None):
+    return {**defaults, **gin.get_bindings(reference.configurable.selector)}
+
+
+def _build_error_text(name: str, error: Exception, source: SourceLine | None) -> str:
+  kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+  where = f"\n  {source}" if source else ""
+  return f"{name} cannot be built: {kind}{strip_gin_notes(str(error))}{where}"
+
+
+def _unused_text(unused: list[Binding]) -> list[str]:
+  if not unused:
+    return []
+  head = f"{len(unused)} binding{'s are' if len(unused) > 1 else ' is'} never used:"
+  return ["\n".join([head, *(f"  {binding.source}" for binding in unused)])]

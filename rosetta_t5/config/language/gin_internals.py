@@ -1,0 +1,76 @@
+"""The state that gin-config keeps in private names: registered functions, bindings and imports.
+
+No other module uses a name of gin that begins with an underscore. tests/config/test_gin_internals.py
+fails with advice if a version of gin-config lacks one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import gin
+from gin.config import Configurable
+from gin.config_parser import ImportStatement
+
+# A scope, such as "train_eval" or "", and the full name of a registered function.
+ScopeAndName = tuple[str, str]
+
+
+def registered_configurables() -> list[Configurable]:
+  """Returns every function and class that is registered with gin."""
+  return [configurable for _, configurable in gin.config._REGISTRY.items()]
+
+
+def find_configurables(name: str) -> list[Configurable]:
+  """Returns the registered functions whose full name is `name` or ends in `.name`."""
+  registry = gin.config._REGISTRY
+  return [registry[selector] for selector in registry.matching_selectors(name)]
+
+
+def shortest_name(configurable: Configurable) -> str:
+  """Returns the shortest name that no other registered function shares."""
+  return str(gin.config._REGISTRY.minimal_selector(configurable.selector))
+
+
+def configurable_of(function: Callable[..., Any]) -> Configurable:
+  """Returns what gin knows of a registered function.
+
+  Raises:
+    KeyError: it is not registered.
+  """
+  return gin.config._INVERSE_REGISTRY[function]
+
+
+def unregister(function: Callable[..., Any]) -> None:
+  """Makes gin forget a function, if it is registered."""
+  configurable = gin.config._INVERSE_REGISTRY.pop(function, None)
+  if configurable is not None:
+    gin.config._REGISTRY.pop(configurable.selector)
+
+
+def all_bindings() -> dict[ScopeAndName, dict[str, Any]]:
+  """Returns the bound arguments of every function in every scope. Macros are among the functions."""
+  return {key: dict(bound) for key, bound in gin.config._CONFIG.items()}
+
+
+def arguments_in_use() -> dict[ScopeAndName, dict[str, Any]]:
+  """Returns the arguments, with gin's values or by default, of every function called so far."""
+  with gin.config._OPERATIVE_CONFIG_LOCK:
+    return {key: dict(used) for key, used in gin.config._OPERATIVE_CONFIG.items()}
+
+
+def format_bindings(bindings: Mapping[ScopeAndName, Mapping[str, Any]]) -> str:
+  """Returns bindings as the text of a gin file, with the imports that they need."""
+  return str(gin.config._config_str(bindings))
+
+
+def is_macro_set(name: str) -> bool:
+  """Returns whether a macro has a value, or a gin constant of this name exists."""
+  is_constant = bool(gin.config._CONSTANTS.matching_selectors(name))
+  return is_constant or (name, "gin.macro") in gin.config._CONFIG
+
+
+def record_imports(statements: Iterable[ImportStatement]) -> None:
+  """Adds import statements to those that `format_bindings` writes."""
+  gin.config._IMPORTS.update(statements)
