@@ -99,14 +99,14 @@ def quickstart(arguments: Sequence[str]) -> int:
 
 def bench(arguments: Sequence[str]) -> int:
   """Time a training step here: bench --size base; bench fp8: does fp8 pay; bench hugging-face."""
-  from rosetta_t5.config.errors import DEBUG_VARIABLE, errors_as_text
+  from rosetta_t5.config.errors import DEBUG_VARIABLE, exit_on_user_error
 
   others = {"fp8": "fp8", "hugging-face": "hugging_face"}
   module = others.get(arguments[0]) if arguments else None
   page = importlib.import_module(f"rosetta_t5.bench.{module or 'train_step'}")
   if "--debug" in arguments:
     os.environ[DEBUG_VARIABLE] = "1"
-  with errors_as_text():
+  with exit_on_user_error():
     page.main(arguments[1:] if module else arguments)
   return 0
 

@@ -118,7 +118,7 @@ def train(**arguments: Any) -> dict[str, Any]:
 def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the run page's arguments as the training command's gin file and options give them."""
   from rosetta_t5.config.command_line import parse_command_line
-  from rosetta_t5.config.language.binding import configure
+  from rosetta_t5.config.configuration import configure
   from rosetta_t5.config.language.statements import read_program
 
   command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])

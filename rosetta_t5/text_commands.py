@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rosetta_t5.config.errors import errors_as_text
+from rosetta_t5.config.errors import exit_on_user_error
 
 Row = str | dict[str, Any]
 _PROMPT = "> "
@@ -25,7 +25,7 @@ _START = b'{"inputs": '  # of every line that is written
 def infer(argv: Sequence[str]) -> int:
   """Reads texts or rows, a line each, and writes what the model says of them, a JSON object each."""
   options = _infer_parser().parse_args(argv)
-  with errors_as_text(), _ends_quietly(options.output), contextlib.ExitStack() as stack:
+  with exit_on_user_error(), _ends_quietly(options.output), contextlib.ExitStack() as stack:
     templates = _Templates(options.template, options.targets, options.input)
     rows = _rows(_open_input(options.input, stack), templates)
     done, whole = _answered(options.output)
@@ -48,7 +48,7 @@ def chat(argv: Sequence[str]) -> int:
   options = parser.parse_args(argv)
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
 
-  with errors_as_text(), _ends_quietly():
+  with exit_on_user_error(), _ends_quietly():
     opened = _open_model(options.model_dir)
     fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)

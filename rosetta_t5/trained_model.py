@@ -46,8 +46,8 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
   Raises:
     ValueError: there is no config.gin or no checkpoint, or what config.gin names is not there.
   """
-  from rosetta_t5.config.language.binding import configure
-  from rosetta_t5.config.language.names import forgotten_afterwards
+  from rosetta_t5.config.configuration import configure
+  from rosetta_t5.config.language.names import temporary_run_function
   from rosetta_t5.config.language.statements import read_program
 
   folder = pathlib.Path(model_dir).absolute()
@@ -60,7 +60,7 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
       "config.gin and checkpoint_STEP folders, or one of these"
     )
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
-  with forgotten_afterwards(lambda function: function is train):
+  with temporary_run_function(train):
     recipe = configure(read_program([str(folder / "config.gin")], [], ["."]), train)()
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["train_dataset_cfg"].task_feature_lengths

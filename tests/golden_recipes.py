@@ -19,7 +19,9 @@ import jax
 from gin.config import ConfigurableReference
 
 from rosetta_t5.config.checks.completeness import EXAMPLES
-from rosetta_t5.config.language.binding import How, bind
+from rosetta_t5.config.language.binding import BindOptions, bind
+from rosetta_t5.config.language.gin_internals import all_bindings
+from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Macro, read_program
 from rosetta_t5.config.t5x.paths import RECIPES
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -92,8 +94,8 @@ def write_golden() -> None:
 
 def _run_of(name: str) -> str:
   """The run that an example includes last."""
-  bindings = read_program([str(RECIPES / f"{name}.gin")], [], []).bindings_in_order()
-  files = [b.place.file for b in bindings]
+  bindings = read_program([str(RECIPES / f"{name}.gin")], [], []).all_bindings()
+  files = [b.source.file for b in bindings]
   return [f for f in files if f.startswith("gin/runs/")][-1].removeprefix("gin/")[: -len(".gin")]
 
 
@@ -108,27 +110,27 @@ def resolve(*names: str) -> None:
   import_seqio()  # quietly, and before a recipe does
   gin.clear_config()
   files = [str(RECIPES / f"{name}.gin") for name in names]
-  in_force = read_program(files, [], []).in_force()
-  left_open = [b.name for b in in_force if b.value == Macro("gin.REQUIRED")]
-  how = How()
-  bind(read_program(files, [f"{name} = {GIVEN[name]}" for name in left_open], []), how)
-  how.problems.refuse()
+  effective = read_program(files, [], []).effective_bindings().values()
+  left_open = [b.name for b in effective if b.value == Macro("gin.REQUIRED")]
+  options = BindOptions()
+  bind(read_program(files, [f"{name} = {GIVEN[name]}" for name in left_open], []), options)
+  options.problems.raise_if_any()
 
 
 def _bound() -> list[str]:
   """The run's arguments, all that they refer to, then what is bound besides."""
   seen: set[tuple[str, ...]] = set()
   lines = []
-  for key, bound in gin.config._CONFIG.items():
+  for key, bound in all_bindings().items():
     name = key[1].split(".")[-1]
     if name in RUNS:
       seen.add(key)
       lines += [f"{name}.{given} = {_text(bound[given], [], seen)}" for given in sorted(bound)]
   if not lines and has_model():
     lines = [f"MODEL = {_text(gin.query_parameter('MODEL/gin.macro.value'), ['MODEL'], seen)}"]
-  rest = sorted(key for key in gin.config._CONFIG if key not in seen and key[1] != "gin.macro")
+  rest = sorted(key for key in all_bindings() if key not in seen and key[1] != "gin.macro")
   for scope, selector in rest:
-    call = _call(selector, gin.config._CONFIG[scope, selector], [], seen)
+    call = _call(selector, all_bindings()[scope, selector], [], seen)
     lines.append(f"also {scope}{'/' * bool(scope)}{call}")
   return lines
 
@@ -150,9 +152,9 @@ def _reference(value: ConfigurableReference, scopes: list[str], seen: set[tuple[
   selector = value.configurable.selector
   if selector == "gin.macro":
     name = value.scopes[0]
-    return _text(gin.config._CONFIG[name, "gin.macro"]["value"], [name], seen)
+    return _text(all_bindings()[name, "gin.macro"]["value"], [name], seen)
   inner = value.scopes or scopes
-  bound = gin.config._get_bindings(selector, scope_components=inner)
+  bound = bound_arguments(value.configurable, inner)
   if bound and (selector, *inner) in seen:  # told once is enough
     return f"{selector.rsplit('.', 1)[-1]}(…)"
   seen.update({(selector, *inner)} | {(scope, selector) for scope in ("", *inner)})
@@ -169,7 +171,7 @@ def _call(
 
 def _schedule() -> str:
   """The learning rates that the trainer logs, at a few steps."""
-  trainer = gin.config._CONFIG.get(("", "t5x.trainer.Trainer"), {})
+  trainer = all_bindings().get(("", "t5x.trainer.Trainer"), {})
   if "learning_rate_fn" not in trainer:
     return "none"
   schedule = trainer["learning_rate_fn"].scoped_configurable_fn()
@@ -188,7 +190,7 @@ def _parameters() -> str:
 
 def has_model() -> bool:
   """Whether MODEL is bound."""
-  return ("MODEL", "gin.macro") in gin.config._CONFIG
+  return ("MODEL", "gin.macro") in all_bindings()
 
 
 def bound_model() -> Any:

@@ -1,4 +1,4 @@
-"""One door to every run: which one is meant, and that it is the same run."""
+"""`t5x.main` starts every run, selected by --run_mode or by the gin files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gin
 import pytest
 
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_script, runs_named_in
+from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
 from rosetta_t5.main import RunMode, main
 from t5x import main as door
 
@@ -38,9 +38,9 @@ def test_run_modes_are_t5x_s():
   assert {mode.value for mode in RunMode} >= set(RUN_MODES)
 
 
-def test_gin_files_say_what_is_run():
+def test_gin_files_determine_the_run():
   named = {
-    file: runs_named_in(read_program([f"t5x/configs/runs/{file}.gin"], [], ["."]))
+    file: runs_bound_by(read_program([f"t5x/configs/runs/{file}.gin"], [], ["."]))
     for file in (
       "pretrain",
       "finetune",
@@ -60,10 +60,10 @@ def test_gin_files_say_what_is_run():
     "precompile": ["precompile"],
     "export": ["save"],
   }
-  assert runs_named_in(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
+  assert runs_bound_by(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
 
 
-def test_every_run_mode_is_one_page(monkeypatch):
+def test_every_run_function_is_the_one_of_its_page(monkeypatch):
   from rosetta_t5.eval import evaluate
   from rosetta_t5.export.saving import save
   from rosetta_t5.infer import infer
@@ -71,28 +71,28 @@ def test_every_run_mode_is_one_page(monkeypatch):
   from rosetta_t5.train import train
 
   for name in ("train", "evaluate", "infer", "precompile", "save"):
-    # A run of another test may have left its own there.
+    # A run of another test may have set its own function there.
     monkeypatch.delattr(sys.modules["__main__"], name, raising=False)
-  assert find_script("train") is train
-  assert (find_script("evaluate"), find_script("infer")) == (evaluate, infer)
-  assert (find_script("precompile"), find_script("save")) == (precompile, save)
+  assert find_run_function("train") is train
+  assert (find_run_function("evaluate"), find_run_function("infer")) == (evaluate, infer)
+  assert (find_run_function("precompile"), find_run_function("save")) == (precompile, save)
 
 
 def test_an_unknown_mode_lists_the_modes(capsys):
   assert "should be one of <train|eval|infer|" in _said(capsys, "--run_mode=trian", TINY)
 
 
-def test_a_model_alone_is_no_run(capsys):
+def test_gin_files_without_a_run_ask_for_a_run_mode(capsys):
   said = _said(capsys, TINY, "--gin.DROPOUT_RATE=0.0")
-  assert "the gin files bind no run. Say which: --run_mode=train|eval|infer" in said
+  assert "the gin files bind no run. Set --run_mode=train|eval|infer" in said
 
 
 def test_two_runs_in_one_file_need_a_mode(capsys):
   both = ["--gin_file=t5x/configs/runs/pretrain.gin", "--gin_file=t5x/configs/runs/eval.gin"]
   said = _said(capsys, *both)
-  assert "bind several runs (train, evaluate). Say which: --run_mode=train|eval" in said
+  assert "bind several runs (train, evaluate). Set --run_mode=train|eval" in said
 
 
-def test_the_mode_chooses_what_is_checked(capsys):
+def test_the_run_mode_selects_the_run_to_check(capsys):
   said = _said(capsys, "--run_mode=eval", "--gin_file=t5x/configs/runs/eval.gin", TINY, "--dry_run")
   assert "CHECKPOINT_PATH, needed at t5x/configs/runs/eval.gin" in said

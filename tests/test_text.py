@@ -21,6 +21,7 @@ from tiny_tasks import save_checkpoints
 
 from rosetta_t5 import cli, text_commands
 from rosetta_t5 import trained_model as opened
+from rosetta_t5.config.language.gin_internals import registered_configurables
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -72,7 +73,7 @@ def test_opening_a_model_leaves_no_other_function_under_the_run_s_name(model_dir
   before = getattr(main, "train", None)
   opened.open_model_dir(model_dir)
   assert getattr(main, "train", None) is before
-  assert opened.train not in [known.wrapped for _, known in gin.config._REGISTRY.items()]
+  assert opened.train not in [known.wrapped for known in registered_configurables()]
 
 
 def test_a_language_model_goes_on_from_half_a_row_that_has_no_end(monkeypatch):

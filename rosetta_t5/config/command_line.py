@@ -23,16 +23,20 @@ class CommandLine:
   """The flags of a run and their values. --help prints the descriptions."""
 
   gin_file: Sequence[str] = _flag(
-    flags.DEFINE_multi_string, [], "A gin file, found through the search paths. Repeat the flag for "
-    "more files; later files win."
+    flags.DEFINE_multi_string,
+    [],
+    "A gin file, found through the search paths. Repeat the flag for more files; later files win.",
   )
   gin_bindings: Sequence[str] = _flag(
-    flags.DEFINE_multi_string, [], "One statement as in a gin file. It wins over the files. "
-    "--gin.NAME=VALUE is the same as --gin_bindings='NAME = VALUE'."
+    flags.DEFINE_multi_string,
+    [],
+    "One statement as in a gin file. It wins over the files. "
+    "--gin.NAME=VALUE is the same as --gin_bindings='NAME = VALUE'.",
   )
   gin_search_paths: Sequence[str] = _flag(
-    flags.DEFINE_list, ["."], "Folders that are searched for gin files and their includes, before "
-    "the recipes."
+    flags.DEFINE_list,
+    ["."],
+    "Folders that are searched for gin files and their includes, before the recipes.",
   )
   tfds_data_dir: str | None = _flag(
     flags.DEFINE_string, None, "The folder of TensorFlow Datasets' data."
@@ -53,12 +57,14 @@ class CommandLine:
   )
   run_mode: str | None = _flag(flags.DEFINE_enum, None, "What to run; for t5x.main.", RUN_MODES)
   dry_run: bool = _flag(
-    flags.DEFINE_bool, False, "Resolve everything, report all problems, print what would run, and "
-    "use no device."
+    flags.DEFINE_bool,
+    False,
+    "Resolve everything, report all problems, print what would run, and use no device.",
   )
   devices: int | None = _flag(
-    flags.DEFINE_integer, None, "The number of devices that --dry_run assumes. Default: the devices "
-    "of this machine."
+    flags.DEFINE_integer,
+    None,
+    "The number of devices that --dry_run assumes. Default: the devices of this machine.",
   )
   shard_id: int | None = _flag(
     flags.DEFINE_integer, None, "The shard of the examples to process; for t5x.infer."

@@ -74,7 +74,9 @@ def _select_run(command: CommandLine) -> Callable[..., Any] | None:
   names = runs_bound_by(program)
   if len(names) > 1:
     modes = "|".join(mode for mode, name in RUN_MODES.items() if name in names)
-    raise ConfigError(f"the gin files bind several runs ({', '.join(names)}). Set --run_mode={modes}")
+    raise ConfigError(
+      f"the gin files bind several runs ({', '.join(names)}). Set --run_mode={modes}"
+    )
   return find_run_function(names[0]) if names else None
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rosetta_t5.config import Resolved, changes_since
+from rosetta_t5.config import ResolvedRun, changes_since
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
-from rosetta_t5.config.language.unimported import NeedsImport
 from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh import batch_shards
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
@@ -28,7 +27,7 @@ from rosetta_t5.telemetry.model_info import count_parameters
 Rows = list[tuple[str, str]]
 
 
-def describe_run(resolved: Resolved) -> Rows:
+def describe_run(resolved: ResolvedRun) -> Rows:
   """Returns what a resolved run is, a row a subject, and adds to its problems what does not fit.
 
   Each row is made from what could be built; where something is missing, its row is left out.
@@ -47,11 +46,9 @@ def describe_costs() -> tuple[Callable[[Plan], Rows], ...]:
 
 def told(part: Callable[[Plan], Rows], plan: Plan) -> Rows:
   """Returns the rows of a part; a ValueError is the user's to mend, and becomes a problem."""
-  problems = plan.resolved.problems.texts
+  problems = plan.resolved.problems.messages
   try:
     return part(plan)
-  except NeedsImport:
-    raise
   except ValueError as error:
     if str(error) not in problems:
       problems.append(str(error))
@@ -66,7 +63,7 @@ def told(part: Callable[[Plan], Rows], plan: Plan) -> Rows:
 class Plan:
   """A resolved run, and what follows from it: made when first asked for."""
 
-  resolved: Resolved
+  resolved: ResolvedRun
 
   def __getitem__(self, name: str) -> Any:
     """An argument of the run, or None."""
@@ -213,7 +210,7 @@ def _rates(schedule: Callable[[int], Any], total_steps: int | None) -> str:
 
 def _made_of(macro: str, plan: Plan) -> str:
   """What gin files make a macro of: `Adafactor`, or `chain(clip_by_global_norm, adamw)`."""
-  in_force = {binding.key: binding for binding in plan.resolved.program.in_force()}
+  in_force = plan.resolved.program.effective_bindings()
   found = in_force.get((macro,))
   return ", ".join(_reference_texts(found.value, in_force)) if found else ""
 

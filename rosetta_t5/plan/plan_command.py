@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 
 from rosetta_t5 import config
-from rosetta_t5.config import Resolved
-from rosetta_t5.config.errors import errors_as_text
+from rosetta_t5.config import ResolvedRun
+from rosetta_t5.config.errors import exit_on_user_error
 from rosetta_t5.plan.describe import Plan, Rows, describe_costs, told
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.hardware import GPUS, Gpu, find_gpu
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     "--mfu", type=float, default=0.4, help="share of its peak that one GPU reaches (default 0.4)"
   )
   args, gin = parser.parse_known_args(arguments)
-  with errors_as_text():
+  with exit_on_user_error():
     if not 0 < args.mfu <= 1:
       raise ValueError(f"--mfu={args.mfu} is no share of a GPU's peak: give 0.4, say")
     if args.devices < 1:
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def _describe(resolved: Resolved, gpu: Gpu, mfu: float) -> Rows:
+def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float) -> Rows:
   plan = Plan(resolved)
   rows = [row for part in describe_costs() for row in told(part, plan)]
   return [*rows, *told(functools.partial(_estimated, gpu=gpu, mfu=mfu), plan)]
 
 
 def _estimated(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
-  if plan.resolved.problems.texts or not plan.is_training:
+  if plan.resolved.problems.messages or not plan.is_training:
     return []
   estimate = estimate_step(plan.state, plan.splits, plan.mesh, plan.work, plan.flops, gpu, mfu)
   return [*memory_rows(estimate, gpu), *_time_rows(plan, estimate, gpu, mfu)]

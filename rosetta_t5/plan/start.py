@@ -39,12 +39,12 @@ def _with_the_line(plan: Any) -> Iterator[None]:
   except checkpoints.CheckpointMismatchError:
     raise  # it may be MODEL_DIR's own, and the model's lines are to change
   except ValueError as error:
-    in_force = {binding.key: binding for binding in plan.resolved.program.in_force()}
+    in_force = plan.resolved.program.effective_bindings()
     paths = (b for key, b in in_force.items() if key[1:] == ("RestoreCheckpointConfig", "path"))
     found = next(paths, None)
     while found and isinstance(found.value, Macro):
       found = in_force.get((found.value.name,))
-    raise ValueError(f"{error}\n  {found.place}" if found else str(error)) from error
+    raise ValueError(f"{error}\n  {found.source}" if found else str(error)) from error
 
 
 def _training_start(plan: Any) -> Rows:

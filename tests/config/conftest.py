@@ -1,4 +1,4 @@
-"""Gin's global state and `__main__`'s runs, as they were after each test, and files to parse."""
+"""Restores gin's global state and `__main__` after each test, and writes gin files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import gin
 import pytest
 
 from rosetta_t5.config.checks.completeness import check_required
-from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.config.t5x.run_functions import SCRIPTS
+from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -30,16 +30,16 @@ def empty_gin() -> Iterator[None]:
   registry, inverse = gin.config._REGISTRY, gin.config._INVERSE_REGISTRY
   known, known_inverse = registry.copy(), dict(inverse)
   main = vars(sys.modules["__main__"])
-  runs = {name: main[name] for name in SCRIPTS if name in main}
+  runs = {name: main[name] for name in RUN_FUNCTION_MODULES if name in main}
   yield
   gin.clear_config()
-  # Not only what is new: a run of another file's may have been registered anew as a toy.
+  # Not only the new entries: a test may have registered a toy run under the name of a real one.
   registry.clear()
   for selector, configurable in known.items():
     registry[selector] = configurable
   inverse.clear()
   inverse.update(known_inverse)
-  for name in SCRIPTS:
+  for name in RUN_FUNCTION_MODULES:
     main.pop(name, None)
   main.update(runs)
 

@@ -1,4 +1,4 @@
-"""What a run is told of the run before it in the same folder."""
+"""How a run's configuration differs from the previous run in the same folder."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def changes(write, run):
   return _changes
 
 
-def test_the_same_is_no_change_however_it_is_written(changes):
+def test_another_spelling_of_the_same_configuration_is_no_change(changes):
   same = BEFORE.replace("= %WIDTH", "= 8").replace("@toy.Optimizer", "@other.toy.Optimizer")
   assert changes(same) == []
 
 
-def test_defaults_written_down_are_no_change(changes):
+def test_a_removed_binding_of_the_default_is_no_change(changes):
   assert changes(BEFORE.replace("toy.Model.dropout_rate = 0.1\n", "")) == []
 
 
-def test_values_that_differ_are_shown(changes):
+def test_changed_values_are_listed(changes):
   now = BEFORE.replace("STEPS = 3", "STEPS = 5").replace("{'inputs': 4}", "{'inputs': 6}")
   assert changes(now) == [
     "STEPS: 3 → 5",
@@ -51,7 +51,7 @@ def test_values_that_differ_are_shown(changes):
   ]
 
 
-def test_a_binding_taken_out_goes_back_to_the_default(changes):
+def test_a_removed_binding_is_compared_with_the_default(changes):
   before = BEFORE.replace("dropout_rate = 0.1", "dropout_rate = 0.5")
   with open("run/config.gin", "w") as file:
     file.write(before)
@@ -60,24 +60,24 @@ def test_a_binding_taken_out_goes_back_to_the_default(changes):
   ]
 
 
-def test_a_binding_of_one_scope_is_held_to_that_of_the_scope_around_it(changes):
+def test_a_removed_scoped_binding_is_compared_with_the_outer_scope(changes):
   now = BEFORE.replace(
     "train/toy.DatasetConfig.batch_size = 128", "toy.DatasetConfig.batch_size = 8"
   )
   assert changes(now) == ["train/toy.DatasetConfig.batch_size: 128 → 8"]
 
 
-def test_no_file_is_no_change(tmp_path):
+def test_without_a_config_file_there_is_no_change(tmp_path):
   assert changes_since(tmp_path) == []
 
 
-def test_a_run_is_held_to_what_gin_holds(changes):
+def test_a_run_is_compared_with_the_bindings_of_gin(changes):
   assert changes_since("run") == [
     "toy.Model.width: %WIDTH → 1",
     "toy.Model.optimizer: @Optimizer → None",
   ]
 
 
-def test_a_run_without_gin_is_held_to_nothing(changes):
+def test_a_run_without_gin_is_compared_with_nothing(changes):
   gin.clear_config()
   assert changes_since("run") == []

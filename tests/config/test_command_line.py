@@ -1,4 +1,4 @@
-"""T5X's flags, and what is said of flags that do not exist."""
+"""T5X's flags, and the errors of flags that do not exist."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def _parse(*arguments: str) -> CommandLine:
   return parse_command_line(["train", *arguments])
 
 
-def test_no_flags_give_the_defaults():
+def test_without_flags_all_values_are_defaults():
   given = _parse()
   assert (given.gin_file, given.gin_bindings, given.gin_search_paths) == ([], [], ["."])
   assert not given.multiprocess_gpu
   assert given.process_index is None
 
 
-def test_t5x_flags_are_read():
+def test_t5x_flags_are_parsed():
   given = _parse(
     "--gin_file=a.gin",
     "--gin_file",
@@ -66,7 +66,7 @@ def test_gin_flags_become_bindings(flag, statement):
   assert rewrite_gin_args([flag]) == [f"--gin_bindings={statement}"]
 
 
-def test_other_arguments_stay_as_they_are():
+def test_other_arguments_are_unchanged():
   assert rewrite_gin_args(["gin.value=3", "--gin_file=x"]) == ["gin.value=3", "--gin_file=x"]
 
 
@@ -76,8 +76,8 @@ def test_other_arguments_stay_as_they_are():
     (["--gin_fil=a.gin"], "Unknown command line flag 'gin_fil'. Did you mean: gin_file"),
     (["--process_count=two"], "process_count"),
     (["--gin.MODEL_DIR", "/x"], "--gin.MODEL_DIR has no value: write --gin.MODEL_DIR=VALUE"),
-    (["gin.STEPS=1"], "there is an argument too many: 'gin.STEPS=1'. Did you mean --gin.STEPS=1?"),
-    (["pretrain"], "there is an argument too many: 'pretrain'."),
+    (["gin.STEPS=1"], "unexpected argument 'gin.STEPS=1'. Did you mean --gin.STEPS=1?"),
+    (["pretrain"], "unexpected argument 'pretrain'."),
   ],
 )
 def test_errors_name_the_argument(arguments, text):
@@ -86,7 +86,7 @@ def test_errors_name_the_argument(arguments, text):
   assert text in str(caught.value)
 
 
-def test_help_shows_each_flag():
+def test_help_contains_each_flag():
   assert _parse("--help").help
   shown = usage("python -m t5x.train")
   assert "python -m t5x.train --gin_file=" in shown

@@ -1,4 +1,4 @@
-"""What a user reads when the configuration is wrong."""
+"""The messages that a user reads if the configuration is wrong."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from rosetta_t5.config.errors import ConfigError, errors_as_text
-from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.configuration import configure
+from rosetta_t5.config.errors import ConfigError, exit_on_user_error
 from rosetta_t5.config.language.statements import read_program
 
 GOOD = """
@@ -26,61 +26,61 @@ def _text(run, *args, **kwargs) -> str:
 
 
 def _fails(run, *parts: str, text: str = GOOD, bindings: tuple[str, ...] = ()):
-  said = _text(run, text, *bindings)
+  message = _text(run, text, *bindings)
   for part in parts:
-    assert part in said, said
+    assert part in message, message
 
 
-def test_missing_file_names_near_files_and_where_it_looked(write, tmp_path):
+def test_a_missing_file_error_has_similar_names_and_the_searched_folders(write, tmp_path):
   write("finetune_my_task.gin", "")
-  said = _text(read_program, ["finetune_my_tsk.gin"], [], ["."])
-  assert "there is no gin file 'finetune_my_tsk.gin'. Did you mean finetune_my_task.gin" in said
-  assert f"searched: {tmp_path}" in said
-  assert "--gin_search_paths=" in said
+  message = _text(read_program, ["finetune_my_tsk.gin"], [], ["."])
+  assert "there is no gin file 'finetune_my_tsk.gin'. Did you mean finetune_my_task.gin" in message
+  assert f"searched: {tmp_path}" in message
+  assert "--gin_search_paths=" in message
 
 
-def test_missing_include_says_which_file_wants_it(write):
+def test_a_missing_include_error_names_the_including_file(write):
   write("main.gin", "A = 1\ninclude 't5x/configs/runs/pretain.gin'")
-  said = _text(read_program, ["main.gin"], [], ["."])
-  assert "'t5x/configs/runs/pretain.gin'. Did you mean t5x/configs/runs/pretrain.gin" in said
-  assert "included from main.gin, line 2:  include 't5x/configs/runs/pretain.gin'" in said
+  message = _text(read_program, ["main.gin"], [], ["."])
+  assert "'t5x/configs/runs/pretain.gin'. Did you mean t5x/configs/runs/pretrain.gin" in message
+  assert "included from main.gin, line 2:  include 't5x/configs/runs/pretain.gin'" in message
 
 
-def test_file_that_includes_itself(write):
+def test_a_file_that_includes_itself_is_refused(write):
   write("a.gin", "include 'b.gin'")
   write("b.gin", "include 'a.gin'")
-  said = _text(read_program, ["a.gin"], [], ["."])
-  assert "the file includes itself" in said
-  assert "included from b.gin, line 1" in said
-  assert "included from a.gin, line 1" in said
+  message = _text(read_program, ["a.gin"], [], ["."])
+  assert "the file includes itself" in message
+  assert "included from b.gin, line 1" in message
+  assert "included from a.gin, line 1" in message
 
 
 @pytest.mark.parametrize(
   ("text", "parts"),
   [
-    ("A = 1\nB = [1,\n", ["no valid gin", "main.gin, line "]),
-    ("A = 1\nB == 2", ["no valid gin", "main.gin, line 2:  B == 2"]),
-    ("A = 1\n  B 2", ["no valid gin", "main.gin, line 2:  B 2"]),
-    ("A = $x", ["no valid gin", "main.gin, line 1:  A = $x"]),
-    ("A = 'x", ["no valid gin", "main.gin, line 1:  A = 'x"]),
+    ("A = 1\nB = [1,\n", ["invalid gin syntax", "main.gin, line "]),
+    ("A = 1\nB == 2", ["invalid gin syntax", "main.gin, line 2:  B == 2"]),
+    ("A = 1\n  B 2", ["invalid gin syntax", "main.gin, line 2:  B 2"]),
+    ("A = $x", ["invalid gin syntax", "main.gin, line 1:  A = $x"]),
+    ("A = 'x", ["invalid gin syntax", "main.gin, line 1:  A = 'x"]),
     (
       "from os import path, sep",
-      ["main.gin, line 1:  from os import path, sep\n  gin imports one name a line"],
+      ["main.gin, line 1:  from os import path, sep\n  gin imports one name per line"],
     ),
   ],
 )
-def test_syntax_error_shows_the_line(write, text, parts):
+def test_a_syntax_error_contains_the_line(write, text, parts):
   write("main.gin", text)
-  said = _text(read_program, ["main.gin"], [], ["."])
-  assert all(part in said for part in parts), said
+  message = _text(read_program, ["main.gin"], [], ["."])
+  assert all(part in message for part in parts), message
 
 
-def test_unquoted_text_on_the_command_line(write):
-  said = _text(read_program, [], ["MODEL_DIR = /tmp/run"], ["."])
-  assert "text needs quotes that the shell leaves in place: --gin.MODEL_DIR=\"'/tmp/run'\"" in said
+def test_an_unquoted_string_on_the_command_line_gets_a_hint(write):
+  message = _text(read_program, [], ["MODEL_DIR = /tmp/run"], ["."])
+  assert "a string needs quotes that the shell keeps: --gin.MODEL_DIR=\"'/tmp/run'\"" in message
 
 
-def test_misspelt_argument(run):
+def test_a_misspelt_argument_gets_a_suggestion(run):
   _fails(
     run,
     "train has no argument 'modle_dir'. Did you mean model_dir",
@@ -90,7 +90,7 @@ def test_misspelt_argument(run):
   )
 
 
-def test_misspelt_argument_on_the_command_line(run):
+def test_a_misspelt_argument_on_the_command_line_gets_a_suggestion(run):
   _fails(
     run,
     "Model has no argument 'widht'. Did you mean width?",
@@ -99,7 +99,7 @@ def test_misspelt_argument_on_the_command_line(run):
   )
 
 
-def test_misspelt_class(run):
+def test_a_misspelt_class_gets_a_suggestion(run):
   _fails(
     run,
     "toy has no 'Modell'. Did you mean Model?",
@@ -108,14 +108,14 @@ def test_misspelt_class(run):
   )
 
 
-def test_name_that_the_file_does_not_import(run):
+def test_a_name_without_an_import_gets_a_suggestion(run):
   _fails(
     run, "imports nothing called 'toyy'. Did you mean toy?", text=GOOD + "toyy.Model.width = 1"
   )
   _fails(run, "Import it: from … import utils", text=GOOD + "utils.Model.width = 1")
 
 
-def test_misspelt_name_on_the_command_line(run):
+def test_a_misspelt_name_on_the_command_line_gets_a_suggestion(run):
   _fails(
     run,
     "nothing is called 'tain'. Did you mean",
@@ -125,50 +125,50 @@ def test_misspelt_name_on_the_command_line(run):
   )
 
 
-def test_misspelt_macro_and_scope_on_the_command_line_are_refused(run):
+def test_misspelt_macros_and_scopes_on_the_command_line_are_refused(run):
   text = GOOD.replace("total_steps = 3", "total_steps = %TRAIN_STEPS") + "TRAIN_STEPS = 3\n"
   text += "train_script.train.dataset_cfg = @train/toy.DatasetConfig()"
   _fails(
     run,
-    "the macro 'TRAIN_STEP' is used nowhere. Did you mean TRAIN_STEPS?",
+    "the macro 'TRAIN_STEP' is never used. Did you mean TRAIN_STEPS?",
     "the command line:  TRAIN_STEP = 5",
     text=text,
     bindings=("TRAIN_STEP = 5",),
   )
   _fails(
     run,
-    "the scope 'trainn' is used nowhere. Did you mean train?",
+    "the scope 'trainn' is never used. Did you mean train?",
     text=text,
     bindings=("trainn/toy.DatasetConfig.batch_size = 5",),
   )
 
 
-def test_macros_unlike_any_other_are_let_pass(run):
+def test_unused_macros_without_a_similar_name_are_allowed(run):
   assert run(GOOD, "DROPOUT_RATE = 0.1")["total_steps"] == 3
 
 
-def test_every_required_value_is_named_at_once(run):
+def test_all_missing_required_values_are_reported_at_once(run):
   text = GOOD + "MODEL_DIR = %gin.REQUIRED\nTRAIN_STEPS = %gin.REQUIRED\nA = %gin.REQUIRED\n"
-  said = _text(run, text + "toy.Model.width = %gin.REQUIRED", "A = 1", "TRAIN_STEP = 5")
-  assert said.startswith("3 values are missing:")
-  assert "MODEL_DIR, needed at run.gin, line 9:  MODEL_DIR = %gin.REQUIRED" in said
-  assert "--gin.MODEL_DIR=\"'/path/for/this/run'\"" in said
-  assert "TRAIN_STEPS, needed at run.gin, line 10" in said
-  assert "TRAIN_STEP is set, and used nowhere." in said
-  assert "toy.Model.width, needed at run.gin, line 12" in said
-  assert "\n  A," not in said
+  message = _text(run, text + "toy.Model.width = %gin.REQUIRED", "A = 1", "TRAIN_STEP = 5")
+  assert message.startswith("3 values are missing:")
+  assert "MODEL_DIR, needed at run.gin, line 9:  MODEL_DIR = %gin.REQUIRED" in message
+  assert "--gin.MODEL_DIR=\"'/path/for/this/run'\"" in message
+  assert "TRAIN_STEPS, needed at run.gin, line 10" in message
+  assert "TRAIN_STEP is set but never used." in message
+  assert "toy.Model.width, needed at run.gin, line 12" in message
+  assert "\n  A," not in message
 
 
-def test_required_value_counts_as_given_under_another_name_of_its_module(run):
+def test_a_required_value_may_be_set_under_another_alias_of_its_module(run):
   text = GOOD + "train_script.train.total_steps = %gin.REQUIRED"
   assert run(text, "train.total_steps = 5")["total_steps"] == 5
 
 
-def test_required_values_are_told_before_anything_is_imported(run):
+def test_missing_required_values_are_reported_before_anything_is_imported(run):
   _fails(run, "1 value is missing", text="A = %gin.REQUIRED\nimport no_such_module")
 
 
-def test_macro_that_is_set_nowhere(run):
+def test_macros_that_are_never_set_are_reported(run):
   text = GOOD.replace("@toy.Model()", "%MODEL").replace("'/run'", "%DIR")
   _fails(
     run,
@@ -180,7 +180,7 @@ def test_macro_that_is_set_nowhere(run):
   )
 
 
-def test_arguments_that_nobody_gives(run):
+def test_missing_arguments_are_reported_with_the_lines_to_add(run):
   text = GOOD.replace("toy.Model.width = 8", "").replace("  model_dir = '/run'\n", "")
   _fails(
     run,
@@ -194,12 +194,12 @@ def test_arguments_that_nobody_gives(run):
   )
 
 
-def test_what_is_handed_on_uncalled_may_lack_arguments(run):
+def test_functions_passed_on_uncalled_may_lack_arguments(run):
   text = GOOD.replace("toy.Model.width = 8", "").replace("@toy.Model()", "@toy.Model")
   assert run(text)["model"](width=3).width == 3
 
 
-def test_module_that_does_not_exist(run):
+def test_a_missing_module_gets_a_suggestion(run):
   _fails(run, "there is no module 'toyss'", "PYTHONPATH", "run.gin, line", text="import toyss")
   _fails(
     run,
@@ -208,13 +208,13 @@ def test_module_that_does_not_exist(run):
   )
 
 
-def test_module_that_needs_another(run, write, monkeypatch):
+def test_a_missing_dependency_of_a_module_is_named(run, write, monkeypatch):
   write("needy.py", "import not_installed_here.part")
   monkeypatch.syspath_prepend(".")
   _fails(run, "importing needy needs the module 'not_installed_here'", text="import needy")
 
 
-def test_module_that_fails_names_its_line(run, write, monkeypatch):
+def test_a_module_that_fails_on_import_is_reported_with_its_line(run, write, monkeypatch):
   write("failing.py", "import os\n\nPATH = os.environ['NO_SUCH_VARIABLE']\n")
   monkeypatch.syspath_prepend(".")
   _fails(
@@ -226,61 +226,61 @@ def test_module_that_fails_names_its_line(run, write, monkeypatch):
   )
 
 
-def test_errors_for_users_end_the_program_without_traceback(capsys, monkeypatch):
+def test_user_errors_are_printed_without_a_traceback(capsys, monkeypatch):
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
-  with pytest.raises(SystemExit) as ended, errors_as_text():
+  with pytest.raises(SystemExit) as ended, exit_on_user_error():
     raise ConfigError("no such thing")
   assert ended.value.code == 2
   assert "error: no such thing\n" in capsys.readouterr().err
 
 
-def test_errors_of_our_own_classes_are_for_users_too(capsys, monkeypatch):
+def test_our_error_classes_are_user_errors_too(capsys, monkeypatch):
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
   from rosetta_t5.telemetry.nonfinite import NonFiniteError
 
-  with pytest.raises(SystemExit) as ended, errors_as_text():
+  with pytest.raises(SystemExit) as ended, exit_on_user_error():
     raise NonFiniteError(3, "params/w")
   assert ended.value.code == 1
   assert "params/w" in capsys.readouterr().err
 
 
 def test_errors_of_other_code_keep_their_traceback():
-  with pytest.raises(ValueError, match="invalid literal"), errors_as_text():
+  with pytest.raises(ValueError, match="invalid literal"), exit_on_user_error():
     int("x")
 
 
 def test_debug_keeps_every_traceback(monkeypatch):
   monkeypatch.setenv("ROSETTA_T5_DEBUG", "1")
-  with pytest.raises(ConfigError), errors_as_text():
+  with pytest.raises(ConfigError), exit_on_user_error():
     raise ConfigError("no such thing")
 
 
-def test_gins_notes_are_cut_from_what_a_run_raises(run, capsys, monkeypatch):
+def test_gin_notes_are_removed_from_the_errors_of_a_run(run, capsys, monkeypatch):
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
   import toy
 
   def refuse(**kwargs):
-    # A ValueError of our own code, as a run page would let through.
+    # A ValueError of this package, which a run page does not catch.
     read_program(["missing.gin"], [], ["."])
 
   refuse.__name__ = "train"
   monkeypatch.setattr(toy, "train", refuse)
-  with pytest.raises(SystemExit), errors_as_text():
+  with pytest.raises(SystemExit), exit_on_user_error():
     run("")
-  said = capsys.readouterr().err
-  assert "there is no gin file 'missing.gin'" in said
-  assert not re.search("In call to configurable", said)
+  message = capsys.readouterr().err
+  assert "there is no gin file 'missing.gin'" in message
+  assert not re.search("In call to configurable", message)
 
 
-def test_ambiguous_name_lists_the_choices(run, write, monkeypatch):
+def test_an_ambiguous_name_error_lists_the_candidates(run, write, monkeypatch):
   write("other_toy.py", "def Model(x=1): return x")
   text = GOOD.replace("'/run'", "@other_toy.Model()")
   monkeypatch.syspath_prepend(".")
-  said = _text(run, "import other_toy\n" + text, "Model.x = 2")
-  assert "'Model' may mean other_toy.Model or toy.Model: write one of them in full." in said
+  message = _text(run, "import other_toy\n" + text, "Model.x = 2")
+  assert "'Model' may mean other_toy.Model or toy.Model: write one of them in full." in message
 
 
-def test_configure_checks_before_it_calls(write):
+def test_configure_checks_arguments_without_calling_the_function(write):
   called = []
 
   def train(steps):

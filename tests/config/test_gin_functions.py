@@ -1,4 +1,4 @@
-"""The functions that gin files calculate with, called from gin files."""
+"""The functions that calculate values inside gin files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ train_script.train:
     ),
   ],
 )
-def test_functions_give_their_value_in_a_gin_file(run, name, bindings, value):
+def test_functions_return_their_value_in_a_gin_file(run, name, bindings, value):
   separator = ["gin_utils.string_split_fn.separator = '/'"]
   assert run(RUN.format(name), *bindings, *separator)["model"] == value
 
 
-def test_open_arguments_are_told_before_the_run(run):
+def test_missing_arguments_are_reported_before_the_run(run):
   with pytest.raises(ValueError, match=r"gin_utils\.sum_fn needs var2"):
     run(RUN.format("gin_utils.sum_fn"), "sum_fn.var1 = 1")
 
@@ -55,30 +55,31 @@ period/gin_utils.steps_of.samples = 12800
 """
 
 
-def test_lengths_in_samples_become_steps_of_the_batch_that_the_run_has_in_the_end(run):
+def test_numbers_of_samples_become_steps_of_the_final_batch_size(run):
   assert [run(IN_SAMPLES)[name] for name in ("total_steps", "dataset_cfg")] == [7812, 100]
   larger = run(IN_SAMPLES, "BATCH_SIZE = 256", "period/gin_utils.steps_of.batch_size = 100")
   assert [larger[name] for name in ("total_steps", "dataset_cfg")] == [3906, 128]
 
 
 @pytest.mark.parametrize("samples", [127, 0, -1, 1000.5, "'1e6'"])
-def test_samples_that_make_no_step_are_refused(run, samples):
+def test_samples_that_make_less_than_one_step_are_refused(run, samples):
   with pytest.raises(
-    ValueError, match=r"total/gin_utils.steps_of.samples = .* step of batch 128: gi"
+    ValueError,
+    match=r"total/gin_utils.steps_of.samples must be an integer of at least 128 \(one batch\), got ",
   ):
     run(IN_SAMPLES, f"total/gin_utils.steps_of.samples = {samples}")
 
 
-def test_samples_of_a_run_that_has_no_batch_size_want_one(run):
+def test_samples_need_a_batch_size(run):
   text = IN_SAMPLES.replace("BATCH_SIZE = 128", "").replace("%BATCH_SIZE", "1")
   with pytest.raises(ValueError, match=r"no gin file sets it: set total/gin_utils.steps_of.batch_"):
     run(text)
 
 
-def test_a_function_that_is_not_called_where_its_value_is_meant_is_told(run):
+def test_a_function_without_parentheses_is_refused_where_its_value_is_needed(run):
   text = (
-    r"^@total/gin_utils.steps_of is the function itself: write @total/gin_utils.steps_of\(\) for what "
-    r"it returns\n  run.gin, line \d+:[^\n]*$"
+    r"^@total/gin_utils.steps_of is the function itself: write @total/gin_utils.steps_of\(\) for the "
+    r"value that it returns\n  run.gin, line \d+:[^\n]*$"
   )
   with pytest.raises(ValueError, match=text):
     run(IN_SAMPLES.replace("@total/gin_utils.steps_of()", "@total/gin_utils.steps_of"))
@@ -87,12 +88,12 @@ def test_a_function_that_is_not_called_where_its_value_is_meant_is_told(run):
 @pytest.mark.parametrize(
   ("steps", "text"),
   [
-    ("1e6", "train.total_steps = 1000000.0 is no whole number: write 1000000$"),
-    ("2.5", "train.total_steps = 2.5 is no whole number$"),
-    ("'10'", "train.total_steps = '10' is no whole number$"),
+    ("1e6", "train.total_steps must be an integer, got 1000000.0: write 1000000$"),
+    ("2.5", "train.total_steps must be an integer, got 2.5$"),
+    ("'10'", "train.total_steps must be an integer, got '10'$"),
   ],
 )
-def test_steps_that_are_no_whole_number_are_told_before_the_run(run, steps, text):
+def test_steps_that_are_not_an_integer_are_reported_before_the_run(run, steps, text):
   with pytest.raises(ValueError, match=text):
     run(
       f"TRAIN_STEPS = {steps}\n" + RUN.format("gin_utils.bool_fn").replace("3", "%TRAIN_STEPS"),

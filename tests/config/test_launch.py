@@ -27,7 +27,7 @@ toy.Model.width = 8
 
 @pytest.fixture
 def launch(write, monkeypatch):
-  """Runs toy.train in this process, without the minute that TensorFlow's import may take."""
+  """Runs toy.train in this process without importing TensorFlow."""
   import toy
 
   monkeypatch.setattr("rosetta_t5.config.launch.find_spec", lambda name: None)
@@ -36,7 +36,7 @@ def launch(write, monkeypatch):
   return lambda *arguments: run_from_command_line(toy.train, ["train", *arguments])
 
 
-def test_command_line_becomes_a_run(launch):
+def test_the_command_line_configures_the_run(launch):
   given = launch("--gin_file=run.gin", "--gin.STEPS=4", "--gin.train.model_dir='/other'")
   assert (given["total_steps"], given["model_dir"], given["model"].width) == (4, "/other", 8)
 
@@ -46,7 +46,7 @@ def test_one_process_can_run_twice(launch):
   assert launch("--gin_file=run.gin", "--gin.STEPS=5")["total_steps"] == 5
 
 
-def test_of_two_functions_of_one_name_the_given_one_runs(launch, monkeypatch):
+def test_of_two_functions_with_one_name_the_given_one_runs(launch, monkeypatch):
   import toy
 
   def train(model, model_dir, total_steps):
@@ -58,7 +58,7 @@ def test_of_two_functions_of_one_name_the_given_one_runs(launch, monkeypatch):
   assert run_from_command_line(toy.train, given)["total_steps"] == 4
 
 
-def test_nothing_to_run(launch, capsys):
+def test_a_command_line_without_gin_is_refused(launch, capsys):
   with pytest.raises(SystemExit) as ended:
     launch()
   assert ended.value.code == 2
@@ -67,14 +67,14 @@ def test_nothing_to_run(launch, capsys):
   )
 
 
-def test_processes_are_joined_before_gin_is_parsed(launch, capsys):
+def test_processes_are_joined_before_gin_files_are_bound(launch, capsys):
   with pytest.raises(SystemExit) as ended:
     launch("--gin_file=run.gin", "--gin.STEPS=4", "--gin.nothing.at=1", "--process_count=2")
   assert ended.value.code == 1
   assert "has no effect without --multiprocess_gpu" in capsys.readouterr().err
 
 
-def test_help_is_shown_and_nothing_runs(launch, capsys):
+def test_help_is_printed_and_nothing_runs(launch, capsys):
   assert launch("--help") is None
   assert "--gin_file" in capsys.readouterr().out
 
@@ -90,7 +90,7 @@ def _train(folder: pathlib.Path, *arguments: str, env: dict[str, str] | None = N
   )
 
 
-def test_t5x_train_says_what_is_missing_without_traceback(tmp_path):
+def test_t5x_train_reports_missing_values_without_a_traceback(tmp_path):
   ended = _train(
     tmp_path,
     "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin",
@@ -107,7 +107,7 @@ def test_t5x_train_says_what_is_missing_without_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_reference_recipe_of_t5x_trains_unchanged(tmp_path, shared):
+def test_the_reference_recipe_of_t5x_trains_unchanged(tmp_path, shared):
   reference = shared / "reference"
   ended = _train(
     tmp_path,
@@ -126,7 +126,7 @@ def test_reference_recipe_of_t5x_trains_unchanged(tmp_path, shared):
 
 
 @pytest.mark.slow
-def test_misspelt_binding_ends_t5x_train_before_a_device_is_touched(tmp_path):
+def test_a_misspelt_binding_ends_t5x_train_before_a_device_is_used(tmp_path):
   ended = _train(
     tmp_path,
     "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin",

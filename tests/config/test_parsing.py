@@ -1,4 +1,4 @@
-"""What gin files and the command line say reaches the functions they name."""
+"""The values in gin files and on the command line reach the functions that they name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.config.errors import ConfigError
+from rosetta_t5.config.language.gin_internals import all_bindings
 
 RUN = """
 STEPS = 3
@@ -20,7 +21,7 @@ train/toy.DatasetConfig.lengths = {'inputs': 64, 'targets': [1, %STEPS]}
 """
 
 
-def test_file_sets_arguments_macros_and_scopes(run):
+def test_a_file_sets_arguments_macros_and_scopes(run):
   given = run(RUN)
   assert given["model"].width == 8
   assert given["total_steps"] == 3
@@ -42,23 +43,23 @@ def test_file_sets_arguments_macros_and_scopes(run):
     ("toy.Model.dropout_rate = -1.5", lambda given: given["model"].dropout_rate, -1.5),
   ],
 )
-def test_command_line_wins_over_files(run, binding, get, value):
+def test_the_command_line_wins_over_files(run, binding, get, value):
   assert get(run(RUN, binding)) == value
 
 
-def test_command_line_reaches_what_a_file_only_imports(run):
+def test_the_command_line_may_use_the_imports_of_the_files(run):
   import toy
 
   given = run(RUN, "toy.Model.optimizer = @toy.Optimizer")
   assert issubclass(given["model"].optimizer, toy.Optimizer)
 
 
-def test_the_run_needs_no_file_that_names_it(run):
+def test_the_command_line_can_bind_a_run_that_no_file_names(run):
   given = run("", "train.model = None", "train.model_dir = 'x'", "train.total_steps = 1", head="")
   assert given == {"model": None, "model_dir": "x", "total_steps": 1, "dataset_cfg": None}
 
 
-def test_file_may_call_the_run_by_another_name(run, write):
+def test_a_file_may_import_the_run_under_any_alias(run, write):
   head = "from __gin__ import dynamic_registration\nimport __main__ as my_script\nimport toy"
   text = RUN.replace("train_script", "my_script")
   assert run(text, "my_script.train.model_dir = '/other'", head=head)["model_dir"] == "/other"
@@ -85,7 +86,7 @@ def test_files_without_dynamic_registration_use_registered_names(write):
   assert gin.query_parameter("toys.old_style.depth") == 4
 
 
-def test_a_file_may_use_what_the_files_before_it_import(run, write):
+def test_a_file_may_use_the_imports_of_earlier_files(run, write):
   write("model.gin", "from __gin__ import dynamic_registration\nimport toy\n")
   text = RUN.replace("train_script.train:", "include 'model.gin'\ntrain_script.train:")
   head = "from __gin__ import dynamic_registration\nimport __main__ as train_script"
@@ -104,7 +105,7 @@ def two_networks(write, monkeypatch):
 
 @pytest.mark.usefixtures("two_networks")
 @pytest.mark.parametrize("head", ["", "from __gin__ import dynamic_registration\n"])
-def test_a_name_of_two_modules_is_refused(write, head):
+def test_an_alias_of_two_modules_is_refused(write, head):
   write("both.gin", head + "include 'small.gin'\ninclude 'scanned.gin'\nnetwork.Config.width = 2")
   both = r"may mean scanned\.network\.Config or small\.network\.Config: write one of them"
   with pytest.raises(ConfigError, match=both):
@@ -112,25 +113,25 @@ def test_a_name_of_two_modules_is_refused(write, head):
 
 
 @pytest.mark.usefixtures("two_networks")
-def test_of_two_registered_names_the_included_one_is_meant(write):
+def test_of_two_registered_names_the_one_of_the_included_file_wins(write):
   parse_gin_flags(["."], ["small.gin"], [])  # a run before this one, in the same process
   write("large.gin", "include 'scanned.gin'\nnetwork.Config.width = 2")
   parse_gin_flags(["."], ["large.gin"], [])
   assert gin.query_parameter("scanned.network.Config.width") == 2
 
 
-def test_arguments_that_t5x_has_dropped_are_left_out(write):
+def test_retired_arguments_of_t5x_are_skipped(write):
   head = "from __gin__ import dynamic_registration\nfrom t5x import utils\n"
   write("main.gin", head + "utils.RestoreCheckpointConfig:\n  path = 'x'\n  use_gda = False\n")
   parse_gin_flags(["."], ["main.gin"], [])
-  bound = dict(gin.config._CONFIG)["", "t5x.utils.RestoreCheckpointConfig"]
+  bound = all_bindings()["", "t5x.utils.RestoreCheckpointConfig"]
   assert bound == {"path": "x"}
   write("main.gin", head + "utils.CheckpointConfig.use_gda = False")
   with pytest.raises(ConfigError, match="CheckpointConfig has no argument 'use_gda'"):
     parse_gin_flags(["."], ["main.gin"], [])
 
 
-def test_unknown_names_are_left_out_when_asked(write):
+def test_unknown_names_are_skipped_on_request(write):
   write("main.gin", "import no_such_module\nnowhere.x = 1\nSTEPS = 2")
   parse_gin_flags(["."], ["main.gin"], [], skip_unknown=True)
   assert gin.query_parameter("STEPS/macro.value") == 2
@@ -138,7 +139,7 @@ def test_unknown_names_are_left_out_when_asked(write):
     parse_gin_flags(["."], ["main.gin"], [], skip_unknown=["nowhere"])
 
 
-def test_the_configuration_is_locked_unless_asked_otherwise(write):
+def test_the_configuration_is_locked_by_default(write):
   parse_gin_flags(["."], [], ["A = %gin.REQUIRED"], finalize_config=False)
   parse_gin_flags(["."], [], ["A = 1"])
   assert gin.config_is_locked()

@@ -1,4 +1,4 @@
-"""config.gin holds the run, and runs again."""
+"""config.gin contains the configuration of a run and repeats it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gin
 import pytest
 
 from rosetta_t5.config import get_gin_config_str, parse_gin_flags, summarize_gin_config
-from rosetta_t5.config.language.binding import configure
+from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.statements import read_program
 
 RUN = """
@@ -22,7 +22,7 @@ train/toy.DatasetConfig.lengths = {'inputs': 64}
 """
 
 
-def test_summary_holds_bindings_and_defaults_of_what_was_called(run):
+def test_the_summary_contains_bindings_and_the_defaults_of_called_functions(run):
   run(RUN)
   text = get_gin_config_str()
   for line in (
@@ -36,7 +36,7 @@ def test_summary_holds_bindings_and_defaults_of_what_was_called(run):
     assert line in text.splitlines(), text
 
 
-def test_summary_files_values_under_the_scope_that_binds_them(run):
+def test_the_summary_lists_values_under_the_scope_that_binds_them(run):
   run(RUN.replace("@toy.Model()", "%MODEL") + "MODEL = @toy.Model()\nOTHER/toy.Model.width = 9")
   lines = get_gin_config_str().splitlines()
   assert "toy.Model.dropout_rate = 0.1" in lines
@@ -44,7 +44,7 @@ def test_summary_files_values_under_the_scope_that_binds_them(run):
   assert not [line for line in lines if line.startswith("MODEL/")]
 
 
-def test_summary_runs_again_to_the_same_result(run, write):
+def test_the_summary_repeats_the_run(run, write):
   import toy
 
   first = run(RUN)
@@ -70,7 +70,7 @@ class _Writer:
     self.flushed = True
 
 
-def test_summary_is_written_to_the_run_and_to_tensorboard(tmp_path):
+def test_the_summary_is_written_to_the_model_dir_and_to_tensorboard(tmp_path):
   parse_gin_flags(["."], [], ["A = 1"])
   writer = _Writer()
   summarize_gin_config(str(tmp_path / "run"), writer, 7)

@@ -1,4 +1,4 @@
-"""T5X's paths lead to the recipes, from anywhere, unless the user has a file of that path."""
+"""T5X's paths find the recipes from any folder, unless the user has a file of that path."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ EVERY_RECIPE = sorted(RECIPES.rglob("*.gin"))
     ("gin/models/t5_1_1/tiny.gin", "models/t5_1_1/tiny.gin"),
   ],
 )
-def test_paths_of_t5x_and_of_this_repository_lead_to_recipes(path, recipe, tmp_path, monkeypatch):
+def test_paths_of_t5x_and_of_this_repository_find_recipes(path, recipe, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert find_gin_file(path, ["."]).samefile(RECIPES / recipe)
 
 
-def test_a_file_of_the_user_wins(write, tmp_path):
+def test_a_file_of_the_user_wins_over_a_recipe(write, tmp_path):
   path = "t5x/configs/runs/pretrain.gin"
   write(f"elsewhere/{path}", "")
   assert find_gin_file(path, [".", "elsewhere"]) == pathlib.Path("elsewhere", path)
@@ -68,7 +68,7 @@ def test_a_file_of_the_user_wins(write, tmp_path):
     ("t5x/contrib/moe/configs/runs/finetune.gin", "t5x/contrib/gpu/t5/configs/runs/finetune.gin"),
   ],
 )
-def test_a_path_of_t5x_that_is_not_here_gets_near_names(path, near, tmp_path, monkeypatch):
+def test_an_unknown_path_of_t5x_gets_similar_names(path, near, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match=f"there is no gin file '{path}'. Did you mean .*") as error:
     find_gin_file(path, ["."])
@@ -89,6 +89,6 @@ def test_gins_own_parser_finds_recipes(write, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_every_recipe_reads_from_any_folder(recipe, tmp_path, monkeypatch):
+def test_every_recipe_can_be_read_from_any_folder(recipe, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert list(read_program([str(recipe)], [], ["."]).bindings_in_order())
+  assert list(read_program([str(recipe)], [], ["."]).all_bindings())

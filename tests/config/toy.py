@@ -1,4 +1,4 @@
-"""A run in small: what the gin files of these tests configure."""
+"""A toy run, which the gin files of these tests configure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def train(
   *, model: Any, model_dir: str, total_steps: int, dataset_cfg: Any = None
 ) -> dict[str, Any]:
-  """Stands for a run page: returns what it was given."""
+  """Returns its arguments, in place of a run page."""
   return {
     "model": model,
     "model_dir": model_dir,
@@ -20,24 +20,24 @@ def train(
 
 @dataclasses.dataclass
 class Model:
-  """Has one argument that must be given."""
+  """Has one required argument."""
 
   width: int
   optimizer: Any = None
   dropout_rate: float = 0.1
 
   def predict(self, num_decodes: int = 1) -> int:
-    """Returns what it was given."""
+    """Returns its argument."""
     return num_decodes
 
 
 @dataclasses.dataclass
 class DatasetConfig:
-  """Built in scopes."""
+  """Is built in several scopes."""
 
   batch_size: int = 128
   lengths: Any = None
 
 
 class Optimizer:
-  """Handed on as a class."""
+  """Is passed on as a class."""

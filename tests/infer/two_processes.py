@@ -22,8 +22,8 @@ if __name__ == "__main__":
   import killed
 
   from rosetta_t5 import infer
-  from rosetta_t5.config.errors import errors_as_text
+  from rosetta_t5.config.errors import exit_on_user_error
 
   infer.update_measurement_series = pause
-  with errors_as_text():
+  with exit_on_user_error():
     killed.main(folder)

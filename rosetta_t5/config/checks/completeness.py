@@ -78,7 +78,9 @@ def _raise_if_missing(missing: Mapping[str, SourceLine], program: Program) -> No
   lines = [f"{len(missing)} value{'s are' if len(missing) > 1 else ' is'} missing:"]
   for name, source in missing.items():
     lines += [f"  {name}, needed at {source}", f"    {_how_to_set(name)}"]
-    lines += [f"    {macro} is set but never used." for macro in unused if did_you_mean(name, [macro])]
+    lines += [
+      f"    {macro} is set but never used." for macro in unused if did_you_mean(name, [macro])
+    ]
   raise ConfigError("\n".join([*lines, "In a gin file, write the same without --gin."]))
 
 
@@ -105,8 +107,7 @@ def _missing_arguments_text(reached: Reached, missing: list[str], program: Progr
   lines += [
     f"  it is called at {binding.source}"
     for value, binding in program.values()
-    if isinstance(value, Reference)
-    and (value.scope, value.last_name) == (scope, configurable.name)
+    if isinstance(value, Reference) and (value.scope, value.last_name) == (scope, configurable.name)
   ]
   if configurable.name in FILES:
     lines.append(f"  a file that sets them: {_how_to_set(configurable.name)}")

@@ -32,7 +32,9 @@ def check_t5x_installation() -> None:
     )
   if other is None:
     return
-  folders = {pathlib.Path(str(other.locate_file(file))).parent.resolve() for file in other.files or ()}
+  folders = {
+    pathlib.Path(str(other.locate_file(file))).parent.resolve() for file in other.files or ()
+  }
   if T5X_PACKAGE in folders:
     raise ConfigError(f"{name} has overwritten files in {T5X_PACKAGE}\n  {fix}")
   print(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rosetta_t5.config.checks.references import reached_from
-from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
+from rosetta_t5.config.language.gin_internals import ScopeAndName, all_bindings, find_configurables
 from rosetta_t5.config.language.statements import Binding, Program
 from rosetta_t5.config.t5x.retired_arguments import is_retired
 
@@ -25,7 +25,7 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
     for n in range(len(reached.scopes) + 1)
   }
   macros = program.macros_used()
-  bound_at = {
+  bound_at: dict[tuple[str, ...], ScopeAndName] = {
     (scope, selector.rpartition(".")[2], argument): (scope, selector)
     for (scope, selector), bound in all_bindings().items()
     for argument in bound

@@ -22,9 +22,7 @@ def check_calls(program: Program) -> None:
     f"{value} is the function itself: write {value}() for the value that it returns\n"
     f"  {binding.source}"
     for value, binding in program.values()
-    if isinstance(value, Reference)
-    and not value.evaluate
-    and value.last_name in _CALCULATIONS
+    if isinstance(value, Reference) and not value.evaluate and value.last_name in _CALCULATIONS
   ]
   if lines:
     raise ConfigError("\n".join(lines))

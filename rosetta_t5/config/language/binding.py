@@ -144,7 +144,9 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
     return f"importing {module} needs the module {missing!r}: pip install {missing.split('.')[0]}"
   parent, _, name = missing.rpartition(".")
   folders = getattr(sys.modules.get(parent), "__path__", [])
-  hint = did_you_mean(name, [found.name for found in pkgutil.iter_modules(folders)] if parent else [])
+  hint = did_you_mean(
+    name, [found.name for found in pkgutil.iter_modules(folders)] if parent else []
+  )
   return f"there is no module {missing!r}.{hint or ' Is its folder on PYTHONPATH?'}"
 
 

@@ -181,7 +181,9 @@ def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
   """Returns the arguments of a function or class that gin may set, by name."""
   signature = _signature(configurable)
   kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  return {name: p for name, p in signature.parameters.items() if p.kind in kinds} if signature else {}
+  return (
+    {name: p for name, p in signature.parameters.items() if p.kind in kinds} if signature else {}
+  )
 
 
 def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:

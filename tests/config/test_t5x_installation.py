@@ -1,4 +1,4 @@
-"""Another package called t5x, before this one's or beside it."""
+"""Another package called t5x is installed before this one or beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rosetta_t5.config.checks.t5x_installation import OURS, check_which_t5x
+from rosetta_t5.config.checks.t5x_installation import T5X_PACKAGE, check_t5x_installation
 from rosetta_t5.config.errors import ConfigError
 
 
@@ -25,37 +25,37 @@ def _install(site, record: str) -> None:
   (folder / "RECORD").write_text(f"{record},,\n")
 
 
-def test_ours_alone_is_well(site, capsys):
-  check_which_t5x()
+def test_a_single_t5x_is_accepted_silently(site, capsys):
+  check_t5x_installation()
   assert capsys.readouterr().err == ""
 
 
-def test_a_folder_before_ours_is_named_with_what_to_do(site):
+def test_an_earlier_folder_is_named_with_a_fix(site):
   (site / "t5x").mkdir()
   (site / "t5x/__init__.py").write_text("")
   with pytest.raises(ConfigError) as said:
-    check_which_t5x()
-  assert f"finds another package than this one's: {site}/t5x" in str(said.value)
-  assert f"take {site} out of PYTHONPATH" in str(said.value)
+    check_t5x_installation()
+  assert f"`import t5x` finds {site}/t5x instead of this distribution's package" in str(said.value)
+  assert f"remove {site} from PYTHONPATH" in str(said.value)
 
 
-def test_a_distribution_before_ours_is_to_be_uninstalled(site):
+def test_an_earlier_distribution_must_be_uninstalled(site):
   (site / "t5x").mkdir()
   (site / "t5x/__init__.py").write_text("")
   _install(site, "t5x/__init__.py")
   with pytest.raises(ConfigError, match="pip uninstall t5x && pip install --force-reinstall"):
-    check_which_t5x()
+    check_t5x_installation()
 
 
-def test_a_distribution_that_wrote_over_ours_is_to_be_uninstalled(site):
-  _install(site, str(OURS / "utils.py"))
-  with pytest.raises(ConfigError, match=r"t5x 1\.2 has written its files over this one's"):
-    check_which_t5x()
+def test_a_distribution_that_has_overwritten_files_must_be_uninstalled(site):
+  _install(site, str(T5X_PACKAGE / "utils.py"))
+  with pytest.raises(ConfigError, match=r"t5x 1\.2 has overwritten files in"):
+    check_t5x_installation()
 
 
-def test_a_distribution_behind_ours_is_only_noted(site, capsys):
+def test_a_later_distribution_is_only_noted(site, capsys):
   _install(site, "elsewhere/t5x/utils.py")
-  check_which_t5x()
+  check_t5x_installation()
   said = capsys.readouterr().err
-  assert "note: t5x 1.2 is installed too; `import t5x` finds this package's" in said
+  assert "note: t5x 1.2 is installed too. `import t5x` finds this distribution's package" in said
   assert "pip uninstall t5x" in said
