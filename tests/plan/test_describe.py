@@ -190,9 +190,10 @@ def test_an_unknown_task_is_reported(check):
 
 @pytest.mark.slow
 def test_a_shipped_recipe_can_be_checked_without_any_data(tmp_path):
-  program = "from rosetta_t5 import cli
-cli.main(['check', 'gin/examples/small_pile_pretrain.gin'])"
-  program = program.replace("gin'", "gin', \"--gin.MODEL_DIR='run'\"")
+  program = (
+    "from rosetta_t5 import cli\n"
+    "cli.main(['check', 'gin/examples/small_pile_pretrain.gin', \"--gin.MODEL_DIR='run'\"])"
+  )
   done = subprocess.run(
     [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
   )
