@@ -176,9 +176,9 @@ def test_the_same_arguments_give_the_same_task_and_others_under_its_name_are_ref
     ({"inputs": "title"}, r"or set objective = 'seq2seq'"),
     ({"objective": "seq2seq"}, r"needs file_task\.inputs and file_task\.targets"),
     ({"metrics": ["bluu"]}, r"'bluu' is none of accuracy, bleu"),
-    ({"on_bad_example": "stop"}, r"on_bad_example = 'stop' is none of skip or refuse"),
-    ({"format": "xml"}, r"format = 'xml' is none of"),
-    ({"text_unit": "page"}, r"text_unit = 'page' is none of line"),
+    ({"on_bad_example": "stop"}, r"on_bad_example must be one of skip, refuse, got 'stop'"),
+    ({"format": "xml"}, r"format must be one of .*, got 'xml'"),
+    ({"text_unit": "page"}, r"text_unit must be one of line, .*got 'page'"),
   ],
 )
 def test_wrong_arguments_are_told(
@@ -194,7 +194,7 @@ def test_a_missing_column_stops_the_first_example_with_file_and_line(
   name = file_task(pattern, vocabulary=vocabulary, text="body")
   cfg = DatasetConfig(name, LENGTHS, "train", 4, shuffle=False, seed=0)
   with pytest.raises(
-    ValueError, match=r"^Not one of the 40 records .*line 1: no column 'body'[^\n]*$"
+    ValueError, match=r"^None of the 40 records .*line 1: no column 'body'[^\n]*$"
   ):
     get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
 
@@ -220,6 +220,8 @@ def test_a_bad_example_that_is_refused_stops_a_running_feed_with_its_place(
     checkpoint_cfg=None,
     data_layout=partitioner.get_data_layout(8),
   )
-  with pytest.raises(ValueError, match=r'^\S+2\.jsonl, line 41: no JSON.*on_bad_example = "skip"'):
+  with pytest.raises(
+    ValueError, match=r'^\S+2\.jsonl, line 41: invalid JSON.*on_bad_example = "skip"'
+  ):
     collections.deque(itertools.islice(feed, 40))
   feed.close()

@@ -16,7 +16,7 @@ from flax import serialization
 from jax.sharding import NamedSharding
 
 from rosetta_t5.data.pipeline.feed_source import feed_source
-from rosetta_t5.data.reading import BadExamples, as_raised
+from rosetta_t5.data.reading import BadExamples, unwrap_reader_errors
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -79,7 +79,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending.append(self._thread.submit(self._draw))
 
   def _draw(self) -> tuple[HostBatch, GlobalBatch]:
-    with as_raised():
+    with unwrap_reader_errors():
       batch = next(self._source)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
     return host_batch, self._to_devices(host_batch)
@@ -121,7 +121,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """
     of_source = getattr(self._source, "measures", None)
     told: dict[str, float] = of_source(self.batches_handed_out) if of_source else {}
-    bad = BadExamples.left_out_so_far()
+    bad = BadExamples.total_in_process()
     return {**told, "data/bad_examples": float(bad)} if bad else told
 
   def reset(self) -> None:

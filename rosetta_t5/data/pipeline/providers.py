@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
-from rosetta_t5.data.reading import as_raised
+from rosetta_t5.data.reading import unwrap_reader_errors
 from rosetta_t5.data.tasks.catalogue import TASKS, register
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
@@ -148,7 +148,7 @@ def has_element(dataset: tf.data.Dataset) -> bool:
   Raises:
     ValueError: nothing in its files can be used.
   """
-  with as_raised():
+  with unwrap_reader_errors():
     return any(True for _ in dataset.take(1))
 
 

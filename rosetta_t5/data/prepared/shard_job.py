@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout
-from rosetta_t5.data.reading.blocks import HashSplit
+from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout
 from rosetta_t5.data.reading.templates import make_converter
 
 SPLITS = ("train", "validation")
@@ -175,7 +174,7 @@ def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:
     for fields in reader.examples(path):
       *pieces, last = cut_at_spaces(fields["text"], _CHARACTERS_PER_PIECE)
       yield from ((piece, "") for piece in pieces)
-      yield last, "validation" if held_out.takes(fields) else "train"
+      yield last, "validation" if held_out.contains(fields) else "train"
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

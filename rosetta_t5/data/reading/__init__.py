@@ -1,6 +1,6 @@
-"""Text files as they come: formats, compression, records, what is wrong with them. No TensorFlow."""
+"""Reads text files: formats, compression, records, bad examples. Only `file_source` uses TensorFlow."""
 
-from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples, as_raised
-from rosetta_t5.data.reading.blocks import BlockReader
+from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples, unwrap_reader_errors
+from rosetta_t5.data.reading.blocks import BlockReader, HashSplit
 from rosetta_t5.data.reading.file_formats import Layout, find_files, format_of
 from rosetta_t5.data.reading.records import read_records

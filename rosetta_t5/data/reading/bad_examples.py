@@ -1,4 +1,4 @@
-"""Examples that cannot be used: counted and told, or refused, but never passed over in silence."""
+"""Examples that cannot be used: counted and logged, or refused, but never dropped silently."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from typing import ClassVar
 from absl import logging
 
 POLICIES = ("skip", "refuse")
-_TOLD = 10
-# A file whose first records are all bad is the wrong file, or is read the wrong way.
-_HOPELESS = 1000
+_FIRST_LOGGED = 10  # later ones are logged at powers of two
+# If all of this many first records are bad, this is the wrong file, or it is read the wrong way.
+_MAX_BAD_START = 1000
 
-
-# How tf.data tells of a ValueError that a reader raised.
-_WRAPPED = re.compile(r"ValueError: (?P<text>(?:Not one of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
+# The text of a reader's ValueError inside the error that tf.data makes of it.
+_WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
 
 
 @contextlib.contextmanager
-def as_raised() -> Iterator[None]:
-  """Raises a reader's ValueError as it was, where tf.data has wrapped it in an error of its own."""
+def unwrap_reader_errors() -> Iterator[None]:
+  """Raises a reader's ValueError where tf.data has wrapped it in an error of its own."""
   try:
     yield
   except Exception as error:
@@ -41,8 +40,8 @@ class BadExample:
   """A record that cannot be used.
 
   Attributes:
-    file: where it is.
-    line: its line, or its row in files without lines; from 1.
+    file: the file that contains it.
+    line: its line, or its row in files without lines; the first is 1.
     reason: a short phrase.
   """
 
@@ -55,71 +54,67 @@ class BadExample:
 
 
 class BadExamples:
-  """Takes bad examples by a policy, from any thread.
+  """Counts and logs bad examples, or refuses them; thread-safe.
 
-  Each is counted and told once, however often its file is read.
+  Each example is counted and logged once, no matter how often its file is read.
 
   Attributes:
-    counts: how many there were, by reason.
+    counts: number of bad examples by reason.
+    first: the first one, or None.
   """
 
-  _everywhere: ClassVar[weakref.WeakSet[BadExamples]] = weakref.WeakSet()
+  _instances: ClassVar[weakref.WeakSet[BadExamples]] = weakref.WeakSet()
 
   def __init__(self, policy: str = "skip"):
-    """Args: policy: "skip" counts and logs them; "refuse" stops at the first."""
+    """Args: policy: "skip" counts and logs bad examples; "refuse" stops at the first."""
     if policy not in POLICIES:
-      raise ValueError(f"on_bad_example = {policy!r} is none of {' or '.join(POLICIES)}")
-    self.policy = policy
+      raise ValueError(f"on_bad_example must be one of {', '.join(POLICIES)}, got {policy!r}")
     self.counts: collections.Counter[str] = collections.Counter()
     self.first: BadExample | None = None
+    self._policy = policy
     self._last_lines: dict[str, int] = {}  # of each file, whose records come in order
     self._lock = threading.Lock()
-    BadExamples._everywhere.add(self)
-
-  @property
-  def total(self) -> int:
-    """How many there were."""
-    return sum(self.counts.values())
+    BadExamples._instances.add(self)
 
   @classmethod
-  def left_out_so_far(cls) -> int:
-    """Returns how many this process has left out, whatever it was reading for."""
-    return sum(examples.total for examples in list(cls._everywhere))
+  def total_in_process(cls) -> int:
+    """Returns the number of bad examples that this process has skipped, in all its readers."""
+    return sum(examples.counts.total() for examples in list(cls._instances))
 
   def add(self, bad: BadExample) -> None:
-    """Counts one.
+    """Counts a bad example.
 
     Raises:
-      ValueError: the policy is to refuse.
+      ValueError: the policy is to refuse bad examples.
     """
-    if self.policy == "refuse":
-      raise ValueError(f'{bad}. Mend it, or set on_bad_example = "skip" to go on without it.')
+    if self._policy == "refuse":
+      raise ValueError(f'{bad}. Correct it, or set on_bad_example = "skip" to leave it out.')
     with self._lock:
       if bad.line <= self._last_lines.get(bad.file, 0):
         return
       self._last_lines[bad.file] = bad.line
       self.counts[bad.reason] += 1
       self.first = self.first or bad
-      total = self.total
-    if total <= _TOLD or not total & (total - 1):  # then at powers of two
+      total = self.counts.total()
+    if total <= _FIRST_LOGGED or not total & (total - 1):
       logging.warning("Bad example %d is left out: %s", total, bad)
 
-  def check_hope(self, path: str, good: int, bad: int, is_end: bool) -> None:
-    """Stops if nothing good has come out of a file.
+  def raise_if_all_bad(self, path: str, good: int, bad: int, is_end: bool) -> None:
+    """Checks a file's numbers of good and bad examples so far.
 
     Raises:
-      ValueError: all of the file, or of its beginning, was bad.
+      ValueError: the whole file, or its first thousand records, contain no good example.
     """
-    if good or not bad or not (is_end or bad >= _HOPELESS):
+    if good or not bad or not (is_end or bad >= _MAX_BAD_START):
       return
     raise ValueError(
-      f"Not one of the {'' if is_end else 'first '}{bad} records of {path} can be used; the first "
-      f"is bad for this reason: {self.first}"
+      f"None of the {'' if is_end else 'first '}{bad} records of {path} can be used. The first bad "
+      f"one: {self.first}"
     )
 
   def summary(self) -> str:
-    """Returns one line: how many, why, and the first."""
+    """Returns one line: the number of bad examples, the reasons, and the first example."""
     if not self.first:
       return "no bad examples"
     reasons = ", ".join(f"{count} × {reason}" for reason, count in self.counts.most_common(5))
-    return f"{self.total} bad examples left out ({reasons}); the first: {self.first}"
+    return f"{self.counts.total()} bad examples left out ({reasons}); the first: {self.first}"

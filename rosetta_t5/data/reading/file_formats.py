@@ -1,4 +1,4 @@
-"""Which files a pattern means, what is in them, and how their bytes are unpacked."""
+"""The files that patterns match, their formats, and how they are decompressed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import BinaryIO
 
-# By the ending that is left once a compression's ending is taken away.
+# By the suffix that remains when the suffix of a compression is removed.
 FORMATS = {
   ".txt": "text",
   ".text": "text",
@@ -28,6 +28,9 @@ FORMATS = {
 }
 COMPRESSIONS = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 TEXT_UNITS = ("line", "paragraph", "file")
+_KNOWN_SUFFIXES = f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
+# Files that Hugging Face's library stores beside the data.
+_METADATA = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Layout:
   """How a file's bytes become records.
 
   Attributes:
-    format: one of FORMATS' values; None goes by each file's name.
-    columns: names for the columns of csv and tsv files that have no first line with names.
-    text_unit: what one record of a text file is: a line, a paragraph (up to an empty line), a file.
+    format: one of FORMATS' values; None chooses by each file's name.
+    columns: column names of csv and tsv files without a header.
+    text_unit: one record of a text file: a line, a paragraph (up to an empty line), or the file.
   """
 
   format: str | None = None
@@ -45,20 +48,21 @@ class Layout:
   text_unit: str = "line"
 
   def __post_init__(self) -> None:
-    if self.format is not None and self.format not in FORMATS.values():
-      raise ValueError(f"format = {self.format!r} is none of {sorted(set(FORMATS.values()))}")
+    formats = sorted(set(FORMATS.values()))
+    if self.format is not None and self.format not in formats:
+      raise ValueError(f"format must be one of {', '.join(formats)}, got {self.format!r}")
     if self.text_unit not in TEXT_UNITS:
-      raise ValueError(f"text_unit = {self.text_unit!r} is none of {', '.join(TEXT_UNITS)}")
+      raise ValueError(f"text_unit must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}")
 
 
 def find_files(patterns: str | Sequence[str]) -> list[str]:
-  """Returns the files that patterns match, sorted, each once.
+  """Returns the files that match the patterns, sorted and without duplicates.
 
-  A folder means the data files under it, so a Hugging Face dataset saved to disk can be named by
-  its folder. `**` matches any number of folders.
+  A folder matches all data files under it, so a dataset that Hugging Face's library saved to disk
+  can be named by its folder. `**` matches any number of folders.
 
   Raises:
-    ValueError: a pattern matches nothing, or a folder holds no data file.
+    ValueError: a pattern matches nothing, or a folder contains no data file.
   """
   found: set[str] = set()
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -66,37 +70,33 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     if not matches:
       raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
     for match in matches:
-      files = _data_files(match) if os.path.isdir(match) else [match]
+      files = _data_files(pathlib.Path(match)) if os.path.isdir(match) else [match]
       if not files:
-        raise ValueError(f"The folder {match} holds no file of a known format: {known_endings()}")
+        raise ValueError(
+          f"The folder {match} contains no file of a known format: {_KNOWN_SUFFIXES}"
+        )
       found.update(files)
   return sorted(found)
 
 
 def format_of(path: str, layout: Layout | None = None) -> str:
-  """Returns a file's format, by `layout` or by its name.
+  """Returns a file's format, as `layout` or the file's name specifies.
 
   Raises:
-    ValueError: the name's ending is not known.
+    ValueError: the name has an unknown suffix.
   """
-  if layout is not None and layout.format is not None:
-    return layout.format
-  found = FORMATS.get(pathlib.Path(_uncompressed_name(path)).suffix)
-  if found is None:
+  name = layout.format if layout is not None else None
+  name = name or FORMATS.get(_data_suffix(pathlib.Path(path)))
+  if name is None:
     raise ValueError(
-      f"What is in {path} cannot be told from its name: the endings known are {known_endings()}. "
-      "Set format = 'text', say."
+      f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
+      "Set the format, for example format = 'text'."
     )
-  return found
-
-
-def known_endings() -> str:
-  """Returns the endings of data files, as a sentence's part."""
-  return f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
+  return name
 
 
 def open_bytes(path: str) -> BinaryIO:
-  """Opens a file for reading, unpacked while it is read."""
+  """Opens a file for reading and decompresses it while it is read."""
   if path.endswith(".gz"):
     return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
   if path.endswith(".xz"):
@@ -110,29 +110,20 @@ def open_bytes(path: str) -> BinaryIO:
   return open(path, "rb", 1 << 20)
 
 
-def _uncompressed_name(path: str) -> str:
-  for ending in COMPRESSIONS:
-    if path.endswith(ending):
-      return path.removesuffix(ending)
-  return path
+def _data_suffix(path: pathlib.Path) -> str:
+  return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
-def _data_files(folder: str) -> list[str]:
-  """Files of a known format under a folder, without the notes that Hugging Face keeps beside them."""
-  files = (str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file())
-  notes = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.json")
-  known = (f for f in files if pathlib.Path(_uncompressed_name(f)).suffix in FORMATS)
-  return sorted(f for f in known if pathlib.Path(f).name not in notes)
+def _data_files(folder: pathlib.Path) -> list[str]:
+  files = (path for path in folder.rglob("*") if path.is_file() and path.name not in _METADATA)
+  return [str(path) for path in files if _data_suffix(path) in FORMATS]
 
 
 def _nearest(pattern: str) -> str:
-  """Says how far down the path exists."""
+  """Returns a sentence about the innermost existing folder of a path."""
   folder = pathlib.Path(pattern).parent
   while not folder.exists() and folder != folder.parent:
     folder = folder.parent
-  inside = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
-  return (
-    f"{folder} holds {', '.join(inside)}{', …' if len(inside) == 5 else ''}"
-    if inside
-    else (f"{folder} is empty")
-  )
+  names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+  shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+  return f"{folder} contains {shown}" if names else f"{folder} is empty"

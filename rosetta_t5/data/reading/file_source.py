@@ -1,4 +1,4 @@
-"""Files as a SeqIO source whose position tf.data can save."""
+"""Files as a SeqIO data source whose position tf.data can save."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def make_file_source(
   """Returns a source of examples {name: text}.
 
   Args:
-    files: for each split its files.
-    readers: for each split what reads them.
-    names: the examples' features.
+    files: the files of each split.
+    readers: the reader of each split.
+    names: the features of the examples.
   """
   seqio: Any = import_seqio()
 
   class FileSource(seqio.FileDataSource):
-    """One reader a split, where SeqIO's own has one for all."""
+    """Has one reader for each split, where SeqIO's class has one for all."""
 
     def get_dataset(self, split: str = "train", **options: Any) -> Any:
       self._reader = lambda path: _examples(readers[split], path, names)
@@ -40,36 +40,31 @@ def make_file_source(
 
 
 def _examples(reader: BlockReader, path: Any, names: Sequence[str]) -> Any:
-  """Returns the tf.data.Dataset of one file's examples."""
+  """Returns a tf.data.Dataset of one file's examples."""
   tf = import_tensorflow()
+  text_types = [tf.string] * len(names)
 
-  def read_block(path: bytes, block: np.int64) -> tuple[Any, ...]:
-    examples, more = reader.read(path.decode(), int(block))
-    columns = [_as_array([fields[name] for fields in examples]) for name in names]
-    return (np.bool_(more), *columns)
+  def read_block(path: bytes, block: np.int64) -> list[Any]:
+    examples, has_more = reader.read(path.decode(), int(block))
+    columns = [[fields[name].encode() for fields in examples] for name in names]
+    return [np.bool_(has_more), *(np.array(column, object) for column in columns)]
 
   def load(block: Any) -> list[Any]:
-    # Stateless as far as tf.data can know: a block depends on its number alone.
-    kinds = [tf.bool, *[tf.string] * len(names)]
-    more, *columns = tf.numpy_function(read_block, [path, block], kinds, stateful=False)
-    more.set_shape([])
+    # tf.data may treat this as stateless, because a block depends on its number alone.
+    types = [tf.bool, *text_types]
+    has_more, *columns = tf.numpy_function(read_block, [path, block], types, stateful=False)
+    has_more.set_shape([])
     for column in columns:
       column.set_shape([None])
-    return [more, *columns]
+    return [has_more, *columns]
 
-  def nothing() -> list[Any]:
-    return [tf.constant(False), *[tf.constant([], tf.string)] * len(names)]
+  def load_nothing() -> list[Any]:
+    return [tf.constant(False), *(tf.constant([], dtype) for dtype in text_types)]
 
-  def step(is_there: Any, block: Any) -> tuple[Any, Any]:
-    more, *columns = tf.cond(is_there, lambda: load(block), nothing)
-    return more, (is_there, dict(zip(names, columns, strict=True)))
+  def step(is_block: Any, block: Any) -> tuple[Any, Any]:
+    has_more, *columns = tf.cond(is_block, lambda: load(block), load_nothing)
+    return has_more, (is_block, dict(zip(names, columns, strict=True)))
 
   blocks = tf.data.Dataset.counter().scan(tf.constant(True), step)
-  blocks = blocks.take_while(lambda is_there, _: is_there)
+  blocks = blocks.take_while(lambda is_block, _: is_block)
   return blocks.flat_map(lambda _, columns: tf.data.Dataset.from_tensor_slices(columns))
-
-
-def _as_array(texts: Sequence[str]) -> np.ndarray:
-  array = np.empty(len(texts), object)
-  array[:] = [text.encode() for text in texts]
-  return array

@@ -1,93 +1,90 @@
-"""Records out of files: one dictionary of columns each, or what is wrong with it."""
+"""The records of files: each is a dictionary of columns, or a `BadExample` with a reason."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from rosetta_t5.data.reading.bad_examples import BadExample
 from rosetta_t5.data.reading.file_formats import Layout, format_of, open_bytes
 
 Record = Mapping[str, Any]
-# The place (a line's number, or a row's) and the record.
+# The number of the line (or row), and the record.
 Located = tuple[int, Record | BadExample]
 
-# A longer line or document is no example but another kind of file, and would fill the memory.
+# A longer line or document is not an example but another kind of file, and would fill the memory.
 LONGEST = 64 << 20  # bytes
-_TOO_LONG = f"more than {LONGEST >> 20} MB in one example"
-_BROKEN_FILE = (OSError, EOFError, ValueError)  # pyarrow's and lzma's errors are of these kinds
+# Raised where a file is truncated or damaged; pyarrow has further ones.
+_DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
+
+
+class _BadRecordError(Exception):
+  """The record cannot be used; the text is the reason."""
 
 
 def read_records(path: str, layout: Layout | None = None) -> Iterator[Located]:
   """Yields the records of a file in order, bad ones as `BadExample`.
 
-  Text has the one column "text". A file that is cut off or damaged gives what comes before, then
-  one bad example.
+  Text has the single column "text". A truncated or damaged file yields the records before the
+  damage and then one bad example.
 
   Raises:
-    ValueError: the file's format is not known.
+    ValueError: the file's format is unknown.
   """
   layout = layout or Layout()
-  read = _READERS[format_of(path, layout)]
-  place = 0
+  read_units, parse = _FORMATS[format_of(path, layout)]
+  line = 0
+  record: Record | BadExample | None
   try:
-    for place, record in read(path, layout):
-      yield place, record
-  except _BROKEN_FILE as error:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {reason[0][:200]}")
+    for line, unit in read_units(path, layout):
+      try:
+        record = parse(unit)
+      except _BadRecordError as error:
+        record = BadExample(path, line, str(error))
+      if record is not None:
+        yield line, record
   except Exception as error:
-    module = type(error).__module__.split(".")[0]
-    if module not in ("lzma", "_lzma", "zlib", "pyarrow", "csv", "_csv"):
+    if not isinstance(error, _DAMAGE) and not type(error).__module__.startswith("pyarrow"):
       raise
-    yield place + 1, BadExample(path, place + 1, f"the file breaks off here: {error}"[:300])
+    reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+    yield line + 1, BadExample(path, line + 1, f"the file is damaged here: {reason[:200]}")
+
+
+def _text_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
+  with open_bytes(path) as file:
+    if layout.text_unit == "file":
+      yield 1, file.read(LONGEST + 1)
+    elif layout.text_unit == "paragraph":
+      yield from _paragraphs(file)
+    else:
+      yield from enumerate(_lines(file), 1)
+
+
+def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
+  with open_bytes(path) as file:
+    yield from ((line, text) for line, text in enumerate(_lines(file), 1) if text.strip())
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-  """Yields lines; of one that is too long its beginning, which is too long as well."""
+  """Yields lines; of a line that is too long only a beginning that is too long as well."""
   while line := file.readline(LONGEST + 1):
     yield line
     while len(line) > LONGEST and not line.endswith(b"\n"):
       line = file.readline(LONGEST + 1)
 
 
-def _decoded(path: str, place: int, line: bytes) -> str | BadExample:
-  if len(line) > LONGEST:
-    return BadExample(path, place, _TOO_LONG)
-  try:
-    text = line.decode("utf-8")
-  except UnicodeDecodeError as error:
-    return BadExample(path, place, f"no UTF-8 at byte {error.start} ({error.reason})")
-  return BadExample(path, place, "a NUL byte") if "\0" in text else text
-
-
-def _text(path: str, layout: Layout) -> Iterator[Located]:
-  with open_bytes(path) as file:
-    if layout.text_unit == "file":
-      units: Iterator[tuple[int, bytes]] = iter([(1, file.read(LONGEST + 1))])
-    elif layout.text_unit == "paragraph":
-      units = _paragraphs(file)
-    else:
-      units = enumerate(_lines(file), start=1)
-    for place, raw in units:
-      text = _decoded(path, place, raw)
-      if isinstance(text, BadExample):
-        yield place, text
-      elif text.strip():  # empty lines are layout, not examples
-        yield place, {"text": text.strip("\r\n")}
-
-
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-  start = 1
+  start, size = 1, 0
   lines: list[bytes] = []
-  size = 0
-  for number, line in enumerate(_lines(file), start=1):
+  for number, line in enumerate(_lines(file), 1):
     if line.strip():
-      start = number if not lines else start
-      if size <= LONGEST:  # what is longer need not be whole to be refused
+      start = start if lines else number
+      if size <= LONGEST:  # a paragraph that is too long is refused, so its rest is not kept
         lines.append(line)
         size += len(line)
     elif lines:
@@ -97,89 +94,98 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     yield start, b"".join(lines)
 
 
-def _jsonl(path: str, layout: Layout) -> Iterator[Located]:
-  with open_bytes(path) as file:
-    for place, raw in enumerate(_lines(file), start=1):
-      if not raw.strip():
-        continue
-      yield place, _json_record(path, place, raw)
+def _parse_text(unit: bytes) -> Record | None:
+  """Returns None for an empty line, which is layout and not an example."""
+  text = _decode(unit)
+  return {"text": text.strip("\r\n")} if text.strip() else None
 
 
-def _json_record(path: str, place: int, raw: bytes) -> Record | BadExample:
-  text = _decoded(path, place, raw)
-  if isinstance(text, BadExample):
-    return text
+def _parse_json(unit: bytes) -> Record:
   try:
-    record = json.loads(text)
+    record = json.loads(_decode(unit))
   except (ValueError, RecursionError) as error:
-    cut = "" if raw.endswith(b"\n") else " (the file's last line has no end)"
-    return BadExample(path, place, f"no JSON: {str(error)[:80]}{cut}")
-  if isinstance(record, dict):
-    return record
-  return BadExample(path, place, f"a JSON {type(record).__name__}, not an object with columns")
+    truncated = "" if unit.endswith(b"\n") else " (the file's last line has no line break)"
+    raise _BadRecordError(f"invalid JSON: {str(error)[:80]}{truncated}") from error
+  if not isinstance(record, dict):
+    raise _BadRecordError(f"a JSON {type(record).__name__}, not an object with columns")
+  return record
 
 
-def _table(delimiter: str) -> Callable[[str, Layout], Iterator[Located]]:
-  def read(path: str, layout: Layout) -> Iterator[Located]:
+def _decode(unit: bytes) -> str:
+  if len(unit) > LONGEST:
+    raise _BadRecordError(f"more than {LONGEST >> 20} MB in one example")
+  try:
+    text = unit.decode("utf-8")
+  except UnicodeDecodeError as error:
+    reason = f"invalid UTF-8 at byte {error.start} ({error.reason})"
+    raise _BadRecordError(reason) from error
+  if "\0" in text:
+    raise _BadRecordError("a NUL byte")
+  return text
+
+
+def _table_rows(delimiter: str) -> Callable[[str, Layout], Iterator[Any]]:
+  # Distributed tsv files (GLUE's, MNLI's) contain quotes that are ordinary characters.
+  quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+
+  def read(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+    csv.field_size_limit(LONGEST)
     with open_bytes(path) as file:
       text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-      # tsv files as they are handed out (GLUE's, MNLI's) have quotes that are only characters
-      quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-      csv.field_size_limit(LONGEST)
       rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
-      names = list(layout.columns or next(rows, []))
-      for row in rows:
-        if row:
-          yield rows.line_num, _row(path, rows.line_num, names, row)
+      columns = list(layout.columns or next(rows, []))
+      yield from ((rows.line_num, (columns, row)) for row in rows if row)
 
   return read
 
 
-def _row(path: str, place: int, names: list[str], row: list[str]) -> Record | BadExample:
-  if len(row) != len(names):
-    return BadExample(path, place, f"{len(row)} columns where {len(names)} are named")
-  for value in row:
-    if "\0" in value:
-      return BadExample(path, place, "a NUL byte")
-    if any("\udc80" <= character <= "\udcff" for character in value):
-      return BadExample(path, place, "no UTF-8")
-  return dict(zip(names, row, strict=True))
+def _parse_row(unit: tuple[list[str], list[str]]) -> Record:
+  columns, row = unit
+  if len(row) != len(columns):
+    raise _BadRecordError(f"{len(row)} columns instead of {len(columns)}")
+  text = "".join(row)
+  if "\0" in text:
+    raise _BadRecordError("a NUL byte")
+  if any("\udc80" <= character <= "\udcff" for character in text):
+    raise _BadRecordError("invalid UTF-8")
+  return dict(zip(columns, row, strict=True))
 
 
-def _parquet(path: str, layout: Layout) -> Iterator[Located]:
+def _parquet_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
   from pyarrow import parquet
 
   with parquet.ParquetFile(path) as file:
-    yield from _rows(file.iter_batches(batch_size=64))
+    yield from _batch_rows(file.iter_batches(batch_size=64))
 
 
-def _arrow(path: str, layout: Layout) -> Iterator[Located]:
-  """Hugging Face's files on disk: Arrow's stream format; Arrow's file format too."""
+def _arrow_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
+  """Reads Arrow's stream format, in which Hugging Face stores datasets, or its file format."""
   import pyarrow
 
   with pyarrow.memory_map(path) as file:
-    if file.read(6) == b"ARROW1":
-      with pyarrow.ipc.open_file(file) as batches:
-        yield from _rows(batches.get_batch(i) for i in range(batches.num_record_batches))
-      return
+    is_file_format = file.read(6) == b"ARROW1"
     file.seek(0)
-    with pyarrow.ipc.open_stream(file) as stream:
-      yield from _rows(stream)
+    if is_file_format:
+      reader = pyarrow.ipc.open_file(file)
+      batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+      batches = pyarrow.ipc.open_stream(file)
+    yield from _batch_rows(batches)
 
 
-def _rows(batches: Any) -> Iterator[Located]:
-  place = 0
-  for batch in batches:
-    for record in batch.to_pylist():
-      place += 1
-      yield place, record
+def _batch_rows(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
+  return enumerate((record for batch in batches for record in batch.to_pylist()), 1)
 
 
-_READERS: dict[str, Callable[[str, Layout], Iterator[Located]]] = {
-  "text": _text,
-  "jsonl": _jsonl,
-  "csv": _table(","),
-  "tsv": _table("\t"),
-  "parquet": _parquet,
-  "arrow": _arrow,
+ReadUnits = Callable[[str, Layout], Iterator[tuple[int, Any]]]
+Parse = Callable[[Any], Record | None]
+
+# For each format, how the units of a file are read, and how a unit is parsed.
+_FORMATS: dict[str, tuple[ReadUnits, Parse]] = {
+  "text": (_text_units, _parse_text),
+  "jsonl": (_json_units, _parse_json),
+  "csv": (_table_rows(","), _parse_row),
+  "tsv": (_table_rows("\t"), _parse_row),
+  "parquet": (_parquet_rows, dict),
+  "arrow": (_arrow_rows, dict),
 }

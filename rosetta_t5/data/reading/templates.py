@@ -1,4 +1,4 @@
-"""From a record's columns to the texts of an example."""
+"""Makes the texts of an example from the columns of a record."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell them
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain unpaired ones
 
 
 def make_converter(templates: Mapping[str, str]) -> Any:
-  """Returns a function from a record to {feature: text}, or to the reason why there is none.
+  """Returns a function from a record to {feature: text}, or to the reason why it is unusable.
 
   Args:
-    templates: for each feature a column's name, or text with columns in braces: "{a} and {b}".
-      Two braces stand for one.
+    templates: for each feature the name of a column, or a text with columns in braces such as
+      "{a} and {b}", in which a literal brace is doubled.
 
   Raises:
-    ValueError: a template's braces do not match, or it names no column.
+    ValueError: the braces of a template do not match, or it contains no column.
   """
   parsed = {feature: _parse(feature, template) for feature, template in templates.items()}
   names = {
@@ -39,7 +39,7 @@ def make_converter(templates: Mapping[str, str]) -> Any:
       if "\0" in text:
         return f"a NUL character in {names[feature]}"
       if not text.isascii() and _SURROGATE.search(text):
-        return f"half a surrogate pair in {names[feature]}, which UTF-8 cannot hold"
+        return f"an unpaired surrogate in {names[feature]}, which UTF-8 cannot encode"
       fields[feature] = text
     return fields
 
@@ -47,15 +47,15 @@ def make_converter(templates: Mapping[str, str]) -> Any:
 
 
 def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
-  """Returns pairs of literal text and the column after it."""
+  """Returns pairs of literal text and the column that follows it, or None at the end."""
   if "{" not in template and "}" not in template:
     return [("", template)]
   try:
     parts = [(text, column) for text, column, _, _ in string.Formatter().parse(template)]
   except ValueError as error:
-    raise ValueError(f'{feature} = "{template}" is no template: {error}') from error
+    raise ValueError(f'{feature} = "{template}" is not a valid template: {error}') from error
   if not any(column for _, column in parts):
-    raise ValueError(f'{feature} = "{template}" names no column: write "{{text}}", say')
+    raise ValueError(f'{feature} = "{template}" contains no column, such as {{text}}')
   return parts
 
 

@@ -15,8 +15,7 @@ from rosetta_t5.data.objectives.text_objectives import (
   preprocessors,
   ul2_preprocessors,
 )
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files
-from rosetta_t5.data.reading.blocks import HashSplit
+from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout, find_files
 from rosetta_t5.data.reading.file_source import make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio

@@ -1,4 +1,4 @@
-"""Files of every kind and compression, and each way in which they are broken."""
+"""Files of every format and compression, and each way in which they can be broken."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from rosetta_t5.data.reading import (
   BadExample,
   BadExamples,
   BlockReader,
+  HashSplit,
   Layout,
   find_files,
   read_records,
   records,
 )
-from rosetta_t5.data.reading.blocks import RECORDS_A_BLOCK, HashSplit
+from rosetta_t5.data.reading.blocks import RECORDS_PER_BLOCK
 from rosetta_t5.data.reading.templates import make_converter
 
 TEXTS = [f"text {n}" for n in range(600)]
@@ -43,7 +44,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
   (tmp_path / "a.jsonl").write_bytes(JSONL)
   (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL))
   (tmp_path / "a.jsonl.xz").write_bytes(quick_xz(JSONL))
-  # two frames, as programs that append write them
+  # two frames, as programs that append to a file write them
   (tmp_path / "a.jsonl.zst").write_bytes(zst(JSONL[:5000]) + zst(JSONL[5000:]))
   (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
   (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'1,"{t}"\n' for t in TEXTS))
@@ -80,7 +81,7 @@ def test_text_units(tmp_path: pathlib.Path) -> None:
   assert texts(str(path), Layout(text_unit="file")) == ["one\ntwo\n\n\nthree"]
 
 
-def test_columns_without_a_first_line_are_named(tmp_path: pathlib.Path) -> None:
+def test_columns_of_a_file_without_a_header_are_named_by_the_layout(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.csv"
   path.write_text('1,"a, b"\n')
   ((_, record),) = read_records(str(path), Layout(columns=("id", "text")))
@@ -90,13 +91,13 @@ def test_columns_without_a_first_line_are_named(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
   ("line", "reason"),
   [
-    (b'{"text": "cut', "no JSON: .*no end"),
+    (b'{"text": "cut', "invalid JSON: .*no line break"),
     (b'["text"]\n', "a JSON list, not an object"),
-    (b'{"text": "\xff"}\n', "no UTF-8 at byte 10"),
+    (b'{"text": "\xff"}\n', "invalid UTF-8 at byte 10"),
     (b'{"text": "a\0b"}\n', "a NUL byte"),
   ],
 )
-def test_a_broken_line_is_told_with_its_place_and_the_rest_is_read(
+def test_a_broken_line_is_reported_with_its_number_and_the_rest_is_read(
   tmp_path: pathlib.Path, line: bytes, reason: str
 ) -> None:
   path = tmp_path / "a.jsonl"
@@ -109,11 +110,11 @@ def test_a_broken_line_is_told_with_its_place_and_the_rest_is_read(
 def test_a_row_with_too_few_columns_or_no_utf8_is_bad(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.csv"
   path.write_bytes(b"a,text\n1,x\n1\n2,\xff\n3,y\n")
-  assert [b.reason for b in bad(path)] == ["1 columns where 2 are named", "no UTF-8"]
+  assert [b.reason for b in bad(path)] == ["1 columns instead of 2", "invalid UTF-8"]
 
 
 @pytest.mark.parametrize("pack", [zst, gzip.compress, quick_xz])
-def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
+def test_a_truncated_file_yields_its_complete_records_and_reports_where_it_ends(
   tmp_path: pathlib.Path, pack: object
 ) -> None:
   ending = {zst: "zst", gzip.compress: "gz", quick_xz: "xz"}[pack]  # type: ignore[index]
@@ -125,11 +126,11 @@ def test_a_file_that_is_cut_off_gives_what_is_whole_and_says_where_it_ends(
   assert len(records) > 1000
   last = records[-1][1]
   assert isinstance(last, BadExample)
-  assert "breaks off" in last.reason or "no JSON" in last.reason
+  assert "damaged" in last.reason or "invalid JSON" in last.reason
 
 
 class InParts(io.BytesIO):
-  """A file that refuses to be read whole."""
+  """A file that fails when it is read without a limit."""
 
   def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
     assert size is not None
@@ -142,34 +143,34 @@ class InParts(io.BytesIO):
     return super().read(size)
 
   def __next__(self) -> bytes:
-    raise AssertionError("lines of any length are read")
+    raise AssertionError("lines must be read with a limit")
 
 
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
-def test_an_endless_document_is_bad_and_is_not_read_into_memory(
+def test_a_huge_document_is_bad_and_is_not_read_into_memory(
   tmp_path: pathlib.Path, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(records, "LONGEST", 100)
-  monkeypatch.setattr(records, "_TOO_LONG", "too long")
+  too_long = "more than 0 MB in one example"
   in_parts = pytest.MonkeyPatch()
   in_parts.setattr(records, "open_bytes", lambda path: InParts(pathlib.Path(path).read_bytes()))
   path = tmp_path / "a.txt"
   path.write_text("before\n\n" + "x" * 1000 + "\nmore" * 50 + "\n\nafter\n")
   found = [record for _, record in read_records(str(path), Layout(text_unit=unit))]
   reasons = [record.reason for record in found if isinstance(record, BadExample)]
-  assert reasons == ["too long"]
+  assert reasons == [too_long]
   if unit != "file":
     assert [found[0], found[-1]] == [{"text": "before"}, {"text": "after"}]
   lines = tmp_path / "a.jsonl"
   lines.write_text('{"text": "a"}\n{"text": "' + "x" * 500 + '"}\n{"text": "b"}\n')
   first, long, last = (record for _, record in read_records(str(lines)))
   assert (first, last) == ({"text": "a"}, {"text": "b"})
-  assert str(long) == f"{lines}, line 2: too long"
+  assert str(long) == f"{lines}, line 2: {too_long}"
   in_parts.undo()
   table = tmp_path / "a.csv"
   table.write_text(f"id,text\n1,a\n2,{'x' * 500}\n")
   (broken,) = bad(table)
-  assert "breaks off here: field larger than field limit (100)" in broken.reason
+  assert "damaged here: field larger than field limit (100)" in broken.reason
 
 
 def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> None:
@@ -177,7 +178,7 @@ def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> No
   parquet.write_table(pyarrow.table({"text": TEXTS}), path)
   path.write_bytes(path.read_bytes()[:-50])
   (found,) = bad(path)
-  assert "breaks off" in found.reason
+  assert "damaged" in found.reason
 
 
 def reader(policy: str = "skip", column: str = "text", **options: object) -> BlockReader:
@@ -193,13 +194,13 @@ def test_blocks_are_the_same_in_any_order(folder: pathlib.Path) -> None:
   in_order = reader()
   blocks = [in_order.read(path, block) for block in range(3)]
   assert [more for _, more in blocks] == [True, True, False]
-  assert [len(examples) for examples, _ in blocks] == [RECORDS_A_BLOCK, RECORDS_A_BLOCK, 88]
+  assert [len(examples) for examples, _ in blocks] == [RECORDS_PER_BLOCK, RECORDS_PER_BLOCK, 88]
   again = reader()
   for block in (2, 0, 1, 0):
     assert again.read(path, block) == blocks[block]
 
 
-def test_the_hash_splits_without_overlap_and_by_content(folder: pathlib.Path) -> None:
+def test_the_hash_split_has_no_overlap_and_depends_on_the_content(folder: pathlib.Path) -> None:
   train, held_out = (
     [e["text"] for e in reader(split=HashSplit(10, part)).examples(str(folder / "a.jsonl"))]
     for part in (False, True)
@@ -218,32 +219,32 @@ def test_bad_examples_are_counted_by_reason(tmp_path: pathlib.Path) -> None:
   of_file = reader()
   assert [e["text"] for e in of_file.examples(str(path))] == ["a"]
   assert of_file.bad_examples.counts["text is empty"] == 2
-  assert of_file.bad_examples.total == 4
+  assert of_file.bad_examples.counts.total() == 4
   assert "4 bad examples left out (2 × text is empty" in of_file.bad_examples.summary()
 
 
-def test_a_bad_example_is_counted_once_however_often_its_file_is_read(
+def test_a_bad_example_is_counted_once_when_its_file_is_read_repeatedly(
   tmp_path: pathlib.Path,
 ) -> None:
-  before = BadExamples.left_out_so_far()
+  before = BadExamples.total_in_process()
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "a"}\n{"text": ""}\n{"body": 1}\n')
   of_file = reader()
   for _ in range(3):
     list(of_file.examples(str(path)))
-  assert of_file.bad_examples.total == 2
-  assert BadExamples.left_out_so_far() == before + 2
+  assert of_file.bad_examples.counts.total() == 2
+  assert BadExamples.total_in_process() == before + 2
 
 
 def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "a"}\nnot json\n')
-  with pytest.raises(ValueError, match=r'a\.jsonl, line 2: no JSON.*on_bad_example = "skip"'):
+  with pytest.raises(ValueError, match=r'a\.jsonl, line 2: invalid JSON.*on_bad_example = "skip"'):
     list(reader("refuse").examples(str(path)))
 
 
-def test_a_file_without_one_good_example_stops_at_once(folder: pathlib.Path) -> None:
-  text = r"Not one of the 600 records of .*a\.jsonl .*line 1: no column 'body' among 'text', 'meta'"
+def test_a_file_without_any_good_example_is_refused(folder: pathlib.Path) -> None:
+  text = r"None of the 600 records of .*a\.jsonl .*line 1: no column 'body' among 'text', 'meta'"
   with pytest.raises(ValueError, match=text):
     list(reader(column="body").examples(str(folder / "a.jsonl")))
 
@@ -255,16 +256,18 @@ def test_templates() -> None:
   assert convert({"title": " ", "body": None}) == "title and body is empty"
   assert convert({"title": "", "body": "b"}) == {"text": ": b {}"}
   assert make_converter({"targets": "story"})({"story": "a\0"}) == "a NUL character in story"
-  with pytest.raises(ValueError, match="names no column"):
+  with pytest.raises(ValueError, match="contains no column"):
     make_converter({"text": "{{}}"})
-  with pytest.raises(ValueError, match="is no template"):
+  with pytest.raises(ValueError, match="is not a valid template"):
     make_converter({"text": "{title"})
 
 
-def test_files_that_are_not_there_are_refused_with_what_is(tmp_path: pathlib.Path) -> None:
+def test_a_missing_file_is_refused_and_the_folders_files_are_listed(tmp_path: pathlib.Path) -> None:
   (tmp_path / "b.jsonl").write_text("")
-  with pytest.raises(ValueError, match=r"There is no file .*a\.jsonl.* holds b\.jsonl"):
+  with pytest.raises(ValueError, match=r"There is no file .*a\.jsonl.* contains b\.jsonl"):
     find_files(str(tmp_path / "a.jsonl"))
   (tmp_path / "b.xml").write_text("")
-  with pytest.raises(ValueError, match=r"cannot be told from its name: .*\.parquet.*Set format"):
+  with pytest.raises(
+    ValueError, match=r"cannot be inferred from its name: .*\.parquet.*Set the format"
+  ):
     list(read_records(str(tmp_path / "b.xml")))
