@@ -71,7 +71,7 @@ def ckpt(arguments: Sequence[str]) -> int:
 
 def vocab(arguments: Sequence[str]) -> int:
   """Train a vocabulary on your text, or look at one: vocab train --input GLOB --out FILE."""
-  from rosetta_t5.data.vocabularies.vocabulary_training import main as run_vocab
+  from rosetta_t5.data.vocabularies.vocab_command import main as run_vocab
 
   return run_vocab(arguments)
 

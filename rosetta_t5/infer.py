@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.data.pipeline.inference_chunks import InferenceData
+from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.result_chunks import COMPLETED, ChunkFolder, FailFastThreadPoolExecutor

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.data.pipeline.feed_source import feed_source
+from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
@@ -66,7 +66,7 @@ def precompile(
     name: jax.ShapeDtypeStruct(
       (layout.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
     )
-    for name, x in feed_source(dataset).element_spec.items()
+    for name, x in as_batch_iterator(dataset).element_spec.items()
   }
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=model.optimizer_def,

@@ -12,7 +12,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import start_importing
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_in_background
 from rosetta_t5.inference.infilling import fill_blanks
 
 GIN_FILE = "gin/examples/quickstart.gin"
@@ -72,7 +72,7 @@ def _train(options: Sequence[str]) -> int:
   with subprocess.Popen([sys.executable, *command]) as training:
     # Needed once training has ended, and free now: the command is busy with the same import, on
     # one core. Not before the command starts, which would inherit the import's muted stderr.
-    importing = start_importing()
+    importing = import_in_background()
     try:
       status = training.wait()
     except KeyboardInterrupt:

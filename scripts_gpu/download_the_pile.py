@@ -7,7 +7,7 @@ python scripts_gpu/download_the_pile.py --data_dir DIR  look at a copy: which fi
 
 import sys
 
-from rosetta_t5.data.local_files.pile_copy import main
+from rosetta_t5.data.local_files.dataset_copies import check_pile
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(check_pile())

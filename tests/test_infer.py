@@ -166,9 +166,9 @@ def test_predictions_with_aux_are_text_and_numbers(run, tmp_path):
   ("arguments", "text"),
   [
     ({"mode": "predictions"}, "infer.mode = 'predictions' does not exist: set one of predict, sco"),
-    ({"shard_id": 2, "num_shards": 2}, "shard_id = 2 does not exist among infer.num_shards = 2"),
+    ({"shard_id": 2, "num_shards": 2}, r"infer\.shard_id must be between 0 and 1 .*, got 2"),
     ({"dataset": {"split": "tests"}}, f"The task '{TASK}' has no split 'tests'"),
-    ({"dataset": {"task_feature_lengths": {"inputs": 9}}}, "gives no length for 'targets'"),
+    ({"dataset": {"task_feature_lengths": {"inputs": 9}}}, "has no length for 'targets'"),
     ({"restore": {"path": "nowhere"}}, "nowhere is not a checkpoint"),
     ({"restore": {"path": "nowhere", "mode": "latest"}}, "no checkpoint to infer with in nowhere"),
   ],

@@ -158,7 +158,7 @@ def test_too_few_examples_and_a_missing_checkpoint_are_told(model, tmp_path):
 
 def test_examples_of_another_kind_are_told(model):
   tokenize = default_preprocessors()[:1]
-  with pytest.raises(ValueError, match=r"an example is a text, or .* one with \['inputs'\]"):
+  with pytest.raises(ValueError, match=r"an example must be a text or .* one with \['inputs'\]"):
     model.score([{"inputs": "x"}])
   with pytest.raises(ValueError, match="the feature 'inputs' is string of rank 0, and not int32"):
     get_dataset_from_natural_text_examples(EXAMPLES, [], LENGTHS, model.features)
@@ -178,7 +178,7 @@ def test_batches_are_taken_from_tasks():
     "pairs_in_batches", "test", 1, 1, get_pretokenized_examples=False, shuffle=False
   )
   assert tokens["target"] == [*byte_vocabulary().encode(PAIRS[0][1]), 1]
-  with pytest.raises(ValueError, match=r"3 batches of 4 examples were asked for.* has 11 examples"):
+  with pytest.raises(ValueError, match=r"3 batches of 4 examples were requested.* has 11 examples"):
     get_batches_from_seqio("pairs_in_batches", "test", 4, 3)
   import_seqio().TaskRegistry.remove("pairs_in_batches")
 

@@ -148,7 +148,7 @@ def test_finished_run_says_so_and_trains_no_further(finished):
 BAD_INPUT = {
   "unknown task": (
     "MIXTURE_OR_TASK_NAME='run_uper_case'",
-    r"no SeqIO task or mixture 'run_uper_case' \(MIXTURE_OR_TASK_NAME\); near it: 'run_upper_case'",
+    r"no SeqIO task or mixture 'run_uper_case' \(MIXTURE_OR_TASK_NAME\)\. Similar names: 'run_upper_case'",
   ),
   "unknown split": (
     "train/utils.DatasetConfig.split='training'",
@@ -156,7 +156,7 @@ BAD_INPUT = {
   ),
   "task without examples": (
     "MIXTURE_OR_TASK_NAME='run_without_examples'",
-    r"No example comes out of the split 'train' .*'run_without_examples'",
+    r"There are no examples in the split 'train' .*'run_without_examples'",
   ),
   "task without a cache": (
     "USE_CACHED_TASKS=True",

@@ -1,4 +1,4 @@
-"""Data: tasks and mixtures of SeqIO as batches on the devices. TensorFlow is imported on first use."""
+"""Data: SeqIO's tasks and mixtures as batches on the devices. TensorFlow is imported on first use."""
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
 from rosetta_t5.data.pipeline.datasets import (
@@ -15,7 +15,7 @@ from rosetta_t5.data.pipeline.feed import (
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
 from rosetta_t5.data.tasks.file_task import file_task
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import start_importing
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_in_background
 from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,

@@ -1,4 +1,4 @@
-"""What a run says about its data: `DatasetConfig`, its seed, and the module that defines its task."""
+"""The data of a run: `DatasetConfig`, its seed, and the import of the module that defines its task."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-  """A SeqIO task or mixture, and how a run reads it. T5X's fields and defaults.
+  """A SeqIO task or mixture, and how a run reads it, with T5X's fields and defaults.
 
-  Change one with `dataclasses.replace`. Example:
+  Use `dataclasses.replace` to change a field. Example:
 
     DatasetConfig("squad_v010_allanswers", {"inputs": 512, "targets": 64}, split="train",
                   batch_size=128, shuffle=True, seed=None)
 
   Attributes:
-    mixture_or_task_name: registered name, or the `seqio.Task` or `seqio.Mixture` itself.
+    mixture_or_task_name: a registered name, or the `seqio.Task` or `seqio.Mixture` itself.
     task_feature_lengths: tokens of each feature of the task, e.g. {"inputs": 512, "targets": 128}.
     split: the task's split, e.g. "train".
-    batch_size: examples in a batch of the whole run, over all hosts.
-    shuffle: whether files and examples are shuffled.
-    seed: of shuffling and of random preprocessing; None draws one (see `resolve_seed`).
-    use_cached: read the task's offline cache (SeqIO's cache folders).
-    pack: put several short examples into one sequence.
-    use_custom_packing_ops: pack with tensor2tensor's compiled operation, where it is installed.
-    module: imported first, to register the task.
-    use_memory_cache: keep evaluation data in memory.
-    trim_output_features: cut features to their lengths.
+    batch_size: examples in a global batch, over all hosts.
+    shuffle: whether to shuffle files and examples.
+    seed: the seed of shuffling and of random preprocessing; None draws one (see `resolve_seed`).
+    use_cached: whether to read the task's offline cache (SeqIO's cache folders).
+    pack: whether to put several short examples into one sequence.
+    use_custom_packing_ops: whether to pack with tensor2tensor's compiled operation, if installed.
+    module: a module to import first, which registers the task.
+    use_memory_cache: whether to keep evaluation data in memory.
+    trim_output_features: whether to truncate features to their lengths.
     runtime_preprocessors: dataset → dataset, applied between the task and the feature converter.
-    num_prefetch_threads: for providers other than SeqIO's; SeqIO chooses by itself.
-    num_workers: the same.
+    num_prefetch_threads: threads for prepared data; SeqIO chooses its own number.
+    num_workers: processes for prepared data.
   """
 
   mixture_or_task_name: str | seqio.Task | seqio.Mixture
@@ -59,7 +59,7 @@ class DatasetConfig:
 
   @property
   def name(self) -> str:
-    """The task's or mixture's name, however it was given."""
+    """The name of the task or mixture."""
     given = self.mixture_or_task_name
     return given if isinstance(given, str) else given.name
 
@@ -68,7 +68,7 @@ def import_module(module: str) -> Any:
   """Imports the module that registers a run's task.
 
   Raises:
-    ValueError: there is no such module. An error inside the module is passed on as it is.
+    ValueError: the module does not exist. Errors inside the module are raised unchanged.
   """
   try:
     return importlib.import_module(module)
@@ -78,18 +78,16 @@ def import_module(module: str) -> Any:
     raise ValueError(
       f"There is no Python module '{error.name}' to import the task from: {module!r} was given as "
       "DatasetConfig.module (MIXTURE_OR_TASK_MODULE in T5X's recipes). Name a module that Python "
-      "finds, e.g. with PYTHONPATH set to its folder."
+      "finds, e.g. by adding its folder to PYTHONPATH."
     ) from error
 
 
 def resolve_seed(cfg: DatasetConfig, stored: int | None = None) -> int:
-  """The seed of a dataset: the config's, else the stored one, else one drawn from the clock.
+  """Returns the seed of a dataset: the config's, else the stored one, else one drawn from the clock.
 
-  A run with `seed=None` stores what was drawn in its checkpoints and passes it back here, so that
-  a restart shuffles as before. All processes draw the same.
+  A run with `seed=None` stores the drawn seed in its checkpoints and passes it back here, so that a
+  restart shuffles in the same order. All processes draw the same seed.
   """
   if cfg.seed is not None:
     return int(cfg.seed)
-  if stored is not None:
-    return int(stored)
-  return draw_seed()
+  return draw_seed() if stored is None else int(stored)

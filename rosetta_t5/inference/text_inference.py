@@ -9,11 +9,8 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.data.pipeline.text_examples import (
-  Example,
-  get_dataset_from_natural_text_examples,
-  in_chunks,
-)
+from rosetta_t5.data.pipeline.inference_data import iterate_chunks
+from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
@@ -108,7 +105,7 @@ class TextInference:
     inferences: list[tuple[Mapping[str, Any], Any]] = []
     all_aux: dict[str, Any] = {}
     datasets = self.datasets(examples, preprocessors)
-    for number, task_ds, model_ds in in_chunks(*datasets, self._batch_size):
+    for number, task_ds, model_ds in iterate_chunks(*datasets, self._batch_size):
       rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
       result = infer_fn(model_ds.enumerate(), train_state, rng)
       pairs, aux = result if isinstance(result, tuple) else (result, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rosetta_t5.data.pipeline.providers import find_provider
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 
 Rows = list[tuple[str, str]]
 
@@ -27,7 +27,7 @@ def data_rows(plan: Any) -> Rows:
   datasets = {use: plan[argument] for argument, use in _DATASETS.items() if plan[argument]}
   rows = [(use, _dataset_text(cfg)) for use, cfg in datasets.items()]
   for cfg in datasets.values():
-    find_provider(cfg)
+    find_task_or_mixture(cfg)
   _check_vocabulary_file(getattr(plan["model"], "input_vocabulary", None))
   return rows
 

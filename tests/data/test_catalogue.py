@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-  """What a test registers is gone after it, and it sees no data but its own."""
-  registry = import_seqio().TaskRegistry
-  monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+def own_data_folder(
+  isolated_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+  """Each test sees no data but its own."""
   monkeypatch.setenv(VARIABLE, str(tmp_path))
   monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -30,7 +31,12 @@ def theirs() -> Any:
   return pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
 
 
-def texts(function: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def texts(convert: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """What a text format of ours makes of the examples."""
+  return preprocessed(catalogue.map_examples(convert), examples)
+
+
+def preprocessed(function: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   stacked = {key: [example[key] for example in examples] for key in examples[0]}
   if len(examples) == 1:
     dataset = import_tensorflow().data.Dataset.from_tensors(examples[0])
@@ -40,7 +46,8 @@ def texts(function: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def assert_same(ours: Any, expected: Any, examples: Sequence[dict[str, Any]]) -> None:
-  for a, b in zip(texts(ours, examples), texts(expected, examples), strict=True):
+  pairs = zip(texts(ours, examples), preprocessed(expected, examples), strict=True)
+  for a, b in pairs:
     assert {k: v.tolist() if hasattr(v, "tolist") else v for k, v in a.items()} == {
       k: v.tolist() if hasattr(v, "tolist") else v for k, v in b.items()
     }
@@ -67,19 +74,19 @@ def test_squad_translation_and_summary_texts_are_t5s(theirs: Any) -> None:
     "context": "It is\n100%, U.S.-made; no?",
     "answers": {"text": ["a dog.", "the  dog"]},
   }
-  assert_same(text_formats.squad(), theirs.squad, [question])
+  assert_same(text_formats.squad, theirs.squad, [question])
   pair = {"de": "Das ist gut.", "en": "That is good.", "ro": "Bun."}
   for target in ("de", "ro"):
-    ours = text_formats.translate("en", target)
+    ours = functools.partial(text_formats.translate, source="en", target=target)
     assert_same(ours, lambda ds, t=target: theirs.translate(ds, "en", t), [pair])
   article = {"article": "Long . Text .", "highlights": "Short ."}
-  ours = text_formats.summarize("article", "highlights")
+  ours = functools.partial(text_formats.summarize, article="article", summary="highlights")
   expected = lambda ds: theirs.summarize(ds, "article", "highlights")  # noqa: E731
   assert_same(ours, expected, [article])
 
 
 def test_lambada_asks_for_the_last_word() -> None:
-  (example,) = texts(text_formats.last_word(), [{"text": 'He said:\n"Go home, Bob'}])
+  (example,) = texts(text_formats.last_word, [{"text": 'He said:\n"Go home, Bob'}])
   assert example == {"inputs": b'He said:\n"Go home, <extra_id_0>', "targets": b"Bob"}
 
 
@@ -102,14 +109,16 @@ def test_a_known_task_takes_another_vocabulary(tmp_path: pathlib.Path) -> None:
   assert example["inputs"].numpy().tolist() == [byte + 3 for byte in b"Go"]
   assert example["targets"].numpy().tolist() == [byte + 3 for byte in b" home"]
   with pytest.raises(
-    ValueError, match=r"'lambada_evil' is no known task \(did you mean 'lambada_eval'"
+    ValueError,
+    match=r"known_task\.name must be one of .*'lambada_evil' \(did you mean 'lambada_eval'",
   ):
     catalogue.known_task("lambada_evil", seqio.ByteVocabulary())
 
 
 def test_postprocessing() -> None:
-  to_class = postprocessing.label_to_class(["no", "yes"])
-  assert [to_class(text) for text in ("yes", "no", "maybe")] == [1, 0, -1]
+  labels = ["no", "yes"]
+  classes = [postprocessing.label_to_class(text, labels) for text in ("yes", "no", "maybe")]
+  assert classes == [1, 0, -1]
   assert [postprocessing.string_to_float(text) for text in ("3.4", "x")] == [3.4, -1.0]
   example = {"answers": [b"a", b"b"]}
   assert postprocessing.answers("a", example=example, is_target=True) == ["a", "b"]
@@ -142,15 +151,22 @@ def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
   assert example["answers"]["text"].tolist() == [b"Ann", b"Ann B."]
 
 
-def test_the_folder_of_the_command_line_comes_first_whatever_the_others_hold(
-  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def folder_of_the_command_line(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """What --tfds_data_dir names."""
+  import_seqio().set_tfds_data_dir_override(str(tmp_path / "mine"))
+  yield tmp_path / "mine"
+  import_seqio().set_tfds_data_dir_override(None)
+
+
+def test_the_folder_of_the_command_line_is_searched_before_all_others(
+  tmp_path: pathlib.Path, folder_of_the_command_line: pathlib.Path
 ) -> None:
   recipe = catalogue.TASKS["squad_v010_allanswers"]
   made = tmp_path / recipe.tfds.replace(":", "/")
   made.mkdir(parents=True)
   (made / "dataset_info.json").write_text("{}")
-  write_squad(tmp_path / "mine")
-  monkeypatch.setattr(import_seqio().utils, "_TFDS_DATA_DIR_OVERRIDE", str(tmp_path / "mine"))
+  write_squad(folder_of_the_command_line)
   source = catalogue.make_source("squad", recipe)
   assert list(source.splits) == ["validation"]  # as of the file; TFDS would be asked for its own
 
@@ -163,7 +179,7 @@ def test_mnlis_gold_labels_become_classes_and_undecided_ones_are_left_out(
   (tmp_path / "glue/mnli/dev_matched.tsv").write_text("\n".join(rows))
   recipe = catalogue.TASKS["glue_mnli_v2"]
   source = catalogue.make_source("mnli", recipe)
-  dataset = recipe.text_format(source.get_dataset("validation_matched", shuffle=False))
+  dataset = source.get_dataset("validation_matched", shuffle=False).map(recipe.text_format)
   (example,) = dataset.as_numpy_iterator()
   assert example["inputs"] == b'mnli hypothesis: A "person. premise: A man.'
   assert example["targets"] == b"entailment"
@@ -200,7 +216,7 @@ def test_a_tfds_folder_is_read_as_it_is_whatever_its_names_case(tmp_path: pathli
 def test_a_later_registration_under_a_known_name_replaces_ours() -> None:
   seqio = import_seqio()
   seqio.TaskRegistry.remove("squad_v010_allanswers")
-  assert catalogue.register("squad_v010_allanswers")
+  catalogue.register("squad_v010_allanswers")
   ours = seqio.TaskRegistry.get("squad_v010_allanswers")
   feature = seqio.Feature(seqio.ByteVocabulary())
 
@@ -214,7 +230,7 @@ def test_a_later_registration_under_a_known_name_replaces_ours() -> None:
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
   with pytest.raises(ValueError, match="duplicate"):  # that one is not ours to replace
     seqio.TaskRegistry.add("squad_v010_allanswers", **options, output_features={"targets": feature})
-  assert catalogue.register("squad_v010_allanswers")  # nor by ourselves
+  catalogue.register("squad_v010_allanswers")  # nor by ourselves
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
   del other
 
@@ -224,21 +240,17 @@ def test_t5s_own_tasks_come_before_and_after_ours(theirs: Any) -> None:
   import sys
 
   seqio = import_seqio()
-  for name in list(catalogue.TASKS):
-    seqio.TaskRegistry.remove(name)
-  mixtures = seqio.MixtureRegistry._REGISTRY
-  before = dict(mixtures)
+  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+    for name in list(registry.names()):
+      registry.remove(name)
   catalogue.register("glue_mnli_v002")
   saved = {n: sys.modules.pop(n) for n in ("t5.data.tasks", "t5.data.mixtures") if n in sys.modules}
-  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
-    registry._REGISTRY = {n: p for n, p in registry._REGISTRY.items() if n == "glue_mnli_v002"}
   try:
     importlib.import_module("t5.data.mixtures")
-    assert catalogue.register("squad_v010_allanswers")
+    catalogue.register("squad_v010_allanswers")
     task = seqio.TaskRegistry.get("squad_v010_allanswers")
     assert isinstance(task.source, seqio.TfdsDataSource)  # theirs was there first, and stays
   finally:
-    seqio.MixtureRegistry._REGISTRY = before
     for n in ("t5.data.tasks", "t5.data.mixtures"):
       sys.modules.pop(n, None)
     sys.modules.update(saved)

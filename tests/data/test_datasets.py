@@ -60,7 +60,7 @@ def test_each_shard_gets_its_part_of_the_batch(
 def test_a_batch_size_that_does_not_divide_is_refused_with_near_ones(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  with pytest.raises(ValueError, match=r"batch size 7 .* 3 data shards: set BATCH_SIZE .*6 or 9"):
+  with pytest.raises(ValueError, match=r"BATCH_SIZE .* multiple of 3, .* got 7 .*Set it to 6 or 9"):
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 
 
@@ -148,8 +148,8 @@ def test_a_missing_split_is_refused_with_those_there_are(
 @pytest.mark.parametrize(
   ("lengths", "text"),
   [
-    ({"inputs": 8}, r"gives no length for 'targets'.*'inputs': 8, 'targets': 512"),
-    (None, r"gives no length for 'inputs' and gives no length for 'targets'"),
+    ({"inputs": 8}, r"has no length for 'targets'.*'inputs': 8, 'targets': 512"),
+    (None, r"has no length for 'inputs' and has no length for 'targets'"),
     ({"inputs": 8, "targets": 8, "target": 8}, r"names 'target', which the model does not read"),
   ],
 )
@@ -164,7 +164,7 @@ def test_a_task_that_drops_every_example_is_refused_instead_of_searched_forever(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   name = add_task(LINES, preprocessors=[lambda dataset: dataset.filter(lambda _: False)])
-  with pytest.raises(ValueError, match=rf"No example comes out of the split 'train' .*'{name}'"):
+  with pytest.raises(ValueError, match=rf"There are no examples in the split 'train' .*'{name}'"):
     get_dataset(config(name), 0, 1, converter)
 
 
@@ -214,7 +214,7 @@ def test_a_mixture_with_an_empty_task_is_refused_by_the_tasks_name(
   add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
 ) -> None:
   mixture = add_mixture("mixture_of_tests", [add_task(LINES), add_task([], name="nothing_in_it")])
-  with pytest.raises(ValueError, match=r"No example comes out of .* task 'nothing_in_it'"):
+  with pytest.raises(ValueError, match=r"There are no examples in .* task 'nothing_in_it'"):
     get_dataset(config(mixture), 0, 1, converter)
 
 

@@ -149,21 +149,21 @@ def test_data_without_a_full_batch_is_refused(
 
 
 def test_an_empty_iterable_is_refused(make_feed: Callable[..., ShardedDatasetIterator]) -> None:
-  with pytest.raises(ValueError, match="iterable is empty"):
+  with pytest.raises(ValueError, match="iterable has no batch"):
     make_feed([])
 
 
 def test_batches_of_another_size_are_refused(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
-  with pytest.raises(ValueError, match=r"'x' has the shape \(4, 2\).*reads 8 examples a batch"):
+  with pytest.raises(ValueError, match=r"'x' has the shape \(4, 2\).*reads 8 examples per batch"):
     make_feed(counting(batch_size=4))
 
 
-def test_something_that_is_no_data_is_refused(
+def test_an_object_that_is_not_a_dataset_is_refused(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
-  with pytest.raises(ValueError, match=r"returned int\. It must return a tf\.data\.Dataset"):
+  with pytest.raises(ValueError, match=r"must return a tf\.data\.Dataset.*, got int"):
     make_feed(3)
 
 

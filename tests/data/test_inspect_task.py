@@ -101,12 +101,11 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   tmp_path: pathlib.Path,
   capsys: pytest.CaptureFixture[str],
   monkeypatch: pytest.MonkeyPatch,
+  isolated_registries: None,
 ) -> None:
   first = str(tmp_path / "0.jsonl")
   (tmp_path / "inspected_task.py").write_text(TASK.format(model=model, files=first, held_out=first))
   monkeypatch.syspath_prepend(str(tmp_path))
-  registry = import_seqio().TaskRegistry
-  monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
   arguments = ["inspected", "--module", "inspected_task", "--lengths", "inputs=64,targets=8"]
   assert main([*arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"]) == 1
   text = capsys.readouterr().out

@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow
 import pytest
 
-from rosetta_t5.data.local_files import lambada_copy, pile_copy
+from rosetta_t5.data.local_files.dataset_copies import check_pile, install_lambada
 from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies import gpt2_vocabulary
+from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
-from rosetta_t5.data.vocabularies.vocabulary_training import main as vocab
+from rosetta_t5.data.vocabularies.vocab_command import main as vocab
 
 T5 = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
@@ -138,20 +138,20 @@ def pile(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_a_whole_copy_of_the_pile_is_indexed(
   pile: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  assert pile_copy.main(["--data_dir", str(pile.parent), "--full"]) == 0
-  assert f"Nothing is wrong. Train with --tfds_data_dir={pile.parent}" in capsys.readouterr().out
+  assert check_pile(["--data_dir", str(pile.parent), "--full"]) == 0
+  assert f"No problems found. Train with --tfds_data_dir={pile.parent}" in capsys.readouterr().out
   index = json.loads((pile / "index.json").read_text())
   facts = index["files"][str(pile / "train/07.jsonl.zst")]
   assert facts["examples_read"] == 20
   assert facts["subsets"] == {"Books3": 20}
 
 
-def test_a_broken_copy_of_the_pile_is_told(
+def test_a_broken_copy_of_the_pile_is_reported(
   pile: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   (pile / "train/03.jsonl.zst").unlink()
   (pile / "test.jsonl.zst").write_bytes((pile / "val.jsonl.zst").read_bytes()[:30])
-  assert pile_copy.main(["--data_dir", str(pile.parent)]) == 1
+  assert check_pile(["--data_dir", str(pile.parent)]) == 1
   text = capsys.readouterr().out
   assert "1 of the 30 training shards are missing: 03.jsonl.zst" in text
   assert "test.jsonl.zst: line" in text
@@ -160,7 +160,7 @@ def test_a_broken_copy_of_the_pile_is_told(
 def test_without_a_copy_the_script_says_that_the_public_one_is_gone(
   tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  assert pile_copy.main(["--data_dir", str(tmp_path)]) == 1
+  assert check_pile(["--data_dir", str(tmp_path)]) == 1
   text = capsys.readouterr().out
   assert "gone since 2023" in text
   assert "c4_v220_span_corruption" in text
@@ -171,8 +171,8 @@ def test_lambadas_file_is_checked_and_put_in_its_place(
 ) -> None:
   path = tmp_path / "x.jsonl"
   path.write_text('{"text": "a b"}\n' * 5153)
-  assert lambada_copy.main(["--file", str(path), "--data_dir", str(tmp_path / "d")]) == 0
+  assert install_lambada(["--file", str(path), "--data_dir", str(tmp_path / "d")]) == 0
   assert (tmp_path / "d/lambada/lambada_test.jsonl").read_text() == path.read_text()
   path.write_text('{"text": "a b"}\n' * 5)
-  assert lambada_copy.main(["--file", str(path), "--data_dir", str(tmp_path / "d")]) == 1
+  assert install_lambada(["--file", str(path), "--data_dir", str(tmp_path / "d")]) == 1
   assert "it has 5 lines, not 5153" in capsys.readouterr().out

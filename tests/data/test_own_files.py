@@ -20,12 +20,7 @@ WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 LENGTHS = {"inputs": 32, "targets": 32}
 
 
-@pytest.fixture(autouse=True)
-def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Tasks are gone after each test."""
-  seqio = import_seqio()
-  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+pytestmark = pytest.mark.usefixtures("isolated_registries")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,9 @@ def test_causal_targets_hold_whole_documents_each_ended(pattern: str, vocabulary
   assert all(len(e["targets"]) == 32 for e in found[:-2])
 
 
-def test_ul2_tells_its_modes_and_mixes_all_denoisers(pattern: str, vocabulary: Any) -> None:
+def test_ul2_puts_its_modes_before_the_inputs_and_mixes_all_denoisers(
+  pattern: str, vocabulary: Any
+) -> None:
   name = file_task(pattern, vocabulary=vocabulary, objective="ul2")
   seqio = import_seqio()
   assert len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) == 7
@@ -165,23 +162,23 @@ def test_the_same_arguments_give_the_same_task_and_others_under_its_name_are_ref
   assert file_task(pattern, vocabulary=vocabulary) == name
   assert file_task(pattern, vocabulary=vocabulary, objective="prefix_lm") != name
   file_task(pattern, vocabulary=vocabulary, name="mine")
-  with pytest.raises(ValueError, match="a task 'mine' already, made with other arguments"):
+  with pytest.raises(ValueError, match="task 'mine' already exists with other arguments"):
     file_task(pattern, vocabulary=vocabulary, name="mine", text="title")
 
 
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"objective": "spans"}, r"objective = 'spans' is none of span_corruption, prefix_lm"),
+    ({"objective": "spans"}, r"objective must be one of span_corruption, prefix_lm.*, got 'spans'"),
     ({"inputs": "title"}, r"or set objective = 'seq2seq'"),
     ({"objective": "seq2seq"}, r"needs file_task\.inputs and file_task\.targets"),
-    ({"metrics": ["bluu"]}, r"'bluu' is none of accuracy, bleu"),
+    ({"metrics": ["bluu"]}, r"metrics must be among accuracy, bleu, .*, got 'bluu'"),
     ({"on_bad_example": "stop"}, r"on_bad_example must be one of skip, refuse, got 'stop'"),
     ({"format": "xml"}, r"format must be one of .*, got 'xml'"),
     ({"text_unit": "page"}, r"text_unit must be one of line, .*got 'page'"),
   ],
 )
-def test_wrong_arguments_are_told(
+def test_wrong_arguments_are_refused_with_what_to_set(
   pattern: str, vocabulary: Any, options: dict[str, Any], text: str
 ) -> None:
   with pytest.raises(ValueError, match=text):
@@ -220,8 +217,6 @@ def test_a_bad_example_that_is_refused_stops_a_running_feed_with_its_place(
     checkpoint_cfg=None,
     data_layout=partitioner.get_data_layout(8),
   )
-  with pytest.raises(
-    ValueError, match=r'^\S+2\.jsonl, line 41: invalid JSON.*on_bad_example = "skip"'
-  ):
+  with pytest.raises(ValueError, match=r'^\S+2\.jsonl, line 41: invalid JSON.*on_bad_example = "skip"'):
     collections.deque(itertools.islice(feed, 40))
   feed.close()

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import (
+  import_in_background,
   import_seqio,
   import_tensorflow,
-  start_importing,
 )
 
 
@@ -23,5 +23,5 @@ def test_tensorflow_sees_no_gpu() -> None:
 
 
 def test_the_thread_imports_what_is_imported_later() -> None:
-  start_importing().join()
+  import_in_background().join()
   assert import_seqio() is sys.modules["seqio"]

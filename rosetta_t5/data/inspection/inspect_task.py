@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.inspection import text_checks
+from rosetta_t5.data.inspection import data_checks
 from rosetta_t5.data.inspection.histogram_image import draw_histograms
 from rosetta_t5.data.pipeline.datasets import get_dataset
-from rosetta_t5.data.pipeline.providers import find_provider
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(arguments: argparse.Namespace) -> int:
   cfg = _config(arguments)
-  task = find_provider(cfg)
+  task = find_task_or_mixture(cfg)
   features = task.output_features
   vocabulary = features["targets"].vocabulary
   print(f"{cfg.name}, split '{cfg.split}' of {', '.join(task.splits)}")
@@ -91,12 +91,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
   if arguments.png:
     lengths = {name: (values, seen.room[name]) for name, values in seen.lengths.items()}
     draw_histograms(arguments.png, lengths, seen.counts_of_ids(vocabulary.vocab_size))
-  problems = [*text_checks.check_texts(cfg, task, vocabulary)]
+  problems = [*data_checks.check_texts(cfg, task, vocabulary)]
   if cfg.batch_size % 2 == 0:
-    problems += text_checks.check_shards(
+    problems += data_checks.check_shards(
       *(_digests(cfg, arguments.batches, host) for host in (0, 1))
     )
-  problems += text_checks.check_splits(cfg, task)
+  problems += data_checks.check_splits(cfg, task)
   print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
   return int(bool(problems))
 
@@ -176,7 +176,7 @@ def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[bytes]:
   found = set()
   for batch in _batches(cfg, count, shard, 2):
     for row in range(cfg.batch_size // 2):
-      found |= {text_checks.digest(example) for example in _unpacked(batch, row)}
+      found |= {data_checks.digest(example) for example in _unpacked(batch, row)}
   return found
 
 

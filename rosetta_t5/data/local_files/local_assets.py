@@ -1,7 +1,8 @@
-"""Where a gs:// path lies on this machine: vocabularies that recipes name by their public paths.
+"""Finds local copies of vocabularies that recipes name by public gs:// paths.
 
-ROSETTA_T5_ASSETS says it: a folder that holds what was copied (t5-data/vocabs/…, or the part after
-the bucket), or entries `gs://what=/where`, of files or folders, with commas between them.
+The environment variable ROSETTA_T5_ASSETS lists where the copies are, separated by commas. An entry is
+a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's name), or a mapping
+`gs://path=/local/path` of one file or folder.
 """
 
 from __future__ import annotations
@@ -9,88 +10,87 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
+T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 VARIABLE = "ROSETTA_T5_ASSETS"
 _EXTRA_IDS = re.compile(r"\.(\d+)extra$")
 
 
 def local_path(path: str) -> str:
-  """Returns the local file that stands for a gs:// path, or a path that is local as it is.
+  """Returns the local copy of a gs:// path. Other paths are returned unchanged.
 
   Raises:
-    ValueError: a file does not exist; the text says what was looked for and what to set.
+    ValueError: the file does not exist. The message lists the paths searched and what to set.
   """
   if not path.startswith("gs://"):
     if not os.path.exists(path) and "://" not in path:
       raise ValueError(
         f"There is no vocabulary file {path}: set "
-        "seqio.SentencePieceVocabulary.sentencepiece_model_file to one that is there, or train "
+        "seqio.SentencePieceVocabulary.sentencepiece_model_file to an existing file, or train "
         "one: rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
       )
     return path
-  places = _candidates(path, os.environ.get(VARIABLE, ""))
-  for place in places:
-    if place.exists():
-      return str(place)
-  looked = f" Looked for {', '.join(map(str, places))}." if places else ""
+  candidates = _candidates(path, os.environ.get(VARIABLE, ""))
+  for candidate in candidates:
+    if candidate.exists():
+      return str(candidate)
+  searched = f" Looked for {', '.join(map(str, candidates))}." if candidates else ""
   raise ValueError(
-    f"{path} is not on this machine, and is not fetched.{looked} Copy it here and set the "
-    f"environment variable {VARIABLE}='{path}=/path/of/the/copy' (or to a folder that holds "
+    f"{path} is not on this machine, and files are never downloaded.{searched} Copy it here and set "
+    f"the environment variable {VARIABLE}='{path}=/path/of/the/copy' (or to a folder that holds "
     f"{path.removeprefix('gs://')}), or name a local file in the gin file: "
     "seqio.SentencePieceVocabulary.sentencepiece_model_file = '/path/of/the/copy'"
   )
 
 
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
-  """Every place where `path` may lie, the most exact first."""
+  """Returns every local path that may hold a copy of `path`, the most specific first."""
   bucket_path = path.removeprefix("gs://")
   in_bucket = bucket_path.partition("/")[2]
-  places: list[pathlib.Path] = []
+  candidates: list[pathlib.Path] = []
   for entry in filter(None, setting.split(",")):
-    prefix, equals, place = entry.strip().rpartition("=")
+    prefix, equals, target = entry.strip().rpartition("=")
     if not equals:
-      places += [pathlib.Path(place, bucket_path), pathlib.Path(place, in_bucket)]
-      places.append(pathlib.Path(place, *pathlib.PurePosixPath(in_bucket).parts[-2:]))
+      last_two_parts = "/".join(in_bucket.split("/")[-2:])
+      suffixes = (bucket_path, in_bucket, last_two_parts)
+      candidates += [pathlib.Path(target, suffix) for suffix in suffixes]
     elif path == prefix:
-      places.insert(0, pathlib.Path(place))
+      candidates.insert(0, pathlib.Path(target))
     elif path.startswith(prefix.rstrip("/") + "/"):
-      places.append(pathlib.Path(place, path.removeprefix(prefix.rstrip("/") + "/")))
-  return places
+      candidates.append(pathlib.Path(target, path.removeprefix(prefix.rstrip("/") + "/")))
+  return candidates
 
 
-def promised_extra_ids(path: str) -> int:
-  """How many extra ids a vocabulary's folder says that its model holds (".100extra"), or 0."""
+def load_vocabulary_model(
+  load: Callable[..., Any], path: str | os.PathLike[str], extra_ids: int, *options: Any
+) -> Any:
+  """Loads a SentencePiece model from its local copy, with the extra ids that its path promises.
+
+  A path such as …/cc_all.32000.100extra/sentencepiece.model promises 100 sentinels. Many copies of
+  T5's model lack them. They are added here, so that span corruption and the embedding table use all
+  32,100 ids.
+
+  Args:
+    load: SeqIO's function, called with the local path, the number of extra ids and the options.
+    path: the model's path, which may start with gs://.
+    extra_ids: the extra ids that the vocabulary asks for; 0 leaves the choice to the path.
+    *options: passed on to `load`.
+  """
+  file = local_path(os.fspath(path))
+  context = load(file, extra_ids, *options)
+  promised = _promised_extra_ids(os.fspath(path))
+  if extra_ids or not promised or _has_sentinels(context.tokenizer):
+    return context
+  return load(file, promised, *options)
+
+
+def _promised_extra_ids(path: str) -> int:
+  """Returns the number in a folder's name such as "cc_all.32000.100extra", or 0."""
   found = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
   return int(found.group(1)) if found else 0
 
 
-def read_local_vocabularies(vocabularies: Any) -> None:
-  """Makes SeqIO's SentencePiece vocabularies read `local_path` of their file, once.
-
-  A path such as …/cc_all.32000.100extra/sentencepiece.model promises 100 sentinels. Copies of T5's
-  model made elsewhere often lack them; then they are added, so that span corruption and the
-  embedding table see the 32,100 ids that the path means.
-
-  Args:
-    vocabularies: the module seqio.vocabularies.
-  """
-  load = vocabularies._load_model
-  if getattr(load, "reads_local_assets", False):
-    return
-
-  def load_local(path: str, extra_ids: int, *options: Any) -> Any:
-    file = local_path(os.fspath(path))
-    context = load(file, extra_ids, *options)
-    promised = promised_extra_ids(os.fspath(path))
-    if extra_ids or not promised or _has_sentinels(context.tokenizer):
-      return context
-    return load(file, promised, *options)
-
-  load_local.reads_local_assets = True  # type: ignore[attr-defined]
-  vocabularies._load_model = load_local
-
-
 def _has_sentinels(tokenizer: Any) -> bool:
-  last = tokenizer.IdToPiece(tokenizer.GetPieceSize() - 1)
-  return "extra_id" in last
+  return "extra_id" in tokenizer.IdToPiece(tokenizer.GetPieceSize() - 1)

@@ -1,9 +1,9 @@
 """T5's span corruption as SeqIO preprocessors (Raffel et al. 2020, sections 3.1.4 and 3.3.4).
 
-A text's tokens are cut into spans, kept and dropped in turn. The input keeps the first kind and
-has one sentinel for each dropped span; the target has the dropped tokens, with the sentinels where
-tokens were kept. The random draws are those of T5's own preprocessors, in their order: the same
-seed gives the same examples.
+A text's tokens are cut into spans that are alternately kept and dropped. The input has the kept tokens and
+one sentinel for each dropped span. The target has the dropped tokens and one sentinel for each kept span.
+The random draws are those of T5's own preprocessors in the same order, so the same seed gives the same
+examples.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
   import seqio
   import tensorflow as tf
 
-# The longest part of one document that is used in one epoch, in tokens.
-_LONGEST_CHUNK = 65536
+# Tokens of one document that one epoch uses; a longer document contributes a random chunk.
+MAX_CHUNK_LENGTH = 65536
 
 
 def span_corruption(
@@ -32,36 +32,36 @@ def span_corruption(
   reserved_for_packing: int | None = None,
   passthrough_feature_keys: Sequence[str] | None = None,
 ) -> tf.data.Dataset:
-  """Turns tokens ("targets") into corrupted inputs and their missing spans.
+  """Turns tokens ("targets") into corrupted inputs and the dropped spans.
 
-  Documents are joined and cut so that inputs and targets, end tokens included, are as long as the
-  lengths allow: no padding is left, and packing has nothing to win.
+  Documents are joined and cut so that inputs and targets, including their end tokens, are as long as
+  the lengths allow. No padding remains, so packing is unnecessary.
 
   Args:
     dataset: examples with the feature "targets", tokens without an end token.
     sequence_length: lengths of "inputs" and "targets".
     output_features: the task's features; the vocabulary's last ids are the sentinels.
-    mean_noise_span_length: mean tokens of a dropped span.
-    noise_density: part of the tokens that is dropped.
-    input_feature_key: the corrupted feature's name.
-    merge_examples_to_reduce_padding: join documents; otherwise each is cut for itself.
+    mean_noise_span_length: mean number of tokens in a dropped span.
+    noise_density: fraction of the tokens that is dropped.
+    input_feature_key: name of the corrupted feature.
+    merge_examples_to_reduce_padding: whether to join documents before cutting them.
     reserved_for_packing: tokens to leave free in the input.
-    passthrough_feature_keys: features to keep as they are; only for documents that are not joined.
+    passthrough_feature_keys: features to copy unchanged; only for documents that are not joined.
 
   Raises:
-    ValueError: the targets do not fit, or features are to be kept while documents are joined.
+    ValueError: the targets do not fit, or passthrough features are requested for joined documents.
   """
   if merge_examples_to_reduce_padding and passthrough_feature_keys:
     raise ValueError(
-      f"span_corruption cannot keep the features {list(passthrough_feature_keys)} while it joins "
-      "documents: set merge_examples_to_reduce_padding=False."
+      f"span_corruption cannot pass the features {list(passthrough_feature_keys)} through while it "
+      "joins documents: set merge_examples_to_reduce_padding=False."
     )
   inputs_length = sequence_length[input_feature_key] - (reserved_for_packing or 0)
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
   keep = passthrough_feature_keys or ()
-  dataset = select_random_chunk(dataset, _LONGEST_CHUNK, passthrough_feature_keys=keep)
+  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH, passthrough_feature_keys=keep)
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)
   dataset = split_tokens(dataset, tokens_length, passthrough_feature_keys=keep)
@@ -76,17 +76,17 @@ def segment_length(
   noise_density: float = 0.15,
   mean_noise_span_length: float = 3.0,
 ) -> int:
-  """Returns how many tokens a text must have to fill inputs of `inputs_length`.
+  """Returns the number of tokens that a text must have to fill inputs of `inputs_length`.
 
   Raises:
-    ValueError: its targets are longer than `targets_length`.
+    ValueError: the targets of such a text are longer than `targets_length`.
   """
   tokens, targets = random_spans_helper(inputs_length, noise_density, mean_noise_span_length)
   if targets_length < targets:
     raise ValueError(
       f"Span corruption of {inputs_length} input tokens (noise density {noise_density}, mean span "
-      f"{mean_noise_span_length}) makes targets of {targets} tokens, but TASK_FEATURE_LENGTHS gives "
-      f"them {targets_length}: set 'targets' to at least {targets}."
+      f"{mean_noise_span_length}) makes targets of {targets} tokens, but TASK_FEATURE_LENGTHS has "
+      f"'targets': {targets_length}. Set it to at least {targets}."
     )
   return tokens
 
@@ -94,10 +94,10 @@ def segment_length(
 def random_spans_helper(
   inputs_length: int, noise_density: float = 0.15, mean_noise_span_length: float = 3.0
 ) -> tuple[int, int]:
-  """Returns how many tokens fill an input of `inputs_length`, and the target's length then.
+  """Returns the number of tokens that fill an input of `inputs_length`, and the resulting target length.
 
-  Both counts of input and target include one sentinel a span and the end token. T5's 512 gives
-  568 tokens and targets of 114.
+  The lengths of input and target include one sentinel per span and the end token. T5's input length of
+  512 takes 568 tokens and gives targets of 114.
   """
 
   def corrupted_lengths(tokens: int) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def random_spans_helper(
     tokens += 1
   inputs, targets = corrupted_lengths(tokens)
   if noise_density == 0.5 and targets > inputs:
-    # Half and half: T5 keeps the two lengths equal, since the input's was the one chosen.
+    # At a density of one half, T5 keeps the two lengths equal.
     return tokens - 1, targets - 1
   return tokens, targets
 
@@ -139,7 +139,7 @@ def select_random_chunk(
 def reduce_concat_tokens(
   dataset: tf.data.Dataset, feature_key: str = "targets", batch_size: int = 128, **_: Any
 ) -> tf.data.Dataset:
-  """Joins each `batch_size` documents into one, so that cutting leaves few short ends."""
+  """Joins every `batch_size` documents into one, so that few short segments remain after cutting."""
   tf = import_tensorflow()
 
   def join(tokens: Any) -> dict[str, Any]:
@@ -156,12 +156,14 @@ def split_tokens(
   passthrough_feature_keys: Sequence[str] = (),
   **_: Any,
 ) -> tf.data.Dataset:
-  """Cuts each document into segments of `max_tokens_per_segment`; the last may be shorter."""
+  """Cuts each document into segments of `max_tokens_per_segment` tokens; the last may be shorter."""
   tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
   def starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
-    del seed  # Unused; T5 draws one here, and without it the masks would get other seeds than T5's.
+    del (
+      seed
+    )  # T5 draws a seed here without using it. Skipping the draw would change the masks' seeds.
     return example, tf.range(0, tf.size(example[feature_key]), max_tokens_per_segment)
 
   def segments(example: Mapping[str, Any], starts: Any) -> Any:
@@ -174,28 +176,6 @@ def split_tokens(
   return starts(_drop_empty(dataset, feature_key)).flat_map(segments)
 
 
-def split_tokens_to_inputs_length(
-  dataset: tf.data.Dataset,
-  sequence_length: Mapping[str, int],
-  output_features: Mapping[str, seqio.Feature],
-  **options: Any,
-) -> tf.data.Dataset:
-  """Cuts documents to the length of "inputs", with room for its end token."""
-  length = sequence_length["inputs"] - output_features["inputs"].add_eos
-  return split_tokens(dataset, length, **options)
-
-
-def split_tokens_to_targets_length(
-  dataset: tf.data.Dataset,
-  sequence_length: Mapping[str, int],
-  output_features: Mapping[str, seqio.Feature],
-  **options: Any,
-) -> tf.data.Dataset:
-  """Cuts documents to the length of "targets", with room for its end token."""
-  length = sequence_length["targets"] - output_features["targets"].add_eos
-  return split_tokens(dataset, length, **options)
-
-
 def denoise(
   dataset: tf.data.Dataset,
   output_features: Mapping[str, seqio.Feature],
@@ -204,20 +184,21 @@ def denoise(
   input_feature_key: str = "inputs",
   passthrough_feature_keys: Sequence[str] = (),
 ) -> tf.data.Dataset:
-  """Drops random spans of "targets": what is left is the input, what was dropped the target."""
+  """Drops random spans of "targets". The kept tokens become the input, the dropped ones the target."""
   tf, seqio = import_tensorflow(), import_seqio()
   vocabulary = output_features["targets"].vocabulary
-  of_inputs = output_features.get(input_feature_key)
-  if of_inputs is not None and of_inputs.vocabulary != vocabulary:
+  inputs_feature = output_features.get(input_feature_key)
+  if inputs_feature is not None and inputs_feature.vocabulary != vocabulary:
     raise ValueError(
-      f"Span corruption makes inputs from the targets' tokens, but '{input_feature_key}' has the "
-      f"vocabulary {of_inputs.vocabulary} and 'targets' has {vocabulary}: give both the same."
+      "Span corruption makes the inputs from the tokens of the targets, so both features must have "
+      f"the same vocabulary. '{input_feature_key}' has {inputs_feature.vocabulary}, 'targets' has "
+      f"{vocabulary}."
     )
 
   @seqio.map_over_dataset(num_seeds=1)
   def corrupt(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
     tokens = example["targets"]
-    seeds = tf.unstack(tf.random.split(seed, 6))  # Six as in T5, which gives four to no purpose.
+    seeds = tf.unstack(tf.random.split(seed, 6))  # T5 splits into six and uses two.
     mask = random_spans_noise_mask(
       tf.size(tokens), noise_density, seeds[:2], mean_noise_span_length
     )
@@ -234,16 +215,16 @@ def denoise(
 def random_spans_noise_mask(
   length: Any, noise_density: float, seeds: Sequence[Any], mean_noise_span_length: float = 3.0
 ) -> Any:
-  """Returns a boolean mask [length] of random dropped spans.
+  """Returns a boolean mask [length] that is True in random spans to drop.
 
-  There are round(length * noise_density) dropped tokens in round(dropped / mean) spans, at least
-  one each. Kept and dropped spans alternate, a kept one first; all ways to do so are equally
-  likely.
+  It drops round(length * noise_density) tokens in round(dropped / mean_noise_span_length) spans, with a
+  minimum of one token and one span. Kept and dropped spans alternate, starting with a kept span. All
+  such masks are equally likely.
   """
   tf = import_tensorflow()
   if noise_density == 0.0:
     return tf.zeros([length], tf.bool)
-  total = tf.maximum(length, 2)  # One kept, one dropped token at least; cut to `length` below.
+  total = tf.maximum(length, 2)  # At least one kept and one dropped token; cut to `length` below.
   dropped = tf.cast(tf.round(tf.cast(total, tf.float32) * noise_density), tf.int32)
   dropped = tf.clip_by_value(dropped, 1, total - 1)
   spans = tf.round(tf.cast(dropped, tf.float32) / mean_noise_span_length)
@@ -255,7 +236,7 @@ def random_spans_noise_mask(
 
 
 def _random_parts(total: Any, parts: Any, seed: Any) -> Any:
-  """Cuts `total` into `parts` positive numbers: parts - 1 of the total - 1 places are drawn."""
+  """Splits `total` into `parts` random positive integers by drawing parts - 1 cut positions."""
   tf, seqio = import_tensorflow(), import_seqio()
   is_cut = seqio.stateless_shuffle(tf.range(total - 1) < parts - 1, seed)
   cuts = tf.cast(tf.where(is_cut)[:, 0], tf.int32) + 1
@@ -264,12 +245,12 @@ def _random_parts(total: Any, parts: Any, seed: Any) -> Any:
 
 
 def noise_span_to_unique_sentinel(tokens: Any, noise_mask: Any, vocabulary: Any) -> Any:
-  """Replaces each run of masked tokens by one sentinel: the vocabulary's last id, then downwards.
+  """Replaces each run of masked tokens with one sentinel, counting down from the vocabulary's last id.
 
   Args:
     tokens: int [length].
     noise_mask: bool [length].
-    vocabulary: its last ids serve as sentinels.
+    vocabulary: the vocabulary whose last ids are the sentinels.
   """
   tf = import_tensorflow()
   before = tf.concat([[False], noise_mask[:-1]], axis=0)

@@ -1,10 +1,10 @@
 """Training objectives on text, as the preprocessors of SeqIO tasks.
 
 span_corruption   Raffel et al. 2020, section 3.3.4
-prefix_lm         the same, section 3.2.3: a text cut in two, the second part follows from the first
-causal_lm         each token from those before it, for decoder-only models ("targets" alone)
-seq2seq           inputs and targets as they are given
-ul2               Tay et al. 2022: a mixture of seven denoisers, each told by a mode's name
+prefix_lm         Raffel et al. 2020, section 3.2.3: a text cut in two; the model predicts the second part
+causal_lm         each token from the tokens before it, for decoder-only models ("targets" alone)
+seq2seq           inputs and targets as given
+ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode token
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.objectives.span_corruption import (
+  MAX_CHUNK_LENGTH,
   reduce_concat_tokens,
   select_random_chunk,
   span_corruption,
@@ -26,17 +27,16 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "seq2seq", "ul2")
-_LONGEST_CHUNK = 65536
 
 
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
-  """One of UL2's: spans of `mean_length` tokens that cover `density`, or all of a text's end.
+  """One of UL2's denoisers.
 
   Attributes:
-    mode: text before the inputs, which tells the model what is wanted.
-    density: part of the tokens that is to be filled in; None for an end of any length.
-    mean_length: mean tokens of a span; None makes it one span at the end.
+    mode: text before the inputs that announces the denoiser to the model.
+    density: fraction of the tokens that the model fills in; None cuts the text at any position.
+    mean_length: mean number of tokens in a span; None means one span at the end of the text.
   """
 
   mode: str
@@ -44,7 +44,7 @@ class Denoiser:
   mean_length: float | None
 
 
-# Table 1 of the paper: R(egular), X(treme) and S(equential) denoising, as often each.
+# Table 1 of the paper: R(egular), X(treme) and S(equential) denoisers, drawn equally often.
 UL2_DENOISERS: Mapping[str, Denoiser] = {
   "r3": Denoiser("[NLU]", 0.15, 3.0),
   "r8": Denoiser("[NLU]", 0.15, 8.0),
@@ -56,33 +56,30 @@ UL2_DENOISERS: Mapping[str, Denoiser] = {
 }
 
 
-def preprocessors(objective: str) -> list[Callable[..., Any]]:
-  """Returns what turns texts ("targets", or both features for seq2seq) into examples.
+def objective_preprocessors(
+  objective: str, denoiser: Denoiser | None = None
+) -> list[Callable[..., Any]]:
+  """Returns the preprocessors that turn texts into training examples.
 
-  Raises:
-    ValueError: there is no such objective, or it is a mixture of several (see `ul2_preprocessors`).
+  The texts are the feature "targets", or both features for seq2seq.
+
+  Args:
+    objective: one of OBJECTIVES.
+    denoiser: for "ul2", one of its denoisers.
   """
-  if objective not in OBJECTIVES or objective == "ul2":
-    raise ValueError(f"objective = {objective!r} is none of {', '.join(OBJECTIVES)}")
-  make: dict[str, list[Callable[..., Any]]] = {
+  stages: dict[str, list[Callable[..., Any]]] = {
     "span_corruption": [span_corruption],
     "prefix_lm": [prefix_lm],
     "causal_lm": [causal_lm],
+    "seq2seq": [],
   }
-  return _around(make.get(objective, []))
-
-
-def ul2_preprocessors(denoiser: Denoiser) -> list[Callable[..., Any]]:
-  """Returns the preprocessors of one of UL2's denoisers."""
-  return _around([functools.partial(denoise_in_mode, denoiser=denoiser)])
-
-
-def _around(objective: list[Callable[..., Any]]) -> list[Callable[..., Any]]:
+  if denoiser is not None:
+    stages["ul2"] = [functools.partial(denoise_with_mode, denoiser=denoiser)]
   seqio = import_seqio()
   return [
     seqio.preprocessors.tokenize,
     seqio.CacheDatasetPlaceholder(),
-    *objective,
+    *stages[objective],
     seqio.preprocessors.append_eos_after_trim,
   ]
 
@@ -94,21 +91,21 @@ def prefix_lm(
   reserved: int = 0,
   density: float | None = None,
 ) -> tf.data.Dataset:
-  """Cuts texts in two: inputs, and the targets that follow.
+  """Cuts each text in two: the inputs, and the targets that follow them.
 
   Args:
-    dataset: tokens as "targets".
-    sequence_length: of "inputs" and "targets".
-    output_features: the task's; an end token's place is kept free.
+    dataset: examples with the feature "targets", tokens.
+    sequence_length: lengths of "inputs" and "targets".
+    output_features: the task's features; one position is left free for each end token.
     reserved: tokens to leave free in the inputs.
-    density: the targets' part of the text on average, drawn evenly from 0 to twice that; None
-      cuts anywhere.
+    density: mean fraction of the text that becomes the targets, drawn uniformly between 0 and twice
+      that fraction; None cuts at any position.
   """
   tf, seqio = import_tensorflow(), import_seqio()
-  room = {k: sequence_length[k] - output_features[k].add_eos for k in ("inputs", "targets")}
-  longest, most, mean_share = prefix_lengths(room, reserved, density)
-  dataset = select_random_chunk(dataset, _LONGEST_CHUNK)
-  dataset = split_tokens(dataset, longest)
+  limits = {k: sequence_length[k] - output_features[k].add_eos for k in ("inputs", "targets")}
+  text_length, max_targets, mean_share = prefix_lengths(limits, reserved, density)
+  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH)
+  dataset = split_tokens(dataset, text_length)
   dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
 
   @seqio.map_over_dataset(num_seeds=1)
@@ -116,49 +113,49 @@ def prefix_lm(
     tokens = example["targets"]
     share = tf.random.stateless_uniform([], seed, maxval=2 * mean_share)
     length = tf.cast(tf.round(share * tf.cast(tf.size(tokens), tf.float32)), tf.int32)
-    length = tf.clip_by_value(length, 1, tf.minimum(tf.size(tokens) - 1, most))
+    length = tf.clip_by_value(length, 1, tf.minimum(tf.size(tokens) - 1, max_targets))
     return {"inputs": tokens[:-length], "targets": tokens[-length:]}
 
   return cut(dataset)
 
 
 def prefix_lengths(
-  room: Mapping[str, int], reserved: int = 0, density: float | None = None
+  limits: Mapping[str, int], reserved: int = 0, density: float | None = None
 ) -> tuple[int, int, float]:
-  """Returns tokens of the longest text to cut in two, of its longest end, and the end's mean share.
+  """Returns the maximum text length, the maximum targets length and the targets' mean share.
 
   Args:
-    room: tokens for "inputs" and "targets", end tokens apart.
+    limits: maximum tokens of "inputs" and "targets", without their end tokens.
     reserved: see `prefix_lm`.
     density: see `prefix_lm`.
   """
-  inputs, targets = room["inputs"] - reserved, room["targets"]
+  inputs, targets = limits["inputs"] - reserved, limits["targets"]
   return (min(inputs, targets), targets, 0.5) if density is None else (inputs, targets, density)
 
 
 def causal_lm(
   dataset: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, Any]
 ) -> tf.data.Dataset:
-  """Joins documents, an end token after each, and cuts them into full targets."""
+  """Appends an end token to each document, joins the documents and cuts them into full targets."""
   tf = import_tensorflow()
   feature = output_features["targets"]
 
-  def end(example: Mapping[str, Any]) -> dict[str, Any]:
+  def append_end(example: Mapping[str, Any]) -> dict[str, Any]:
     tokens = example["targets"]
     return {"targets": tf.concat([tokens, [tf.cast(feature.vocabulary.eos_id, tokens.dtype)]], 0)}
 
-  dataset = select_random_chunk(dataset, _LONGEST_CHUNK).map(end)
+  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH).map(append_end)
   dataset = reduce_concat_tokens(dataset)
   return split_tokens(dataset, sequence_length["targets"] - feature.add_eos)
 
 
-def denoise_in_mode(
+def denoise_with_mode(
   dataset: tf.data.Dataset,
   sequence_length: Mapping[str, int],
   output_features: Mapping[str, Any],
   denoiser: Denoiser,
 ) -> tf.data.Dataset:
-  """One of UL2's denoisers, its mode's tokens before the inputs."""
+  """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
   tf = import_tensorflow()
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
   if denoiser.mean_length is None:
@@ -174,8 +171,8 @@ def denoise_in_mode(
       reserved_for_packing=len(mode),
     )
 
-  def tell(example: Mapping[str, Any]) -> dict[str, Any]:
+  def prepend_mode(example: Mapping[str, Any]) -> dict[str, Any]:
     inputs = example["inputs"]
     return {**example, "inputs": tf.concat([tf.constant(mode, inputs.dtype), inputs], 0)}
 
-  return dataset.map(tell, num_parallel_calls=tf.data.AUTOTUNE)
+  return dataset.map(prepend_mode, num_parallel_calls=tf.data.AUTOTUNE)

@@ -1,24 +1,24 @@
-"""Turns a `DatasetConfig` into batches: SeqIO's tasks, sharded, converted, batched."""
+"""Turns a `DatasetConfig` into batches by sharding, converting and batching SeqIO's tasks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
-from rosetta_t5.data.pipeline.providers import (
-  check_cached,
-  check_feature_lengths,
+from rosetta_t5.data.pipeline.task_lookup import (
   check_not_empty,
   check_split,
-  find_provider,
+  find_checked_task,
+  find_task_or_mixture,
   has_element,
-  has_split,
+  read_task,
+  subtasks_with_split,
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -38,25 +38,25 @@ def get_dataset(
   num_epochs: int | None = None,
   continue_from_last_checkpoint: bool = False,
 ) -> tf.data.Dataset:
-  """Returns this shard's batches of model features, `cfg.batch_size / num_shards` examples each.
+  """Returns this shard's batches of model features, with `cfg.batch_size / num_shards` examples each.
 
   Args:
     cfg: the dataset.
-    shard_id: which shard of the data to read.
-    num_shards: shards in all; each example lies in exactly one.
+    shard_id: the shard of the data to read.
+    num_shards: the number of shards; each example is in exactly one.
     feature_converter_cls: called with `pack` and `use_custom_packing_ops`.
-    num_epochs: passes over the data, or None for no end.
-    continue_from_last_checkpoint: for T5X's other dataset functions; this one restarts by
-      `RestoreCheckpointConfig.restore_dataset`.
+    num_epochs: passes over the data; None repeats it forever.
+    continue_from_last_checkpoint: must be False. Users' own dataset functions may support it; here
+      `RestoreCheckpointConfig.restore_dataset` restores the position.
 
   Raises:
-    ValueError: the task, its split or features do not exist, the batch does not divide, or the
-      data has no example.
+    ValueError: the task, its split or its features do not exist, the batch size is not a multiple of
+      the number of shards, or the data has no example.
   """
   if continue_from_last_checkpoint:
     raise ValueError(
-      "get_dataset cannot continue_from_last_checkpoint: set it to False, and let the run restore "
-      "the feed's position with utils.RestoreCheckpointConfig.restore_dataset = True."
+      "get_dataset does not support continue_from_last_checkpoint: set it to False, and set "
+      "utils.RestoreCheckpointConfig.restore_dataset = True to restore the feed's position."
     )
   _check_batch_size(cfg, num_shards)
   seed = resolve_seed(cfg)
@@ -74,23 +74,19 @@ def get_dataset_inner(
   seed: int | None = None,
   num_epochs: int | None = None,
 ) -> tf.data.Dataset:
-  """Returns the batches of one shard, with a seed that all processes must share."""
+  """Returns the batches of one shard. All processes must pass the same seed."""
   _check_same_seed(seed)
-  provider = find_provider(cfg)
   converter = feature_converter_cls(
     pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
   )
-  check_cached(cfg, provider)
-  check_split(cfg, provider)
-  check_feature_lengths(cfg, converter)
+  provider = find_checked_task(cfg, converter)
   if num_epochs is None:
     check_not_empty(cfg, provider, shard_info)
   batch_size = cfg.batch_size // shard_info.num_shards
-  logging.info("Dataset '%s': seed %s, %d examples a shard", cfg.name, seed, batch_size)
-  dataset = provider.get_dataset(
-    sequence_length=cfg.task_feature_lengths,
-    split=cfg.split,
-    use_cached=cfg.use_cached,
+  logging.info("Dataset '%s': seed %s, %d examples per shard", cfg.name, seed, batch_size)
+  dataset = read_task(
+    cfg,
+    provider,
     shuffle=cfg.shuffle,
     seed=seed,
     shard_info=shard_info,
@@ -115,49 +111,48 @@ def get_training_eval_datasets(
 ) -> Mapping[str, tf.data.Dataset]:
   """Returns `eval_steps` batches of each of a mixture's tasks, and of the mixture itself.
 
-  Data that is shorter is repeated. Tasks without the split are left out.
+  Shorter data is repeated. Tasks without the split are left out.
 
   Args:
     cfg: the dataset; its `mixture_or_task_name` may be a mixture.
-    shard_id: which shard to read.
-    num_shards: shards in all.
-    eval_steps: batches.
+    shard_id: the shard to read.
+    num_shards: the number of shards.
+    eval_steps: the number of batches.
     feature_converter_cls: see `get_dataset`.
-    deterministic: T5X's deterministic tasks; refused.
-    model_dir: goes with `deterministic`.
-    start_step: goes with `deterministic`.
+    deterministic: must be False; T5X's deterministic tasks are not supported.
+    model_dir: only for `deterministic`.
+    start_step: only for `deterministic`.
 
   Raises:
-    ValueError: as `get_dataset`, or a task gives no batch.
+    ValueError: as `get_dataset`, or a task has too few examples for a batch.
   """
   del model_dir, start_step
   if deterministic:
     raise ValueError(
-      "get_training_eval_datasets was given deterministic=True, T5X's deterministic tasks, which "
-      "are not offered: leave it False. Evaluation without shuffling repeats exactly."
+      "get_training_eval_datasets does not support deterministic=True (T5X's deterministic tasks): "
+      "leave it False. Evaluation without shuffling reads the same examples every time."
     )
   _check_batch_size(cfg, num_shards)
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     task = cfg.mixture_or_task_name
     return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
-  seqio = import_seqio()
-  # Drawn once: the tasks of a mixture share it, and so do all processes.
+  # All tasks of a mixture and all processes share one seed.
   cfg = dataclasses.replace(cfg, seed=resolve_seed(cfg))
-  provider = find_provider(cfg)
+  provider = find_task_or_mixture(cfg)
   check_split(cfg, provider)
-  chosen = [task for task in seqio.get_subtasks(provider) if has_split(task, cfg.split)]
-  if isinstance(provider, seqio.Mixture):
-    chosen.append(provider)
+  tasks = subtasks_with_split(cfg, provider)
+  if isinstance(provider, import_seqio().Mixture):
+    tasks.append(provider)
 
-  def batches(task: Any) -> tf.data.Dataset:
+  def batches(task: seqio.Task | seqio.Mixture) -> tf.data.Dataset:
     task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
-    # A finite number of passes: one over data that is all filtered out must end.
+    # The number of passes must be finite, or a task whose examples are all filtered out never ends.
     dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)
     _check_has_batch(task_cfg, dataset, shard_id, num_shards, eval_steps)
     dataset = dataset.repeat().take(eval_steps)
     return dataset.cache() if cfg.use_memory_cache else dataset
 
-  return {task.name: batches(task) for task in chosen}
+  return {task.name: batches(task) for task in tasks}
 
 
 def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
@@ -165,9 +160,8 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
     below = cfg.batch_size - cfg.batch_size % num_shards
     near = " or ".join(str(size) for size in (below, below + num_shards) if size)
     raise ValueError(
-      f"The batch size {cfg.batch_size} (task '{cfg.name}') cannot be shared among {num_shards} "
-      f"data shards: set BATCH_SIZE (DatasetConfig.batch_size) to a multiple of {num_shards}, "
-      f"such as {near}."
+      f"BATCH_SIZE (DatasetConfig.batch_size) must be a multiple of {num_shards}, the number of data "
+      f"shards, got {cfg.batch_size} (task '{cfg.name}'). Set it to {near}, for example."
     )
 
 
@@ -191,5 +185,6 @@ def _check_same_seed(seed: int | None) -> None:
   from jax.experimental import multihost_utils
 
   multihost_utils.assert_equal(
-    np.array(seed), f"process {jax.process_index()} shuffles by another seed ({seed}) than the rest"
+    np.array(seed),
+    f"process {jax.process_index()} shuffles with the seed {seed}, other processes with another one",
   )

@@ -15,7 +15,7 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
-from rosetta_t5.data.pipeline.feed_source import feed_source
+from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
 from rosetta_t5.data.reading import BadExamples, unwrap_reader_errors
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ GlobalBatch = dict[str, jax.Array]
 
 
 class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
-  """Yields the global batches to which each process gives its part, and prefetches the next ones.
+  """Yields global batches, of which each process reads its part, and prefetches the next ones.
 
-  One thread draws from the source and copies to the devices while the step computes. The position
-  that `save` writes is that of the batch last handed out: what was drawn ahead is written with it.
+  One thread reads the source and copies batches to the devices while the step computes. The position
+  that `save` writes is that of the last batch yielded; it includes the batches prefetched after it.
 
   Attributes:
-    batches_handed_out: batches that the caller has had, counted over restores.
+    batches_handed_out: the number of batches yielded, including those before a restore.
   """
 
   def __init__(
@@ -49,9 +49,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
     Args:
       iterator: yields dictionaries of numpy arrays, this process's part of each batch.
-      partitioner: its mesh and `data_partition_spec` place the batch.
+      partitioner: its mesh and `data_partition_spec` determine the sharding of the batch.
       global_shapes: the shape of each feature in the global batch; other features are dropped.
-      prefetch: batches to have ready; 0 draws each when it is asked for.
+      prefetch: the number of batches to read ahead; 0 reads each batch when it is requested.
     """
     self._source = iterator
     self._global_shapes = dict(global_shapes)
@@ -62,23 +62,31 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self.batches_handed_out = 0
 
   def __next__(self) -> GlobalBatch:
-    """Returns the next batch; what went wrong in drawing it is raised here."""
-    self.start_prefetching(self._prefetch + 1)
+    """Returns the next batch. An error from reading it is raised here."""
+    self._submit_reads(self._prefetch + 1)
     try:
       _, batch = self._pending.popleft().result()
     except StopIteration:
       if self.batches_handed_out:
         raise
-      raise ValueError(_no_batch_text(self._global_shapes)) from None
+      batch_size = next(iter(self._global_shapes.values()))[0]
+      raise ValueError(
+        f"The training data ended before its first batch of {batch_size} examples: it is empty, or "
+        "has fewer examples than one batch. Check its files, or set a smaller BATCH_SIZE "
+        "(DatasetConfig.batch_size)."
+      ) from None
     self.batches_handed_out += 1
     return batch
 
-  def start_prefetching(self, batches: int | None = None) -> None:
-    """Draws ahead in the background, so that the first batch is ready when the step is."""
-    while len(self._pending) < (self._prefetch if batches is None else batches):
-      self._pending.append(self._thread.submit(self._draw))
+  def start_prefetching(self) -> None:
+    """Reads ahead in the background, so that the first batch is ready when the step is."""
+    self._submit_reads(self._prefetch)
 
-  def _draw(self) -> tuple[HostBatch, GlobalBatch]:
+  def _submit_reads(self, count: int) -> None:
+    while len(self._pending) < count:
+      self._pending.append(self._thread.submit(self._read))
+
+  def _read(self) -> tuple[HostBatch, GlobalBatch]:
     with unwrap_reader_errors():
       batch = next(self._source)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
@@ -110,59 +118,73 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
   @property
   def is_shard_independent(self) -> bool:
-    """Whether the position is a step's number, which serves any number of hosts (prepared data)."""
-    return getattr(self._source, "is_shard_independent", False)
+    """Whether any number of hosts can restore the position, which is then a step number."""
+    return isinstance(self._source, StepIndexedIterator)
 
   def measures(self) -> dict[str, float]:
-    """Returns what a run's metrics tell of its data, up to the batch last handed out.
+    """Returns metrics of the data, up to the last batch yielded.
 
-    "data/epochs/NAME" for each dataset, where the source knows (prepared data does), and
-    "data/unreadable" there; "data/bad_examples" if this process has left some out.
+    Prepared data reports "data/epochs/NAME" for each dataset and "data/unreadable". Any data reports
+    "data/bad_examples" if this process has skipped some.
     """
-    of_source = getattr(self._source, "measures", None)
-    told: dict[str, float] = of_source(self.batches_handed_out) if of_source else {}
-    bad = BadExamples.total_in_process()
-    return {**told, "data/bad_examples": float(bad)} if bad else told
+    source = self._source
+    measures: dict[str, float] = {}
+    if isinstance(source, StepIndexedIterator):
+      measures.update(source.measures(self.batches_handed_out))
+    if bad := BadExamples.total_in_process():
+      measures["data/bad_examples"] = float(bad)
+    return measures
 
   def reset(self) -> None:
-    """Goes back to the first batch."""
-    self._settle()
+    """Returns to the first batch."""
+    self._wait_for_reads()
     self._pending.clear()
     self._source.reset()
     self.batches_handed_out = 0
 
   def save(self, filename: str | epath.Path) -> None:
-    """Writes this process's position: `filename` by the source, `filename.feed` beside it.
+    """Writes this process's position: the source's to `filename`, the feed's to `filename.feed`.
 
     Raises:
-      ValueError: the source cannot save where it stands.
+      ValueError: the source cannot save its position.
     """
-    drawn_ahead = self._settle()
-    options = {"steps_back": len(drawn_ahead)} if self.is_shard_independent else {}
-    drawn_ahead = [] if options else drawn_ahead
+    prefetched = self._wait_for_reads()
     try:
-      self._source.save(filename, **options)
+      if isinstance(self._source, StepIndexedIterator):
+        self._source.save(filename, steps_back=len(prefetched))
+        prefetched = []
+      else:
+        self._source.save(filename)
     except Exception as error:
-      raise ValueError(_cannot_save_text(error)) from error
+      raise ValueError(
+        f"This input pipeline cannot save its position ({_first_line(error)}). Set "
+        "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task whatever keeps a "
+        "state outside of tf.data (tf.py_function, from_generator)."
+      ) from error
     state = {
       "batches_handed_out": self.batches_handed_out,
-      "drawn_ahead": {f"{place:04}": batch for place, batch in enumerate(drawn_ahead)},
+      "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
     _feed_file(filename).write_bytes(serialization.msgpack_serialize(state))
 
   def restore(self, filename: str | epath.Path) -> None:
-    """Continues after the batch that was the last one handed out at `save`.
+    """Continues after the batch that was last yielded before `save`.
 
-    A position that T5X wrote, without the second file, is the source's alone.
+    A position that T5X wrote has no second file; then only the source is restored.
 
     Raises:
-      ValueError: the position is not there, or is another pipeline's.
+      ValueError: the position does not exist or belongs to another pipeline.
     """
-    self._settle()
+    self._wait_for_reads()
     try:
       self._source.restore(filename)
     except Exception as error:
-      raise ValueError(_cannot_restore_text(filename, error)) from error
+      raise ValueError(
+        f"The input pipeline's position cannot be restored from {filename} ({_first_line(error)}). "
+        "It is missing, or another task, batch size or data folder wrote it. Undo that change, or "
+        "set utils.RestoreCheckpointConfig.restore_dataset = False to start the data from the "
+        "beginning."
+      ) from error
     self._pending.clear()
     if not _feed_file(filename).exists():
       return
@@ -172,44 +194,44 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending.append(Future())
       self._pending[-1].set_result((host_batch, self._to_devices(host_batch)))
 
-  def _settle(self) -> list[HostBatch]:
-    """Waits until the source stands still, and returns the batches drawn ahead."""
-    drawn = []
+  def _wait_for_reads(self) -> list[HostBatch]:
+    """Waits until the thread is idle, and returns the prefetched batches."""
+    prefetched = []
     for future in self._pending:
       if future.exception() is not None:
-        break  # __next__ raises it in its turn; a restored source runs into it again.
-      drawn.append(future.result()[0])
-    return drawn
+        break  # __next__ will raise it. A restored source meets the same error again.
+      prefetched.append(future.result()[0])
+    return prefetched
 
   def close(self) -> None:
-    """Stops drawing ahead."""
+    """Stops prefetching."""
     self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def prepare_train_iter(
   train_iter: Any, *, partitioner: BasePartitioner, checkpoint_cfg: Any, data_layout: DataLayout
 ) -> ShardedDatasetIterator:
-  """Returns the feed of a training run, already drawing its first batches.
+  """Returns the feed of a training run, which already reads its first batches.
 
   Args:
     train_iter: a tf.data.Dataset, a clu DatasetIterator, or any iterable of dictionaries of numpy
       arrays; each element is this process's part of a batch. Text features are dropped.
-    partitioner: places the batch on the devices.
-    checkpoint_cfg: a `CheckpointConfig` or None. If the position will be restored, nothing is
-      drawn before.
+    partitioner: determines the sharding of the batch.
+    checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
     data_layout: the global batch size and the number of shards.
 
   Raises:
-    ValueError: the batches have another size than the run's, or none that is fixed.
+    ValueError: the batches do not have the run's batch size, or their shapes are not fixed.
   """
-  source = feed_source(train_iter)
+  source = as_batch_iterator(train_iter)
   shapes = {
     name: _global_shape(name, spec.shape, data_layout)
     for name, spec in source.element_spec.items()
     if np.dtype(spec.dtype).kind not in "OSU"
   }
   feed = ShardedDatasetIterator(source, partitioner, shapes)
-  if not getattr(getattr(checkpoint_cfg, "restore", None), "restore_dataset", False):
+  restore_cfg = checkpoint_cfg.restore if checkpoint_cfg else None
+  if not (restore_cfg and restore_cfg.restore_dataset):
     feed.start_prefetching()
   return feed
 
@@ -217,13 +239,13 @@ def prepare_train_iter(
 def _global_shape(
   name: str, shape: tuple[int | None, ...], data_layout: DataLayout
 ) -> tuple[int, ...]:
-  wanted = data_layout.batch_size // data_layout.num_shards
-  if not shape or shape[0] != wanted or None in shape:
+  local_size = data_layout.batch_size // data_layout.num_shards
+  if not shape or shape[0] != local_size or None in shape:
     raise ValueError(
       f"The training data's feature '{name}' has the shape {tuple(shape)}, but this process reads "
-      f"{wanted} examples a batch (batch size {data_layout.batch_size} over "
+      f"{local_size} examples per batch (batch size {data_layout.batch_size} over "
       f"{data_layout.num_shards} data shards). The dataset function must return batches of "
-      "cfg.batch_size // num_shards examples, all dimensions fixed (drop_remainder=True)."
+      "cfg.batch_size // num_shards examples, with all dimensions fixed (drop_remainder=True)."
     )
   return (data_layout.batch_size, *(int(size) for size in shape[1:] if size is not None))
 
@@ -238,44 +260,15 @@ def get_zeros_batch_like_spec(
 def get_zeros_batch_like_dataset(
   dataset: tf.data.Dataset, batch_size: int | None = None
 ) -> dict[str, jax.Array]:
-  """Returns a batch of zeros like the dataset's, of `batch_size` examples if that is given."""
-  return get_zeros_batch_like_spec(
-    {
-      name: jax.ShapeDtypeStruct(
-        (batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype
-      )
-      for name, spec in dataset.element_spec.items()
-    }
-  )
+  """Returns a batch of zeros with the dataset's shapes, of `batch_size` examples if that is given."""
+  return {
+    name: jnp.zeros((batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+    for name, spec in dataset.element_spec.items()
+  }
 
 
 def _feed_file(filename: str | epath.Path) -> epath.Path:
   return epath.Path(f"{filename}.feed")
-
-
-def _no_batch_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
-  batch_size = next(iter(shapes.values()))[0]
-  return (
-    f"The training data ended before its first batch of {batch_size} examples: it is empty, or "
-    "has fewer examples than one batch. Look at its files, or set a smaller BATCH_SIZE "
-    "(DatasetConfig.batch_size)."
-  )
-
-
-def _cannot_save_text(error: Exception) -> str:
-  return (
-    f"This input pipeline cannot save its position ({_first_line(error)}). Set "
-    "utils.SaveCheckpointConfig.save_dataset = False, or take what keeps a state outside of "
-    "tf.data (tf.py_function, from_generator) out of the task."
-  )
-
-
-def _cannot_restore_text(filename: str | epath.Path, error: Exception) -> str:
-  return (
-    f"The input pipeline's position cannot be restored from {filename} ({_first_line(error)}). "
-    "It is missing, or another task, batch size or data folder wrote it. Undo that change, or set "
-    "utils.RestoreCheckpointConfig.restore_dataset = False to start the data anew."
-  )
 
 
 def _first_line(error: Exception) -> str:

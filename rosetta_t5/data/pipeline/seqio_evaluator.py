@@ -1,4 +1,4 @@
-"""SeqIO's evaluator, made as a run describes its data: predictions against targets, task by task."""
+"""Builds SeqIO's evaluator, which compares predictions with targets, from a run's `DatasetConfig`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.providers import check_cached, check_split, find_provider
+from rosetta_t5.data.pipeline.task_lookup import check_cached, check_split, find_task_or_mixture
+from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
@@ -21,33 +22,37 @@ def make_evaluator(
   evaluator_cls: Callable[..., Any] | None = None,
   log_dir: str | os.PathLike[str] | None = None,
 ) -> seqio.Evaluator:
-  """Returns an evaluator over all examples of a split; it reads them once, to learn their lengths.
+  """Returns an evaluator over all examples of a split, which it reads once to find their lengths.
 
   Args:
-    cfg: the data; `task_feature_lengths` None takes the longest example's lengths, so that nothing
-      is cut off. `use_memory_cache` False reads the data anew for each evaluation.
+    cfg: the dataset. With `task_feature_lengths` None, the longest example sets the lengths, so that
+      nothing is truncated. With `use_memory_cache` False, each evaluation reads the data again.
     feature_converter_cls: called with `pack=False`.
-    evaluator_cls: `seqio.Evaluator`, with arguments bound as one likes; None for one that writes
-      TensorBoard's files and JSON.
-    log_dir: where its loggers write; None for no loggers.
+    evaluator_cls: `seqio.Evaluator`, possibly with bound arguments; None means one that writes
+      TensorBoard files and JSON.
+    log_dir: the folder for its loggers; None means no loggers.
 
   Returns:
-    The evaluator. Its `eval_tasks` are those tasks of a mixture that have the split and metrics.
+    The evaluator. Its `eval_tasks` are the tasks that have the split and metrics.
 
   Raises:
-    ValueError: the task, its split or its cache does not exist, or the data is to be packed.
+    ValueError: the task, its split or its cache does not exist, or `cfg.pack` is set.
   """
   seqio = import_seqio()
   if cfg.pack:
     raise ValueError(
-      f"DatasetConfig.pack = True for the task '{cfg.name}', but predictions are made for one "
-      "example at a time: set infer_eval/utils.DatasetConfig.pack = False"
+      "infer_eval/utils.DatasetConfig.pack must be False, because predictions are made for one "
+      f"example at a time; got True for the task '{cfg.name}'"
     )
-  provider = find_provider(cfg)
+  provider = find_task_or_mixture(cfg)
   check_cached(cfg, provider)
-  if isinstance(provider, seqio.Task):  # of a mixture, tasks without the split are left out
+  if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
     check_split(cfg, provider)
-  _check_registered(cfg, provider, seqio)
+  if cfg.name not in registered_names() or seqio.get_mixture_or_task(cfg.name) is not provider:
+    raise ValueError(
+      f"The task '{cfg.name}' must be in SeqIO's registry, because the evaluator looks it up there. "
+      "Register it with seqio.TaskRegistry.add, and give its name instead of the task"
+    )
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
@@ -62,12 +67,3 @@ def make_evaluator(
     use_memory_cache=cfg.use_memory_cache,
     **logging,
   )
-
-
-def _check_registered(cfg: DatasetConfig, provider: Any, seqio: Any) -> None:
-  known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-  if cfg.name not in known or seqio.get_mixture_or_task(cfg.name) is not provider:
-    raise ValueError(
-      f"The task '{cfg.name}' was given as an object that is not in SeqIO's registry, where its "
-      "evaluator looks it up: add it with seqio.TaskRegistry.add, and give its name"
-    )

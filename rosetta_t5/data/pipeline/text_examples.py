@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
@@ -27,20 +27,20 @@ def get_dataset_from_natural_text_examples(
   task_feature_lengths: Mapping[str, int],
   features: Mapping[str, Any],
 ) -> tf.data.Dataset:
-  """Returns examples as a task would give them (T5X's function).
+  """Returns the examples as a task would yield them (T5X's function).
 
   Args:
     examples: texts, or {"input": text, "target": text}.
-    preprocessors: each a function of a dataset, and of `sequence_length` and `output_features` where
-      it has such arguments. They see "inputs", "targets" and "answers", a list with the target.
-    task_feature_lengths: what longer features are cut to; None cuts nothing.
-    features: the `seqio.Feature` of each feature that comes out.
+    preprocessors: functions of a dataset, and of `sequence_length` and `output_features` if they have
+      such arguments. They receive "inputs", "targets" and "answers", a list with the target.
+    task_feature_lengths: the lengths to which features are truncated.
+    features: the `seqio.Feature` of each resulting feature.
 
   Raises:
-    ValueError: an example is neither, or a feature does not come out, or with another type.
+    ValueError: an example has another form, or a feature is missing or has the wrong type.
   """
   tf = import_tensorflow()
-  pairs = [_pair(example) for example in examples]
+  pairs = [_input_and_target(example) for example in examples]
   dataset = tf.data.Dataset.from_tensor_slices(
     {
       "inputs": tf.constant([text for text, _ in pairs], tf.string),
@@ -48,22 +48,22 @@ def get_dataset_from_natural_text_examples(
       "answers": tf.constant([[target] for _, target in pairs], tf.string),
     }
   )
-  given = {"sequence_length": task_feature_lengths, "output_features": features}
+  options = {"sequence_length": task_feature_lengths, "output_features": features}
   for preprocess in preprocessors:
-    known = inspect.signature(preprocess).parameters
-    dataset = preprocess(dataset, **{name: x for name, x in given.items() if name in known})
+    accepted = inspect.signature(preprocess).parameters
+    dataset = preprocess(dataset, **{name: x for name, x in options.items() if name in accepted})
   _check_features(dataset, features)
   dataset = import_seqio().utils.trim_dataset(dataset, task_feature_lengths, features)
   return dataset.prefetch(tf.data.AUTOTUNE)
 
 
-def _pair(example: Example) -> tuple[str, str]:
+def _input_and_target(example: Example) -> tuple[str, str]:
   if isinstance(example, str | bytes):
     return example, ""
   if not isinstance(example, Mapping) or not {"input", "target"} <= set(example):
     shown = sorted(example) if isinstance(example, Mapping) else type(example).__name__
     raise ValueError(
-      f"an example is a text, or {{'input': text, 'target': text}}, but there is one with {shown}"
+      f"an example must be a text or {{'input': text, 'target': text}}, got one with {shown}"
     )
   return example["input"], example["target"]
 
@@ -73,13 +73,13 @@ def _check_features(dataset: tf.data.Dataset, features: Mapping[str, Any]) -> No
     spec = dataset.element_spec.get(name)
     if spec is None:
       if feature.required:
-        raise ValueError(f"after the preprocessors there is no feature {name!r}")
+        raise ValueError(f"the preprocessors must return a feature {name!r}, but there is none")
       continue
     got, wanted = (spec.dtype, spec.shape.rank), (feature.dtype, feature.rank)
     if got != wanted:
       raise ValueError(
-        f"after the preprocessors the feature {name!r} is {got[0].name} of rank {got[1]}, and not "
-        f"{wanted[0].name} of rank {wanted[1]}; seqio.preprocessors.tokenize makes tokens of text"
+        f"the preprocessors must return the feature {name!r} as {wanted[0].name} of rank {wanted[1]}, "
+        f"got {got[0].name} of rank {got[1]}. seqio.preprocessors.tokenize converts text to tokens."
       )
 
 
@@ -97,10 +97,10 @@ def get_batches_from_seqio(
   Args:
     task_or_mixture_name: the task or mixture.
     split: its split.
-    batch_size: examples a batch.
-    num_batches: how many batches.
-    get_pretokenized_examples: texts; else lists of tokens.
-    sequence_length: what longer features are cut to.
+    batch_size: examples per batch.
+    num_batches: the number of batches.
+    get_pretokenized_examples: whether to return texts instead of lists of tokens.
+    sequence_length: the lengths to which features are truncated.
     **get_dataset_kwargs: further arguments of SeqIO's `get_dataset`.
 
   Raises:
@@ -110,18 +110,18 @@ def get_batches_from_seqio(
   dataset = dataset.get_dataset(sequence_length=sequence_length, split=split, **get_dataset_kwargs)
   suffix = "_pretokenized" if get_pretokenized_examples else ""
   examples = [
-    {side: _as_python(example[f"{side}s{suffix}"]) for side in ("input", "target")}
+    {side: _to_python(example[f"{side}s{suffix}"]) for side in ("input", "target")}
     for example in dataset.take(batch_size * num_batches).as_numpy_iterator()
   ]
   if len(examples) < batch_size * num_batches:
     raise ValueError(
-      f"{num_batches} batches of {batch_size} examples were asked for, but the split '{split}' of "
-      f"'{task_or_mixture_name}' has {len(examples)} examples: ask for fewer"
+      f"{num_batches} batches of {batch_size} examples were requested, but the split '{split}' of "
+      f"'{task_or_mixture_name}' has {len(examples)} examples: request fewer"
     )
   return [examples[n * batch_size : (n + 1) * batch_size] for n in range(num_batches)]
 
 
-def _as_python(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
   return value if isinstance(value, bytes) else value.tolist()
 
 
@@ -136,13 +136,13 @@ def get_seqio_task_from_examples(
   """Returns a task of these examples, for runs of train, eval and infer (T5X's function).
 
   Args:
-    task_name: its name.
-    interactive_model: gives the features.
-    examples: see `get_dataset_from_natural_text_examples`; they are both splits, train and
-      validation.
-    preprocessors: make features of texts.
+    task_name: the task's name.
+    interactive_model: the model whose features the task has.
+    examples: see `get_dataset_from_natural_text_examples`. They are both the training and the
+      validation split.
+    preprocessors: convert texts to features.
     metric_fns: the task's metrics.
-    add_to_registry: False for the task that already has this name.
+    add_to_registry: False returns the registered task of this name instead.
   """
   seqio = import_seqio()
 
@@ -158,18 +158,3 @@ def get_seqio_task_from_examples(
       metric_fns=list(metric_fns or ()),
     )
   return seqio.get_mixture_or_task(task_name)
-
-
-def in_chunks(
-  task_ds: tf.data.Dataset, model_ds: tf.data.Dataset, size: int, first: int = 0
-) -> Iterator[tuple[int, tf.data.Dataset, tf.data.Dataset]]:
-  """Yields (number, examples, model's examples) of each chunk of `size` examples from `first` on.
-
-  The examples before are drawn and dropped: for any pipeline, even one that can save no position,
-  these are the examples that an earlier call has yielded.
-  """
-  tf = import_tensorflow()
-  both = tf.data.Dataset.zip((task_ds, model_ds)).skip(first * size)
-  for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
-    pairs = tf.data.Dataset.from_tensor_slices(chunk)
-    yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)

@@ -18,6 +18,7 @@ from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 
+from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator
 from rosetta_t5.data.prepared.batch_objectives import Objective
 from rosetta_t5.data.prepared.corruption import random_keys
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
@@ -149,11 +150,8 @@ class Batches:
     return batch
 
 
-class PreparedIterator(dataset_iterator.DatasetIterator):
+class PreparedIterator(StepIndexedIterator):
   """Yields batches in order, prefetched by Grain's threads or processes; its position is the step."""
-
-  # Any shard's saved position serves every shard, on any number of hosts.
-  is_shard_independent = True
 
   def __init__(self, batches: Batches, threads: int | None = None, workers: int = 0):
     """Args: batches: the data; threads and workers: Grain's threads and processes for prefetching."""

@@ -1,206 +1,185 @@
-"""The tasks that are known by name. A task is registered when somebody asks for it, not before.
+"""The tasks that are known by name, each of which is registered with SeqIO when it is first used.
 
-SeqIO refuses a name that is registered twice, and the package t5 registers many of ours. So ours
-come only where the name is free, and give way when t5 is imported after them.
+SeqIO refuses to register a name twice, and the package t5 registers many of the same names. A known task
+is therefore registered only under a free name, and it is removed if t5 registers that name later.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.local_files.dataset_folders import (
   data_folders,
   find_local,
   find_tfds,
-  missing_text,
+  missing_data_message,
 )
-from rosetta_t5.data.objectives.text_objectives import preprocessors
-from rosetta_t5.data.reading import BadExamples, BlockReader
+from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
+from rosetta_t5.data.reading import BadExamples, BlockReader, Layout
 from rosetta_t5.data.reading.file_source import make_file_source
-from rosetta_t5.data.tasks.file_task import T5_VOCABULARY
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
-from rosetta_t5.data.tasks.task_recipe import LocalFiles, TaskRecipe
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tasks.task_spec import TaskSpec
+from rosetta_t5.data.tensorflow_setup.seqio_internals import tfds_data_dir_override
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import seqio
+  import tensorflow as tf
 
-TASKS: Mapping[str, TaskRecipe] = {**pretraining.TASKS, **glue.TASKS, **supervised.TASKS}
-# What NVIDIA's module seqio_tasks registers.
+TASKS: Mapping[str, TaskSpec] = {**pretraining.TASKS, **glue.TASKS, **supervised.TASKS}
+# The tasks that NVIDIA's module seqio_tasks registers.
 PILE_AND_GLUE = tuple(n for n in TASKS if n.startswith("the_pile") or n.endswith("_v2"))
 
+_registered_here: dict[str, seqio.Task] = {}
+_with_own_vocabulary: list[tuple[str, seqio.Vocabulary, str]] = []
 
-def register(name: str) -> bool:
-  """Registers the task of this name, if it is known and nobody has; says whether it is there."""
+
+def registered_names() -> set[str]:
+  """Returns the names of all tasks and mixtures in SeqIO's registries."""
   seqio = import_seqio()
-  if name in seqio.TaskRegistry.names():
-    return True
-  if name not in TASKS:
-    return False
-  _give_way(seqio.TaskRegistry)
+  return {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+
+
+def register(name: str) -> None:
+  """Registers the known task of this name, unless the name is unknown or already registered."""
+  seqio = import_seqio()
+  registry = seqio.TaskRegistry
+  if name not in TASKS or name in registry.names():
+    return
+  _replace_on_later_registration(registry)
   task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
-  seqio.TaskRegistry.add_provider(name, task)
-  _OURS[name] = task
-  return True
+  registry.add_provider(name, task)
+  _registered_here[name] = task
 
 
 def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
-  """Registers a known task under a name of its own, with another vocabulary; returns that name.
+  """Registers a known task with another vocabulary under a new name, and returns that name.
 
-  For gin: `MIXTURE_OR_TASK_NAME = @data.known_task()`. Called again with the same arguments it
-  returns the same task.
+  For gin: `MIXTURE_OR_TASK_NAME = @data.known_task()`. A second call with the same arguments returns
+  the same task.
 
   Args:
-    name: the known task's, such as "the_pile_lm".
-    vocabulary: of inputs and targets. In a gin file: %VOCABULARY.
+    name: the known task's name, such as "the_pile_lm".
+    vocabulary: the vocabulary of inputs and targets. In a gin file: %VOCABULARY.
 
   Raises:
     ValueError: there is no known task of this name.
   """
-  seqio = import_seqio()
   if name not in TASKS:
     near = difflib.get_close_matches(name, TASKS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(
-      f"data.known_task.name = {name!r} is no known task"
-      + (f" (did you mean {near[0]!r}?)" if near else "")
-      + f": known are {', '.join(sorted(TASKS))}"
+      f"data.known_task.name must be one of {', '.join(sorted(TASKS))}, got {name!r}{hint}"
     )
-  for registered, of_name, of_vocabulary in _WITH_VOCABULARY:
-    if of_name == name and of_vocabulary == vocabulary:
-      return registered
-  others = sum(of_name == name for _, of_name, _ in _WITH_VOCABULARY)
-  own_name = f"{name}_own_vocabulary" + (f"_{others + 1}" if others else "")
-  seqio.TaskRegistry.add_provider(own_name, _make_task(own_name, name, vocabulary))
-  _WITH_VOCABULARY.append((own_name, name, vocabulary))
-  return own_name
+  same_task = [entry for entry in _with_own_vocabulary if entry[0] == name]
+  for _, registered_vocabulary, new_name in same_task:
+    if registered_vocabulary == vocabulary:
+      return new_name
+  new_name = f"{name}_own_vocabulary" + (f"_{len(same_task) + 1}" if same_task else "")
+  task = _make_task(new_name, name, vocabulary)
+  import_seqio().TaskRegistry.add_provider(new_name, task)
+  _with_own_vocabulary.append((name, vocabulary, new_name))
+  return new_name
 
 
-_WITH_VOCABULARY: list[tuple[str, str, Any]] = []
-
-
-def _make_task(own_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
-  """Returns the known task `name`, which calls itself `own_name`."""
+def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
+  """Returns the known task `name` as a SeqIO task called `new_name`."""
   seqio = import_seqio()
-  recipe = TASKS[name]
-  ends = recipe.add_eos
-  # For a decoder alone, targets are all there is.
-  inputs = {"inputs": seqio.Feature(vocabulary, add_eos=ends, required=False)}
+  spec = TASKS[name]
+  features = {"targets": seqio.Feature(vocabulary, add_eos=spec.add_eos)}
+  if spec.objective != "causal_lm":
+    features["inputs"] = seqio.Feature(vocabulary, add_eos=spec.add_eos, required=False)
   return seqio.Task(
-    own_name,
-    source=make_source(name, recipe),
-    preprocessors=[recipe.text_format, *preprocessors(recipe.objective)],
-    output_features={
-      **({} if recipe.objective == "causal_lm" else inputs),
-      "targets": seqio.Feature(vocabulary, add_eos=ends),
-    },
-    postprocess_fn=recipe.postprocess,
-    metric_fns=list(recipe.metrics),
+    new_name,
+    source=make_source(name, spec),
+    preprocessors=[map_examples(spec.text_format), *objective_preprocessors(spec.objective)],
+    output_features=features,
+    postprocess_fn=spec.postprocess,
+    metric_fns=list(spec.metrics),
   )
 
 
-def register_all(names: tuple[str, ...] = PILE_AND_GLUE) -> None:
-  """Registers several, for code that looks into SeqIO's registry itself."""
-  for name in names:
-    register(name)
+def map_examples(convert: Callable[..., Any]) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+  """Returns a preprocessor that applies `convert` to each example."""
+
+  def preprocess(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.map(convert, num_parallel_calls=import_tensorflow().data.AUTOTUNE)
+
+  return preprocess
 
 
-_OURS: dict[str, Any] = {}
-
-
-def _give_way(registry: Any) -> None:
-  """Lets a later registration under one of our names replace ours."""
-  add = registry.add_provider
-  if getattr(add, "gives_way", False):
+def _replace_on_later_registration(registry: Any) -> None:
+  """Wraps the registry's `add_provider`, so that a later task of the same name replaces a known one."""
+  if hasattr(registry, "add_after_known_tasks"):
     return
+  add = registry.add_provider
 
   def add_provider(name: str, provider: Any) -> None:
-    ours = _OURS.pop(name, None)
-    if ours is not None and registry._REGISTRY.get(name) is ours:
+    task = _registered_here.pop(name, None)
+    if task is not None and name in registry.names() and registry.get(name) is task:
       registry.remove(name)
     add(name, provider)
 
-  add_provider.gives_way = True  # type: ignore[attr-defined]
-  registry.add_provider = add_provider
+  registry.add_provider = registry.add_after_known_tasks = add_provider
 
 
-def make_source(name: str, recipe: TaskRecipe) -> seqio.DataSource:
-  """Returns a source that looks for its data on this machine when it is first asked."""
+def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
+  """Returns a data source that searches this machine for its data when it is first used."""
   seqio: Any = import_seqio()
 
   class KnownSource(seqio.DataSource):
-    """A folder of TensorFlow Datasets or the dataset's own files, whichever is there."""
-
-    _found: Any = None
+    """A dataset that TensorFlow Datasets wrote, or its files as distributed, whichever exists."""
 
     def __init__(self) -> None:
-      super().__init__(splits=recipe.splits or ())
+      super().__init__(splits=spec.splits or ())
 
-    @property
-    def found(self) -> Any:
-      """The source behind this one.
+    @functools.cached_property
+    def found(self) -> seqio.DataSource:
+      """The source that was found.
 
       Raises:
-        ValueError: the data is nowhere; the text says where it was looked for.
+        ValueError: the data is not on this machine. The message lists the folders searched.
       """
-      if self._found is None:
-        self._found = _find_source(name, recipe)
-      return self._found
+      return _find_source(name, spec)
 
     @property
-    def splits(self) -> Any:
+    def splits(self) -> Sequence[str]:
       return self._splits or self.found.splits
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
       return self.found.supports_arbitrary_sharding
 
-    def list_shards(self, split: str) -> Any:
+    def list_shards(self, split: str) -> Sequence[str]:
       return self.found.list_shards(split)
 
     def num_input_examples(self, split: str) -> int | None:
       return self.found.num_input_examples(split)
 
-    def get_dataset(self, split: str = "train", **options: Any) -> Any:
-      return self.found.get_dataset(split=split, **options)
+    def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
+      dataset = self.found.get_dataset(split=split, **options)
+      is_tfds = isinstance(self.found, seqio.TfdsDataSource)
+      return dataset if is_tfds else dataset.map(spec.files.to_example)
 
   return KnownSource()
 
 
-def _find_source(name: str, recipe: TaskRecipe) -> Any:
+def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
   seqio = import_seqio()
-  folders = data_folders(seqio.utils._TFDS_DATA_DIR_OVERRIDE)
+  folders = data_folders(tfds_data_dir_override())
   for folder in folders:
-    if recipe.tfds and (made := find_tfds(recipe.tfds, [folder])):
-      return _tfds_source(str(made))
-    if recipe.files and (found := find_local(recipe.files, [folder])):
-      return _local_source(recipe.files, found)
-  raise ValueError(missing_text(name, recipe.tfds, recipe.files, recipe.where, folders))
-
-
-def _tfds_source(folder: str) -> Any:
-  """TFDS would take --tfds_data_dir for this folder, so its builder is handed over as made."""
-  seqio: Any = import_seqio()
-
-  class FolderLoader(seqio.LazyTfdsLoader):
-    @property
-    def data_dir(self) -> str:
-      return folder
-
-  source = seqio.TfdsDataSource(tfds_data_dir=folder)
-  source._tfds_dataset = FolderLoader(None, data_dir=folder, read_only=True)
-  return source
-
-
-def _local_source(files: LocalFiles, found: Mapping[str, list[str]]) -> Any:
-  bad_examples = BadExamples()
-  reader = BlockReader(files.pick, files.layout, bad_examples=bad_examples, read=files.read)
-  source = make_file_source(found, dict.fromkeys(found, reader), files.names)
-  plain = source.get_dataset
-
-  def get_dataset(split: str = "train", **options: Any) -> Any:
-    return plain(split=split, **options).map(files.to_example)
-
-  source.get_dataset = get_dataset
-  return source
+    if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
+      source = seqio.TfdsDataSource(read_only=True)
+      # This method takes precedence over --tfds_data_dir, which names the parent folder.
+      source.tfds_dataset.override_data_dir(str(tfds_folder))
+      return source
+    if found := find_local(spec.files, folder):
+      reader = BlockReader(
+        spec.files.select_texts, Layout(), bad_examples=BadExamples(), read=spec.files.read
+      )
+      return make_file_source(found, dict.fromkeys(found, reader), spec.files.names)
+  raise ValueError(missing_data_message(name, spec, folders))

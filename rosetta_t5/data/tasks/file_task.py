@@ -1,4 +1,4 @@
-"""Your own files as a task, without code: `MIXTURE_OR_TASK_NAME = @data.file_task()`."""
+"""A task that reads your own files, without code: `MIXTURE_OR_TASK_NAME = @data.file_task()`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from rosetta_t5.data import metrics as known_metrics
+from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import (
   OBJECTIVES,
   UL2_DENOISERS,
-  preprocessors,
-  ul2_preprocessors,
+  objective_preprocessors,
 )
 from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout, find_files
 from rosetta_t5.data.reading.file_source import make_file_source
 from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio
 
-T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
+_digests: dict[str, str] = {}  # of the arguments of each task made here, by name
 
 
 def file_task(
@@ -45,42 +46,41 @@ def file_task(
 ) -> str:
   """Registers a SeqIO task, or UL2's mixture, that reads files, and returns its name.
 
-  It has the splits "train" and "validation". Called again with the same arguments it returns the
-  same task. Files are text (.txt, .md), .jsonl, .csv, .tsv, .parquet or .arrow, also with .gz,
-  .zst, .xz, .bz2; a folder means all of these under it, such as a Hugging Face dataset on disk.
+  It has the splits "train" and "validation". A second call with the same arguments returns the same
+  task. Files may be text (.txt, .md), .jsonl, .csv, .tsv, .parquet or .arrow, each also with .gz, .zst,
+  .xz or .bz2. A folder, such as a Hugging Face dataset on disk, means all such files under it.
 
   Args:
-    files: patterns such as "corpus/*.jsonl.zst".
-    vocabulary: of inputs and targets; T5's if None. In a gin file: %VOCABULARY.
-    objective: "span_corruption", "prefix_lm", "causal_lm" or "ul2", which are made of `text`; or
-      "seq2seq", which takes `inputs` and `targets`.
-    text: the column with the text, or a template: "{title} {body}".
-    inputs: for seq2seq, the inputs' column or template: "question: {question}".
-    targets: for seq2seq, the same for targets.
-    validation_files: patterns; without them `validation_percent` of the examples, chosen by the
-      hash of their text, are the validation split and not in "train".
-    validation_percent: see there.
-    format: "text", "jsonl", "csv", "tsv", "parquet" or "arrow", where names do not tell.
-    columns: names of the columns of csv and tsv files without a first line of names.
+    files: file patterns such as "corpus/*.jsonl.zst".
+    vocabulary: the vocabulary of inputs and targets; None means T5's. In a gin file: %VOCABULARY.
+    objective: "span_corruption", "prefix_lm", "causal_lm" or "ul2" make examples from `text`;
+      "seq2seq" uses `inputs` and `targets`.
+    text: the column with the text, or a template such as "{title} {body}".
+    inputs: for seq2seq, the column or template of the inputs, such as "question: {question}".
+    targets: for seq2seq, the column or template of the targets.
+    validation_files: file patterns of the validation split. If None, `validation_percent` of the
+      examples, chosen by the hash of their text, are the validation split and not in "train".
+    validation_percent: the size of that split.
+    format: "text", "jsonl", "csv", "tsv", "parquet" or "arrow", for files whose names do not show it.
+    columns: the column names of csv and tsv files that have no header line.
     text_unit: one example of a text file is a "line", a "paragraph" or the "file".
-    on_bad_example: "skip" counts and logs what cannot be read; "refuse" stops.
-    metrics: names from rosetta_t5.data.metrics, for evaluation by predictions.
-    name: the task's; None makes one of the arguments' hash.
+    on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
+    metrics: names of functions in rosetta_t5.data.metrics, for evaluation by predictions.
+    name: the task's name; None derives one from the arguments.
 
   Raises:
-    ValueError: there are no such files, columns or names; or `name` is another task's.
+    ValueError: files, columns or names do not exist, or `name` belongs to another task.
   """
-  arguments = dict(sorted(locals().items()))
-  seqio = import_seqio()
+  digest = _digest(dict(sorted(locals().items())))
   templates = _templates(objective, text, inputs, targets)
-  digest = _digest(arguments)
   name = name or f"files_{digest}"
-  if name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}:
-    _check_same(name, digest)
+  if name in registered_names():
+    if _digests.get(name) != digest:
+      raise ValueError(
+        f"A task '{name}' already exists with other arguments: choose another file_task.name"
+      )
     return name
-  vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   train = find_files(files)
-  held_out = find_files(validation_files) if validation_files else train
   layout = Layout(format, tuple(columns) if columns else None, text_unit)
   bad_examples = BadExamples(on_bad_example)
 
@@ -89,52 +89,53 @@ def file_task(
     return BlockReader(make_converter(templates), layout, split, bad_examples)
 
   source = make_file_source(
-    {"train": train, "validation": held_out},
+    {"train": train, "validation": find_files(validation_files) if validation_files else train},
     {"train": reader(False), "validation": reader(True)},
     list(templates),
   )
   logging.info("Task '%s': %s on %d files", name, objective, len(train))
-  _register(name, source, objective, vocabulary, [_metric(m) for m in metrics])
-  _DIGESTS[name] = digest
+  vocabulary = vocabulary or import_seqio().SentencePieceVocabulary(T5_VOCABULARY)
+  _register(name, source, objective, vocabulary, [_metric_function(m) for m in metrics])
+  _digests[name] = digest
   return name
 
 
-_DIGESTS: dict[str, str] = {}
-
-
 def _register(
-  name: str, source: Any, objective: str, vocabulary: Any, metric_fns: Sequence[Any]
+  name: str,
+  source: seqio.DataSource,
+  objective: str,
+  vocabulary: seqio.Vocabulary,
+  metric_fns: Sequence[Any],
 ) -> None:
-  """Adds the task; for UL2 one a denoiser, and their mixture."""
+  """Registers the task. UL2 has one task for each denoiser, and a mixture of them called `name`."""
   seqio = import_seqio()
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
-  stages = (
-    {f"{name}_{key}": ul2_preprocessors(d) for key, d in UL2_DENOISERS.items()}
-    if objective == "ul2"
-    else {name: preprocessors(objective)}
-  )
-  for task, steps in stages.items():
+  is_ul2 = objective == "ul2"
+  tasks = {f"{name}_{key}": d for key, d in UL2_DENOISERS.items()} if is_ul2 else {name: None}
+  for task, denoiser in tasks.items():
     seqio.TaskRegistry.add(
       task,
       source=source,
-      preprocessors=steps,
+      preprocessors=objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
     )
-  if objective == "ul2":
-    seqio.MixtureRegistry.add(name, list(stages), default_rate=1)
+  if is_ul2:
+    seqio.MixtureRegistry.add(name, list(tasks), default_rate=1)
 
 
 def _templates(
   objective: str, text: str, inputs: str | None, targets: str | None
 ) -> Mapping[str, str]:
   if objective not in OBJECTIVES:
-    raise ValueError(f"file_task.objective = {objective!r} is none of {', '.join(OBJECTIVES)}")
+    raise ValueError(
+      f"file_task.objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}"
+    )
   if objective != "seq2seq":
     if inputs or targets:
       raise ValueError(
-        f"file_task.objective = {objective!r} makes inputs and targets of file_task.text, but "
+        f"file_task.objective = {objective!r} makes inputs and targets from file_task.text, but "
         "file_task.inputs or targets is set: remove it, or set objective = 'seq2seq'"
       )
     return {"targets": text}
@@ -146,21 +147,17 @@ def _templates(
   return {"inputs": inputs, "targets": targets}
 
 
-def _metric(name: str) -> Any:
+def _metric_function(name: str) -> Any:
   if name not in known_metrics.__all__:
-    raise ValueError(f"file_task.metrics: {name!r} is none of {', '.join(known_metrics.__all__)}")
+    raise ValueError(
+      f"file_task.metrics must be among {', '.join(known_metrics.__all__)}, got {name!r}"
+    )
   return getattr(known_metrics, name)
 
 
 def _digest(arguments: Mapping[str, Any]) -> str:
+  """Returns a short hash of `file_task`'s arguments, from which the task's default name is made."""
   vocabulary = arguments["vocabulary"]
   state: Any = getattr(vocabulary, "__getstate__", dict)()
-  told = repr({**arguments, "vocabulary": (type(vocabulary).__name__, state)})
-  return hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
-
-
-def _check_same(name: str, digest: str) -> None:
-  if _DIGESTS.get(name) != digest:
-    raise ValueError(
-      f"There is a task '{name}' already, made with other arguments: set file_task.name to another"
-    )
+  text = repr({**arguments, "vocabulary": (type(vocabulary).__name__, state)})
+  return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

@@ -1,12 +1,12 @@
-"""Registers the Pile's and GLUE's tasks on import, as NVIDIA's seqio_tasks did: all that are not there.
+"""Registers the Pile's and GLUE's tasks on import, as NVIDIA's module seqio_tasks did.
 
-A run needs no such import: it finds these tasks by their names (`rosetta_t5.data.tasks.catalogue`).
+A run does not need this import, because it finds these tasks by name (`catalogue`).
 """
 
 from __future__ import annotations
 
-from rosetta_t5.data.tasks.catalogue import register_all
-from rosetta_t5.data.tasks.file_task import T5_VOCABULARY
+from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.tasks.catalogue import PILE_AND_GLUE, register
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 seqio = import_seqio()
@@ -17,4 +17,5 @@ DEFAULT_OUTPUT_FEATURES = {
   "inputs": seqio.Feature(vocabulary=_VOCABULARY, add_eos=True, required=False),
   "targets": seqio.Feature(vocabulary=_VOCABULARY, add_eos=True),
 }
-register_all()
+for name in PILE_AND_GLUE:
+  register(name)

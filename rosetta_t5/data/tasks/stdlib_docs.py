@@ -1,7 +1,7 @@
 """The task `stdlib_docs_span_corruption`: T5's objective on Python's own documentation.
 
-Text and vocabulary are made on first use, in ./quickstart/data or the folder that
-ROSETTA_T5_STDLIB_DOCS names.
+The text and the vocabulary are made on first use, in ./quickstart/data or in the folder named by the
+environment variable ROSETTA_T5_STDLIB_DOCS.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ else:
 
 TASK = "stdlib_docs_span_corruption"
 
-
-@functools.cache
-def _prepare_once(folder: pathlib.Path) -> None:
-  prepare(folder)
+_prepare_once = functools.cache(prepare)
 
 
 class StdlibDocsVocabulary(seqio.SentencePieceVocabulary):
-  """A SentencePiece vocabulary that is trained when it is first looked into."""
+  """A SentencePiece vocabulary that is trained when it is first used."""
 
   @property
   def tokenizer(self) -> Any:
@@ -44,13 +41,13 @@ class StdlibDocsVocabulary(seqio.SentencePieceVocabulary):
 
   @property
   def sp_model(self) -> bytes | None:
-    """The model's bytes."""
+    """The serialized model."""
     _prepare_once(pathlib.Path(self.sentencepiece_model_file).parent)
     return super().sp_model
 
 
 class StdlibDocsSource(seqio.TextLineDataSource):
-  """The text files, written when they are first listed."""
+  """The text files, which are written when they are first listed."""
 
   def __init__(self, folder: pathlib.Path):
     super().__init__({split: str(folder / f"{split}-*.txt") for split in ("train", "validation")})
@@ -69,24 +66,20 @@ def vocabulary(folder: pathlib.Path | None = None) -> seqio.Vocabulary:
 
 
 def register(name: str = TASK, folder: pathlib.Path | None = None) -> None:
-  """Registers the task, reading from `folder` (by default `data_folder()`)."""
+  """Registers the task, which reads `folder` (by default `data_folder()`)."""
   folder = folder or data_folder()
   feature = seqio.Feature(vocabulary(folder), add_eos=True)
   seqio.TaskRegistry.add(
     name,
     source=StdlibDocsSource(folder),
     preprocessors=[
-      _lines_as_targets,
+      lambda lines: lines.map(lambda line: {"targets": line}),
       seqio.preprocessors.tokenize,
       span_corruption,
       seqio.preprocessors.append_eos,
     ],
     output_features={"inputs": feature, "targets": feature},
   )
-
-
-def _lines_as_targets(dataset: Any) -> Any:
-  return dataset.map(lambda line: {"targets": line})
 
 
 register()

@@ -1,4 +1,4 @@
-"""A task on files of tf.train.Example, made on the spot for inference."""
+"""A task that reads files of tf.train.Example for inference."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def create_task_from_tfexample_file(
   A second call with the same files and keys returns the same task.
 
   Args:
-    paths: file names or patterns, of one kind.
-    file_type: 'tfrecord'.
+    paths: file names or patterns.
+    file_type: the type of all files; must be 'tfrecord'.
     inputs_key: the key of the input text.
     targets_key: the key of the target text, for scores; None for empty targets.
-    features: {"inputs": Feature, "targets": Feature}, which know the vocabularies.
-    task_id: what the name ends in; None for a digest of the files' names and the keys.
+    features: {"inputs": Feature, "targets": Feature} with their vocabularies.
+    task_id: the end of the task's name; None for a digest of the file names and keys.
 
   Raises:
-    ValueError: there is no such file, or files of this kind are not read.
+    ValueError: no such file exists, or this type of file is not supported.
   """
   tf, seqio = import_tensorflow(), import_seqio()
   paths = [paths] if isinstance(paths, str) else list(paths)
   if file_type != "tfrecord":
     raise ValueError(
-      f"create_task_from_tfexample_file.file_type = {file_type!r} cannot be read outside of "
-      "Google: set TF_EXAMPLE_FILE_TYPE = 'tfrecord', and give files of TFRecords"
+      "create_task_from_tfexample_file.file_type must be 'tfrecord', got "
+      f"{file_type!r}: set TF_EXAMPLE_FILE_TYPE = 'tfrecord' and give TFRecord files"
     )
   if not tf.io.gfile.glob(paths):
     raise ValueError(
@@ -55,12 +55,10 @@ def create_task_from_tfexample_file(
   if name in seqio.TaskRegistry.names():
     return name
   keys = {"inputs": inputs_key, "targets": targets_key}
+  schema = {key: tf.io.FixedLenFeature([], tf.string) for key in keys.values() if key}
   seqio.TaskRegistry.add(
     name,
-    source=seqio.TFExampleDataSource(
-      {"infer": paths},
-      {key: tf.io.FixedLenFeature([], tf.string) for key in keys.values() if key},
-    ),
+    source=seqio.TFExampleDataSource({"infer": paths}, schema),
     preprocessors=[
       functools.partial(seqio.preprocessors.rekey, key_map=keys),
       seqio.preprocessors.tokenize_and_append_eos,

@@ -1,1 +1,1 @@
-"""How TensorFlow is imported: on the CPU, quietly, and without Keras."""
+"""Imports TensorFlow and SeqIO on the CPU, quietly and without Keras."""

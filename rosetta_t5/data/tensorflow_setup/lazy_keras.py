@@ -1,8 +1,7 @@
-"""Leaves Keras out of TensorFlow's import until somebody uses it: 2.3 s of 10.6 s on two cores.
+"""Postpones the import of Keras until it is used, which saves 2.3 s of TensorFlow's 10.6 s.
 
-TensorFlow imports Keras at its end, tensorflow-text defines three Keras layers and TensorBoard a Keras
-callback; Keras imports scikit-learn if it is there. Nothing on the way from text to batches to metrics
-needs any of them.
+TensorFlow imports Keras at its end. tensorflow-text defines three Keras layers, and TensorBoard defines
+a Keras callback. Keras in turn imports scikit-learn. No step from text to batches to metrics needs them.
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# If set, and without the package tf_keras, TensorFlow's own import goes on without Keras. It reads
-# the variable again when somebody uses tf.keras, and by then it is unset.
+# With this variable set and without the package tf_keras, `import tensorflow` skips Keras. TensorFlow
+# reads the variable again when tf.keras is first used, and by then it is unset.
 _VARIABLE = "TF_USE_LEGACY_KERAS"
 _KERAS_USERS = ("tensorflow_text.python.keras", "tensorboard.plugins.hparams.api")
 
 
 @contextlib.contextmanager
-def keras_later() -> Iterator[None]:
-  """Inside, `import tensorflow` and `import seqio` leave Keras out; afterwards it comes when used.
+def defer_keras_import() -> Iterator[None]:
+  """Makes `import tensorflow` and `import seqio` skip Keras, which is imported when it is first used.
 
-  Does nothing where the user has chosen a Keras: by the variable, or by installing tf_keras.
+  Does nothing if the user has chosen a Keras by setting the variable or installing tf_keras.
   """
   if _VARIABLE in os.environ or find_spec("tf_keras") is not None:
     yield
     return
   os.environ[_VARIABLE] = "1"
   for name in _KERAS_USERS:
-    sys.modules.setdefault(name, _Later(name))
+    sys.modules.setdefault(name, _LazyModule(name))
   try:
     yield
   finally:
     del os.environ[_VARIABLE]
 
 
-class _Later(ModuleType):
-  """Stands for a module until something of it is used."""
+class _LazyModule(ModuleType):
+  """A placeholder that imports the real module when one of its attributes is used."""
 
   def __getattr__(self, name: str) -> Any:
-    # Python and its tools look for __file__ and the like in every module; only a package's path
-    # is asked for when one of its modules is imported.
+    # Python and its tools read attributes such as __file__ of every module. They read a package's
+    # __path__ only when they import one of its submodules.
     if name.startswith("__") and name != "__path__":
       raise AttributeError(name)
     if sys.modules.get(self.__name__) is self:

@@ -1,4 +1,4 @@
-"""TensorFlow's one way in: it reads data on the CPU and never sees a GPU."""
+"""Imports TensorFlow and SeqIO, which read data on the CPU and never see a GPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import os
 import threading
 from typing import Any
 
-from rosetta_t5.data.local_files.local_assets import read_local_vocabularies
-from rosetta_t5.data.tensorflow_setup.lazy_keras import keras_later
-from rosetta_t5.data.tensorflow_setup.start_notes import without_start_notes
+from rosetta_t5.data.local_files.local_assets import load_vocabulary_model
+from rosetta_t5.data.tensorflow_setup.lazy_keras import defer_keras_import
+from rosetta_t5.data.tensorflow_setup.quiet_import import quiet_tensorflow_import
+from rosetta_t5.data.tensorflow_setup.seqio_internals import replace_model_loader
 
 
 @functools.cache
 def import_tensorflow() -> Any:
   """Imports TensorFlow, hides every GPU from it, and returns the module.
 
-  TensorFlow takes all memory of each GPU that it can see; the memory belongs to JAX. Hiding works
-  only before TensorFlow touches a device, hence the one door. Its log (start-up notes, and the
-  lack of a GPU driver as an "error") is silenced unless the user has set TF_CPP_MIN_LOG_LEVEL;
-  what goes wrong in earnest is raised.
+  TensorFlow allocates the whole memory of every GPU that it sees, and JAX needs that memory. GPUs can
+  be hidden only before TensorFlow touches a device, so all code imports TensorFlow through this
+  function. Errors still raise exceptions when the log is silenced.
   """
   silence_tensorflow()
-  with keras_later(), without_start_notes():
+  with defer_keras_import(), quiet_tensorflow_import():
     import tensorflow as tf
 
   tf.config.set_visible_devices([], "GPU")
@@ -30,27 +30,27 @@ def import_tensorflow() -> Any:
 
 
 def silence_tensorflow() -> None:
-  """Sets the variables that keep TensorFlow's log off the screen, whoever imports it."""
-  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets 1 where nothing is set.
+  """Silences TensorFlow's log, unless the user has set TF_CPP_MIN_LOG_LEVEL."""
+  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets it to 1 if it is unset.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # It announces itself, twice.
+  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # oneDNN logs two lines when it is enabled.
 
 
 @functools.cache
 def import_seqio() -> Any:
-  """Imports seqio, TensorFlow first and without GPUs; its vocabularies are read from this machine."""
+  """Imports seqio after TensorFlow, and makes it read vocabularies from local copies."""
   import_tensorflow()
-  with keras_later():
+  with defer_keras_import():
     import seqio
 
-  read_local_vocabularies(seqio.vocabularies)
+  replace_model_loader(load_vocabulary_model)
   return seqio
 
 
-def start_importing() -> threading.Thread:
-  """Imports TensorFlow and seqio in a thread: ten seconds that something else can use.
+def import_in_background() -> threading.Thread:
+  """Imports TensorFlow and seqio in a thread, which takes about ten seconds, and returns the thread.
 
-  Whoever needs them meanwhile waits on Python's import lock; nothing is imported twice.
+  Other threads that import them meanwhile wait on Python's import lock.
   """
   thread = threading.Thread(target=import_seqio, name="import-tensorflow", daemon=True)
   thread.start()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.providers import find_provider
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
     ValueError: the task has no vocabulary, or several and not for "inputs" and "targets".
   """
   seqio = import_seqio()
-  features = find_provider(cfg).output_features
+  features = find_task_or_mixture(cfg).output_features
   if "inputs" in features and "targets" in features:
     return features["inputs"].vocabulary, features["targets"].vocabulary
   every = {name: f.vocabulary for name, f in features.items() if hasattr(f, "vocabulary")}

@@ -1,1 +1,1 @@
-"""The known tasks as tables: pretraining, GLUE, other supervised ones. No TensorFlow."""
+"""The known tasks as tables: pretraining, GLUE and other supervised tasks."""

@@ -2,79 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.data import metrics
 from rosetta_t5.data.tasks import postprocessing, text_formats
-from rosetta_t5.data.tasks.task_recipe import LocalFiles, TaskRecipe
+from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 
-_MNLI = ("entailment", "neutral", "contradiction")
+_MNLI = ("mnli", ("entailment", "neutral", "contradiction"), ("hypothesis", "premise"))
 _ENTAILED = ("entailment", "not_entailment")
 _TWO = ("sentence1", "sentence2")
 _F1 = (metrics.f1_score_with_invalid, metrics.accuracy)
 _ACCURACY = (metrics.accuracy,)
 
-# Each benchmark: the name in its text, its labels, its columns, its metrics.
+# For each benchmark: its name in the text, its labels, its columns, its metrics.
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[Any, ...]]] = {
   "cola": ("cola", ("unacceptable", "acceptable"), ("sentence",), (metrics.matthews_corrcoef,)),
   "sst2": ("sst2", ("negative", "positive"), ("sentence",), _ACCURACY),
   "mrpc": ("mrpc", ("not_equivalent", "equivalent"), _TWO, _F1),
   "qqp": ("qqp", ("not_duplicate", "duplicate"), ("question1", "question2"), _F1),
   "stsb": ("stsb", (), _TWO, (metrics.pearson_corrcoef, metrics.spearman_corrcoef)),
-  "mnli": ("mnli", _MNLI, ("hypothesis", "premise"), _ACCURACY),
-  "mnli_matched": ("mnli", _MNLI, ("hypothesis", "premise"), _ACCURACY),
-  "mnli_mismatched": ("mnli", _MNLI, ("hypothesis", "premise"), _ACCURACY),
+  "mnli": (*_MNLI, _ACCURACY),
+  "mnli_matched": (*_MNLI, _ACCURACY),
+  "mnli_mismatched": (*_MNLI, _ACCURACY),
   "qnli": ("qnli", _ENTAILED, ("question", "sentence"), _ACCURACY),
   "rte": ("rte", _ENTAILED, _TWO, _ACCURACY),
   "wnli": ("wnli", ("not_entailment", "entailment"), _TWO, _ACCURACY),
-  "ax": ("mnli", _MNLI, ("hypothesis", "premise"), ()),  # the diagnostic set has no labels
+  "ax": (*_MNLI, ()),  # the diagnostic set has no labels
 }
-# Other names of the columns: GLUE's own tsv files, MultiNLI's, and Hugging Face's.
+# The columns' names in GLUE's own tsv files, in MultiNLI's files and on Hugging Face.
 _OTHER_NAMES = {
-  "hypothesis": ("sentence2",),
-  "premise": ("sentence1",),
-  "question1": ("sentence1",),
-  "question2": ("sentence2",),
+  "hypothesis": "sentence2",
+  "premise": "sentence1",
+  "question1": "sentence1",
+  "question2": "sentence2",
 }
-_LABELS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+_LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 NO_LABEL = -1
 
 
-def _pick(
-  columns: tuple[str, ...], labels: tuple[str, ...], record: Mapping[str, Any]
+def _select_texts(
+  record: Mapping[str, Any], columns: tuple[str, ...], labels: tuple[str, ...]
 ) -> dict[str, str] | str:
-  """Takes the columns under any of their names, and the label as its number's text."""
+  """Returns the columns under any of their names, and the label's number as text."""
   texts = {}
   for column in columns:
-    names = [name for name in (column, *_OTHER_NAMES.get(column, ())) if name in record]
-    if not names:
+    name = column if column in record else _OTHER_NAMES.get(column, column)
+    if name not in record:
       return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
-    texts[column] = str(record[names[0]] or "")
+    texts[column] = str(record[name] or "")
     if not texts[column].strip():
       return f"{column} is empty"
-  given = next((record[name] for name in _LABELS if record.get(name) not in (None, "")), NO_LABEL)
-  if str(given) == "-":  # MultiNLI: the annotators did not agree
+  found = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
+  label = found[0] if found else NO_LABEL
+  if label == "-":  # MultiNLI's annotators did not agree.
     return "no gold label"
-  texts["label"] = str(labels.index(given) if given in labels else given)
-  try:
-    number = float(texts["label"])
-  except ValueError:
-    return f"the label {given!r} is none of {', '.join(labels)}"
-  if labels and not (NO_LABEL <= number < len(labels) and number == int(number)):
-    return f"the label {given!r} is none of {', '.join(labels)}"
+  texts["label"] = str(labels.index(label) if label in labels else label)
+  if not _is_label(texts["label"], labels):
+    return f"the label must be one of {', '.join(labels)}, got {label!r}"
   texts["idx"] = str(record.get("idx", record.get("index", NO_LABEL)))
   return texts
 
 
-def _to_example(kind: str, texts: Mapping[str, Any]) -> Mapping[str, Any]:
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+def _is_label(text: str, labels: tuple[str, ...]) -> bool:
+  """Returns whether a text is a score, or the number of one of the labels if there are labels."""
+  try:
+    number = float(text)
+  except ValueError:
+    return False
+  return not labels or number in range(NO_LABEL, len(labels))
 
+
+def _to_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, Any]:
   tf = import_tensorflow()
   idx = tf.strings.to_number(texts["idx"], tf.int32)
   label = tf.strings.to_number(texts["label"], tf.float32)
-  return {**texts, "label": tf.cast(label, kind), "idx": idx}
+  return {**texts, "label": tf.cast(label, label_dtype), "idx": idx}
 
 
 def _files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> LocalFiles:
@@ -93,30 +99,34 @@ def _files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> Loca
   return LocalFiles(
     folder=f"glue/{name}",
     splits=splits,
-    pick=functools.partial(_pick, columns, labels),
+    select_texts=functools.partial(_select_texts, columns=columns, labels=labels),
     names=(*columns, "label", "idx"),
-    to_example=functools.partial(_to_example, "int64" if labels else "float32"),
+    to_example=functools.partial(_to_example, label_dtype="int64" if labels else "float32"),
   )
 
 
-def _recipe(name: str, version: str) -> TaskRecipe:
+def _task(name: str, version: str) -> TaskSpec:
   benchmark, labels, columns, metric_fns = BENCHMARKS[name]
-  is_score = not labels
-  return TaskRecipe(
+  task = TaskSpec(
     f"glue/{name}:{version}",
-    text_formats.stsb() if is_score else text_formats.glue(benchmark, labels),
+    text_formats.stsb,
     _files(name, columns, labels),
     splits=("test",) if name == "ax" else None,
-    postprocess=postprocessing.string_to_float
-    if is_score
-    else postprocessing.label_to_class(labels),
+    postprocess=postprocessing.string_to_float,
     metrics=metric_fns,
-    where=f"GLUE: tfds build glue/{name}, on a machine that reaches dl.fbaipublicfiles.com",
+    source_hint=f"GLUE: tfds build glue/{name}, on a machine that reaches dl.fbaipublicfiles.com",
+  )
+  if not labels:
+    return task
+  return dataclasses.replace(
+    task,
+    text_format=functools.partial(text_formats.glue, benchmark=benchmark, labels=labels),
+    postprocess=functools.partial(postprocessing.label_to_class, label_classes=labels),
   )
 
 
 TASKS = {
-  f"glue_{name}_{suffix}": _recipe(name, version)
+  f"glue_{name}_{suffix}": _task(name, version)
   for suffix, version in (("v2", "2.0.0"), ("v002", "1.0.0"))
   for name in BENCHMARKS
 }

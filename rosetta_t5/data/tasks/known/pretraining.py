@@ -2,87 +2,81 @@
 
 from __future__ import annotations
 
+import functools
+
 from rosetta_t5.data import metrics
 from rosetta_t5.data.tasks import text_formats
-from rosetta_t5.data.tasks.task_recipe import LocalFiles, TaskRecipe, pick_columns
+from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec, select_columns
 
-TEXT = pick_columns(text="text")
 
-PILE_FILES = LocalFiles(
-  folder="the_pile",
-  splits={
-    # {"text": …, "meta": {"pile_set_name": …}}, 30 shards and two files, as they were distributed.
-    "train": ("train/*.jsonl.zst", "train/*.jsonl"),
-    "validation": ("val.jsonl.zst", "val.jsonl", "val/*.jsonl*", "validation*.jsonl*"),
-    "test": ("test.jsonl.zst", "test.jsonl", "test/*.jsonl*"),
-  },
-  pick=TEXT,
-  names=("text",),
+def _text_files(folder: str, **splits: tuple[str, ...]) -> LocalFiles:
+  return LocalFiles(folder, splits, select_columns("text"), names=("text",))
+
+
+# Records are {"text": …, "meta": {"pile_set_name": …}}, in 30 training shards and two other files.
+PILE_FILES = _text_files(
+  "the_pile",
+  train=("train/*.jsonl.zst", "train/*.jsonl"),
+  validation=("val.jsonl.zst", "val.jsonl", "val/*.jsonl*", "validation*.jsonl*"),
+  test=("test.jsonl.zst", "test.jsonl", "test/*.jsonl*"),
 )
-C4_FILES = LocalFiles(
-  folder="c4/en",
-  splits={
-    "train": ("c4-train.*.json.gz", "train*.jsonl*"),
-    "validation": ("c4-validation.*.json.gz", "validation*.jsonl*"),
-  },
-  pick=TEXT,
-  names=("text",),
+_C4_FILES = _text_files(
+  "c4/en",
+  train=("c4-train.*.json.gz", "train*.jsonl*"),
+  validation=("c4-validation.*.json.gz", "validation*.jsonl*"),
 )
-WIKITEXT_FILES = LocalFiles(
-  folder="wikitext",
-  splits={
-    split: (f"wiki.{short}.tokens", f"wiki.{short}.raw", f"**/{split}*.parquet", f"{split}*.txt")
-    for split, short in (("train", "train"), ("validation", "valid"), ("test", "test"))
-  },
-  pick=TEXT,
-  names=("text",),
+_WIKITEXT_FILES = _text_files(
+  "wikitext",
+  train=("wiki.train.tokens", "wiki.train.raw", "**/train*.parquet", "train*.txt"),
+  validation=(
+    "wiki.valid.tokens",
+    "wiki.valid.raw",
+    "**/validation*.parquet",
+    "validation*.txt",
+  ),
+  test=("wiki.test.tokens", "wiki.test.raw", "**/test*.parquet", "test*.txt"),
 )
-LAMBADA_FILES = LocalFiles(
-  folder="lambada",
-  splits={"test": ("lambada_test*.jsonl*", "test*.jsonl*"), "validation": ("*validation*.jsonl*",)},
-  pick=TEXT,
-  names=("text",),
+_LAMBADA_FILES = _text_files(
+  "lambada",
+  test=("lambada_test*.jsonl*", "test*.jsonl*"),
+  validation=("*validation*.jsonl*",),
 )
-_C4 = "C4 is at huggingface.co/datasets/allenai/c4, or made by TFDS: tfds build c4/en"
-_LAMBADA = "LAMBADA: python scripts_gpu/download_lambada.py says where it is"
-_WIKITEXT = "Wikitext is at huggingface.co/datasets/Salesforce/wikitext"
+
+_PILE_HINT = (
+  "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py lists the alternatives"
+)
+_C4_HINT = "C4 is at huggingface.co/datasets/allenai/c4, or is built by TFDS: tfds build c4/en"
+_LAMBADA_HINT = "LAMBADA: python scripts_gpu/download_lambada.py prints where to get it"
+_WIKITEXT_HINT = "Wikitext is at huggingface.co/datasets/Salesforce/wikitext"
+# For each corpus: its TFDS dataset, its files, and where to get it.
+_CORPORA = {
+  "pile": ("the_pile:1.0.0", PILE_FILES, _PILE_HINT),
+  "c4": ("c4/en:2.2.0", _C4_FILES, _C4_HINT),
+  "wikitext": ("", _WIKITEXT_FILES, _WIKITEXT_HINT),
+}
 
 
-def _corpus(tfds: str, files: LocalFiles, objective: str, where: str) -> TaskRecipe:
-  return TaskRecipe(tfds, text_formats.text_as_targets(), files, objective, where=where)
+def _corpus_task(corpus: str, objective: str) -> TaskSpec:
+  tfds, files, hint = _CORPORA[corpus]
+  return TaskSpec(tfds, text_formats.text_as_targets, files, objective, source_hint=hint)
 
+
+_lambada_task = functools.partial(
+  TaskSpec, "lambada:1.0.0", files=_LAMBADA_FILES, source_hint=_LAMBADA_HINT
+)
 
 TASKS = {
-  "the_pile_span_corruption": _corpus(
-    "the_pile:1.0.0",
-    PILE_FILES,
-    "span_corruption",
-    "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py says what there is",
-  ),
-  "c4_v220_span_corruption": _corpus("c4/en:2.2.0", C4_FILES, "span_corruption", _C4),
-  "c4_v220_prefix_lm": _corpus("c4/en:2.2.0", C4_FILES, "prefix_lm", _C4),
-  "the_pile_lm": _corpus(
-    "the_pile:1.0.0",
-    PILE_FILES,
-    "causal_lm",
-    "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py says what there is",
-  ),
-  "wikitext": _corpus("", WIKITEXT_FILES, "span_corruption", _WIKITEXT),
-  "wikitext_lm": _corpus("", WIKITEXT_FILES, "causal_lm", _WIKITEXT),
-  "lambada": TaskRecipe(
-    "lambada:1.0.0",
-    text_formats.last_word(),
-    LAMBADA_FILES,
-    metrics=(metrics.lambada,),
-    where=_LAMBADA,
-  ),
-  # Zero-shot, for decoder-only models: the passage as it is, and the word that goes on.
-  "lambada_eval": TaskRecipe(
-    "lambada:1.0.0",
-    text_formats.last_word(sentinel="", before_word=" "),
-    LAMBADA_FILES,
+  "the_pile_span_corruption": _corpus_task("pile", "span_corruption"),
+  "c4_v220_span_corruption": _corpus_task("c4", "span_corruption"),
+  "c4_v220_prefix_lm": _corpus_task("c4", "prefix_lm"),
+  "the_pile_lm": _corpus_task("pile", "causal_lm"),
+  "wikitext": _corpus_task("wikitext", "span_corruption"),
+  "wikitext_lm": _corpus_task("wikitext", "causal_lm"),
+  "lambada": _lambada_task(text_format=text_formats.last_word, metrics=(metrics.lambada,)),
+  # Zero-shot, for decoder-only models: the unchanged passage, then the word that follows it.
+  "lambada_eval": _lambada_task(
+    text_format=functools.partial(text_formats.last_word, sentinel="", before_word=" "),
     metrics=(metrics.next_word, metrics.word_perplexity),
-    where=_LAMBADA,
     add_eos=False,
   ),
 }

@@ -1,115 +1,95 @@
-"""SQuAD (Rajpurkar et al. 2016), translation (WMT) and summaries (CNN/Daily Mail) as T5 has them."""
+"""SQuAD (Rajpurkar et al. 2016), translation (WMT) and summaries (CNN/Daily Mail) in T5's formats."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data import metrics
-from rosetta_t5.data.reading import Layout
-from rosetta_t5.data.reading.bad_examples import BadExample
+from rosetta_t5.data.reading import BadExample, Layout
 from rosetta_t5.data.tasks import postprocessing, text_formats
-from rosetta_t5.data.tasks.task_recipe import LocalFiles, Located, TaskRecipe, pick_columns
+from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec, select_columns
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 
-_BETWEEN_ANSWERS = "\x1f"  # ASCII's unit separator: no answer has one
+_SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
 
 
-def read_squad(path: str, layout: Layout) -> Iterator[Located]:
-  """Yields the questions of SQuAD's own JSON, all answers of each in one text."""
+def read_squad(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
+  """Yields (number, question) of SQuAD's JSON; the answers of a question are joined to one text."""
   try:
     with open(path, encoding="utf-8") as file:
       articles = json.load(file)["data"]
   except (ValueError, KeyError, TypeError) as error:
-    yield 1, BadExample(path, 1, f"no SQuAD file, which is JSON with 'data': {error!r}"[:200])
+    yield 1, BadExample(path, 1, f"not a SQuAD file, which is JSON with 'data': {error!r}"[:200])
     return
-  place = 0
-  for article in articles:
-    for paragraph in article["paragraphs"]:
-      for question in paragraph["qas"]:
-        place += 1
-        answers = [answer["text"] for answer in question["answers"]]
-        yield (
-          place,
-          {
-            "id": question["id"],
-            "question": question["question"],
-            "context": paragraph["context"],
-            "answers": _BETWEEN_ANSWERS.join(answers),
-          },
-        )
+  paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+  questions = [(question, text["context"]) for text in paragraphs for question in text["qas"]]
+  for number, (question, context) in enumerate(questions, 1):
+    answers = _SEPARATOR.join(answer["text"] for answer in question["answers"])
+    texts = {"id": question["id"], "question": question["question"]}
+    yield number, {**texts, "context": context, "answers": answers}
 
 
 def _squad_example(texts: Mapping[str, Any]) -> Mapping[str, Any]:
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
-
-  answers = import_tensorflow().strings.split(texts["answers"], _BETWEEN_ANSWERS)
+  answers = import_tensorflow().strings.split(texts["answers"], _SEPARATOR)
   return {**texts, "answers": {"text": answers}}
 
 
-SQUAD_FILES = LocalFiles(
-  folder="squad",
-  splits={"train": ("train*-v1.1.json",), "validation": ("dev-v1.1.json",)},
-  pick=pick_columns(id="id", question="question", context="context", answers="answers"),
-  names=("id", "question", "context", "answers"),
-  to_example=_squad_example,
-  read=read_squad,
+_SQUAD_COLUMNS = ("id", "question", "context", "answers")
+_SQUAD = TaskSpec(
+  "squad/v1.1:3.0.0",
+  text_formats.squad,
+  LocalFiles(
+    folder="squad",
+    splits={"train": ("train*-v1.1.json",), "validation": ("dev-v1.1.json",)},
+    select_texts=select_columns(*_SQUAD_COLUMNS),
+    names=_SQUAD_COLUMNS,
+    to_example=_squad_example,
+    read=read_squad,
+  ),
+  postprocess=postprocessing.answers,
+  metrics=(metrics.squad,),
+  source_hint="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
 )
-
-
-def _squad(include_context: bool = True) -> TaskRecipe:
-  return TaskRecipe(
-    "squad/v1.1:3.0.0",
-    text_formats.squad(include_context),
-    SQUAD_FILES,
-    postprocess=postprocessing.answers,
-    metrics=(metrics.squad,),
-    where="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
-  )
 
 
 def _paired_files(folder: str, first: str, second: str) -> LocalFiles:
   endings = ("*.jsonl*", "*.tsv", "*.parquet")
-  return LocalFiles(
-    folder=folder,
-    splits={s: tuple(s + e for e in endings) for s in ("train", "validation", "test")},
-    pick=pick_columns(**{first: first, second: second}),
-    names=(first, second),
-  )
+  splits = {s: tuple(s + e for e in endings) for s in ("train", "validation", "test")}
+  return LocalFiles(folder, splits, select_columns(first, second), names=(first, second))
 
 
-def _translation(dataset: str, pair: str, source: str, target: str) -> TaskRecipe:
-  return TaskRecipe(
+def _translation(dataset: str, pair: str) -> TaskSpec:
+  target = pair.removesuffix("-en")
+  return TaskSpec(
     f"{dataset}/{pair}:1.0.0",
-    text_formats.translate(source, target),
-    _paired_files(f"{dataset}/{pair}", source, target),
+    functools.partial(text_formats.translate, source="en", target=target),
+    _paired_files(f"{dataset}/{pair}", "en", target),
     metrics=(metrics.bleu,),
-    where=f"WMT: tfds build {dataset}/{pair}, on a machine that reaches statmt.org",
+    source_hint=f"WMT: tfds build {dataset}/{pair}, on a machine that reaches statmt.org",
   )
 
-
-# Of T5's paper: all from English. (Its task names give source, then target.)
-_WMT = {
-  "wmt14_ende_v003": ("wmt14_translate", "de-en"),
-  "wmt14_enfr_v003": ("wmt14_translate", "fr-en"),
-  "wmt15_enfr_v003": ("wmt15_translate", "fr-en"),
-  "wmt16_enro_v003": ("wmt16_translate", "ro-en"),
-  "wmt19_ende_v003": ("wmt19_translate", "de-en"),
-  "wmt_t2t_ende_v003": ("wmt_t2t_translate", "de-en"),
-}
 
 TASKS = {
-  "squad_v010_allanswers": _squad(),
-  "squad_v010_context_free": _squad(include_context=False),
-  "cnn_dailymail_v002": TaskRecipe(
+  "squad_v010_allanswers": _SQUAD,
+  "squad_v010_context_free": dataclasses.replace(
+    _SQUAD, text_format=functools.partial(text_formats.squad, include_context=False)
+  ),
+  "cnn_dailymail_v002": TaskSpec(
     "cnn_dailymail:3.4.0",
-    text_formats.summarize("article", "highlights"),
+    functools.partial(text_formats.summarize, article="article", summary="highlights"),
     _paired_files("cnn_dailymail", "article", "highlights"),
     metrics=(metrics.rouge,),
-    where="CNN/Daily Mail: tfds build cnn_dailymail",
+    source_hint="CNN/Daily Mail: tfds build cnn_dailymail",
   ),
-  **{
-    name: _translation(dataset, pair, "en", pair.removesuffix("-en"))
-    for name, (dataset, pair) in _WMT.items()
-  },
+  # T5's paper translates from English. Its task names give the source first, TFDS gives it last.
+  "wmt14_ende_v003": _translation("wmt14_translate", "de-en"),
+  "wmt14_enfr_v003": _translation("wmt14_translate", "fr-en"),
+  "wmt15_enfr_v003": _translation("wmt15_translate", "fr-en"),
+  "wmt16_enro_v003": _translation("wmt16_translate", "ro-en"),
+  "wmt19_ende_v003": _translation("wmt19_translate", "de-en"),
+  "wmt_t2t_ende_v003": _translation("wmt_t2t_translate", "de-en"),
 }

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rosetta_t5.data.tensorflow_setup.start_notes import without_start_notes
+from rosetta_t5.data.tensorflow_setup.quiet_import import quiet_tensorflow_import
 
 NOTES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda drivers
@@ -14,7 +14,7 @@ I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda dri
 
 
 def test_notes_are_held_back_and_other_lines_are_not(capfd):
-  with without_start_notes():
+  with quiet_tensorflow_import():
     os.write(2, NOTES + b"a line of another thread\n")
   os.write(2, b"after\n")
   assert capfd.readouterr().err == "a line of another thread\nafter\n"
@@ -25,6 +25,6 @@ def test_what_was_said_before_an_error_appears(capfd):
     os.write(2, b"missing library\n")
     raise ImportError
 
-  with pytest.raises(ImportError), without_start_notes():
+  with pytest.raises(ImportError), quiet_tensorflow_import():
     fail()
   assert capfd.readouterr().err == "missing library\n"

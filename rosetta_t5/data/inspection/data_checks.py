@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.providers import has_split
+from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask, TokenStream
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 

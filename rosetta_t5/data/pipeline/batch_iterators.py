@@ -1,0 +1,104 @@
+"""Iterators of host batches: a contract for sources indexed by step, and an adapter for other data."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from clu.data import dataset_iterator
+from etils import epath
+
+
+class StepIndexedIterator(dataset_iterator.DatasetIterator):
+  """A source whose batches are a function of the step, such as prepared data.
+
+  Its position is a step number, which any number of hosts can restore.
+  """
+
+  @abc.abstractmethod
+  def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
+    """Writes the position of `steps_back` batches ago."""
+
+  def measures(self, step: int) -> dict[str, float]:
+    """Returns metrics of the data at the beginning of a step, by name."""
+    del step
+    return {}
+
+
+def as_batch_iterator(data: Any) -> dataset_iterator.DatasetIterator:
+  """Returns `data` as a clu DatasetIterator, which has next, element_spec, save, restore and reset.
+
+  Args:
+    data: a DatasetIterator, a tf.data.Dataset, or an iterable of dictionaries of numpy arrays.
+
+  Raises:
+    ValueError: `data` has another type.
+  """
+  if isinstance(data, dataset_iterator.DatasetIterator):
+    return data
+  # A tf.data.Dataset exists only if TensorFlow has been imported, so it is not imported here.
+  tensorflow = sys.modules.get("tensorflow")
+  if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
+    return dataset_iterator.TfDatasetIterator(data, checkpoint=True)
+  if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
+    raise ValueError(
+      "The dataset function must return a tf.data.Dataset, a clu DatasetIterator, or an iterable of "
+      f"batches (dictionaries of numpy arrays), got {type(data).__name__}."
+    )
+  return IterableBatches(data)
+
+
+class IterableBatches(dataset_iterator.DatasetIterator):
+  """The batches of any iterable. Its position is a count, so restoring it reads and skips batches.
+
+  The position is exact if the iterable yields the same batches each time.
+  """
+
+  def __init__(self, batches: Iterable[Mapping[str, np.ndarray]]):
+    self._batches = batches
+    self._spec: dict[str, dataset_iterator.ArraySpec] | None = None
+    self.reset()
+
+  def reset(self) -> None:
+    """Starts over. A list or a Dataset can do that, but an iterator cannot."""
+    self._iterator: Iterator[Mapping[str, np.ndarray]] = iter(self._batches)
+    self._drawn = 0
+
+  def __next__(self) -> Mapping[str, np.ndarray]:
+    batch = next(self._iterator)
+    self._drawn += 1
+    return batch
+
+  @property
+  def element_spec(self) -> dict[str, dataset_iterator.ArraySpec]:
+    """Shapes and dtypes of the first batch, which remains the next batch.
+
+    The result is stored, because a generator cannot be read while another thread is reading it.
+    """
+    if self._spec is None:
+      first = next(self._iterator, None)
+      if first is None:
+        raise ValueError(
+          "The training data is empty: the dataset function's iterable has no batch."
+        )
+      self._iterator = itertools.chain([first], self._iterator)
+      arrays = {name: np.asarray(value) for name, value in first.items()}
+      self._spec = {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
+    return self._spec
+
+  def save(self, filename: epath.PathLike) -> None:
+    """Writes the number of batches read."""
+    epath.Path(filename).write_text(json.dumps({"drawn": self._drawn}))
+
+  def restore(self, filename: epath.PathLike) -> None:
+    """Reads and skips batches up to the saved number."""
+    saved = json.loads(epath.Path(filename).read_text())["drawn"]
+    if saved < self._drawn:
+      self.reset()
+    for _ in range(saved - self._drawn):
+      next(self)

@@ -1,0 +1,191 @@
+"""Looks up a run's task or mixture in SeqIO's registry, and checks it before anything is read."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rosetta_t5.data.dataset_config import DatasetConfig, import_module
+from rosetta_t5.data.reading import unwrap_reader_errors
+from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
+from rosetta_t5.data.tensorflow_setup.seqio_internals import passthrough_features
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
+if TYPE_CHECKING:
+  import seqio
+  import tensorflow as tf
+
+
+def find_task_or_mixture(cfg: DatasetConfig) -> Any:
+  """Returns the task or mixture that `cfg` names, after importing its module.
+
+  Raises:
+    ValueError: the name is not registered. The message lists similar names and what to set.
+  """
+  is_name = isinstance(cfg.mixture_or_task_name, str)
+  if cfg.module and not (is_name and cfg.name in TASKS and _is_missing_t5(cfg.module)):
+    import_module(cfg.module)
+  if not is_name:
+    return cfg.mixture_or_task_name
+  register(cfg.name)
+  if cfg.name not in registered_names():
+    raise ValueError(_unknown_task_message(cfg, {*registered_names(), *TASKS}))
+  return import_seqio().get_mixture_or_task(cfg.name)
+
+
+def _is_missing_t5(module: str) -> bool:
+  """Returns whether a recipe imports the package t5, for tasks that this package has too, in vain."""
+  return module.split(".")[0] == "t5" and find_spec("t5") is None
+
+
+def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | None = None) -> Any:
+  """Returns the task or mixture after checking its cache, its split and its feature lengths.
+
+  Args:
+    cfg: the dataset.
+    converter: the model's feature converter; None skips the check of the lengths.
+
+  Raises:
+    ValueError: the task, its cache or its split does not exist, or the lengths do not fit the model.
+  """
+  provider = find_task_or_mixture(cfg)
+  check_cached(cfg, provider)
+  check_split(cfg, provider)
+  if converter is not None:
+    check_feature_lengths(cfg, converter)
+  return provider
+
+
+def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
+  text = f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME)"
+  near = difflib.get_close_matches(cfg.name, known, n=3, cutoff=0.5)
+  if near:
+    text += f". Similar names: {', '.join(map(repr, near))}"
+  else:
+    text += f" among the {len(known)} that are registered"
+  if cfg.module:
+    return f"{text}. The module {cfg.module!r} was imported, but registers no such name."
+  return (
+    f"{text}. If your own module registers it, import that module in the gin file or set "
+    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set."
+  )
+
+
+def check_split(cfg: DatasetConfig, provider: Any) -> None:
+  """Checks that the split exists, unless the data comes from an offline cache with its own splits.
+
+  Raises:
+    ValueError: the split does not exist. The message lists those that do.
+  """
+  if not cfg.use_cached and not has_split(provider, cfg.split):
+    splits = sorted(provider.splits)
+    raise ValueError(
+      f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
+      "Set DatasetConfig.split (MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
+    )
+
+
+def check_cached(cfg: DatasetConfig, provider: Any) -> None:
+  """Checks that every task has an offline cache if `cfg.use_cached` is set.
+
+  Raises:
+    ValueError: a task has no cache.
+  """
+  if not cfg.use_cached:
+    return
+  missing = [task.name for task in import_seqio().get_subtasks(provider) if not task.cache_dir]
+  if missing:
+    raise ValueError(
+      f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
+      "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
+      "cache's folder with --seqio_additional_cache_dirs."
+    )
+
+
+def has_split(provider: Any, split: str) -> bool:
+  """Returns whether a task has a split, or every part of a split like "train[:90%]+validation"."""
+  return all(part.split("[")[0] in provider.splits for part in split.split("+"))
+
+
+def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
+  """Returns the task, or a mixture's tasks that have the split. Cached tasks are not checked."""
+  tasks = import_seqio().get_subtasks(provider)
+  return [task for task in tasks if cfg.use_cached or has_split(task, cfg.split)]
+
+
+def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:
+  """Returns the examples of a task or mixture as `cfg` describes them, by default one unshuffled pass.
+
+  Args:
+    cfg: the dataset.
+    provider: the task or mixture.
+    **options: further arguments of SeqIO's `get_dataset`, such as shard_info and seed.
+  """
+  options = {"shuffle": False, "num_epochs": 1, **options}
+  return provider.get_dataset(
+    sequence_length=cfg.task_feature_lengths, split=cfg.split, use_cached=cfg.use_cached, **options
+  )
+
+
+def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> None:
+  """Checks that TASK_FEATURE_LENGTHS has exactly the features that the model reads.
+
+  Raises:
+    ValueError: a feature has no length, or the model does not read it.
+  """
+  wanted = set(converter.TASK_FEATURES) | passthrough_features(converter)
+  given = dict(cfg.task_feature_lengths or {})
+  if wanted == set(given):
+    return
+  wrong = [f"has no length for '{name}'" for name in sorted(wanted - set(given))]
+  wrong += [
+    f"names '{name}', which the model does not read" for name in sorted(given.keys() - wanted)
+  ]
+  example = {name: given.get(name, 512) for name in sorted(wanted)}
+  raise ValueError(
+    f"TASK_FEATURE_LENGTHS = {given} (task '{cfg.name}') {' and '.join(wrong)}. "
+    f"{type(converter).__name__} reads {sorted(wanted)}: set for example "
+    f"TASK_FEATURE_LENGTHS = {example}."
+  )
+
+
+def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardInfo) -> None:
+  """Checks that this shard of every task has an example.
+
+  Training repeats its data forever, so a task whose examples are all filtered out would search for one
+  forever. One unshuffled pass is therefore read up to its first example. Providers other than SeqIO's
+  tasks and mixtures are not checked.
+
+  Raises:
+    ValueError: this shard of a task has no example.
+  """
+  seqio = import_seqio()
+  if not isinstance(provider, seqio.Task | seqio.Mixture):
+    return
+  for task in subtasks_with_split(cfg, provider):
+    if not has_element(read_task(cfg, task, shard_info=shard_info)):
+      raise ValueError(_empty_dataset_message(task.name, cfg.split, shard_info))
+
+
+def has_element(dataset: tf.data.Dataset) -> bool:
+  """Returns whether a dataset has any element.
+
+  Raises:
+    ValueError: none of the records in its files is usable.
+  """
+  with unwrap_reader_errors():
+    return any(True for _ in dataset.take(1))
+
+
+def _empty_dataset_message(name: str, split: str, shard_info: seqio.ShardInfo) -> str:
+  where = f"the split '{split}' of the task '{name}'"
+  if shard_info.num_shards == 1:
+    return (
+      f"There are no examples in {where}: its files are empty, or its preprocessors drop every "
+      "example. Inspect them with seqio.get_mixture_or_task(...).get_dataset(...)."
+    )
+  return (
+    f"There are no examples in shard {shard_info.index} of {shard_info.num_shards} of {where}. "
+    "Split its files into more files, or run on fewer hosts."
+  )

@@ -1,0 +1,77 @@
+"""The specification of a known task: its data, its text format, its objective and its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rosetta_t5.data.reading import Layout
+from rosetta_t5.data.reading.records import read_records
+
+# Converts a record of the distributed files to an example's texts, or returns why it is unusable.
+SelectTexts = Callable[[Mapping[str, Any]], "dict[str, str] | str"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFiles:
+  """A dataset's files as they were distributed.
+
+  Attributes:
+    folder: the name of its folder in the data folder.
+    splits: file patterns for each split. A split without matching files does not exist.
+    select_texts: converts a record to {name: text}.
+    names: the names of these texts.
+    to_example: converts these texts (tensors) to the example that TFDS would give.
+    read: reads a file's records.
+  """
+
+  folder: str
+  splits: Mapping[str, tuple[str, ...]]
+  select_texts: SelectTexts
+  names: tuple[str, ...]
+  to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+  read: Callable[[str, Layout], Any] = read_records
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+  """The specification from which a known SeqIO task is built.
+
+  Attributes:
+    tfds: "dataset/configuration:version" in TensorFlow Datasets, or "" if TFDS does not have it.
+    text_format: converts a TFDS example (tensors) to texts (see `text_formats`).
+    files: the same dataset as distributed files.
+    objective: how the texts become training examples (see `text_objectives`).
+    splits: the task's splits; None means all splits of the dataset.
+    postprocess: converts the model's text to what the metrics compare.
+    metrics: functions of targets and predictions.
+    source_hint: where to get the data, for the error message when it is missing.
+    add_eos: whether inputs and targets end with an end token.
+  """
+
+  tfds: str
+  text_format: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+  files: LocalFiles
+  objective: str = "seq2seq"
+  splits: tuple[str, ...] | None = None
+  postprocess: Callable[..., Any] | None = None
+  metrics: tuple[Callable[..., Any], ...] = ()
+  source_hint: str = ""
+  add_eos: bool = True
+
+
+def select_columns(*columns: str) -> SelectTexts:
+  """Returns a function that selects these columns of a record as {column: text}."""
+
+  def select(record: Mapping[str, Any]) -> dict[str, str] | str:
+    for column in columns:
+      if column not in record:
+        return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
+      if not str(record[column] or "").strip():
+        return f"{column} is empty"
+      if not isinstance(record[column], str):
+        return f"column {column!r} is not text"
+    return {column: record[column] for column in columns}
+
+  return select

@@ -1,0 +1,34 @@
+"""SeqIO's private names that this package uses. All of them are in this file.
+
+Version bounds in setup.cfg keep a new SeqIO out until `tests/data/test_seqio_internals.py` passes on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Set
+from typing import Any
+
+
+def tfds_data_dir_override() -> str | None:
+  """Returns the folder given by --tfds_data_dir; SeqIO has a setter for it but no getter."""
+  import seqio
+
+  return seqio.utils._TFDS_DATA_DIR_OVERRIDE
+
+
+def passthrough_features(converter: Any) -> Set[str]:
+  """Returns the names of the features that a SeqIO feature converter copies unchanged."""
+  return set(getattr(converter, "_passthrough_features", ()))
+
+
+def replace_model_loader(loader: Callable[..., Any]) -> None:
+  """Makes every `seqio.SentencePieceVocabulary` load its model with `loader`.
+
+  Args:
+    loader: called with SeqIO's own loader, the path, the number of extra ids and further options.
+  """
+  import seqio
+
+  vocabularies = seqio.vocabularies
+  vocabularies._load_model = functools.partial(loader, vocabularies._load_model)
