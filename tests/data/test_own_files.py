@@ -217,6 +217,8 @@ def test_a_bad_example_that_is_refused_stops_a_running_feed_with_its_place(
     checkpoint_cfg=None,
     data_layout=partitioner.get_data_layout(8),
   )
-  with pytest.raises(ValueError, match=r'^\S+2\.jsonl, line 41: invalid JSON.*on_bad_example = "skip"'):
+  with pytest.raises(
+    ValueError, match=r'^\S+2\.jsonl, line 41: invalid JSON.*on_bad_example = "skip"'
+  ):
     collections.deque(itertools.islice(feed, 40))
   feed.close()

@@ -156,7 +156,9 @@ def test_the_shortest_texts_keep_their_first_token(length: int, expected: list[b
 def test_targets_that_do_not_fit_are_refused_with_the_length_needed(
   features: dict[str, Any],
 ) -> None:
-  with pytest.raises(ValueError, match=r"targets of 114 tokens.*'targets': 100\. Set it to at least 114"):
+  with pytest.raises(
+    ValueError, match=r"targets of 114 tokens.*'targets': 100\. Set it to at least 114"
+  ):
     span_corruption.span_corruption(
       as_dataset(documents(1)), {"inputs": 512, "targets": 100}, features
     )
