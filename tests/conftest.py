@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, strict arrays, and the way to the oracle's data where it is at hand."""
+"""Configures jax for the suite: eight CPU devices, strict ranks, a compilation cache of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ import pathlib
 import jax
 import pytest
 
+# The suite has a compilation cache of its own, so that it neither reads nor fills the user's. The
+# processes that tests start inherit the variables; jax is imported already, so it is configured too.
+_COMPILATION_CACHE = {
+  "jax_compilation_cache_dir": str(
+    pathlib.Path(__file__).resolve().parents[1] / ".pytest_cache" / "compilation_cache"
+  ),
+  "jax_persistent_cache_min_compile_time_secs": 0.3,
+}
+for _name, _value in _COMPILATION_CACHE.items():
+  os.environ[_name.upper()] = str(_value)
+  jax.config.update(_name, _value)
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# On several CPU devices, jaxlib 0.11's default order of operations can wait for itself for ever.
+# On several CPU devices, jaxlib 0.11's default order of operations can deadlock.
 if jax.__version_info__ >= (0, 11):
   os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -22,14 +34,14 @@ _SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
-  """The folder of reference numbers and real data beside the checkout; skips where it is absent."""
+  """Returns the folder of reference numbers and real data beside the checkout; skips if absent."""
   if not _SHARED.is_dir():
     pytest.skip("no folder ../shared with T5X's reference numbers beside this checkout")
   return _SHARED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Skips what is marked `gpu` where jax sees none."""
+  """Skips the tests marked `gpu` on machines without one."""
   marked = [item for item in items if item.get_closest_marker("gpu")]
   if marked and jax.default_backend() != "gpu":
     for item in marked:

@@ -1,7 +1,7 @@
-"""Ends a run of several processes when one of them holds up the others, and says which and where.
+"""Ends a run of several processes when one of them blocks the others, and names that process.
 
-A collective waits for ever for a process that does not come. Every process tells the others, through
-jax's coordination service, where it stands; a frozen one is known by its silence.
+A collective waits forever for a process that does not take part. Every process therefore reports its
+phase through jax's coordination service; a process whose reports stop is frozen or dead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -28,71 +29,89 @@ from rosetta_t5.distributed.jax_internals import coordination_client
 
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
 EXIT_STATUS = 70
-_DEFAULT_SECONDS = 1800.0
-# Noted before jax's own heartbeat ends the run, which may come 20 seconds after a death.
-_SILENCE_SECONDS = 12.0
-_INTERVAL_S = 5.0
+# A process is reported as silent after this time. jax's heartbeat may end the run 20 s after a death.
+SILENCE_S = 12.0
+_DEFAULT_LIMIT_S = 1800.0
+_REPORT_INTERVAL_S = 5.0
 _STACK_FRAMES = 12
 _STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
 
 
 class ProcessLostError(RuntimeError):
-  """Another process of the run has died or is frozen, and this one ends because of it."""
+  """Another process of the run is dead or frozen, and this one ends because of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """Where a process says that it stands.
+  """What one process last reported.
 
   Attributes:
     process: its index.
-    place: host and process id, for people.
-    position: what it does, the same words in every process that does the same.
-    seconds: how long it has been doing that, or how long it has been silent.
-    stack: its main thread's calls, if it has been at it for long.
-    silent: whether it has stopped to report.
-    left: whether it has said that it ends: it has done its part, or another process has failed it.
+    host: its host name and process id, for messages.
+    phase: what it is doing, in the same words as every other process that does the same.
+    seconds: how long it has been in this phase.
+    stack: the calls of its main thread, if it has been in this phase for long.
+    has_left: whether it has finished its part, or ends because another process failed.
+    silent_seconds: how long ago this report arrived.
   """
 
   process: int
-  place: str
-  position: str
+  host: str
+  phase: str
   seconds: float
   stack: str = ""
-  silent: bool = False
-  left: bool = False
+  has_left: bool = False
+  silent_seconds: float = 0.0
 
 
-def blocking(reports: Mapping[int, Report]) -> list[int]:
-  """Returns the processes that hold up the others; none if all do the same and so wait for no one.
+Reports = Mapping[int, Report]
 
-  The silent ones, or else those whose position fewest share: the others wait in one collective.
+
+def find_silent(reports: Reports, limit_s: float) -> list[int]:
+  """Returns the processes that should still report but have not done so for `limit_s` seconds."""
+  return [
+    process
+    for process, report in sorted(reports.items())
+    if report.silent_seconds > limit_s and not report.has_left
+  ]
+
+
+def find_blocking(reports: Reports, silence_s: float = SILENCE_S) -> list[int]:
+  """Returns the processes that block the others; none if all are in the same phase.
+
+  These are the silent processes, or else those whose phase is the rarest: the others wait for them
+  in one collective.
   """
-  reports = {process: report for process, report in reports.items() if not report.left}
-  silent = [process for process, report in reports.items() if report.silent]
-  counts = collections.Counter(report.position for report in reports.values())
-  if silent or len(counts) < 2:
+  if silent := find_silent(reports, silence_s):
     return silent
-  if 0 < counts[_STARTING] < len(reports):
-    return [process for process, report in reports.items() if report.position == _STARTING]
-  # Of two processes at two positions, the one that computes is the one that waits.
-  most = max(counts, key=lambda position: (counts[position], "computing" in position))
-  return [process for process, report in reports.items() if report.position != most]
+  active = {process: report for process, report in reports.items() if not report.has_left}
+  counts = collections.Counter(report.phase for report in active.values())
+  if len(counts) < 2:
+    return []
+  if counts[_STARTING]:
+    return [process for process, report in active.items() if report.phase == _STARTING]
+  # Of two processes in two phases, the one that computes is the one that waits.
+  common = max(counts, key=lambda phase: (counts[phase], "computing" in phase))
+  return [process for process, report in active.items() if report.phase != common]
 
 
-def is_stalled(reports: Mapping[int, Report], limit: float) -> bool:
-  """Returns whether nobody has moved for `limit` seconds; a silent process is not waited for.
+def is_stalled(reports: Reports, limit_s: float, silence_s: float = SILENCE_S) -> bool:
+  """Returns whether no process has made progress for `limit_s` seconds.
 
-  One that takes long, while another has moved a moment ago, is only the slower one of them.
+  A process that takes long while another one makes progress is merely the slower one.
   """
-  return all(report.silent or report.left or report.seconds >= limit for report in reports.values())
+  silent = find_silent(reports, silence_s)
+  return all(
+    process in silent or report.has_left or report.seconds >= limit_s
+    for process, report in reports.items()
+  )
 
 
 def is_failed_collective(error: BaseException) -> bool:
-  """Returns whether an error, or what it was made of, is one of a collective.
+  """Returns whether an error, or one of its causes, comes from a collective.
 
-  jax raises it as its own; where an array's values are fetched, as in a save, as a ValueError.
+  jax raises such an error as its own type, or as a ValueError where an array is copied to the host.
   """
   causes: list[BaseException] = [error]
   while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
@@ -106,26 +125,27 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 class Watchdog:
-  """Watches inside a `with`, where there are several processes."""
+  """Watches the processes of a run inside a `with`; does nothing for a single process."""
 
   def __init__(self, seconds: float | None = None) -> None:
     """Sets the time without progress after which the run ends.
 
     Args:
-      seconds: None for the environment's ROSETTA_T5_STALL_SECONDS, else 1800; 0 for never.
+      seconds: None for the environment variable ROSETTA_T5_STALL_SECONDS, or else 1800; 0 never ends
+        the run.
     """
-    given = os.environ.get(VARIABLE, _DEFAULT_SECONDS) if seconds is None else seconds
-    self._limit = float(given)
-    self._position, self._since = _STARTING, time.monotonic()
+    limit = os.environ.get(VARIABLE, _DEFAULT_LIMIT_S) if seconds is None else seconds
+    self._limit_s = float(limit)
     self._ended = threading.Event()
-    self._heard: dict[int, tuple[int, float]] = {}  # beat and when it was first heard, by process
-    self._noted: dict[int, Report] = {}  # the silent processes that were told of
+    self._arrivals: dict[int, tuple[int, float]] = {}  # process → (report number, when it arrived)
+    self._lost: dict[int, Report] = {}  # the processes that are reported as silent
     self._failed, self._finished = False, False
     self._thread: threading.Thread | None = None
+    self.set_phase(_STARTING)
 
   def __enter__(self) -> Watchdog:
-    self._since = time.monotonic()  # What came before, such as compiling, is no stall of the run.
-    if jax.process_count() > 1 and self._limit > 0:
+    self.set_phase(_STARTING)  # The time before the run, such as compilation, does not count.
+    if jax.process_count() > 1 and self._limit_s > 0:
       self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
       self._thread.start()
     return self
@@ -137,40 +157,37 @@ class Watchdog:
     traceback: TracebackType | None,
   ) -> None:
     if self._thread is not None and exception is not None and is_failed_collective(exception):
-      # It has lost a process, most often: which one, its silence tells.
+      # Most likely a process was lost. Wait until its silence shows which one.
       self._failed = True
-      self._thread.join(_SILENCE_SECONDS + _INTERVAL_S)
+      self._thread.join(SILENCE_S + _REPORT_INTERVAL_S)
     self._finished = exception is None
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
-    if self._failed and self._noted:
-      # jax's own end would wait for the lost process, and then bury the text below a stack trace.
-      atexit.register(_end_at_once)
+    if self._failed and self._lost:
+      # jax's own shutdown would wait for the lost process and then print a long stack trace.
+      atexit.register(_exit_immediately)
       raise ProcessLostError(self._lost_text()) from exception
 
-  def _lost_text(self) -> str:
-    lost = " and ".join(f"process {n} ({report.place})" for n, report in self._noted.items())
-    return (
-      f"this run has lost {lost}, dead or frozen, while this process was {self._position}. The log "
-      "over there may tell why, and on its machine the kernel's log, if memory ran out. What the run "
-      "has saved is whole: start all its processes again with the same command, and it goes on from it"
-    )
+  @property
+  def seconds_in_phase(self) -> float:
+    """How long this process has been in its phase."""
+    return time.monotonic() - self._phase_started
 
-  def set_phase(self, position: str) -> None:
-    """Says what this process begins to do, in words that are the same in every process."""
-    self._position, self._since = position, time.monotonic()
+  def set_phase(self, phase: str) -> None:
+    """Records what this process starts to do, in words that are the same in every process."""
+    self._phase, self._phase_started, self._warned_s = phase, time.monotonic(), 0.0
 
   def watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
-    """Returns the source's batches, and says where the run stands as they are drawn.
+    """Returns the batches of the source, and sets the phase as they are drawn.
 
     Args:
-      source: yields batches for ever.
-      step: updates made so far.
+      source: yields batches without end.
+      step: the optimizer steps made so far.
     """
-    return source if self._thread is None else self._batches(source, step)
+    return source if self._thread is None else self._watch_batches(source, step)
 
-  def _batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
+  def _watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
     while True:
       self.set_phase(f"waiting for the batch of step {step + 1}")
       batch = next(source)
@@ -180,112 +197,115 @@ class Watchdog:
 
   def _watch(self) -> None:
     client = coordination_client()
-    beat, warned, interval = 0, 0.0, min(_INTERVAL_S, self._limit / 5)
-    # The first beat at once: who is never heard of cannot be missed.
-    while not beat or not self._ended.wait(interval):
-      beat += 1
-      failed = self._failed  # As this beat says it.
+    interval = min(_REPORT_INTERVAL_S, self._limit_s / 5)
+    # The first report is sent at once: nobody could miss a process that has never reported.
+    for number in itertools.count(1):
+      failed = self._failed
       try:
-        self._tell(client, beat, left=failed)
-        reports = self._reports(client.key_value_dir_get(_KEY))
+        self._send_report(client, number, has_left=failed)
+        reports = self._read_reports(client)
       except jax.errors.JaxRuntimeError:
-        if self._failed:  # The run has left the others.
+        if self._failed:  # The process that runs the service has ended.
           return
         raise
-      self._note_silence(reports)
-      if failed:  # Nothing but the silence of others is of interest any more.
-        if self._noted:
-          return
-        continue
-      still = time.monotonic() - self._since
-      heard_all = len(reports) == jax.process_count()
-      if still < self._limit or not heard_all or not is_stalled(reports, self._limit):
-        continue
-      if guilty := blocking(reports):
-        print(_describe(reports, guilty), file=sys.stderr, flush=True)
-        if jax.process_index() in guilty:  # Its end would end the others before they have spoken.
-          time.sleep(2 * interval)
-        os._exit(EXIT_STATUS)
-      if still > warned + self._limit and jax.process_index() == 0:
-        warned = still
-        print(f"slow: every process has been {self._position} for {still:.0f} s", file=sys.stderr)
-    if self._finished:  # The others may go on for long: the first computes metrics, and writes.
+      self._warn_of_silence(reports)
+      if failed and self._lost:
+        return
+      if not failed:
+        self._end_if_stalled(reports, interval)
+      if self._ended.wait(interval):
+        break
+    if self._finished:  # Process 0 may continue for long: it computes metrics and writes them.
       with contextlib.suppress(jax.errors.JaxRuntimeError):
-        self._tell(client, beat + 1, left=True)
+        self._send_report(client, number + 1, has_left=True)
 
-  def _tell(self, client: Any, beat: int, left: bool) -> None:
-    key, text = f"{_KEY}/{jax.process_index()}", json.dumps(self._own(beat, left))
-    client.key_value_set(key, text, allow_overwrite=True)
-
-  def _note_silence(self, reports: Mapping[int, Report]) -> None:
-    """Names the processes that are not heard of, once each time, long before the run is given up."""
-    now = time.monotonic()
-    silences = {process: now - heard for process, (_, heard) in self._heard.items()}
-    silent = {
-      process
-      for process, seconds in silences.items()
-      if seconds > _SILENCE_SECONDS and not reports[process].left
+  def _send_report(self, client: Any, number: int, has_left: bool) -> None:
+    seconds = self.seconds_in_phase
+    report = {
+      "number": number,
+      "host": f"{socket.gethostname()}, process id {os.getpid()}",
+      "phase": self._phase,
+      "seconds": seconds,
+      "stack": _main_stack() if seconds > self._limit_s / 2 else "",
+      "has_left": has_left,
     }
-    for process in sorted(silent - {*self._noted}):
-      report = reports[process]
-      print(
-        f"silent: process {process} ({report.place}) has not been heard of for "
-        f"{silences[process]:.0f} s; it last said that it was {report.position}. If it has died or is "
-        "frozen, jax ends this run within a minute.",
-        file=sys.stderr,
-        flush=True,
-      )
-    self._noted = {process: reports[process] for process in sorted(silent)}
+    key = f"{_KEY}/{jax.process_index()}"
+    client.key_value_set(key, json.dumps(report), allow_overwrite=True)
 
-  def _own(self, beat: int, left: bool) -> dict[str, Any]:
-    still = time.monotonic() - self._since
-    return {
-      "beat": beat,
-      "place": f"{socket.gethostname()}, process id {os.getpid()}",
-      "position": self._position,
-      "seconds": still,
-      "stack": _main_stack() if still > self._limit / 2 else "",
-      "left": left,
-    }
-
-  def _reports(self, entries: list[tuple[str, str]]) -> dict[int, Report]:
+  def _read_reports(self, client: Any) -> dict[int, Report]:
     now, reports = time.monotonic(), {}
-    for key, text in entries:
-      process, said = int(key.rpartition("/")[2]), json.loads(text)
-      beat = said.pop("beat")
-      if self._heard.get(process, (None,))[0] != beat:
-        self._heard[process] = (beat, now)
-      silence = now - self._heard[process][1]
-      if silent := silence > max(self._limit / 2, 3.0) and not said["left"]:
-        said["seconds"] = silence
-      reports[process] = Report(process=process, silent=silent, **said)
+    for key, text in client.key_value_dir_get(_KEY):
+      process, fields = int(key.rpartition("/")[2]), json.loads(text)
+      number = fields.pop("number")
+      if self._arrivals.get(process, (None,))[0] != number:
+        self._arrivals[process] = (number, now)
+      silent_seconds = now - self._arrivals[process][1]
+      reports[process] = Report(process=process, silent_seconds=silent_seconds, **fields)
     return reports
 
+  def _warn_of_silence(self, reports: Reports) -> None:
+    """Names silent processes, each once, long before the run ends because of them."""
+    silent = {process: reports[process] for process in find_silent(reports, SILENCE_S)}
+    for process, report in silent.items():
+      if process not in self._lost:
+        print(
+          f"silent: process {process} ({report.host}) has not reported for "
+          f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is dead or "
+          "frozen, jax ends this run within a minute.",
+          file=sys.stderr,
+          flush=True,
+        )
+    self._lost = silent
 
-def _end_at_once() -> None:
-  """Ends this process as it exits; the one that others are connected through gives them time."""
+  def _end_if_stalled(self, reports: Reports, interval: float) -> None:
+    seconds, limit_s, silence_s = self.seconds_in_phase, self._limit_s, max(self._limit_s / 2, 3.0)
+    all_reported = len(reports) == jax.process_count()
+    if seconds < limit_s or not all_reported or not is_stalled(reports, limit_s, silence_s):
+      return
+    if blocking := find_blocking(reports, silence_s):
+      print(_stall_text(reports, blocking, silence_s), file=sys.stderr, flush=True)
+      if jax.process_index() in blocking:  # Its end would end the others before they can print.
+        time.sleep(2 * interval)
+      os._exit(EXIT_STATUS)
+    if seconds > self._warned_s + limit_s and jax.process_index() == 0:
+      self._warned_s = seconds
+      print(f"slow: every process has been {self._phase} for {seconds:.0f} s", file=sys.stderr)
+
+  def _lost_text(self) -> str:
+    lost = " and ".join(f"process {n} ({report.host})" for n, report in self._lost.items())
+    return (
+      f"this run has lost {lost}, which is dead or frozen, while this process was {self._phase}. The "
+      "log of that process, or the kernel's log on its machine if memory ran out, may contain the "
+      "reason. All saved checkpoints are complete: start all processes again with the same command, "
+      "and the run resumes from the last one."
+    )
+
+
+def _exit_immediately() -> None:
+  """Ends this process without jax's shutdown; process 0 first gives the others time to print."""
   sys.stdout.flush()
   sys.stderr.flush()
   if jax.process_index() == 0 and jax.process_count() > 2:
-    time.sleep(2 * _INTERVAL_S)
+    time.sleep(2 * _REPORT_INTERVAL_S)
   os._exit(EXIT_STATUS)
 
 
 def _main_stack() -> str:
   frame = sys._current_frames().get(threading.main_thread().ident or 0)
-  return "".join(traceback.format_stack(frame, limit=None)[-_STACK_FRAMES:]) if frame else ""
+  return "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]) if frame else ""
 
 
-def _describe(reports: Mapping[int, Report], guilty: list[int]) -> str:
-  lines = ["error: this run makes no progress, and ends. Its processes:"]
+def _stall_text(reports: Reports, blocking: list[int], silence_s: float) -> str:
+  lines = ["error: this run ends because it makes no progress. Its processes:"]
+  silent = find_silent(reports, silence_s)
   for process, report in sorted(reports.items()):
-    silence = ", silent" if report.silent else ""
-    mark = "  <- holds up the others" if process in guilty else ""
-    lines.append(
-      f"  {process} ({report.place}): {report.position}{silence} for {report.seconds:.0f} s{mark}"
-    )
-  for process in guilty:
+    is_silent = process in silent
+    seconds = report.silent_seconds if is_silent else report.seconds
+    duration = f"{', silent' * is_silent} for {seconds:.0f} s"
+    mark = "  <- blocks the others" if process in blocking else ""
+    lines.append(f"  {process} ({report.host}): {report.phase}{duration}{mark}")
+  for process in blocking:
     if stack := reports[process].stack:
-      lines += [f"Process {process} stands at:", stack.rstrip()]
-  lines.append(f"Progress is awaited for {VARIABLE} seconds (0: for ever).")
+      lines += [f"The main thread of process {process} is at:", stack.rstrip()]
+  lines.append(f"{VARIABLE} sets the time without progress after which a run ends (0: never).")
   return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A SeqIO task whose data stop to come after a while, on the second process alone."""
+"""A SeqIO task whose data stop arriving after a while, on process 1 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers' environments, as they set them."""
+"""The environment variables of each launcher give the process's index, count and coordinator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rosetta_t5.distributed.launchers import LaunchInfo, check_coordinator, find_launch_info
+from rosetta_t5.distributed.launchers import LaunchInfo, check_coordinator_address, find_launch_info
 
 SLURM = {
   "SLURM_JOB_ID": "100",
@@ -28,7 +28,7 @@ PALS = {"PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID
 
 
 @pytest.mark.parametrize(
-  ("environment", "place"),
+  ("environment", "info"),
   [
     ({}, None),
     (SLURM, LaunchInfo("Slurm", "gpu017:13947", 16, 9, 1, 2)),
@@ -42,40 +42,38 @@ PALS = {"PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID
       {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "4"},
       LaunchInfo("Kubernetes", index=4),
     ),
-    # A shell on a node of an allocation, not started by srun: no process of a run.
+    # A shell on a node of an allocation: srun did not start it, so it belongs to no run.
     ({"SLURM_JOB_ID": "100"}, None),
   ],
 )
-def test_a_launchers_environment_says_which_process_this_is(environment, place):
-  assert find_launch_info(environment) == place
+def test_launch_info_is_read_from_the_launchers_environment(environment, info):
+  assert find_launch_info(environment) == info
 
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, PALS])
-def test_pbs_lists_the_nodes_and_its_mpiexec_numbers_the_processes(tmp_path, mpi):
+def test_pbs_gives_the_nodes_and_its_mpiexec_the_indices(tmp_path, mpi):
   (tmp_path / "nodes").write_text("gpu03\n" * 4 + "gpu04\n" * 4)
-  place = find_launch_info(
-    mpi | {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "77.server"}
-  )
-  assert place is not None
-  assert place.launcher.startswith("PBS (")
-  assert (place.coordinator, place.count, place.nodes) == ("gpu03:13577", 8, 2)
-  assert (place.index, place.local_index) in ((3, 3), (5, 1))
+  info = find_launch_info(mpi | {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "77.server"})
+  assert info is not None
+  assert info.launcher.startswith("PBS (")
+  assert (info.coordinator, info.count, info.nodes) == ("gpu03:13577", 8, 2)
+  assert (info.index, info.local_index) in ((3, 3), (5, 1))
 
 
-def test_a_list_of_nodes_that_the_process_cannot_read_is_named():
-  with pytest.raises(ValueError, match=r"PBS_NODEFILE=/none cannot be read \(No such file"):
+def test_an_unreadable_pbs_node_file_is_an_error_that_names_it():
+  with pytest.raises(ValueError, match=r"PBS_NODEFILE=/none, .* cannot be read \(No such file"):
     find_launch_info(OPEN_MPI | {"PBS_NODEFILE": "/none"})
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "[::1]"])
-def test_an_address_that_means_every_node_itself_is_refused_on_several_nodes(host):
-  text = f"--coordinator_address={host}:1234 means, on each node, that node itself, but Slurm has started"
+def test_a_loopback_coordinator_is_an_error_on_several_nodes(host):
+  text = f"--coordinator_address={host}:1234 is a loopback address, which means a different machine on each node, but Slurm"
   with pytest.raises(ValueError, match=re.escape(text)):
-    check_coordinator(f"{host}:1234", find_launch_info(SLURM))
+    check_coordinator_address(f"{host}:1234", find_launch_info(SLURM))
 
 
 @pytest.mark.parametrize(
-  ("address", "place"),
+  ("address", "info"),
   [
     ("localhost:1", None),
     ("localhost:1", LaunchInfo("Slurm", nodes=1)),
@@ -83,5 +81,5 @@ def test_an_address_that_means_every_node_itself_is_refused_on_several_nodes(hos
     ("10.127.0.1:1", LaunchInfo("Slurm", nodes=2)),
   ],
 )
-def test_other_addresses_are_taken(address, place):
-  check_coordinator(address, place)
+def test_other_coordinator_addresses_are_accepted(address, info):
+  check_coordinator_address(address, info)

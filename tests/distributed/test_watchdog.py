@@ -1,4 +1,4 @@
-"""A process that hangs, freezes or dies ends the others, which name it."""
+"""When a process hangs, freezes or dies, the others end and name it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ import pytest
 
 from rosetta_t5.distributed.watchdog import (
   EXIT_STATUS,
+  SILENCE_S,
   Report,
   Watchdog,
-  blocking,
+  find_blocking,
+  find_silent,
   is_failed_collective,
   is_stalled,
 )
@@ -29,16 +31,16 @@ _HERE = pathlib.Path(__file__).parent
 _RUN = _HERE.parent / "run"
 
 
-# Above what starting takes on a loaded machine, below jax's own patience with a frozen process.
-_PATIENCE = {"ROSETTA_T5_STALL_SECONDS": "20"}
+# Longer than a start takes on a loaded machine, shorter than jax's own timeout for a frozen process.
+_STALL_LIMIT = {"ROSETTA_T5_STALL_SECONDS": "20"}
 
 
-def report(process: int, position: str, silent: bool = False, seconds: float = 1.0) -> Report:
-  return Report(process, "here", position, seconds, silent=silent)
+def report(process: int, phase: str, seconds: float = 1.0, **more) -> Report:
+  return Report(process, "host", phase, seconds, **more)
 
 
 @pytest.mark.parametrize(
-  ("positions", "guilty"),
+  ("phases", "expected"),
   [
     (["computing step 3"] * 3, []),
     (["computing step 3", "waiting for the batch of step 3", "computing step 3"], [1]),
@@ -47,50 +49,44 @@ def report(process: int, position: str, silent: bool = False, seconds: float = 1
     (["saving step 0", "starting", "starting"], [1, 2]),
   ],
 )
-def test_whoever_stands_elsewhere_holds_up_the_others(positions, guilty):
-  assert blocking({i: report(i, position) for i, position in enumerate(positions)}) == guilty
+def test_a_process_in_a_rare_phase_blocks_the_others(phases, expected):
+  assert find_blocking({i: report(i, phase) for i, phase in enumerate(phases)}) == expected
 
 
-def test_a_silent_process_holds_up_the_others_wherever_it_stood():
-  reports = {0: report(0, "computing step 3"), 1: report(1, "computing step 3", silent=True)}
-  assert blocking(reports) == [1]
+def test_a_silent_process_blocks_the_others_in_whatever_phase_it_was():
+  frozen = report(1, "computing step 3", silent_seconds=20)
+  assert find_blocking({0: report(0, "computing step 3"), 1: frozen}) == [1]
 
 
-def test_who_has_done_its_part_holds_up_nobody():
-  finished = Report(1, "here", "saving step 3", 9000.0, left=True)
-  assert blocking({0: report(0, "evaluating step 3"), 1: finished}) == []
-  assert blocking({1: finished}) == []
+def test_a_process_that_has_finished_its_part_blocks_nobody():
+  finished = report(1, "saving step 3", seconds=9000, has_left=True)
+  assert find_blocking({0: report(0, "evaluating step 3"), 1: finished}) == []
+  assert find_blocking({1: finished}) == []
 
 
-def test_a_run_is_stalled_only_when_nobody_moves():
+def test_a_run_is_stalled_only_when_no_process_makes_progress():
   slow = report(0, "saving step 0", seconds=31)
-  assert not is_stalled({0: slow, 1: report(1, "computing step 1", seconds=1)}, limit=30)
-  assert is_stalled({0: slow, 1: report(1, "computing step 1", seconds=30)}, limit=30)
-  assert is_stalled({0: slow, 1: report(1, "computing step 1", silent=True)}, limit=30)
+  assert not is_stalled({0: slow, 1: report(1, "computing step 1", seconds=1)}, limit_s=30)
+  assert is_stalled({0: slow, 1: report(1, "computing step 1", seconds=30)}, limit_s=30)
+  assert is_stalled({0: slow, 1: report(1, "computing step 1", silent_seconds=20)}, limit_s=30)
 
 
-def test_a_process_that_ends_because_of_another_is_not_named_as_silent(capsys):
-  watchdog = Watchdog(seconds=1800)
-  watchdog._heard = dict.fromkeys((1, 2), (3, time.monotonic() - 20))
-  reports = {
-    1: Report(1, "here", "computing step 3", 0.0, left=True),
-    2: report(2, "saving step 3"),
-  }
-  watchdog._note_silence(reports)
-  said = capsys.readouterr().err
-  assert said.startswith("silent: process 2 (here)")
-  assert "process 1" not in said
-  assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: reports[1]}, limit=30)
+def test_a_process_that_ends_because_of_another_is_not_silent():
+  left = report(1, "computing step 3", has_left=True, silent_seconds=20)
+  frozen = report(2, "saving step 3", silent_seconds=20)
+  assert find_silent({1: left, 2: frozen}, SILENCE_S) == [2]
+  assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: left}, limit_s=30)
 
 
-def test_the_time_before_a_run_begins_is_no_stall():
+def test_the_time_before_a_run_starts_does_not_count_as_a_stall():
   watchdog = Watchdog(seconds=30)
-  watchdog._since -= 1000
+  time.sleep(0.2)
+  assert watchdog.seconds_in_phase >= 0.2
   with watchdog:
-    assert watchdog._own(beat=1, left=False)["seconds"] < 30
+    assert watchdog.seconds_in_phase < 0.2
 
 
-def _of(error: Exception, cause: Exception) -> Exception:
+def _caused_by(error: Exception, cause: Exception) -> Exception:
   error.__cause__ = cause
   return error
 
@@ -99,22 +95,25 @@ _GLOO = ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:19350
 
 
 @pytest.mark.parametrize(
-  ("error", "is_one"),
+  ("error", "expected"),
   [
     (jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed"), True),
-    (_of(ValueError("checkpoint_10 could not be saved"), _GLOO), True),
+    (_caused_by(ValueError("checkpoint_10 could not be saved"), _GLOO), True),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
-    (_of(ValueError("too large"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: …")), False),
+    (
+      _caused_by(ValueError("too large"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: …")),
+      False,
+    ),
     (ValueError("BATCH_SIZE = 7"), False),
   ],
 )
-def test_a_collective_that_fails_is_known_by_what_an_error_was_made_of(error, is_one):
-  assert is_failed_collective(error) is is_one
+def test_a_failed_collective_is_recognized_by_the_causes_of_an_error(error, expected):
+  assert is_failed_collective(error) is expected
 
 
 @contextlib.contextmanager
 def two_processes(folder: pathlib.Path, **environment: str) -> Iterator[list[subprocess.Popen]]:
-  """Yields two processes of one run that will take long."""
+  """Yields the two processes of a run that takes long."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -155,41 +154,42 @@ def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("sent", "patience"), [(signal.SIGSTOP, _PATIENCE), (signal.SIGSTOP, {}), (signal.SIGKILL, {})]
+  ("sent", "stall_limit"),
+  [(signal.SIGSTOP, _STALL_LIMIT), (signal.SIGSTOP, {}), (signal.SIGKILL, {})],
 )
 def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other_within_a_minute(
-  tmp_path, sent, patience
+  tmp_path, sent, stall_limit
 ):
-  with two_processes(tmp_path, **patience) as (first, second):
+  with two_processes(tmp_path, **stall_limit) as (first, second):
     wait_until_trained(tmp_path, first)
-    time.sleep(6)  # They tell where they stand every 5 s.
+    time.sleep(6)  # They report every 5 s.
     second.send_signal(sent)
     assert first.wait(60) != 0
-    said = (tmp_path / "0.txt").read_text()
-    noted = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", said, re.MULTILINE)
-    assert noted == [("1", str(second.pid))], said[-5000:]
+    output = (tmp_path / "0.txt").read_text()
+    silent = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", output, re.MULTILINE)
+    assert silent == [("1", str(second.pid))], output[-5000:]
     if sent == signal.SIGKILL:
-      assert "error: this run has lost process 1" in said, said[-5000:]
-      assert "Traceback" not in said, said[-5000:]
-    if patience:
-      assert first.returncode == EXIT_STATUS, said[-5000:]
+      assert "error: this run has lost process 1" in output, output[-5000:]
+      assert "Traceback" not in output, output[-5000:]
+    if stall_limit:
+      assert first.returncode == EXIT_STATUS, output[-5000:]
       assert re.search(
-        rf"process id {second.pid}\): (computing|waiting for the batch of) step", said
+        rf"process id {second.pid}\): (computing|waiting for the batch of) step", output
       )
-      assert "silent for" in said
-      assert said.count("<- holds up the others") == 1
+      assert "silent for" in output
+      assert output.count("<- blocks the others") == 1
 
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_with_its_stack_and_both_end(tmp_path):
   hang = "--gin.MIXTURE_OR_TASK_NAME='hangs' --gin.MIXTURE_OR_TASK_MODULE='hanging_task'"
-  with two_processes(tmp_path, **_PATIENCE, ARGUMENTS=hang) as (first, second):
+  with two_processes(tmp_path, **_STALL_LIMIT, ARGUMENTS=hang) as (first, second):
     assert first.wait(600) != 0
     assert second.wait(60) != 0
-  said = (tmp_path / "0.txt").read_text()
-  assert f"process id {second.pid}): waiting for the batch of step" in said
-  assert "Process 1 stands at:" in said
-  assert "/data/feed.py" in said.partition("Process 1 stands at:")[2]
+  output = (tmp_path / "0.txt").read_text()
+  assert f"process id {second.pid}): waiting for the batch of step" in output
+  assert "The main thread of process 1 is at:" in output
+  assert "/data/pipeline/feed.py" in output.partition("The main thread of process 1 is at:")[2]
 
 
 _PARTS = """
@@ -206,7 +206,7 @@ time.sleep(27 if index == "1" else 0)
 
 
 @pytest.mark.slow
-def test_a_process_that_has_done_its_part_is_not_missed_by_one_that_goes_on():
+def test_a_process_that_has_finished_its_part_is_not_reported_as_silent():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = str(free.getsockname()[1])
@@ -216,6 +216,6 @@ def test_a_process_that_has_done_its_part_is_not_missed_by_one_that_goes_on():
     )
     for index in range(2)
   ]
-  said = [process.communicate(timeout=300)[1] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], said
-  assert "silent" not in "".join(said)
+  output = [process.communicate(timeout=300)[1] for process in processes]
+  assert [process.returncode for process in processes] == [0, 0], output
+  assert "silent" not in "".join(output)

@@ -1,0 +1,246 @@
+"""Waits until all processes of a run are present, before jax connects them.
+
+Process 0 takes a roll call at the coordinator address: every process reports its index and process
+count there. jax has no such check. It aborts a process, even hours into a run, when another one
+connects with the same index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+# Seconds between two lines about the processes that are still missing.
+REPORT_INTERVAL_S = 30.0
+# Seconds that an earlier run at the same address has to end: jax needs up to 45 to notice a lost process.
+FOREIGN_SERVER_GRACE_S = 60.0
+# Seconds for which process 0 also sends the reason for a refusal to processes that arrive late.
+_LATECOMERS_S = 10.0
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _RETRY_S = 5.0, 2.0, 0.2
+_MAX_MESSAGE_BYTES = 1000
+_PREFIX = b"rosetta-t5 "
+
+
+def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -> None:
+  """Returns once all processes of the run are present. The address is then free for jax.
+
+  Args:
+    address: HOST:PORT of process 0.
+    index: the index of this process.
+    count: the number of processes.
+    timeout_s: seconds to wait.
+
+  Raises:
+    ValueError: two processes have the same index or were given different counts (every process
+      raises it), a different program uses the address, or the time is over.
+  """
+  name = f"process id {os.getpid()} on {socket.gethostname()}"
+  progress = _Progress(address, index, count, timeout_s)
+  roll_call: RollCall | None = None
+  foreign_since: float | None = None
+  while True:
+    if index == 0 and roll_call is None and (listener := _listen(address, count)) is not None:
+      roll_call = RollCall(listener, count, name)
+      progress.missing = roll_call.missing
+      threading.Thread(target=roll_call.run, name="roll call", daemon=True).start()
+    reply = report_presence(address, index, count, name, progress.update)
+    if reply is not None and reply.startswith(_PREFIX):
+      if refusal := reply.removeprefix(_PREFIX).decode().strip():
+        raise ValueError(refusal)
+      return
+    foreign_since = (foreign_since or time.monotonic()) if reply else None
+    if foreign_since is not None and time.monotonic() - foreign_since > FOREIGN_SERVER_GRACE_S:
+      raise ValueError(
+        f"{address} is used by a run that has already started or by another program, not by process "
+        f"0 of this run. Check that --process_index={index} is given to only one process. Otherwise "
+        "end that program, or choose another port in --coordinator_address."
+      )
+    progress.update()
+    time.sleep(_RETRY_S)
+
+
+def report_presence(
+  address: str, index: int, count: int, name: str, while_waiting: Callable[[], None] = lambda: None
+) -> bytes | None:
+  """Reports this process at the address; returns the reply, or None if nothing listens there.
+
+  The reply comes when all processes are present or the run is refused. `while_waiting` is called
+  about once a second until then.
+  """
+  host, _, port = address.rpartition(":")
+  report = json.dumps({"index": index, "count": count, "name": name})
+  try:
+    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S) as connection:
+      connection.sendall(_PREFIX + report.encode() + b"\n")
+      while not select.select([connection], [], [], 1.0)[0]:
+        while_waiting()
+      with connection.makefile("rb") as stream:
+        # A different program may not end its reply with a newline.
+        first = stream.read1(1)
+        return first + stream.readline() if first == _PREFIX[:1] else first
+  except OSError:
+    return None
+
+
+class RollCall:
+  """Collects the reports of all processes, at process 0, and replies to them."""
+
+  def __init__(self, listener: socket.socket, count: int, name: str):
+    """Starts without any process.
+
+    Args:
+      listener: the socket to which the processes connect.
+      count: the number of processes.
+      name: the name of process 0, for messages.
+    """
+    self._listener, self._count, self._name = listener, count, name
+    self._present: dict[int, tuple[str, socket.socket]] = {}
+    self._unanswered: list[tuple[str, socket.socket]] = []
+
+  def missing(self) -> list[int]:
+    """Returns the indices of the processes that have not joined, or have left again."""
+    present = {i for i, (_, connection) in [*self._present.items()] if _is_open(connection)}
+    return [index for index in range(self._count) if index not in present]
+
+  def run(self) -> None:
+    """Replies to all processes: with no text when all are present, or with the reason for a refusal."""
+    refusal = None
+    with self._listener:
+      while refusal is None and self.missing():
+        refusal = self._accept()
+      if refusal is not None:
+        self._refuse(refusal)
+    # The listener is closed now, so jax's service can use the address.
+    self._reply(refusal or "", self._unanswered)
+
+  def _refuse(self, refusal: str) -> None:
+    """Refuses all but process 0, which ends as soon as it has its reply, and with it this thread."""
+    deadline = time.monotonic() + _LATECOMERS_S
+    while True:
+      others = [caller for caller in self._unanswered if caller[0] != self._name]
+      self._unanswered = [caller for caller in self._unanswered if caller[0] == self._name]
+      self._reply(refusal, others)
+      if len(self._present) == self._count or time.monotonic() >= deadline:
+        return
+      self._listener.settimeout(_RETRY_S)
+      with contextlib.suppress(TimeoutError):
+        self._accept()
+
+  def _accept(self) -> str | None:
+    """Registers the next process that connects; returns the reason if the run must be refused."""
+    connection, _ = self._listener.accept()
+    try:
+      connection.settimeout(_READ_TIMEOUT_S)
+      with connection.makefile("rb") as stream:
+        line = stream.readline(_MAX_MESSAGE_BYTES)
+      connection.setblocking(False)
+      report = json.loads(line.removeprefix(_PREFIX)) if line.startswith(_PREFIX) else {}
+      index, count, name = (report[key] for key in ("index", "count", "name"))
+    except (OSError, ValueError, KeyError, TypeError):
+      connection.close()  # It is a different program, or the process has already ended.
+      return None
+    self._unanswered.append((name, connection))
+    previous = self._present.get(index)
+    if previous is not None and _is_open(previous[1]):
+      return (
+        f"--process_index={index} is given to two processes, {previous[0]} and {name}: each of the "
+        f"{self._count} processes needs its own index, from 0 to {self._count - 1}"
+      )
+    self._present[index] = name, connection
+    if count != self._count:
+      return (
+        f"process {index}, {name}, has --process_count={count}, but process 0, {self._name}, has "
+        f"--process_count={self._count}: give all processes the same count"
+      )
+    return None
+
+  def _reply(self, refusal: str, callers: Sequence[tuple[str, socket.socket]]) -> None:
+    for _, connection in callers:
+      with contextlib.suppress(OSError), connection:  # The process may have ended.
+        connection.sendall(_PREFIX + refusal.encode() + b"\n")
+
+
+class _Progress:
+  """Prints from time to time which processes are missing, and raises when the time is over."""
+
+  def __init__(self, address: str, index: int, count: int, timeout_s: float):
+    self._address, self._index, self._timeout_s = address, index, timeout_s
+    self._process = f"process {index} of {count}"
+    self._started = self._reported = time.monotonic()
+    self.missing: Callable[[], Sequence[int]] = list
+
+  def update(self) -> None:
+    now = time.monotonic()
+    if now - self._started >= self._timeout_s:
+      raise ValueError(
+        f"{self._process} gave up after {self._timeout_s:.0f} s while {self._status()}. Check that all "
+        "processes run, that each has its own --process_index, and that they can reach that address. "
+        "--initialization_timeout sets how long to wait."
+      )
+    if now - self._reported >= REPORT_INTERVAL_S:
+      self._reported = now
+      seconds = f"{now - self._started:.0f} of at most {self._timeout_s:.0f} s"
+      print(f"{self._process}: {self._status()}, {seconds}", file=sys.stderr, flush=True)
+
+  def _status(self) -> str:
+    if self._index == 0:
+      missing = self.missing()
+      what = f"process{'es' * (len(missing) > 1)} {format_ranges(missing)}"
+      return f"waiting at {self._address} for {what if missing else 'the other processes'}"
+    if _is_reachable(self._address):
+      return f"waiting for the other processes; process 0 is reachable at {self._address}"
+    return f"waiting for process 0; nothing is reachable at {self._address}"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+  """Returns increasing numbers as ranges, such as "0-7, 12"."""
+  runs: list[list[int]] = []
+  for number in numbers:
+    if runs and number == runs[-1][-1] + 1:
+      runs[-1].append(number)
+    else:
+      runs.append([number])
+  return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _listen(address: str, count: int) -> socket.socket | None:
+  """Returns a socket that listens at the address's port; None if the port is in use."""
+  # jax, too, listens on all interfaces unless this variable is set.
+  bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{address.rpartition(':')[2]}")
+  host, _, port = bind.rpartition(":")
+  host = host.strip("[]")
+  is_dual = ":" in host and socket.has_dualstack_ipv6()
+  try:
+    return socket.create_server(
+      (host if is_dual else host.replace("::", ""), int(port)),
+      family=socket.AF_INET6 if is_dual else socket.AF_INET,
+      backlog=max(count, 128),
+      dualstack_ipv6=is_dual,
+    )
+  except OSError:
+    return None
+
+
+def _is_reachable(address: str) -> bool:
+  host, _, port = address.rpartition(":")
+  try:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=3.0):
+      return True
+  except (OSError, ValueError):
+    return False
+
+
+def _is_open(connection: socket.socket) -> bool:
+  try:
+    return connection.recv(1, socket.MSG_PEEK) != b""
+  except BlockingIOError:
+    return True
+  except OSError:
+    return False
