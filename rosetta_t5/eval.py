@@ -20,7 +20,7 @@ from rosetta_t5.memory_advice import Inference
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.metrics_table import metrics_table
+from rosetta_t5.telemetry.metrics_table import format_metrics_table
 from rosetta_t5.telemetry.model_info import log_model_info
 
 Values = dict[str, dict[str, float]]
@@ -122,13 +122,13 @@ def evaluate(
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
       done.add(path)
-      took = console.duration_text(time.monotonic() - started)
-      console.say(f"evaluated {path} in {took}")
+      took = console.format_duration(time.monotonic() - started)
+      console.print_line(f"evaluated {path} in {took}")
   evaluator.close()
   if trainer is not None:
     trainer.close()
   if results:
-    console.say(f"{metrics_table(results)}\nresults  {os.path.join(output_dir, FOLDER)}")
+    console.print_line(f"{format_metrics_table(results)}\nresults  {os.path.join(output_dir, FOLDER)}")
   return results
 
 
@@ -182,7 +182,7 @@ def _those_to_evaluate(
     left_out = [path for path in paths if path in done.paths]
     paths = tuple(path for path in paths if path not in done.paths)
     if left_out:
-      console.say(f"left out, as they have been evaluated before: {', '.join(left_out)}")
+      console.print_line(f"left out, as they have been evaluated before: {', '.join(left_out)}")
   return dataclasses.replace(cfg, path=list(paths), mode="specific")
 
 

@@ -141,7 +141,7 @@ def infer(
     for task in examples.tasks:
       file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
       if file.is_complete():
-        console.say(f"{file.path} is complete: nothing was left to do")
+        console.print_line(f"{file.path} is complete: nothing was left to do")
         continue
       folder = ChunkFolder(f"{output_dir}/tmp-{task.name}-{shard}", file.name, settings)
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
@@ -181,7 +181,7 @@ def _infer_task(
   """Runs the chunks that are not there yet; while one is written the next is computed."""
   first = folder.num_complete()
   if first:
-    console.say(f"going on after {first} chunks in {folder.path}")
+    console.print_line(f"going on after {first} chunks in {folder.path}")
   writer = FailFastThreadPoolExecutor(max_workers=1)
   try:
     for number, task_ds, model_ds in chunks(first=first):
@@ -192,7 +192,7 @@ def _infer_task(
       result = infer_fn(model_ds.enumerate(), rng=rng)
       outputs, aux = result if isinstance(result, tuple) else (result, {})
       seconds = time.monotonic() - started
-      console.say(f"chunk {number}: {len(outputs)} examples, {len(outputs) / seconds:.4g} a second")
+      console.print_line(f"chunk {number}: {len(outputs)} examples, {len(outputs) / seconds:.4g} a second")
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write, number, ([output for _, output in outputs], aux), task_ds)
@@ -248,7 +248,7 @@ class _ResultFile:
       epath.Path(self.path + COMPLETED).write_text("")
       if merge_fn is not None:
         folder.path.rmtree()
-    console.say(f"results  {self.path if merge_fn is not None else folder.path}")
+    console.print_line(f"results  {self.path if merge_fn is not None else folder.path}")
     if jax.process_count() > 1:
       from jax.experimental import multihost_utils
 

@@ -88,10 +88,9 @@ def precompile(
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
   started = time.monotonic()
-  step: Any = trainer._partitioned_train_step
-  lowered = step.lower(trainer.train_state, batch)
+  lowered = trainer.lower_train(batch)
   compiled = lowered.compile()
-  console.say(f"compiled the train step in {console.duration_text(time.monotonic() - started)}")
+  console.print_line(f"compiled the train step in {console.format_duration(time.monotonic() - started)}")
   _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
 
 
@@ -108,4 +107,4 @@ def _write(folder: epath.Path, lowered: Any, compiled: Any, mesh: jax.sharding.M
   (folder / "lowered_hlo_post_optimization").write_text(compiled.as_text())
   with (folder / "assignment").open("wb") as file:
     np.save(file, mesh.device_ids)
-  console.say(f"written  {folder}/lowered_hlo_*, {folder}/assignment")
+  console.print_line(f"written  {folder}/lowered_hlo_*, {folder}/assignment")

@@ -23,6 +23,7 @@ PACKAGES = (
   "bench",
   "main",
   "train",
+  "train_loop",
   "eval",
   "infer",
   "interactive",

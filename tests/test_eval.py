@@ -21,7 +21,7 @@ from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.unscored_predictions import MetricError
 from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.metrics_table import metrics_table
+from rosetta_t5.telemetry.metrics_table import format_metrics_table
 from rosetta_t5.training import Trainer
 
 TASK = "pairs_to_evaluate"
@@ -194,7 +194,7 @@ def test_table_has_a_block_a_task_a_row_a_step_and_a_column_a_metric():
     2000: {"squad": {"em": 81.25, "f1": 88.123456}, "mnli": {"accuracy": 83.0}},
     1000: {"squad": {"em": 7.5}},
   }
-  assert metrics_table(metrics) == (
+  assert format_metrics_table(metrics) == (
     "squad  step     em      f1\n"
     "       1000    7.5\n"
     "       2000  81.25  88.123\n"

@@ -172,7 +172,7 @@ BAD_INPUT = {
   ),
   "batch that does not divide into microbatches": (
     "trainer.Trainer.num_microbatches=3",
-    r"trainer.Trainer.num_microbatches = 3 does not divide the batch of 8 examples: change one",
+    r"trainer.Trainer.num_microbatches must divide the batch of 8 examples, got 3. Change one",
   ),
   "partitions that do not divide the devices": (
     "partitioning.PjitPartitioner.num_partitions=3",

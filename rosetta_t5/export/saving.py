@@ -147,7 +147,7 @@ def save(
     )  # fmt: skip
   if validation_examples:
     _validate(folder, validation_examples, preprocess, function, params)
-  console.say(f"exported  {folder} (SavedModel), {folder / STABLEHLO} (StableHLO)")
+  console.print_line(f"exported  {folder} (SavedModel), {folder / STABLEHLO} (StableHLO)")
 
 
 def ExportableModule(

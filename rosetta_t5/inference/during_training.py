@@ -10,7 +10,7 @@ from typing import Any
 from rosetta_t5 import data
 from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry.console import say
+from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 
 Values = dict[str, dict[str, float]]
@@ -112,7 +112,7 @@ class PredictionEvaluation:
     """
     evaluator = self._evaluator.result()
     if self.cfg is not None and not evaluator.eval_tasks:
-      say(
+      console.print_line(
         f"note     no predictions are evaluated: '{self.cfg.name}' has no metrics for the split "
         f"'{self.cfg.split}'"
       )

@@ -90,7 +90,7 @@ def work_of(
     config=getattr(getattr(model, "module", None), "config", None),
     lengths={side: batch[name].shape[1] for side, name in features.items() if name in batch},
     examples=examples / batch_shards(mesh),
-    microbatches=getattr(trainer, "_num_microbatches", None) or 1,
+    microbatches=1 if trainer is None else trainer.num_microbatches,
     zero1=getattr(partitioner, "zero1", False),
     over_model=split_over_model(partitioner),
     loss_chunk_length=getattr(model, "_loss_chunk_length", None),

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a progress bar on a terminal, plain lines in a log file."""
+"""The progress of a run on the console: a bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import jax
 
-from rosetta_t5.telemetry.run_measures import (
+from rosetta_t5.telemetry.run_metrics import (
   GRADIENT_NORM,
   SAMPLES,
   SKIPPED_STEPS,
@@ -19,34 +19,34 @@ from rosetta_t5.telemetry.run_measures import (
   WEIGHT_NORM,
 )
 
-# The loss a reader can compare between runs: in nats a token, whatever the batch.
+# The loss per target token comes first: it can be compared between runs with different batches.
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
-_SEQUENCES = "timing/seqs_per_second"
-_STEPS = "timing/steps_per_second"
-_TOKENS = "timing/target_tokens_per_second"
-_LEARNING_RATE = "learning_rate/current"
+_SEQUENCES_PER_SECOND = "timing/seqs_per_second"
+_STEPS_PER_SECOND = "timing/steps_per_second"
+_TOKENS_PER_SECOND = "timing/target_tokens_per_second"
 _EPOCHS = "data/epochs/"
-_MORE = {
+_LOG_CELLS = {
   SAMPLES: "{:.0f} samples",
-  _LEARNING_RATE: "lr {:.4g}",
+  "learning_rate/current": "lr {:.4g}",
   GRADIENT_NORM: "grad norm {:.4g}",
   WEIGHT_NORM: "param norm {:.4g}",
   UTILIZATION: "MFU {:.1%}",
   SKIPPED_STEPS: "skipped {:.0f}",
 }
-# The peak of a CPU is not known; other optimizers than optax.apply_if_finite end the run instead.
-_UNMEASURED = {UTILIZATION: "MFU n/a", SKIPPED_STEPS: "skipped 0"}
-_LEFT_OUT = {
+# What a run's line shows where these were not measured: a CPU has no known peak, and only
+# optax.apply_if_finite skips steps.
+_DEFAULT_CELLS = {UTILIZATION: "MFU n/a", SKIPPED_STEPS: "skipped 0"}
+_DATA_PROBLEMS = {
   "data/bad_examples": "bad examples left out:",
   "data/unreadable": "unreadable records:",
 }
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-  """Shows steps, loss, speed and the time left; on the first process only.
+  """Shows steps, loss, speed and the time left. Only the first process prints.
 
   Attributes:
-    first_loss: the loss in the first report, if it had one.
+    first_loss: the loss in the first report; None if the report had no loss.
     last_loss: the loss in the last report.
   """
 
@@ -58,28 +58,28 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     on_terminal: bool | None = None,
     loss_is_sum: bool = True,
   ):
-    """Builds a display; enter it as a context to start.
+    """Builds a display, which starts when it is entered as a context.
 
     Args:
-      first_step: updates made before.
-      total_steps: updates to have been made at the end.
-      stream: where to; None for standard output.
-      on_terminal: a bar rather than lines; None looks whether `stream` is a terminal.
-      loss_is_sum: whether the model's loss is a sum over tokens, so that it is shown per token; False
-        where a loss_normalizing_factor has divided it.
+      first_step: the number of steps completed before the run.
+      total_steps: the number of steps completed when the run ends.
+      stream: where to print; None for standard output.
+      on_terminal: whether to show a bar instead of lines; None checks if `stream` is a terminal.
+      loss_is_sum: whether the loss is a sum over tokens, which is shown per token. False if the
+        model divides it by a loss_normalizing_factor.
     """
     self._loss_is_sum = loss_is_sum
     self._first_step = first_step
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
     self._on_terminal = _is_terminal(self._stream) if on_terminal is None else on_terminal
-    self._bar: _Bar | None = None
+    self._bar: Any = None
     self.first_loss: float | None = None
     self.last_loss: float | None = None
 
   def __enter__(self) -> Progress:
     if self._on_terminal and jax.process_index() == 0:
-      self._bar = _Bar(self._first_step, self._total_steps, self._stream)
+      self._bar = _start_bar(self._first_step, self._total_steps, self._stream)
     return self
 
   def __exit__(self, *exc_info: object) -> None:
@@ -89,132 +89,119 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def report(self, step: int, values: Mapping[str, float]) -> None:
     """Shows the metrics of the steps up to `step`."""
-    loss = shown_loss(values, self._loss_is_sum)
+    loss = loss_to_show(values, self._loss_is_sum)
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
-    if jax.process_index() != 0:
-      return
-    cells = self._cells(step, loss, values)
+    cells = _loss_cells(loss)
+    if values.get(_SEQUENCES_PER_SECOND):
+      cells.append(f"{values[_SEQUENCES_PER_SECOND]:.4g} seq/s")
+    if values.get(_STEPS_PER_SECOND):
+      seconds_left = (self._total_steps - step) / values[_STEPS_PER_SECOND]
+      cells.append(f"eta {format_duration(seconds_left)}")
+    cells += _data_cells(values)
     if self._bar is not None:
-      self._bar.update(step, cells)
+      self._bar.update(self._bar.task_ids[0], completed=step, description="  ".join(cells))
     else:
-      # More than fits beside a bar, and all of it in one line for grep.
-      cells += _more_cells(values)
-      self._print("  ".join([f"step {step}/{self._total_steps}", *cells]))
+      # A log line has room for more cells than a bar, and grep finds them all in one line.
+      self.print_line("  ".join([f"step {step}/{self._total_steps}", *cells, *_log_cells(values)]))
 
   def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
-    """Shows what an evaluation of `task` measured."""
-    loss = shown_loss(values, self._loss_is_sum)
-    numbers = _loss_cells(loss)
-    numbers += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
-    self.say("  ".join([f"evaluation at step {step}", task, *numbers]))
+    """Shows the loss and the accuracy of an evaluation of `task`."""
+    cells = _loss_cells(loss_to_show(values, self._loss_is_sum))
+    cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
+    self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
 
   def report_predictions(self, step: int, task: str, values: Mapping[str, float]) -> None:
-    """Shows the metrics of predictions for `task`."""
-    numbers = [f"{name} {value:.4g}" for name, value in values.items()]
-    self.say("  ".join([f"predictions at step {step}", task, *numbers]))
+    """Shows the metrics of the predictions for `task`."""
+    cells = [f"{name} {value:.4g}" for name, value in values.items()]
+    self.print_line("  ".join([f"predictions at step {step}", task, *cells]))
 
-  def say(self, text: str) -> None:
-    """Prints a line; above the bar where there is one."""
-    if jax.process_index() != 0:
-      return
+  def print_line(self, text: str) -> None:
+    """Prints a line on the first process, above the bar if there is one."""
     if self._bar is not None:
-      self._bar.print(text)
+      self._bar.print(text, markup=False)
     else:
-      self._print(text)
-
-  def _print(self, line: str) -> None:
-    # Flushed: a log file is read while the run goes, and is all that is left after a crash.
-    print(line, file=self._stream, flush=True)
-
-  def _cells(self, step: int, loss: float | None, values: Mapping[str, float]) -> list[str]:
-    cells = _loss_cells(loss)
-    if values.get(_SEQUENCES):
-      cells.append(f"{values[_SEQUENCES]:.4g} seq/s")
-    if values.get(_STEPS):
-      cells.append(f"eta {duration_text((self._total_steps - step) / values[_STEPS])}")
-    return cells + _data_cells(values)
+      print_line(text, self._stream)
 
 
-class _Bar:
-  """The display on a terminal, drawn by rich."""
-
-  def __init__(self, first_step: int, total_steps: int, stream: IO[str]):
-    from rich import console, progress
-
-    self._progress = progress.Progress(
-      progress.TextColumn("step {task.completed}/{task.total}"),
-      progress.BarColumn(),
-      progress.TextColumn("{task.description}"),
-      progress.TimeElapsedColumn(),
-      console=console.Console(file=stream, force_terminal=True, highlight=False),
-    )
-    self._task = self._progress.add_task("compiling", total=total_steps, completed=first_step)
-    self._progress.start()
-
-  def update(self, step: int, cells: list[str]) -> None:
-    self._progress.update(self._task, completed=step, description="  ".join(cells))
-
-  def print(self, text: str) -> None:
-    self._progress.print(text, markup=False)
-
-  def stop(self) -> None:
-    self._progress.stop()
-
-
-def _loss_cells(loss: float | None) -> list[str]:
-  """Three decimals, and more of a loss that they would round away."""
-  if loss is None:
-    return []
-  return [f"loss {loss:.3f}" if not abs(loss) < 0.1 else f"loss {loss:.3g}"]
-
-
-def _more_cells(values: Mapping[str, float]) -> list[str]:
-  """Tokens of targets a second, time of a step, and what else was measured of `_MORE`."""
-  cells = [f"{values[_TOKENS]:.4g} tokens/s"] if values.get(_TOKENS) else []
-  if values.get(_STEPS):
-    cells.append(f"{1000 / values[_STEPS]:.4g} ms/step")
-  # A line of a run has every cell, so that a script finds them by name whatever was measured.
-  told = _UNMEASURED if SAMPLES in values else {}
-  texts = {name: form.format(values[name]) for name, form in _MORE.items() if name in values}
-  return cells + [text for name in _MORE if (text := texts.get(name) or told.get(name))]
-
-
-def _data_cells(values: Mapping[str, float]) -> list[str]:
-  """How often the data was read, dataset by dataset where there are several, and what was not."""
-  epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
-  several = len(epochs) > 1
-  told = [f"epoch {count:.3g}{f' of {name}' if several else ''}" for name, count in epochs.items()]
-  return told + [f"{text} {values[name]:.0f}" for name, text in _LEFT_OUT.items() if name in values]
-
-
-def say(text: str, stream: IO[str] | None = None) -> None:
-  """Prints `text` on the first process."""
+def print_line(text: str, stream: IO[str] | None = None) -> None:
+  """Prints `text` on the first process, and flushes: log files are read while a run continues."""
   if jax.process_index() == 0:
     print(text, file=stream or sys.stdout, flush=True)
 
 
-def shown_loss(values: Mapping[str, float], loss_is_sum: bool = True) -> float | None:
-  """Returns the loss to show: a sum per target token if that was measured, else as it is."""
+def loss_to_show(values: Mapping[str, float], loss_is_sum: bool = True) -> float | None:
+  """Returns the loss per target token if the loss is a sum and it was measured, else the loss."""
   names = _LOSSES if loss_is_sum else _LOSSES[1:]
   return next((float(values[name]) for name in names if name in values), None)
 
 
-def duration_text(seconds: float) -> str:
-  """Returns a time as people say it: 45s, 1m20s, 2h05m, 3d04h."""
+def format_duration(seconds: float) -> str:
+  """Formats a duration in its two largest units: 45s, 1m20s, 2h05m, 3d04h."""
   if not math.isfinite(seconds):
     return "?"
-  total = round(max(0.0, seconds))
-  if total < 60:
-    return f"{total}s"
-  if total < 3600:
-    return f"{total // 60}m{total % 60:02}s"
-  hours = total // 3600
-  return f"{hours}h{total // 60 % 60:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+  minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+  hours, minutes = divmod(minutes, 60)
+  days, hours = divmod(hours, 24)
+  if days:
+    return f"{days}d{hours:02}h"
+  if hours:
+    return f"{hours}h{minutes:02}m"
+  return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def _start_bar(first_step: int, total_steps: int, stream: IO[str]) -> Any:
+  from rich import console, progress
+
+  bar = progress.Progress(
+    progress.TextColumn("step {task.completed}/{task.total}"),
+    progress.BarColumn(),
+    progress.TextColumn("{task.description}"),
+    progress.TimeElapsedColumn(),
+    console=console.Console(file=stream, force_terminal=True, highlight=False),
+  )
+  bar.add_task("compiling", total=total_steps, completed=first_step)
+  bar.start()
+  return bar
+
+
+def _loss_cells(loss: float | None) -> list[str]:
+  """Formats a loss with three decimals, or with three digits if it is small."""
+  if loss is None:
+    return []
+  return [f"loss {loss:.3g}" if abs(loss) < 0.1 else f"loss {loss:.3f}"]
+
+
+def _log_cells(values: Mapping[str, float]) -> list[str]:
+  """Returns the cells that only a log line has."""
+  cells = []
+  if values.get(_TOKENS_PER_SECOND):
+    cells.append(f"{values[_TOKENS_PER_SECOND]:.4g} tokens/s")
+  if values.get(_STEPS_PER_SECOND):
+    cells.append(f"{1000 / values[_STEPS_PER_SECOND]:.4g} ms/step")
+  # The lines of a run always have the same cells, so that a script finds each by its name.
+  defaults = _DEFAULT_CELLS if SAMPLES in values else {}
+  for name, template in _LOG_CELLS.items():
+    if name in values:
+      cells.append(template.format(values[name]))
+    elif name in defaults:
+      cells.append(defaults[name])
+  return cells
+
+
+def _data_cells(values: Mapping[str, float]) -> list[str]:
+  """Returns how often each dataset was read, and how many of its records could not be used."""
+  epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
+  cells = [
+    f"epoch {count:.3g} of {name}" if len(epochs) > 1 else f"epoch {count:.3g}"
+    for name, count in epochs.items()
+  ]
+  problems = [f"{text} {values[n]:.0f}" for n, text in _DATA_PROBLEMS.items() if n in values]
+  return cells + problems
 
 
 def _is_terminal(stream: Any) -> bool:
-  """Whether a person looks on. Open MPI gives its processes a terminal each, even where they write to a log."""
+  # Open MPI gives each of its processes a terminal, even if their output goes to a log file.
   if os.environ.get("TERM") == "dumb" or "OMPI_COMM_WORLD_RANK" in os.environ:
     return False
-  return bool(getattr(stream, "isatty", lambda: False)())
+  return bool(stream.isatty())

@@ -1,4 +1,4 @@
-"""How many floating-point operations training takes, and what share of a device's peak a run reaches."""
+"""The FLOPs of a training step, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# Dense bfloat16 peaks, FLOP/s, from the vendor's data sheets, by a part of the device's name.
+# Dense bfloat16 peaks in FLOP/s from the vendor's data sheets; a key is a part of the device's name.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
@@ -27,23 +27,23 @@ def training_flops_per_sequence(
 ) -> float:
   """Returns the FLOPs of a training step for one example.
 
-  Counts the matrix products, a multiplication and an addition each: the forward pass once and the
-  backward pass as twice that. Recomputation (remat) is not counted, and attention over the whole row,
-  though a causal one needs half. (T5X's formula; a decoder alone comes to that of Narayanan et al. 2021,
-  arXiv:2104.04473, without its recomputation.)
+  This is T5X's formula. It counts two FLOPs per multiply-add of each matmul, and the backward pass
+  as two forward passes. Causal attention is counted in full, and recomputation (remat) is not
+  counted. For a decoder-only model the result equals the formula of Narayanan et al. 2021
+  (arXiv:2104.04473) without recomputation.
 
   Args:
-    emb_dim: model width.
-    num_heads: attention heads.
-    head_dim: width of a head.
-    mlp_dim: width of the feed-forward layer.
-    num_encoder_layers: 0 leaves out the encoder, but not the cross-attention.
-    num_decoder_layers: layers of the decoder.
-    vocab_size: tokens the logits range over.
-    encoder_length: input tokens, padding included.
-    decoder_length: target tokens, padding included.
-    num_mlp_activations: kernels that go into the feed-forward layer (2: gelu times linear; 1: relu).
-    cross_attention: whether decoder layers attend to the encoder; False for a decoder alone.
+    emb_dim: the model's width.
+    num_heads: the number of attention heads.
+    head_dim: the width of a head.
+    mlp_dim: the width of the feed-forward layer.
+    num_encoder_layers: the number of encoder layers; 0 does not remove the cross-attention.
+    num_decoder_layers: the number of decoder layers.
+    vocab_size: the vocabulary size of the logits.
+    encoder_length: input tokens, including padding.
+    decoder_length: target tokens, including padding.
+    num_mlp_activations: input kernels of the feed-forward layer (2 for gated gelu, 1 for relu).
+    cross_attention: whether the decoder layers attend to an encoder.
   """
   a = num_heads * head_dim
   mlp = (num_mlp_activations + 1) * emb_dim * mlp_dim
@@ -51,8 +51,7 @@ def training_flops_per_sequence(
   encoder_layer = 2 * enc * (4 * emb_dim * a + mlp) + 4 * enc**2 * a
   decoder_layer = 2 * dec * (4 * emb_dim * a + mlp) + 4 * dec**2 * a
   if cross_attention:
-    # The decoder projects query and output of the cross-attention for its own tokens, key and value
-    # for the encoder's.
+    # Query and output are projected for the decoder's tokens, key and value for the encoder's.
     decoder_layer += 4 * (dec + enc) * emb_dim * a + 4 * dec * enc * a
   logits = 2 * emb_dim * vocab_size * dec
   return 3.0 * (num_encoder_layers * encoder_layer + num_decoder_layers * decoder_layer + logits)
@@ -61,17 +60,17 @@ def training_flops_per_sequence(
 def model_flops_utilization(
   flops_per_sequence: float, sequences_per_second: float, peak_flops: float, num_devices: int = 1
 ) -> float:
-  """Returns MFU: the share of `num_devices` times `peak_flops` (per second) that the model needs."""
+  """Returns MFU: the model's FLOP/s divided by `num_devices` times `peak_flops` (in FLOP/s)."""
   if peak_flops <= 0 or num_devices < 1:
     raise ValueError(
-      f"MFU needs a positive peak and at least one device, not peak_flops = {peak_flops} and "
-      f"num_devices = {num_devices}"
+      "MFU needs peak_flops > 0 and num_devices >= 1, got "
+      f"peak_flops = {peak_flops} and num_devices = {num_devices}"
     )
   return flops_per_sequence * sequences_per_second / (peak_flops * num_devices)
 
 
 def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: int) -> float:
-  """Returns `training_flops_per_sequence` of a `T5Config`, or of a decoder's `TransformerConfig`."""
+  """Returns `training_flops_per_sequence` for a `T5Config` or a decoder's `TransformerConfig`."""
   has_encoder = hasattr(config, "num_encoder_layers")
   return training_flops_per_sequence(
     emb_dim=config.emb_dim,
@@ -89,11 +88,13 @@ def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: i
 
 
 def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:
-  """Returns the FLOPs of a training sequence; None for a config with other fields, or no encoder's input.
+  """Returns the FLOPs of a training sequence; None if they are unknown.
+
+  They are unknown for a network config with other fields, and for an encoder without input tokens.
 
   Args:
-    config: the module's.
-    lengths: tokens of each side, `encoder` and `decoder`, padding included.
+    config: the model's `network_config`.
+    lengths: the tokens of each side, `encoder` and `decoder`, including padding.
   """
   sides = {"num_encoder_layers": {"encoder", "decoder"}, "num_layers": {"decoder"}}
   if not any(hasattr(config, name) and needed <= {*lengths} for name, needed in sides.items()):
@@ -104,18 +105,18 @@ def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:
 
 
 def flops_of_model(model: Any, batch: Mapping[str, Any]) -> float | None:
-  """Returns the FLOPs of a training sequence of `batch`, arrays or shapes; None where not known."""
+  """Returns the FLOPs of a training sequence of `batch` (arrays or shapes); None if unknown."""
   tokens = {side: batch.get(f"{side}_input_tokens") for side in ("encoder", "decoder")}
   lengths = {side: int(leaf.shape[1]) for side, leaf in tokens.items() if leaf is not None}
-  return flops_of_lengths(getattr(getattr(model, "module", None), "config", None), lengths)
+  return flops_of_lengths(model.network_config, lengths)
 
 
 def peak_flops(devices: Iterable[jax.Device]) -> float | None:
-  """Returns what `devices` do together at most, in FLOP/s; None where a device's peak is not known."""
+  """Returns the sum of the devices' peaks in FLOP/s; None if the peak of one is unknown."""
   peaks = [peak_of(device.device_kind) for device in devices]
   return None if None in peaks else sum(peak for peak in peaks if peak is not None)
 
 
 def peak_of(device_kind: str) -> float | None:
-  """Returns the peak of a device, FLOP/s, by the name that jax has for it; None where not known."""
+  """Returns the peak in FLOP/s of a kind of device, as jax names it; None if it is unknown."""
   return next((peak for name, peak in PEAKS.items() if name in device_kind), None)

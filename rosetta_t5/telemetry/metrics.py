@@ -1,7 +1,7 @@
-"""Metrics that a step can return and a run can merge: sums, averages per step, rates per second (T5X).
+"""Metrics that a step returns and a run merges: sums, averages per step, rates per second (T5X).
 
-A step runs compiled, where neither time nor the number of steps is known; `set_time_metrics_duration`
-and `set_step_metrics_num_steps` fill them in outside, before `compute()`.
+A compiled step knows neither the time nor the number of steps. `set_time_metrics_duration` and
+`set_step_metrics_num_steps` set them outside the step, before `compute()`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MetricsMap = MutableMapping[str, clu_metrics.Metric]
 
 @struct.dataclass
 class Sum(clu_metrics.Metric):
-  """The sum of everything seen."""
+  """The sum of all values."""
 
   total: Any
 
   @classmethod
   def from_model_output(cls, values: Scalar, **_: Any) -> Sum:
-    """Returns the metric for an array of any shape, or one number."""
+    """Returns the metric of an array of any shape or of a number."""
     return cls(total=jnp.sum(jnp.asarray(values)))
 
   def merge(self, other: Sum) -> Sum:
-    """Returns the metric over both."""
+    """Returns the metric of both."""
     return type(self)(total=self.total + other.total)
 
   def compute(self) -> Scalar:
@@ -42,9 +42,9 @@ class Sum(clu_metrics.Metric):
 
 @struct.dataclass
 class Step(clu_metrics.Metric):
-  """The number of steps; base of what is counted per step.
+  """The number of steps, and the base class of metrics that are averaged per step.
 
-  Microbatches would count as steps, so the number is set outside (`replace_steps`).
+  The number is set outside the step (`replace_steps`): microbatches would be counted as steps.
   """
 
   steps: Any = 1
@@ -54,7 +54,7 @@ class Step(clu_metrics.Metric):
     return self.replace(steps=steps)
 
   def compute(self) -> Scalar:
-    """Returns the number of steps; raises ValueError if there is none."""
+    """Returns the number of steps; raises ValueError if it is not set."""
     if self.steps is None:
       raise ValueError(
         f"{type(self).__name__} has no steps: call replace_steps(steps) before compute()"
@@ -64,37 +64,37 @@ class Step(clu_metrics.Metric):
 
 @struct.dataclass
 class AveragePerStep(Step):
-  """The sum of everything seen, divided by the number of steps."""
+  """The sum of all values, divided by the number of steps."""
 
   total: Any = None
 
   @classmethod
   def from_model_output(cls, values: Scalar, steps: int | None = 1, **_: Any) -> AveragePerStep:
-    """Returns the metric for an array of any shape, or one number."""
+    """Returns the metric of an array of any shape or of a number."""
     return cls(total=jnp.sum(jnp.asarray(values)), steps=steps)
 
   def merge(self, other: AveragePerStep) -> AveragePerStep:
-    """Returns the metric over both."""
+    """Returns the metric of both."""
     return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
 
   def compute(self) -> Scalar:
-    """Returns the average; raises ValueError if there is no sum or no number of steps."""
+    """Returns the average; raises ValueError if the sum or the number of steps is not set."""
     if self.total is None:
-      raise ValueError("AveragePerStep has no total: make it with from_model_output(values)")
+      raise ValueError("AveragePerStep has no total: create it with from_model_output(values)")
     return self.total / super().compute()
 
 
 @struct.dataclass
 class Time(clu_metrics.Metric):
-  """A duration in seconds; base of what is measured per second.
+  """A duration in seconds, and the base class of rates per second.
 
-  A compiled step cannot read the clock, so the duration is set outside (`replace_duration`).
+  The duration is set outside the step (`replace_duration`): a compiled step cannot read the clock.
   """
 
   duration: Any = None
 
   def merge(self, other: Time) -> Time:
-    """Returns the metric: the duration is set once for all."""
+    """Returns this metric, because the duration is set after merging."""
     return self
 
   def replace_duration(self, duration: Scalar) -> Time:
@@ -102,7 +102,7 @@ class Time(clu_metrics.Metric):
     return self.replace(duration=duration)
 
   def compute(self) -> Scalar:
-    """Returns the seconds; raises ValueError if none were set."""
+    """Returns the seconds; raises ValueError if they are not set."""
     if self.duration is None:
       raise ValueError(
         f"{type(self).__name__} has no duration: call replace_duration(seconds) before compute()"
@@ -112,17 +112,17 @@ class Time(clu_metrics.Metric):
 
 @struct.dataclass
 class TimeRate(Time):
-  """The sum of everything seen, per second."""
+  """The sum of all values, per second."""
 
   numerator: Any = None
 
   @classmethod
   def from_model_output(cls, numerator: Scalar, **_: Any) -> TimeRate:
-    """Returns the metric for one number."""
+    """Returns the metric of one number."""
     return cls(numerator=numerator)
 
   def merge(self, other: TimeRate) -> TimeRate:
-    """Returns the metric over both; raises ValueError once a duration has been set."""
+    """Returns the metric over both; raises ValueError if a duration is already set."""
     if self.duration is not None or other.duration is not None:
       raise ValueError("TimeRate cannot be merged after replace_duration(): merge first")
     return type(self)(numerator=self.numerator + other.numerator)
@@ -138,11 +138,11 @@ class StepsPerTime(Step, Time):
 
   @classmethod
   def from_model_output(cls, steps: int | None = 1, **_: Any) -> StepsPerTime:
-    """Returns the metric for a number of steps."""
+    """Returns the metric of a number of steps."""
     return cls(steps=steps)
 
   def merge(self, other: StepsPerTime) -> StepsPerTime:
-    """Returns the metric over both."""
+    """Returns the metric of both."""
     return type(self)(steps=self.steps + other.steps)
 
   def compute(self) -> Scalar:
@@ -151,12 +151,12 @@ class StepsPerTime(Step, Time):
 
 
 def is_metric_obj(obj: Any) -> bool:
-  """Tells whether `obj` is a metric."""
+  """Returns whether `obj` is a metric."""
   return isinstance(obj, clu_metrics.Metric)
 
 
 def is_time_metric(obj: Any) -> bool:
-  """Tells whether `obj` is a metric that needs a duration."""
+  """Returns whether `obj` is a metric that needs a duration."""
   return isinstance(obj, Time)
 
 
@@ -166,7 +166,7 @@ def create_metrics_dict(float_metrics_dict: Mapping[str, Scalar]) -> dict[str, S
 
 
 def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
-  """Returns a metric whose fields are shapes (from `jax.eval_shape`) with zeros in their place."""
+  """Replaces the shapes in a metric from `jax.eval_shape` with zeros."""
 
   def defined(value: Any) -> Any:
     if is_metric_obj(value):
@@ -178,7 +178,7 @@ def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
 
 
 def set_time_metrics_duration(metrics: Any, duration: Scalar) -> Any:
-  """Returns the tree of metrics with `duration` (seconds) set in those that need one."""
+  """Sets `duration` (in seconds) in those metrics of a tree that need one."""
   return jax.tree.map(
     lambda m: m.replace_duration(duration) if is_time_metric(m) else m,
     metrics,
@@ -187,7 +187,7 @@ def set_time_metrics_duration(metrics: Any, duration: Scalar) -> Any:
 
 
 def set_step_metrics_num_steps(metrics: Any, num_steps: Scalar) -> Any:
-  """Returns the tree of metrics with the number of steps set in those that count them."""
+  """Sets the number of steps in those metrics of a tree that count steps."""
   return jax.tree.map(
     lambda m: m.replace_steps(num_steps) if isinstance(m, Step) else m,
     metrics,

@@ -1,8 +1,10 @@
-"""Computes metrics and writes them to TensorBoard, in the background, on the first process only."""
+"""Computes metrics and writes them to TensorBoard in the background, on the first process only."""
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import functools
 import logging
 import os
 import time
@@ -23,11 +25,29 @@ MakeWriter = Callable[[str, str], Any]
 _log = logging.getLogger(__name__)
 
 
-class MetricsManager:
-  """Turns the metrics of some steps into values and writes them under a name (T5X's class).
+def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
+  """Returns clu's writer for the folder `summary_dir/name`; None without TensorFlow."""
+  try:
+    # TensorFlow must not allocate the accelerator's memory to write a few numbers.
+    import tensorflow as tf
 
-  Device work is waited for in one thread and files are written in another, so the training loop
-  never waits for either. TensorBoard's writer is made at the first write: it imports TensorFlow.
+    tf.config.set_visible_devices([], "GPU")
+    from clu import metric_writers
+  except ImportError as error:
+    _log.warning(
+      "no TensorBoard files are written for %s: %s (pip install tensorflow tensorboard)",
+      name,
+      error,
+    )
+    return None
+  return metric_writers.SummaryWriter(os.path.join(summary_dir, name))
+
+
+class MetricsManager:
+  """Computes the values of metrics and writes them under one name (T5X: MetricsManager).
+
+  One thread waits for the devices and another computes values and writes files, so the training loop
+  waits for neither. clu's AsyncWriter is not used: it would import TensorFlow before the first step.
   """
 
   def __init__(
@@ -35,56 +55,58 @@ class MetricsManager:
     name: str,
     summary_dir: str | os.PathLike[str] | None = None,
     extra_writers: Sequence[MakeWriter] = (),
+    make_writer: MakeWriter = make_tensorboard_writer,
   ):
     """Builds a manager.
 
     Args:
-      name: the folder under `summary_dir` ("train", "training_eval/TASK").
-      summary_dir: where TensorBoard's files go; None computes values and writes none.
-      extra_writers: called with name and folder, each makes a writer of clu's methods, which gets
-        all that TensorBoard gets (see `telemetry.trackers`).
+      name: the folder under `summary_dir`, such as "train" or "training_eval/TASK".
+      summary_dir: the folder of TensorBoard's files; None computes values and writes none.
+      extra_writers: functions (name, summary_dir) → a writer with the methods of clu's MetricWriter;
+        each writer gets everything that TensorBoard gets (see `telemetry.trackers`).
+      make_writer: the same for TensorBoard. It is called at the first write, in the background,
+        because it imports TensorFlow.
     """
     self._name = name
-    self._summary_dir = summary_dir if jax.process_index() == 0 else None
-    self._writer: Any = None
-    folder = self._summary_dir
-    # Made here and not at the first write: what is not installed is to be told before training.
-    self._extra = [make(name, os.fspath(folder)) for make in extra_writers] if folder else []
-    self._clock = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics-clock")
-    self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="metrics-writer")
+    self._summary_dir = None
+    if summary_dir is not None and jax.process_index() == 0:
+      self._summary_dir = os.fspath(summary_dir)
+    # Built now rather than at the first write: a missing package is reported before training.
+    self._extra_writers = (
+      [make(name, self._summary_dir) for make in extra_writers] if self._summary_dir else []
+    )
+    self._make_writer = make_writer
+    self._writers: list[Any] | None = None
+    self._clock_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
+    self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
+    self._pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
     self._started: concurrent.futures.Future[float] | None = None
-    self._last: concurrent.futures.Future[Any] | None = None
 
   @property
   def summary_writer(self) -> Any:
-    """A clu.metric_writers writer of this name; what it is told is written in the background, in order."""
-    return _Queue(self)
-
-  def _open_writer(self) -> Any:
-    """Returns the writer itself, for the one thread that writes."""
-    if self._writer is None:
-      own = _create_writer(self._name, self._summary_dir)
-      self._writer = _Writers([own, *self._extra]) if self._extra else own
-    return self._writer
+    """A clu MetricWriter whose calls run in the background, in order with the manager's writes."""
+    return _BackgroundWriter(functools.partial(self._submit, self._call_writers))
 
   def write_scalar(self, key: str, val: Any, step: int) -> None:
     """Writes one number."""
     self.write_scalars(step, {key: val})
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes numbers (arrays on devices are fetched in the background)."""
+    """Writes numbers. Arrays on devices are fetched in the background."""
     if self._summary_dir is None:
       return
-    fetch = {key: _fenced(value) for key, value in scalars.items()}
-    self._submit(
-      lambda: self._open_writer().write_scalars(
-        step, {key: float(np.asarray(value)) for key, value in fetch.items()}
-      )
-    )
+    copies = {key: _copy_if_scalar(value) for key, value in scalars.items()}
+
+    def fetch_and_write() -> None:
+      fetched = {key: float(np.asarray(value)) for key, value in copies.items()}
+      self._call_writers("write_scalars", step, fetched)
+
+    self._submit(fetch_and_write)
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
     """Starts the clock that the next `write_metrics_summary` reads, once `block_on` is computed."""
-    self._started = self._clock.submit(_time_when_ready, jax.tree.map(_fenced, block_on))
+    copies = jax.tree.map(_copy_if_scalar, block_on)
+    self._started = self._clock_thread.submit(_time_when_ready, copies)
 
   def write_metrics_summary(
     self, metrics: Mapping[str, Any], step: int, num_steps: int
@@ -92,58 +114,78 @@ class MetricsManager:
     """Computes the values of merged `metrics` and writes them, all in the background.
 
     Args:
-      metrics: clu metrics by name, over `num_steps` steps.
-      step: the step they are written at.
-      num_steps: what per-step metrics are divided by.
+      metrics: clu metrics by name, merged over `num_steps` steps.
+      step: the step that the values are written for.
+      num_steps: the divisor of metrics that are averaged per step.
 
     Returns:
       A future of the values by name.
 
     Raises:
-      Exception: whatever an earlier write failed with.
+      Exception: the error of an earlier write that failed.
     """
-    step, started = int(step), self._started
-    ended = self._clock.submit(_time_when_ready, metrics)
+    step, started, self._started = int(step), self._started, None
+    ended = self._clock_thread.submit(_time_when_ready, metrics)
 
     def compute_and_write() -> dict[str, clu_values.Value]:
       duration = ended.result() - started.result() if started is not None else None
       values = _compute(metrics, duration, num_steps)
-      if self._summary_dir is not None:
-        _write_values(self._open_writer(), step, values)
+      self._write_values(step, values)
       return values
 
-    self._started = None
     return self._submit(compute_and_write)
 
   def flush(self) -> None:
-    """Waits until everything is computed and on disk.
+    """Waits until all values are computed and written to disk.
 
     Raises:
-      Exception: whatever a write failed with.
+      Exception: the error of a write that failed.
     """
-    self._submit(lambda: self._writer.flush() if self._writer is not None else None).result()
+    self._submit(lambda: self._call_writers("flush") if self._writers else None)
+    while self._pending:
+      self._pending.popleft().result()
 
   def close(self) -> None:
-    """Writes what is still to be written and ends the threads."""
+    """Writes the remaining values and ends the threads."""
     try:
       self.flush()
     finally:
-      self._clock.shutdown()
-      self._worker.shutdown()
-      if self._writer is not None:
-        self._writer.close()
+      self._clock_thread.shutdown()
+      self._writer_thread.shutdown()
+      for writer in self._writers or ():
+        writer.close()
 
-  def _submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """Queues `task` behind the earlier ones; raises what the last of them failed with."""
-    last = self._last
-    if last is not None and last.done():
-      last.result()
-    self._last = self._worker.submit(task)
-    return self._last
+  def _submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Queues `task` behind the earlier ones, and raises the error of one that has failed."""
+    while self._pending and self._pending[0].done():
+      self._pending.popleft().result()
+    self._pending.append(self._writer_thread.submit(task, *args, **kwargs))
+    return self._pending[-1]
+
+  def _open_writers(self) -> list[Any]:
+    """Returns all writers, in the thread that writes: a clu writer serves one thread."""
+    if self._writers is None and self._summary_dir is not None:
+      own = self._make_writer(self._name, self._summary_dir)
+      self._writers = [*([] if own is None else [own]), *self._extra_writers]
+    return self._writers or []
+
+  def _call_writers(self, method: str, *args: Any, **kwargs: Any) -> None:
+    for writer in self._open_writers():
+      getattr(writer, method)(*args, **kwargs)
+
+  def _write_values(self, step: int, values: Values) -> None:
+    scalars = as_floats(values)
+    self._call_writers("write_scalars", step, scalars)
+    others = {name: value for name, value in values.items() if name not in scalars}
+    if others and self._summary_dir is not None:
+      from clu import metric_writers
+
+      for writer in self._open_writers():
+        metric_writers.write_values(writer, step, others)
 
 
 def as_floats(values: Values) -> dict[str, float]:
-  """Returns the plain numbers among metric values."""
+  """Returns the scalars among clu values as floats."""
   return {
     name: float(np.asarray(value.value))
     for name, value in values.items()
@@ -151,8 +193,18 @@ def as_floats(values: Values) -> dict[str, float]:
   }
 
 
-def _fenced(leaf: Any) -> Any:
-  """Returns a copy of a scalar: the step after may take (donate) the original's memory."""
+class _BackgroundWriter:
+  """Has every method of a clu MetricWriter, and calls it in the background."""
+
+  def __init__(self, call_method: Callable[..., Any]):
+    self._call_method = call_method
+
+  def __getattr__(self, name: str) -> Callable[..., Any]:
+    return functools.partial(self._call_method, name)
+
+
+def _copy_if_scalar(leaf: Any) -> Any:
+  """Copies a scalar array, because the next step may donate the original's memory."""
   return jnp.copy(leaf) if isinstance(leaf, jax.Array) and leaf.size == 1 else leaf
 
 
@@ -160,7 +212,7 @@ def _time_when_ready(tree: PyTree) -> float:
   try:
     jax.block_until_ready(tree)
   except RuntimeError:
-    # Deleted: given to a later step, which means that it had been computed.
+    # An array that a later step has deleted (by donation) must have been computed before.
     if not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(tree)):
       raise
   return time.monotonic()
@@ -174,68 +226,3 @@ def _compute(
     fetched = set_time_metrics_duration(fetched, duration)
   fetched = set_step_metrics_num_steps(fetched, num_steps)
   return {name: metric.compute_value() for name, metric in fetched.items()}
-
-
-def _write_values(writer: Any, step: int, values: Values) -> None:
-  scalars = as_floats(values)
-  writer.write_scalars(step, scalars)
-  others = {name: value for name, value in values.items() if name not in scalars}
-  if others:
-    from clu import metric_writers
-
-    metric_writers.write_values(writer, step, others)
-
-
-class _Queue:
-  """A writer whose calls wait for their turn in the manager's thread: a clu writer takes one at a time."""
-
-  def __init__(self, manager: MetricsManager):
-    self._manager = manager
-
-  def __getattr__(self, name: str) -> Callable[..., None]:
-    def call(*args: Any, **kwargs: Any) -> None:
-      self._manager._submit(lambda: getattr(self._manager._open_writer(), name)(*args, **kwargs))
-
-    return call
-
-
-class _Writers:
-  """Gives to several writers what it is given."""
-
-  def __init__(self, writers: Sequence[Any]):
-    self._writers = writers
-
-  def __getattr__(self, name: str) -> Callable[..., None]:
-    methods = [getattr(writer, name) for writer in self._writers]
-
-    def call(*args: Any, **kwargs: Any) -> None:
-      for method in methods:
-        method(*args, **kwargs)
-
-    return call
-
-
-class _NoWriter:
-  """Drops whatever is written."""
-
-  def __getattr__(self, name: str) -> Callable[..., None]:
-    return lambda *args, **kwargs: None
-
-
-def _create_writer(name: str, summary_dir: str | os.PathLike[str] | None) -> Any:
-  if summary_dir is None:
-    return _NoWriter()
-  try:
-    # TensorFlow must not take the accelerator's memory for writing a few numbers.
-    import tensorflow as tf
-
-    tf.config.set_visible_devices([], "GPU")
-    from clu import metric_writers
-  except ImportError as error:
-    _log.warning(
-      "no TensorBoard files are written for %s: %s (pip install tensorflow tensorboard)",
-      name,
-      error,
-    )
-    return _NoWriter()
-  return metric_writers.SummaryWriter(os.path.join(os.fspath(summary_dir), name))

@@ -1,4 +1,4 @@
-"""The run's header, which says what is about to happen, and its end report, which says where it is."""
+"""The texts printed before and after a training run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.telemetry.console import duration_text
+from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
 from rosetta_t5.telemetry.model_info import count_parameters
 
 
-def header(
+def run_header(
   *,
   model: Any,
   params: Any,
@@ -31,47 +31,42 @@ def header(
   """Returns the lines printed before the first step.
 
   Args:
-    model: the model; `model.module.config`, if it has one, gives the FLOPs.
-    params: its parameters, or their shapes.
+    model: the model; its `network_config` determines the FLOPs.
+    params: the parameters, or their shapes.
     mesh: the devices.
-    task: the task or mixture it learns from.
-    batch: the batch's arrays or shapes, by feature.
-    steps: (updates made, updates to have been made at the end).
-    model_dir: where everything is written.
-    restored_from: the checkpoint's path; None from scratch.
-    save_period: steps between checkpoints; None for no checkpoints.
-    computation: number formats and kernels, and why these.
-    notes: warnings about the run, a line each.
-    mesh_reason: which settings the mesh is made of.
+    task: the task or mixture that the model trains on.
+    batch: the arrays or shapes of a batch, by feature.
+    steps: the completed steps at the start and at the end of the run.
+    model_dir: the folder of all output.
+    restored_from: the path of the checkpoint; None if the run starts from scratch.
+    save_period: steps between checkpoints; None if none are saved.
+    computation: number formats and kernels, with reasons.
+    notes: warnings about the run, one per line.
+    mesh_reason: the settings that determine the mesh.
   """
-  device = mesh.devices.flat[0]
+  flops = flops_of_model(model, batch)
+  cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  count, device = mesh.devices.size, mesh.devices.flat[0]
   axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
   axes += f" ({mesh_reason})" if mesh_reason else ""
-  count = mesh.devices.size
-  features = ", ".join(
-    f"{name} {batch[name].shape[1]}"
-    for name in ("encoder_input_tokens", "decoder_target_tokens")
-    if name in batch
-  )
-  size = next(iter(batch.values())).shape[0]
+  batch_size = next(iter(batch.values())).shape[0]
+  features = ("encoder_input_tokens", "decoder_target_tokens")
+  lengths = ", ".join(f"{name} {batch[name].shape[1]}" for name in features if name in batch)
   start = f"from {restored_from}" if restored_from else "from scratch"
   saves = f"a checkpoint every {save_period} steps" if save_period else "no checkpoints"
   rows = [
-    (
-      "model",
-      f"{type(model).__name__}, {count_parameters(params):,} parameters{_flops(model, batch)}",
-    ),
+    ("model", f"{type(model).__name__}, {count_parameters(params):,} parameters{cost}"),
     ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
-    ("data", f"{task}, batch {size}: {features}"),
+    ("data", f"{task}, batch {batch_size}: {lengths}"),
     ("steps", f"{steps[0]} to {steps[1]}, {start}"),
     ("writes", f"{os.fspath(model_dir)}, {saves}"),
-    *([("computes", computation)] if computation else []),
-    *(("note", note) for note in notes),
   ]
-  return _rows(rows)
+  if computation:
+    rows.append(("computes", computation))
+  return _format_rows([*rows, *(("note", note) for note in notes)])
 
 
-def end_report(
+def run_summary(
   *,
   steps: tuple[int, int],
   seconds: float,
@@ -82,30 +77,26 @@ def end_report(
   """Returns the lines printed when a run has ended.
 
   Args:
-    steps: (updates made before the run, updates made now).
-    seconds: how long it took.
-    losses: the loss first and last shown, where there was one.
-    model_dir: where everything was written.
-    checkpoint: the last one saved; None if there is none.
+    steps: the completed steps before and after the run.
+    seconds: the duration of the run.
+    losses: the first and the last loss that were shown; None if there was none.
+    model_dir: the folder of all output.
+    checkpoint: the last saved checkpoint; None if there is none.
   """
   first, last = losses
-  made = steps[1] - steps[0]
-  rows = [("done", f"step {steps[1]}: {made} steps in {duration_text(seconds)}")]
-  if made == 0:
-    rows = [("done", f"step {steps[1]}: nothing was left to do; a larger TRAIN_STEPS goes on")]
+  count = steps[1] - steps[0]
+  done = f"{count} steps in {format_duration(seconds)}"
+  if count == 0:
+    done = "nothing was left to do; set a larger TRAIN_STEPS to continue"
+  rows = [("done", f"step {steps[1]}: {done}")]
   if first is not None and last is not None:
     rows.append(("loss", f"{first:.3f} at first, {last:.3f} at the end"))
   if checkpoint is not None:
     rows.append(("checkpoint", os.fspath(checkpoint)))
   rows.append(("metrics", f"tensorboard --logdir={os.fspath(model_dir)}"))
-  return _rows(rows)
+  return _format_rows(rows)
 
 
-def _rows(rows: Sequence[tuple[str, str]]) -> str:
+def _format_rows(rows: Sequence[tuple[str, str]]) -> str:
   width = max(len(name) for name, _ in rows)
   return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-
-
-def _flops(model: Any, batch: Mapping[str, Any]) -> str:
-  flops = flops_of_model(model, batch)
-  return "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"

@@ -1,7 +1,7 @@
-"""Metrics to experiment trackers, beside TensorBoard's files: Weights & Biases, and Aim, if installed.
+"""Writers for the experiment trackers Weights & Biases and Aim, in addition to TensorBoard.
 
-`trainer.Trainer.extra_writers = [@trackers.WandbWriter]` names them; neither is a dependency. A run that goes
-on in its MODEL_DIR goes on in the tracker too.
+`trainer.Trainer.extra_writers = [@trackers.WandbWriter]` enables one. Neither package is a
+dependency. A run that is restarted in its MODEL_DIR continues the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _ScalarWriter:
-  """The methods of clu's MetricWriter: numbers and texts are written, all else is dropped."""
+  """A clu MetricWriter of numbers and texts, which drops everything else."""
 
   def __init__(self, name: str):
     self._name = name
@@ -30,7 +30,7 @@ class _ScalarWriter:
     raise NotImplementedError
 
   def close(self) -> None:
-    """The process's end ends the run, which others may still write to."""
+    """Leaves the tracker's run open for other writers; it ends with the process."""
 
   def __getattr__(self, name: str) -> Callable[..., None]:
     if name != "flush" and not name.startswith("write_"):
@@ -39,16 +39,20 @@ class _ScalarWriter:
 
 
 class WandbWriter(_ScalarWriter):
-  """Writes to Weights & Biases: one run for all the writers of a process."""
+  """Writes to Weights & Biases; all writers of a process share one run.
+
+  Attributes:
+    run: the W&B run.
+  """
 
   def __init__(self, name: str, model_dir: str, project: str | None = None, **init: Any):
-    """Joins the process's run, or starts it.
+    """Joins the tracker's run of this process, or starts it.
 
     Args:
-      name: what stands before each metric's name ("train", "training_eval/TASK").
-      model_dir: names the run; its files go there.
-      project: None for the one in WANDB_PROJECT, else W&B's default.
-      **init: further arguments of `wandb.init`: `entity`, `group`, `mode`, `tags`.
+      name: the prefix of the metrics' names ("train", "training_eval/TASK").
+      model_dir: the folder of the run's files; it also identifies the run.
+      project: the W&B project; None for WANDB_PROJECT or W&B's default.
+      **init: other arguments of `wandb.init`, such as `entity`, `group`, `mode` and `tags`.
 
     Raises:
       ValueError: the package wandb is not installed.
@@ -57,36 +61,40 @@ class WandbWriter(_ScalarWriter):
     wandb = _load("wandb", "WandbWriter")
     if wandb.run is None:
       folder = os.path.abspath(model_dir)
-      # The same for the same folder, so that a restart finds its run.
+      # The folder determines the id, so that a restart finds its run.
       identity = hashlib.sha256(folder.encode()).hexdigest()[:24]
       defaults = {"id": identity, "name": folder, "dir": folder, "resume": "allow"}
       wandb.init(**{**defaults, "project": project, **init})
-      # Writers of several names are not in step with each other, as W&B's own steps would have to be.
+      # W&B's own step must never decrease, which writers of several names cannot guarantee.
       wandb.define_metric("*", step_metric="step")
-    self._wandb = wandb
+    self.run = wandb.run
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes numbers as NAME/METRIC, over the metric `step`."""
-    self._wandb.log(
+    """Writes numbers as NAME/METRIC against the metric `step`."""
+    self.run.log(
       {"step": step, **{f"{self._name}/{key}": float(x) for key, x in scalars.items()}}
     )
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    """Keeps texts, such as the configuration, with the run's settings."""
-    self._wandb.config.update(dict(texts), allow_val_change=True)
+    """Stores texts, such as the configuration, in the run's settings."""
+    self.run.config.update(dict(texts), allow_val_change=True)
 
 
 class AimWriter(_ScalarWriter):
-  """Writes to an Aim repository: one run for all the writers of a process."""
+  """Writes to an Aim repository; all writers of a process share one run.
+
+  Attributes:
+    run: the Aim run.
+  """
 
   def __init__(self, name: str, model_dir: str, repo: str | None = None, **init: Any):
-    """Joins the process's run, or starts it.
+    """Joins the tracker's run of this process, or starts it.
 
     Args:
-      name: the metrics' context, as `subset` ("train", "training_eval/TASK").
-      model_dir: names the experiment.
+      name: the `subset` in the metrics' context ("train", "training_eval/TASK").
+      model_dir: the name of the experiment.
       repo: Aim's folder or server; None for model_dir.
-      **init: further arguments of `aim.Run`: `experiment`, `log_system_params`.
+      **init: other arguments of `aim.Run`, such as `experiment` and `log_system_params`.
 
     Raises:
       ValueError: the package aim is not installed.
@@ -95,26 +103,26 @@ class AimWriter(_ScalarWriter):
     aim = _load("aim", "AimWriter")
     folder = os.path.abspath(model_dir)
     os.makedirs(folder, exist_ok=True)
-    self._run = _aim_run(aim, repo or folder, folder, tuple(sorted(init.items())))
+    self.run = _open_aim_run(aim, repo or folder, folder, tuple(sorted(init.items())))
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers."""
     for key, value in scalars.items():
-      self._run.track(float(value), name=key, step=step, context={"subset": self._name})
+      self.run.track(float(value), name=key, step=step, context={"subset": self._name})
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    """Keeps texts, such as the configuration, with the run's settings."""
+    """Stores texts, such as the configuration, in the run's settings."""
     for key, text in texts.items():
-      self._run[key] = text
+      self.run[key] = text
 
 
 @functools.cache
-def _aim_run(aim: Any, repo: str, folder: str, init: tuple[tuple[str, Any], ...]) -> Any:
-  # Aim names a new run itself; the name is kept, so that a restart finds its run.
-  kept = pathlib.Path(folder) / "aim_run.txt"
-  known = kept.read_text() if kept.exists() else None
-  run = aim.Run(repo=repo, **{"run_hash": known, "experiment": folder, **dict(init)})
-  kept.write_text(run.hash)
+def _open_aim_run(aim: Any, repo: str, folder: str, init: tuple[tuple[str, Any], ...]) -> Any:
+  # Aim chooses the hash of a new run. It is stored so that a restart finds its run.
+  hash_file = pathlib.Path(folder) / "aim_run.txt"
+  run_hash = hash_file.read_text() if hash_file.exists() else None
+  run = aim.Run(repo=repo, **{"run_hash": run_hash, "experiment": folder, **dict(init)})
+  hash_file.write_text(run.hash)
   return run
 
 
@@ -124,5 +132,5 @@ def _load(package: str, writer: str) -> Any:
   except ImportError as error:
     raise ValueError(
       f"trackers.{writer} needs the package {package}, which cannot be imported ({error}): "
-      f"pip install {package}, or take it out of trainer.Trainer.extra_writers"
+      f"pip install {package}, or remove it from trainer.Trainer.extra_writers"
     ) from error

@@ -1,4 +1,4 @@
-"""Actions: users' own code that looks at metrics during training and may end it."""
+"""Actions: users' own code that sees the metrics during training and can end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MetricsByTask = Mapping[str, Mapping[str, Any]]
 
 
 class ActionMode(enum.Enum):
-  """Whose metrics an action is shown."""
+  """The kind of metrics that an action sees."""
 
   TRAIN = 1
   TRAIN_EVAL = 2
@@ -26,15 +26,15 @@ class ActionMode(enum.Enum):
 
 
 class BaseAction(abc.ABC):
-  """Something to be done with metrics (T5X: BaseAction)."""
+  """A user's reaction to metrics (T5X: BaseAction)."""
 
   @abc.abstractmethod
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Looks at the values of each task's metrics; returns True to end training."""
+    """Sees the metrics of each task; returns True to end the run."""
 
 
 class EarlyStoppingAction(BaseAction):
-  """Ends training once a metric has not improved for `patience` evaluations in a row."""
+  """Ends the run when a metric has not improved for `patience` evaluations in a row."""
 
   def __init__(
     self,
@@ -47,17 +47,17 @@ class EarlyStoppingAction(BaseAction):
     """Builds the action.
 
     Args:
-      metric: (task, metric's name).
-      mode: "min" if lower is better, else "max".
-      patience: evaluations without improvement that are borne.
-      atol: an improvement is more than this,
-      rtol: and more than this share of the best value.
+      metric: (name of the task, name of the metric).
+      mode: "min" if lower values are better, else "max".
+      patience: the number of evaluations without improvement that ends the run.
+      atol: the absolute change that counts as an improvement.
+      rtol: the change relative to the best value that counts as an improvement, added to `atol`.
 
     Raises:
-      ValueError: `mode` is neither.
+      ValueError: `mode` is neither "min" nor "max".
     """
     if mode not in ("min", "max"):
-      raise ValueError(f"EarlyStoppingAction.mode = {mode!r}, but it is 'min' or 'max'")
+      raise ValueError(f"EarlyStoppingAction.mode must be 'min' or 'max', got {mode!r}")
     self._task, self._metric = metric
     self._sign = 1.0 if mode == "max" else -1.0
     self._patience, self._atol, self._rtol = patience, atol, rtol
@@ -65,7 +65,7 @@ class EarlyStoppingAction(BaseAction):
     self._without_improvement = 0
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Returns whether patience has run out."""
+    """Returns whether there were `patience` evaluations without improvement."""
     value = _value(metrics_by_task, self._task, self._metric)
     if value is None:
       return False
@@ -78,7 +78,7 @@ class EarlyStoppingAction(BaseAction):
 
 
 class TerminateOnNanAction(BaseAction):
-  """Ends training when a task's metric is NaN or infinite."""
+  """Ends the run when a metric of a task is NaN or infinite."""
 
   def __init__(self, task: str, metric: str = "loss"):
     """Builds the action for one metric of one task."""
@@ -96,12 +96,12 @@ def run_actions(
   train_state: TrainState,
   metrics_by_task: MetricsByTask,
 ) -> bool:
-  """Runs the actions of one mode; returns True if any of them ends training.
+  """Runs the actions of one mode; returns True if any of them ends the run.
 
-  Process 0 decides for all.
+  All processes return the result of process 0.
   """
   chosen = [*(actions or {}).get(mode, ()), *(actions or {}).get(mode.name, ())]
-  # Every action is run, also after one that ends training.
+  # A list, so that all actions run even if one of them ends the run.
   votes = [action.run(train_state, metrics_by_task) for action in chosen]
   stop = any(votes)
   if chosen and jax.process_count() > 1:
@@ -114,7 +114,7 @@ def run_actions(
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
   values = metrics_by_task.get(task, {})
   if metric not in values:
-    logging.warning("no metric %r of task %r; there are: %s", metric, task, sorted(values))
+    logging.warning("task %r has no metric %r; it has %s", task, metric, sorted(values))
     return None
   value = values[metric]
   return float(np.asarray(getattr(value, "value", value)))

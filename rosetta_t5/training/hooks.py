@@ -1,4 +1,4 @@
-"""What a run does from time to time: hooks with a period, and the stretches of steps between them."""
+"""Hooks: functions that run after certain steps, and the ranges of steps between them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-  """Something to do after certain steps.
+  """A function that runs after certain steps.
 
   Attributes:
-    name: what it is, for error messages.
+    name: the name in error messages.
     run: called as run(step).
-    period: it is due at the multiples of this many steps; None or 0 for never.
-    steps: further steps at which it is due.
-    at_end: whether it is due after the last step too.
+    period: the hook is due after each multiple of this many steps; None or 0 for never.
+    steps: additional steps after which the hook is due.
+    at_end: whether the hook is also due after the last step.
   """
 
   name: str
@@ -27,7 +27,7 @@ class Hook:
   at_end: bool = False
 
   def is_due(self, step: int, last_step: int) -> bool:
-    """Whether the hook runs after `step`."""
+    """Returns whether the hook runs after `step`."""
     if self.at_end and step == last_step:
       return True
     return step in self.steps or bool(self.period and step % self.period == 0)
@@ -40,16 +40,16 @@ class Hook:
     return min([*candidates, last_step])
 
 
-def stretches(
+def step_ranges(
   first_step: int, last_step: int, hooks: Sequence[Hook], longest: int | None = None
 ) -> Iterator[tuple[int, int]]:
-  """Yields (start, stop) of the stretches of steps between hooks, in order.
+  """Yields the (start, stop) ranges of steps between hooks, in order.
 
   Args:
-    first_step: updates already made.
-    last_step: updates to have been made at the end.
-    hooks: a stretch ends wherever one of them is due.
-    longest: a stretch also ends at each multiple of this many steps.
+    first_step: the number of steps completed before.
+    last_step: the number of steps completed at the end.
+    hooks: a range ends at each step after which one of them is due.
+    longest: a range also ends at each multiple of this many steps.
   """
   start = first_step
   while start < last_step:
@@ -60,7 +60,7 @@ def stretches(
     start = stop
 
 
-def run_due(hooks: Sequence[Hook], step: int, last_step: int) -> None:
+def run_due_hooks(hooks: Sequence[Hook], step: int, last_step: int) -> None:
   """Runs the hooks that are due after `step`, in their order."""
   for hook in hooks:
     if hook.is_due(step, last_step):
@@ -68,9 +68,12 @@ def run_due(hooks: Sequence[Hook], step: int, last_step: int) -> None:
 
 
 @contextlib.contextmanager
-def automatic_garbage_collection(on: bool) -> Iterator[None]:
-  """Off, where collections at different times on different hosts would make all of them wait."""
-  if not on:
+def automatic_garbage_collection(enabled: bool) -> Iterator[None]:
+  """Inside a `with`, disables Python's garbage collection unless `enabled`.
+
+  Collections at different times on different hosts would make all hosts wait for each of them.
+  """
+  if not enabled:
     gc.disable()
   try:
     yield

@@ -35,16 +35,16 @@ def train_step(
   num_microbatches: int | None = None,
   weight_metrics: Callable[[PyTree, TrainState, TrainState], Metrics] | None = None,
 ) -> tuple[TrainState, Metrics]:
-  """Returns the state after one update on `batch`, and the metrics of the batch.
+  """Returns the state after one optimizer step on `batch`, and the metrics of the batch.
 
   Args:
-    state: what the step starts from; `state.step` updates have been made.
+    state: the state before the step, after `state.step` completed steps.
     batch: arrays whose first dimension is the batch.
-    rng: the run's key; this step's is folded in from it and the step.
+    rng: the run's key; the key of this step is `fold_in(rng, state.step)`.
     loss_fn: loss_fn(params, batch, dropout_rng) → (loss, metrics).
-    learning_rate_fn: the schedule, of the step before the update.
-    num_microbatches: parts the batch is worked through in; their gradients are summed.
-    weight_metrics: called with gradients, old and new state; returns more metrics.
+    learning_rate_fn: the schedule, called with the number of completed steps.
+    num_microbatches: the number of parts that the batch is split into; their gradients are summed.
+    weight_metrics: called with gradients, old and new state; returns additional metrics.
   """
   learning_rate = learning_rate_fn(state.step)
   grads, loss, metrics, mutables = accumulate_gradients(
@@ -60,7 +60,7 @@ def train_step(
 
 
 def learning_rate_metrics(learning_rate: Float[Array, ""]) -> Metrics:
-  """Returns the learning rate as a mean over steps, and as it was last."""
+  """Returns the learning rate as a mean over steps and as the last value."""
   one = jnp.array(1.0)
   return {
     "learning_rate": clu_metrics.Average(total=learning_rate, count=one),
@@ -75,13 +75,13 @@ def accumulate_gradients(
   dropout_rng: jax.Array,
   num_microbatches: int | None = None,
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
-  """Returns the gradients of a batch, its loss, its metrics and the new mutable collections.
+  """Returns the gradients, the loss, the metrics and the new mutable collections of a batch.
 
-  Microbatches follow each other in the batch, as in T5X; each gets its own dropout key, split off
-  in turn. Gradients are summed, never averaged: the loss is a sum over tokens.
+  As in T5X, microbatches are contiguous slices of the batch, and each has its own dropout key.
+  Gradients are summed rather than averaged, because the loss is a sum over tokens.
 
   Raises:
-    ValueError: the batch cannot be cut into that many equal parts.
+    ValueError: the batch cannot be split into that many equal parts.
   """
   if not num_microbatches or num_microbatches == 1:
     return _gradients(loss_fn, state.params, state.flax_mutables, batch, dropout_rng)
@@ -103,7 +103,7 @@ def accumulate_gradients(
   zeros = jax.tree.map(jnp.zeros_like, state.params)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
-  # A metric without arrays (a duration, set after the step) has no parts to reduce.
+  # A metric without arrays, such as a duration that is set after the step, cannot be reduced.
   metrics = {
     n: metric.reduce() if jax.tree.leaves(metric) else metric for n, metric in stacked.items()
   }
@@ -121,7 +121,7 @@ def _gradients(
   def loss_of(params: PyTree, overwritten: PyTree) -> tuple[jax.Array, Any]:
     return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
 
-  # A collection whose gradient is its next value (fp8's scales): replaced, never summed.
+  # The gradient of this collection (fp8's scales) is its next value: it is replaced, not summed.
   overwritten = {name: mutables[name] for name in (OVERWRITE_WITH_GRADIENT,) if name in mutables}
   grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
   (loss, (metrics, mutables)), (grads, overwritten) = grad_fn(params, overwritten)
@@ -132,8 +132,8 @@ def _check_divides(num_microbatches: int, batch: Batch) -> None:
   batch_size = next(iter(batch.values())).shape[0]
   if batch_size % num_microbatches:
     raise ValueError(
-      f"trainer.Trainer.num_microbatches = {num_microbatches} does not divide the batch of "
-      f"{batch_size} examples: change one of the two"
+      f"trainer.Trainer.num_microbatches must divide the batch of {batch_size} examples, got "
+      f"{num_microbatches}. Change one of the two"
     )
 
 
@@ -144,11 +144,11 @@ def eval_step(state: TrainState | InferenceState, batch: Batch, *, eval_fn: Loss
 
 @struct.dataclass
 class FirstNonFinite(clu_metrics.Metric):
-  """Where the first NaN or infinity of several steps stood: in the loss, or in which gradients.
+  """The first of several steps whose loss or gradients had NaN or infinite values.
 
   Attributes:
-    step: the updates made before that step.
-    bad: [1 + parameters], whether the loss, and each parameter's gradient, was not finite.
+    step: the number of steps completed before that step.
+    bad: [1 + number of parameters], whether the loss and each parameter's gradient were not finite.
   """
 
   step: Int[Array, ""]
@@ -157,17 +157,17 @@ class FirstNonFinite(clu_metrics.Metric):
   @classmethod
   def of(cls, step: jax.Array, loss: jax.Array, grads: PyTree) -> FirstNonFinite:
     """Returns the record of one step."""
-    # A sum is finite unless a term is not (or all are huge, which is as bad).
+    # A sum is finite if all terms are, unless they are so large that they overflow.
     sums = [jnp.sum(grad, dtype=jnp.float32) for grad in jax.tree.leaves(grads)]
     return cls(step=step, bad=~jnp.isfinite(jnp.stack([loss.astype(jnp.float32), *sums])))
 
   def merge(self, other: FirstNonFinite) -> FirstNonFinite:
-    """Returns the record of the earlier of the two that is bad."""
-    mine = jnp.any(self.bad)
+    """Returns the earlier record that is bad, or else the later record."""
+    is_bad = jnp.any(self.bad)
     return FirstNonFinite(
-      step=jnp.where(mine, self.step, other.step), bad=jnp.where(mine, self.bad, other.bad)
+      step=jnp.where(is_bad, self.step, other.step), bad=jnp.where(is_bad, self.bad, other.bad)
     )
 
   def compute(self) -> jax.Array:
-    """Returns whether anything was not finite."""
+    """Returns whether any value was not finite."""
     return jnp.any(self.bad)

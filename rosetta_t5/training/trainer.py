@@ -1,4 +1,4 @@
-"""The trainer: holds the train state, runs steps over batches, and hands metrics to be written."""
+"""The trainer holds the train state, runs steps over batches, and passes their metrics on."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ _REPLICATED = PartitionSpec()
 
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """Returns the metrics of two sets of batches merged, name by name."""
+  """Merges the metrics of two sets of batches, name by name."""
   return {name: metric.merge(b[name]) for name, metric in a.items()}
 
 
 class BaseTrainer(abc.ABC):
   """Runs a subclass's train and eval steps over batches (T5X: BaseTrainer).
 
-  A subclass gives `_partitioned_train_step(train_state, batch) → (train_state, metrics)` and
-  `_partitioned_eval_step(train_state, batch) → metrics`, as properties.
+  A subclass defines two properties: `_partitioned_train_step`, a function
+  (train_state, batch) → (train_state, metrics), and `_partitioned_eval_step`, a function
+  (train_state, batch) → metrics. Everything else has a default.
 
   Attributes:
-    stop_training: a subclass sets it to end the run after the stretch of steps that it is in.
     train_state: the state after the last step.
-    train_metrics_manager: writes what `train` measures.
-    eval_metrics_managers: for each evaluation task, writes what `eval` measures.
-    should_stop: asked after every step of `train`, with the updates made so far; None for never.
-    stopped_at: the updates made when it said so; None before.
+    train_metrics_manager: writes the metrics of `train`.
+    eval_metrics_managers: writes the metrics of `eval`, one manager per evaluation task.
+    first_nonfinite: the first step of the last call of `train` whose loss or gradients were not
+      finite; None if the train step does not return such a record.
+    stop_training: a subclass sets it to True to end the run when `train` returns.
   """
 
   def __init__(
@@ -62,13 +63,13 @@ class BaseTrainer(abc.ABC):
 
     Args:
       model: the model.
-      train_state: the state to start from, on devices.
-      partitioner: how functions are run on them.
-      eval_names: the evaluation tasks.
-      summary_dir: where metrics go; None for nowhere.
-      train_state_axes: the state with PartitionSpecs in place of arrays.
-      rng: the run's key.
-      extra_writers: where metrics go besides TensorBoard's files; see `MetricsManager`.
+      train_state: the state to start from, on the devices.
+      partitioner: compiles the steps for the mesh.
+      eval_names: the names of the evaluation tasks.
+      summary_dir: the folder for metrics; None writes no metrics.
+      train_state_axes: the train state with a PartitionSpec in place of each array.
+      rng: the run's random key.
+      extra_writers: metric writers besides TensorBoard; see `MetricsManager`.
     """
     self._model = model
     self.train_state = train_state
@@ -83,19 +84,22 @@ class BaseTrainer(abc.ABC):
       for name in eval_names
     }
     self.first_nonfinite: FirstNonFinite | None = None
-    self.should_stop: Callable[[int], bool] | None = None
-    self.stopped_at: int | None = None
     self.stop_training = False
 
   def __enter__(self) -> BaseTrainer:
-    """A trainer is a context that closes it."""
+    """Returns the trainer, which is closed when the `with` block ends."""
     return self
 
   def __exit__(self, *exc_info: object) -> None:
     self.close()
 
+  @property
+  def num_microbatches(self) -> int:
+    """The number of parts that a batch is split into; memory estimates depend on it."""
+    return 1
+
   def _get_step_rng(self, step: jax.Array | int) -> jax.Array:
-    """The key of the step after `step` updates."""
+    """Returns the random key of the step that follows `step` completed steps."""
     return jax.random.fold_in(self._base_rng, step)
 
   @property
@@ -115,40 +119,41 @@ class BaseTrainer(abc.ABC):
   def train(
     self, batch_iter: Iterator[Batch], num_steps: int, start_step: int | None = None
   ) -> Any:
-    """Runs `num_steps` steps, fewer if `should_stop` says so.
+    """Runs `num_steps` steps, or fewer if `batch_iter` ends before.
 
     Args:
-      batch_iter: sharded batches.
-      num_steps: how many of them to train on.
-      start_step: updates made before; read from the train state if it is not given.
+      batch_iter: sharded batches, one per step. No batch is drawn after the last step.
+      num_steps: the number of steps.
+      start_step: the number of steps completed before; None reads it from the train state.
 
     Returns:
-      A future of the metrics' values, by name, means over these steps.
+      A future of the metrics' values by name, averaged over these steps.
     """
     start_step = int(self.train_state.step) if start_step is None else start_step
     step_fn = self._compiled_train_step or self._partitioned_train_step
     manager = self.train_metrics_manager
     manager.start_duration_timer(block_on=self.train_state.step)
-    metrics: Metrics | None = None
-    for step in range(start_step, start_step + num_steps):
+    step = start_step
+    metrics: Metrics = {}
+    while step < start_step + num_steps:
       with jax.profiler.StepTraceAnnotation("train", step_num=step):
-        self.train_state, new_metrics = step_fn(self.train_state, next(batch_iter))
-      metrics = new_metrics if metrics is None else self._merge(metrics, new_metrics)
-      if self.should_stop is not None and self.should_stop(step + 1):
-        self.stopped_at, num_steps = step + 1, step + 1 - start_step
-        break
-    metrics = dict(metrics or {})
+        if (batch := next(batch_iter, None)) is None:
+          break
+        self.train_state, new_metrics = step_fn(self.train_state, batch)
+      metrics = self._merge(metrics, new_metrics) if metrics else new_metrics
+      step += 1
+    metrics = dict(metrics)
     self.first_nonfinite = metrics.pop(FIRST_NONFINITE, None)
-    return manager.write_metrics_summary(metrics, start_step + num_steps, num_steps)
+    return manager.write_metrics_summary(metrics, step, step - start_step)
 
   def eval(self, batch_iters: Mapping[str, Iterator[Batch]]) -> dict[str, Any]:
-    """Runs the eval step over the batches of each task.
+    """Runs the eval step over all batches of each task.
 
     Args:
-      batch_iters: for each task, its batches, as many as are to be seen.
+      batch_iters: the batches of each task, by task name.
 
     Returns:
-      For each task the metrics' values, by name (clu values, as T5X gives them).
+      The metrics' values of each task by name (clu values, as in T5X).
 
     Raises:
       ValueError: a task has no batches.
@@ -161,18 +166,23 @@ class BaseTrainer(abc.ABC):
     step_fn = self._compiled_eval_steps.get(name) or self._partitioned_eval_step
     manager = self.eval_metrics_managers[name]
     manager.start_duration_timer(block_on=self.train_state.step)
-    metrics: Metrics | None = None
+    metrics: Metrics = {}
     num_batches = 0
     for batch in batches:
       new_metrics = step_fn(self.train_state, batch)
-      metrics = new_metrics if metrics is None else self._merge(metrics, new_metrics)
+      metrics = self._merge(metrics, new_metrics) if metrics else new_metrics
       num_batches += 1
-    if metrics is None:
+    if num_batches == 0:
       raise ValueError(
-        f"the evaluation of task {name!r} has no batch: its split has fewer examples than one "
-        "batch; lower the eval batch size (train_eval/utils.DatasetConfig.batch_size)"
+        f"the evaluation of task {name!r} has no batches: its split has fewer examples than one "
+        "batch. Lower the evaluation batch size (train_eval/utils.DatasetConfig.batch_size)"
       )
     return manager.write_metrics_summary(metrics, step, num_batches)
+
+  def lower_train(self, batch: PyTree) -> Any:
+    """Returns the train step lowered for batches of this shape; see `jax.jit(f).lower`."""
+    train_step: Any = self._partitioned_train_step
+    return train_step.lower(self.train_state, batch)
 
   def compile_train(self, batch: PyTree) -> None:
     """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs)."""
@@ -192,7 +202,7 @@ class BaseTrainer(abc.ABC):
       self._compiled_eval_steps[name] = by_shape[key]
 
   def close(self) -> None:
-    """Writes out what is still to be written."""
+    """Waits until all metrics are written."""
     for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
       manager.close()
 
@@ -214,21 +224,21 @@ class Trainer(BaseTrainer):
     weight_metrics_computer: Any = None,
     extra_writers: Sequence[MakeWriter] = (),
   ):
-    """Builds a trainer; see `BaseTrainer` for the arguments not named here.
+    """Builds a trainer; `BaseTrainer` describes the arguments that are not listed here.
 
     Args:
       model: the model.
       train_state: the state to start from.
-      partitioner: how functions are run on devices.
-      eval_names: the evaluation tasks.
-      summary_dir: where metrics go.
-      train_state_axes: the state with PartitionSpecs in place of arrays.
-      rng: the run's key.
+      partitioner: compiles the steps for the mesh.
+      eval_names: the names of the evaluation tasks.
+      summary_dir: the folder for metrics.
+      train_state_axes: the train state with a PartitionSpec in place of each array.
+      rng: the run's random key.
       learning_rate_fn: the schedule, step → learning rate.
-      num_microbatches: parts a batch is worked through in; None or 1 for the whole at once.
+      num_microbatches: the number of parts that a batch is split into; None or 1 for no split.
       weight_metrics_computer: an object whose `compute_metrics(gradients, old_train_state,
-        new_train_state)` returns more metrics.
-      extra_writers: where metrics go besides TensorBoard's files, `[@trackers.WandbWriter]` say.
+        new_train_state)` returns additional metrics.
+      extra_writers: metric writers besides TensorBoard, such as `[@trackers.WandbWriter]`.
     """
     self._learning_rate_fn = learning_rate_fn
     self._num_microbatches = num_microbatches
@@ -236,6 +246,11 @@ class Trainer(BaseTrainer):
     super().__init__(
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng, extra_writers
     )
+
+  @property
+  def num_microbatches(self) -> int:
+    """The number of parts that a batch is split into."""
+    return self._num_microbatches or 1
 
   @functools.cached_property
   def _partitioned_train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

@@ -16,7 +16,7 @@ from rosetta_t5.memory_advice.training import OutOfMemoryError, answered_when_ou
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 
-TRAINER = types.SimpleNamespace(_num_microbatches=None)
+TRAINER = types.SimpleNamespace(num_microbatches=1)
 
 
 def complaint(batch, wide=1, trainer=TRAINER, **arguments):

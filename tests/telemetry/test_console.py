@@ -1,4 +1,4 @@
-"""Plain lines for log files, a bar on terminals, nothing from other processes."""
+"""Plain lines in log files, a bar on terminals, and silence on other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = {
 
 
 class Flushed(io.StringIO):
-  """A stream that counts flushes and may say it is a terminal."""
+  """A stream that counts flushes and can claim to be a terminal."""
 
   def __init__(self, terminal=False):
     super().__init__()
@@ -43,7 +43,7 @@ def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
   assert stream.flushes == 1
 
 
-def test_plain_line_has_in_one_line_what_else_was_measured():
+def test_plain_line_shows_all_metrics_in_one_line():
   stream = Flushed()
   measured = {
     "skipped_steps": 2.0,
@@ -62,7 +62,7 @@ def test_plain_line_has_in_one_line_what_else_was_measured():
   )
 
 
-def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():
+def test_line_shows_epochs_and_unusable_records():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)
   progress.report(1, {"data/epochs/pile": 1.234})
@@ -72,7 +72,7 @@ def test_a_line_tells_how_often_the_data_was_read_and_what_of_it_could_not_be():
   )
 
 
-def test_what_was_not_measured_is_left_out():
+def test_line_omits_metrics_that_were_not_measured():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)
   progress.report(5, {"accuracy": 0.5})
@@ -80,13 +80,13 @@ def test_what_was_not_measured_is_left_out():
   assert stream.getvalue() == "step 5/10\nstep 6/10  loss 2.000\n"
 
 
-def test_a_line_of_a_run_names_mfu_and_skipped_steps_also_where_there_are_none():
+def test_line_of_a_run_always_shows_mfu_and_skipped_steps():
   stream = Flushed()
   console.Progress(0, 10, stream).report(1, {"data/consumed_samples": 8.0})
   assert stream.getvalue() == "step 1/10  8 samples  MFU n/a  skipped 0\n"
 
 
-def test_a_small_loss_keeps_its_digits():
+def test_small_loss_is_shown_with_three_digits():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)
   for loss in (0.1, 0.001234, 0.0):
@@ -94,18 +94,18 @@ def test_a_small_loss_keeps_its_digits():
   assert stream.getvalue() == "step 1/10  loss 0.100\nstep 1/10  loss 0.00123\nstep 1/10  loss 0\n"
 
 
-def test_first_and_last_loss_are_kept():
+def test_progress_remembers_first_and_last_loss():
   progress = console.Progress(0, 10, Flushed())
   for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0)):
     progress.report(step, {"loss": loss})
   assert (progress.first_loss, progress.last_loss) == (5.0, 3.0)
 
 
-def test_evaluation_and_remarks_have_their_own_lines():
+def test_evaluations_and_messages_have_their_own_lines():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)
   progress.report_evaluation(5, "pile", {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0})
-  progress.say("[bold] is printed as it is")
+  progress.print_line("[bold] is printed as it is")
   assert stream.getvalue() == (
     "evaluation at step 5  pile  loss 2.000  accuracy 0.25\n[bold] is printed as it is\n"
   )
@@ -128,7 +128,7 @@ def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
 @pytest.mark.parametrize(
   "environment", [{"TERM": "dumb"}, {"TERM": "xterm", "OMPI_COMM_WORLD_RANK": "0"}]
 )
-def test_terminals_that_no_one_looks_at_get_lines(environment, monkeypatch):
+def test_dumb_terminals_and_those_of_open_mpi_get_lines(environment, monkeypatch):
   for name, value in environment.items():
     monkeypatch.setenv(name, value)
   stream = Flushed(terminal=True)
@@ -137,13 +137,13 @@ def test_terminals_that_no_one_looks_at_get_lines(environment, monkeypatch):
   assert stream.getvalue() == "step 1/10  loss 1.000\n"
 
 
-def test_other_processes_are_silent_but_keep_the_loss(monkeypatch):
+def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch):
   monkeypatch.setattr(jax, "process_index", lambda: 1)
   stream = Flushed(terminal=True)
   with console.Progress(0, 10, stream) as progress:
     progress.report(1, {"loss": 1.0})
-    progress.say("x")
-  console.say("y", stream)
+    progress.print_line("x")
+  console.print_line("y", stream)
   assert (stream.getvalue(), progress.last_loss) == ("", 1.0)
 
 
@@ -154,13 +154,13 @@ def test_other_processes_are_silent_but_keep_the_loss(monkeypatch):
     *((273600, "3d04h"), (-5, "0s"), (float("inf"), "?")),
   ],
 )
-def test_durations_read_as_people_say_them(seconds, text):
-  assert console.duration_text(seconds) == text
+def test_durations_are_formatted_in_their_two_largest_units(seconds, text):
+  assert console.format_duration(seconds) == text
 
 
-def test_a_normalised_loss_is_shown_as_it_is():
+def test_normalized_loss_is_not_divided_by_tokens():
   values = {"loss": 2.5, "loss_per_nonpadding_target_token": 0.001}
-  assert console.shown_loss(values) == 0.001
+  assert console.loss_to_show(values) == 0.001
   stream = io.StringIO()
   console.Progress(0, 10, stream, loss_is_sum=False).report(5, values)
   assert "loss 2.500" in stream.getvalue()

@@ -1,4 +1,4 @@
-"""Training FLOPs of the five T5 1.1 sizes, and the utilization they make."""
+"""Training FLOPs of the five T5 1.1 sizes, and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def test_flops_per_sequence_at_512_128(size):
   assert round(flops(dims) / 1e9, 1) == gflop
 
 
-def test_relu_mlp_has_one_kernel_less():
+def test_relu_mlp_has_one_kernel_fewer():
   dims, _ = SIZES["small"]
   saved = flops(dims) - flops(dims, num_mlp_activations=1)
   assert saved == 3 * 2 * (8 * 512 + 8 * 128) * 512 * 1024
 
 
-def test_utilization_is_the_share_of_all_devices_peak():
+def test_utilization_is_relative_to_the_peak_of_all_devices():
   assert model_flops_utilization(100.0, 8.0, peak_flops=400.0, num_devices=4) == 0.5
 
 
 def test_utilization_without_a_peak_is_refused():
-  with pytest.raises(ValueError, match=r"not peak_flops = 0"):
+  with pytest.raises(ValueError, match=r"peak_flops > 0 and num_devices >= 1, got peak_flops = 0"):
     model_flops_utilization(1.0, 1.0, peak_flops=0)
 
 
 @pytest.mark.parametrize(
   ("hidden", "heads", "layers"), [(768, 12, 12), (2304, 24, 24), (12288, 96, 80)]
 )
-def test_decoder_alone_needs_what_megatron_counts(hidden, heads, layers):
+def test_flops_of_a_decoder_equal_megatrons_formula(hidden, heads, layers):
   length, vocab_size = 2048, 51200
   config = TransformerConfig(
     vocab_size=vocab_size,
@@ -72,21 +72,21 @@ def test_decoder_alone_needs_what_megatron_counts(hidden, heads, layers):
     mlp_dim=4 * hidden,
     mlp_activations=("gelu",),
   )
-  # Narayanan et al. 2021, equation 3, of which a third of the layers' part recomputes them.
+  # Narayanan et al. 2021, equation 3, without the quarter of the layers' part that is recomputation.
   layers_part = 72 * length * layers * hidden**2 * (1 + length / (6 * hidden))
   logits_part = 6 * length * hidden * vocab_size
   expected = layers_part + logits_part
   assert training_flops_of(config, decoder_length=length) == pytest.approx(expected, rel=1e-12)
 
 
-def test_flops_of_a_config_with_other_fields_are_not_known():
+def test_flops_of_a_config_with_other_fields_are_unknown():
   t5_config = types.SimpleNamespace(num_encoder_layers=2)
   assert flops_of_lengths(types.SimpleNamespace(depth=3), {"decoder": 8}) is None
   assert flops_of_lengths(t5_config, {"decoder": 8}) is None
   assert flops_of_lengths(None, {"encoder": 8, "decoder": 8}) is None
 
 
-def test_peak_is_that_of_all_devices_together_and_none_where_one_is_not_known():
+def test_peak_is_the_sum_over_devices_or_none_if_one_is_unknown():
   def device(kind):
     return types.SimpleNamespace(device_kind=kind)
 

@@ -1,4 +1,4 @@
-"""Metrics: what they compute, merge, and refuse."""
+"""What metrics compute and merge, and the errors of incomplete metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_average_per_step_divides_by_the_steps_of_both():
   assert average.replace_steps(6).compute() == 2.0
 
 
-def test_rates_divide_by_the_duration_that_is_set():
+def test_rates_divide_by_the_duration():
   batch = {
     "tokens": metrics.TimeRate.from_model_output(numerator=30.0),
     "steps": metrics.StepsPerTime.from_model_output(steps=4),
@@ -40,7 +40,7 @@ def test_rates_divide_by_the_duration_that_is_set():
   assert values == {"tokens": 12.0, "steps": 1.6, "seconds": 5.0, "loss": 2.0}
 
 
-def test_the_number_of_steps_is_set_in_those_that_count_them():
+def test_number_of_steps_is_set_in_metrics_per_step():
   batch = {
     "loss": metrics.AveragePerStep.from_model_output(12.0),
     "rate": metrics.StepsPerTime.from_model_output(),
@@ -61,12 +61,12 @@ def test_the_number_of_steps_is_set_in_those_that_count_them():
     (metrics.AveragePerStep(), r"AveragePerStep has no total"),
   ],
 )
-def test_what_was_not_set_is_named(metric, message):
+def test_error_names_what_was_not_set(metric, message):
   with pytest.raises(ValueError, match=message):
     metric.compute()
 
 
-def test_rates_do_not_merge_once_timed():
+def test_rates_do_not_merge_after_their_duration_is_set():
   rate = metrics.TimeRate.from_model_output(1.0)
   with pytest.raises(ValueError, match="merge first"):
     rate.merge(rate.replace_duration(2.0))

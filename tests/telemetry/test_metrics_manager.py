@@ -18,7 +18,7 @@ from rosetta_t5.telemetry.metrics_manager import MetricsManager, as_floats
 
 
 class Recorder:
-  """Stands where TensorBoard's writer would; keeps what it is given."""
+  """A writer that records the scalars it gets."""
 
   def __init__(self):
     self.scalars = []
@@ -35,13 +35,16 @@ class Recorder:
 
 
 @pytest.fixture
-def manager(tmp_path, monkeypatch):
-  manager = MetricsManager("train", tmp_path)
-  manager._writer = Recorder()
-  return manager
+def recorder():
+  return Recorder()
 
 
-def test_values_are_means_per_step_and_rates_per_second(manager):
+@pytest.fixture
+def manager(tmp_path, recorder):
+  return MetricsManager("train", tmp_path, make_writer=lambda name, folder: recorder)
+
+
+def test_values_are_means_per_step_and_rates_per_second(manager, recorder):
   started = time.monotonic()
   manager.start_duration_timer(block_on=jnp.zeros(()))
   time.sleep(0.2)
@@ -59,10 +62,10 @@ def test_values_are_means_per_step_and_rates_per_second(manager):
   assert 16 / took < floats["timing/seqs_per_second"] < 16 / 0.2
   assert floats["timing/steps_per_second"] * 4 == pytest.approx(floats["timing/seqs_per_second"])
   manager.close()
-  assert manager._writer.scalars == [(20, floats)]
+  assert recorder.scalars == [(20, floats)]
 
 
-def test_start_of_the_clock_survives_a_donated_array(manager):
+def test_clock_can_wait_for_an_array_that_is_donated_later(manager):
   step = jnp.zeros((), jnp.int32)
   manager.start_duration_timer(block_on=step)
   manager.start_duration_timer(block_on={"params": (kernel := jnp.ones(8)), "step": step})
@@ -72,24 +75,39 @@ def test_start_of_the_clock_survives_a_donated_array(manager):
   manager.close()
 
 
-def test_scalars_are_written_in_order(manager):
+def test_scalars_are_written_in_order(manager, recorder):
   manager.write_scalar("a", jnp.float32(1.0), 1)
   manager.write_scalars(2, {"a": 2, "b": 3.0})
   manager.flush()
-  assert manager._writer.scalars == [(1, {"a": 1.0}), (2, {"a": 2.0, "b": 3.0})]
+  assert recorder.scalars == [(1, {"a": 1.0}), (2, {"a": 2.0, "b": 3.0})]
   manager.close()
-  assert manager._writer.closed == 1
+  assert recorder.closed == 1
 
 
-def test_failed_write_is_raised_by_what_follows(manager):
+def test_failed_write_is_raised_by_a_later_call(manager, recorder):
   def fail(step, scalars):
     raise OSError("disk full")
 
-  manager._writer.write_scalars = fail
-  manager.write_scalar("a", 1.0, 1)
-  concurrent.futures.wait([manager._last])
+  recorder.write_scalars = fail
+  failed = manager.write_metrics_summary({"loss": metrics.Sum(jnp.float32(1.0))}, 1, 1)
+  concurrent.futures.wait([failed])
   with pytest.raises(OSError, match=r"disk full"):
     manager.write_scalar("a", 1.0, 2)
+
+
+def test_failed_write_is_raised_by_flush_although_later_writes_succeed(manager, recorder):
+  def fail_once(step, scalars):
+    time.sleep(0.2)
+    del recorder.write_scalars
+    raise OSError("disk full")
+
+  recorder.write_scalars = fail_once
+  manager.write_scalar("a", 1.0, 1)
+  manager.write_scalar("a", 2.0, 2)
+  with pytest.raises(OSError, match=r"disk full"):
+    manager.flush()
+  manager.close()
+  assert recorder.scalars == [(2, {"a": 2.0})]
 
 
 def test_without_a_folder_values_are_computed_and_nothing_is_written():
@@ -109,11 +127,11 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_caller_does_not_wait_for_the_devices_or_the_writer(manager):
+def test_caller_waits_neither_for_the_devices_nor_for_the_writer(manager, recorder):
   def slow(step, scalars):
     time.sleep(0.5)
 
-  manager._writer.write_scalars = slow
+  recorder.write_scalars = slow
   started = time.monotonic()
   manager.start_duration_timer()
   for step in range(3):
@@ -136,7 +154,7 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
   assert (event.step, value.tag, float(tf.make_ndarray(value.tensor))) == (7, "loss", 2.5)
 
 
-def test_making_a_manager_imports_no_tensorflow(tmp_path):
+def test_building_a_manager_does_not_import_tensorflow(tmp_path):
   code = f"""
 import sys
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
@@ -147,7 +165,7 @@ print("tensorflow" in sys.modules)
   assert done.stdout.strip() == "False", done.stderr
 
 
-def test_what_others_write_and_flush_takes_its_turn(tmp_path):
+def test_calls_of_the_summary_writer_keep_their_order(tmp_path):
   manager = MetricsManager("train", tmp_path)
   for step in range(200):
     manager.write_scalar("a", float(step), step)

@@ -1,4 +1,4 @@
-"""model-info.txt says what T5X's says, byte for byte."""
+"""model-info.txt equals T5X's, byte for byte."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def reference():
   return initializer.global_train_state_shape, partitioner
 
 
-def test_listing_of_the_reference_model_is_t5x_s(reference, shared, tmp_path):
+def test_listing_of_the_reference_model_equals_t5xs(reference, shared, tmp_path):
   log_model_info(tmp_path / "new" / "model-info.txt", *reference)
   expected = (shared / "reference/model-info.txt").read_text()
   assert (tmp_path / "new" / "model-info.txt").read_text().splitlines() == expected.splitlines()
   assert (tmp_path / "new" / "model-info.txt").read_text() == expected
 
 
-def test_listing_names_axes_splits_and_the_number_of_parameters(reference):
+def test_listing_contains_axes_partitioning_and_the_number_of_parameters(reference):
   lines = model_info(*reference).splitlines()
   embedding = next(line for line in lines if line.startswith("Variable token_embedder/embedding"))
   assert embedding.split()[1:] == [

@@ -1,4 +1,4 @@
-"""The header and the end report name everything a reader of the log looks for."""
+"""The texts before and after a run contain everything that a reader of the log looks for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = types.SimpleNamespace(
 
 
 class Model:
-  module = types.SimpleNamespace(config=CONFIG)
+  network_config = CONFIG
 
 
 def header(**overrides):
@@ -44,10 +44,10 @@ def header(**overrides):
     "steps": (0, 20),
     "model_dir": "/runs/a",
   }
-  return report.header(**arguments | overrides).splitlines()
+  return report.run_header(**arguments | overrides).splitlines()
 
 
-def test_header_says_what_runs_where_and_what_it_writes():
+def test_header_shows_model_devices_data_steps_and_output():
   assert header(save_period=10) == [
     "model    Model, 2,005 parameters, 0.07235 GFLOP a training sequence",
     "devices  8 cpu devices, mesh data=4 model=2",
@@ -75,13 +75,13 @@ def test_header_says_what_runs_where_and_what_it_writes():
     ),
   ],
 )
-def test_header_says_which_mesh_and_which_setting_made_it(settings, line):
+def test_header_shows_the_mesh_and_the_setting_that_determines_it(settings, line):
   partitioner = PjitPartitioner(**settings)
   lines = header(mesh=partitioner.mesh, mesh_reason=partitioner.mesh_reason)
   assert lines[1] == f"devices  8 cpu devices, {line}"
 
 
-def test_header_names_the_checkpoint_and_notes():
+def test_header_shows_the_restored_checkpoint_and_notes():
   lines = header(steps=(10, 20), restored_from="/p/checkpoint_10", notes=["schedule not used"])
   assert lines[-3:] == [
     "steps    10 to 20, from /p/checkpoint_10",
@@ -90,12 +90,16 @@ def test_header_names_the_checkpoint_and_notes():
   ]
 
 
-def test_header_of_a_model_without_a_config_leaves_flops_out():
-  assert header(model=object())[0] == "model    object, 2,005 parameters"
+class UnknownModel:
+  network_config = None
 
 
-def test_end_report_says_how_it_went_and_where_everything_is():
-  text = report.end_report(
+def test_header_of_a_model_without_a_network_config_omits_the_flops():
+  assert header(model=UnknownModel())[0] == "model    UnknownModel, 2,005 parameters"
+
+
+def test_summary_shows_steps_losses_checkpoint_and_metrics():
+  text = report.run_summary(
     steps=(0, 300),
     seconds=95.0,
     losses=(6.5, 3.25),
@@ -110,11 +114,11 @@ def test_end_report_says_how_it_went_and_where_everything_is():
   ]
 
 
-def test_end_report_of_a_finished_run_says_that_nothing_was_left_to_do():
-  text = report.end_report(
+def test_summary_of_a_finished_run_says_that_nothing_was_left_to_do():
+  text = report.run_summary(
     steps=(300, 300), seconds=1.0, losses=(None, None), model_dir="/runs/a", checkpoint=None
   )
   assert text.splitlines() == [
-    "done     step 300: nothing was left to do; a larger TRAIN_STEPS goes on",
+    "done     step 300: nothing was left to do; set a larger TRAIN_STEPS to continue",
     "metrics  tensorboard --logdir=/runs/a",
   ]

@@ -1,4 +1,4 @@
-"""Metrics to trackers: the real packages where they are installed, and what is said where they are not."""
+"""Experiment trackers, with the real packages if they are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rosetta_t5.telemetry.metrics_manager import MetricsManager
 
 
 class Listed:
-  """A writer that keeps what it is given."""
+  """A writer that records its calls."""
 
   def __init__(self, name, model_dir):
     self.name, self.model_dir, self.calls = name, model_dir, []
@@ -28,7 +28,7 @@ class Listed:
 made: list[Listed] = []
 
 
-def test_extra_writer_gets_what_tensorboard_gets(tmp_path):
+def test_extra_writer_gets_everything_that_tensorboard_gets(tmp_path):
   made.clear()
   manager = MetricsManager("training_eval/pile", tmp_path, [Listed])
   manager.write_scalars(3, {"loss": 1.5})
@@ -42,7 +42,7 @@ def test_extra_writer_gets_what_tensorboard_gets(tmp_path):
   assert list((tmp_path / "training_eval/pile").glob("events*"))
 
 
-def test_no_extra_writer_is_made_where_nothing_is_written(tmp_path):
+def test_no_extra_writer_is_built_without_a_folder(tmp_path):
   made.clear()
   MetricsManager("train", None, [Listed]).close()
   assert not made
@@ -51,15 +51,15 @@ def test_no_extra_writer_is_made_where_nothing_is_written(tmp_path):
 @pytest.mark.parametrize(
   ("writer", "package"), [(trackers.WandbWriter, "wandb"), (trackers.AimWriter, "aim")]
 )
-def test_package_that_is_not_there_is_named_before_training(writer, package, tmp_path, monkeypatch):
+def test_missing_package_is_reported_before_training(writer, package, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, package, None)
-  expected = f"{writer.__name__} needs the package {package}.*pip install {package}, or take it out"
+  expected = f"{writer.__name__} needs the package {package}.*pip install {package}, or remove it"
   with pytest.raises(ValueError, match=expected):
     MetricsManager("train", tmp_path, [writer])
 
 
 @pytest.mark.slow
-def test_weights_and_biases_keeps_all_writers_in_one_run(tmp_path, monkeypatch):
+def test_weights_and_biases_writers_share_one_run(tmp_path, monkeypatch):
   wandb = pytest.importorskip("wandb")
   monkeypatch.setenv("WANDB_MODE", "offline")
   train = trackers.WandbWriter("train", str(tmp_path), project="tests")
@@ -75,7 +75,7 @@ def test_weights_and_biases_keeps_all_writers_in_one_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_aim_keeps_all_writers_in_one_run(tmp_path):
+def test_aim_writers_share_one_run(tmp_path):
   pytest.importorskip("aim")
   from aim.storage.context import Context
 
@@ -84,7 +84,7 @@ def test_aim_keeps_all_writers_in_one_run(tmp_path):
   for writer, loss in zip(writers, losses.values(), strict=True):
     writer.write_scalars(20, {"loss": loss})
   writers[0].write_texts(0, {"config": "a = 1"})
-  (run,) = {writer._run for writer in writers}
+  (run,) = {writer.run for writer in writers}
   found = {name: run.get_metric("loss", Context({"subset": name})).values.last() for name in losses}
   assert {name: value[1] for name, value in found.items()} == losses
   assert run["config"] == "a = 1"
@@ -99,7 +99,7 @@ options = {"log_system_params": False} if writer == "AimWriter" else {"project":
 made = getattr(trackers, writer)("train", folder, **options)
 for step in range(int(first), int(first) + 2):
   made.write_scalars(step, {"loss": 10.0 - step})
-print(made._run.hash if writer == "AimWriter" else made._wandb.run.id)
+print(made.run.hash if writer == "AimWriter" else made.run.id)
 sys.stdout.flush()
 if is_killed == "True":
   os._exit(9)
@@ -107,21 +107,21 @@ if is_killed == "True":
 
 
 def identities(writer, folder, kills):
-  """Returns the runs' names of processes one after another, each two steps, some killed."""
+  """Returns the run ids of processes that run one after another; some are killed."""
   found = []
   for number, is_killed in enumerate(kills):
     call = [sys.executable, "-c", PROCESS, writer, str(folder), str(2 * number), str(is_killed)]
     # Without the W&B service of this process: a process of another job has its own.
     environment = {n: x for n, x in os.environ.items() if n != "WANDB_SERVICE"}
     environment["WANDB_MODE"] = "offline"
-    said = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
-    assert said.returncode == (9 if is_killed else 0), said.stderr[-2000:]
-    found += [line for line in said.stdout.splitlines() if re.fullmatch("[0-9a-f]{24}", line)]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (9 if is_killed else 0), done.stderr[-2000:]
+    found += [line for line in done.stdout.splitlines() if re.fullmatch("[0-9a-f]{24}", line)]
   return found
 
 
 @pytest.mark.slow
-def test_a_restart_goes_on_in_its_aim_run_and_the_sdk_reads_all_of_it(tmp_path):
+def test_restart_continues_its_aim_run_and_the_sdk_reads_all_of_it(tmp_path):
   aim = pytest.importorskip("aim")
   (run_hash,) = set(identities("AimWriter", tmp_path, (False, True, False)))
   command = [pathlib.Path(sys.executable).with_name("aim"), "storage", "--repo", tmp_path]
@@ -133,7 +133,7 @@ def test_a_restart_goes_on_in_its_aim_run_and_the_sdk_reads_all_of_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restart_goes_on_in_its_weights_and_biases_run(tmp_path):
+def test_restart_continues_its_weights_and_biases_run(tmp_path):
   pytest.importorskip("wandb")
   names = identities("WandbWriter", tmp_path, (False, True, False))
   assert len(names) == 3

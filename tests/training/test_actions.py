@@ -17,7 +17,7 @@ from rosetta_t5.training.actions import (
 
 
 def stops_at(action, values, metric="loss"):
-  """Returns the number of values that the action bears before it ends training."""
+  """Returns the index of the value at which the action ends the run; None if it never does."""
   for number, value in enumerate(values):
     if action.run(None, {"task": {metric: value}}):
       return number
@@ -39,33 +39,33 @@ def stops_at(action, values, metric="loss"):
     ({"mode": "max", "patience": 1}, [0.5, math.nan], 1),
   ],
 )
-def test_early_stopping_bears_patience_values_without_improvement(settings, values, stop):
+def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(settings, values, stop):
   action = EarlyStoppingAction(("task", "loss"), **settings)
   assert stops_at(action, values) == stop
 
 
-def test_early_stopping_refuses_another_mode():
+def test_early_stopping_rejects_an_unknown_mode():
   with pytest.raises(
-    ValueError, match=r"EarlyStoppingAction.mode = 'mim', but it is 'min' or 'max'"
+    ValueError, match=r"EarlyStoppingAction.mode must be 'min' or 'max', got 'mim'"
   ):
     EarlyStoppingAction(("task", "loss"), "mim")
 
 
-def test_metric_that_is_missing_is_told_and_ends_nothing(caplog):
+def test_missing_metric_is_logged_and_does_not_end_the_run(caplog):
   action = EarlyStoppingAction(("task", "loss"), "min", patience=1)
   assert stops_at(action, [1.0, 1.0], metric="accuracy") is None
-  assert "no metric 'loss' of task 'task'; there are: ['accuracy']" in caplog.text
+  assert "task 'task' has no metric 'loss'; it has ['accuracy']" in caplog.text
   assert not TerminateOnNanAction("other").run(None, {"task": {"loss": math.nan}})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])
-def test_metric_that_is_not_finite_ends_training(value):
+def test_nonfinite_metric_ends_the_run(value):
   assert stops_at(TerminateOnNanAction("task"), [1.0, 2.0, value]) == 2
   assert stops_at(TerminateOnNanAction("task", "z_loss"), [0.0, value], metric="z_loss") == 1
 
 
 class Remember(BaseAction):
-  """Remembers what it was shown; ends training if told so."""
+  """Remembers what it has seen, and ends the run if `stop` is set."""
 
   def __init__(self, stop=False):
     self.shown, self.stop = [], stop
@@ -75,7 +75,7 @@ class Remember(BaseAction):
     return self.stop
 
 
-def test_every_action_of_the_mode_runs_and_any_ends_training():
+def test_all_actions_of_the_mode_run_and_any_of_them_ends_the_run():
   first, second, other = Remember(stop=True), Remember(), Remember()
   actions = {ActionMode.TRAIN: [first, second], ActionMode.TRAIN_EVAL: [other]}
   assert run_actions(ActionMode.TRAIN, actions, "state", {"train": {"loss": 1.0}})
@@ -85,6 +85,6 @@ def test_every_action_of_the_mode_runs_and_any_ends_training():
   assert not run_actions(ActionMode.INFER_EVAL, actions, "state", {})
 
 
-def test_modes_may_be_named_as_in_gin_files_and_no_actions_are_fine():
+def test_modes_can_be_strings_and_actions_can_be_absent():
   assert run_actions(ActionMode.TRAIN, {"TRAIN": [Remember(stop=True)]}, None, {})
   assert not run_actions(ActionMode.TRAIN, None, None, {})

@@ -1,12 +1,13 @@
-"""Stretches between hooks, over many random sets of hooks."""
+"""Ranges of steps between hooks, for many random sets of hooks."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
-from rosetta_t5.training.hooks import Hook, run_due, stretches
+from rosetta_t5.training.hooks import Hook, run_due_hooks, step_ranges
 
 
 def nothing(step):
@@ -14,7 +15,7 @@ def nothing(step):
 
 
 def random_case(seed):
-  """Returns first and last step, hooks and the longest stretch, some of them absent."""
+  """Returns first and last step, hooks and the longest range; some of them are absent."""
   rng = random.Random(seed)
   first = rng.randrange(50)
   last = first + rng.randrange(60)
@@ -32,9 +33,9 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_stretches_cover_every_step_once_and_end_wherever_a_hook_is_due(seed):
+def test_ranges_cover_every_step_once_and_end_wherever_a_hook_is_due(seed):
   first, last, hooks, longest = random_case(seed)
-  found = list(stretches(first, last, hooks, longest))
+  found = list(step_ranges(first, last, hooks, longest))
   steps = [step for start, stop in found for step in range(start + 1, stop + 1)]
   assert steps == list(range(first + 1, last + 1))
   due = {step for step in steps if any(hook.is_due(step, last) for hook in hooks)}
@@ -44,18 +45,17 @@ def test_stretches_cover_every_step_once_and_end_wherever_a_hook_is_due(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_run_that_is_resumed_anywhere_runs_the_hooks_of_one_that_is_not(seed):
+def test_resumed_run_runs_the_same_hooks_as_an_uninterrupted_run(seed):
   first, last, hooks, longest = random_case(seed)
 
   def done(start):
     ran = []
     recording = [
-      Hook(hook.name, lambda step, h=hook: ran.append((step, h.name)), hook.period, hook.steps,
-           hook.at_end)
+      dataclasses.replace(hook, run=lambda step, h=hook: ran.append((step, h.name)))
       for hook in hooks
-    ]  # fmt: skip
-    for _, stop in stretches(start, last, recording, longest):
-      run_due(recording, stop, last)
+    ]
+    for _, stop in step_ranges(start, last, recording, longest):
+      run_due_hooks(recording, stop, last)
     return ran
 
   middle = (first + last) // 2
@@ -65,12 +65,12 @@ def test_a_run_that_is_resumed_anywhere_runs_the_hooks_of_one_that_is_not(seed):
 def test_hooks_run_in_their_order():
   ran = []
   hooks = [Hook(name, lambda step, n=name: ran.append(n), period=5) for name in "abc"]
-  run_due(hooks, 4, last_step=100)
-  run_due(hooks, 10, last_step=100)
+  run_due_hooks(hooks, 4, last_step=100)
+  run_due_hooks(hooks, 10, last_step=100)
   assert ran == ["a", "b", "c"]
 
 
-def test_a_hook_is_due_at_its_multiples_its_steps_and_at_the_end_if_it_says_so():
+def test_hook_is_due_at_its_period_at_its_steps_and_optionally_at_the_end():
   def due(**arguments):
     return [s for s in range(1, 13) if Hook("", nothing, **arguments).is_due(s, last_step=11)]
 
@@ -80,6 +80,6 @@ def test_a_hook_is_due_at_its_multiples_its_steps_and_at_the_end_if_it_says_so()
   assert due(period=0) == due() == []
 
 
-def test_nothing_is_left_to_do_at_the_last_step():
-  assert list(stretches(7, 7, [], 3)) == []
-  assert list(stretches(9, 7, [], 3)) == []
+def test_no_ranges_are_left_at_the_last_step():
+  assert list(step_ranges(7, 7, [], 3)) == []
+  assert list(step_ranges(9, 7, [], 3)) == []

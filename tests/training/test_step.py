@@ -1,4 +1,4 @@
-"""One step: microbatches, keys, purity, mutable collections, and what is said of NaN."""
+"""One step: microbatches, random keys, purity, mutable collections, and the record of NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.telemetry.metrics import set_time_metrics_duration
-from rosetta_t5.telemetry.nonfinite import name_in_step
+from rosetta_t5.telemetry.nonfinite import first_bad_name
 from rosetta_t5.training.optimizers import adamw
 from rosetta_t5.training.step import (
   FirstNonFinite,
@@ -53,9 +53,9 @@ def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step(num_microbatc
   assert metrics["loss"] == pytest.approx(float(whole_loss), rel=1e-6)
 
 
-def test_batch_that_does_not_divide_is_refused_with_both_numbers():
+def test_number_of_microbatches_must_divide_the_batch():
   model = make_model(Bigram())
-  text = "Trainer.num_microbatches = 3 does not divide the batch of 8 examples"
+  text = "Trainer.num_microbatches must divide the batch of 8 examples, got 3"
   with pytest.raises(ValueError, match=text):
     accumulate_gradients(model.loss_fn, make_state(Bigram()), BATCH, KEY, num_microbatches=3)
 
@@ -169,7 +169,7 @@ def test_first_tensor_that_is_not_finite_is_named(loss, bad, name):
 
   grads = jax.tree_util.tree_map_with_path(spoil, GRADS)
   record = FirstNonFinite.of(jnp.int32(3), jnp.float32(loss), grads)
-  assert name_in_step(record.bad, GRADS) == name
+  assert first_bad_name(record.bad, GRADS) == name
   assert bool(record.compute()) is (name is not None)
 
 
@@ -192,5 +192,5 @@ def test_step_of_a_spoiled_parameter_names_it():
   state = make_state(Bigram())
   spoiled = state.replace_params({"table": state.params["table"].at[5, 5].set(jnp.nan)})
   record = bigram_step(spoiled)[1]["first_nonfinite"]
-  assert name_in_step(record.bad, spoiled.params) == "loss"
+  assert first_bad_name(record.bad, spoiled.params) == "loss"
   assert int(record.step) == 0

@@ -63,7 +63,7 @@ def loss(params, batch):
   return float(MODEL.eval_fn(jax.tree.map(jnp.asarray, params), batch)[0])
 
 
-def test_metrics_are_means_over_the_steps_and_the_state_moves_on(make_trainer):
+def test_metrics_are_averaged_over_the_steps_and_the_state_advances(make_trainer):
   trainer = make_trainer()
   singly = make_trainer()
   together = as_floats(trainer.train(iter(BATCHES), 3).result())
@@ -76,7 +76,33 @@ def test_metrics_are_means_over_the_steps_and_the_state_moves_on(make_trainer):
   assert not trainer.first_nonfinite.compute()
 
 
-def test_state_stays_split_as_it_was(make_trainer):
+def test_training_ends_with_the_batches(make_trainer):
+  trainer = make_trainer()
+  values = as_floats(trainer.train(iter(BATCHES[:2]), 3).result())
+  assert int(trainer.train_state.step) == 2
+  assert values["timing/steps_per_second"] == pytest.approx(2 / values["timing/seconds"])
+
+
+def test_no_batch_is_drawn_after_the_last_step(make_trainer):
+  batches = iter(BATCHES)
+  make_trainer().train(batches, 2).result()
+  assert next(batches) is BATCHES[2]
+
+
+def test_compiled_eval_step_is_shared_by_tasks_with_equal_shapes(make_trainer, monkeypatch):
+  trainer, shapes = make_trainer(eval_names=["a", "b", "c"]), []
+  compile_step = PARTITIONER.compile
+
+  def compile_and_record(step, state, batch):
+    shapes.append(batch["decoder_target_tokens"].shape)
+    return compile_step(step, state, batch)
+
+  monkeypatch.setattr(PARTITIONER, "compile", compile_and_record)
+  trainer.compile_eval({"a": BATCHES[0], "b": BATCHES[1], "c": make_batch(16)})
+  assert [shape[0] for shape in shapes] == [8, 16]
+
+
+def test_state_keeps_its_sharding(make_trainer):
   trainer = make_trainer(num_microbatches=2)
   before = trainer.train_state.params["table"].sharding
   trainer.train(iter(BATCHES), 1).result()
@@ -85,7 +111,7 @@ def test_state_stays_split_as_it_was(make_trainer):
   assert table.addressable_shards[0].data.shape == (16, 32)
 
 
-def test_microbatches_and_compiling_ahead_change_nothing(make_trainer):
+def test_microbatches_and_compiling_ahead_do_not_change_the_result(make_trainer):
   plain, ahead = make_trainer(), make_trainer(num_microbatches=2)
   ahead.compile_train(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0]))
   for trainer in (plain, ahead):
@@ -95,7 +121,7 @@ def test_microbatches_and_compiling_ahead_change_nothing(make_trainer):
   )
 
 
-def test_first_step_that_is_not_finite_is_remembered(make_trainer):
+def test_trainer_records_the_first_nonfinite_step(make_trainer):
   trainer = make_trainer(learning_rate=np.nan)
   trainer.train(iter(BATCHES), 3).result()
   # The first update spoils the parameters, so the second step is the first to see it.
@@ -108,11 +134,10 @@ def test_weight_metrics_are_among_the_values(make_trainer):
   assert as_floats(trainer.train(iter(BATCHES), 2).result())["grad_max"] > 0
 
 
-def test_evaluation_is_over_each_task_s_batches_and_changes_nothing(make_trainer):
+def test_evaluation_covers_all_batches_of_each_task_and_keeps_the_state(make_trainer):
   trainer = make_trainer(eval_names=["a", "b"])
   params = jax.device_get(trainer.train_state.params)
   trainer.compile_eval({"a": BATCHES[0], "b": BATCHES[1]})
-  assert trainer._compiled_eval_steps["a"] is trainer._compiled_eval_steps["b"]
   tasks = {"a": iter(BATCHES[:3]), "b": iter(BATCHES[3:])}
   values = {task: as_floats(found) for task, found in trainer.eval(tasks).items()}
   assert values["a"]["loss"] == pytest.approx(
@@ -122,10 +147,10 @@ def test_evaluation_is_over_each_task_s_batches_and_changes_nothing(make_trainer
   np.testing.assert_array_equal(trainer.train_state.params["table"], params["table"])
 
 
-def test_task_without_a_batch_is_named(make_trainer):
+def test_error_names_the_task_without_batches(make_trainer):
   trainer = make_trainer(eval_names=["empty"])
   with pytest.raises(
-    ValueError, match=r"task 'empty' has no batch: .*train_eval/utils.DatasetConfig"
+    ValueError, match=r"task 'empty' has no batches: .*train_eval/utils.DatasetConfig"
   ):
     trainer.eval({"empty": iter([])})
 

@@ -1,4 +1,4 @@
-"""What a run's line tells besides what its steps measure."""
+"""Metrics of a run that its steps do not measure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from rosetta_t5.networks.t5 import T5Config
 from rosetta_t5.telemetry.flops import training_flops_of
-from rosetta_t5.telemetry.nonfinite import NonFiniteError, check_finite
-from rosetta_t5.telemetry.run_measures import RunMeasures, global_norm, skipped_steps
+from rosetta_t5.telemetry.nonfinite import NonFiniteError, raise_if_nonfinite
+from rosetta_t5.telemetry.run_metrics import RunMetrics, global_norm, skipped_steps
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import chain, sgd
 
@@ -27,16 +27,16 @@ H200 = types.SimpleNamespace(device_kind="NVIDIA H200")
 
 
 def model(config=CONFIG):
-  return types.SimpleNamespace(module=types.SimpleNamespace(config=config))
+  return types.SimpleNamespace(network_config=config)
 
 
 def measured(devices, optimizer=None, values=None, model=None):
   state = TrainState.create(optimizer or sgd(0.1), {"params": PARAMS})
-  measures = RunMeasures(model or globals()["model"](), BATCH, devices)
+  measures = RunMetrics(model or globals()["model"](), BATCH, devices)
   return measures(7, {"timing/seqs_per_second": 1000.0} if values is None else values, state)
 
 
-def test_samples_norm_of_the_parameters_and_utilization_are_measured():
+def test_run_metrics_are_samples_weight_norm_and_utilization():
   flops = training_flops_of(CONFIG, encoder_length=32, decoder_length=8)
   assert measured([H200, H200]) == {
     "data/consumed_samples": 7 * 16,
@@ -48,11 +48,11 @@ def test_samples_norm_of_the_parameters_and_utilization_are_measured():
 @pytest.mark.parametrize(
   "unknown", [{"devices": jax.devices()}, {"model": model(None)}, {"values": {}}]
 )
-def test_utilization_is_left_out_where_peak_flops_or_speed_are_not_known(unknown):
+def test_utilization_is_omitted_if_peak_flops_or_speed_are_unknown(unknown):
   assert "timing/model_flops_utilization" not in measured(**{"devices": [H200]} | unknown)
 
 
-def test_norm_of_nothing_is_zero():
+def test_norm_of_an_empty_tree_is_zero():
   assert global_norm({}) == 0.0
 
 
@@ -65,25 +65,25 @@ def updated(state, value):
   return state.apply_gradient(grads, learning_rate=0.1)
 
 
-def test_updates_that_the_optimizer_leaves_out_are_counted_and_end_no_run():
+def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
   state = TrainState.create(skipping(), {"params": PARAMS})
-  measures = RunMeasures(model(), BATCH, jax.devices())
+  measures = RunMetrics(model(), BATCH, jax.devices())
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   for step, skipped in ((1, 1.0), (2, 2.0)):
     state = updated(state, np.nan)
     values = measures(step, {}, state)
     assert values["skipped_steps"] == skipped
-    check_finite(record, state, None, values)
-  # The third in a row is not left out: that is when optax gives up.
+    raise_if_nonfinite(record, state, None, values)
+  # After two in a row, optax applies the third.
   state = updated(state, np.nan)
   with pytest.raises(NonFiniteError, match="not finite"):
-    check_finite(record, state, None, measures(3, {}, state))
+    raise_if_nonfinite(record, state, None, measures(3, {}, state))
 
 
-def test_other_optimizers_leave_nothing_out_and_end_the_run():
+def test_nonfinite_step_ends_the_run_of_other_optimizers():
   state = TrainState.create(sgd(0.1), {"params": PARAMS})
-  values = RunMeasures(model(), BATCH, jax.devices())(1, {}, state)
+  values = RunMetrics(model(), BATCH, jax.devices())(1, {}, state)
   assert skipped_steps(state.param_states) is None
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   with pytest.raises(NonFiniteError, match="first in loss"):
-    check_finite(record, state, None, values)
+    raise_if_nonfinite(record, state, None, values)

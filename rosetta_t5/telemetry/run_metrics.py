@@ -1,0 +1,77 @@
+"""Metrics of a run that its steps do not measure: samples, MFU, norms, skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from rosetta_t5.telemetry.flops import flops_of_model, model_flops_utilization, peak_flops
+
+PyTree = Any
+
+SAMPLES = "data/consumed_samples"
+UTILIZATION = "timing/model_flops_utilization"
+GRADIENT_NORM = "weight_gradient_norm"
+WEIGHT_NORM = "weight_norm"
+SKIPPED_STEPS = "skipped_steps"
+
+_SEQUENCES_PER_SECOND = "timing/seqs_per_second"
+
+
+class RunMetrics:
+  """Computes metrics outside the step, once per report, so that the step is no slower."""
+
+  def __init__(self, model: Any, batch: Mapping[str, Any], devices: Iterable[jax.Device]):
+    """Builds the metrics of one run.
+
+    Args:
+      model: the model; its `network_config` determines the FLOPs.
+      batch: the arrays or shapes of a batch, by feature.
+      devices: the devices of the run.
+    """
+    self._batch_size = int(next(iter(batch.values())).shape[0])
+    self._flops = flops_of_model(model, batch)
+    self._peak = peak_flops(devices)
+    self._norm = jax.jit(global_norm)
+
+  def __call__(self, step: int, values: Mapping[str, float], train_state: Any) -> dict[str, float]:
+    """Returns the metrics by name.
+
+    Args:
+      step: the number of completed steps.
+      values: the metrics that the last steps measured.
+      train_state: the state after them.
+    """
+    metrics = {
+      SAMPLES: float(step * self._batch_size),
+      WEIGHT_NORM: float(self._norm(train_state.params)),
+    }
+    speed = values.get(_SEQUENCES_PER_SECOND)
+    if self._flops and self._peak and speed:
+      metrics[UTILIZATION] = model_flops_utilization(self._flops, speed, self._peak)
+    skipped = skipped_steps(train_state.param_states)
+    if skipped is not None:
+      metrics[SKIPPED_STEPS] = float(skipped)
+    return metrics
+
+
+def global_norm(tree: PyTree) -> Float[Array, ""]:
+  """Returns the L2 norm over all leaves, computed in float32."""
+  squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+
+
+def skipped_steps(param_states: PyTree) -> int | None:
+  """Returns how many steps `optax.apply_if_finite` has skipped; None if it is not used."""
+
+  def counts_skipped_steps(node: Any) -> bool:
+    return isinstance(node, optax.ApplyIfFiniteState)
+
+  nodes = jax.tree.leaves(param_states, is_leaf=counts_skipped_steps)
+  totals = [int(node.total_notfinite) for node in nodes if counts_skipped_steps(node)]
+  return max(totals, default=None)

@@ -1,0 +1,223 @@
+"""The loop of a training run: optimizer steps, and the hooks that are due between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rosetta_t5 import checkpoints, distributed
+from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
+from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.metrics_manager import as_floats
+from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
+from rosetta_t5.telemetry.report import run_summary
+from rosetta_t5.telemetry.run_metrics import RunMetrics
+from rosetta_t5.training import BaseTrainer, Hook, TrainState, run_due_hooks, step_ranges
+from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
+
+
+@dataclasses.dataclass
+class TrainLoop:
+  """Trains for ranges of steps, and runs the hooks that are due between them.
+
+  Attributes:
+    trainer: holds the train state and runs the steps.
+    train_state_axes: the train state with a PartitionSpec in place of each array.
+    feed: the training batches, without end.
+    evaluation: measures the loss on held-out data.
+    predictions: makes predictions on held-out data and computes their metrics.
+    concurrent_metrics: whether training continues while metrics of predictions are computed.
+    manager: saves checkpoints; None saves none.
+    actions: users' actions, which see the metrics and can end the run.
+    run_metrics: metrics that the steps do not measure.
+    explain_out_of_memory: returns a context for an evaluation; called with the evaluation's
+      dataset config, `is_scoring` and `scope`.
+    model_dir: the folder of all output.
+    first_step: the number of steps completed before the run.
+    total_steps: the number of steps completed when the run ends.
+    run_started: `time.monotonic()` at the start of the run.
+  """
+
+  trainer: BaseTrainer
+  train_state_axes: Any
+  feed: Any
+  evaluation: LossEvaluation
+  predictions: PredictionEvaluation
+  concurrent_metrics: bool
+  manager: checkpoints.OrbaxCheckpointManagerInterface | None
+  actions: Mapping[ActionMode, Sequence[BaseAction]] | None
+  run_metrics: RunMetrics
+  explain_out_of_memory: Callable[..., contextlib.AbstractContextManager[None]]
+  model_dir: str
+  first_step: int
+  total_steps: int
+  run_started: float
+
+  def __post_init__(self) -> None:
+    self._step = self.first_step
+    self._is_interrupted = False
+    self._is_stopped_by_action = False
+    self._progress = console.Progress(
+      self.first_step,
+      self.total_steps,
+      loss_is_sum=self.evaluation.model.loss_normalizing_factor is None,
+    )
+    self._interruption = distributed.InterruptionListener()
+    self._watchdog = distributed.Watchdog()
+
+  def compile(self) -> None:
+    """Compiles the train step, and waits for the data of the evaluations."""
+    compile_started = time.monotonic()
+    self._write_scalar("timing/init_or_restore_seconds", compile_started - self.run_started)
+    self.trainer.compile_train(self.feed.element_spec)
+    self._write_scalar("timing/compilation_seconds", time.monotonic() - compile_started)
+    self.predictions.wait_until_read()
+
+  def run(
+    self,
+    *,
+    save_cfg: checkpoints.SaveCheckpointConfig | None,
+    eval_period: int,
+    stats_period: int | None,
+    gc_period: int,
+    run_eval_before_training: bool,
+  ) -> None:
+    """Trains until `total_steps`, an interruption, or an action that ends the run."""
+    hooks = [
+      Hook("evaluation", self._evaluate, eval_period, at_end=True),
+      Hook("garbage collection", lambda _: gc.collect(), gc_period),
+    ]
+    if save_cfg is not None:
+      # Checkpoints come first: an evaluation that fails must not lose the steps before it.
+      hooks.insert(
+        0, Hook("checkpoint", self._save, save_cfg.period, save_cfg.checkpoint_steps or ())
+      )
+    with (
+      checkpoints.finishing_saves(self.manager),
+      self._progress,
+      self._interruption,
+      self._watchdog,
+    ):
+      self._save(self.first_step)
+      if run_eval_before_training:
+        self._evaluate(self.first_step)
+      longest = stats_period or eval_period
+      for _, stop in step_ranges(self.first_step, self.total_steps, hooks, longest):
+        self._train_until(stop)
+        run_due_hooks(hooks, self._step, self.total_steps)
+        if self._is_interrupted or self._is_stopped_by_action or self.trainer.stop_training:
+          break
+      self._save(self._step)
+      self._collect_predictions()
+
+  def finish(self) -> tuple[int, TrainState]:
+    """Waits for all background writes, and prints where the output is.
+
+    Returns:
+      (the number of completed steps, the train state).
+
+    Raises:
+      RunInterrupted: a signal ended the run; the exit status makes job managers restart it.
+    """
+    self.feed.close()
+    self.predictions.close()
+    self.trainer.close()
+    checkpoint = None
+    if self.manager is not None:
+      self.manager.close()
+      if (latest := self.manager.latest_step()) is not None:
+        checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
+    console.print_line(
+      run_summary(
+        steps=(self.first_step, self._step),
+        seconds=time.monotonic() - self.run_started,
+        losses=(self._progress.first_loss, self._progress.last_loss),
+        model_dir=self.model_dir,
+        checkpoint=checkpoint,
+      )
+    )
+    if self._is_interrupted:
+      console.print_line(
+        f"interrupted  after step {self._step}: the same command continues from there"
+      )
+      raise distributed.RunInterrupted(self._step)
+    state = self.trainer.train_state
+    return int(state.step), state
+
+  def _train_until(self, stop: int) -> None:
+    """Trains until step `stop` or an interruption, and reports the metrics of these steps."""
+    start = self._step
+    result = self.trainer.train(self._draw_batches(), stop - start, start_step=start)
+    values = as_floats(result.result())
+    if self._step < stop and not self._is_interrupted:
+      raise ValueError(
+        f"the training data ended after step {self._step} of {self.total_steps}: "
+        "train.get_dataset_fn must return a dataset that repeats"
+      )
+    self._check_interruption()
+    state = self.trainer.train_state
+    run_metrics = self.feed.measures() | self.run_metrics(self._step, values, state)
+    raise_if_nonfinite(self.trainer.first_nonfinite, state, self.manager, run_metrics)
+    self.trainer.train_metrics_manager.write_scalars(self._step, run_metrics)
+    values |= run_metrics
+    self._progress.report(self._step, values)
+    self._run_actions(ActionMode.TRAIN, {"train": values})
+
+  def _draw_batches(self) -> Iterator[Any]:
+    """Yields batches, and counts them as steps, until the run is interrupted."""
+    for batch in self._watchdog.watch_batches(self.feed, self._step):
+      self._step += 1
+      yield batch
+      # Checked before the next batch is drawn: a checkpoint stores the position in the data.
+      if self._check_interruption():
+        return
+
+  def _check_interruption(self) -> bool:
+    self._is_interrupted = self._is_interrupted or self._interruption.should_stop(self._step)
+    return self._is_interrupted
+
+  def _save(self, step: int) -> None:
+    """Starts to save the state in the background, unless a checkpoint of this step exists."""
+    if self.manager is None or step in self.manager.all_steps():
+      return
+    self._watchdog.set_phase(f"saving step {step}")
+    save_started = time.monotonic()
+    self.manager.save(self.trainer.train_state)
+    self._write_scalar("timing/checkpoint_seconds", time.monotonic() - save_started)
+    self._write_scalar("timing/uptime", time.monotonic() - self.run_started)
+
+  def _evaluate(self, step: int) -> None:
+    self._watchdog.set_phase(f"evaluating step {step}")
+    eval_started = time.monotonic()
+    with self.explain_out_of_memory(self.evaluation.cfg, is_scoring=True, scope="train_eval/"):
+      values = self.evaluation.run(self.trainer)
+    for task, task_values in values.items():
+      self._progress.report_evaluation(step, task, task_values)
+    self._run_actions(ActionMode.TRAIN_EVAL, values)
+    self._collect_predictions()  # The metrics of the previous evaluation.
+    show = functools.partial(self._show_predictions, step)
+    with self.explain_out_of_memory(self.predictions.cfg, is_scoring=False, scope="infer_eval/"):
+      self.predictions.run(self.trainer.train_state, self.train_state_axes, show)
+    if not self.concurrent_metrics:
+      self._collect_predictions()
+    self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
+
+  def _show_predictions(self, step: int, values: Mapping[str, Mapping[str, float]]) -> None:
+    for task, task_values in values.items():
+      self._progress.report_predictions(step, task, task_values)
+
+  def _collect_predictions(self) -> None:
+    if (values := self.predictions.collect()) is not None:
+      self._run_actions(ActionMode.INFER_EVAL, values)
+
+  def _run_actions(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
+    if run_actions(mode, self.actions, self.trainer.train_state, values):
+      self._is_stopped_by_action = True
+
+  def _write_scalar(self, name: str, value: float) -> None:
+    self.trainer.train_metrics_manager.write_scalar(name, value, self._step)
