@@ -128,7 +128,9 @@ def evaluate(
   if trainer is not None:
     trainer.close()
   if results:
-    console.print_line(f"{format_metrics_table(results)}\nresults  {os.path.join(output_dir, FOLDER)}")
+    console.print_line(
+      f"{format_metrics_table(results)}\nresults  {os.path.join(output_dir, FOLDER)}"
+    )
   return results
 
 

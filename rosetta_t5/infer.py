@@ -192,7 +192,9 @@ def _infer_task(
       result = infer_fn(model_ds.enumerate(), rng=rng)
       outputs, aux = result if isinstance(result, tuple) else (result, {})
       seconds = time.monotonic() - started
-      console.print_line(f"chunk {number}: {len(outputs)} examples, {len(outputs) / seconds:.4g} a second")
+      console.print_line(
+        f"chunk {number}: {len(outputs)} examples, {len(outputs) / seconds:.4g} a second"
+      )
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write, number, ([output for _, output in outputs], aux), task_ds)

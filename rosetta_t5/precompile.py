@@ -90,7 +90,9 @@ def precompile(
   started = time.monotonic()
   lowered = trainer.lower_train(batch)
   compiled = lowered.compile()
-  console.print_line(f"compiled the train step in {console.format_duration(time.monotonic() - started)}")
+  console.print_line(
+    f"compiled the train step in {console.format_duration(time.monotonic() - started)}"
+  )
   _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
 
 

@@ -98,7 +98,7 @@ class TrainLoop:
         0, Hook("checkpoint", self._save, save_cfg.period, save_cfg.checkpoint_steps or ())
       )
     with (
-      checkpoints.finishing_saves(self.manager),
+      checkpoints.finish_saves_on_error(self.manager),
       self._progress,
       self._interruption,
       self._watchdog,

@@ -71,9 +71,7 @@ class WandbWriter(_ScalarWriter):
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers as NAME/METRIC against the metric `step`."""
-    self.run.log(
-      {"step": step, **{f"{self._name}/{key}": float(x) for key, x in scalars.items()}}
-    )
+    self.run.log({"step": step, **{f"{self._name}/{key}": float(x) for key, x in scalars.items()}})
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Stores texts, such as the configuration, in the run's settings."""

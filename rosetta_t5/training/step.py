@@ -14,7 +14,7 @@ from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
-from rosetta_t5.telemetry.run_measures import GRADIENT_NORM, global_norm
+from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
 PyTree = Any

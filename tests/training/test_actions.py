@@ -39,7 +39,9 @@ def stops_at(action, values, metric="loss"):
     ({"mode": "max", "patience": 1}, [0.5, math.nan], 1),
   ],
 )
-def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(settings, values, stop):
+def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(
+  settings, values, stop
+):
   action = EarlyStoppingAction(("task", "loss"), **settings)
   assert stops_at(action, values) == stop
 
