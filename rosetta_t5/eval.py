@@ -1,11 +1,11 @@
-"""An evaluation, from top to bottom: data, checkpoints, and for each of them metrics and a table."""
+"""An evaluation, from top to bottom: data, checkpoints, the metrics of each, and a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,181 +42,172 @@ def evaluate(
   use_orbax: bool = True,
   input_length_buckets: Sequence[int] | None = (),
 ) -> dict[int, Values]:
-  """Lets checkpoints predict and score a task's examples, and the task's metrics judge them.
+  """Evaluates checkpoints: predictions and scores for a task's examples, and the task's metrics.
 
   Args:
     model: the model.
-    dataset_cfg: the task or mixture, its split, the batch size. `task_feature_lengths` None takes
-      the longest example's.
-    restore_checkpoint_cfg: one checkpoint, a list of them, or with mode 'all' every one in a folder;
-      of these, those that an earlier call with this output_dir has evaluated are left out.
-    partitioner: how arrays are split over devices.
-    output_dir: where config.gin, model-info.txt and inference_eval/ go.
-    inference_evaluator_cls: judges, such as `seqio.Evaluator` with loggers bound; None for one that
-      writes TensorBoard's files and JSON.
-    training_evaluator_cls: a trainer, to measure the loss too; None for no loss.
+    dataset_cfg: the task or mixture, its split and the batch size. With `task_feature_lengths` None,
+      features are as long as the longest example.
+    restore_checkpoint_cfg: one checkpoint, a list of checkpoints, or with mode 'all' all those of a
+      folder that no earlier call with this output_dir has evaluated.
+    partitioner: shards arrays and computations over the devices.
+    output_dir: the folder for config.gin, model-info.txt and inference_eval/.
+    inference_evaluator_cls: evaluates the predictions, such as `seqio.Evaluator` with loggers bound;
+      None for an evaluator that writes TensorBoard and JSON files.
+    training_evaluator_cls: a trainer class that also evaluates the loss; None does not evaluate it.
     summarize_config_fn: called as f(model_dir, summary_writer, step) to write the configuration.
-    train_state_initializer_cls: makes the train state.
-    train_eval_get_dataset_fn: makes the data for the loss; with its `eval_steps` bound.
-    fallback_init_rng: a seed for what a checkpoint lacks, if the config allows that.
-    use_orbax: T5X's choice of layout; it is found by looking.
+    train_state_initializer_cls: builds the train state.
+    train_eval_get_dataset_fn: builds the datasets for the loss, with its `eval_steps` bound.
+    fallback_init_rng: a seed to initialize parameters that a checkpoint lacks, if
+      restore_checkpoint_cfg allows it.
+    use_orbax: accepted as in T5X; the checkpoint's layout is detected.
     input_length_buckets: shorter lengths for batches of short inputs, such as (64, 128); see
       `inference.get_infer_fn`.
 
   Returns:
-    {step: {task: {metric: value}}}; without values on processes other than the first.
+    {step: {task: {metric: value}}}; processes other than the first have no values.
 
   Raises:
-    ValueError: something given does not fit together; nothing has been written.
+    ValueError: the arguments do not fit together; nothing has been written.
+    OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
   del use_orbax
   check_output_dir("evaluate.output_dir", output_dir)
+
+  # Data, and the shapes of the state.
   evaluator = InferenceEvaluator(
     dataset_cfg,
     inference_evaluator_cls,
-    model,
-    partitioner,
+    model=model,
+    partitioner=partitioner,
     log_dir=output_dir,
     input_length_buckets=input_length_buckets,
   )
   if not evaluator.eval_tasks:
-    raise ValueError(_no_metrics_text(dataset_cfg))
-  batch = dataset_cfg.batch_size
-  shapes = {name: (batch, *shape) for name, shape in evaluator.model_feature_shapes.items()}
+    raise ValueError(
+      f"'{dataset_cfg.name}' has no task with metrics for the split '{dataset_cfg.split}': give its "
+      "task metric_fns (seqio.TaskRegistry.add), or set DatasetConfig.split to a split that it has"
+    )
+  batch_size = dataset_cfg.batch_size
+  shapes = {name: (batch_size, *shape) for name, shape in evaluator.model_feature_shapes.items()}
   initializer = train_state_initializer_cls(
-    optimizer_def=None,  # its state is not read from the checkpoints
+    optimizer_def=None,  # The optimizer's state is not restored.
     init_fn=model.get_initial_variables,
     input_shapes=shapes,
     partitioner=partitioner,
   )
-  fitting = Inference(
-    model, partitioner, initializer, shapes, evaluator.only_scores, restore_checkpoint_cfg.dtype
+  memory_advisor = Inference(
+    model=model,
+    partitioner=partitioner,
+    initializer=initializer,
+    shapes=shapes,
+    is_scoring=evaluator.only_scores,
+    dtype=restore_checkpoint_cfg.dtype,
   )
-  done = _Evaluated(output_dir, dataset_cfg.name)
-  restore_cfg = _those_to_evaluate(restore_checkpoint_cfg, done)
+
+  # Checkpoints that are yet to be evaluated.
+  evaluated = _EvaluatedCheckpoints(output_dir, dataset_cfg.name)
+  restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
   log_model_info(
     os.path.join(output_dir, "model-info.txt"), initializer.global_train_state_shape, partitioner
   )
-  loss, trainer = _loss_evaluation(
-    training_evaluator_cls,
-    train_eval_get_dataset_fn,
-    dataset_cfg,
-    model,
-    partitioner,
-    output_dir,
-    initializer.train_state_axes,
-  )
+
+  # The loss, if it is evaluated too.
+  loss_evaluation = LossEvaluation(
+    cfg=dataset_cfg if training_evaluator_cls is not None else None,
+    get_datasets=train_eval_get_dataset_fn,
+    num_batches=None,
+    model=model,
+    partitioner=partitioner,
+  ).start()
+  trainer = None
+  if training_evaluator_cls is not None:
+    trainer = training_evaluator_cls(
+      model=model,
+      train_state=None,
+      partitioner=partitioner,
+      eval_names=loss_evaluation.task_names(),
+      summary_dir=output_dir,
+      train_state_axes=initializer.train_state_axes,
+      rng=jax.random.PRNGKey(0),
+      learning_rate_fn=None,
+      num_microbatches=None,
+    )
 
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
   with Watchdog() as watchdog:
-    # One position for all: the first process alone computes metrics, which may take long.
+    # One phase for everything: only the first process computes metrics, which may take long.
     watchdog.set_phase("evaluating checkpoints")
     states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
-    for state, path in _restored(states, fitting):
+    for state, path in _restore_each(states, memory_advisor):
       started = time.monotonic()
       if trainer is not None:
-        _measure_loss(loss, trainer, state, fitting)
-      with fitting.answered_when_out_of_memory():
+        trainer.train_state = state
+        scoring = dataclasses.replace(memory_advisor, is_scoring=True)
+        with scoring.answered_when_out_of_memory():
+          loss_evaluation.run(trainer)
+      with memory_advisor.answered_when_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
-      done.add(path)
-      took = console.format_duration(time.monotonic() - started)
-      console.print_line(f"evaluated {path} in {took}")
+      evaluated.add(path)
+      duration = console.format_duration(time.monotonic() - started)
+      console.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
   if trainer is not None:
     trainer.close()
   if results:
-    console.print_line(
-      f"{format_metrics_table(results)}\nresults  {os.path.join(output_dir, FOLDER)}"
-    )
+    console.print_line(format_metrics_table(results))
+    console.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
   return results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Runs `evaluate` as the command line and its gin files say (`python -m t5x.eval`)."""
+  """Runs `evaluate` with the arguments of the command line and its gin files (`python -m t5x.eval`)."""
   config.run_from_command_line(evaluate, argv, describe_run)
 
 
-class _Evaluated:
-  """The checkpoints evaluated so far: a path a line in OUTPUT_DIR/eval.TASK.ckpt, as T5X keeps them."""
+class _EvaluatedCheckpoints:
+  """The paths of the evaluated checkpoints, in T5X's file OUTPUT_DIR/eval.TASK.ckpt, one per line."""
 
   def __init__(self, output_dir: str, task: str):
     self._file = epath.Path(output_dir) / f"eval.{task}.ckpt"
-    self.paths = self._file.read_text().split("\n") if self._file.exists() else []
+    self.paths = self._file.read_text().splitlines() if self._file.exists() else []
 
   def add(self, path: str) -> None:
-    self.paths = [*dict.fromkeys([*filter(None, self.paths), path])]
+    self.paths = [*dict.fromkeys([*self.paths, path])]
     if jax.process_index() == 0:
       self._file.write_text("\n".join(self.paths))
 
 
-def _restored(states: Iterator[tuple[Any, str]], fitting: Inference) -> Iterator[tuple[Any, str]]:
-  """Yields what `states` does; a full memory is answered."""
+def _restore_each(
+  states: Iterator[tuple[Any, str]], memory_advisor: Inference
+) -> Iterator[tuple[Any, str]]:
+  """Yields each state with its path; memory errors while it is restored get advice."""
   while True:
-    with fitting.answered_when_out_of_memory(is_restoring=True):
-      found = jax.block_until_ready(next(states, None))
-    if found is None:
+    with memory_advisor.answered_when_out_of_memory(is_restoring=True):
+      restored = jax.block_until_ready(next(states, None))
+    if restored is None:
       return
-    yield found
+    yield restored
 
 
-def _measure_loss(loss: LossEvaluation, trainer: Any, state: Any, fitting: Inference) -> None:
-  trainer.train_state = state
-  with dataclasses.replace(fitting, is_scoring=True).answered_when_out_of_memory():
-    loss.run(trainer)
-
-
-def _those_to_evaluate(
-  cfg: checkpoints.RestoreCheckpointConfig, done: _Evaluated
+def _select_checkpoints(
+  cfg: checkpoints.RestoreCheckpointConfig, evaluated: _EvaluatedCheckpoints
 ) -> checkpoints.RestoreCheckpointConfig:
-  """Returns the config of the checkpoints that are there and, with mode 'all', not yet evaluated."""
+  """Returns the config of the checkpoints that exist and, with mode 'all', are not yet evaluated."""
   found, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if found is None:
     raise ValueError(
       f"there is no checkpoint to evaluate in {cfg.path} (mode = {cfg.mode!r}): set "
       "CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint, or mode = 'all' and a folder "
-      "that holds checkpoint_STEP folders"
+      "with checkpoint_STEP folders"
     )
-  checkpoints.check_checkpoints_exist(paths)
+  checkpoints.check_are_checkpoints(paths)
   if cfg.mode == "all":
-    left_out = [path for path in paths if path in done.paths]
-    paths = tuple(path for path in paths if path not in done.paths)
-    if left_out:
-      console.print_line(f"left out, as they have been evaluated before: {', '.join(left_out)}")
+    skipped = [path for path in paths if path in evaluated.paths]
+    paths = tuple(path for path in paths if path not in skipped)
+    if skipped:
+      console.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")
   return dataclasses.replace(cfg, path=list(paths), mode="specific")
-
-
-def _loss_evaluation(
-  trainer_cls: Callable[..., Any] | None,
-  get_datasets: Callable[..., Mapping[str, Any]],
-  cfg: data.DatasetConfig,
-  model: Any,
-  partitioner: BasePartitioner,
-  output_dir: str,
-  train_state_axes: Any,
-) -> tuple[LossEvaluation, Any]:
-  """Returns the data for the loss, and a trainer to measure it with; (nothing, None) without one."""
-  if trainer_cls is None:
-    return LossEvaluation(None, get_datasets, None, model, partitioner), None
-  loss = LossEvaluation(cfg, get_datasets, None, model, partitioner).start()
-  trainer = trainer_cls(
-    model=model,
-    train_state=None,
-    partitioner=partitioner,
-    eval_names=loss.task_names(),
-    summary_dir=output_dir,
-    train_state_axes=train_state_axes,
-    rng=jax.random.PRNGKey(0),
-    learning_rate_fn=None,
-    num_microbatches=None,
-  )
-  return loss, trainer
-
-
-def _no_metrics_text(cfg: data.DatasetConfig) -> str:
-  return (
-    f"'{cfg.name}' has no task with metrics for the split '{cfg.split}': give its task metric_fns "
-    "(seqio.TaskRegistry.add), or set DatasetConfig.split to a split that it has"
-  )

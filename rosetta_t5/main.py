@@ -1,4 +1,4 @@
-"""One door to every run: `python -m t5x.main --run_mode=train`."""
+"""One command for every run: `python -m t5x.main --run_mode=train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rosetta_t5.plan import describe_run
 
 @enum.unique
 class RunMode(enum.Enum):
-  """What --run_mode takes (T5X: RunMode)."""
+  """The values of --run_mode (T5X: RunMode)."""
 
   TRAIN = "train"
   EVAL = "eval"
@@ -21,5 +21,5 @@ class RunMode(enum.Enum):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Runs what --run_mode names, or else what the gin files bind arguments of (T5X: main)."""
+  """Runs the function that --run_mode names, or else the one that the gin files configure (T5X: main)."""
   config.run_from_command_line(None, argv, describe_run)

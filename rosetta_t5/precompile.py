@@ -1,4 +1,4 @@
-"""Compiles a train step before the machines are there that will run it, and writes it down."""
+"""Compiles the train step ahead of a run, and writes its HLO."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.training import Trainer
 
-_LEARNING_RATE = 1e-3  # T5X's; a program for a schedule of one's own needs trainer_cls
+_LEARNING_RATE = 1e-3  # As in T5X. A program with a schedule needs trainer_cls.
 
 
 def precompile(
@@ -33,26 +33,26 @@ def precompile(
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   trainer_cls: Callable[..., Any] | None = None,
 ) -> None:
-  """Lowers and compiles the train step; parameters are neither made nor read.
+  """Lowers and compiles the train step, without initializing or reading parameters.
 
-  The compiled program stays in jax's cache of programs (JAX_COMPILATION_CACHE_DIR): a run with the
-  same trainer, model, batch and devices then starts without compiling. MODEL_DIR gets
-  `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization`, HLO as text, and `assignment`,
-  the mesh's device ids as numpy writes them.
+  The program is stored in jax's compilation cache (JAX_COMPILATION_CACHE_DIR), so that a run with the
+  same trainer, model, batch and devices starts without compiling. Three files are written to
+  MODEL_DIR: `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization` contain HLO as text,
+  and `assignment` contains the device ids of the mesh in numpy's format.
 
   Args:
     model: the model.
-    train_dataset_cfg: gives the batch's shapes.
-    partitioner: how arrays are split over devices.
-    model_dir: where the files go.
-    random_seed: the run's; None where it has none, which chooses the generator as in a run.
-    get_dataset_fn: makes the training data.
+    train_dataset_cfg: the training data, which determines the shapes of a batch.
+    partitioner: shards arrays and computations over the devices.
+    model_dir: the folder of the files.
+    random_seed: the run's seed; None selects the random number generator of a run without a seed.
+    get_dataset_fn: builds the training dataset.
     verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
-    trainer_cls: the run's, such as `trainer.Trainer` with its schedule bound; None for a constant
-      learning rate.
+    trainer_cls: builds the run's trainer, such as `trainer.Trainer` with a schedule bound; None for
+      a trainer with a constant learning rate.
 
   Raises:
-    ValueError: something given does not fit together.
+    ValueError: the arguments do not fit together.
   """
   if random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
@@ -97,7 +97,7 @@ def precompile(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Runs `precompile` as the command line and its gin files say."""
+  """Runs `precompile` with the arguments of the command line and its gin files."""
   config.run_from_command_line(precompile, argv, describe_run)
 
 

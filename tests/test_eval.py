@@ -76,10 +76,10 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
   likelihoods = {**first, **second}
   assert logged(out) == {step: likelihoods[step][TASK]["likelihood"] for step in STEPS}
   assert likelihoods[3] != likelihoods[7]
-  said = capsys.readouterr().out
-  assert f"left out, as they have been evaluated before: {own}/checkpoint_3" in said
-  assert f"{TASK}  step  likelihood\n" in said
-  assert f"results  {out}/inference_eval" in said
+  output = capsys.readouterr().out
+  assert f"skipped, because they have been evaluated before: {own}/checkpoint_3" in output
+  assert f"{TASK}  step  likelihood\n" in output
+  assert f"results  {out}/inference_eval" in output
   assert (out / f"eval.{TASK}.ckpt").read_text().split() == [
     f"{own}/checkpoint_3",
     f"{own}/checkpoint_7",

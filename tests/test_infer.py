@@ -113,7 +113,7 @@ def test_inference_that_failed_goes_on_after_its_last_chunk(scored, run, tmp_pat
   capsys.readouterr()
   run(tmp_path)
   said = capsys.readouterr().out
-  assert "going on after 1 chunks" in said
+  assert "continuing after 1 chunks" in said
   assert "chunk 0:" not in said
   assert rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00001") == expected
 
@@ -341,7 +341,7 @@ def test_killed_processes_go_on_where_they_were(tmp_path, request, count):
     process.communicate()
   assert [process.returncode for process in killed] == [-signal.SIGKILL] * count
   assert not list((tmp_path / "out").glob("*.COMPLETED"))
-  assert "going on after 2 chunks" in _finish(_start(count, tmp_path))
+  assert "continuing after 2 chunks" in _finish(_start(count, tmp_path))
   assert (tmp_path / _OUTPUT).read_text() == whole
 
 
@@ -371,8 +371,8 @@ def test_one_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
     assert "Traceback" not in said
     assert said.rstrip().endswith("(--debug shows where this was raised)")
   # The one that is left writes what it has, which may be a chunk more.
-  going_on = "going on after [34] chunks" if lost else "going on after 2 chunks"
-  assert re.search(going_on, _finish(_start(2, tmp_path)))
+  continuing = "continuing after [34] chunks" if lost else "continuing after 2 chunks"
+  assert re.search(continuing, _finish(_start(2, tmp_path)))
   assert (tmp_path / _OUTPUT).read_text() == whole_of_two
 
 
