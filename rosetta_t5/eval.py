@@ -204,7 +204,7 @@ def _select_checkpoints(
       "CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint, or mode = 'all' and a folder "
       "with checkpoint_STEP folders"
     )
-  checkpoints.check_are_checkpoints(paths)
+  checkpoints.check_checkpoints_exist(paths)
   if cfg.mode == "all":
     skipped = [path for path in paths if path in evaluated.paths]
     paths = tuple(path for path in paths if path not in skipped)

@@ -105,7 +105,7 @@ def infer(
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])
-  checkpoints.check_are_checkpoints(paths)
+  checkpoints.check_checkpoints_exist(paths)
 
   # Data, and the shapes of the state.
   if verify_matching_vocabs_fn is not None:

@@ -17,6 +17,7 @@ from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.unscored_predictions import MetricError
 from rosetta_t5.memory_advice.training import OutOfMemoryError
@@ -39,7 +40,7 @@ def model_dir(tmp_path_factory):
   folder = tmp_path_factory.mktemp("run")
   save_checkpoints(folder, STEPS)
   yield folder
-  data.tensorflow_import.import_seqio().TaskRegistry.remove(TASK)
+  import_seqio().TaskRegistry.remove(TASK)
 
 
 def run(path, output_dir, mode="specific", **arguments):
@@ -175,7 +176,7 @@ def test_what_the_model_said_is_kept_where_a_metric_fails(model_dir, tmp_path):
   names = {"dataset": {"mixture_or_task_name": "pairs_judged_badly"}}
   with pytest.raises(MetricError, match=text):
     run(str(model_dir / "checkpoint_3"), tmp_path / "out", **names)
-  data.tensorflow_import.import_seqio().TaskRegistry.remove("pairs_judged_badly")
+  import_seqio().TaskRegistry.remove("pairs_judged_badly")
   kept = (tmp_path / "out/inference_eval/pairs_judged_badly-3.unjudged.jsonl").read_text()
   outputs = [json.loads(line)["output"] for line in kept.splitlines()]
   assert [type(output) for output in outputs] == [str] * len(PAIRS) + [float] * len(PAIRS)
@@ -185,7 +186,7 @@ def test_a_task_without_metrics_is_refused_before_anything_is_written(model_dir,
   add_task("pairs_not_to_evaluate")
   with pytest.raises(ValueError, match="'pairs_not_to_evaluate' has no task with metrics for the"):
     run(str(model_dir), tmp_path / "out", dataset={"mixture_or_task_name": "pairs_not_to_evaluate"})
-  data.tensorflow_import.import_seqio().TaskRegistry.remove("pairs_not_to_evaluate")
+  import_seqio().TaskRegistry.remove("pairs_not_to_evaluate")
   assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Losses over tokens and what they are divided by, as T5X has them."""
+"""Losses over tokens and their normalizing factors, as in T5X."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Scalar = float | int | Num[Array, ""]
 def cross_entropy_with_logits(
   logits: Float[Array, "*tokens vocab"], targets: Float[Array, "*tokens vocab"], z_loss: Scalar
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
-  """Returns each token's cross-entropy against soft targets plus z-loss, and the z-loss alone.
+  """Returns each token's cross-entropy with soft targets plus z-loss, and the z-loss alone.
 
-  For integer targets `compute_weighted_cross_entropy` needs a fraction of the memory.
+  For integer targets, `compute_weighted_cross_entropy` needs only a fraction of the memory.
 
   Args:
-    logits: computed in their own type.
+    logits: the logits; their dtype is the dtype of the computation.
     targets: probabilities that sum to one over the vocabulary.
-    z_loss: weight of the squared log of the softmax' denominator.
+    z_loss: the weight of the squared log of the softmax denominator.
   """
   return _soft_forward(logits, targets, z_loss)[0]
 
@@ -64,19 +64,20 @@ def compute_weighted_cross_entropy(
   """Returns the sums over all tokens of loss (z-loss included), z-loss and weights, in float32.
 
   Args:
-    logits: of any float type.
+    logits: the logits, in any float dtype.
     targets: the index of each token in the vocabulary.
-    weights: each token's weight; None for one each.
-    label_smoothing: ε, spread over the other tokens of the vocabulary.
-    z_loss: weight of the squared log of the softmax' denominator.
-    loss_normalizing_factor: what both losses are divided by; None for a plain sum.
+    weights: the weight of each token; None for 1.
+    label_smoothing: the probability that is spread over the other tokens of the vocabulary.
+    z_loss: the weight of the squared log of the softmax denominator.
+    loss_normalizing_factor: the divisor of both losses; None for a plain sum.
 
   Raises:
-    ValueError: the shapes do not fit.
+    ValueError: the shapes do not match.
   """
   if logits.shape[:-1] != targets.shape:
     raise ValueError(
-      f"logits of shape {logits.shape} need targets of shape {logits.shape[:-1]}, not {targets.shape}"
+      f"targets must have shape {logits.shape[:-1]} for logits of shape {logits.shape}, got "
+      f"{targets.shape}"
     )
   loss, z_term = cross_entropy(logits, targets, z_loss, label_smoothing)
   return weighted_sums(loss, z_term, weights, loss_normalizing_factor)
@@ -92,9 +93,9 @@ def weighted_sums(
 
   Args:
     loss: each token's loss.
-    z_term: the part of it that is z-loss.
-    weights: each token's weight; None for one each.
-    loss_normalizing_factor: what both losses are divided by; None for a plain sum.
+    z_term: the z-loss that is a part of it.
+    weights: the weight of each token; None for 1.
+    loss_normalizing_factor: the divisor of both losses; None for a plain sum.
   """
   weight_sum: Scalar = float(math.prod(loss.shape))
   if weights is not None:
@@ -105,13 +106,14 @@ def weighted_sums(
 
 @enum.unique
 class SpecialLossNormalizingFactor(enum.Enum):
-  """What a loss is divided by where it is not a constant.
+  """The divisor of a loss that depends on the batch.
 
-  NUM_REAL_TARGET_TOKENS: the sum of the loss weights of the batch (without weights: the number of
-    target tokens that are not padding).
-  NUM_TOTAL_TARGET_TOKENS: the number of target tokens, padding included.
-  AVERAGE_PER_SEQUENCE: each sequence's loss is averaged over its own tokens, then over the sequences,
-    so that short ones count as much as long ones. Packed sequences count one by one.
+  NUM_REAL_TARGET_TOKENS: the sum of the loss weights of the batch, or without weights the number of
+    target tokens that are not padding.
+  NUM_TOTAL_TARGET_TOKENS: the number of target tokens, including padding.
+  AVERAGE_PER_SEQUENCE: the loss is averaged over the tokens of each sequence and then over the
+    sequences, so that short and long sequences have the same weight. Packed sequences count
+    separately.
   """
 
   NUM_REAL_TARGET_TOKENS = 1
@@ -120,7 +122,7 @@ class SpecialLossNormalizingFactor(enum.Enum):
 
 
 def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
-  """Returns the factor of this name, in any case; gin files give names.
+  """Returns the factor with this name in upper or lower case, as gin files give it.
 
   Raises:
     ValueError: no factor has this name.
@@ -140,14 +142,14 @@ def get_loss_normalizing_factor_and_weights(
   loss_normalizing_factor: float | int | str | SpecialLossNormalizingFactor | None,
   batch: Mapping[str, jax.Array],
 ) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
-  """Returns the number that the loss is divided by, and the weight of each target token.
+  """Returns the divisor of the loss, and the weight of each target token.
 
-  A number or None is returned as it is, beside the batch's own weights or None. Otherwise tokens
-  without weights in the batch weigh 1, padding (token 0) weighs 0.
+  A number or None is returned unchanged, with the weights of the batch or None. For a special
+  factor, a batch without weights gets the weight 0 for padding (token 0) and 1 for other tokens.
 
   Args:
     loss_normalizing_factor: a number, None, or a special factor or its name.
-    batch: `decoder_target_tokens` [batch, length]; perhaps `decoder_loss_weights`, and
+    batch: `decoder_target_tokens` [batch, length], optionally `decoder_loss_weights`, and
       `decoder_segment_ids` if sequences are packed.
 
   Raises:
@@ -166,14 +168,14 @@ def get_loss_normalizing_factor_and_weights(
     return jnp.sum(weights), weights
   if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
     return float(math.prod(targets.shape)), weights
-  weights = _averaged_per_sequence(weights, batch.get("decoder_segment_ids"))
+  weights = _average_per_sequence(weights, batch.get("decoder_segment_ids"))
   return jnp.sum(weights), weights
 
 
-def _averaged_per_sequence(
+def _average_per_sequence(
   weights_BT: jax.Array, segment_ids_BT: jax.Array | None
 ) -> Float[Array, "batch length"]:
-  """Returns the weights divided by their sum over the sequence; 0 for padding and empty sequences."""
+  """Divides the weights by their sum over each sequence; padding and empty sequences get 0."""
   if segment_ids_BT is None:
     sums_BT = jnp.sum(weights_BT, axis=-1, keepdims=True)
   else:
@@ -183,6 +185,6 @@ def _averaged_per_sequence(
 
 
 def _sum_of_own_segment(weights_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
-  """Returns at each position the sum of the weights of its segment."""
+  """Returns for each position the sum of the weights of its segment."""
   sums = jax.ops.segment_sum(weights_T, segment_ids_T, num_segments=weights_T.size + 1)
   return sums[segment_ids_T]

@@ -1,9 +1,9 @@
-"""What a training run carries from step to step: parameters, optimizer state, mutable collections."""
+"""The train state: step, parameters, optimizer state and mutable collections of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,47 @@ PyTree = Any
 _AXES_SUFFIX = "_axes"
 
 
-class TrainState(struct.PyTreeNode):
-  """One pytree of everything a step reads and writes (T5X: FlaxOptimTrainState).
+class _StateMethods:
+  """The methods that both states share."""
+
+  flax_mutables: PyTree
+  replace: Any
+
+  def replace_params(self, params: PyTree) -> Self:
+    """Returns this state with other parameters."""
+    return self.replace(params=params)
+
+  def replace_flax_mutables(self, flax_mutables: PyTree) -> Self:
+    """Returns this state with other mutable collections."""
+    return self.replace(flax_mutables=flax_mutables)
+
+  def replace_step(self, step: jax.Array) -> Self:
+    """Returns this state at another step."""
+    return self.replace(step=step)
+
+  def _stored_mutables(self) -> dict[str, Any]:
+    if not self.flax_mutables:
+      return {}
+    return {"flax_mutables": unfreeze(serialization.to_state_dict(self.flax_mutables))}
+
+  def _restored_mutables(self, state_dict: Mapping[str, Any]) -> PyTree:
+    if not self.flax_mutables or "flax_mutables" not in state_dict:
+      return self.flax_mutables
+    return serialization.from_state_dict(self.flax_mutables, state_dict["flax_mutables"])
+
+
+class TrainState(struct.PyTreeNode, _StateMethods):
+  """One pytree of everything that a step reads and writes (T5X: FlaxOptimTrainState).
 
   Attributes:
-    step: int32 scalar, the number of updates made.
+    step: int32 scalar, the number of completed optimizer steps.
     params: nested dict of parameters, with T5X's names and shapes.
-    param_states: the optimizer's state, of a structure that the optimizer chooses.
-    flax_mutables: every other variable collection of the module, by name.
-    params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes, if the module has
-      named them with `param_with_axes`.
+    param_states: the optimizer's state, a pytree whose structure the optimizer chooses.
+    flax_mutables: all other variable collections of the module, by name.
+    params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes; None if the module
+      does not use `param_with_axes`.
     flax_mutables_axes: the same for `flax_mutables`.
-    optimizer_def: the optimizer; not part of the tree.
+    optimizer_def: the optimizer, which is not a part of the tree.
   """
 
   step: jax.Array
@@ -42,14 +71,14 @@ class TrainState(struct.PyTreeNode):
 
   @classmethod
   def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> TrainState:
-    """Returns the state of step 0 for freshly initialised variables.
+    """Returns the state of step 0.
 
     Args:
-      optimizer_def: the optimizer; told the parameters' logical axes where there are any.
-      model_variables: what `module.init` returned: `params`, `params_axes` and other collections.
+      optimizer_def: the optimizer, whose `set_param_axes` gets the parameters' logical axes.
+      model_variables: the result of `module.init`: `params`, `params_axes` and other collections.
     """
-    params, params_axes, mutables, mutables_axes = _split(model_variables)
-    if params_axes is not None and hasattr(optimizer_def, "set_param_axes"):
+    params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
+    if params_axes is not None:
       optimizer_def.set_param_axes(flax_partitioning.get_axis_names(params_axes))
     optimizer_state = optimizer_def.init_state(params)
     return cls(
@@ -64,8 +93,8 @@ class TrainState(struct.PyTreeNode):
 
   @property
   def _optimizer(self) -> Optimizer:
-    """T5X's view of the same state: an optimizer that holds its target."""
-    assert self.optimizer_def is not None, "a train state is made by TrainState.create"
+    """T5X's view of the same state: an optimizer with its target."""
+    assert self.optimizer_def is not None, "a train state is created by TrainState.create"
     return Optimizer(
       optimizer_def=self.optimizer_def,
       state=OptimizerState(self.step, self.param_states),
@@ -73,67 +102,43 @@ class TrainState(struct.PyTreeNode):
     )
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns the nested dict that checkpoints store, in T5X's layout."""
-    stored = self._optimizer.state_dict()
-    if self.flax_mutables:
-      stored["flax_mutables"] = unfreeze(serialization.to_state_dict(self.flax_mutables))
-    return stored
+    """Returns the nested dict that a checkpoint stores, in T5X's layout."""
+    return {**self._optimizer.state_dict(), **self._stored_mutables()}
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
     """Returns this state with the values of `state_dict` (see `state_dict()`).
 
     Raises:
-      ValueError: the names in `state_dict` are not those of this state.
+      ValueError: the names in `state_dict` differ from those of this state.
     """
     optimizer = self._optimizer.restore_state(state_dict)
-    mutables = self.flax_mutables
-    if mutables and "flax_mutables" in state_dict:
-      mutables = serialization.from_state_dict(mutables, state_dict["flax_mutables"])
-    return self.replace(
-      step=optimizer.state.step,
-      params=optimizer.target,
-      param_states=optimizer.state.param_states,
-      flax_mutables=mutables,
-    )
+    return self._with_optimizer(optimizer, self._restored_mutables(state_dict))
 
   def apply_gradient(
     self, grads: PyTree, learning_rate: Any, flax_mutables: PyTree | None = None
   ) -> TrainState:
-    """Returns the state after one optimizer update with `grads`, a tree like `params`."""
-    updated = self._optimizer.apply_gradient(grads, learning_rate=learning_rate)
+    """Returns the state after one optimizer step with `grads`, a tree like `params`."""
+    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate)
+    mutables = self.flax_mutables if flax_mutables is None else flax_mutables
+    return self._with_optimizer(optimizer, mutables)
+
+  def _with_optimizer(self, optimizer: Optimizer, flax_mutables: PyTree) -> TrainState:
     return self.replace(
-      step=updated.state.step,
-      params=updated.target,
-      param_states=updated.state.param_states,
-      flax_mutables=self.flax_mutables if flax_mutables is None else flax_mutables,
+      step=optimizer.state.step,
+      params=optimizer.target,
+      param_states=optimizer.state.param_states,
+      flax_mutables=flax_mutables,
     )
-
-  def replace_params(self, params: PyTree) -> TrainState:
-    """Returns this state with other parameters."""
-    return self.replace(params=params)
-
-  def replace_flax_mutables(self, flax_mutables: PyTree) -> TrainState:
-    """Returns this state with other mutable collections."""
-    return self.replace(flax_mutables=flax_mutables)
-
-  def replace_step(self, step: jax.Array) -> TrainState:
-    """Returns this state at another step."""
-    return self.replace(step=step)
 
   def as_logical_axes(self) -> TrainState:
     """Returns this state with logical axis names (a PartitionSpec, or None) in place of arrays.
 
     Raises:
-      ValueError: the module named no logical axes, or the optimizer cannot derive its own.
+      ValueError: the module does not name logical axes, or the optimizer cannot derive its own.
     """
+    assert self.optimizer_def is not None, "a train state is created by TrainState.create"
     param_names = _param_axis_names(self.params_axes)
-    derive = getattr(self.optimizer_def, "derive_logical_axes", None)
-    if derive is None:
-      raise ValueError(
-        f"optimizer {type(self.optimizer_def).__name__} has no method derive_logical_axes, so its "
-        "state cannot be partitioned"
-      )
-    optimizer_names = derive(self._optimizer, param_names)
+    optimizer_names = self.optimizer_def.derive_logical_axes(self._optimizer, param_names)
     return self.replace(
       step=None,
       params=unfreeze(param_names),
@@ -142,14 +147,14 @@ class TrainState(struct.PyTreeNode):
     )
 
 
-class InferenceState(struct.PyTreeNode):
-  """What evaluation and inference need of a train state: everything but the optimizer (T5X's class).
+class InferenceState(struct.PyTreeNode, _StateMethods):
+  """The part of a train state that evaluation and inference need (T5X: InferenceState).
 
   Attributes:
-    step: int32 scalar, the number of updates made.
+    step: int32 scalar, the number of completed optimizer steps.
     params: nested dict of parameters.
     params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes.
-    flax_mutables: every other variable collection of the module, by name.
+    flax_mutables: all other variable collections of the module, by name.
     flax_mutables_axes: the same for `flax_mutables`.
   """
 
@@ -161,54 +166,37 @@ class InferenceState(struct.PyTreeNode):
 
   @classmethod
   def create(cls, model_variables: Mapping[str, Any]) -> InferenceState:
-    """Returns the state of step 0 for what `module.init` returned."""
-    params, params_axes, mutables, mutables_axes = _split(model_variables)
+    """Returns the state of step 0 for the result of `module.init`."""
+    params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
     return cls(jnp.array(0, jnp.int32), params, params_axes, mutables, mutables_axes)
 
   @property
   def param_states(self) -> PyTree:
-    """There are none, as there is no optimizer."""
-    raise NotImplementedError("an InferenceState has no optimizer, and so no param_states")
+    """Raises NotImplementedError, because there is no optimizer."""
+    raise NotImplementedError("an InferenceState has no optimizer, and therefore no param_states")
 
   def apply_gradient(self, *args: Any, **kwargs: Any) -> InferenceState:
-    """An inference state cannot be trained."""
+    """Raises NotImplementedError, because there is no optimizer."""
     raise NotImplementedError("an InferenceState has no optimizer: train a TrainState")
 
   def state_dict(self) -> dict[str, Any]:
-    """Returns what a checkpoint stores, as far as this state has it, in T5X's layout."""
+    """Returns the part of a checkpoint that this state has, in T5X's layout."""
     stored = {"target": unfreeze(self.params), "state": {"step": self.step}}
-    if self.flax_mutables:
-      stored["flax_mutables"] = unfreeze(serialization.to_state_dict(self.flax_mutables))
-    return stored
+    return {**stored, **self._stored_mutables()}
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> InferenceState:
-    """Returns this state with the values of `state_dict`, whose optimizer state is not read."""
-    mutables = self.flax_mutables
-    if mutables and "flax_mutables" in state_dict:
-      mutables = serialization.from_state_dict(mutables, state_dict["flax_mutables"])
+    """Returns this state with the values of `state_dict`; its optimizer state is ignored."""
     return self.replace(
       params=serialization.from_state_dict(unfreeze(self.params), state_dict["target"]),
       step=state_dict["state"]["step"],
-      flax_mutables=mutables,
+      flax_mutables=self._restored_mutables(state_dict),
     )
-
-  def replace_params(self, params: PyTree) -> InferenceState:
-    """Returns this state with other parameters."""
-    return self.replace(params=params)
-
-  def replace_flax_mutables(self, flax_mutables: PyTree) -> InferenceState:
-    """Returns this state with other mutable collections."""
-    return self.replace(flax_mutables=flax_mutables)
-
-  def replace_step(self, step: jax.Array) -> InferenceState:
-    """Returns this state at another step."""
-    return self.replace(step=step)
 
   def as_logical_axes(self) -> InferenceState:
     """Returns this state with logical axis names (a PartitionSpec, or None) in place of arrays.
 
     Raises:
-      ValueError: the module named no logical axes.
+      ValueError: the module does not name logical axes.
     """
     return self.replace(
       step=None,
@@ -217,8 +205,8 @@ class InferenceState(struct.PyTreeNode):
     )
 
 
-def _split(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-  """Returns parameters, their axes, the other collections, and the axes of those."""
+def _split_variables(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+  """Returns the parameters, their axes, the other collections, and the axes of those."""
   variables = unfreeze(dict(model_variables))
   params = variables.pop("params")
   params_axes = variables.pop("params_axes", None)
@@ -233,7 +221,7 @@ def _split(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, 
 def _param_axis_names(params_axes: PyTree) -> PyTree:
   if params_axes is None:
     raise ValueError(
-      "the model's parameters have no logical axes, so they cannot be partitioned: create them "
+      "the model's parameters have no logical axes, so they cannot be partitioned. Create them "
       "with flax.linen.partitioning.param_with_axes(name, init, shape, dtype, axes=(...))"
     )
   return flax_partitioning.get_axis_names(params_axes)

@@ -84,7 +84,9 @@ def test_gradient_for_soft_targets_is_that_of_the_formula():
 def test_shapes_that_do_not_fit_are_named(monkeypatch):
   # What a user sees: shapes are checked at every call only in tests.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-  with pytest.raises(ValueError, match=r"\(3, 5, 7\) need targets of shape \(3, 5\), not \(3, 4\)"):
+  with pytest.raises(
+    ValueError, match=r"shape \(3, 5\) for logits of shape \(3, 5, 7\), got \(3, 4\)"
+  ):
     losses.compute_weighted_cross_entropy(LOGITS, TARGETS[:, :4])
 
 

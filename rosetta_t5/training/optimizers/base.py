@@ -1,4 +1,4 @@
-"""The contract between a training step and an optimizer, as T5X has it (there: legacy flax optimizers)."""
+"""The interface of an optimizer, as in T5X (there: the legacy flax optimizers)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PyTree = Any
 
 
 class OptimizerState(struct.PyTreeNode):
-  """What an optimizer carries from step to step.
+  """The state of an optimizer.
 
   Attributes:
-    step: int32 scalar, the number of updates made; None in a tree of axis names.
-    param_states: a pytree of the optimizer's own choosing.
+    step: int32 scalar, the number of completed steps; None in a tree of axis names.
+    param_states: a pytree whose structure the optimizer chooses.
   """
 
   step: Any
@@ -25,14 +25,15 @@ class OptimizerState(struct.PyTreeNode):
 
 
 class OptimizerDef:
-  """An optimizer's rule and its hyper-parameters; the state lives outside (see `Optimizer`).
+  """The rule of an optimizer and its hyperparameters; the state is separate (see `Optimizer`).
 
-  A subclass gives `init_state`, `apply_gradient` and `derive_logical_axes`, and `set_param_axes` where
-  its rule depends on the names of the parameters' axes.
+  A subclass implements `init_state`, `apply_gradient` and `derive_logical_axes`. It overrides
+  `set_param_axes` if its rule depends on the parameters' logical axes, and implements
+  `init_param_state` if `MultiOptimizer` can use it.
 
   Attributes:
-    hyper_params: a flax struct of the rule's numbers; `learning_rate` among them.
-    uses_learning_rate: whether the learning rate that the trainer passes has any effect.
+    hyper_params: a flax struct of hyperparameters, which include `learning_rate`.
+    uses_learning_rate: whether the learning rate that the trainer passes has an effect.
   """
 
   uses_learning_rate = True
@@ -44,25 +45,39 @@ class OptimizerDef:
     """Returns the state of step 0 for `params`."""
     raise NotImplementedError
 
+  def init_param_state(self, param: Any, path: str) -> Any:
+    """Returns the state of one parameter at step 0, if the state is one state per parameter."""
+    raise NotImplementedError
+
+  def set_param_axes(self, param_logical_axes: PyTree) -> None:
+    """Gets the names of the parameters' logical axes before `init_state`; ignores them here."""
+
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one update with `grads`, a tree like `params`."""
+    """Returns the parameters and the state after one step with `grads`, a tree like `params`."""
     raise NotImplementedError
 
+  def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
+    """Returns `optimizer` with axis names, or None, in place of arrays."""
+    raise ValueError(
+      f"optimizer {type(self).__name__} has no method derive_logical_axes, so its state cannot be "
+      "partitioned"
+    )
+
   def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
-    """Returns the hyper-parameters with some replaced, or all of them by `hyper_params=...`."""
+    """Returns the hyperparameters with some replaced, or all of them by `hyper_params=...`."""
     hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
     return hyper_params.replace(**hyper_param_overrides) if hyper_param_overrides else hyper_params
 
   def create(self, target: PyTree) -> Optimizer:
-    """Returns this optimizer joined with the parameters `target` and their initial state."""
+    """Returns this optimizer with the parameters `target` and their initial state."""
     return Optimizer(optimizer_def=self, state=self.init_state(target), target=target)
 
   def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
     """Returns parameters and state as the nested dict of a T5X checkpoint.
 
-    Lists and tuples become dicts with the keys "0", "1", ...; what holds no array is left out.
+    Lists and tuples become dicts with the keys "0", "1", ...; parts without arrays are omitted.
     """
     stored_state = flatten_dict(serialization.to_state_dict(state))
     present = {path: value for path, value in stored_state.items() if value is not None}
@@ -74,7 +89,7 @@ class OptimizerDef:
     """Returns `opt_target` and `opt_state` with the values of a `state_dict()`.
 
     Raises:
-      ValueError: `state_dict` is of another optimizer: names are missing or not known here.
+      ValueError: `state_dict` belongs to another optimizer: names are missing or unknown.
     """
     target = serialization.from_state_dict(opt_target, state_dict["target"])
     wanted = flatten_dict(serialization.to_state_dict(opt_state), keep_empty_nodes=True)
@@ -85,7 +100,7 @@ class OptimizerDef:
 
 
 class Optimizer(struct.PyTreeNode):
-  """An optimizer, its state and the parameters it optimises, as one pytree.
+  """An optimizer, its state and the parameters that it optimizes, as one pytree.
 
   Attributes:
     optimizer_def: the rule; static.
@@ -98,7 +113,7 @@ class Optimizer(struct.PyTreeNode):
   target: PyTree = struct.field(pytree_node=True)
 
   def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> Optimizer:
-    """Returns the optimizer after one update; overrides replace hyper-parameters for this step."""
+    """Returns the optimizer after one step; overrides replace hyperparameters for this step."""
     hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
     target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
     return self.replace(target=target, state=state)
@@ -108,7 +123,7 @@ class Optimizer(struct.PyTreeNode):
     return self.optimizer_def.state_dict(self.target, self.state)
 
   def restore_state(self, state: Mapping[str, Any]) -> Optimizer:
-    """Returns the optimizer with the values of a `state_dict()`; raises ValueError on other names."""
+    """Returns the optimizer with the values of a `state_dict()`; raises ValueError for other names."""
     target, restored = self.optimizer_def.restore_state(self.target, self.state, state)
     return self.replace(target=target, state=restored)
 
@@ -119,18 +134,18 @@ OptimizerDefType = OptimizerDef
 
 
 def _check_names(wanted: Mapping[tuple, Any], given: Mapping[tuple, Any]) -> None:
-  """Raises ValueError unless `given` holds every array of `wanted` and nothing else."""
-  may_lack = {path for path, value in wanted.items() if value is empty_node or value is None}
-  missing = ["/".join(path) for path in wanted if path not in given and path not in may_lack]
+  """Raises ValueError unless `given` contains every array of `wanted` and nothing else."""
+  optional = {path for path, value in wanted.items() if value is empty_node or value is None}
+  missing = ["/".join(path) for path in wanted if path not in given and path not in optional]
   unknown = ["/".join(path) for path in given if path not in wanted]
   if not missing and not unknown:
     return
-  faults = [f"{name!r} is missing{_nearest(name, unknown)}" for name in missing[:3]]
-  faults += [f"{name!r} is not known here" for name in unknown[: 3 if not missing else 1]]
+  examples = [f"{name!r} is missing{_nearest(name, unknown)}" for name in missing[:3]]
+  examples += [f"{name!r} is unknown" for name in unknown[: 1 if missing else 3]]
   raise ValueError(
-    f"the stored optimizer state is of another optimizer or model: {'; '.join(faults)} "
-    f"({len(missing)} missing, {len(unknown)} unknown in all). Set OPTIMIZER to the one that wrote "
-    "it, or restore the parameters only"
+    f"the stored optimizer state belongs to another optimizer or model: {'; '.join(examples)} "
+    f"({len(missing)} missing, {len(unknown)} unknown). Set OPTIMIZER to the one that wrote it, or "
+    "restore only the parameters"
   )
 
 

@@ -1,4 +1,4 @@
-"""One optimizer for some parameters, another for others, none for the rest."""
+"""Different optimizers for different parameters."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PyTree = Any
 class MultiOptimizer(OptimizerDef):
   """Applies several optimizers, each to the parameters that its traversal visits (as in T5X).
 
-  Parameters that no traversal visits stay as they are and have no state. The optimizers must keep one
-  state a parameter, as Adafactor does; to mix optax's, use `optax.multi_transform` in
-  `optimizers.chain`.
+  Parameters that no traversal visits do not change and have no state. Each optimizer must have one
+  state per parameter, as Adafactor does. To combine optax optimizers, use `optax.multi_transform`
+  in `optimizers.chain`.
 
       kernels = flax.traverse_util.ModelParamTraversal(lambda path, _: 'kernel' in path)
       MultiOptimizer([(kernels, Adafactor(decay_rate=0.8))])
 
   Args:
-    traversals_and_optimizers: pairs of a traversal of the parameters and its optimizer.
+    traversals_and_optimizers: pairs of a traversal of the parameters and an optimizer.
 
   Raises:
-    ValueError: an optimizer's state is not one state a parameter.
+    ValueError: the state of an optimizer is not one state per parameter.
   """
 
   hyper_params: list[Any]
@@ -35,15 +35,15 @@ class MultiOptimizer(OptimizerDef):
   def __init__(self, traversals_and_optimizers: Sequence[tuple[Traversal, OptimizerDef]]):
     self.traversals, self.sub_optimizers = zip(*traversals_and_optimizers, strict=True)
     for optimizer in self.sub_optimizers:
-      if not hasattr(optimizer, "init_param_state"):
+      if type(optimizer).init_param_state is OptimizerDef.init_param_state:
         raise ValueError(
-          f"MultiOptimizer cannot hold {type(optimizer).__name__}, whose state is not one state a "
+          f"MultiOptimizer cannot use {type(optimizer).__name__}, whose state is not one state per "
           "parameter: use optimizers.chain([optax.multi_transform(...)]) instead"
         )
     super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
 
   def init_state(self, params: PyTree) -> OptimizerState:
-    """Returns each visited parameter's initial state, None for the others.
+    """Returns the initial state of each visited parameter, and None for the others.
 
     Raises:
       ValueError: two traversals visit the same parameter.
@@ -65,7 +65,7 @@ class MultiOptimizer(OptimizerDef):
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns parameters and state after each optimizer has updated its own."""
+    """Returns the parameters and the state after one step of each optimizer."""
     new_params, new_states = flatten_dict(params), flatten_dict(state.param_states)
     for (traversal, optimizer), numbers in zip(self._pairs(), hyper_params, strict=True):
       paths = list(flatten_dict(_part(traversal, params)))
@@ -80,17 +80,16 @@ class MultiOptimizer(OptimizerDef):
     return unflatten_dict(new_params), OptimizerState(state.step + 1, unflatten_dict(new_states))
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-    """Returns every optimizer's hyper-parameters with the same overrides, or `hyper_params=[...]`."""
+    """Returns the hyperparameters of all optimizers with these overrides, or `hyper_params=[...]`."""
     numbers = hyper_param_overrides.pop("hyper_params", self.hyper_params)
     if not hyper_param_overrides:
       return numbers
     return [each.replace(**hyper_param_overrides) for each in numbers]
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
-    """Passes each optimizer the axis names of its parameters."""
+    """Passes the axis names of its parameters to each optimizer."""
     for traversal, optimizer in self._pairs():
-      if hasattr(optimizer, "set_param_axes"):
-        optimizer.set_param_axes(_part(traversal, param_logical_axes))
+      optimizer.set_param_axes(_part(traversal, param_logical_axes))
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
