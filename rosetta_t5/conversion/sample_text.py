@@ -46,8 +46,8 @@ def _ids(tokenizer: epath.Path | None) -> tuple[list[int], list[int]]:
       return processor.encode(_INPUT), processor.encode(_TARGET)
     pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
     if pieces.exists() and merges.exists():
-      from rosetta_t5.data.vocabularies.gpt2_vocabulary import BytePairEncoder
+      from rosetta_t5.data.vocabularies.gpt2_vocabulary import load_gpt2_tokenizer
 
-      encoder = BytePairEncoder(os.fspath(pieces), os.fspath(merges))
-      return tuple([token + 1 for token in encoder.encode(text)] for text in texts)  # type: ignore[return-value]
+      gpt2 = load_gpt2_tokenizer(os.fspath(pieces), os.fspath(merges))
+      return tuple([token + 1 for token in gpt2.encode(text).ids] for text in texts)  # type: ignore[return-value]
   return tuple([byte + _BYTE_OFFSET for byte in text.encode()] for text in texts)  # type: ignore[return-value]

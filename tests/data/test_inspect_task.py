@@ -11,7 +11,7 @@ import pytest
 from inline_executor import Here
 from PIL import Image
 
-from rosetta_t5.data.inspection.inspect_task import bars, main, readable
+from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, main, readable
 from rosetta_t5.data.prepared import prepare, prepare_command
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
@@ -56,11 +56,13 @@ def test_prepare_and_inspect_as_typed(
   text = capsys.readouterr().out
   assert re.search(r"inputs \(32\): .*⟨0⟩.*⟨1⟩ ?.*⟨end⟩\n", text)
   assert "rows 100.0% full, 0.0% padding" in text
-  assert "no text is cut off" in text
-  assert re.search(r"decode\(encode\(text\)\) is the text, but for spaces, in (\d+) of \1\n", text)
-  assert re.search(r"\n0 of \d+ passages of 32 tokens .* of 'validation' are in 'train' too", text)
+  assert "no text is truncated" in text
+  assert re.search(
+    r"decode\(encode\(text\)\) equals the text, except for spaces, in (\d+) of \1\n", text
+  )
+  assert re.search(r"\n0 of \d+ passages of 32 tokens .* of 'validation' are also in 'train'", text)
   assert "0 on both" in text
-  assert text.endswith("nothing is wrong\n")
+  assert text.endswith("no problems found\n")
   with Image.open(tmp_path / "a.png") as image:
     drawn = np.asarray(image)
   assert drawn.shape == (260, 1200, 3)
@@ -81,7 +83,7 @@ def test_passages_of_one_split_are_found_in_the_other_wherever_they_begin(
   )
   arguments = ["--lengths", "inputs=32,targets=16", "--batches", "1", "--examples", "0"]
   assert main([str(tmp_path / "out"), *arguments]) == 1
-  found = re.search(r"wrong: (\d+) of (\d+) passages", capsys.readouterr().out)
+  found = re.search(r"problem: (\d+) of (\d+) passages", capsys.readouterr().out)
   assert found is not None
   assert int(found[1]) > 0.8 * int(found[2])
 
@@ -110,11 +112,11 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   assert main([*arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"]) == 1
   text = capsys.readouterr().out
   assert (
-    "wrong: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text
+    "problem: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text
   )
   # Targets of 8 tokens hold no text of 12 words.
-  assert "cut off, of the first 64: inputs 0 (0%), targets 64 (100%)" in text
-  assert "decode(encode(text)) is the text, but for spaces, in 128 of 128" in text
+  assert "truncated, of the first 64 texts: inputs 0 (0%), targets 64 (100%)" in text
+  assert "decode(encode(text)) equals the text, except for spaces, in 128 of 128" in text
 
 
 def test_sentinels_and_the_end_are_visible(model: str) -> None:
@@ -123,8 +125,9 @@ def test_sentinels_and_the_end_are_visible(model: str) -> None:
   assert readable(tokens, vocabulary) == "red ⟨0⟩ sun cat ⟨1⟩ ⟨end⟩"
 
 
-def test_bars_show_where_lengths_lie() -> None:
-  line = bars(np.array([1, 1, 1, 24]), 24)
+def test_bars_show_how_often_each_length_occurs() -> None:
+  statistics = BatchStatistics(row_lengths={"inputs": 24}, lengths={"inputs": [1, 1, 1, 24]})
+  line = bars(statistics.length_histogram("inputs", bins=24))
   assert line[1] == "█"
   assert line[-1] in "▁▂▃"
   assert line[5] == " "

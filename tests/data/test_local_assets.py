@@ -9,11 +9,12 @@ from typing import Any
 
 import pyarrow
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.data.local_files.dataset_copies import check_pile, install_lambada
 from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
+from rosetta_t5.data.vocabularies.gpt2_vocabulary import END, gpt2_vocabulary
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 from rosetta_t5.data.vocabularies.vocab_command import main as vocab
@@ -70,11 +71,8 @@ def test_sentinels_count_by_their_number_alone(model: pathlib.Path) -> None:
 @pytest.fixture
 def gpt2(tmp_path: pathlib.Path) -> tuple[str, str]:
   """A small BPE in GPT-2's files: bytes, some merges, the end."""
-  from rosetta_t5.data.vocabularies.gpt2_vocabulary import END, _byte_characters
-
-  characters = list(_byte_characters().values())
-  space = _byte_characters()[32]
-  merges = [("t", "h"), ("th", "e"), (space, "the"), ("l", "l"), ("'", "ll")]
+  characters = sorted(ByteLevel.alphabet())
+  merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("l", "l"), ("'", "ll")]
   pieces = [*characters, *("".join(pair) for pair in merges), END]
   (tmp_path / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
   lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
@@ -90,6 +88,7 @@ def test_gpt2s_merges_are_applied_by_rank_and_ids_leave_room_for_padding(
   pieces = {number + 1: piece for piece, number in ids.items()}
   tokens = vocabulary.encode("the thell'll the")
   assert [pieces[t] for t in tokens] == ["the", "Ġthe", "ll", "'ll", "Ġthe"]
+  assert tokens == [259, 260, 261, 262, 260]
   assert vocabulary.eos_id == ids["<|endoftext|>"] + 1
   assert vocabulary.vocab_size == len(ids) + 1 + 5
   assert 0 not in vocabulary.encode("".join(map(chr, range(300))))
@@ -103,6 +102,7 @@ def test_gpt2_gives_back_every_text_in_python_and_tensorflow(gpt2: tuple[str, st
     tokens = vocabulary.encode_tf(tf.constant(text))
     assert tokens.numpy().tolist() == vocabulary.encode(text)
     assert vocabulary.decode_tf(tokens).numpy().decode() == text
+  assert vocabulary.decode([*vocabulary.encode("the cat"), vocabulary.eos_id]) == "the cat"
   assert pickle.loads(pickle.dumps(vocabulary)) == vocabulary
 
 

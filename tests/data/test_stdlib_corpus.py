@@ -49,7 +49,7 @@ def test_a_failure_leaves_no_half_of_a_folder(corpus_folder: pathlib.Path) -> No
 def test_another_folder_is_not_touched(corpus_folder: pathlib.Path) -> None:
   corpus_folder.mkdir(parents=True)
   (corpus_folder / "thesis.txt").write_text("years of work")
-  with pytest.raises(ValueError, match=r"holds no manifest\.json.*ROSETTA_T5_STDLIB_DOCS"):
+  with pytest.raises(ValueError, match=r"has no manifest\.json.*ROSETTA_T5_STDLIB_DOCS"):
     stdlib_corpus.prepare(corpus_folder)
   assert (corpus_folder / "thesis.txt").read_text() == "years of work"
 

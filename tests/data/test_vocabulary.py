@@ -32,12 +32,12 @@ def sentencepiece_file(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def model_with(vocabulary: Any, rows: int = 384, output: Any = None) -> Any:
-  """A stand-in with what is read of a model: its vocabularies and its network's config."""
+  """A stand-in with the parts of a model that are used: its vocabularies and its network's config."""
   config = type("T5Config", (), {"vocab_size": rows})()
   return types.SimpleNamespace(
     input_vocabulary=vocabulary,
     output_vocabulary=output or vocabulary,
-    module=types.SimpleNamespace(config=config),
+    network_config=config,
   )
 
 

@@ -1,1 +1,1 @@
-"""`rosetta-t5 inspect`: a task's batches as text, and what is wrong with them."""
+"""`rosetta-t5 inspect`: shows a task's batches as text, and checks its data."""

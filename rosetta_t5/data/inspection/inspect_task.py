@@ -1,4 +1,4 @@
-"""`rosetta-t5 inspect`: a task's batches as text, how full and how long they are, what is wrong."""
+"""`rosetta-t5 inspect`: shows a task's batches as text, their statistics and the problems found."""
 
 from __future__ import annotations
 
@@ -22,37 +22,45 @@ from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
+Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
+
 _BARS = " ▁▂▃▄▅▆▇█"
-_BINS = 24
+_TEXT_BINS, _IMAGE_BINS = 24, 60
+_MODEL_FEATURES = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
+_SEGMENT_IDS = {"inputs": "encoder_segment_ids", "targets": "decoder_segment_ids"}
 
 
 @dataclasses.dataclass
-class Seen:
-  """What was found in some batches.
+class BatchStatistics:
+  """Statistics of some batches.
 
   Attributes:
-    lengths: for each feature the examples' lengths.
-    room: for each feature the length of a row.
-    tokens: how often each token is there.
-    rows: rows of batches.
-    examples: examples in them, packed ones counted each.
+    row_lengths: for each feature the length of a row.
+    lengths: for each feature the lengths of the examples.
+    tokens: the number of occurrences of each token.
+    rows: the number of rows.
+    examples: the number of examples; a row may have several packed examples.
   """
 
-  lengths: dict[str, list[int]]
-  room: dict[str, int]
-  tokens: collections.Counter[int]
+  row_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+  lengths: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+  tokens: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
   rows: int = 0
   examples: int = 0
 
-  def counts_of_ids(self, vocab_size: int) -> np.ndarray:
-    """Returns how often each id was seen."""
+  def length_histogram(self, name: str, bins: int) -> np.ndarray:
+    """Returns the number of examples in each bin of lengths, from 0 to the length of a row."""
+    return np.histogram(self.lengths[name], bins=bins, range=(0, self.row_lengths[name]))[0]
+
+  def id_histogram(self, vocab_size: int, bins: int) -> np.ndarray:
+    """Returns log(1 + number of tokens) in each bin of ids."""
     counts = np.zeros(max([vocab_size - 1, *self.tokens]) + 1)
     counts[list(self.tokens)] = list(self.tokens.values())
-    return counts
+    return np.log1p([part.sum() for part in np.array_split(counts, bins)])
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the verb; returns 1 if something is wrong with the data."""
+  """Runs the command. Returns 1 if the data has problems, 2 for a user error."""
   arguments = _parser().parse_args(argv)
   sys.path.insert(0, os.getcwd())
   try:
@@ -65,16 +73,16 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser("rosetta-t5 inspect", description=__doc__)
   add = parser.add_argument
-  add("task", help="a task's or mixture's name, or a folder of prepared data")
-  add("--module", help="imported first, to register the task")
+  add("task", help="the name of a task or mixture, or a folder of prepared data")
+  add("--module", help="a module to import first, which registers the task")
   add("--split", default="train")
   add("--lengths", default="inputs=512,targets=128", help="tokens of each feature")
   add("--batches", type=int, default=4)
   add("--batch-size", type=int, default=8)
-  add("--examples", type=int, default=2, help="how many are shown as text")
+  add("--examples", type=int, default=2, help="the number of examples to show as text")
   add("--pack", action="store_true")
   add("--seed", type=int, default=0)
-  add("--tfds_data_dir", "--tfds-data-dir", help="where data is looked for")
+  add("--tfds_data_dir", "--tfds-data-dir", help="the folder in which to look for data")
   add("--png", metavar="FILE", help="draw the histograms into a file")
   return parser
 
@@ -82,22 +90,26 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(arguments: argparse.Namespace) -> int:
   cfg = _config(arguments)
   task = find_task_or_mixture(cfg)
-  features = task.output_features
-  vocabulary = features["targets"].vocabulary
+  vocabulary = task.output_features["targets"].vocabulary
+  vocab_size = vocabulary.vocab_size
   print(f"{cfg.name}, split '{cfg.split}' of {', '.join(task.splits)}")
-  print(f"vocabulary: {vocabulary.vocab_size} ids; features: {', '.join(features)}")
-  seen = _look(cfg, arguments.batches, vocabulary, arguments.examples)
-  print("\n".join(_statistics(seen, vocabulary)))
+  print(f"vocabulary: {vocab_size} ids; features: {', '.join(task.output_features)}")
+  statistics = _collect(cfg, arguments.batches, vocabulary, arguments.examples)
+  print("\n".join(_statistics_lines(statistics, vocabulary)))
   if arguments.png:
-    lengths = {name: (values, seen.room[name]) for name, values in seen.lengths.items()}
-    draw_histograms(arguments.png, lengths, seen.counts_of_ids(vocabulary.vocab_size))
+    histograms = [
+      (f"tokens of {name}, 0 to {length}", statistics.length_histogram(name, _IMAGE_BINS))
+      for name, length in statistics.row_lengths.items()
+    ]
+    by_id = statistics.id_histogram(vocab_size, _IMAGE_BINS)
+    title = f"tokens by id, 0 to {vocab_size}, log(1 + count)"
+    draw_histograms(arguments.png, [*histograms, (title, by_id)])
   problems = [*data_checks.check_texts(cfg, task, vocabulary)]
   if cfg.batch_size % 2 == 0:
-    problems += data_checks.check_shards(
-      *(_digests(cfg, arguments.batches, host) for host in (0, 1))
-    )
+    digests = [_digests(cfg, arguments.batches, shard) for shard in (0, 1)]
+    problems += data_checks.check_shards(*digests)
   problems += data_checks.check_splits(cfg, task)
-  print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
+  print("\n".join(f"problem: {problem}" for problem in problems) or "no problems found")
   return int(bool(problems))
 
 
@@ -120,127 +132,97 @@ def _config(arguments: argparse.Namespace) -> DatasetConfig:
   )
 
 
-def _converter(cfg: DatasetConfig) -> Any:
-  if isinstance(cfg.mixture_or_task_name, PreparedTask):
-    return None
-  seqio = import_seqio()
-  has_inputs = "inputs" in cfg.task_feature_lengths
-  return seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
-
-
 def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) -> Iterator[Any]:
-  data = get_dataset(cfg, shard, shards, _converter(cfg), num_epochs=None)
-  rows = data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else data
-  return itertools.islice(rows, count)
+  converter: Any = None
+  if not isinstance(cfg.mixture_or_task_name, PreparedTask):
+    seqio = import_seqio()
+    has_inputs = "inputs" in cfg.task_feature_lengths
+    converter = seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
+  data = get_dataset(cfg, shard, shards, converter)
+  return itertools.islice(data.as_numpy_iterator() if converter else data, count)
 
 
-def _look(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> Seen:
-  """Counts what is in batches, and prints the first examples."""
-  seen = Seen({}, {}, collections.Counter())
+def _collect(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> BatchStatistics:
+  """Returns statistics of `count` batches, and prints the first `show` examples."""
+  statistics = BatchStatistics()
   for batch in _batches(cfg, count):
-    for row in range(len(batch["decoder_target_tokens"])):
-      seen.rows += 1
-      for example in _unpacked(batch, row):
-        if seen.examples < show:
-          print("\n".join(_as_text(example, vocabulary)))
-        seen.examples += 1
-        _count(example, batch, seen)
-  return seen
+    statistics.rows += len(batch[_MODEL_FEATURES["targets"]])
+    for example in _examples(batch):
+      if statistics.examples < show:
+        print()
+        for name, tokens in example.items():
+          print(f"  {name} ({len(tokens)}): {readable(tokens, vocabulary)}")
+      statistics.examples += 1
+      for name, tokens in example.items():
+        statistics.row_lengths[name] = batch[_MODEL_FEATURES[name]].shape[1]
+        statistics.lengths.setdefault(name, []).append(len(tokens))
+        statistics.tokens.update(tokens.tolist())
+  return statistics
 
 
-def _unpacked(batch: Mapping[str, np.ndarray], row: int) -> Iterator[dict[str, np.ndarray]]:
-  """Yields a row's examples, as {"inputs": …, "targets": …} without padding."""
-  sides = {"encoder_input_tokens": "encoder", "decoder_target_tokens": "decoder"}
-  names = {"encoder": "inputs", "decoder": "targets"}
-  there = {side: feature for feature, side in sides.items() if feature in batch}
-  segments = {
-    side: batch.get(f"{side}_segment_ids", (batch[feature] > 0).astype(np.int32))[row]
-    for side, feature in there.items()
-  }
-  for segment in range(1, max(int(ids.max()) for ids in segments.values()) + 1):
-    yield {
-      names[side]: batch[feature][row][segments[side] == segment] for side, feature in there.items()
-    }
-
-
-def _count(example: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], seen: Seen) -> None:
-  rooms = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
-  for name, tokens in example.items():
-    seen.lengths.setdefault(name, []).append(len(tokens))
-    seen.room[name] = batch[rooms[name]].shape[1]
-    seen.tokens.update(tokens.tolist())
+def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
+  """Yields the examples of a batch, unpacked and without padding."""
+  features = {name: batch[key] for name, key in _MODEL_FEATURES.items() if key in batch}
+  segments = {name: batch.get(_SEGMENT_IDS[name], x > 0) for name, x in features.items()}
+  for row in range(len(features["targets"])):
+    for segment in range(1, max(int(ids[row].max()) for ids in segments.values()) + 1):
+      yield {name: x[row][segments[name][row] == segment] for name, x in features.items()}
 
 
 def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[bytes]:
-  """Returns the examples that the first or second of two hosts reads."""
-  found = set()
-  for batch in _batches(cfg, count, shard, 2):
-    for row in range(cfg.batch_size // 2):
-      found |= {data_checks.digest(example) for example in _unpacked(batch, row)}
-  return found
-
-
-def _as_text(example: Mapping[str, np.ndarray], vocabulary: Any) -> Iterator[str]:
-  yield ""
-  for name, tokens in example.items():
-    yield f"  {name} ({len(tokens)}): {readable(tokens, vocabulary)}"
+  """Returns digests of the examples that one of two hosts reads."""
+  batches = _batches(cfg, count, shard, 2)
+  return {data_checks.digest(example) for batch in batches for example in _examples(batch)}
 
 
 def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
-  """Returns tokens as text with the sentinels as ⟨0⟩, ⟨1⟩, … and the end as ⟨end⟩."""
-  first_sentinel = vocabulary.vocab_size - 100
+  """Returns tokens as text, with sentinels as ⟨0⟩, ⟨1⟩, … and the end token as ⟨end⟩."""
+  marked = [(token, _marker(token, vocabulary)) for token in map(int, tokens)]
   parts: list[str] = []
-  plain: list[int] = []
-  for token in [*map(int, tokens), -1]:
-    is_sentinel = token >= first_sentinel and _is_sentinel(token, vocabulary)
-    if not is_sentinel and token not in (vocabulary.eos_id, -1):
-      plain.append(token)
-      continue
-    parts += [vocabulary.decode(plain)] if plain else []
-    plain = []
-    if token != -1:
-      parts.append(f"⟨{vocabulary.vocab_size - 1 - token}⟩" if is_sentinel else "⟨end⟩")
+  for marker, group in itertools.groupby(marked, key=lambda pair: pair[1]):
+    run = [token for token, _ in group]
+    parts += [vocabulary.decode(run)] if marker is None else [marker] * len(run)
   return " ".join(parts)
 
 
-def _is_sentinel(token: int, vocabulary: Any) -> bool:
-  if token >= vocabulary.vocab_size - vocabulary.extra_ids:
-    return True
+def _marker(token: int, vocabulary: Any) -> str | None:
+  """Returns how a sentinel or an end token is shown, or None for a token of text."""
+  if token == vocabulary.eos_id:
+    return "⟨end⟩"
   tokenizer = getattr(vocabulary, "tokenizer", None)
-  return tokenizer is not None and "extra_id_" in tokenizer.id_to_piece(token)
+  is_sentinel = token >= vocabulary.vocab_size - vocabulary.extra_ids
+  if not is_sentinel and hasattr(tokenizer, "id_to_piece"):
+    is_sentinel = "extra_id_" in tokenizer.id_to_piece(token)
+  return f"⟨{vocabulary.vocab_size - 1 - token}⟩" if is_sentinel else None
 
 
-def _statistics(seen: Seen, vocabulary: Any) -> Iterator[str]:
-  packed = (
-    f", {seen.examples / seen.rows:.1f} packed into each" if seen.examples > seen.rows else ""
-  )
-  yield f"\n{seen.examples} examples in {seen.rows} rows{packed}"
-  for name, lengths in seen.lengths.items():
-    values = np.array(lengths)
-    full = values.sum() / (seen.rows * seen.room[name])
-    quarter, half, most = np.percentile(values, [25, 50, 75]).astype(int)
+def _statistics_lines(statistics: BatchStatistics, vocabulary: Any) -> Iterator[str]:
+  rows, examples = statistics.rows, statistics.examples
+  packed = f", {examples / rows:.1f} packed into each" if examples > rows else ""
+  yield f"\n{examples} examples in {rows} rows{packed}"
+  for name, row_length in statistics.row_lengths.items():
+    lengths = np.array(statistics.lengths[name])
+    full = lengths.sum() / (rows * row_length)
+    quartiles = " ".join(map(str, np.percentile(lengths, [25, 50, 75]).astype(int)))
+    line = bars(statistics.length_histogram(name, _TEXT_BINS))
     yield (
-      f"  {name:<8} {bars(values, seen.room[name])}  {values.min()} to {values.max()} tokens, "
-      f"quartiles {quarter} {half} {most}, rows {full:.1%} full, {1 - full:.1%} padding"
+      f"  {name:<8} {line}  {lengths.min()} to {lengths.max()} tokens, "
+      f"quartiles {quartiles}, rows {full:.1%} full, {1 - full:.1%} padding"
     )
-  total = sum(seen.tokens.values())
+  total = statistics.tokens.total()
   common = ", ".join(
     f"{readable([token], vocabulary)!r} {count / total:.1%}"
-    for token, count in seen.tokens.most_common(8)
+    for token, count in statistics.tokens.most_common(8)
   )
-  unknown = seen.tokens[vocabulary.unk_id] if vocabulary.unk_id is not None else 0
-  yield f"  tokens: {len(seen.tokens)} of {vocabulary.vocab_size} seen, {unknown / total:.3%} unknown"
-  yield f"  most often: {common}"
-  parts = np.array_split(seen.counts_of_ids(vocabulary.vocab_size), _BINS)
-  heights = np.log1p([part.sum() for part in parts])
-  yield f"  by id:      {_as_bars(heights)}  0 to {vocabulary.vocab_size}, log(1 + count)"
+  unknown = statistics.tokens[vocabulary.unk_id] / total
+  vocab_size = vocabulary.vocab_size
+  yield f"  tokens: {len(statistics.tokens)} of {vocab_size} seen, {unknown:.3%} unknown"
+  yield f"  most frequent: {common}"
+  by_id = statistics.id_histogram(vocab_size, _TEXT_BINS)
+  yield f"  by id:      {bars(by_id)}  0 to {vocab_size}, log(1 + count)"
 
 
-def bars(values: np.ndarray, longest: int) -> str:
+def bars(heights: np.ndarray) -> str:
   """Returns a histogram as a line of bars."""
-  return _as_bars(np.histogram(values, bins=_BINS, range=(0, max(longest, 1)))[0])
-
-
-def _as_bars(heights: np.ndarray) -> str:
   steps = np.ceil(heights / max(heights.max(), 1e-9) * (len(_BARS) - 1)).astype(int)
   return "".join(_BARS[step] for step in steps)

@@ -1,1 +1,1 @@
-"""Local copies of public data sets, vocabularies, and the quickstart's text."""
+"""Local copies of public datasets and vocabularies, and the text of the quickstart."""

@@ -1,7 +1,7 @@
-"""The text and the vocabulary of the quickstart, as files: written once, complete or not at all.
+"""Writes the quickstart's text and vocabulary, made from the running Python's standard library.
 
-Both come from the running Python's standard library. They stay when that changes, for a vocabulary
-belongs to the checkpoints trained with it.
+They are written once, and kept when the library changes, because checkpoints depend on the vocabulary they
+were trained with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 EXTRA_IDS = 100
-VOCAB_SIZE = 4096  # With the extra ids: the embedding table's rows.
+VOCAB_SIZE = 4096  # rows of the embedding table, including the extra ids
 VOCABULARY_FILE = "vocabulary.model"
 FOLDER_VARIABLE = "ROSETTA_T5_STDLIB_DOCS"
 _TRAIN_FILES = 8
@@ -29,21 +29,24 @@ _MANIFEST = "manifest.json"
 
 
 def data_folder() -> pathlib.Path:
-  """Returns the folder of text and vocabulary, which need not exist yet."""
+  """Returns the folder of the text and vocabulary, which may not exist yet."""
   return pathlib.Path(os.environ.get(FOLDER_VARIABLE, "quickstart/data")).absolute()
 
 
 def prepare(
   folder: pathlib.Path | None = None, paragraphs: Iterable[str] | None = None
 ) -> dict[str, Any]:
-  """Writes text and vocabulary if they are not there, and returns their manifest.
+  """Writes the text and the vocabulary unless they exist, and returns their manifest.
 
-  The folder appears at once and complete: it is filled under another name, then renamed. Several
-  processes may do so together; one wins.
+  The folder is filled under a temporary name and then renamed, so it is always complete. If several
+  processes do this at once, the first one to finish wins.
 
   Args:
     folder: `data_folder()` by default.
-    paragraphs: the text; the standard library's by default.
+    paragraphs: the text; by default that of the standard library.
+
+  Raises:
+    ValueError: the folder exists and has other contents.
   """
   folder = data_folder() if folder is None else folder
   manifest = folder / _MANIFEST
@@ -51,24 +54,23 @@ def prepare(
     return json.loads(manifest.read_text())
   if folder.exists():
     raise ValueError(
-      f"The folder {folder} exists, but holds no {_MANIFEST}: it is not one of this task's. Move "
-      f"it away, or name another folder in the environment variable {FOLDER_VARIABLE}."
+      f"The folder {folder} exists but has no {_MANIFEST}, so this task did not write it. Move it "
+      f"away, or set the environment variable {FOLDER_VARIABLE} to another folder."
     )
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-    made = pathlib.Path(scratch) / folder.name
-    made.mkdir()
-    _write(made, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
-    with contextlib.suppress(OSError):  # Another process was first: its folder is as good.
-      made.rename(folder)
+    unfinished = pathlib.Path(scratch) / folder.name
+    unfinished.mkdir()
+    _write(unfinished, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
+    with contextlib.suppress(OSError):  # Another process has already written the same folder.
+      unfinished.rename(folder)
   return json.loads(manifest.read_text())
 
 
 def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
   """Writes text files, vocabulary and manifest."""
-  is_validation = [_hash(text) % 100 < _VALIDATION_PERCENT for text in paragraphs]
-  train = [text for text, held_out in zip(paragraphs, is_validation, strict=True) if not held_out]
-  validation = [text for text, held_out in zip(paragraphs, is_validation, strict=True) if held_out]
+  validation = [text for text in paragraphs if _hash(text) % 100 < _VALIDATION_PERCENT]
+  train = [text for text in paragraphs if _hash(text) % 100 >= _VALIDATION_PERCENT]
   per_file = -(-len(train) // _TRAIN_FILES)
   for index in range(_TRAIN_FILES):
     part = train[index * per_file : (index + 1) * per_file]

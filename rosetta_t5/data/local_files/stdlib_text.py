@@ -1,6 +1,6 @@
 """Text that every machine has: docstrings and comments of the running Python's standard library.
 
-Some 2 MB of English about code, for runs that need real text without a download.
+It is about 2 MB of English about code, for runs that need real text without a download.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ import re
 import sysconfig
 from collections.abc import Iterator
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_EXCLUDED_FOLDERS = {
+  "site-packages",
+  "dist-packages",
+  "test",
+  "tests",
+  "idle_test",
+  "__pycache__",
+}
 _MIN_CHARACTERS = 40
-# Below this share of letters and spaces a paragraph is a table, a listing or a drawing.
+# A paragraph with a smaller share of letters and spaces is a table, a listing or a drawing.
 _MIN_LETTERS = 0.8
 
 
 def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
-  """Yields the paragraphs of a folder's Python files, each once, in the files' sorted order.
+  """Yields the distinct paragraphs of a folder's Python files, in the sorted order of the files.
 
   Args:
-    root: the folder; the running Python's standard library by default. Tests and installed
-      packages in it are left out.
+    root: the folder; by default the running Python's standard library. Its tests and installed
+      packages are excluded.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib")) if root is None else root
   seen: set[str] = set()
   for path in sorted(root.rglob("*.py")):
-    if _LEFT_OUT & set(path.relative_to(root).parts):
+    if _EXCLUDED_FOLDERS & set(path.relative_to(root).parts):
       continue
     for text in _texts(path):
       for paragraph in _paragraphs(text):
@@ -37,12 +44,12 @@ def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
 
 
 def _texts(path: pathlib.Path) -> Iterator[str]:
-  """Yields a file's docstrings, then its blocks of comments; nothing of files that do not parse."""
+  """Yields a file's docstrings, then its blocks of comments. Files that do not parse yield nothing."""
   try:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
   except (SyntaxError, ValueError, OSError):
-    return  # The library holds broken files on purpose (lib2to3's data, for one).
+    return  # The library contains broken files on purpose, for example as test data of lib2to3.
   documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
   for node in ast.walk(tree):
     if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
@@ -51,25 +58,23 @@ def _texts(path: pathlib.Path) -> Iterator[str]:
 
 
 def _comment_blocks(source: str, tree: ast.Module) -> Iterator[str]:
-  """Yields runs of lines that are comments.
+  """Yields runs of comment lines.
 
-  The syntax tree tells which lines lie in strings, so that `#` begins a comment everywhere else:
-  ten times faster than the tokenizer, and equal for whole lines.
+  The syntax tree shows which lines are inside strings; on all other lines, `#` starts a comment. For
+  whole lines this gives the same result as the tokenizer, ten times faster.
   """
   in_strings: set[int] = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Constant | ast.JoinedStr):
       in_strings.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
   block: list[str] = []
-  for number, line in enumerate(source.split("\n"), start=1):
+  for number, line in enumerate([*source.split("\n"), ""], start=1):
     stripped = line.strip()
     if stripped.startswith("#") and number not in in_strings:
       block.append(stripped.lstrip("#!: "))
     elif block:
       yield "\n".join(block)
       block = []
-  if block:
-    yield "\n".join(block)
 
 
 def _paragraphs(text: str) -> Iterator[str]:

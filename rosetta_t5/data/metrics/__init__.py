@@ -1,4 +1,4 @@
-"""The metrics of T5's tasks: functions of targets and predictions, each returning {name: number}."""
+"""T5's metrics: functions of targets and predictions that return {name: number}."""
 
 from rosetta_t5.data.metrics.answers import (
   lambada,

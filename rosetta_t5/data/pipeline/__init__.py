@@ -1,1 +1,1 @@
-"""From a `DatasetConfig` to batches on the mesh."""
+"""Builds batches on the mesh from a `DatasetConfig`."""

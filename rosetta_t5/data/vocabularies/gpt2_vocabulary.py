@@ -1,16 +1,13 @@
-"""GPT-2's byte-level BPE (Radford et al. 2019) from vocab.json and merges.txt, as a vocabulary of SeqIO.
+"""GPT-2's byte-level BPE (Radford et al. 2019), read from vocab.json and merges.txt, for SeqIO.
 
-Token ids are shifted: 0 is padding, as T5's models and feature converters take for granted, so id n of
-vocab.json is n + 1 here; the end of a text is <|endoftext|>.
+Token ids are shifted by one: T5's models and feature converters use 0 for padding, so id n of vocab.json is
+n + 1 here. The end of a text is <|endoftext|>.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,111 +17,66 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 
 if TYPE_CHECKING:
   import seqio
+  import tokenizers
 
 END = "<|endoftext|>"
-# Contractions, words with the space before them, numbers, signs, spaces.
-_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-class BytePairEncoder:
-  """Text to GPT-2's tokens and back, in plain Python."""
+@functools.cache
+def load_gpt2_tokenizer(vocab_file: str, merges_file: str) -> tokenizers.Tokenizer:
+  """Returns GPT-2's tokenizer, with the ids of vocab.json.
 
-  def __init__(self, vocab_file: str, merges_file: str):
-    """Reads the two files.
+  Args:
+    vocab_file: vocab.json, a local path or a gs:// path with a local copy.
+    merges_file: merges.txt.
 
-    Raises:
-      ValueError: one is not there, or is no file of its kind.
-    """
-    import regex
+  Raises:
+    ValueError: a file does not exist or has another format.
+  """
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    self._words = regex.compile(_WORDS)
-    try:
-      self.ids: dict[str, int] = json.loads(pathlib.Path(local_path(vocab_file)).read_text("utf-8"))
-      lines = pathlib.Path(local_path(merges_file)).read_text("utf-8").splitlines()
-      merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
-      self._ranks = {(first, second): rank for rank, (first, second) in enumerate(merges)}
-      self.end_id = self.ids[END]
-    except (KeyError, ValueError, AttributeError) as error:
-      if "vocabulary file" in str(error) or "gs://" in str(error):
-        raise
-      raise ValueError(
-        f"{vocab_file} and {merges_file} are not GPT-2's vocab.json and merges.txt: {error!r}"
-      ) from error
-    self._pieces = {number: piece for piece, number in self.ids.items()}
-    self._characters = _byte_characters()
-    self._bytes = {character: byte for byte, character in self._characters.items()}
-    self._merge = functools.lru_cache(1 << 16)(self._merge_word)
-
-  def encode(self, text: str) -> list[int]:
-    """Returns GPT-2's token ids."""
-    tokens: list[int] = []
-    for word in self._words.findall(text):
-      tokens += self._merge("".join(self._characters[byte] for byte in word.encode()))
-    return tokens
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """Returns the text of GPT-2's token ids; ids that it does not have are left out."""
-    pieces = "".join(self._pieces.get(number, "") for number in ids if number != self.end_id)
-    return bytes(self._bytes[c] for c in pieces if c in self._bytes).decode(errors="replace")
-
-  def _merge_word(self, word: str) -> tuple[int, ...]:
-    """Merges the pair of the lowest rank, wherever it stands, until there is none."""
-    parts = list(word)
-    while len(parts) > 1:
-      pairs = itertools.pairwise(parts)
-      best = min(pairs, key=lambda pair: self._ranks.get(pair, len(self._ranks)))
-      if best not in self._ranks:
-        break
-      parts = _merged(parts, best)
-    return tuple(self.ids[part] for part in parts)
-
-
-def _merged(parts: Sequence[str], pair: tuple[str, str]) -> list[str]:
-  merged, place = [], 0
-  while place < len(parts):
-    is_pair = tuple(parts[place : place + 2]) == pair
-    merged.append("".join(pair) if is_pair else parts[place])
-    place += 2 if is_pair else 1
-  return merged
-
-
-def _byte_characters() -> dict[int, str]:
-  """GPT-2's visible character for each byte: itself if it is visible, else one from 256 up."""
-  visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [byte for byte in range(256) if byte not in visible]
-  shifted = {byte: chr(256 + place) for place, byte in enumerate(others)}
-  return {**{byte: chr(byte) for byte in visible}, **shifted}
+  paths = local_path(vocab_file), local_path(merges_file)
+  message = f"{vocab_file} and {merges_file} are not GPT-2's vocab.json and merges.txt"
+  try:
+    tokenizer = Tokenizer(models.BPE.from_file(*paths))
+  except Exception as error:  # tokenizers raises no narrower type
+    raise ValueError(f"{message}: {error}") from error
+  if tokenizer.token_to_id(END) is None:
+    raise ValueError(f"{message}: there is no token {END}")
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  return tokenizer
 
 
 def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> seqio.Vocabulary:
   """Returns GPT-2's vocabulary; for gin: `VOCABULARY = @data.gpt2_vocabulary()`.
 
   Args:
-    vocab_file: vocab.json, a path of this machine or a gs:// path that has a copy here.
+    vocab_file: vocab.json, a local path or a gs:// path with a local copy.
     merges_file: merges.txt.
-    extra_ids: sentinels for span corruption, the last ids.
+    extra_ids: the number of sentinels for span corruption, which are the last ids.
   """
-  return _class()(vocab_file, merges_file, extra_ids)
+  return _vocabulary_class()(vocab_file, merges_file, extra_ids)
 
 
 @functools.cache
-def _class() -> Any:
+def _vocabulary_class() -> Any:
   seqio: Any = import_seqio()
 
   class Gpt2Vocabulary(seqio.Vocabulary):
-    """The encoder, each id one higher, for padding."""
+    """GPT-2's tokens with every id one higher, to leave 0 for padding."""
 
     def __init__(self, vocab_file: str, merges_file: str, extra_ids: int = 0):
       self._files = (vocab_file, merges_file)
       super().__init__(extra_ids=extra_ids)
 
     @property
-    def _encoder(self) -> BytePairEncoder:
-      return _load(*self._files)
+    def tokenizer(self) -> tokenizers.Tokenizer:
+      return load_gpt2_tokenizer(*self._files)
 
     @property
     def eos_id(self) -> int:
-      return self._encoder.end_id + 1
+      return self.tokenizer.token_to_id(END) + 1
 
     @property
     def unk_id(self) -> int | None:
@@ -132,13 +84,13 @@ def _class() -> Any:
 
     @property
     def _base_vocab_size(self) -> int:
-      return max(self._encoder.ids.values()) + 2
+      return max(self.tokenizer.get_vocab().values()) + 2
 
     def _encode(self, s: str) -> list[int]:
-      return [token + 1 for token in self._encoder.encode(s)]
+      return [token + 1 for token in self.tokenizer.encode(s).ids]
 
     def _decode(self, ids: Iterable[int]) -> str:
-      return self._encoder.decode(int(number) - 1 for number in ids)
+      return self.tokenizer.decode([int(id) - 1 for id in ids if id > 0 and id != self.eos_id])
 
     def _encode_tf(self, s: Any) -> Any:
       tf = import_tensorflow()
@@ -161,21 +113,12 @@ def _class() -> Any:
       return (
         isinstance(other, Gpt2Vocabulary)
         and self.extra_ids == other.extra_ids
-        and (self._files == other._files or self._content == other._content)
+        and (self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str())
       )
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def _content(self) -> Any:
-      return self._encoder.ids, self._encoder._ranks
 
     def __reduce__(self) -> Any:
       return gpt2_vocabulary, (*self._files, self.extra_ids)
 
   return Gpt2Vocabulary
-
-
-@functools.cache
-def _load(vocab_file: str, merges_file: str) -> BytePairEncoder:
-  return BytePairEncoder(vocab_file, merges_file)

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
   """Returns a serialized unigram model of `vocab_size` pieces: 0 padding, 1 end, 2 unknown.
 
-  The same lines give the same model. Extra ids (sentinels) come on top, when it is loaded.
+  The same lines give the same model. Extra ids (sentinels) are added when the model is loaded.
 
   Raises:
-    ValueError: the text is too small for so many pieces.
+    ValueError: the text is too small for this number of pieces.
   """
   import sentencepiece
 
@@ -27,13 +27,13 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
       eos_id=1,
       unk_id=2,
       bos_id=-1,
-      num_threads=2,  # Fixed: the sums of each thread decide ties.
+      num_threads=2,  # The number must be fixed, because the sums of each thread decide ties.
       minloglevel=2,
     )
   except RuntimeError as error:
-    reason = str(error).rpartition("] ")[2]  # without the place in SentencePiece's source
+    reason = str(error).rpartition("] ")[2]  # without the position in SentencePiece's source
     raise ValueError(
       f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text: {reason} "
-      "Take more text or a smaller vocab_size."
+      "Use more text or a smaller vocab_size."
     ) from error
   return model.getvalue()

@@ -1,4 +1,4 @@
-"""The vocabularies of task and model: which they are, and whether they agree."""
+"""The vocabularies of a task, and whether they match the model's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabulary]:
   """Returns the vocabularies of a task's inputs and targets.
 
-  A task without both of these features has one vocabulary, that of its other features; those that
-  pass tokens through count only where there is no other.
+  A task without both of these features has one vocabulary, which all of its features share. Features
+  that pass tokens through are ignored if there are others.
 
   Raises:
-    ValueError: the task has no vocabulary, or several and not for "inputs" and "targets".
+    ValueError: the task has no vocabulary, or several but no "inputs" and "targets".
   """
   seqio = import_seqio()
   features = find_task_or_mixture(cfg).output_features
@@ -34,47 +34,39 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
   first, *others = found.values()
   if not all(same_vocabulary(first, other) for other in others):
     raise ValueError(
-      f"The features {sorted(found)} of the task '{cfg.name}' have different vocabularies, and are "
-      "not 'inputs' and 'targets': which of them is the model's cannot be told."
+      f"The features {sorted(found)} of the task '{cfg.name}' must have the same vocabulary, or be "
+      "named 'inputs' and 'targets', so that the model's vocabulary is unambiguous."
     )
   return first, first
 
 
 def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
-  """Whether two vocabularies give the same ids. SentencePiece models are compared by content."""
+  """Returns whether two vocabularies give the same ids. SentencePiece models are compared by content."""
   if a == b:
     return True
   seqio = import_seqio()
   if not all(isinstance(v, seqio.SentencePieceVocabulary) for v in (a, b)):
     return False
-  # The loaded model holds its extra ids and normalizer overrides: its bytes are all that counts.
-  return a.sp_model == b.sp_model or _same_pieces(a.tokenizer, b.tokenizer)
+  # The bytes of a loaded model include its extra ids and its normalizer.
+  return a.sp_model == b.sp_model or _pieces(a.tokenizer) == _pieces(b.tokenizer)
 
 
-def _same_pieces(a: Any, b: Any) -> bool:
-  """Whether two models differ in notes alone: T5's exists with its sentinels and without them.
-
-  Sentinels count by their number, since none of them stands in a text.
-  """
-  size = a.get_piece_size()
-  if size != b.get_piece_size():
-    return False
-  numbers = list(range(size))
-  return [_piece(a, n) for n in numbers] == [_piece(b, n) for n in numbers]
-
-
-def _piece(tokenizer: Any, number: int) -> tuple[str, float]:
-  piece = tokenizer.id_to_piece(number)
-  is_sentinel = piece.removeprefix("▁").startswith("<extra_id_")
-  return ("", 0.0) if is_sentinel else (piece, tokenizer.get_score(number))
+def _pieces(tokenizer: Any) -> list[tuple[str, float]]:
+  """Returns the pieces and scores of a model, with all sentinels alike because no text has them."""
+  numbers = range(tokenizer.get_piece_size())
+  pieces = [(tokenizer.id_to_piece(n), tokenizer.get_score(n)) for n in numbers]
+  return [
+    ("", 0.0) if piece.removeprefix("▁").startswith("<extra_id_") else (piece, score)
+    for piece, score in pieces
+  ]
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
-  """Checks that the model reads and writes the tokens of the task.
+  """Checks that the model's vocabularies are those of the task.
 
   Raises:
-    ValueError: task and model have different vocabularies, or the model's embedding table has
-      fewer rows than the vocabulary has tokens.
+    ValueError: the vocabularies differ, or the model's embedding table has fewer rows than the
+      vocabulary has tokens.
   """
   vocabularies = get_vocabulary(cfg)
   for side, of_task, of_model in zip(
@@ -93,7 +85,7 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
 
 
 def _check_embedding_rows(cfg: DatasetConfig, model: Any, needed: int) -> None:
-  config = getattr(getattr(model, "module", None), "config", None)
+  config = model.network_config
   rows = getattr(config, "vocab_size", None)
   if rows is None or rows >= needed:
     return
@@ -106,23 +98,23 @@ def _check_embedding_rows(cfg: DatasetConfig, model: Any, needed: int) -> None:
 
 
 def _describe(vocabulary: seqio.Vocabulary) -> str:
-  """One line on a vocabulary that cannot fail: `str` of some loads a file that may be missing."""
+  """Describes a vocabulary in one line. `str` of some vocabularies loads a file that may be missing."""
   path = getattr(vocabulary, "sentencepiece_model_file", None)
   size = f"{vocabulary.vocab_size} tokens, {vocabulary.extra_ids} of them extra ids"
   return f"{type(vocabulary).__name__}({f'{path}: ' if path else ''}{size})"
 
 
 def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 128) -> int:
-  """Returns the vocabulary's size rounded up, for an embedding table that divides evenly."""
+  """Returns the vocabulary's size rounded up to a multiple of `divisor`, for an embedding table."""
   size = vocabulary.vocab_size
   return size + -size % divisor
 
 
 def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:
-  """Returns tokens as text up to the first end of sequence: bytes, or an array of them.
+  """Decodes tokens up to the first end token. Returns bytes, or an array of them for several rows.
 
-  By TensorFlow, as T5X's files of predictions are written: a vocabulary's own `decode` may write
-  what stands for no character otherwise.
+  TensorFlow decodes, as it did for T5X's prediction files: a vocabulary's own `decode` may write
+  invalid characters in another way.
 
   Args:
     vocabulary: a SeqIO vocabulary.

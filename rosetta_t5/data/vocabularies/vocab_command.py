@@ -1,4 +1,4 @@
-"""`rosetta-t5 vocab`: train a SentencePiece vocabulary on files, or look at one."""
+"""`rosetta-t5 vocab`: trains a SentencePiece vocabulary on files, or shows what one does to a text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
-_LONGEST_LINE = 4000  # characters; SentencePiece leaves longer ones out (4192 bytes)
+_MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the verb."""
+  """Runs the command."""
   parser = argparse.ArgumentParser("rosetta-t5 vocab", description=__doc__)
   verbs = parser.add_subparsers(dest="verb", required=True)
   train = verbs.add_parser("train", help="train a vocabulary with T5's special ids")
   train.add_argument("--input", nargs="+", required=True, metavar="GLOB")
-  train.add_argument("--size", type=int, default=32000, help="pieces; sentinels come on top")
+  train.add_argument("--size", type=int, default=32000, help="pieces, without the sentinels")
   train.add_argument("--out", required=True, help="the file to write, such as vocabulary.model")
   train.add_argument("--text", "--text-key", default="text", help="column or template")
-  train.add_argument("--max-characters", type=int, default=200_000_000, help="a sample of the text")
-  show = verbs.add_parser("show", help="show what a vocabulary makes of a text")
+  train.add_argument("--max-characters", type=int, default=200_000_000, help="size of the sample")
+  show = verbs.add_parser("show", help="show the pieces and ids of a text")
   show.add_argument("model")
   show.add_argument("text", nargs="?", default="The quick brown fox, déjà vu: 3.14 ≈ π.")
   arguments = parser.parse_args(argv)
@@ -38,17 +38,14 @@ def _train(arguments: argparse.Namespace) -> int:
   files = find_files(arguments.input)
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
   model = train_sentencepiece(lines, arguments.size)
-  out = pathlib.Path(arguments.out)
+  out = pathlib.Path(arguments.out).absolute()
   out.parent.mkdir(parents=True, exist_ok=True)
   out.write_bytes(model)
-  print(f"{out}: {arguments.size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
+  size = arguments.size
+  print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
   print(f"sha256 {hashlib.sha256(model).hexdigest()}")
-  print(
-    f"In a gin file: seqio.SentencePieceVocabulary.sentencepiece_model_file = '{out.absolute()}'"
-  )
-  print(
-    f"               seqio.SentencePieceVocabulary.extra_ids = 100   # {arguments.size + 100} ids"
-  )
+  print(f"In a gin file: seqio.SentencePieceVocabulary.sentencepiece_model_file = '{out}'")
+  print(f"               seqio.SentencePieceVocabulary.extra_ids = 100   # {size + 100} ids")
   return 0
 
 
@@ -57,30 +54,29 @@ def _show(arguments: argparse.Namespace) -> int:
 
   path = local_path(arguments.model)
   tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-  pieces = tokenizer.encode(arguments.text, out_type=str)
+  ids = tokenizer.encode(arguments.text)
   digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
   print(f"{path}: {tokenizer.get_piece_size()} pieces, sha256 {digest}")
   print(f"padding {tokenizer.pad_id()}, end {tokenizer.eos_id()}, unknown {tokenizer.unk_id()}")
-  print(" ".join(pieces))
-  print(" ".join(map(str, tokenizer.encode(arguments.text))))
-  print(tokenizer.decode(tokenizer.encode(arguments.text)))
+  print(" ".join(tokenizer.encode(arguments.text, out_type=str)))
+  print(" ".join(map(str, ids)))
+  print(tokenizer.decode(ids))
   return 0
 
 
 def sample_lines(
   files: Sequence[str], text: str, max_characters: int, bad_examples: BadExamples | None = None
 ) -> Iterator[str]:
-  """Yields lines of the files' texts, about `max_characters` in all, evenly from all files.
+  """Yields lines of the files' texts, about `max_characters` in total and an equal share of each file.
 
   The same files give the same lines.
   """
-  share = max_characters // len(files)
   reader = BlockReader(make_converter({"text": text}), Layout(), bad_examples=bad_examples)
   for path in random.Random(0).sample(list(files), len(files)):
-    left = share
+    remaining = max_characters // len(files)
     for example in reader.examples(path):
       for line in filter(str.strip, example["text"].splitlines()):
-        yield from (line[n : n + _LONGEST_LINE] for n in range(0, len(line), _LONGEST_LINE))
-        left -= len(line)
-      if left <= 0:
+        yield from (line[n : n + _MAX_LINE_LENGTH] for n in range(0, len(line), _MAX_LINE_LENGTH))
+        remaining -= len(line)
+      if remaining <= 0:
         break

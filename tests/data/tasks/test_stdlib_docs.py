@@ -47,6 +47,7 @@ def test_text_and_vocabulary_are_made_when_the_task_is_first_read(
 def test_the_vocabulary_of_a_recipe_is_the_tasks(stdlib_docs: Any, folder: pathlib.Path) -> None:
   class Model:
     input_vocabulary = output_vocabulary = stdlib_docs.vocabulary(folder)
+    network_config = None
 
   cfg = DatasetConfig(TASK, {"inputs": 32, "targets": 16}, "train", 4, shuffle=True, seed=0)
   verify_matching_vocabs(cfg, Model())
