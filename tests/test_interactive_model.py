@@ -160,7 +160,7 @@ def test_examples_of_another_kind_are_told(model):
   tokenize = default_preprocessors()[:1]
   with pytest.raises(ValueError, match=r"an example must be a text or .* one with \['inputs'\]"):
     model.score([{"inputs": "x"}])
-  with pytest.raises(ValueError, match="the feature 'inputs' is string of rank 0, and not int32"):
+  with pytest.raises(ValueError, match="'inputs' as int32 of rank 1, got string of rank 0"):
     get_dataset_from_natural_text_examples(EXAMPLES, [], LENGTHS, model.features)
   long = [{"input": "x" * 99, "target": ""}]
   (cut,) = get_dataset_from_natural_text_examples(long, tokenize, LENGTHS, model.features)

@@ -12,7 +12,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import (
 )
 
 
-def test_importing_the_data_room_imports_no_tensorflow() -> None:
+def test_importing_the_data_package_imports_no_tensorflow() -> None:
   code = "import rosetta_t5.data, sys; print({'tensorflow', 'seqio', 'gin'} & set(sys.modules))"
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert result.stdout.strip() == "set()"

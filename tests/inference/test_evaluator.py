@@ -152,7 +152,7 @@ def test_tasks_without_metrics_are_left_out(task):
 @pytest.mark.parametrize(
   ("fields", "text"),
   [
-    ({"pack": True}, "pack = True for the task 'pairs_with_metrics'.*set infer_eval/utils"),
+    ({"pack": True}, "infer_eval/utils.DatasetConfig.pack must be False.*'pairs_with_metrics'"),
     ({"split": "testing"}, "no split 'testing'; it has 'test', 'train', 'validation'"),
     ({"batch_size": 6}, "batch size 6 cannot be split over the 8 devices"),
     ({"use_cached": True}, "no offline cache, but USE_CACHED_TASKS = True"),

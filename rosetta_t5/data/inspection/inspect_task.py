@@ -189,7 +189,7 @@ def _marker(token: int, vocabulary: Any) -> str | None:
   """Returns how a sentinel or an end token is shown, or None for a token of text."""
   if token == vocabulary.eos_id:
     return "⟨end⟩"
-  tokenizer = getattr(vocabulary, "tokenizer", None)
+  tokenizer: Any = getattr(vocabulary, "tokenizer", None)
   is_sentinel = token >= vocabulary.vocab_size - vocabulary.extra_ids
   if not is_sentinel and hasattr(tokenizer, "id_to_piece"):
     is_sentinel = "extra_id_" in tokenizer.id_to_piece(token)

@@ -118,7 +118,6 @@ def random_spans_helper(
 def select_random_chunk(
   dataset: tf.data.Dataset,
   max_length: int,
-  feature_key: str = "targets",
   passthrough_feature_keys: Sequence[str] = (),
 ) -> tf.data.Dataset:
   """Keeps one random chunk of each document that is longer than `max_length` tokens."""
@@ -126,35 +125,31 @@ def select_random_chunk(
 
   @seqio.map_over_dataset(num_seeds=1)
   def chunk(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
-    tokens = example[feature_key]
+    tokens = example["targets"]
     chunks = -(-tf.size(tokens) // max_length)
     _, seed = tf.unstack(tf.random.split(seed))
     which = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
     kept = {key: example[key] for key in passthrough_feature_keys}
-    return {feature_key: tokens[which * max_length :][:max_length], **kept}
+    return {"targets": tokens[which * max_length :][:max_length], **kept}
 
-  return chunk(_drop_empty(dataset, feature_key))
+  return chunk(_drop_empty(dataset))
 
 
-def reduce_concat_tokens(
-  dataset: tf.data.Dataset, feature_key: str = "targets", batch_size: int = 128, **_: Any
-) -> tf.data.Dataset:
+def reduce_concat_tokens(dataset: tf.data.Dataset, batch_size: int = 128) -> tf.data.Dataset:
   """Joins every `batch_size` documents into one, so that few short segments remain after cutting."""
   tf = import_tensorflow()
 
   def join(tokens: Any) -> dict[str, Any]:
-    return {feature_key: tf.boolean_mask(tokens, tokens != 0)}
+    return {"targets": tf.boolean_mask(tokens, tokens != 0)}
 
-  tokens = dataset.map(lambda example: example[feature_key], num_parallel_calls=tf.data.AUTOTUNE)
+  tokens = dataset.map(lambda example: example["targets"], num_parallel_calls=tf.data.AUTOTUNE)
   return tokens.padded_batch(batch_size, [None]).map(join, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def split_tokens(
   dataset: tf.data.Dataset,
   max_tokens_per_segment: int,
-  feature_key: str = "targets",
   passthrough_feature_keys: Sequence[str] = (),
-  **_: Any,
 ) -> tf.data.Dataset:
   """Cuts each document into segments of `max_tokens_per_segment` tokens; the last may be shorter."""
   tf, seqio = import_tensorflow(), import_seqio()
@@ -164,16 +159,16 @@ def split_tokens(
     del (
       seed
     )  # T5 draws a seed here without using it. Skipping the draw would change the masks' seeds.
-    return example, tf.range(0, tf.size(example[feature_key]), max_tokens_per_segment)
+    return example, tf.range(0, tf.size(example["targets"]), max_tokens_per_segment)
 
   def segments(example: Mapping[str, Any], starts: Any) -> Any:
     def cut(start: Any) -> dict[str, Any]:
       kept = {key: example[key] for key in passthrough_feature_keys}
-      return {feature_key: example[feature_key][start:][:max_tokens_per_segment], **kept}
+      return {"targets": example["targets"][start:][:max_tokens_per_segment], **kept}
 
     return tf.data.Dataset.from_tensor_slices(starts).map(cut)
 
-  return starts(_drop_empty(dataset, feature_key)).flat_map(segments)
+  return starts(_drop_empty(dataset)).flat_map(segments)
 
 
 def denoise(
@@ -259,5 +254,5 @@ def noise_span_to_unique_sentinel(tokens: Any, noise_mask: Any, vocabulary: Any)
   return tf.boolean_mask(tf.where(is_first, sentinels, tokens), ~(noise_mask & before))
 
 
-def _drop_empty(dataset: tf.data.Dataset, feature_key: str) -> tf.data.Dataset:
-  return dataset.filter(lambda example: import_tensorflow().size(example[feature_key]) > 0)
+def _drop_empty(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  return dataset.filter(lambda example: import_tensorflow().size(example["targets"]) > 0)

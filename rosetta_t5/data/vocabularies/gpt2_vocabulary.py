@@ -76,7 +76,7 @@ def _vocabulary_class() -> Any:
 
     @property
     def eos_id(self) -> int:
-      return self.tokenizer.token_to_id(END) + 1
+      return self.tokenizer.get_vocab()[END] + 1
 
     @property
     def unk_id(self) -> int | None:
