@@ -11,7 +11,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 
-_EXCLUDED_FOLDERS = {*("test", "tests", "idle_test"), *("site-packages", "dist-packages")}
+_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _MIN_CHARACTERS = 40
 # A paragraph with a smaller share of letters and spaces is a table, a listing or a drawing.
 _MIN_LETTERS = 0.8

@@ -116,9 +116,7 @@ def random_spans_helper(
 
 
 def select_random_chunk(
-  dataset: tf.data.Dataset,
-  max_length: int,
-  passthrough_feature_keys: Sequence[str] = (),
+  dataset: tf.data.Dataset, max_length: int, passthrough_feature_keys: Sequence[str] = ()
 ) -> tf.data.Dataset:
   """Keeps one random chunk of each document that is longer than `max_length` tokens."""
   tf, seqio = import_tensorflow(), import_seqio()

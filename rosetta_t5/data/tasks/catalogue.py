@@ -35,7 +35,6 @@ TASKS: Mapping[str, TaskSpec] = {**pretraining.TASKS, **glue.TASKS, **supervised
 PILE_AND_GLUE = tuple(n for n in TASKS if n.startswith("the_pile") or n.endswith("_v2"))
 
 _registered_here: dict[str, seqio.Task] = {}
-_with_own_vocabulary: list[tuple[str, seqio.Vocabulary, str]] = []
 
 
 def registered_names() -> set[str]:
@@ -75,14 +74,14 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
     raise ValueError(
       f"data.known_task.name must be one of {', '.join(sorted(TASKS))}, got {name!r}{hint}"
     )
-  same_task = [entry for entry in _with_own_vocabulary if entry[0] == name]
-  for _, registered_vocabulary, new_name in same_task:
-    if registered_vocabulary == vocabulary:
+  registry = import_seqio().TaskRegistry
+  new_name, number = f"{name}_own_vocabulary", 1
+  while new_name in registry.names():
+    if registry.get(new_name).output_features["targets"].vocabulary == vocabulary:
       return new_name
-  new_name = f"{name}_own_vocabulary" + (f"_{len(same_task) + 1}" if same_task else "")
-  task = _make_task(new_name, name, vocabulary)
-  import_seqio().TaskRegistry.add_provider(new_name, task)
-  _with_own_vocabulary.append((name, vocabulary, new_name))
+    number += 1
+    new_name = f"{name}_own_vocabulary_{number}"
+  registry.add_provider(new_name, _make_task(new_name, name, vocabulary))
   return new_name
 
 

@@ -28,18 +28,11 @@ _C4_FILES = _text_files(
 _WIKITEXT_FILES = _text_files(
   "wikitext",
   train=("wiki.train.tokens", "wiki.train.raw", "**/train*.parquet", "train*.txt"),
-  validation=(
-    "wiki.valid.tokens",
-    "wiki.valid.raw",
-    "**/validation*.parquet",
-    "validation*.txt",
-  ),
+  validation=("wiki.valid.tokens", "wiki.valid.raw", "**/validation*.parquet", "validation*.txt"),
   test=("wiki.test.tokens", "wiki.test.raw", "**/test*.parquet", "test*.txt"),
 )
 _LAMBADA_FILES = _text_files(
-  "lambada",
-  test=("lambada_test*.jsonl*", "test*.jsonl*"),
-  validation=("*validation*.jsonl*",),
+  "lambada", test=("lambada_test*.jsonl*", "test*.jsonl*"), validation=("*validation*.jsonl*",)
 )
 
 _PILE_HINT = (
