@@ -89,9 +89,10 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.
   """Returns the known task `name` as a SeqIO task called `new_name`."""
   seqio = import_seqio()
   spec = TASKS[name]
-  features = {"targets": seqio.Feature(vocabulary, add_eos=spec.add_eos)}
-  if spec.objective != "causal_lm":
+  features = {}
+  if spec.objective != "causal_lm":  # Decoder-only models have no inputs.
     features["inputs"] = seqio.Feature(vocabulary, add_eos=spec.add_eos, required=False)
+  features["targets"] = seqio.Feature(vocabulary, add_eos=spec.add_eos)
   return seqio.Task(
     new_name,
     source=make_source(name, spec),
