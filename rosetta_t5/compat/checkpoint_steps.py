@@ -1,27 +1,24 @@
-"""T5X's functions that find the next step to save at; runs use `hooks` for that."""
+"""T5X's functions that find the next step to save a checkpoint; runs use `training.hooks`."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 
 def find_first_checkpoint_step(
   checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int, host_step: int
 ) -> int:
-  """Returns the index of the first of `checkpoint_steps` that is still to come.
+  """Returns the index of the first of `checkpoint_steps` after the current step.
 
   Args:
-    checkpoint_steps_index: where to begin to look.
-    checkpoint_steps: steps to save at, in ascending order.
-    first_step: the step that the run began with.
-    host_step: the step that the run is at.
+    checkpoint_steps_index: the index at which the search starts.
+    checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
+    first_step: the first step of the run.
+    host_step: the current step.
   """
-  done = max(first_step, host_step)
-  while checkpoint_steps_index < len(checkpoint_steps):
-    if checkpoint_steps[checkpoint_steps_index] > done:
-      break
-    checkpoint_steps_index += 1
-  return checkpoint_steps_index
+  current_step = max(first_step, host_step)
+  return max(checkpoint_steps_index, bisect.bisect_right(checkpoint_steps, current_step))
 
 
 def find_next_checkpoint_step(
@@ -34,17 +31,17 @@ def find_next_checkpoint_step(
   checkpoint_period: int | None,
   first_step: int,
 ) -> tuple[int, bool, int]:
-  """Returns how many steps to make next, whether a checkpoint follows, and the new index.
+  """Returns the number of steps until the next save, whether to save then, and the new index.
 
   Args:
-    checkpoint_steps_index: which of `checkpoint_steps` comes next.
-    inner_num_steps: the steps that would be made if nothing is to be saved between.
-    is_checkpoint_step: whether a checkpoint follows those.
-    host_step: the step that the run is at.
-    checkpoint_steps: steps to save at, in ascending order.
-    epoch_end_step: no stretch goes beyond it.
-    checkpoint_period: save at each multiple too; None for no multiples.
-    first_step: the step that the run began with.
+    checkpoint_steps_index: the index of the next of `checkpoint_steps`.
+    inner_num_steps: the number of steps if no checkpoint is due before.
+    is_checkpoint_step: whether a checkpoint is due after those steps.
+    host_step: the current step.
+    checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
+    epoch_end_step: the last step of the epoch, which limits the number of steps.
+    checkpoint_period: a checkpoint is also due at each multiple of it; None for never.
+    first_step: the first step of the run.
   """
   stop = min(host_step + inner_num_steps, epoch_end_step)
   index = find_first_checkpoint_step(
@@ -56,5 +53,5 @@ def find_next_checkpoint_step(
   due = min([step for step in candidates if step <= stop], default=None)
   if due is None:
     return stop - host_step, is_checkpoint_step, index
-  taken = index < len(checkpoint_steps) and checkpoint_steps[index] == due
-  return due - host_step, True, index + int(taken)
+  is_listed = due in checkpoint_steps[index : index + 1]
+  return due - host_step, True, index + int(is_listed)

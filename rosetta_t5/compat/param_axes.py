@@ -1,4 +1,4 @@
-"""Parameters by their names: flat, and their logical axes by pattern (T5X's functions)."""
+"""T5X's functions that flatten parameter dicts and override logical axes by name pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax.linen.partitioning import AxisMetadata
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a nested dict flat, its keys joined by slashes."""
+  """Flattens a nested dict; keys are joined by slashes."""
   return traverse_util.flatten_dict(unfreeze(dict(x)), sep="/")
 
 
@@ -23,18 +23,19 @@ def override_params_axes_names(
   """Returns a module's variables with other logical axis names for some parameters.
 
   Args:
-    model_variables: what `module.init` returned, with `params` and `params_axes`.
-    params_axes_names_override: (pattern, axis names); the first whose pattern matches a parameter's
-      whole name, such as "encoder/layers_.*/mlp/wi/kernel", decides.
+    model_variables: the result of `module.init`, with `params` and `params_axes`.
+    params_axes_names_override: (pattern, axis names) pairs; the first pattern that matches a
+      parameter's whole name, such as "encoder/layers_.*/mlp/wi/kernel", applies.
 
   Raises:
-    ValueError: the variables have no `params_axes`, or a parameter has another rank than the names.
+    ValueError: the variables have no `params_axes`, or the number of names is not the parameter's
+      rank.
   """
   variables = unfreeze(dict(model_variables))
   if "params_axes" not in variables:
     raise ValueError(
-      "override_params_axes_names was given variables without 'params_axes': the module makes its "
-      "parameters without flax.linen.partitioning.param_with_axes"
+      "override_params_axes_names needs variables with 'params_axes': the module must create its "
+      "parameters with flax.linen.partitioning.param_with_axes"
     )
   axes = flatten_dict_string_keys(variables["params_axes"])
   for name, param in flatten_dict_string_keys(variables["params"]).items():
@@ -49,6 +50,6 @@ def override_params_axes_names(
 def _check_rank(name: str, shape: tuple[int, ...], pattern: str, names: Sequence[str]) -> None:
   if len(shape) != len(names):
     raise ValueError(
-      f"params_axes_names_override gives {name}, of shape {tuple(shape)}, the {len(names)} axes "
-      f"{tuple(names)} (by the pattern {pattern!r}): give it {len(shape)}"
+      f"params_axes_names_override must have {len(shape)} axis names for {name} of shape "
+      f"{tuple(shape)}, got {tuple(names)} (from the pattern {pattern!r})"
     )

@@ -1,7 +1,7 @@
-"""The parts of a step under T5X's names and arguments, for trainers of one's own.
+"""The parts of a train step with T5X's names and arguments, for custom trainers.
 
-A subclass of `BaseTrainer` makes its `_partitioned_train_step` of these. `Trainer` itself takes
-`step.train_step`, which does the same in one function.
+A subclass of `BaseTrainer` builds its `_partitioned_train_step` from them. `Trainer` itself uses
+`training.step.train_step`, which does the same in one function.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _OVER_DATA = PartitionSpec("data")
 
 
 class PreemptionError(Exception):
-  """The run is about to be ended from outside (T5X)."""
+  """The run is about to be preempted (T5X)."""
 
 
 class WeightMetricsComputer:
-  """Measures weights, gradients and updates, one number a parameter (T5X)."""
+  """Measures weights, gradients and updates with one number per parameter (T5X)."""
 
   def compute_metrics(
     self, gradients: PyTree, old_train_state: TrainState, new_train_state: TrainState
   ) -> Metrics:
-    """Returns the metrics of one update.
+    """Returns the metrics of one step.
 
-    `weight_rms`, `weight_max`, `weight_gradient_rms`, `weight_update_rms` and
-    `weight_update_divided_by_weight_rms`, each followed by `/` and the parameter's name; and
-    `weight_gradient_norm`, over all gradients.
+    They are `weight_rms`, `weight_max`, `weight_gradient_rms`, `weight_update_rms` and
+    `weight_update_divided_by_weight_rms`, each followed by `/` and the parameter's name, and
+    `weight_gradient_norm` over all gradients.
     """
     old, new = old_train_state.params, new_train_state.params
     update = jax.tree.map(jnp.subtract, new, old)
@@ -71,12 +71,12 @@ def accumulate_grads_microbatched(
   """Returns the gradients of a batch, its metrics, and new mutable collections or None (T5X).
 
   Args:
-    model: its `loss_fn` is differentiated.
-    train_state: parameters and mutable collections.
+    model: the model, whose `loss_fn` is differentiated.
+    train_state: the state with parameters and mutable collections.
     batch: arrays whose first dimension is the batch.
-    dropout_rng: this step's key.
-    num_microbatches: parts the batch is worked through in; None for the whole at once.
-    data_partition_spec: not read: microbatches are split as the logical axis `batch` is.
+    dropout_rng: the random key of this step.
+    num_microbatches: the number of parts that the batch is split into; None for no split.
+    data_partition_spec: ignored; microbatches are sharded like the logical axis `batch`.
   """
   del data_partition_spec
   grads, _, metrics, mutables = accumulate_gradients(
@@ -93,15 +93,15 @@ def apply_grads(
   weight_metrics_computer: WeightMetricsComputer | None,
   other_state_variables: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, Metrics]:
-  """Returns the state after one update, and the metrics with those of the update added (T5X).
+  """Returns the state after one optimizer step, and the metrics with those of the step (T5X).
 
   Args:
-    train_state: what the update starts from.
+    train_state: the state before the step.
     grad_accum: the gradients.
-    metrics: the batch's metrics.
-    learning_rate: of this update.
-    weight_metrics_computer: gives more metrics; None for none.
-    other_state_variables: further arguments of `train_state.apply_gradient`, `flax_mutables` say.
+    metrics: the metrics of the batch.
+    learning_rate: the learning rate of this step.
+    weight_metrics_computer: computes additional metrics; None for none.
+    other_state_variables: other arguments of `train_state.apply_gradient`, such as `flax_mutables`.
   """
   new_state = train_state.apply_gradient(
     grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
@@ -127,7 +127,7 @@ def train_with_lr(
   weight_metrics_computer: WeightMetricsComputer | None = None,
   data_partition_spec: PartitionSpec = _OVER_DATA,
 ) -> tuple[TrainState, Metrics]:
-  """Returns the state after one update on a batch, and the metrics (T5X); see the functions above."""
+  """Returns the state after one step on a batch, and its metrics (T5X); see the functions above."""
   grads, metrics, mutables = accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec
   )

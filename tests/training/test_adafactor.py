@@ -100,7 +100,7 @@ def test_updates_follow_the_definition(setting):
     np.testing.assert_allclose(got[name], want, rtol=2e-5, atol=1e-8, err_msg=name)
 
 
-def test_the_larger_dimension_is_the_column():
+def test_larger_dimension_is_the_column():
   # Rows are the smaller dimension whichever comes first, so a transposed problem is the same problem.
   params, grads = normal(40, 24), [normal(40, 24) for _ in range(3)]
   tall, tall_state = run(Adafactor(min_dim_size_to_factor=16), params, grads)
@@ -109,7 +109,7 @@ def test_the_larger_dimension_is_the_column():
   assert tall_state.param_states.v_row.shape == wide_state.param_states.v_row.shape == (24,)
 
 
-def test_stacked_parameters_are_updated_as_if_each_stood_alone():
+def test_stacked_parameters_are_updated_like_separate_parameters():
   axes = {"w": P("embed", "layers", "mlp"), "scale": P("layers", "embed")}
   scales = np.array([1.0, 10.0, 0.1], np.float32)  # so that averages over the stack would show
   params = {"w": normal(20, 3, 32) * scales[:, None], "scale": normal(3, 20) * scales[:, None]}
@@ -132,7 +132,7 @@ def test_stacked_parameters_are_updated_as_if_each_stood_alone():
   assert state.param_states["scale"].v.shape == (3, 20)
 
 
-def test_several_column_dimensions_are_one():
+def test_several_column_dimensions_are_treated_as_one():
   # [embed, heads, kv] by its rules is [embed, joined_kv] by its.
   params, grads = normal(20, 4, 8), [normal(20, 4, 8) for _ in range(3)]
   rules = standard_logical_factor_rules()
@@ -150,7 +150,7 @@ def test_several_column_dimensions_are_one():
   assert state.param_states["q"].v_col.shape == (4, 8)
 
 
-def test_step_offset_starts_the_averages_afresh():
+def test_step_offset_restarts_the_averages():
   optimizer = Adafactor(LEARNING_RATE, step_offset=1000).create(normal(4))
   old = optimizer.state.replace(step=jnp.int32(1000), param_states=optimizer.state.param_states)
   old = old.replace(param_states=old.param_states.replace(v=jnp.full(4, 9.0)))
@@ -176,19 +176,19 @@ def test_global_norm_clipping_scales_all_gradients_together():
   np.testing.assert_allclose(kept.param_states["a"].v, grads["a"] ** 2, rtol=1e-5)
 
 
-def test_no_gradient_at_all_leaves_the_parameters_and_makes_no_nan():
+def test_zero_gradients_keep_the_parameters_and_produce_no_nan():
   params = {"a": normal(4)}
   got, _ = run(Adafactor(global_norm_clip_threshold=1.0), params, [{"a": np.zeros(4, np.float32)}])
   np.testing.assert_array_equal(got["a"], params["a"])
 
 
-def test_the_scale_of_a_parameter_can_be_bounded():
+def test_parameter_scale_can_be_limited():
   big = np.full(4, 100.0, np.float32)
   got, _ = run(Adafactor(max_parameter_scale=2.0), big, [np.ones(4, np.float32)])
   np.testing.assert_allclose(big - got, 2.0 * LEARNING_RATE, rtol=1e-4)
 
 
-def test_relative_steps_can_be_chosen_by_parameter():
+def test_parameter_scaling_can_be_chosen_by_parameter():
   relative = HParamMap([("kernel$", True), (".*", False)])
   params = {"kernel": np.full(4, 10.0, np.float32), "bias": np.full(4, 10.0, np.float32)}
   ones = {"kernel": np.ones(4, np.float32), "bias": np.ones(4, np.float32)}
@@ -197,7 +197,7 @@ def test_relative_steps_can_be_chosen_by_parameter():
   np.testing.assert_allclose(10 - got["bias"], LEARNING_RATE, rtol=1e-4)
 
 
-def test_nan_updates_are_skipped_where_wanted():
+def test_nan_updates_are_skipped_if_configured():
   params, good = normal(4), normal(4)
   bad = good.copy()
   bad[1] = np.nan
@@ -213,19 +213,19 @@ def test_momentum_can_be_stored_in_bfloat16():
   assert state.param_states.m.dtype == jnp.bfloat16
 
 
-def test_parameters_keep_their_type():
+def test_parameters_keep_their_dtype():
   got, _ = run(Adafactor(), jnp.ones(4, jnp.bfloat16), [jnp.ones(4, jnp.bfloat16)])
   assert got.dtype == jnp.bfloat16
 
 
-def test_unused_slots_are_zeros_of_shape_1():
+def test_unused_moments_are_zeros_of_shape_1():
   _, state = run(Adafactor(min_dim_size_to_factor=4), {"w": normal(8, 8), "b": normal(8)}, [])
   w, b = state.param_states["w"], state.param_states["b"]
   assert [s.shape for s in (w.v_row, w.v_col, w.v, w.m)] == [(8,), (8,), (1,), (1,)]
   assert [s.shape for s in (b.v_row, b.v_col, b.v, b.m)] == [(1,), (1,), (8,), (1,)]
 
 
-def test_an_update_needs_no_memory_beside_its_state():
+def test_step_needs_no_memory_besides_its_state():
   # Where reductions and the update shared an intermediate array, it took twice as long (see _apart).
   params = jnp.ones((512, 1024))
   for kwargs in ({}, {"factored": False}, {"beta1": 0.9}):
@@ -235,7 +235,7 @@ def test_an_update_needs_no_memory_beside_its_state():
     assert memory.temp_size_in_bytes < params.nbytes / 10, kwargs
 
 
-def test_the_state_has_the_names_shapes_and_axes_of_t5x(shared):
+def test_state_has_the_names_shapes_and_axes_of_t5x(shared):
   lines = (shared / "reference" / "model-info.txt").read_text().splitlines()
   listed = [re.match(r"Variable (\S+) +size \d+ +shape \((.*?)\) ", line) for line in lines]
   shapes = {m[1]: m[2] for m in listed if m}
@@ -262,13 +262,13 @@ def test_the_state_has_the_names_shapes_and_axes_of_t5x(shared):
   assert seen == sum(name.startswith("param_states") for name in shapes)
 
 
-def test_a_missing_learning_rate_says_where_to_set_it():
+def test_error_of_a_missing_learning_rate_says_where_to_set_it():
   with pytest.raises(ValueError, match=r"no learning rate: set trainer.Trainer.learning_rate_fn"):
     Adafactor().create(normal(4)).apply_gradient(normal(4))
 
 
-def test_settings_that_contradict_each_other_are_refused():
-  with pytest.raises(ValueError, match=r"factor_map has no use with factored = False"):
+def test_contradicting_arguments_are_rejected():
+  with pytest.raises(ValueError, match=r"factor_map has no effect with factored = False"):
     Adafactor(factored=False, factor_map=HParamMap([]))
   with pytest.raises(TypeError, match=r"multiply_by_parameter_scale must be one of"):
     Adafactor(multiply_by_parameter_scale={"a": True})  # type: ignore[arg-type]

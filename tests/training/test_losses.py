@@ -41,13 +41,13 @@ def test_weighted_sums_follow_the_definition(smoothing, z_loss):
   assert weight_sum == WEIGHTS.sum()
 
 
-def test_without_weights_and_factor_every_token_counts_one():
+def test_default_weight_of_every_token_is_one():
   loss, _, weight_sum = losses.compute_weighted_cross_entropy(LOGITS, TARGETS)
   np.testing.assert_allclose(loss, plain(LOGITS, TARGETS)[0].sum(), rtol=1e-5)
   assert weight_sum == TARGETS.size
 
 
-def test_a_perfect_prediction_of_smoothed_targets_costs_nothing():
+def test_perfect_prediction_of_smoothed_targets_has_zero_loss():
   soft = np.full((1, 1, 7), 0.1 / 6, np.float32)
   soft[0, 0, 2] = 0.9
   loss, _, _ = losses.compute_weighted_cross_entropy(
@@ -64,7 +64,7 @@ def test_soft_targets_agree_with_integer_targets():
   np.testing.assert_allclose(z_term, want_z, rtol=1e-5)
 
 
-def test_gradient_for_soft_targets_is_that_of_the_formula():
+def test_gradient_for_soft_targets_follows_the_formula():
   soft = jax.nn.softmax(RNG.normal(size=LOGITS.shape).astype(np.float32))
 
   def formula(logits, targets, z_loss):
@@ -81,7 +81,7 @@ def test_gradient_for_soft_targets_is_that_of_the_formula():
   jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_shapes_that_do_not_fit_are_named(monkeypatch):
+def test_error_names_the_shapes_that_do_not_match(monkeypatch):
   # What a user sees: shapes are checked at every call only in tests.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   with pytest.raises(
@@ -99,7 +99,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("factor", [None, 7, 2.5])
-def test_a_number_is_passed_through_with_the_batch_s_weights(factor):
+def test_number_is_returned_with_the_weights_of_the_batch(factor):
   weights = jnp.ones((2, 4))
   assert losses.get_loss_normalizing_factor_and_weights(factor, BATCH) == (factor, None)
   batch = BATCH | {"decoder_loss_weights": weights}
@@ -107,13 +107,13 @@ def test_a_number_is_passed_through_with_the_batch_s_weights(factor):
 
 
 @pytest.mark.parametrize("given", [Special.NUM_REAL_TARGET_TOKENS, "num_real_target_tokens"])
-def test_real_tokens_are_those_that_are_not_padding(given):
+def test_real_tokens_exclude_padding(given):
   factor, weights = losses.get_loss_normalizing_factor_and_weights(given, BATCH)
   assert factor == 4
   np.testing.assert_array_equal(weights, [[1, 1, 1, 0], [1, 0, 0, 0]])
 
 
-def test_the_batch_s_weights_count_as_real_tokens():
+def test_weights_of_the_batch_count_as_real_tokens():
   batch = BATCH | {"decoder_loss_weights": jnp.array([[0.5, 0, 0, 0], [1, 1, 0, 0]])}
   factor, _ = losses.get_loss_normalizing_factor_and_weights("NUM_REAL_TARGET_TOKENS", batch)
   assert factor == 2.5
@@ -125,20 +125,20 @@ def test_total_tokens_include_padding():
   np.testing.assert_array_equal(weights, [[1, 1, 1, 0], [1, 0, 0, 0]])
 
 
-def test_average_per_sequence_weighs_sequences_alike():
+def test_average_per_sequence_gives_sequences_the_same_weight():
   factor, weights = losses.get_loss_normalizing_factor_and_weights("AVERAGE_PER_SEQUENCE", BATCH)
   np.testing.assert_allclose(weights, [[1 / 3, 1 / 3, 1 / 3, 0], [1, 0, 0, 0]])
   np.testing.assert_allclose(factor, 2)
 
 
-def test_average_per_sequence_counts_packed_sequences_one_by_one():
+def test_average_per_sequence_counts_packed_sequences_separately():
   factor, weights = losses.get_loss_normalizing_factor_and_weights("AVERAGE_PER_SEQUENCE", PACKED)
   want = [[1 / 3, 1 / 3, 1 / 3, 1, 0, 0], [1, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1]]
   np.testing.assert_allclose(weights, want)
   np.testing.assert_allclose(factor, 5)
 
 
-def test_average_per_sequence_leaves_out_sequences_without_weight():
+def test_average_per_sequence_ignores_sequences_without_weight():
   masked = jnp.array([[0, 0, 0, 1.0, 1, 1], [2, 1, 1, 1, 1, 1]])
   factor, weights = losses.get_loss_normalizing_factor_and_weights(
     "AVERAGE_PER_SEQUENCE", PACKED | {"decoder_loss_weights": masked}
@@ -148,6 +148,6 @@ def test_average_per_sequence_leaves_out_sequences_without_weight():
   np.testing.assert_allclose(factor, 4)
 
 
-def test_an_unknown_factor_is_named_with_the_nearest():
+def test_error_names_the_unknown_factor_and_a_similar_one():
   with pytest.raises(ValueError, match=r"'NUM_REAL_TOKENS'.*did you mean 'NUM_REAL_TARGET_TOKENS'"):
     losses.get_loss_normalizing_factor_and_weights("NUM_REAL_TOKENS", BATCH)

@@ -58,13 +58,13 @@ def test_step_offset_starts_the_schedule_later():
   assert late(999) == rate(0)
 
 
-def test_the_floor_holds_where_linear_decay_would_turn_negative():
+def test_minimum_applies_where_linear_decay_would_be_negative():
   rate = schedule("linear_decay", min_learning_rate=1e-5)
   assert FORMULAS["linear_decay"](500) < 0
   assert rate(500) == jnp.float32(1e-5)
 
 
-def test_the_rate_is_a_float32_scalar_also_under_jit():
+def test_rate_is_a_float32_scalar_also_under_jit():
   rate = create_learning_rate_scheduler()
   for value in (rate(7), rate(jnp.int32(7)), jax.jit(rate)(jnp.int32(7))):
     assert value.dtype == jnp.float32
@@ -72,7 +72,7 @@ def test_the_rate_is_a_float32_scalar_also_under_jit():
     np.testing.assert_allclose(value, 0.5 * 7 / 1000 / math.sqrt(1000), rtol=1e-6)
 
 
-def test_an_unknown_factor_is_named_with_the_nearest():
+def test_error_names_the_unknown_factor_and_a_similar_one():
   with pytest.raises(
     ValueError, match=r"'linear_warmpu'.*did you mean 'linear_warmup'.*factors = "
   ):
@@ -88,10 +88,10 @@ def test_an_unknown_factor_is_named_with_the_nearest():
     ("cosine_decay", "steps_per_cycle"),
   ],
 )
-def test_a_divisor_of_zero_is_refused(factors, number):
+def test_divisors_must_be_positive(factors, number):
   with pytest.raises(ValueError, match=f"{number} must be positive for the factor"):
     create_learning_rate_scheduler(factors, **{number: 0})
 
 
-def test_no_warmup_is_fine_for_a_constant():
+def test_constant_does_not_need_warmup():
   assert create_learning_rate_scheduler("constant", 0.25, warmup_steps=0)(3) == 0.25

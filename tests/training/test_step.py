@@ -84,7 +84,7 @@ def gradient_of_step(step, key=KEY, num_microbatches=None):
   return np.asarray(seen["gradient"])
 
 
-def test_dropout_key_is_the_run_s_key_and_the_step():
+def test_dropout_key_depends_on_the_key_of_the_run_and_the_step():
   for step in (0, 5):
     expected = jax.random.normal(jax.random.fold_in(KEY, step), (4,))
     np.testing.assert_array_equal(gradient_of_step(step), expected)
@@ -92,7 +92,7 @@ def test_dropout_key_is_the_run_s_key_and_the_step():
   assert not np.array_equal(gradient_of_step(0), gradient_of_step(0, jax.random.PRNGKey(4)))
 
 
-def test_each_microbatch_has_its_own_dropout_key_split_off_in_turn():
+def test_each_microbatch_has_its_own_dropout_key():
   key, first = jax.random.split(jax.random.fold_in(KEY, 7))
   _, second = jax.random.split(key)
   expected = jax.random.normal(first, (4,)) + jax.random.normal(second, (4,))
@@ -117,7 +117,7 @@ def test_step_is_pure():
   assert not np.array_equal(first[0].params["table"], state.params["table"])
 
 
-def test_learning_rate_is_that_of_the_step_before_the_update():
+def test_learning_rate_is_evaluated_at_the_number_of_completed_steps():
   state = make_state(Bigram()).replace_step(jnp.int32(4))
   metrics = bigram_step(state)[1]
   assert float(metrics["learning_rate"].compute()) == pytest.approx(0.02)
@@ -142,7 +142,7 @@ def test_mutable_collections_pass_through_every_microbatch(num_microbatches, cal
   assert int(twice.flax_mutables["counters"]["calls"]) == 2 * calls
 
 
-def test_evaluation_gives_the_metrics_of_the_loss_without_dropout():
+def test_evaluation_returns_the_metrics_without_dropout():
   model, state = make_model(Bigram()), make_state(Bigram())
   metrics = eval_step(state, BATCH, eval_fn=model.eval_fn)
   loss, _ = model.loss_fn(state.params, BATCH, None)
@@ -162,7 +162,7 @@ GRADS = {"a": {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(3)}, "b": jnp.ones(
     (1.0, {"scale": np.nan, "b": np.nan}, "gradients a/scale"),
   ],
 )
-def test_first_tensor_that_is_not_finite_is_named(loss, bad, name):
+def test_first_nonfinite_tensor_is_named(loss, bad, name):
   def spoil(path, grad):
     key = path[-1].key
     return grad.at[(0,) * grad.ndim].set(bad[key]) if key in bad else grad
@@ -173,7 +173,7 @@ def test_first_tensor_that_is_not_finite_is_named(loss, bad, name):
   assert bool(record.compute()) is (name is not None)
 
 
-def test_of_several_steps_the_first_bad_one_is_kept():
+def test_merging_keeps_the_first_bad_step():
   def record(step, **bad):
     return FirstNonFinite.of(jnp.int32(step), jnp.float32(bad.get("loss", 0.0)), GRADS)
 
@@ -183,12 +183,12 @@ def test_of_several_steps_the_first_bad_one_is_kept():
   assert not good.merge(record(5)).compute()
 
 
-def test_large_finite_gradients_are_not_called_bad():
+def test_large_finite_gradients_are_not_recorded():
   grads = GRADS | {"b": jnp.full(4, 1e30, jnp.bfloat16)}
   assert not FirstNonFinite.of(jnp.int32(0), jnp.float32(0), grads).compute()
 
 
-def test_step_of_a_spoiled_parameter_names_it():
+def test_nan_parameter_is_recorded_as_a_nonfinite_loss():
   state = make_state(Bigram())
   spoiled = state.replace_params({"table": state.params["table"].at[5, 5].set(jnp.nan)})
   record = bigram_step(spoiled)[1]["first_nonfinite"]

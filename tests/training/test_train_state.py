@@ -1,4 +1,4 @@
-"""The train state: what it is made of, how it is stored, and its logical axes."""
+"""The train state: its parts, how it is stored, and its logical axes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from tiny_models import Bigram, adafactor, make_state, variables
 
-from rosetta_t5.training.optimizers import adamw
+from rosetta_t5.training.optimizers import OptimizerDef, adamw
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
 STATE = make_state(Bigram(counts_calls=True))
@@ -21,7 +21,7 @@ def assert_equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_state_begins_at_step_0_with_every_collection_in_its_place():
+def test_state_starts_at_step_0_with_all_collections():
   assert (STATE.step.dtype, int(STATE.step)) == (jnp.int32, 0)
   assert list(STATE.params) == ["table"]
   assert list(STATE.param_states) == ["table"]
@@ -29,7 +29,7 @@ def test_state_begins_at_step_0_with_every_collection_in_its_place():
   assert STATE.params_axes["table_axes"].names == ("vocab", "embed")
 
 
-def test_stored_dict_has_t5x_s_layout():
+def test_stored_dict_has_the_layout_of_t5x():
   stored = STATE.state_dict()
   assert set(stored) == {"state", "target", "flax_mutables"}
   assert set(stored["state"]) == {"step", "param_states"}
@@ -48,14 +48,14 @@ def test_stored_values_are_restored():
   assert (int(restored.step), restored.flax_mutables) == (7, {"counters": {"calls": 0}})
 
 
-def test_names_of_another_model_are_refused():
+def test_names_of_another_model_are_rejected():
   stored = STATE.state_dict()
   stored["target"] = {"tables": stored["target"]["table"]}
   with pytest.raises(ValueError, match="table"):
     STATE.restore_state(stored)
 
 
-def test_update_goes_through_the_optimizer_and_leaves_the_old_state_alone():
+def test_gradients_are_applied_by_the_optimizer_and_the_old_state_does_not_change():
   before = jax.tree.map(jnp.copy, STATE)
   state = STATE.apply_gradient({"table": jnp.ones((32, 32))}, 0.1)
   assert int(state.step) == 1
@@ -73,7 +73,7 @@ def test_parts_can_be_replaced():
   assert_equal(state.param_states, STATE.param_states)
 
 
-def test_logical_axes_stand_in_place_of_the_arrays():
+def test_logical_axes_replace_the_arrays():
   axes = STATE.as_logical_axes()
   names = PartitionSpec("vocab", "embed")
   assert axes.step is None
@@ -90,15 +90,18 @@ class Plain(nn.Module):
     return nn.Dense(2)(x)
 
 
-def test_model_without_axes_is_told_how_to_name_them():
+def test_error_of_a_model_without_axes_says_how_to_name_them():
   params = Plain().init(jax.random.PRNGKey(0), jnp.ones((1, 2)))
   state = TrainState.create(adamw(learning_rate=1.0), params)
   with pytest.raises(ValueError, match=r"no logical axes.*param_with_axes\(name, init, shape"):
     state.as_logical_axes()
 
 
-def test_optimizer_without_axes_is_named():
-  class Plainest:
+def test_error_names_the_optimizer_without_axes():
+  class Plainest(OptimizerDef):
+    def __init__(self):
+      super().__init__(hyper_params=None)
+
     init_state = adafactor().init_state
 
   state = TrainState.create(adafactor(), variables(Bigram())).replace(optimizer_def=Plainest())
@@ -106,7 +109,7 @@ def test_optimizer_without_axes_is_named():
     state.as_logical_axes()
 
 
-def test_inference_state_stores_what_a_train_state_does_but_the_optimizers():
+def test_inference_state_stores_everything_except_the_optimizer():
   stored = INFERENCE.state_dict()
   assert set(stored["state"]) == {"step"}
   whole = STATE.state_dict()

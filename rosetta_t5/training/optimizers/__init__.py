@@ -1,4 +1,4 @@
-"""Optimizers with T5X's contract: its Adafactor, and every optimizer of optax."""
+"""Optimizers with T5X's interface: its Adafactor, and every optimizer of optax."""
 
 from rosetta_t5.training.optimizers.adafactor import Adafactor, AdafactorParamState
 from rosetta_t5.training.optimizers.base import (

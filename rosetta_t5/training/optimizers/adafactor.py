@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) as T5X has it: factor rules, stacked parameters."""
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) with T5X's factor rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class AdafactorHyperParams(struct.PyTreeNode):
-  """The numbers of `Adafactor`; see there."""
+  """The hyperparameters of `Adafactor`, which documents them."""
 
   learning_rate: Any
   factored: bool
@@ -48,15 +48,15 @@ class AdafactorHyperParams(struct.PyTreeNode):
 
 
 class AdafactorParamState(struct.PyTreeNode):
-  """One parameter's moments, float32; a slot without use is zeros of shape (1,).
+  """The moments of one parameter in float32. Unused moments are zeros of shape (1,).
 
-  In a tree of axis names these are PartitionSpecs or None.
+  In a tree of axis names, the moments are PartitionSpecs or None.
 
   Attributes:
-    v_row: second moment averaged over the column dimensions; factored parameters only.
-    v_col: second moment averaged over the row dimensions; factored parameters only.
-    v: second moment; parameters that are not factored only.
-    m: momentum of the update; with `beta1` only.
+    v_row: for factored parameters, the second moment averaged over the column dimensions.
+    v_col: for factored parameters, the second moment averaged over the row dimensions.
+    v: for other parameters, the second moment.
+    m: with `beta1`, the momentum.
   """
 
   v_row: Any
@@ -69,29 +69,29 @@ class Adafactor(OptimizerDef):
   """Adafactor, the optimizer of T5.
 
   Args:
-    learning_rate: the step, relative to the parameter's scale; the trainer's schedule overrides it.
-    factored: keep the second moment of large matrices as rows and columns.
-    multiply_by_parameter_scale: make the step relative to the rms of the parameter; or a map from
-      parameter path to such a bool.
-    beta1: momentum; None for none, which saves a copy of the parameters.
-    decay_rate: the second moment's decay at update t is 1 − t^(−decay_rate).
-    step_offset: the step at which t began, so that finetuning may start its averages afresh.
-    clipping_threshold: the largest rms of an update before scaling; None for no limit.
-    weight_decay_rate: the part of a parameter that each update takes off it; None for none.
+    learning_rate: the learning rate; the trainer's schedule overrides it.
+    factored: whether the second moment of large matrices is stored as rows and columns.
+    multiply_by_parameter_scale: whether the learning rate is relative to the RMS of the parameter,
+      as a bool or a map from parameter paths to bools.
+    beta1: the decay of the momentum; None for no momentum, which saves a copy of the parameters.
+    decay_rate: the decay of the second moment at step t is 1 − t^(−decay_rate).
+    step_offset: the step at which t starts, so that finetuning can restart its averages.
+    clipping_threshold: the maximum RMS of an update before scaling; None for no limit.
+    weight_decay_rate: the fraction of a parameter that each step subtracts; None for no decay.
     min_dim_size_to_factor: a matrix is factored if both dimensions are at least this large.
-    epsilon1: added to the squared gradient.
-    epsilon2: the least scale of a parameter.
-    dtype_momentum: dtype in which momentum is stored.
-    factor_map: factor rules by parameter path; replaced by what `set_param_axes` derives.
+    epsilon1: a constant added to the squared gradient.
+    epsilon2: the minimum scale of a parameter.
+    dtype_momentum: the dtype in which momentum is stored.
+    factor_map: factor rules by parameter path; `set_param_axes` replaces them.
     logical_factor_rules: the role of each logical axis (see `standard_logical_factor_rules`).
     weight_decay_rate_lr_exponent: multiplies the weight decay by learning_rate ** exponent.
-    global_norm_clip_threshold: the largest norm of all gradients together; None for no limit.
-    max_parameter_scale: the largest scale of a parameter; None for no limit.
-    skip_nan_updates: keep the old value wherever the new one would be NaN.
+    global_norm_clip_threshold: the maximum global norm of the gradients; None for no limit.
+    max_parameter_scale: the maximum scale of a parameter; None for no limit.
+    skip_nan_updates: whether values stay unchanged where the new ones would be NaN.
 
   Raises:
-    ValueError: `factor_map` is given though `factored` is False.
-    TypeError: a map is of another type than HParamMap.
+    ValueError: `factor_map` is set although `factored` is False.
+    TypeError: a map is not an HParamMap.
   """
 
   hyper_params: AdafactorHyperParams
@@ -118,7 +118,9 @@ class Adafactor(OptimizerDef):
     skip_nan_updates: bool = False,
   ):
     if not factored and factor_map is not None:
-      raise ValueError("Adafactor.factor_map has no use with factored = False: drop one of the two")
+      raise ValueError(
+        "Adafactor.factor_map has no effect with factored = False: remove one of the two"
+      )
     for name, value, kinds in (
       ("multiply_by_parameter_scale", multiply_by_parameter_scale, (bool, HParamMap)),
       ("factor_map", factor_map, (type(None), HParamMap)),
@@ -149,7 +151,7 @@ class Adafactor(OptimizerDef):
     )
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
-    """Derives the factor rules from the names of the parameters' axes, if there are rules by name.
+    """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.
 
     Raises:
       ValueError: an axis has no rule (see `rules_from_axes`).
@@ -160,14 +162,14 @@ class Adafactor(OptimizerDef):
       self.hyper_params = self.hyper_params.replace(factor_map=rules)
 
   def init_state(self, params: PyTree) -> OptimizerState:
-    """Returns zero moments for each parameter; raises ValueError where a rule does not fit."""
+    """Returns zero moments for each parameter; raises ValueError if a rule does not fit."""
     states = jax.tree_util.tree_map_with_path(
       lambda path, param: self.init_param_state(param, path_name(path)), params
     )
     return OptimizerState(jnp.zeros((), jnp.int32), states)
 
   def init_param_state(self, param: jax.Array, path: str) -> AdafactorParamState:
-    """Returns the zero moments of one parameter, by its path."""
+    """Returns the zero moments of one parameter."""
     dims = self._dims(param.shape, path)
     unused = (1,)
     v_row = tuple(np.delete(param.shape, dims.col)) if dims.factored else unused
@@ -183,10 +185,10 @@ class Adafactor(OptimizerDef):
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one update with `grads`, a tree like `params`.
+    """Returns the parameters and the state after one step with `grads`, a tree like `params`.
 
     Raises:
-      ValueError: there is no learning rate, neither the trainer's nor this optimizer's.
+      ValueError: neither the trainer nor this optimizer has a learning rate.
     """
     if hyper_params.learning_rate is None:
       raise ValueError(
@@ -216,24 +218,24 @@ class Adafactor(OptimizerDef):
     grad: jax.Array,
     path: str,
   ) -> tuple[jax.Array, AdafactorParamState]:
-    """Returns one parameter and its moments after update number `step` (from 0)."""
+    """Returns one parameter and its moments after the step that follows `step` completed steps."""
     dims = self._dims(param.shape, path)
     grad = grad.astype(jnp.float32)
     age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
     decay = 1.0 - age ** (-hyper_params.decay_rate)
     new_state = _second_moment(grad, state, decay, dims, hyper_params.epsilon1)
-    # Scaled in this order, as T5X rounds: the reference run multiplies a difference by 2000.
+    # The order of multiplications is T5X's: the reference run amplifies rounding errors 2000-fold.
     scale = self._step_size(hyper_params, param, dims, path)
     if hyper_params.clipping_threshold is not None:
-      grad_apart, state_apart = _apart((grad, new_state))
-      rms = _rms(_precondition(grad_apart, state_apart, dims), dims.averaged)
+      grad_copy, state_copy = _prevent_fusion((grad, new_state))
+      rms = _rms(_precondition(grad_copy, state_copy, dims), dims.averaged)
       scale = scale / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
     update = _precondition(grad, new_state, dims) * scale
     if hyper_params.beta1 is not None:
       update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
       new_state = new_state.replace(m=update.astype(self.dtype_momentum))
-    decayed = _weight_decay(hyper_params)
-    new_param = (param if decayed is None else (1.0 - decayed) * param) - update
+    weight_decay = _weight_decay(hyper_params)
+    new_param = (param if weight_decay is None else (1.0 - weight_decay) * param) - update
     if hyper_params.skip_nan_updates:
       new_param, new_state = jax.tree.map(
         lambda new, old: jnp.where(jnp.isnan(new), old, new), (new_param, new_state), (param, state)
@@ -241,7 +243,7 @@ class Adafactor(OptimizerDef):
     return new_param.astype(param.dtype), new_state
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
-    """Returns `optimizer` with axis names for arrays: `v` and `m` as the parameter, the rest None."""
+    """Returns `optimizer` with axis names: the parameter's for `v` and `m`, None for the rest."""
 
     def axes_of(names: Any, moments: AdafactorParamState) -> AdafactorParamState:
       return AdafactorParamState(
@@ -258,7 +260,7 @@ class Adafactor(OptimizerDef):
     return optimizer.replace(state=OptimizerState(None, axes), target=param_logical_axes)
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
-    """Returns the factored dimensions of one parameter."""
+    """Returns the roles of the dimensions of one parameter."""
     hyper_params = self.hyper_params
     if not hyper_params.factored:
       return resolve(None, shape, path, None)
@@ -274,7 +276,7 @@ class Adafactor(OptimizerDef):
   def _step_size(
     self, hyper_params: Any, param: jax.Array, dims: FactorDims, path: str
   ) -> jax.Array:
-    """Returns the learning rate, times the parameter's scale where that is wanted."""
+    """Returns the learning rate, multiplied by the parameter's scale if it is relative."""
     relative = hyper_params.multiply_by_parameter_scale
     if isinstance(relative, HParamMap):
       relative = relative[path]
@@ -290,21 +292,21 @@ class Adafactor(OptimizerDef):
 def _second_moment(
   grad: jax.Array, state: AdafactorParamState, decay: jax.Array, dims: FactorDims, epsilon: float
 ) -> AdafactorParamState:
-  """Returns the state with `grad` squared taken into its moving averages."""
+  """Returns the state with the squared gradient added to its moving averages."""
 
-  def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
+  def average(old: jax.Array, new: jax.Array) -> jax.Array:
     return decay * old + (1.0 - decay) * (new + epsilon)
 
   if not dims.factored:
-    return state.replace(v=averaged(state.v, grad * grad))
+    return state.replace(v=average(state.v, grad * grad))
   return state.replace(
-    v_row=averaged(state.v_row, _mean_square(grad, dims.col)),
-    v_col=averaged(state.v_col, _mean_square(_apart(grad), dims.row)),
+    v_row=average(state.v_row, _mean_square(grad, dims.col)),
+    v_col=average(state.v_col, _mean_square(_prevent_fusion(grad), dims.row)),
   )
 
 
 def _precondition(grad: jax.Array, state: AdafactorParamState, dims: FactorDims) -> jax.Array:
-  """Returns `grad` divided by the root of its second moment."""
+  """Returns `grad` divided by the square root of its second moment."""
   if not dims.factored:
     return grad * jax.lax.rsqrt(state.v)
   row = jnp.expand_dims(state.v_row, dims.col)
@@ -312,11 +314,11 @@ def _precondition(grad: jax.Array, state: AdafactorParamState, dims: FactorDims)
   return grad * row_factor * jax.lax.rsqrt(jnp.expand_dims(state.v_col, dims.row))
 
 
-def _apart(tree: PyTree) -> PyTree:
-  """Returns the same values as other values to the compiler, at no cost.
+def _prevent_fusion(tree: PyTree) -> PyTree:
+  """Returns the same values, which the compiler treats as different values.
 
-  Where two reductions and an update share a product, XLA for CPU writes the product to memory, which
-  takes longer than the update itself. Computing it afresh for each while reading `grad` is cheaper.
+  If two reductions and an update share an elementwise product, XLA for CPU writes it to memory, which
+  takes longer than the update itself. Recomputing it for each of them is faster.
   """
   return jax.lax.optimization_barrier(tree)
 
@@ -326,18 +328,18 @@ def _mean_square(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 
 def _rms(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-  """Returns the root mean square over `axis`, which is kept as dimensions of size 1."""
+  """Returns the root mean square over `axis`, whose dimensions become 1."""
   return jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True))
 
 
 def _clip_by_global_norm(grads: PyTree, threshold: float) -> PyTree:
-  """Returns the gradients, scaled down together to a norm of at most `threshold` (Pascanu et al. 2013)."""
+  """Scales the gradients so that their global norm is at most `threshold` (Pascanu et al. 2013)."""
   squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
   norm = jnp.sqrt(sum(squares))
   return jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
 
 def _weight_decay(hyper_params: AdafactorHyperParams) -> Any:
-  """Returns the part of a parameter that one update takes off it, or None."""
+  """Returns the fraction of a parameter that one step subtracts, or None."""
   rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
   return (rate or 1.0) * hyper_params.learning_rate**exponent if exponent else rate

@@ -1,8 +1,8 @@
-"""Which dimensions of a parameter Adafactor averages its second moment over.
+"""Rules for the dimensions over which Adafactor averages the second moment of a parameter.
 
-A matrix has its second moment kept as one value a row and one a column. Parameters of higher rank, or
-stacked over layers, need to be told which of their dimensions are rows, columns, or a stack of
-independent parameters; rules by logical axis name say so (as in T5X).
+The second moment of a matrix is stored as one value per row and one per column. For parameters of
+higher rank or stacked over layers, rules by logical axis name define which dimensions are rows,
+columns, or a stack of independent parameters (as in T5X).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PyTree = Any
 
 
 class FactorDim(enum.Enum):
-  """The part that one dimension of a parameter plays in its factored second moment."""
+  """The role of one dimension of a parameter in its factored second moment."""
 
-  NONE = None  # part of a parameter that is not factored
-  BATCH = 1  # a stack of parameters: nothing is averaged over it
+  NONE = None  # a dimension of a parameter that is not factored
+  BATCH = 1  # a stack of parameters, over which nothing is averaged
   ROW = 2
   COLUMN = 3
 
 
 class HeuristicRule(enum.Enum):
-  """The rule "let the sizes decide": the two largest dimensions, if both are large enough."""
+  """The rule to factor the two largest dimensions if both are large enough."""
 
   token = 1
 
@@ -58,7 +58,7 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
     "embed": FactorDim.ROW,
     **dict.fromkeys(columns.split(), FactorDim.COLUMN),
     "relpos_buckets": FactorDim.NONE,
-    "abspos_buckets": FactorDim.COLUMN,  # not T5X's: of a decoder's learned positions
+    "abspos_buckets": FactorDim.COLUMN,  # learned positions of a decoder; not in T5X
     "layer_norm_scale": FactorDim.NONE,
     "layers": FactorDim.BATCH,  # layers stacked by nn.scan
     "stack": FactorDim.BATCH,  # parameters stacked by the user
@@ -66,7 +66,7 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
 
 
 def factor_name_to_factordim(name: str | FactorDim | None) -> FactorDim:
-  """Returns the role that `name` ('row', 'column', 'batch', 'none') names; a role is passed through.
+  """Returns the role called `name` ('row', 'column', 'batch', 'none'); roles are returned unchanged.
 
   Raises:
     ValueError: no role has this name.
@@ -77,12 +77,12 @@ def factor_name_to_factordim(name: str | FactorDim | None) -> FactorDim:
     return _DIM_NAMES[str(name).lower()]
   except KeyError:
     raise ValueError(
-      f"unknown factor role {name!r}: expected one of {', '.join(_DIM_NAMES)}"
+      f"unknown factor role {name!r}: it must be one of {', '.join(_DIM_NAMES)}"
     ) from None
 
 
 class HParamMap:
-  """Hyper-parameters by parameter path: the first regular expression found in the path decides.
+  """Hyperparameters by parameter path: the first regular expression found in the path applies.
 
   Args:
     rules: pairs of a regular expression and the value for the paths ("encoder/mlp/wi/kernel") in
@@ -98,19 +98,19 @@ class HParamMap:
         return value
     patterns = ", ".join(repr(pattern.pattern) for pattern, _ in self._rules)
     raise KeyError(
-      f"no rule for parameter {path!r}: add one, or a last rule '.*'; there are {patterns}"
+      f"no rule matches parameter {path!r}: add one, or a final rule '.*'. The rules are {patterns}"
     )
 
   def __call__(self, params: PyTree) -> PyTree:
-    """Returns a tree like `params` with each leaf's value."""
+    """Returns a tree like `params` with the value for each leaf."""
     return jax.tree_util.tree_map_with_path(lambda path, _: self[path_name(path)], params)
 
 
 class FactorDims(NamedTuple):
-  """What one parameter's rule comes down to, as dimension numbers.
+  """The dimensions of one parameter by role.
 
   Attributes:
-    averaged: the dimensions over which scale and clipping are averaged: all but BATCH.
+    averaged: the dimensions over which scale and clipping are averaged: all except BATCH.
     row: the dimensions that `v_row` keeps and `v_col` averages over; empty if not factored.
     col: the dimensions that `v_col` keeps and `v_row` averages over; empty if not factored.
   """
@@ -121,21 +121,21 @@ class FactorDims(NamedTuple):
 
   @property
   def factored(self) -> bool:
-    """Whether the second moment is kept as rows and columns."""
+    """Whether the second moment is stored as rows and columns."""
     return bool(self.row)
 
 
 def rules_from_axes(
   param_logical_axes: PyTree, axis_roles: Mapping[str, FactorDim | str]
 ) -> dict[str, FactorRule]:
-  """Returns each parameter's rule by its path, from the names of its axes.
+  """Returns the rules of all parameters by path, derived from their logical axes.
 
   Args:
     param_logical_axes: a tree like the parameters' with a PartitionSpec of axis names at each leaf.
     axis_roles: the role of each axis name (see `standard_logical_factor_rules`).
 
   Raises:
-    ValueError: an axis has no role, or a parameter has rows and columns and an axis that is neither.
+    ValueError: an axis has no role, or a parameter has a row, a column and an axis with role none.
   """
   named = axes_by_path(param_logical_axes)
   return {path: _rule_from_names(path, names or (), axis_roles) for path, names in named.items()}
@@ -144,18 +144,19 @@ def rules_from_axes(
 def resolve(
   rule: FactorRule, shape: Sequence[int], path: str, min_dim_size: int | None
 ) -> FactorDims:
-  """Returns the dimensions that a rule means for a parameter of this shape.
+  """Returns the dimensions by role for a parameter of this shape.
 
-  For rank ≤ 2 without a BATCH dimension the sizes decide whatever the rule says (as in T5X).
+  As in T5X, the heuristic rule always applies to rank ≤ 2 without a BATCH dimension.
 
   Args:
-    rule: one role a dimension, or HEURISTIC_RULE, or None for "not factored".
+    rule: one role per dimension, HEURISTIC_RULE, or None for a parameter that is not factored.
     shape: the parameter's shape.
     path: the parameter's name, for errors.
-    min_dim_size: the size from which on a dimension counts as large; None: factor by rule only.
+    min_dim_size: the minimum size of the dimensions that the heuristic rule factors; None for no
+      heuristic.
 
   Raises:
-    ValueError: the rule does not fit the shape, or the sizes would have to decide for rank > 2.
+    ValueError: the rule does not fit the shape, or the heuristic rule is used for rank > 2.
   """
   dims = tuple(range(len(shape)))
   if rule is None:
@@ -163,9 +164,9 @@ def resolve(
   if isinstance(rule, HeuristicRule):
     if len(shape) > 2:
       raise ValueError(
-        f"Adafactor needs a factorization rule for parameter {path!r} of shape {tuple(shape)}: rank "
-        "3 and more are not decided by size. Set Adafactor.logical_factor_rules = "
-        "@adafactor.standard_logical_factor_rules(), or name it in Adafactor.factor_map"
+        f"Adafactor needs a factorization rule for parameter {path!r} of shape {tuple(shape)}: the "
+        "heuristic by size is for rank 1 and 2. Set Adafactor.logical_factor_rules = "
+        "@adafactor.standard_logical_factor_rules(), or add the parameter to Adafactor.factor_map"
       )
     return FactorDims(dims, *_two_largest(shape, min_dim_size))
   roles = tuple(factor_name_to_factordim(role) for role in rule)
@@ -187,7 +188,7 @@ def resolve(
 def _two_largest(
   shape: Sequence[int], min_dim_size: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns (row, col) with the largest dimension as col, or nothing if a dimension is too small."""
+  """Returns (row, col) with the largest dimension as col; both are empty if one is too small."""
   if min_dim_size is None or len(shape) < 2:
     return (), ()
   *_, row, col = (int(dim) for dim in np.argsort(shape, kind="stable"))
@@ -201,13 +202,13 @@ def _rule_from_names(
   is_row, is_col = FactorDim.ROW in roles, FactorDim.COLUMN in roles
   if is_row and is_col and FactorDim.NONE in roles:
     raise ValueError(
-      f"parameter {path!r} with axes {tuple(axes)} has the factor roles {_role_names(roles)}: beside "
-      "row and column an axis must be row, column or batch, not none. Change the role of that axis "
-      "in Adafactor.logical_factor_rules"
+      f"parameter {path!r} with axes {tuple(axes)} has the factor roles {_role_names(roles)}: no axis "
+      "of a factored parameter can have the role none. Change the role of that axis in "
+      "Adafactor.logical_factor_rules"
     )
   if is_row and is_col:
     return roles
-  # Half a factorization is none; what remains of the rule is which dimensions are a stack.
+  # Without a row or without a column the parameter is not factored; only BATCH has an effect.
   return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
 
 

@@ -1,4 +1,4 @@
-"""Any optax transformation as an optimizer of T5X's contract, and T5X's names for optax's optimizers."""
+"""Optax transformations as optimizers with T5X's interface, and T5X's names for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Args = ParamSpec("Args")
 
 
 class OptaxWrapperHyperParams(struct.PyTreeNode):
-  """The trainer sets `learning_rate`; optax transformations have their own and do not read it."""
+  """The trainer sets `learning_rate`, which optax transformations ignore: they have their own."""
 
   learning_rate: Any = None
 
 
 class OptaxStatePartitionRules:
-  """Logical axes for optax states, found by structure rather than by type."""
+  """Derives the logical axes of optax states from their structure rather than their type."""
 
   @classmethod
   def derive_optax_logical_axes(
@@ -33,14 +33,14 @@ class OptaxStatePartitionRules:
   ) -> PyTree:
     """Returns `optax_state` with axis names, or None, in place of arrays.
 
-    A part of the state with the structure of the parameters (moments, accumulated gradients) gets
-    the parameters' axes wherever the shape is the parameter's too; everything else gets None. Masked
-    leaves stay as they are.
+    A part of the state with the structure of the parameters (moments, accumulated gradients) gets the
+    parameters' axes for leaves with the shape of their parameter. Everything else gets None. Masked
+    leaves do not change.
 
     Args:
       optax_state: the state of any optax transformation.
       params_axes: a tree like the parameters' with a PartitionSpec of axis names at each leaf.
-      params: the parameters, for their shapes; None takes every leaf to have its parameter's shape.
+      params: the parameters, for their shapes; None assumes that every leaf has its parameter's shape.
     """
     template = params_axes if params is None else params
     structure: Any = jax.tree.structure(template)
@@ -57,7 +57,7 @@ class OptaxStatePartitionRules:
   def derive_params_axes(
     cls, optax_params: PyTree, params_axes: PyTree, params: PyTree = None
   ) -> PyTree:
-    """Returns `optax_params`, a tree like the parameters', with their axis names for arrays."""
+    """Returns `optax_params`, a tree like the parameters, with axis names in place of arrays."""
     template = params_axes if params is None else params
     structure: Any = jax.tree.structure(template)
 
@@ -73,8 +73,8 @@ class OptaxStatePartitionRules:
 class OptaxWrapper(OptimizerDef):
   """An optax transformation as an optimizer.
 
-  The learning rate is the transformation's own, constant or schedule: `trainer.learning_rate_fn` has
-  no effect, as in T5X.
+  The transformation has its own learning rate, a constant or a schedule. As in T5X,
+  `trainer.learning_rate_fn` has no effect.
 
   Args:
     optax_optimizer: the transformation.
@@ -94,7 +94,7 @@ class OptaxWrapper(OptimizerDef):
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one update; `hyper_params` is not read."""
+    """Returns the parameters and the state after one step; `hyper_params` is ignored."""
     optax_types = jax.eval_shape(self.optax_optimizer.init, params)
     optax_state = _with_typed_keys(state.param_states, optax_types)
     updates, new_state = self.optax_optimizer.update(grads, optax_state, params)
@@ -112,7 +112,7 @@ class OptaxWrapper(OptimizerDef):
 def wrap_optax_optimizer(
   optax_optimizer: Callable[Args, optax.GradientTransformation],
 ) -> Callable[Args, OptaxWrapper]:
-  """Returns a function with the arguments of `optax_optimizer` that returns a wrapped optimizer."""
+  """Returns a function with the arguments of `optax_optimizer` that returns an `OptaxWrapper`."""
 
   @functools.wraps(optax_optimizer)
   def wrapped_optimizer(*args: Args.args, **kwargs: Args.kwargs) -> OptaxWrapper:
@@ -123,7 +123,7 @@ def wrap_optax_optimizer(
 
 @wrap_optax_optimizer
 def chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-  """Applies optax transformations one after another, the first to the gradient itself."""
+  """Applies optax transformations in order, the first to the gradient."""
   return optax.chain(*transformations)
 
 
@@ -165,14 +165,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _with_raw_keys(optax_state: PyTree) -> PyTree:
-  """Returns the state with random keys as uint32 arrays, which checkpoints can store."""
+  """Returns the state with typed random keys as uint32 arrays, which checkpoints can store."""
   return jax.tree.map(
     lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, optax_state
   )
 
 
 def _with_typed_keys(optax_state: PyTree, optax_types: PyTree) -> PyTree:
-  """Returns the state with the random keys that `_with_raw_keys` took apart."""
+  """Reverses `_with_raw_keys`."""
   return jax.tree.map(
     lambda leaf, like: jax.random.wrap_key_data(leaf) if _is_key(like) else leaf,
     optax_state,

@@ -1,4 +1,4 @@
-"""Parameters and their logical axes by path, whatever dicts (plain or frozen) hold them."""
+"""Parameters and their logical axes by path, for plain and frozen dicts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PyTree = Any
 
 
 def path_name(path: Sequence[Any]) -> str:
-  """Returns a jax key path as 'encoder/mlp/wi/kernel'."""
+  """Formats a jax key path as 'encoder/mlp/wi/kernel'."""
   return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def axes_by_path(param_logical_axes: PyTree) -> dict[str, Any]:
-  """Returns each parameter's axis names (a PartitionSpec, a tuple, or None) by its path."""
+  """Returns the axis names (a PartitionSpec, a tuple, or None) of each parameter by path."""
   leaves = jax.tree_util.tree_flatten_with_path(param_logical_axes, is_leaf=_is_axis_names)[0]
   return {path_name(path): names for path, names in leaves}
 
