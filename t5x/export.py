@@ -1,6 +1,6 @@
 """T5X's `export`: `python -m t5x.export --gin_file=…`."""
 
-from rosetta_t5.export.page import (
+from rosetta_t5.export.saved_model import (
   main,
 )
 

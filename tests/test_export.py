@@ -1,4 +1,4 @@
-"""Exported models: text in, text out without us; tokens in with jax alone; what the original says."""
+"""Exported models equal the original: SavedModels from text to text, StableHLO with jax alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkp
 from rosetta_t5.checkpoints import RestoreCheckpointConfig
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.export.functions import create_inference_function, load_stablehlo, restore_params
-from rosetta_t5.export.saving import save, write_warmup_examples
+from rosetta_t5.export.inference_function import create_inference_function, restore_params
+from rosetta_t5.export.saved_model import save, write_warmup_examples
+from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.export.text_functions import (
   create_batch_polymorphic_shapes,
   create_preprocessor,
@@ -32,8 +33,8 @@ TEXTS = [question for question, _ in PAIRS[:3]]
 
 
 @pytest.fixture(autouse=True)
-def sizes_that_stay_open():
-  """Annotations say int where a batch's size is a symbol while a model is exported."""
+def no_shape_checks():
+  """Disables jaxtyping: during an export the batch size is a symbol rather than an int."""
   jaxtyping.config.update("jaxtyping_disable", True)
   yield
   jaxtyping.config.update("jaxtyping_disable", False)
@@ -64,7 +65,7 @@ def export(checkpoint, folder, mode="predict", **arguments):
 
 
 def original(checkpoint, mode="predict"):
-  """What the model itself says of TEXTS."""
+  """Returns the features of TEXTS and the original model's outputs."""
   model = byte_model()
   params = restore_params(model, checkpoint, PjitPartitioner(num_partitions=1), LENGTHS)
   preprocess, _ = create_preprocessor(None, features(), LENGTHS)
@@ -76,26 +77,26 @@ def original(checkpoint, mode="predict"):
 
 
 def served(serve, texts):
-  """What a signature says of texts, in the order of the model's outputs; TensorFlow's dict has none."""
-  found = serve(text_batch=import_tensorflow().constant(texts))
-  return [found[f"output_{place}"] for place in range(len(found))]
+  """Returns the outputs of a signature for texts in the order of the model, which the dict lacks."""
+  outputs = serve(text_batch=import_tensorflow().constant(texts))
+  return [outputs[f"output_{index}"] for index in range(len(outputs))]
 
 
 @pytest.mark.slow
-def test_saved_model_goes_from_texts_to_texts_for_any_number_of_them(checkpoint, tmp_path):
+def test_saved_model_maps_texts_to_texts_for_any_batch_size(checkpoint, tmp_path):
   tf = import_tensorflow()
   export(checkpoint, tmp_path / "1", validation_examples=TEXTS)
   serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
   _, (tokens, scores) = original(checkpoint)
   expected = [byte_vocabulary().decode_tf(row).numpy() for row in tf.constant(np.asarray(tokens))]
   for count in (1, 3):
-    texts, said = served(serve, TEXTS[:count])
+    texts, served_scores = served(serve, TEXTS[:count])
     assert texts.numpy().tolist() == expected[:count]
-    np.testing.assert_allclose(said.numpy(), scores[:count], rtol=1e-4)
+    np.testing.assert_allclose(served_scores.numpy(), scores[:count], rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_beams_that_gin_binds_to_the_model_s_method_are_served(checkpoint, tmp_path, monkeypatch):
+def test_saved_model_returns_the_beams_that_gin_configures(checkpoint, tmp_path, monkeypatch):
   """The lines of export.gin: num_decodes = %BEAM_SIZE and return_all_decodes = True."""
   method = "models.EncoderDecoderModel.predict_batch_with_aux"
   turn_on = "from __gin__ import dynamic_registration\nfrom t5x import models\n"
@@ -108,7 +109,7 @@ def test_beams_that_gin_binds_to_the_model_s_method_are_served(checkpoint, tmp_p
   export(checkpoint, tmp_path / "1")
   serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
   texts, scores = served(serve, TEXTS)
-  _, (tokens, said) = original(checkpoint)
+  _, (tokens, expected_scores) = original(checkpoint)
   gin.clear_config()
   assert tokens.shape == (3, 2, LENGTHS["targets"])
   vocabulary = byte_vocabulary()
@@ -116,19 +117,19 @@ def test_beams_that_gin_binds_to_the_model_s_method_are_served(checkpoint, tmp_p
     [vocabulary.decode_tf(tf.constant(t)).numpy() for t in row] for row in np.asarray(tokens)
   ]
   assert texts.numpy().tolist() == expected
-  np.testing.assert_allclose(scores.numpy(), said, rtol=1e-4)
+  np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4)
   assert (scores.numpy()[:, 0] <= scores.numpy()[:, 1]).all()  # the best last, as T5X has it
 
 
 @pytest.mark.slow
-def test_stablehlo_runs_in_a_process_that_has_jax_alone(checkpoint, tmp_path):
+def test_stablehlo_runs_in_a_process_with_only_jax(checkpoint, tmp_path):
   export(checkpoint, tmp_path / "1", mode="score")
   batch, (scores,) = original(checkpoint, "score")
   np.savez(tmp_path / "batch.npz", **batch)
   program = (
     "import sys, numpy as np\n"
     "sys.modules['tensorflow'] = sys.modules['seqio'] = None\n"
-    "from rosetta_t5.export.functions import load_stablehlo\n"
+    "from rosetta_t5.export.stablehlo import load_stablehlo\n"
     f"score = load_stablehlo('{tmp_path}/1/stablehlo')\n"
     f"print(np.asarray(score(dict(np.load('{tmp_path}/batch.npz')))[0]).tolist())"
   )
@@ -140,8 +141,6 @@ def test_stablehlo_runs_in_a_process_that_has_jax_alone(checkpoint, tmp_path):
 
 
 def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
-  from rosetta_t5.export.functions import write_stablehlo
-
   params = {"a": {"b": np.asarray(jnp.array([1.5, -2.25], jnp.bfloat16))}}
   shapes = {"x": jnp.zeros((2,), jnp.int32)}
   write_stablehlo(
@@ -151,7 +150,7 @@ def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
   assert got.tolist() == [3.0, -9.0]
 
 
-def test_preprocessor_makes_what_the_feature_converter_makes():
+def test_preprocessor_equals_the_feature_converter():
   tf = import_tensorflow()
   add_task("pairs_to_export")
   task = import_seqio().TaskRegistry.get("pairs_to_export")
@@ -175,7 +174,7 @@ def test_buckets_and_tokens():
   assert (signature.shape.as_list(), signature.dtype) == ([2, 16], tf.int32)
 
 
-def test_shapes_stay_open_where_the_signature_leaves_them_open():
+def test_shapes_are_symbolic_if_the_batch_size_is_unknown():
   open_fn, signature = create_preprocessor(None, features(), LENGTHS)
   shapes = create_batch_polymorphic_shapes(signature, open_fn, overrides={"x": "b, 3"})
   assert shapes["encoder_input_tokens"] == "b, ..."
@@ -189,19 +188,21 @@ def test_shapes_stay_open_where_the_signature_leaves_them_open():
   [
     (
       {"mode": "predictions"},
-      "inference_mode = 'predictions' does not exist: set 'predict', 'score'",
+      "inference_mode must be 'predict', 'score' or a CustomInferenceMode, got 'predictions'",
     ),
     ({"mixture_or_task_name": "x"}, "needs output_features or mixture_or_task_name, and not both"),
     ({"enable_xla": False}, "enable_xla = False is not possible with this jax"),
   ],
 )
-def test_what_cannot_be_exported_is_told(checkpoint, tmp_path, arguments, text):
+def test_invalid_arguments_are_rejected_before_anything_is_written(
+  checkpoint, tmp_path, arguments, text
+):
   with pytest.raises(ValueError, match=text):
     export(checkpoint, tmp_path / "1", **arguments)
   assert not (tmp_path / "1").exists()
 
 
-def test_preprocessors_of_tasks_and_warmup_say_what_they_need(tmp_path):
+def test_errors_of_task_preprocessors_and_warmup_say_what_they_need(tmp_path):
   with pytest.raises(ValueError, match=r"set BATCH_SIZE \(export_lib.save.batch_size\)"):
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
   with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):

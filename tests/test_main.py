@@ -65,7 +65,7 @@ def test_gin_files_determine_the_run():
 
 def test_every_run_function_is_the_one_of_its_page(monkeypatch):
   from rosetta_t5.eval import evaluate
-  from rosetta_t5.export.saving import save
+  from rosetta_t5.export.saved_model import save
   from rosetta_t5.infer import infer
   from rosetta_t5.precompile import precompile
   from rosetta_t5.train import train

@@ -1,1 +1,1 @@
-"""A trained model as a file that other programs run: StableHLO, and TensorFlow's SavedModel."""
+"""Exports a trained model to formats that other programs run: SavedModel and StableHLO."""

@@ -1,4 +1,4 @@
-"""The TensorFlow around an exported model: from text to features, from tokens to text."""
+"""The TensorFlow functions around an exported model: from text to features, and back to text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def create_preprocessor(
   """Returns a function from a batch of texts to an encoder-decoder's features, and its signature.
 
   Args:
-    batch_size: examples a batch; None for any number.
+    batch_size: the number of examples in a batch; None for any number.
     output_features: the `seqio.Feature` of inputs and targets.
-    task_feature_lengths: their tokens.
-    tokenized_inputs: whether tokens [B, L] come in place of texts [B].
-    input_tensor_name: the argument's name.
-    split_separator: what parts a text into input and target, for scores; None for no target.
-    bucket_keys: lengths to pad to, by feature, in place of the one length.
+    task_feature_lengths: the numbers of tokens of these features.
+    tokenized_inputs: whether the inputs are tokens [B, L] instead of texts [B].
+    input_tensor_name: the name of the argument.
+    split_separator: separates the input from the target in a text, for scores; None for no target.
+    bucket_keys: lengths to which features are padded, by feature, instead of the one length.
   """
   tf, seqio = import_tensorflow(), import_seqio()
 
@@ -46,13 +46,11 @@ def create_preprocessor(
     spec = tf.TensorSpec([task_feature_lengths[name]], tf.int32)
     tokens = tf.map_fn(functools.partial(one, name=name), texts, fn_output_signature=spec)
     buckets = sorted((bucket_keys or {}).get(name, ()))
-    return _cut_to_bucket(tf, tokens, buckets) if buckets else tokens
+    return _truncate_to_bucket(tf, tokens, buckets) if buckets else tokens
 
   def preprocess(texts: Any) -> Mapping[str, Any]:
-    if tokenized_inputs:
-      inputs, targets = texts, tf.zeros_like(texts)
-    elif split_separator is None:
-      inputs, targets = texts, tf.zeros_like(texts)  # of strings: empty ones
+    if tokenized_inputs or split_separator is None:
+      inputs, targets = texts, tf.zeros_like(texts)  # Padding tokens, or empty strings.
     else:
       parts = tf.strings.split(texts, sep=split_separator, maxsplit=1)
       pairs = parts.to_tensor(shape=[None, 2])
@@ -71,8 +69,8 @@ def create_preprocessor(
   return preprocess, (tf.TensorSpec(shape, dtype, name=input_tensor_name),)
 
 
-def _cut_to_bucket(tf: Any, tokens_BL: Any, buckets: Sequence[int]) -> Any:
-  """Returns the tokens, cut to the shortest bucket that holds the longest row."""
+def _truncate_to_bucket(tf: Any, tokens_BL: Any, buckets: Sequence[int]) -> Any:
+  """Truncates the tokens to the shortest bucket that is as long as the longest row."""
   longest = tf.reduce_max(tf.reduce_sum(tf.cast(tokens_BL != 0, tf.int32), axis=-1))
   index = tf.minimum(tf.searchsorted(buckets, [longest])[0], len(buckets) - 1)
   return tokens_BL[:, : tf.constant(buckets)[index]]
@@ -93,16 +91,16 @@ def create_preprocessor_from_task(
   """Returns a function from a batch of a task's raw examples to the model's features.
 
   Args:
-    batch_size: examples a batch, which must be known: None is refused.
-    output_features: of the task; not looked at.
-    task_feature_lengths: tokens of each feature.
-    tokenized_inputs: not possible here.
-    model: gives the feature converter.
-    task_name: the task, whose preprocessors run.
-    serialized_examples: whether serialised tf.train.Examples come; else texts, as of a
-      TextLineDataSource.
-    run_precache: whether preprocessors run that stand before the task's cache.
-    input_tensor_name: the argument's name.
+    batch_size: the number of examples in a batch, which cannot be None.
+    output_features: ignored; the task has its own.
+    task_feature_lengths: the number of tokens of each feature.
+    tokenized_inputs: must be False.
+    model: the model, whose feature converter is used.
+    task_name: the task whose preprocessors are used.
+    serialized_examples: whether the inputs are serialized tf.train.Examples; else they are texts, as
+      of a TextLineDataSource.
+    run_precache: whether the preprocessors before the task's cache are used too.
+    input_tensor_name: the name of the argument.
 
   Raises:
     ValueError: the batch size is None, or tokenized_inputs is set.
@@ -111,8 +109,8 @@ def create_preprocessor_from_task(
   tf, seqio = import_tensorflow(), import_seqio()
   if tokenized_inputs or batch_size is None:
     raise ValueError(
-      "create_preprocessor_from_task runs a task's preprocessors on raw examples, a fixed number at a "
-      "time: set BATCH_SIZE (export_lib.save.batch_size), and tokenized_inputs = False"
+      "create_preprocessor_from_task applies a task's preprocessors to a fixed number of raw "
+      "examples: set BATCH_SIZE (export_lib.save.batch_size) and tokenized_inputs = False"
     )
   task = seqio.TaskRegistry.get(task_name)
   converter = model.FEATURE_CONVERTER_CLS(pack=False)
@@ -131,15 +129,15 @@ def create_preprocessor_from_task(
 
 
 def _parser(tf: Any, task: Any) -> Callable[[Any], Any]:
-  """Returns what reads one serialised example with the features of the task's source."""
+  """Returns a function that parses one serialized example of the task's source."""
   spec = task.source.get_dataset(sorted(task.splits)[0]).element_spec
-  kinds = {
+  features = {
     name: tf.io.FixedLenFeature(x.shape, x.dtype)
     if x.shape.is_fully_defined()
     else tf.io.FixedLenSequenceFeature(x.shape[1:], x.dtype, allow_missing=True)
     for name, x in spec.items()
   }
-  return functools.partial(tf.io.parse_single_example, features=kinds)
+  return functools.partial(tf.io.parse_single_example, features=features)
 
 
 def create_postprocessor(
@@ -148,13 +146,13 @@ def create_postprocessor(
   decode_outputs: bool = True,
   output_feature_names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-  """Returns a function from the model's results to what is served.
+  """Returns a function from the model's results to the outputs of the SavedModel.
 
   Args:
-    vocab: turns tokens into text.
-    inference_mode: 'predict' gives (texts, scores), else the results as they are.
-    decode_outputs: False leaves tokens as they are.
-    output_feature_names: names for the results, which then come as a dict.
+    vocab: decodes tokens to text.
+    inference_mode: 'predict' returns (texts, scores); other modes return the results unchanged.
+    decode_outputs: whether tokens are decoded.
+    output_feature_names: names of the results, which are then returned as a dict.
   """
 
   def postprocess(results: Sequence[Any]) -> Any:
@@ -176,13 +174,13 @@ def create_batch_polymorphic_shapes(
   create_fake_input_fn: Callable[..., Any] | None = None,
   overrides: Mapping[str, str] | None = None,
 ) -> dict[str, str | None] | None:
-  """Returns the shapes that stay open, for jax2tf; None where the signature leaves none open.
+  """Returns the features' shapes with a symbolic batch size for jax2tf; None if it is known.
 
   Args:
-    input_signature: of the preprocessor.
-    preprocessor: makes the features.
-    create_fake_input_fn: makes an input for a signature; None for zeros, one example.
-    overrides: shapes by feature that win.
+    input_signature: the signature of the preprocessor.
+    preprocessor: the function from inputs to features.
+    create_fake_input_fn: returns inputs for a signature; None for one example of zeros.
+    overrides: shapes by feature, which take precedence.
   """
   tf = import_tensorflow()
   is_open = not all(spec.shape.is_fully_defined() for spec in input_signature)

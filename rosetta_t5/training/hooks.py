@@ -32,13 +32,6 @@ class Hook:
       return True
     return step in self.steps or bool(self.period and step % self.period == 0)
 
-  def next_due(self, step: int, last_step: int) -> int:
-    """Returns the first step after `step` at which the hook is due, at most `last_step`."""
-    candidates = [due for due in self.steps if due > step]
-    if self.period:
-      candidates.append(step + self.period - step % self.period)
-    return min([*candidates, last_step])
-
 
 def step_ranges(
   first_step: int, last_step: int, hooks: Sequence[Hook], longest: int | None = None
@@ -52,12 +45,11 @@ def step_ranges(
     longest: a range also ends at each multiple of this many steps.
   """
   start = first_step
-  while start < last_step:
-    stop = min([last_step, *(hook.next_due(start, last_step) for hook in hooks)])
-    if longest:
-      stop = min(stop, start + longest - start % longest)
-    yield start, stop
-    start = stop
+  for step in range(first_step + 1, last_step + 1):
+    is_regular_end = step == last_step or (longest and step % longest == 0)
+    if is_regular_end or any(hook.is_due(step, last_step) for hook in hooks):
+      yield start, step
+      start = step
 
 
 def run_due_hooks(hooks: Sequence[Hook], step: int, last_step: int) -> None:

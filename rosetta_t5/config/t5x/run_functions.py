@@ -17,7 +17,7 @@ RUN_FUNCTION_MODULES = {
   "infer": "rosetta_t5.infer",
   "create_task_from_tfexample_file": "rosetta_t5.data.tasks.tfexample_task",
   "precompile": "rosetta_t5.precompile",
-  "save": "rosetta_t5.export.saving",
+  "save": "rosetta_t5.export.saved_model",
 }
 # The function of each of T5X's run modes.
 RUN_MODES = {

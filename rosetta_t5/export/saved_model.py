@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a SavedModel with text on both sides, and beside it as StableHLO."""
+"""Exports a checkpoint as a SavedModel from text to text, and as StableHLO."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import checkpoints
+from rosetta_t5 import checkpoints, config
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.export.functions import (
+from rosetta_t5.export.inference_function import (
   create_inference_function,
   feature_shapes,
   restore_params,
-  write_stablehlo,
 )
+from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.export.text_functions import (
   create_batch_polymorphic_shapes,
   create_postprocessor,
   create_preprocessor,
 )
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
+from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 
-STABLEHLO = "stablehlo"
-_SIGNATURE = "serving_default"
+_STABLEHLO = "stablehlo"
 
 
 def save(
@@ -57,49 +59,48 @@ def save(
   decode_outputs: bool | None = None,
   trailing_shapes: Mapping[str, tuple[int, ...]] | None = None,
   output_vocab_feature_name: str | None = "targets",
-  signature_name: str = _SIGNATURE,
+  signature_name: str = "serving_default",
   create_polymorphic_shapes_fn: Callable[..., Any] = create_batch_polymorphic_shapes,
 ) -> None:
   """Exports a checkpoint (T5X: export_lib.save).
 
-  `output_dir` becomes a SavedModel whose signature takes a batch of texts, and
-  `output_dir/stablehlo` the same model from tokens on, for `load_stablehlo`, with jax alone.
+  `output_dir` becomes a SavedModel whose signature takes a batch of texts. `output_dir/stablehlo`
+  is the same model for tokens; `load_stablehlo` runs it with jax alone.
 
   Args:
     model: the model.
     inference_mode: 'predict', 'score' or a `CustomInferenceMode`.
-    restore_checkpoint_cfg: the checkpoint; its dtype is that of the exported parameters.
-    exportable_module_cls: puts the parts together; None for `ExportableModule`.
-    create_preprocessor_fn: makes the function from texts to features.
-    create_inference_function_fn: makes the function of parameters and features.
-    create_postprocessor_fn: makes the function from results to texts.
+    restore_checkpoint_cfg: the checkpoint; its dtype is the dtype of the exported parameters.
+    exportable_module_cls: combines the parts into a tf.Module; None for `ExportableModule`.
+    create_preprocessor_fn: builds the function from texts to features.
+    create_inference_function_fn: builds the function of parameters and features.
+    create_postprocessor_fn: builds the function from results to texts.
     partitioner: restores the checkpoint; None for one copy of the model.
-    create_decoding_state_callback_fn: makes what is called while decoding.
-    output_features: the `seqio.Feature` of inputs and targets,
-    task_feature_lengths: their tokens,
-    batch_size: examples a batch; None for any number.
-    output_dir: the folder; of T5X's dict of folders the one for 'cpu'.
-    model_name: the name in warm-up requests.
-    warmup_examples: requests that a server makes when it starts.
-    tokenized_inputs: whether tokens come in place of texts.
+    create_decoding_state_callback_fn: builds a callback for each decoding step.
+    output_features: the `seqio.Feature` of inputs and targets.
+    task_feature_lengths: the numbers of tokens of these features.
+    batch_size: the number of examples in a batch; None for any number.
+    output_dir: the folder; if it is T5X's dict of folders, the one for 'cpu' is used.
+    model_name: the model's name in warm-up requests.
+    warmup_examples: inputs of requests that a server sends to the model when it starts.
+    tokenized_inputs: whether the inputs are tokens instead of texts.
     write_warmup_example_fn: writes these requests; None for `write_warmup_examples`.
-    mixture_or_task_name: gives output_features, in their place.
-    validation_examples: inputs on which the exported model is compared with the original.
-    native_lowering: T5X's choice; functions are always exported as StableHLO.
-    enable_xla: False is not possible any more.
-    decode_outputs: whether texts come out; None for texts where texts go in.
-    trailing_shapes: not needed here.
-    output_vocab_feature_name: the feature whose vocabulary the predictions are in.
-    signature_name: the SavedModel's signature.
-    create_polymorphic_shapes_fn: says which shapes stay open.
+    mixture_or_task_name: a task or mixture whose output_features are used.
+    validation_examples: inputs for which the exported model is compared with the original.
+    native_lowering: accepted as in T5X; functions are always exported as StableHLO.
+    enable_xla: accepted as in T5X; False is an error.
+    decode_outputs: whether the outputs are texts; None for texts unless tokenized_inputs.
+    trailing_shapes: accepted as in T5X.
+    output_vocab_feature_name: the feature with the vocabulary of the predictions.
+    signature_name: the name of the SavedModel's signature.
+    create_polymorphic_shapes_fn: returns the shapes with symbolic dimensions.
 
   Raises:
-    ValueError: something given does not fit together, or the exported model says something else than
-      the original.
+    ValueError: the arguments do not fit together, or the exported model differs from the original.
   """
   del trailing_shapes
-  folder = _folder(output_dir)
-  features = _output_features(mixture_or_task_name, output_features)
+  folder = _select_folder(output_dir)
+  features = _select_features(mixture_or_task_name, output_features)
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
   vocabulary = features[output_vocab_feature_name].vocabulary if output_vocab_feature_name else None
   preprocess, signature = create_preprocessor_fn(
@@ -121,10 +122,17 @@ def save(
   )
   function = make_function(enable_jax2tf=False)
   params = restore_params(model, restore_checkpoint_cfg, partitioner, task_feature_lengths)
-  mode, path = str(inference_mode), str(restore_checkpoint_cfg.path)
-  about = {"model": model_name, "mode": mode, "from": path}
-  shapes = feature_shapes(model, task_feature_lengths, batch_size)
-  write_stablehlo(folder / STABLEHLO, function, params, shapes, about)
+  write_stablehlo(
+    folder / _STABLEHLO,
+    function,
+    params,
+    features=feature_shapes(model, task_feature_lengths, batch_size),
+    about={
+      "model": model_name,
+      "mode": str(inference_mode),
+      "from": str(restore_checkpoint_cfg.path),
+    },
+  )
 
   tf = import_tensorflow()
   decode = not tokenized_inputs if decode_outputs is None else decode_outputs
@@ -141,13 +149,23 @@ def save(
   concrete = module.__call__.get_concrete_function(*signature)
   tf.saved_model.save(module, os.fspath(folder), signatures={signature_name: concrete})
   if warmup_examples:
-    (write_warmup_example_fn or write_warmup_examples)(
-      warmup_examples, output_dir=os.fspath(folder), model_name=model_name,
-      signature_name=signature_name, batch_sizes=[batch_size], input_tensor_name=signature[0].name
-    )  # fmt: skip
+    write_requests = write_warmup_example_fn or write_warmup_examples
+    write_requests(
+      warmup_examples,
+      output_dir=os.fspath(folder),
+      model_name=model_name,
+      signature_name=signature_name,
+      batch_sizes=[batch_size],
+      input_tensor_name=signature[0].name,
+    )
   if validation_examples:
     _validate(folder, validation_examples, preprocess, function, params)
-  console.print_line(f"exported  {folder} (SavedModel), {folder / STABLEHLO} (StableHLO)")
+  console.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs `save` with the arguments of the command line and its gin files (`python -m t5x.export`)."""
+  config.run_from_command_line(save, argv, describe_run)
 
 
 def ExportableModule(
@@ -166,33 +184,34 @@ def ExportableModule(
   use_gpu: bool = False,
   enable_large_batch_splitting: bool = True,
 ) -> Any:
-  """Returns a tf.Module that goes from texts to texts, with the parameters as its variables.
+  """Returns a tf.Module from texts to texts, with the parameters as its variables.
 
   Args:
-    preproc_tf_fn: from texts to features.
-    model_tf_fn: f(params, features).
-    postproc_tf_fn: from results to texts.
+    preproc_tf_fn: the function from texts to features.
+    model_tf_fn: the function of parameters and features.
+    postproc_tf_fn: the function from results to texts.
     params: the parameters.
-    batch_size: examples a batch; None for any number.
-    num_batch_threads: see tf.nondifferentiable_batch_function, as with the rest.
-    max_enqueued_batches: likewise.
-    batch_timeout_micros: likewise.
-    max_batch_size: likewise; None for the largest allowed one.
-    allowed_batch_sizes: likewise, for a batch size of None.
-    jit_compile: let XLA compile the model.
-    use_batch_function: put requests together into batches on the server.
-    use_gpu: T5X's choice; TensorFlow places the variables when the model is loaded.
-    enable_large_batch_splitting: see above.
+    batch_size: the number of examples in a batch; None for any number.
+    num_batch_threads: an argument of tf.nondifferentiable_batch_function.
+    max_enqueued_batches: an argument of tf.nondifferentiable_batch_function.
+    batch_timeout_micros: an argument of tf.nondifferentiable_batch_function.
+    max_batch_size: an argument of tf.nondifferentiable_batch_function; None for the largest allowed
+      batch size.
+    allowed_batch_sizes: an argument of tf.nondifferentiable_batch_function; None for batch_size.
+    jit_compile: whether XLA compiles the model.
+    use_batch_function: whether the server combines requests into batches.
+    use_gpu: accepted as in T5X; TensorFlow places the variables when the model is loaded.
+    enable_large_batch_splitting: an argument of tf.nondifferentiable_batch_function.
 
   Raises:
-    ValueError: use_batch_function without a batch size or allowed ones.
+    ValueError: use_batch_function is set without a batch size.
   """
   del use_gpu
   tf = import_tensorflow()
   sizes = list(allowed_batch_sizes or ([batch_size] if batch_size else []))
   if use_batch_function and not sizes:
     raise ValueError(
-      "ExportableModule.use_batch_function = True needs batches of known sizes: set BATCH_SIZE or "
+      "ExportableModule.use_batch_function = True needs known batch sizes: set BATCH_SIZE or "
       "ExportableModule.allowed_batch_sizes"
     )
   variables = tf.nest.map_structure(
@@ -216,12 +235,12 @@ def ExportableModule(
     )(call)
 
   class Exportable(tf.Module):  # type: ignore[name-defined]
-    """What TensorFlow saves: all that hangs on it."""
+    """TensorFlow saves everything that this module references."""
 
     def __init__(self) -> None:
       super().__init__()
       self.params = tf.nest.flatten(variables)
-      # What a task's preprocessors hold: tables, files.
+      # The tables and files of a task's preprocessors.
       functions = (preproc_tf_fn, postproc_tf_fn)
       self.resources = [getattr(function, "trackable_resources", None) for function in functions]
 
@@ -242,21 +261,21 @@ def write_warmup_examples(
   decoder_params_spec: Sequence[tuple[str, Any, Sequence[int]]] | None = None,
   request_to_prediction_log: Callable[..., Any] | None = None,
 ) -> None:
-  """Writes requests that TensorFlow Serving makes when it loads a model (T5X's function).
+  """Writes requests that TensorFlow Serving sends to a model when it loads it (as in T5X).
 
   Args:
-    text_batch: texts or lists of tokens, repeated or cut to each batch size.
-    output_dir: the SavedModel's folder.
+    text_batch: texts or lists of tokens, which are repeated or truncated to each batch size.
+    output_dir: the folder of the SavedModel.
     model_name: the model's name on the server.
-    signature_name: its signature.
-    generate_examples_fn: makes batches in place of text_batch.
-    batch_sizes: a request for each; None leaves a batch as it is.
-    input_tensor_name: the signature's argument.
-    decoder_params_spec: (name, dtype, shape) of further arguments, which are zeros.
+    signature_name: the name of the signature.
+    generate_examples_fn: returns batches to use instead of text_batch.
+    batch_sizes: the batch size of each request; None does not change the batch.
+    input_tensor_name: the name of the signature's argument.
+    decoder_params_spec: (name, dtype, shape) of other arguments, which are zeros.
     request_to_prediction_log: wraps a request; None for a PredictionLog.
 
   Raises:
-    ValueError: the package that knows these requests is not installed.
+    ValueError: the package that defines these requests is not installed.
   """
   tf = import_tensorflow()
   try:
@@ -264,7 +283,7 @@ def write_warmup_examples(
   except ImportError as error:
     raise ValueError(
       "warm-up requests need TensorFlow Serving's messages: pip install --no-deps "
-      "tensorflow-serving-api, or leave export_lib.save.warmup_examples out"
+      "tensorflow-serving-api, or remove export_lib.save.warmup_examples"
     ) from error
 
   def log(request: Any) -> Any:
@@ -290,18 +309,18 @@ def write_warmup_examples(
       writer.write(log(request).SerializeToString())
 
 
-def _folder(output_dir: str | Mapping[str, str]) -> epath.Path:
+def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
   if isinstance(output_dir, str):
     return epath.Path(output_dir)
   if "cpu" not in output_dir:
     raise ValueError(
-      f"export_lib.save.output_dir has folders for {', '.join(output_dir)}: give a folder, or one "
-      "for 'cpu'; models for TPUs are not made"
+      "export_lib.save.output_dir must be a folder or a dict with a folder for 'cpu', got folders "
+      f"for {', '.join(output_dir)}; models for TPUs are not supported"
     )
   return epath.Path(output_dir["cpu"])
 
 
-def _output_features(
+def _select_features(
   task_name: str | None, output_features: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
   if (task_name is None) == (output_features is None):
@@ -321,18 +340,11 @@ def _validate(
   function: Callable[..., Any],
   params: Any,
 ) -> None:
-  """Compares the numbers that the saved model and the original give for some inputs."""
-  import jax
-
-  from rosetta_t5.export.functions import load_stablehlo
-
-  loaded = load_stablehlo(folder / STABLEHLO)
-  features = {
-    n: np.asarray(x) for n, x in preprocess(import_tensorflow().constant(examples)).items()
-  }
-  wanted = jax.jit(function)(jax.tree.map(jax.numpy.asarray, params), features)
-  for got, want in zip(loaded(features), wanted, strict=True):
-    if not np.allclose(
-      np.asarray(got, np.float32), np.asarray(want, np.float32), atol=1e-3, rtol=1e-3
-    ):
-      raise ValueError(f"the exported model in {folder} says something else than the original")
+  """Raises ValueError unless the exported and the original model have the same outputs."""
+  tokens = preprocess(import_tensorflow().constant(examples))
+  features = {name: np.asarray(value) for name, value in tokens.items()}
+  outputs = load_stablehlo(folder / _STABLEHLO)(features)
+  expected = jax.jit(function)(jax.tree.map(jnp.asarray, params), features)
+  for got, want in zip(outputs, expected, strict=True):
+    if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
+      raise ValueError(f"the outputs of the exported model in {folder} differ from the original's")

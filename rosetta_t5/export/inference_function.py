@@ -1,0 +1,164 @@
+"""The function that is exported: a model's predictions or scores from parameters and features."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+
+from rosetta_t5 import checkpoints
+from rosetta_t5.parallel import BasePartitioner
+
+PyTree = Any
+Features = Mapping[str, Any]
+InferenceFn = Callable[[PyTree, Features], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomInferenceMode:
+  """Exports another method of a model than the two usual ones (T5X: CustomInferenceMode).
+
+  Attributes:
+    model_fn_name: the name of the method, which is called as f(params, batch).
+    fetch_output: converts what it returns to the results; None for its leaves in order.
+  """
+
+  model_fn_name: str
+  fetch_output: Callable[[PyTree], Any] | None = None
+
+
+_MODES = {
+  "predict": CustomInferenceMode("predict_batch_with_aux"),
+  "score": CustomInferenceMode("score_batch"),
+}
+
+
+def create_inference_function(
+  *,
+  model: Any,
+  inference_mode: str | CustomInferenceMode,
+  partitioner: BasePartitioner | None = None,
+  train_state_initializer: Any = None,
+  decoding_state_callback_fn: Callable[..., Any] | None = None,
+  enable_jax2tf: bool = False,
+  enable_xla: bool = True,
+  polymorphic_shapes_inputs: Any = None,
+  native_lowering: bool = True,
+  model_fn_extra_kwargs: Mapping[str, Any] | None = None,
+) -> InferenceFn:
+  """Returns f(params, features) → the model's outputs as a flat tuple (as in T5X).
+
+  Args:
+    model: the model.
+    inference_mode: 'predict' for (decodes, scores), 'score' for (scores,), or a custom mode.
+    partitioner: accepted as in T5X; an exported function runs on one device, or its caller shards it.
+    train_state_initializer: accepted as in T5X.
+    decoding_state_callback_fn: called with the decoding state after each step.
+    enable_jax2tf: whether to return a function of TensorFlow tensors.
+    enable_xla: accepted as in T5X; False is an error, because jax always exports StableHLO.
+    polymorphic_shapes_inputs: with enable_jax2tf, the shapes with symbolic dimensions, such as
+      {"encoder_input_tokens": "b, ..."}; None for none.
+    native_lowering: accepted as in T5X; the function is always exported as StableHLO.
+    model_fn_extra_kwargs: other arguments of the method, such as {"num_decodes": 4}.
+
+  Raises:
+    ValueError: the mode does not exist, or enable_xla is False.
+  """
+  del partitioner, train_state_initializer, native_lowering
+  if not enable_xla:
+    raise ValueError("export_lib.save.enable_xla = False is not possible with this jax: remove it")
+  mode = _find_mode(inference_mode)
+  extra = dict(model_fn_extra_kwargs or {})
+
+  def function(params: PyTree, features: Features) -> tuple[Any, ...]:
+    batch = dict(features)
+    decoder_params = dict(batch.pop("decoder_params", {}))
+    if decoding_state_callback_fn is not None:
+      decoder_params["state_callback_fn"] = decoding_state_callback_fn
+    options = {**extra, **({"decoder_params": decoder_params} if decoder_params else {})}
+    outputs = getattr(model, mode.model_fn_name)(params, batch, **options)
+    fetch_output = mode.fetch_output or (lambda outputs: tuple(jax.tree.leaves(outputs)))
+    return fetch_output(outputs)
+
+  if not enable_jax2tf:
+    return function
+  from jax.experimental import jax2tf
+
+  def function_for_tensorflow(params: PyTree, features: Features) -> tuple[Any, ...]:
+    with _top_k_by_sorting():
+      return function(params, features)
+
+  # Decoding has no gradient.
+  shapes = [None, polymorphic_shapes_inputs]
+  return jax2tf.convert(function_for_tensorflow, polymorphic_shapes=shapes, with_gradient=False)
+
+
+@contextlib.contextmanager
+def _top_k_by_sorting() -> Iterator[None]:
+  """Inside a `with`, traces top-k as a sort: TensorFlow 2.21 cannot read the top-k of jax 0.10."""
+
+  def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    index = jax.lax.broadcasted_iota(jnp.int32, operand.shape, operand.ndim - 1)
+    # A stable sort: equal values keep their order, as in top-k.
+    negative, order = jax.lax.sort((-operand, index), dimension=-1, num_keys=1)
+    return -negative[..., :k], order[..., :k]
+
+  lax: Any = jax.lax
+  original, lax.top_k = lax.top_k, top_k
+  try:
+    yield
+  finally:
+    lax.top_k = original
+
+
+def _find_mode(inference_mode: str | CustomInferenceMode) -> CustomInferenceMode:
+  if isinstance(inference_mode, CustomInferenceMode):
+    return inference_mode
+  if inference_mode not in _MODES:
+    raise ValueError(
+      "export_lib.save.inference_mode must be 'predict', 'score' or a CustomInferenceMode, got "
+      f"{inference_mode!r}"
+    )
+  return _MODES[inference_mode]
+
+
+def feature_shapes(
+  model: Any, task_feature_lengths: Mapping[str, int], batch_size: int | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of the model's features; a batch size of None becomes symbolic."""
+  lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(task_feature_lengths)
+  batch: Any = jax_export.symbolic_shape("b")[0] if batch_size is None else batch_size
+  return {n: jax.ShapeDtypeStruct((batch, length), jnp.int32) for n, length in lengths.items()}
+
+
+def restore_params(
+  model: Any,
+  restore_cfg: checkpoints.RestoreCheckpointConfig,
+  partitioner: BasePartitioner,
+  task_feature_lengths: Mapping[str, int],
+) -> PyTree:
+  """Returns the parameters of a checkpoint as numpy arrays.
+
+  Raises:
+    ValueError: there is no checkpoint, or it belongs to another model.
+  """
+  shapes = feature_shapes(model, task_feature_lengths, 1)
+  initializer = checkpoints.TrainStateInitializer(
+    optimizer_def=None,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: x.shape for name, x in shapes.items()},
+    partitioner=partitioner,
+  )
+  state = initializer.from_checkpoint([restore_cfg])
+  if state is None:
+    raise ValueError(
+      f"there is no checkpoint to export in {restore_cfg.path} (mode = {restore_cfg.mode!r}): set "
+      "CHECKPOINT_PATH (RestoreCheckpointConfig.path)"
+    )
+  return jax.tree.map(np.asarray, state.params)

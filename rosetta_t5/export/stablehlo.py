@@ -1,0 +1,72 @@
+"""Models as StableHLO with their parameters, which run with jax and numpy alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax import export as jax_export
+
+from rosetta_t5.export.inference_function import Features, InferenceFn, PyTree
+
+_PROGRAM, _PARAMS, _ABOUT = "program.stablehlo", "params.npz", "about.json"
+
+
+def write_stablehlo(
+  folder: epath.PathLike,
+  function: InferenceFn,
+  params: PyTree,
+  features: Mapping[str, jax.ShapeDtypeStruct],
+  about: Mapping[str, Any],
+) -> None:
+  """Writes a function and its parameters for `load_stablehlo`.
+
+  Args:
+    folder: the folder of the files.
+    function: the function (params, features) from `create_inference_function`.
+    params: the parameters.
+    features: the shapes of the features.
+    about: information about the model, which is stored as JSON.
+  """
+  path = epath.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+  # For both platforms, so that a model exported on a CPU also runs on a GPU.
+  exported = jax_export.export(jax.jit(function), platforms=["cpu", "cuda"])(shapes, dict(features))
+  (path / _PROGRAM).write_bytes(exported.serialize())
+  flat = {"/".join(key.key for key in keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  # Numpy's format has no bfloat16, which is stored as integers with the same bits.
+  dtypes = {name: str(x.dtype) for name, x in flat.items()}
+  stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
+  with (path / _PARAMS).open("wb") as file:
+    np.savez(file, **stored)
+  (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes}, indent=2))
+
+
+def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
+  """Loads a function and its parameters; it needs only jax and numpy.
+
+  Args:
+    folder: the folder `stablehlo` of an export.
+
+  Returns:
+    f(features) → results, which is compiled once for each batch size.
+  """
+  path = epath.Path(folder)
+  exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
+  dtypes = json.loads((path / _ABOUT).read_text())["dtypes"]
+  params: dict[str, Any] = {}
+  with (path / _PARAMS).open("rb") as file, np.load(file) as stored:
+    for name, dtype in dtypes.items():
+      *parents, leaf = name.split("/")
+      node = params
+      for parent in parents:
+        node = node.setdefault(parent, {})
+      node[leaf] = jnp.asarray(stored[name].view(jnp.dtype(dtype)))
+  call = jax.jit(exported.call)
+  return lambda features: call(params, dict(features))
