@@ -1,4 +1,4 @@
-"""Evaluating checkpoints: one, a list or all of a folder; each once; with a table at the end."""
+"""Evaluation of one checkpoint, a list, or all of a folder; each once, with a table at the end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
+def test_loss_is_evaluated_with_a_trainer_class(model_dir, tmp_path):
   seen = []
 
   class Watched(Trainer):
@@ -112,16 +112,17 @@ def test_the_loss_is_measured_too_where_a_trainer_is_given(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_without_enough_memory_says_what_would_help(model_dir, tmp_path):
+def test_out_of_memory_error_of_evaluation_suggests_what_to_change(model_dir, tmp_path):
   large = {"task_feature_lengths": {"inputs": 4096, "targets": 16}, "batch_size": 1024}
   with limited_memory(10 << 30), pytest.raises(OutOfMemoryError) as raised:
     run(str(model_dir / "checkpoint_7"), tmp_path, dataset=large)
-  said = str(raised.value)
-  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
+  output = str(raised.value)
+  assert output.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
   assert (
-    'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # cuts longer ones off: saves' in said
+    'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # cuts longer ones off: saves'
+    in output
   )
-  assert "utils.DatasetConfig.batch_size = " in said
+  assert "utils.DatasetConfig.batch_size = " in output
 
 
 @pytest.mark.parametrize(
@@ -136,23 +137,23 @@ def test_evaluation_without_enough_memory_says_what_would_help(model_dir, tmp_pa
     ("", "specific", "/empty is not a checkpoint: the folder is empty. Set CHECKPOINT_PATH"),
   ],
 )
-def test_checkpoints_that_are_not_there_are_told(model_dir, tmp_path, path, mode, text):
+def test_missing_checkpoints_are_reported_before_anything_is_written(
+  model_dir, tmp_path, path, mode, text
+):
   (tmp_path / "empty").mkdir()
   with pytest.raises(ValueError, match=text):
     run(str(tmp_path / "empty" / path), tmp_path / "out", mode=mode)
   assert not (tmp_path / "out").exists()
 
 
-def test_one_of_several_checkpoints_that_is_not_there_is_told_before_the_others_are_evaluated(
-  model_dir, tmp_path
-):
+def test_one_missing_checkpoint_is_reported_before_the_others_are_evaluated(model_dir, tmp_path):
   paths = [str(model_dir / f"checkpoint_{step}") for step in (3, 5)]
   with pytest.raises(ValueError, match=r"checkpoint_5 is not a checkpoint: .*Set CHECKPOINT_PATH"):
     run(paths, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 
 
-def test_a_batch_of_nothing_is_refused(model_dir, tmp_path):
+def test_batch_size_zero_is_rejected(model_dir, tmp_path):
   with pytest.raises(ValueError, match=r"batch size 0 is no number of examples: set BATCH_SIZE"):
     run(str(model_dir / "checkpoint_3"), tmp_path / "out", dataset={"batch_size": 0})
   assert not (tmp_path / "out").exists()
@@ -166,23 +167,23 @@ def broken(targets, predictions):
   raise KeyError("no_such_field")
 
 
-def test_what_the_model_said_is_kept_where_a_metric_fails(model_dir, tmp_path):
-  add_task("pairs_judged_badly", metric_fns=[exact, likelihood, broken])
+def test_predictions_are_written_although_a_metric_fails(model_dir, tmp_path):
+  add_task("pairs_with_a_broken_metric", metric_fns=[exact, likelihood, broken])
   text = (
-    r"^Failed to evaluate task pairs_judged_badly: KeyError: 'no_such_field' \(.*test_eval.py, line "
+    r"^Failed to evaluate task pairs_with_a_broken_metric: KeyError: 'no_such_field' \(.*test_eval.py, line "
     r"\d+, in broken\). What the model said is kept, a line an example, in "
-    r".*/out/inference_eval/pairs_judged_badly-3.unjudged.jsonl. Mend the task's metric_fns"
+    r".*/out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl. Mend the task's metric_fns"
   )
-  names = {"dataset": {"mixture_or_task_name": "pairs_judged_badly"}}
+  names = {"dataset": {"mixture_or_task_name": "pairs_with_a_broken_metric"}}
   with pytest.raises(MetricError, match=text):
     run(str(model_dir / "checkpoint_3"), tmp_path / "out", **names)
-  import_seqio().TaskRegistry.remove("pairs_judged_badly")
-  kept = (tmp_path / "out/inference_eval/pairs_judged_badly-3.unjudged.jsonl").read_text()
+  import_seqio().TaskRegistry.remove("pairs_with_a_broken_metric")
+  kept = (tmp_path / "out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl").read_text()
   outputs = [json.loads(line)["output"] for line in kept.splitlines()]
   assert [type(output) for output in outputs] == [str] * len(PAIRS) + [float] * len(PAIRS)
 
 
-def test_a_task_without_metrics_is_refused_before_anything_is_written(model_dir, tmp_path):
+def test_task_without_metrics_is_rejected_before_anything_is_written(model_dir, tmp_path):
   add_task("pairs_not_to_evaluate")
   with pytest.raises(ValueError, match="'pairs_not_to_evaluate' has no task with metrics for the"):
     run(str(model_dir), tmp_path / "out", dataset={"mixture_or_task_name": "pairs_not_to_evaluate"})
@@ -190,7 +191,7 @@ def test_a_task_without_metrics_is_refused_before_anything_is_written(model_dir,
   assert not (tmp_path / "out").exists()
 
 
-def test_table_has_a_block_a_task_a_row_a_step_and_a_column_a_metric():
+def test_table_has_a_block_per_task_a_row_per_step_and_a_column_per_metric():
   metrics = {
     2000: {"squad": {"em": 81.25, "f1": 88.123456}, "mnli": {"accuracy": 83.0}},
     1000: {"squad": {"em": 7.5}},
@@ -205,7 +206,7 @@ def test_table_has_a_block_a_task_a_row_a_step_and_a_column_a_metric():
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(model_dir, tmp_path):
+def test_two_processes_write_the_same_files_as_one(model_dir, tmp_path):
   here = pathlib.Path(__file__).parent
   flags = {"PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
   with socket.socket() as free:
@@ -220,8 +221,8 @@ def test_two_processes_write_what_one_writes(model_dir, tmp_path):
 
   processes = [start("two", port, "2", str(index)) for index in (0, 1)]
   processes.append(start("one"))
-  said = [process.communicate(timeout=600)[1].decode() for process in processes]
-  assert [process.returncode for process in processes] == [0, 0, 0], said
+  output = [process.communicate(timeout=600)[1].decode() for process in processes]
+  assert [process.returncode for process in processes] == [0, 0, 0], output
 
   def written(out):
     files = sorted((tmp_path / out / "inference_eval").glob("*.jsonl"))

@@ -1,8 +1,8 @@
-"""Finetuning end to end: pretrain, learn SQuAD and MNLI in small by heart, evaluate, infer.
+"""Finetuning end to end: pretrain, memorize 64 examples of SQuAD and MNLI, evaluate, infer.
 
-The recipes and tasks are those that are shipped, the data lies in TFDS's folders, and the package t5,
-which other code makes these tasks with, cannot be imported. The examples are SQuAD's and MNLI's where
-real data is at hand, else made up; the variants learn those that are made up, in less time.
+The recipes and tasks are those that are shipped, the data is in TFDS's folders, and the package t5,
+which usually defines these tasks, cannot be imported. The examples are real ones if the data is
+available, else synthetic; the variants always memorize synthetic ones, which takes less time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HERE = pathlib.Path(__file__).parent / "finetune"
 _PRETRAINED, _FINETUNED = 100, 500  # steps
 _VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 _RUN = {"RANDOM_SEED": 0, "train.stats_period": 50, "DROPOUT_RATE": 0.0}
-# The smallest recipe's model is too small to learn anything, and its vocabulary as large as ever.
+# The model of the smallest recipe is too small to learn anything and has the full vocabulary.
 _MODEL = {
   "network.T5Config.vocab_size": 384,
   "network.T5Config.emb_dim": 64,
@@ -47,21 +47,21 @@ _FINETUNE = {
   "BATCH_SIZE": 16,
   "EVAL_PERIOD": 400,
   "EVAL_STEPS": 2,
-  # The recipe's too is batch times target length of the pretraining.
+  # As in the recipe: batch size times target length of the pretraining.
   "LOSS_NORMALIZING_FACTOR": 32 * 16,
   "train/utils.DatasetConfig.pack": False,
   "train_eval/utils.DatasetConfig.pack": False,
 }
 _ADAMW = {"optax.adamw.learning_rate": 0.005}
 _REAL_DATA = _HERE.parents[2] / "shared/data"
-# Real passages are longer, and their words are more.
+# Real passages are longer and have more distinct words.
 _REAL_MODEL = _MODEL | {"network.T5Config.vocab_size": 1152}
 _REAL_ROWS = {"TASK_FEATURE_LENGTHS": "{'inputs': 208, 'targets': 24}", "TRAIN_STEPS": 700}
 _SQUAD, _MNLI = ("squad1", "squad_v010_allanswers", "em"), ("mnli2", "glue_mnli_v2", "accuracy")
 
 
 def _starter(folder, real=None):
-  """Writes data into a folder; returns a function that runs a command of T5X's as a user types it."""
+  """Writes data to a folder; returns a function that runs a T5X command as a user does."""
   environment = {
     **os.environ,
     "ROSETTA_T5_ASSETS": f"{_VOCABULARY}={folder}/data/vocabulary.model",
@@ -101,14 +101,14 @@ def start(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start_on_real_rows(tmp_path_factory):
-  """On rows of SQuAD and MNLI where they are at hand."""
+def start_with_real_data(tmp_path_factory):
+  """Runs commands on real rows of SQuAD and MNLI if they are available."""
   real = _REAL_DATA if _REAL_DATA.is_dir() else None
   return _starter(tmp_path_factory.mktemp("finetune_on_real_rows"), real)
 
 
-def pretrained(start, folder, optimizer="AdamW", **bindings):
-  """Makes a folder with a pretraining run, of which there is one an optimizer."""
+def copy_pretrained(start, folder, optimizer="AdamW", **bindings):
+  """Copies a pretraining run, which is made once per optimizer, to a folder."""
   model_dir = start.folder / f"pretrained {optimizer}"
   if not model_dir.exists():
     recipe = "gin/examples/tiny_pile_pretrain.gin"
@@ -117,8 +117,8 @@ def pretrained(start, folder, optimizer="AdamW", **bindings):
   shutil.copytree(model_dir, folder)
 
 
-def finetuned(start, folder, task, devices=1, **bindings):
-  """Finetunes by a shipped recipe in a pretraining's folder; returns the rows of metrics, by step."""
+def finetune(start, folder, task, devices=1, **bindings):
+  """Finetunes with a shipped recipe in the folder of a pretraining; returns the rows of metrics."""
   recipe, name, _ = task
   start(
     "train",
@@ -136,11 +136,11 @@ def metrics(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [_SQUAD, _MNLI], ids=["squad1", "mnli2"])
-def test_64_examples_are_learnt_by_heart_and_every_program_agrees(start_on_real_rows, task):
-  start = start_on_real_rows
+def test_64_examples_are_memorized_and_train_eval_and_infer_agree(start_with_real_data, task):
+  start = start_with_real_data
   folder, (_, name, metric) = start.folder / task[0], task
-  pretrained(start, folder)
-  rows = finetuned(start, folder, task, **_ADAMW)
+  copy_pretrained(start, folder)
+  rows = finetune(start, folder, task, **_ADAMW)
   steps = start.finetuning["TRAIN_STEPS"]
   assert [row["step"] for row in rows] == [*range(400, steps, 400), steps]
   assert rows[-1][metric] >= 95
@@ -157,11 +157,11 @@ def test_64_examples_are_learnt_by_heart_and_every_program_agrees(start_on_real_
   split = "validation" if task is _SQUAD else "validation_matched"
   where = {"utils.DatasetConfig.split": f"'{split}'"}
   evaluated = start.folder / "eval"
-  said = start(
+  output = start(
     "eval", *model, "gin/runs/eval.gin", EVAL_OUTPUT_DIR=f"'{evaluated}'", **trained, **where
   )
   assert metrics(evaluated / f"inference_eval/{name}-metrics.jsonl")[-1] == rows[-1]
-  assert metric in said
+  assert metric in output
   inferred = start.folder / "infer"
   start(
     "infer",
@@ -175,7 +175,9 @@ def test_64_examples_are_learnt_by_heart_and_every_program_agrees(start_on_real_
   )
   written = metrics(inferred / f"{name}-predict.jsonl-00000-of-00001")
   texts = [(row["prediction"], row["inputs"]["targets_pretokenized"]) for row in written]
-  right = sum(normalize_answer(said) == normalize_answer(answer) for said, answer in texts)
+  right = sum(
+    normalize_answer(prediction) == normalize_answer(answer) for prediction, answer in texts
+  )
   assert len(written) == 64
   assert 100 * right / 64 == rows[-1][metric]
 
@@ -191,11 +193,11 @@ _RATE = "utils.create_learning_rate_scheduler.base_learning_rate"
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [_SQUAD, _MNLI], ids=["squad1", "mnli2"])
 @pytest.mark.parametrize("variant", ["fp8", "two devices a copy", "Adafactor"])
-def test_variants_learn_them_too(start, task, variant, tmp_path):
+def test_variants_also_memorize_the_examples(start, task, variant, tmp_path):
   folder, (_, _, metric) = tmp_path / "run", task
   bindings, devices, optimizer = _ADAMW, 1, "AdamW"
   if variant == "fp8":
-    # A CPU has no fp8: its products are made of what fp8's values are.
+    # A CPU has no fp8 matmuls, so they are emulated.
     te = "te_helper.TransformerEngineConfig"
     switches = {f"{te}.enabled": 1, f"{te}.emulate": True, "train.te_config_cls": f"@{te}"}
     bindings = _ADAMW | switches
@@ -203,9 +205,9 @@ def test_variants_learn_them_too(start, task, variant, tmp_path):
     bindings, optimizer = _ADAFACTOR | {_RATE: 0.1}, variant
   else:
     bindings, devices = _ADAMW | {"partitioning.PjitPartitioner.num_partitions": 2}, 2
-  pretrained(
+  copy_pretrained(
     start, folder, optimizer, **(_ADAFACTOR | {_RATE: 0.02} if optimizer == "Adafactor" else {})
   )
-  rows = finetuned(start, folder, task, devices=devices, **bindings)
+  rows = finetune(start, folder, task, devices=devices, **bindings)
   assert rows[-1]["step"] == _FINETUNED
   assert rows[-1][metric] >= 95

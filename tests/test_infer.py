@@ -1,4 +1,4 @@
-"""Inference into files: what they hold, how shards share the work, how a killed run goes on."""
+"""Inference: the contents of its files, shards, and the restart of a killed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(checkpoint):
-  """Infers in chunks of one batch, 8 examples."""
+  """Returns a function that infers in chunks of one batch with 8 examples."""
 
   def start(output_dir, dataset=None, restore=None, **arguments):
     cfg = {"task_feature_lengths": {"inputs": 16, "targets": 16}, "split": "test", "batch_size": 8}
@@ -71,13 +71,13 @@ def rows(path):
 
 @pytest.fixture(scope="module")
 def scored(run, tmp_path_factory):
-  """A finished folder, and the rows of its file."""
+  """The folder of a finished inference, and the rows of its file."""
   out = tmp_path_factory.mktemp("scored")
   run(out)
   return out, rows(out / f"{TASK}-score.jsonl-00000-of-00001")
 
 
-def test_every_example_is_scored_once_in_order_and_chunks_are_gone(scored):
+def test_examples_are_scored_once_in_order_and_chunks_are_removed(scored):
   out, written = scored
   assert [row["inputs"] for row in written] == [
     {"inputs_pretokenized": question, "targets_pretokenized": answer} for question, answer in PAIRS
@@ -90,7 +90,7 @@ def test_every_example_is_scored_once_in_order_and_chunks_are_gone(scored):
   ]
 
 
-def test_finished_inference_does_nothing_more(scored, run, capsys):
+def test_finished_inference_does_nothing(scored, run, capsys):
   out, _ = scored
   path = out / f"{TASK}-score.jsonl-00000-of-00001"
   before = path.stat().st_mtime_ns
@@ -105,20 +105,20 @@ def fails_at(chunk, path, *arguments):
   write_inferences_to_file(path, *arguments)
 
 
-def test_inference_that_failed_goes_on_after_its_last_chunk(scored, run, tmp_path, capsys):
+def test_failed_inference_continues_after_its_last_chunk(scored, run, tmp_path, capsys):
   _, expected = scored
   with pytest.raises(OSError, match="no space left"):
     run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
   assert not (tmp_path / f"{TASK}-score.jsonl-00000-of-00001").exists()
   capsys.readouterr()
   run(tmp_path)
-  said = capsys.readouterr().out
-  assert "continuing after 1 chunks" in said
-  assert "chunk 0:" not in said
+  output = capsys.readouterr().out
+  assert "continuing after 1 chunks" in output
+  assert "chunk 0:" not in output
   assert rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00001") == expected
 
 
-def test_chunks_of_other_settings_are_not_mixed(run, tmp_path):
+def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   with pytest.raises(OSError, match="no space left"):
     run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
   with pytest.raises(ValueError, match=r"checkpoint_period was 1 and is 2. Set it back") as error:
@@ -132,7 +132,7 @@ def test_shards_share_the_examples(scored, run, tmp_path):
   for shard in range(2):
     run(tmp_path, shard_id=shard, num_shards=2, merge_chunked_results=shard == 0)
   first = rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00002")
-  # Left as chunks: five examples are one chunk.
+  # The second shard is not merged; its five examples are one chunk.
   name = f"{TASK}-score.jsonl-00001-of-00002"
   second = rows(tmp_path / f"tmp-{TASK}-00001-of-00002" / f"{name}-chunk00000")
   assert not (tmp_path / name).exists()
@@ -145,7 +145,7 @@ def test_shards_share_the_examples(scored, run, tmp_path):
   )
 
 
-def test_predictions_with_aux_are_text_and_numbers(run, tmp_path):
+def test_predictions_with_aux_contain_text_tokens_and_scores(run, tmp_path):
   write = functools.partial(
     write_inferences_to_file, output_ids=True, input_fields_to_include=["targets"]
   )
@@ -173,13 +173,13 @@ def test_predictions_with_aux_are_text_and_numbers(run, tmp_path):
     ({"restore": {"path": "nowhere", "mode": "latest"}}, "no checkpoint to infer with in nowhere"),
   ],
 )
-def test_what_cannot_be_inferred_is_told_before_anything_is_written(run, tmp_path, arguments, text):
+def test_invalid_arguments_are_rejected_before_anything_is_written(run, tmp_path, arguments, text):
   with pytest.raises(ValueError, match=text):
     run(tmp_path / "out", **arguments)
   assert not (tmp_path / "out").exists()
 
 
-def test_an_output_folder_that_cannot_be_written_is_told_first(run, tmp_path):
+def test_unwritable_output_folder_is_reported_first(run, tmp_path):
   (tmp_path / "file").write_text("kept")
   with pytest.raises(
     ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written: .*/file is"
@@ -197,10 +197,10 @@ def test_an_output_folder_that_cannot_be_written_is_told_first(run, tmp_path):
   with pytest.raises(
     ValueError, match=r"infer.output_dir = '/proc/results' cannot be written: /proc"
   ):
-    run(pathlib.Path("/proc/results"))  # where even root's rights do not help
+    run(pathlib.Path("/proc/results"))  # Not even root can write there.
 
 
-def test_tfrecords_become_a_task(tmp_path):
+def test_tfrecord_files_can_be_a_task(tmp_path):
   tf, seqio = import_tensorflow(), import_seqio()
   path = str(tmp_path / "examples.tfrecord")
   with tf.io.TFRecordWriter(path) as writer:
@@ -229,7 +229,7 @@ def write(path, mode="score", inferences=([1.5], {}), **options):
   return rows(path)
 
 
-def test_inputs_that_are_written_can_be_chosen(tmp_path):
+def test_written_input_fields_can_be_chosen(tmp_path):
   path = tmp_path / "file"
   assert write(path)[0]["inputs"] == {"x_pretokenized": "é"}
   assert write(path, include_all_inputs=True)[0]["inputs"] == {
@@ -245,7 +245,7 @@ def test_inputs_that_are_written_can_be_chosen(tmp_path):
     write(path, mode="predict")
 
 
-def test_aux_of_scores_is_written_where_there_is_any(tmp_path):
+def test_aux_of_scores_is_written_if_there_is_any(tmp_path):
   assert "aux" not in write(tmp_path / "file")[0]
   aux = {"layers": {"norms": ([np.array([1.0, 2.0])],)}}
   assert write(tmp_path / "file", inferences=([1.5], aux))[0]["aux"] == {
@@ -253,14 +253,14 @@ def test_aux_of_scores_is_written_where_there_is_any(tmp_path):
   }
 
 
-def test_a_missing_chunk_is_not_merged_over(tmp_path):
+def test_missing_chunk_is_not_ignored_by_the_merge(tmp_path):
   for number in (0, 2):
     (tmp_path / f"file-chunk{number:05}").write_text("x")
   with pytest.raises(ValueError, match=r"not complete \(there are \[0, 2\]\): remove that folder"):
     merge_chunks_to_file(str(tmp_path), "file", str(tmp_path), None)
 
 
-def test_what_fails_in_a_thread_is_raised_at_the_next_call():
+def test_errors_of_the_thread_are_raised_by_the_next_call():
   executor = FailFastThreadPoolExecutor(max_workers=1)
   executor.submit(int, "one").exception()
   with pytest.raises(ValueError, match="invalid literal"):
@@ -272,14 +272,14 @@ def test_what_fails_in_a_thread_is_raised_at_the_next_call():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["score", "predict"])
-def test_inference_without_enough_memory_says_what_would_help(run, tmp_path, mode):
+def test_out_of_memory_error_of_inference_suggests_what_to_change(run, tmp_path, mode):
   large = {"task_feature_lengths": {"inputs": 4096, "targets": 16}, "batch_size": 1024}
   with limited_memory(10 << 30), pytest.raises(OutOfMemoryError) as raised:
     run(tmp_path, large, mode=mode)
-  said = str(raised.value)
-  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
-  # Which saves more, the machine's memory decides: the batch is the largest that fits.
-  names = re.findall(r"^  (\S+) = .*   # .*saves about \S+ [kMG]B$", said, re.MULTILINE)
+  output = str(raised.value)
+  assert output.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
+  # Their order depends on the memory of the machine.
+  names = re.findall(r"^  (\S+) = .*   # .*saves about \S+ [kMG]B$", output, re.MULTILINE)
   assert set(names[:2]) == {"TASK_FEATURE_LENGTHS", "utils.DatasetConfig.batch_size"}
   run(tmp_path, {"batch_size": 8}, mode=mode)
 
@@ -288,7 +288,7 @@ _OUTPUT = "out/pairs_of_a_killed_run-score.jsonl-00000-of-00001"
 
 
 def _start(count, folder):
-  """Starts killed.py, or so many processes that share its work."""
+  """Starts killed.py, or `count` processes that share its work."""
   environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -307,14 +307,14 @@ def _start(count, folder):
 
 
 def _finish(processes):
-  said = [process.communicate(timeout=600)[0] for process in processes]
-  assert [process.returncode for process in processes] == [0] * len(processes), said
-  return said[0]
+  output = [process.communicate(timeout=600)[0] for process in processes]
+  assert [process.returncode for process in processes] == [0] * len(processes), output
+  return output[0]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """The text that one process writes which is not killed."""
+  """The text that one uninterrupted process writes."""
   folder = tmp_path_factory.mktemp("whole")
   _finish(_start(1, folder))
   return (folder / _OUTPUT).read_text()
@@ -322,7 +322,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole_of_two(tmp_path_factory):
-  """The text that two processes write which are not killed."""
+  """The text that two uninterrupted processes write."""
   folder = tmp_path_factory.mktemp("whole_of_two")
   _finish(_start(2, folder))
   return (folder / _OUTPUT).read_text()
@@ -330,7 +330,7 @@ def whole_of_two(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_killed_processes_go_on_where_they_were(tmp_path, request, count):
+def test_killed_processes_continue_after_their_last_chunk(tmp_path, request, count):
   whole = request.getfixturevalue("whole" if count == 1 else "whole_of_two")
   killed = _start(count, tmp_path)
   for line in killed[0].stdout:
@@ -345,7 +345,7 @@ def test_killed_processes_go_on_where_they_were(tmp_path, request, count):
   assert (tmp_path / _OUTPUT).read_text() == whole
 
 
-# Without process 0, through which processes are connected, jax ends the others at once, in its words.
+# Processes are connected through process 0. Without it, jax ends the others with its own message.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("lost", "text"),
@@ -354,7 +354,7 @@ def test_killed_processes_go_on_where_they_were(tmp_path, request, count):
     (1, r"while this process was inferring chunk [34]\. The log over there may tell why"),
   ],
 )
-def test_one_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
+def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
   tmp_path, whole_of_two, lost, text
 ):
   processes = _start(2, tmp_path)
@@ -362,27 +362,27 @@ def test_one_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
     if line.startswith("written") and "chunk00002" in line:
       break
   processes[lost].send_signal(signal.SIGKILL)
-  said = processes[1 - lost].communicate(timeout=60)[0]
+  output = processes[1 - lost].communicate(timeout=60)[0]
   processes[lost].communicate()
   assert processes[1 - lost].returncode not in (0, -signal.SIGKILL)
-  assert re.search(text, said), said[-3000:]
+  assert re.search(text, output), output[-3000:]
   if lost:
-    assert f"error: this run has lost process 1 ({socket.gethostname()}, process id" in said
-    assert "Traceback" not in said
-    assert said.rstrip().endswith("(--debug shows where this was raised)")
-  # The one that is left writes what it has, which may be a chunk more.
+    assert f"error: this run has lost process 1 ({socket.gethostname()}, process id" in output
+    assert "Traceback" not in output
+    assert output.rstrip().endswith("(--debug shows where this was raised)")
+  # The remaining process may write one more chunk.
   continuing = "continuing after [34] chunks" if lost else "continuing after 2 chunks"
   assert re.search(continuing, _finish(_start(2, tmp_path)))
   assert (tmp_path / _OUTPUT).read_text() == whole_of_two
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_file_of_one(whole, whole_of_two):
+def test_two_processes_write_the_same_file_as_one(whole, whole_of_two):
   _assert_same(whole_of_two, whole)
 
 
 def _assert_same(text, whole):
-  """Every example once, in the same order; scores to the last bits, which two devices may change."""
+  """Asserts equal examples in the same order, and scores that are equal up to rounding."""
   rows, wanted = ([json.loads(line) for line in lines.splitlines()] for lines in (text, whole))
   assert len({json.dumps(row["inputs"]) for row in rows}) == 40
   assert [row["inputs"] for row in rows] == [row["inputs"] for row in wanted]

@@ -24,14 +24,14 @@ def quiet(monkeypatch, tmp_path):
   gin.clear_config()
 
 
-def _said(capsys, *arguments: str) -> str:
+def _error_text(capsys, *arguments: str) -> str:
   with pytest.raises(SystemExit) as ended:
     main(["main", *arguments])
   assert ended.value.code == 2
   return capsys.readouterr().err
 
 
-def test_run_modes_are_t5x_s():
+def test_run_modes_include_those_of_t5x():
   assert door.RunMode is RunMode
   assert issubclass(RunMode, enum.Enum)
   assert {"train", "eval", "infer", "precompile"} <= {mode.value for mode in RunMode}
@@ -63,7 +63,7 @@ def test_gin_files_determine_the_run():
   assert runs_bound_by(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
 
 
-def test_every_run_function_is_the_one_of_its_page(monkeypatch):
+def test_run_functions_are_found_by_name(monkeypatch):
   from rosetta_t5.eval import evaluate
   from rosetta_t5.export.saved_model import save
   from rosetta_t5.infer import infer
@@ -78,21 +78,23 @@ def test_every_run_function_is_the_one_of_its_page(monkeypatch):
   assert (find_run_function("precompile"), find_run_function("save")) == (precompile, save)
 
 
-def test_an_unknown_mode_lists_the_modes(capsys):
-  assert "should be one of <train|eval|infer|" in _said(capsys, "--run_mode=trian", TINY)
+def test_error_of_an_unknown_mode_lists_the_modes(capsys):
+  assert "should be one of <train|eval|infer|" in _error_text(capsys, "--run_mode=trian", TINY)
 
 
-def test_gin_files_without_a_run_ask_for_a_run_mode(capsys):
-  said = _said(capsys, TINY, "--gin.DROPOUT_RATE=0.0")
+def test_gin_files_without_a_run_need_a_run_mode(capsys):
+  said = _error_text(capsys, TINY, "--gin.DROPOUT_RATE=0.0")
   assert "the gin files bind no run. Set --run_mode=train|eval|infer" in said
 
 
-def test_two_runs_in_one_file_need_a_mode(capsys):
+def test_gin_files_of_two_runs_need_a_run_mode(capsys):
   both = ["--gin_file=t5x/configs/runs/pretrain.gin", "--gin_file=t5x/configs/runs/eval.gin"]
-  said = _said(capsys, *both)
+  said = _error_text(capsys, *both)
   assert "bind several runs (train, evaluate). Set --run_mode=train|eval" in said
 
 
-def test_the_run_mode_selects_the_run_to_check(capsys):
-  said = _said(capsys, "--run_mode=eval", "--gin_file=t5x/configs/runs/eval.gin", TINY, "--dry_run")
+def test_run_mode_selects_the_run_that_is_checked(capsys):
+  said = _error_text(
+    capsys, "--run_mode=eval", "--gin_file=t5x/configs/runs/eval.gin", TINY, "--dry_run"
+  )
   assert "CHECKPOINT_PATH, needed at t5x/configs/runs/eval.gin" in said

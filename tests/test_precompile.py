@@ -1,4 +1,4 @@
-"""A train step compiled ahead of its run: the run finds it, and people can read it."""
+"""A train step that is compiled ahead of its run is found by the run and written as HLO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASK = "pairs_to_compile_for"
 
 @pytest.fixture
 def programs(tmp_path):
-  """The folder of jax's compiled programs, of this test alone."""
+  """A compilation cache for this test only."""
   before = (
     jax.config.jax_compilation_cache_dir,
     jax.config.jax_persistent_cache_min_compile_time_secs,
@@ -37,7 +37,7 @@ def programs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_finds_the_program_and_people_find_its_text(tmp_path, programs):
+def test_run_uses_the_precompiled_program_and_its_hlo_is_written(tmp_path, programs):
   add_task(TASK)
   partitioner = PjitPartitioner(num_partitions=2)
   cfg = data.DatasetConfig(

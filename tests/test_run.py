@@ -1,4 +1,4 @@
-"""A whole run, from the command line to its last checkpoint, and what it says to bad input."""
+"""A whole run, from the command line to its last checkpoint, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -28,28 +28,34 @@ from rosetta_t5.train import train
 _HERE = pathlib.Path(__file__).parent / "run"
 _STEP = re.compile(r"step (\d+)/\d+  loss ([\d.]+)")
 
-# How near T5X's own numbers a run comes, step by step, in float32 on a CPU.
+# The tolerance of a run's numbers relative to T5X's at each step, in float32 on a CPU.
 T5X_TOLERANCE = 1e-4
 
 
 @pytest.fixture(autouse=True, scope="module")
 def path_to_tasks():
-  """Lets gin files import run_task."""
+  """Allows gin files to import run_task."""
   sys.path.insert(0, str(_HERE))
   yield
   sys.path.remove(str(_HERE))
 
 
 def start(model_dir, *bindings, gin_file="run.gin"):
-  """Runs a gin file in this process, on eight devices. Returns the exit status and what it said."""
+  """Runs a gin file in this process on eight devices; returns exit status, stdout and stderr."""
   out, err = io.StringIO(), io.StringIO()
   status = 0
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     try:
       run_from_command_line(
-        train, ["train", f"--gin_file={_HERE / gin_file}", f"--gin.MODEL_DIR='{model_dir}'",
-                f"--gin_search_paths={_HERE}", *(f"--gin.{binding}" for binding in bindings)]
-      )  # fmt: skip
+        train,
+        [
+          "train",
+          f"--gin_file={_HERE / gin_file}",
+          f"--gin.MODEL_DIR='{model_dir}'",
+          f"--gin_search_paths={_HERE}",
+          *(f"--gin.{binding}" for binding in bindings),
+        ],
+      )
     except SystemExit as end:
       status = end.code
     finally:
@@ -71,15 +77,15 @@ def logged(model_dir, name="train"):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A finished run's folder, and what it said."""
+  """The folder of a finished run, and its output."""
   model_dir = tmp_path_factory.mktemp("finished") / "run"
   status, out, err = start(model_dir)
   assert status == 0, err
   return model_dir, out
 
 
-def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
-  model_dir, said = finished
+def test_run_writes_checkpoints_metrics_and_its_configuration(finished):
+  model_dir, output = finished
   assert all_steps(model_dir) == [0, 2, 3]
   assert "encoder/layers_0/mlp/wi_0/kernel" in (model_dir / "model-info.txt").read_text()
   assert "BATCH_SIZE = 8" in (model_dir / "config.gin").read_text()
@@ -87,26 +93,26 @@ def test_run_leaves_checkpoints_metrics_and_its_configuration(finished):
   assert "BATCH_SIZE = 8" in train.pop(0)["config"]
   assert {1, 2, 3} <= set(train)
   assert set(evaluation) == {2, 3}
-  printed = {int(step): float(loss) for step, loss in _STEP.findall(said)}
+  printed = {int(step): float(loss) for step, loss in _STEP.findall(output)}
   expected = {step: train[step]["loss_per_nonpadding_target_token"] for step in (1, 2, 3)}
   assert printed == pytest.approx(expected, abs=1e-3)
-  assert str(model_dir / "checkpoint_3") in said
+  assert str(model_dir / "checkpoint_3") in output
 
 
-def test_line_tells_samples_rate_and_norms_as_tensorboard_has_them(finished):
-  model_dir, said = finished
+def test_log_line_shows_samples_rate_and_norms_as_in_tensorboard(finished):
+  model_dir, output = finished
   cells = r"^step 3/3 .* tokens/s .* ms/step  (\S+) samples  lr (\S+)  grad norm (\S+)  param norm (\S+)  MFU n/a  skipped 0$"
-  told = [float(number) for number in re.search(cells, said, re.M).groups()]
+  shown = [float(number) for number in re.search(cells, output, re.M).groups()]
   train = logged(model_dir)[3]
   names = ("data/consumed_samples", "learning_rate/current", "weight_gradient_norm", "weight_norm")
-  assert told == pytest.approx([train[name] for name in names], rel=1e-3)
+  assert shown == pytest.approx([train[name] for name in names], rel=1e-3)
   saved = read_arrays(model_dir / "checkpoint_3")
   squares = [np.sum(np.square(saved[name])) for name in saved if name.startswith("target/")]
-  assert told[0] == 3 * 8
-  assert told[3] == pytest.approx(np.sqrt(sum(squares)), rel=1e-3)
+  assert shown[0] == 3 * 8
+  assert shown[3] == pytest.approx(np.sqrt(sum(squares)), rel=1e-3)
 
 
-def test_lengths_in_samples_give_the_run_that_they_give_in_steps(finished, tmp_path):
+def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):
   in_samples = {  # of 8 a step
     "TRAIN_STEPS": 24,
     "utils.SaveCheckpointConfig.period": 16,
@@ -120,9 +126,9 @@ def test_lengths_in_samples_give_the_run_that_they_give_in_steps(finished, tmp_p
       f"length_{scope}/gin_utils.steps_of.samples = {samples}",
     )
   ]
-  status, said, err = start(tmp_path / "run", *bindings)
+  status, output, err = start(tmp_path / "run", *bindings)
   assert status == 0, err
-  assert _STEP.findall(said) == _STEP.findall(finished[1])
+  assert _STEP.findall(output) == _STEP.findall(finished[1])
   model_dirs = (finished[0], tmp_path / "run")
   ours, theirs = (read_arrays(folder / "checkpoint_3") for folder in model_dirs)
   assert ours.keys() == theirs.keys()
@@ -134,17 +140,17 @@ def files(folder):
   return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_finished_run_says_so_and_trains_no_further(finished):
+def test_finished_run_does_not_train(finished):
   model_dir, _ = finished
   before = files(model_dir)
-  status, said, err = start(model_dir)
+  status, output, err = start(model_dir)
   assert status == 0, err
-  assert not _STEP.search(said)
-  assert re.search(r"finished|nothing (was|is) left", said), said
+  assert not _STEP.search(output)
+  assert re.search(r"finished|nothing (was|is) left", output), output
   assert files(model_dir) == before
 
 
-# What was set wrong, and what is said of it: the thing, where it was set, what to change.
+# Invalid settings and their errors, which say what is wrong, where it is set and what to change.
 BAD_INPUT = {
   "unknown task": (
     "MIXTURE_OR_TASK_NAME='run_uper_case'",
@@ -198,7 +204,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_ends_in_a_short_text_before_anything_is_written(name, tmp_path):
+def test_invalid_input_gives_a_short_error_before_anything_is_written(name, tmp_path):
   binding, text = BAD_INPUT[name]
   status, _, err = start(tmp_path / "run", binding)
   assert status in (1, 2), err
@@ -210,11 +216,11 @@ def test_bad_input_ends_in_a_short_text_before_anything_is_written(name, tmp_pat
 
 @pytest.fixture
 def continued(finished, tmp_path):
-  """A copy of the finished run's folder, to be continued."""
+  """A copy of the folder of the finished run, which can be continued."""
   return shutil.copytree(finished[0], tmp_path / "run")
 
 
-def test_checkpoint_of_another_model_is_refused_and_left_as_it_is(continued):
+def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
   before = files(continued)
   status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_dim=64")
   assert status == 1
@@ -227,7 +233,7 @@ def test_checkpoint_of_another_model_is_refused_and_left_as_it_is(continued):
   assert files(continued) == before
 
 
-def test_checkpoint_of_another_architecture_names_the_parameters(continued):
+def test_error_of_another_architecture_names_the_parameters(continued):
   status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_activations=('relu',)")
   assert status == 1
   assert re.search(
@@ -236,13 +242,13 @@ def test_checkpoint_of_another_architecture_names_the_parameters(continued):
 
 
 def damage(checkpoint):
-  """Cuts every file of a checkpoint's state to its half."""
+  """Truncates every file of a checkpoint's state to half its size."""
   for path in (checkpoint / "state").rglob("*"):
     if path.is_file():
       path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_damaged_latest_checkpoint_is_put_aside_loudly_for_the_one_before(continued, caplog):
+def test_run_restores_the_previous_checkpoint_if_the_latest_is_damaged(continued, caplog):
   damage(continued / "checkpoint_3")
   status, _, err = start(continued, "TRAIN_STEPS=5")
   assert status == 0, err
@@ -251,7 +257,7 @@ def test_damaged_latest_checkpoint_is_put_aside_loudly_for_the_one_before(contin
   assert all_steps(continued)[-1] == 5
 
 
-def test_unreadable_checkpoint_without_one_before_is_named(continued):
+def test_error_names_the_damaged_checkpoint_without_a_previous_one(continued):
   for step in (0, 2):
     shutil.rmtree(continued / f"checkpoint_{step}")
   damage(continued / "checkpoint_3")
@@ -261,7 +267,7 @@ def test_unreadable_checkpoint_without_one_before_is_named(continued):
   assert "Traceback" not in err
 
 
-def test_run_that_becomes_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tmp_path):
+def test_error_of_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tmp_path):
   status, _, err = start(
     tmp_path / "run",
     "utils.create_learning_rate_scheduler.base_learning_rate=1e38",
@@ -275,7 +281,7 @@ def test_run_that_becomes_nan_names_the_first_bad_tensor_and_the_last_good_check
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recipe):
+def test_fp8_run_can_be_resumed_in_fp8_and_in_bfloat16(tmp_path, recipe):
   bindings = (
     f"te_helper.TransformerEngineConfig.recipe = '{recipe}'",
     "utils.SaveCheckpointConfig.period = 3",
@@ -289,7 +295,7 @@ def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recip
     status, _, err = start(broken, *bindings, f"TRAIN_STEPS = {steps}", gin_file="fp8.gin")
     assert status == 0, err
   assert logged(broken)[6]["loss"] == logged(whole)[6]["loss"]
-  # fp8's own state is there if the recipe has any, and no reason not to go on without fp8.
+  # The fp8 state of the recipe 'delayed' is in the checkpoint, and a run without fp8 ignores it.
   kept = (broken / "checkpoint_6" / "state" / "_METADATA").read_text()
   assert ("_overwrite_with_gradient" in kept) == (recipe == "delayed")
   status, out, err = start(
@@ -300,7 +306,7 @@ def test_run_in_fp8_goes_on_where_it_stopped_and_in_bfloat16_too(tmp_path, recip
 
 
 def launch(model_dir, *arguments, gin_file=_HERE / "run.gin", environment=None):
-  """Starts `python -m t5x.train` as a user does; one CPU device a process."""
+  """Starts `python -m t5x.train` as a user does, with one CPU device per process."""
   command = [
     *(sys.executable, "-m", "t5x.train", f"--gin_file={gin_file}"),
     *(f"--gin.MODEL_DIR='{model_dir}'", *arguments),
@@ -322,7 +328,7 @@ def finish(process):
 
 
 @pytest.mark.slow
-def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
+def test_invalid_input_ends_the_program_without_a_traceback(tmp_path):
   process = launch(tmp_path / "run", "--gin.MIXTURE_OR_TASK_NAME='run_uper_case'")
   out, err = process.communicate(timeout=600)
   assert process.returncode == 1
@@ -331,14 +337,14 @@ def test_bad_input_ends_the_program_without_a_traceback(tmp_path):
 
 
 def shared_files(model_dir):
-  """Returns what is in a run's folder, but for processes' own parts of checkpoints' arrays and feeds."""
+  """Returns the files of a run except those that each process writes for itself."""
   found = sorted(path.relative_to(model_dir) for path in model_dir.rglob("*") if path.is_file())
   own = re.compile(r"checkpoint_\d+/(state/|dataset/)")
   shared = [str(path) for path in found if not own.match(str(path))]
   return [re.sub(r"(tfevents)\..*", r"\1", path) for path in shared]
 
 
-# Scores of 64 GiB a layer, more than the limit: the run fails before it takes any of it.
+# Attention scores need 64 GiB per layer, which is more than the limit: the first allocation fails.
 _TOO_LARGE = [
   "--gin.BATCH_SIZE=64",
   "--gin.network.T5Config.num_heads=256",
@@ -346,7 +352,7 @@ _TOO_LARGE = [
 ]
 
 
-# A state of 413 GB; what fits of it is small.
+# A state of 413 GB.
 _STATE_TOO_LARGE = [f"--gin.network.T5Config.{name}=131072" for name in ("emb_dim", "mlp_dim")]
 
 
@@ -358,34 +364,34 @@ def launch_in_60_gib(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_run_without_enough_memory_says_what_would_help_and_keeps_its_checkpoint(tmp_path, count):
+def test_out_of_memory_error_suggests_what_to_change_and_keeps_the_checkpoint(tmp_path, count):
   group = group_of(count) if count > 1 else [[]]
   processes = [launch_in_60_gib(tmp_path, *each, *_TOO_LARGE) for each in group]
-  said = [process.communicate(timeout=600)[1] for process in processes]
+  output = [process.communicate(timeout=600)[1] for process in processes]
   assert all(process.returncode > 0 for process in processes)
-  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said[0]
-  answer = re.findall(r"^  (\S+) = .*# saves about \S+ [kMG]B$", said[0], re.MULTILINE)
+  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in output[0]
+  answer = re.findall(r"^  (\S+) = .*# saves about \S+ [kMG]B$", output[0], re.MULTILINE)
   assert answer[:2] == ["trainer.Trainer.num_microbatches", "network.T5Config.remat_policy"]
   assert len(answer) == 3
-  assert "Traceback" not in said[0]
+  assert "Traceback" not in output[0]
   assert all_steps(tmp_path) == [0]
   assert not list(tmp_path.glob("*tmp*"))
 
 
 @pytest.mark.slow
-def test_run_whose_state_does_not_fit_says_on_how_many_devices_it_would(tmp_path):
+def test_error_of_a_state_that_does_not_fit_suggests_a_number_of_devices(tmp_path):
   process = launch_in_60_gib(tmp_path, *_STATE_TOO_LARGE)
-  _, said = process.communicate(timeout=600)
+  _, output = process.communicate(timeout=600)
   assert process.returncode == 1
-  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in said
+  assert "error: a device's memory is full: RESOURCE_EXHAUSTED: Out of memory" in output
   line = r'^  partitioning.PjitPartitioner.mesh = {"fsdp": (\d+)}   # on \1 devices: saves about'
-  assert len(re.findall(line, said, re.MULTILINE)) == 1
-  assert "num_microbatches" not in said
-  assert "Traceback" not in said
+  assert len(re.findall(line, output, re.MULTILINE)) == 1
+  assert "num_microbatches" not in output
+  assert "Traceback" not in output
 
 
 def group_of(count):
-  """Returns the arguments of each process of a run on this machine."""
+  """Returns the command-line arguments of each of the processes of a run on this machine."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -397,18 +403,18 @@ def group_of(count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_train_as_one(tmp_path, count):
-  # Each process reads its own lines: the rows of a batch, and so their dropout, trade places.
+def test_several_processes_train_like_one(tmp_path, count):
+  # Each process reads its own lines, so the order of the rows, and with it their dropout, differs.
   run = ["--gin.TRAIN_STEPS=5", "--gin.network.T5Config.dropout_rate=0.0"]
   processes = [launch(tmp_path / "many", *each, *run) for each in group_of(count)]
-  said = [finish(process) for process in processes]
+  output = [finish(process) for process in processes]
   finish(launch(tmp_path / "one", *run))
   one, many = logged(tmp_path / "one"), logged(tmp_path / "many")
   for step in range(1, 6):
     for metric in ("loss", "accuracy", "non_padding_fraction/overall"):
       assert many[step][metric] == pytest.approx(one[step][metric], rel=1e-5), (step, metric)
-  assert _STEP.search(said[0])
-  assert not any(map(_STEP.search, said[1:])), "only the first process speaks"
+  assert _STEP.search(output[0])
+  assert not any(map(_STEP.search, output[1:])), "only the first process prints"
   assert all_steps(tmp_path / "many") == [0, 2, 4, 5]
   assert shared_files(tmp_path / "many") == shared_files(tmp_path / "one")
   states = [read_arrays(tmp_path / name / "checkpoint_5") for name in ("one", "many")]
@@ -419,7 +425,7 @@ def test_several_processes_train_as_one(tmp_path, count):
 
 
 @pytest.mark.slow
-def test_reference_run_gives_every_metric_of_t5x_at_every_step(tmp_path, shared):
+def test_reference_run_equals_every_metric_of_t5x_at_every_step(tmp_path, shared):
   reference = shared / "reference"
   environment = {"REFERENCE_TEXT": str(reference / "lines.txt"), "PYTHONPATH": str(reference)}
   finish(launch(tmp_path / "run", gin_file=reference / "adafactor.gin", environment=environment))

@@ -1,4 +1,4 @@
-"""A program as T5X's users write them: T5X's names alone, in Python, around a model of one layer."""
+"""A Python program that uses only T5X's names, with a model of one layer."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _model() -> models.EncoderDecoderModel:
 
 
 @pytest.fixture(scope="module")
-def started():
-  """What a T5X program has once it has begun: model, partitioner, initializer, state."""
+def program():
+  """The objects of a T5X program: model, partitioner, initializer, state."""
   model = _model()
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   shapes = {name: (BATCH, length) for name, length in LENGTHS.items()}
@@ -86,8 +86,8 @@ def _batch() -> dict[str, jax.Array]:
   return {**batch, "decoder_target_tokens": targets, "decoder_loss_weights": targets * 0 + 1}
 
 
-def test_a_training_loop_of_ones_own(started, tmp_path):
-  axes = started.initializer.train_state_axes
+def test_custom_training_loop(program, tmp_path):
+  axes = program.initializer.train_state_axes
   learning_rate = utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1)
 
   def step(state, batch):
@@ -96,20 +96,20 @@ def test_a_training_loop_of_ones_own(started, tmp_path):
       batch,
       learning_rate=learning_rate(state.step),
       dropout_rng=jax.random.PRNGKey(1),
-      model=started.model,
+      model=program.model,
       num_microbatches=2,
       weight_metrics_computer=trainer.WeightMetricsComputer(),
     )
 
-  partitioned = started.partitioner.partition(
+  partitioned = program.partitioner.partition(
     step,
-    in_axis_resources=(axes, started.partitioner.data_partition_spec),
+    in_axis_resources=(axes, program.partitioner.data_partition_spec),
     out_axis_resources=(axes, None),
   )
-  compiled = started.partitioner.compile(partitioned, started.state, _batch())
-  evaluate = jax.jit(functools.partial(trainer.eval_step, started.model))
-  before = evaluate(started.state, _batch())
-  state, metrics = compiled(started.state, _batch())
+  compiled = program.partitioner.compile(partitioned, program.state, _batch())
+  evaluate = jax.jit(functools.partial(trainer.eval_step, program.model))
+  before = evaluate(program.state, _batch())
+  state, metrics = compiled(program.state, _batch())
   state, more = compiled(state, _batch())
   after = evaluate(state, _batch())
   assert int(state.step) == 2
@@ -119,23 +119,23 @@ def test_a_training_loop_of_ones_own(started, tmp_path):
   assert all(f"weight_rms/{name}" in both for name in names)
   norm = float(metrics["weight_gradient_norm"].compute())
   accumulate = functools.partial(
-    trainer.accumulate_grads_microbatched, started.model, num_microbatches=None
+    trainer.accumulate_grads_microbatched, program.model, num_microbatches=None
   )
-  grads, _, mutables = jax.jit(accumulate)(started.state, _batch(), jax.random.PRNGKey(1))
+  grads, _, mutables = jax.jit(accumulate)(program.state, _batch(), jax.random.PRNGKey(1))
   assert mutables is None
-  # Of the whole batch at once: microbatches add up to it.
+  # The gradient of the whole batch is the sum over its microbatches.
   squares = sum(float(jnp.vdot(g, g)) for g in jax.tree.leaves(grads))
   assert norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
-def test_a_trainer_gives_a_future_of_training_and_values_of_evaluation(started):
+def test_trainer_returns_a_future_of_training_metrics_and_evaluation_values(program):
   ours = trainer.Trainer(
-    model=started.model,
-    train_state=jax.tree.map(jnp.copy, started.state),  # its steps donate what they are given
-    partitioner=started.partitioner,
+    model=program.model,
+    train_state=jax.tree.map(jnp.copy, program.state),  # The steps donate it.
+    partitioner=program.partitioner,
     eval_names=["dev"],
     summary_dir=None,
-    train_state_axes=started.initializer.train_state_axes,
+    train_state_axes=program.initializer.train_state_axes,
     rng=jax.random.PRNGKey(1),
     learning_rate_fn=utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1),
     num_microbatches=None,
@@ -143,7 +143,7 @@ def test_a_trainer_gives_a_future_of_training_and_values_of_evaluation(started):
   trained = ours.train(iter([_batch()] * 2), 2, start_step=0).result()
   assert trained["loss_per_nonpadding_target_token"].value > 0
   values = ours.eval({"dev": iter([_batch()])})
-  # The batch that it has learnt from.
+  # It has been trained on this batch.
   assert values["dev"]["loss"].value < trained["loss"].value
   never = trainer.TerminateOnNanAction("dev")
   assert not train.run_actions(
@@ -152,53 +152,53 @@ def test_a_trainer_gives_a_future_of_training_and_values_of_evaluation(started):
   ours.close()
 
 
-def test_checkpoints_are_saved_restored_and_read(started, tmp_path):
+def test_checkpoints_are_saved_restored_and_read(program, tmp_path):
   manager = checkpoints.OrbaxCheckpointManagerInterface(
-    str(tmp_path), started.state, started.partitioner
+    str(tmp_path), program.state, program.partitioner
   )
-  assert manager.save(started.state)
+  assert manager.save(program.state)
   manager.wait_until_finished()
   assert manager.all_steps() == [0]
   restored = manager.restore(step=0)
   manager.close()
   cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
-  again = started.initializer.from_checkpoint([cfg])
+  again = program.initializer.from_checkpoint([cfg])
   read = checkpoints.load_t5x_checkpoint(str(tmp_path), step=0)
   flat = state_utils.flatten_state_dict(read["target"])
-  for name, value in utils.flatten_dict_string_keys(started.state.params).items():
+  for name, value in utils.flatten_dict_string_keys(program.state.params).items():
     np.testing.assert_array_equal(np.asarray(flat[name]), value)
   for state in (restored, again):
     for a, b in zip(
-      jax.tree.leaves(state.params), jax.tree.leaves(started.state.params), strict=True
+      jax.tree.leaves(state.params), jax.tree.leaves(program.state.params), strict=True
     ):
       np.testing.assert_array_equal(a, b)
 
 
-def test_predictions_and_scores_over_a_dataset(started):
+def test_predictions_and_scores_over_a_dataset(program):
   inference = train_state.InferenceState(
-    step=started.state.step,
-    params=started.state.params,
-    params_axes=started.state.params_axes,
+    step=program.state.step,
+    params=program.state.params,
+    params_axes=program.state.params_axes,
   )
-  axes = started.partitioner.get_mesh_axes(inference)
+  axes = program.partitioner.get_mesh_axes(inference)
   one = {name: np.full(length, 3, np.int32) for name, length in LENGTHS.items()}
   one |= {"decoder_target_tokens": one["decoder_input_tokens"]}
   one |= {"decoder_loss_weights": np.ones(LENGTHS["decoder_input_tokens"], np.int32)}
   dataset = list(enumerate([one] * 5))
-  for infer_step in (started.model.predict_batch, started.model.score_batch):
+  for infer_step in (program.model.predict_batch, program.model.score_batch):
     infer = utils.get_infer_fn(
       infer_step=infer_step,
       batch_size=BATCH,
       train_state_axes=axes,
-      partitioner=started.partitioner,
+      partitioner=program.partitioner,
     )
     found = infer(dataset, inference, rng=jax.random.PRNGKey(0))
     assert [index for index, _ in found] == [0, 1, 2, 3, 4]
     assert len({str(output) for _, output in found}) == 1
 
 
-def test_axes_can_be_renamed(started):
-  make = functools.partial(started.model.get_initial_variables, input_shapes=started.shapes)
+def test_axes_can_be_renamed(program):
+  make = functools.partial(program.model.get_initial_variables, input_shapes=program.shapes)
   variables = jax.eval_shape(make, jax.random.PRNGKey(0))
   renamed = utils.override_params_axes_names(
     variables,
@@ -214,7 +214,7 @@ def test_axes_can_be_renamed(started):
     utils.override_params_axes_names({"params": {}})
 
 
-def test_processes_agree_and_meshes_are_described(started):
+def test_multihost_functions_and_meshes(program):
   utils.sync_global_devices("here")
   utils.multihost_assert_equal({"a": 1}, "differs")
   mesh = partitioning.get_mesh((1, 4))
@@ -223,15 +223,15 @@ def test_processes_agree_and_meshes_are_described(started):
   assert dict(partitioning.get_gpu_mesh(2).shape) == {"data": 4, "model": 2}
   assert partitioning.bounds_from_last_device(jax.devices()[-1]) == (1, 8)
   assert partitioning.get_coords(jax.devices()[3]) == (0, 3)
-  chunker = partitioning.LocalChunker(started.partitioner.mesh)
+  chunker = partitioning.LocalChunker(program.partitioner.mesh)
   info = chunker.get_local_chunk_info((16, 4), ("data", None))
   assert info == partitioning.LocalChunkInfo((slice(0, 16), slice(None)), 0)
   assert (chunker.get_shard_id("data"), chunker.get_replica_id("data")) == (0, 0)
-  assert started.partitioner.get_local_chunk_info((16,), ("data",)).slice == (slice(0, 16),)
-  assert (started.partitioner.data_shards, started.partitioner.data_shard_id) == (1, 0)
+  assert program.partitioner.get_local_chunk_info((16,), ("data",)).slice == (slice(0, 16),)
+  assert (program.partitioner.data_shards, program.partitioner.data_shard_id) == (1, 0)
 
 
-def test_constraints_do_nothing_outside_of_a_mesh(started):
+def test_sharding_constraints_do_nothing_outside_of_a_mesh(program):
   x = jnp.ones((8, 4))
   assert not partitioning.global_mesh_defined()
   assert partitioning.with_sharding_constraint(x, PartitionSpec("data")) is x
@@ -241,19 +241,19 @@ def test_constraints_do_nothing_outside_of_a_mesh(started):
     seen.append(partitioning.global_mesh_defined())
     return partitioning.with_sharding_constraint(x, PartitionSpec("data"))
 
-  split = started.partitioner.partition(inside, None, None)(x)
+  split = program.partitioner.partition(inside, None, None)(x)
   assert seen == [True]
   assert split.sharding.spec == PartitionSpec("data")
 
 
-def test_params_move_to_the_devices(started):
-  host = jax.tree.map(np.asarray, started.state)
-  moved = started.partitioner.move_params_to_devices(host, started.initializer.train_state_axes)
-  for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(started.state), strict=True):
+def test_params_move_to_the_devices(program):
+  host = jax.tree.map(np.asarray, program.state)
+  moved = program.partitioner.move_params_to_devices(host, program.initializer.train_state_axes)
+  for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(program.state), strict=True):
     assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-def test_gin_flags_in_a_program_of_ones_own(monkeypatch, tmp_path):
+def test_gin_flags_in_a_custom_program(monkeypatch, tmp_path):
   from rosetta_t5.train import train
 
   arguments = gin_utils.rewrite_gin_args(["run", "--gin.DROPOUT_RATE=0.1", "--x=1"])
@@ -280,19 +280,19 @@ def test_gin_flags_in_a_program_of_ones_own(monkeypatch, tmp_path):
   gin.clear_config()
 
 
-def test_checkpoint_steps_come_in_their_order():
+def test_checkpoint_steps_are_found_in_order():
   steps, made, index, host = [3, 10, 12], [], 0, 0
   while host < 14:
-    stretch, saves, index = utils.find_next_checkpoint_step(
+    num_steps, saves, index = utils.find_next_checkpoint_step(
       index, 5, False, host, steps, 14, checkpoint_period=4, first_step=0
     )
-    host += stretch
+    host += num_steps
     made.append((host, saves))
   assert made == [(3, True), (4, True), (8, True), (10, True), (12, True), (14, False)]
   assert utils.find_first_checkpoint_step(0, steps, first_step=10, host_step=10) == 2
 
 
-def test_fiddle_is_refused_with_what_to_do_instead():
+def test_fiddle_is_rejected_with_an_alternative():
   assert not config_utils.using_fdl()
   with pytest.raises(
     ValueError, match=r"needs Fiddle, which is not supported: configure .* by gin"
