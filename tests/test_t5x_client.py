@@ -295,6 +295,6 @@ def test_checkpoint_steps_are_found_in_order():
 def test_fiddle_is_rejected_with_an_alternative():
   assert not config_utils.using_fdl()
   with pytest.raises(
-    ValueError, match=r"needs Fiddle, which is not supported: configure .* by gin"
+    ValueError, match=r"needs Fiddle, which is not supported: configure .* with gin"
   ):
     config_utils.config_with_fiddle(_model)
