@@ -15,7 +15,7 @@ from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
-from rosetta_t5.inference.results import check_output_dir
+from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.memory_advice import Inference
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run

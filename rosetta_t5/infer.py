@@ -18,8 +18,10 @@ from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
-from rosetta_t5.inference.result_chunks import COMPLETED, ChunkFolder, FailFastThreadPoolExecutor
-from rosetta_t5.inference.results import (
+from rosetta_t5.inference.result_files import (
+  COMPLETED,
+  ChunkFolder,
+  FailFastThreadPoolExecutor,
   check_mode,
   check_output_dir,
   merge_chunks_to_file,

@@ -13,7 +13,7 @@ from typing import Any
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_in_background
-from rosetta_t5.inference.infilling import fill_blanks
+from rosetta_t5.inference.infilling import BlankFiller
 
 GIN_FILE = "gin/examples/quickstart.gin"
 RUN_FOLDER = pathlib.Path("quickstart/run")
@@ -105,7 +105,7 @@ def _show_results(options: Sequence[str]) -> None:
   _say("", "Blanks, filled by the model:")
   params = _restore_params(recipe)
   input_length = recipe["train_dataset_cfg"].task_feature_lengths["inputs"]
-  for filled in fill_blanks(model, params, SENTENCES, input_length):
+  for filled in BlankFiller(model, params, input_length)(SENTENCES):
     _say(f"  {filled}")
   _say("", *_where_and_what_next(model_dir))
 

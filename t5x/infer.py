@@ -9,10 +9,8 @@ from rosetta_t5.infer import (
   main,
   update_measurement_series,
 )
-from rosetta_t5.inference.result_chunks import (
+from rosetta_t5.inference.result_files import (
   FailFastThreadPoolExecutor,
-)
-from rosetta_t5.inference.results import (
   merge_chunks_to_file,
   write_inferences_to_file,
 )

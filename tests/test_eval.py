@@ -19,7 +19,7 @@ from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
-from rosetta_t5.inference.unscored_predictions import MetricError
+from rosetta_t5.inference.inference_evaluator import MetricError
 from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.metrics_table import format_metrics_table
@@ -171,8 +171,8 @@ def test_predictions_are_written_although_a_metric_fails(model_dir, tmp_path):
   add_task("pairs_with_a_broken_metric", metric_fns=[exact, likelihood, broken])
   text = (
     r"^Failed to evaluate task pairs_with_a_broken_metric: KeyError: 'no_such_field' \(.*test_eval.py, line "
-    r"\d+, in broken\). What the model said is kept, a line an example, in "
-    r".*/out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl. Mend the task's metric_fns"
+    r"\d+, in broken\). The model's outputs are saved in "
+    r".*/out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl. Correct the task's metric_fns"
   )
   names = {"dataset": {"mixture_or_task_name": "pairs_with_a_broken_metric"}}
   with pytest.raises(MetricError, match=text):

@@ -22,8 +22,11 @@ from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.eval import evaluate
 from rosetta_t5.infer import infer
-from rosetta_t5.inference.result_chunks import FailFastThreadPoolExecutor
-from rosetta_t5.inference.results import merge_chunks_to_file, write_inferences_to_file
+from rosetta_t5.inference.result_files import (
+  FailFastThreadPoolExecutor,
+  merge_chunks_to_file,
+  write_inferences_to_file,
+)
 from rosetta_t5.memory_advice.training import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
 
@@ -121,9 +124,9 @@ def test_failed_inference_continues_after_its_last_chunk(scored, run, tmp_path, 
 def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   with pytest.raises(OSError, match="no space left"):
     run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
-  with pytest.raises(ValueError, match=r"checkpoint_period was 1 and is 2. Set it back") as error:
+  with pytest.raises(ValueError, match=r"checkpoint_period was 1 and is now 2. Undo this") as error:
     run(tmp_path, checkpoint_period=2)
-  assert f"tmp-{TASK}-00000-of-00001 holds the chunks of an earlier run" in str(error.value)
+  assert f"tmp-{TASK}-00000-of-00001 contains the chunks of an earlier run" in str(error.value)
 
 
 @pytest.mark.slow
@@ -165,7 +168,7 @@ def test_predictions_with_aux_contain_text_tokens_and_scores(run, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"mode": "predictions"}, "infer.mode = 'predictions' does not exist: set one of predict, sco"),
+    ({"mode": "predictions"}, "infer.mode must be one of .*, got 'predictions'"),
     ({"shard_id": 2, "num_shards": 2}, r"infer\.shard_id must be between 0 and 1 .*, got 2"),
     ({"dataset": {"split": "tests"}}, f"The task '{TASK}' has no split 'tests'"),
     ({"dataset": {"task_feature_lengths": {"inputs": 9}}}, "has no length for 'targets'"),
@@ -182,7 +185,7 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(run, tmp_path
 def test_unwritable_output_folder_is_reported_first(run, tmp_path):
   (tmp_path / "file").write_text("kept")
   with pytest.raises(
-    ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written: .*/file is"
+    ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written \(.*/file: Not"
   ):
     run(tmp_path / "file/out")
   with pytest.raises(ValueError, match=r"evaluate.output_dir = '.*/file' cannot be written"):
@@ -195,7 +198,7 @@ def test_unwritable_output_folder_is_reported_first(run, tmp_path):
     )
   assert (tmp_path / "file").read_text() == "kept"
   with pytest.raises(
-    ValueError, match=r"infer.output_dir = '/proc/results' cannot be written: /proc"
+    ValueError, match=r"infer.output_dir = '/proc/results' cannot be written \(/proc"
   ):
     run(pathlib.Path("/proc/results"))  # Not even root can write there.
 
@@ -256,7 +259,7 @@ def test_aux_of_scores_is_written_if_there_is_any(tmp_path):
 def test_missing_chunk_is_not_ignored_by_the_merge(tmp_path):
   for number in (0, 2):
     (tmp_path / f"file-chunk{number:05}").write_text("x")
-  with pytest.raises(ValueError, match=r"not complete \(there are \[0, 2\]\): remove that folder"):
+  with pytest.raises(ValueError, match=r"are incomplete \(found \[0, 2\]\): remove that folder"):
     merge_chunks_to_file(str(tmp_path), "file", str(tmp_path), None)
 
 

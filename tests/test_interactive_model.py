@@ -1,4 +1,4 @@
-"""A model in a notebook: it learns, predicts, scores and evaluates what is typed in."""
+"""A model in a notebook trains, predicts, scores and evaluates on examples in memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
     return_all_decodes=True,
   )
   assert [text.shape for _, text in both] == [(2,), (2,)]
-  with pytest.raises(ValueError, match=r"mode = 'score' is no InferenceType: give"):
+  with pytest.raises(ValueError, match=r"InferenceType.SCORE, got 'score'"):
     model.infer_with_preprocessors("score", EXAMPLES, default_preprocessors())
 
 
@@ -112,12 +112,12 @@ def test_metrics_get_texts_and_scores(model):
   assert shout == {"first": ("ANSWER 0", True)}
 
 
-def test_metrics_that_cannot_be_computed_are_told(model):
+def test_metrics_that_cannot_be_computed_are_refused(model):
   with pytest.raises(
-    ValueError, match=r"a metric_fn has the arguments \(labels\), but takes \(tar"
+    ValueError, match=r"A metric_fn must have the arguments \(targets.*, got \(labels\)"
   ):
     model.evaluate(EXAMPLES, [lambda labels: {}])
-  with pytest.raises(ValueError, match="two metric_fns give a metric called 'n': rename one"):
+  with pytest.raises(ValueError, match="Two metric_fns return a metric named 'n': rename one"):
     model.evaluate(EXAMPLES, [lambda targets, scores: {"n": 1}] * 2)
 
 
@@ -149,14 +149,14 @@ def test_training_on_examples_raises_their_scores_and_is_saved_and_restored(tmp_
     jax.tree.map(np.testing.assert_array_equal, again.train_state, model.train_state)
 
 
-def test_too_few_examples_and_a_missing_checkpoint_are_told(model, tmp_path):
-  with pytest.raises(ValueError, match="3 examples do not fill one batch of 8: give more, or"):
+def test_too_few_examples_and_a_missing_checkpoint_are_refused(model, tmp_path):
+  with pytest.raises(ValueError, match="a batch of 8 examples, got 3: give more, or"):
     model.train_step(EXAMPLES[:3])
   with pytest.raises(ValueError, match=r"no checkpoint in .*nowhere \(restore_mode = 'latest'\)"):
     build(tmp_path, checkpoint_path=str(tmp_path / "nowhere"))
 
 
-def test_examples_of_another_kind_are_told(model):
+def test_examples_of_another_kind_are_refused(model):
   tokenize = default_preprocessors()[:1]
   with pytest.raises(ValueError, match=r"an example must be a text or .* one with \['inputs'\]"):
     model.score([{"inputs": "x"}])

@@ -1,4 +1,4 @@
-"""Predictions evaluated while a model trains: when, with which parameters, and who gets to know."""
+"""Predictions are evaluated during training: when, with which parameters, and who sees them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tasks():
 
 
 class Record(BaseAction):
-  """Keeps what it is shown; ends training after `patience` times."""
+  """Records the metrics; stops training after `patience` evaluations."""
 
   def __init__(self, patience=99):
     self.shown, self._patience = [], patience
@@ -112,14 +112,14 @@ def test_an_action_on_predictions_ends_the_run_at_once_where_metrics_are_waited_
 
 
 def evaluation(name, **fields):
-  """What a run makes of its `infer_eval_dataset_cfg`."""
+  """Returns the evaluation that a run makes of its `infer_eval_dataset_cfg`."""
   given = {"task_feature_lengths": None, "split": "validation", "batch_size": 8, "shuffle": False}
   cfg = DatasetConfig(name, **{**given, "seed": 0, **fields})
   partitioner = PjitPartitioner(num_partitions=1)
   return PredictionEvaluation(cfg, None, byte_model(), partitioner, "unused", None).start()
 
 
-def test_a_task_without_metrics_is_told(capsys):
+def test_a_task_without_metrics_is_reported(capsys):
   evaluation("pairs_without_a_metric").wait_until_read()
   said = capsys.readouterr().out
   assert "no predictions are evaluated: 'pairs_without_a_metric' has no metrics for the s" in said
@@ -129,13 +129,13 @@ def test_a_task_without_metrics_is_told(capsys):
   ("fields", "text"),
   [({"pack": True}, "pack = True for the task"), ({"batch_size": 6}, "batch size 6 cannot be spl")],
 )
-def test_what_cannot_be_evaluated_is_told_once_its_data_is_waited_for(fields, text):
+def test_data_that_cannot_be_evaluated_is_refused_when_the_run_waits_for_it(fields, text):
   with pytest.raises(ValueError, match=text):
     evaluation(TASK, **fields).wait_until_read()
 
 
 @pytest.mark.slow
-def test_what_cannot_be_evaluated_is_told_before_the_first_step(tmp_path):
+def test_data_that_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path):
   action = Record()
   with pytest.raises(ValueError, match="pack = True for the task"):
     run(tmp_path, infer_eval={"pack": True}, actions={ActionMode.TRAIN: [action]})
@@ -143,7 +143,7 @@ def test_what_cannot_be_evaluated_is_told_before_the_first_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_goes_on_where_the_task_has_no_metrics(tmp_path):
+def test_training_continues_if_the_task_has_no_metrics(tmp_path):
   steps, _ = run(tmp_path, "pairs_without_a_metric")
   assert steps == 2
   assert not (tmp_path / "inference_eval").exists()
@@ -151,6 +151,6 @@ def test_training_goes_on_where_the_task_has_no_metrics(tmp_path):
 
 @pytest.mark.slow
 def test_a_metric_that_fails_ends_the_run(tmp_path):
-  told = "pairs_with_a_broken_metric: KeyError: 'the metric is broken' .* in broken.*is kept"
-  with pytest.raises(ValueError, match=told):
+  message = "pairs_with_a_broken_metric: KeyError: 'the metric is broken' .* in broken.*are saved"
+  with pytest.raises(ValueError, match=message):
     run(tmp_path, "pairs_with_a_broken_metric")

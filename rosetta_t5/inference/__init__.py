@@ -1,3 +1,3 @@
-"""Inference over datasets and examples: for evaluation, for files of predictions, for one sentence."""
+"""Inference over datasets and texts, and evaluation by inference."""
 
 from rosetta_t5.inference.infer_fn import get_infer_fn

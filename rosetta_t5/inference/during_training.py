@@ -1,4 +1,4 @@
-"""The evaluations of a training run: the loss on held-out batches, and the metrics of predictions."""
+"""The evaluations of a training run: the loss on held-out batches, and metrics of predictions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Values = dict[str, dict[str, float]]
 
 @dataclasses.dataclass
 class LossEvaluation:
-  """What the loss is measured on: made in the background while the run prepares its state.
+  """Measures the loss on batches that a background thread makes while the run prepares its state.
 
   Attributes:
-    cfg: the data; None for nothing.
-    get_datasets: makes each task's batches.
-    num_batches: how many of them; None where `get_datasets` has that bound.
+    cfg: the data; None for no evaluation.
+    get_datasets: returns the batches of each task.
+    num_batches: number of batches; None if `get_datasets` has its `eval_steps` bound.
     model: the model.
     partitioner: splits batches over the devices.
   """
@@ -35,8 +35,8 @@ class LossEvaluation:
   partitioner: BasePartitioner
 
   def start(self) -> LossEvaluation:
-    """Begins to make the data."""
-    self._datasets = _in_background(self._make_datasets)
+    """Starts to make the batches, and returns the evaluation itself."""
+    self._datasets = _run_in_background(self._make_datasets)
     return self
 
   def _make_datasets(self) -> Mapping[str, Any]:
@@ -53,11 +53,11 @@ class LossEvaluation:
     )
 
   def task_names(self) -> list[str]:
-    """Returns the tasks, once their data is made."""
+    """Waits for the data and returns the tasks."""
     return list(self._datasets.result())
 
   def run(self, trainer: Any) -> Values:
-    """Returns each task's metrics with the trainer's present state."""
+    """Returns each task's metrics for the trainer's current state."""
     feeds = {}
     for name, dataset in self._datasets.result().items():
       layout = self.partitioner.get_data_layout(self.cfg.batch_size)  # type: ignore[union-attr]
@@ -73,10 +73,14 @@ class LossEvaluation:
 
 @dataclasses.dataclass
 class PredictionEvaluation:
-  """What predictions are made on: read in the background while the run prepares its state.
+  """Computes metrics of predictions; a background thread reads the data.
 
-  Metrics can be computed while training goes on. They are then collected at the next evaluation,
-  which is the same moment on every process.
+  Metrics can be computed while training continues. They are then collected at the next evaluation,
+  which is the same step on every process.
+
+  Attributes:
+    cfg: the data; None for no evaluation.
+    evaluator_cls: see `InferenceEvaluator`, as for the other attributes.
   """
 
   cfg: data.DatasetConfig | None
@@ -87,9 +91,9 @@ class PredictionEvaluation:
   verify_matching_vocabs_fn: Callable[..., None] | None
 
   def start(self) -> PredictionEvaluation:
-    """Begins to read the data."""
-    self._pending: Any = None
-    self._evaluator = _in_background(self._make_evaluator)
+    """Starts to read the data, and returns the evaluation itself."""
+    self._pending: concurrent.futures.Future[Any] | None = None
+    self._evaluator = _run_in_background(self._make_evaluator)
     return self
 
   def _make_evaluator(self) -> InferenceEvaluator | None:
@@ -105,10 +109,10 @@ class PredictionEvaluation:
     )
 
   def wait_until_read(self) -> None:
-    """Waits for the data, so that what is wrong with it is said before the first step.
+    """Waits for the data, so that errors in it are reported before the first step.
 
     Raises:
-      ValueError: something given does not fit together.
+      ValueError: arguments contradict each other.
     """
     evaluator = self._evaluator.result()
     if self.cfg is not None and not evaluator.eval_tasks:
@@ -118,7 +122,7 @@ class PredictionEvaluation:
       )
 
   def run(self, train_state: Any, train_state_axes: Any, show: Callable[[Values], None]) -> None:
-    """Predicts; `show` is called with the metrics once they are computed."""
+    """Runs the inference; `show` is called with the metrics when they are computed."""
     evaluator = self._evaluator.result()
     if evaluator is None or not evaluator.eval_tasks:
       return
@@ -128,7 +132,7 @@ class PredictionEvaluation:
     )
 
   def collect(self) -> Values | None:
-    """Waits for the metrics of the last run; None if there is none that was not yet collected.
+    """Waits for metrics that were not collected yet, and returns them; None if there are none.
 
     Raises:
       ValueError: a metric failed.
@@ -137,12 +141,12 @@ class PredictionEvaluation:
     return None if pending is None else plain_numbers(pending.result())
 
   def close(self) -> None:
-    """Waits until everything is written."""
+    """Waits until all files are written."""
     if (evaluator := self._evaluator.result()) is not None:
       evaluator.close()
 
 
-def _in_background(make: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+def _run_in_background(make: Callable[[], Any]) -> concurrent.futures.Future[Any]:
   pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation-data")
   future = pool.submit(make)
   pool.shutdown(wait=False)

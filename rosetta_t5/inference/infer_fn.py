@@ -1,4 +1,4 @@
-"""Runs a model's predictions or scores over a dataset: batched, sharded, every example once."""
+"""Runs a model's predictions or scores over a dataset: batched, sharded, each example once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import collections
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
 Example = Mapping[str, np.ndarray]
+Row = tuple[int, PyTree, PyTree]  # index, output, auxiliary values or None
 InferFn = Callable[..., Any]
 
-_PADDING = -1  # the index of a row that only fills the last batch
-# Batches whose results are still on the devices: while one computes, the next is being read.
+PADDING = -1  # the index of a row that only fills up the last batch
+# Number of batches whose results are still on the devices while the next batch is read.
 _IN_FLIGHT = 2
 
 
@@ -40,25 +42,26 @@ def get_infer_fn(
   Args:
     infer_step: `f(params, batch)` or `f(params, batch, rng)`, such as a model's `predict_batch`,
       `predict_batch_with_aux` or `score_batch`.
-    batch_size: examples a batch, over all processes.
+    batch_size: number of examples in a batch, over all processes.
     train_state_axes: the train state with PartitionSpecs in place of arrays.
     partitioner: splits parameters and batches over the devices.
-    keep_aux_as_numpy: leave auxiliary values as arrays, an array for each example.
-    input_length_buckets: lengths that inputs are cut to where a batch has none that is longer, such
-      as (64, 128, 256); see `cut_rows`. One program is compiled for each that occurs, and one for
-      the full length; results are the same but for the last bits of sums.
-    is_scoring: whether `infer_step` scores targets and decodes nothing, so that the buckets count
-      for a decoder-only model's inputs and targets together.
+    keep_aux_as_numpy: leaves auxiliary values as one array for each example.
+    input_length_buckets: lengths such as (64, 128, 256). A batch whose inputs all fit into one of
+      them is computed at that length; see `cut_rows`. Each length that occurs, and the full one, is
+      compiled once. The results are the same except for the last bits of sums.
+    is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
+      decoder-only model then apply to inputs and targets together.
 
   Returns:
-    `f(ds, train_state, rng=None)`. `ds` yields (index, example) as `Dataset.enumerate()` does: the
-    same on every process, of which each reads its share. The result, on every process, is a list
-    of (index, output) in the order of the indices, outputs being numbers and nested lists; where
-    `infer_step` returns (output, {name: array}), it is (that list, {name: list in the same order}).
-    Results leave the devices batch by batch, so the dataset's size is bounded by the host alone.
+    `f(ds, train_state, rng=None)`. `ds` yields pairs (index, example), as `Dataset.enumerate()` does,
+    the same on every process; each process reads its share of them. Every process gets the result:
+    a list of (index, output), sorted by index, in which the outputs are numbers and nested lists. If
+    `infer_step` returns (output, {name: array}), the result is (this list, {name: list in the same
+    order}). Results are copied to the host batch by batch, so only the host's memory limits the
+    size of the dataset.
 
   Raises:
-    ValueError: the batch does not divide over the devices; from the function, `ds` is empty.
+    ValueError: the batch size is not divisible by the devices; from the function: `ds` is empty.
   """
   buckets = check_buckets(input_length_buckets)
   cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
@@ -70,7 +73,7 @@ def get_infer_fn(
     outputs = infer_step(params, batch, rng) if takes_rng else infer_step(params, batch)
     return index_B, outputs
 
-  # Every process gets all results: the first writes them, the others may want to look.
+  # Every process gets all results: the first one writes them, the others may inspect them.
   partitioned_step = partitioner.partition(
     step,
     in_axis_resources=(params_axes, data_spec, None, data_spec),
@@ -83,9 +86,9 @@ def get_infer_fn(
     return jax.make_array_from_process_local_data(sharding, x, global_shape)
 
   def infer_fn(ds: Iterable[Any], train_state: Any, rng: jax.Array | None = None) -> Any:
-    rows = _Rows(keep_aux_as_numpy)
+    rows: list[Row] = []
     in_flight: collections.deque[PyTree] = collections.deque()
-    for index_B, batch in _batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
+    for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
@@ -93,83 +96,89 @@ def get_infer_fn(
       result = partitioned_step(train_state.params, batch, step_rng, to_devices(index_B))
       in_flight.append(jax.tree.map(_start_copy_to_host, result))
       if len(in_flight) > _IN_FLIGHT:
-        rows.add(in_flight.popleft())
+        rows += _unstack_result(in_flight.popleft(), keep_aux_as_numpy)
     for result in in_flight:
-      rows.add(result)
-    return rows.in_order()
+      rows += _unstack_result(result, keep_aux_as_numpy)
+    return _in_order(rows)
 
   return infer_fn
 
 
-def _batches(
+def shard_batches(
   ds: Iterable[Any],
   batch_size: int,
   shard_id: int,
   num_shards: int,
   cut: Callable[[list[Any]], list[Any]] = list,
 ) -> Iterator[tuple[np.ndarray, Example]]:
-  """Yields this shard's rows of each batch; the first example fills up the last one."""
+  """Yields one shard's rows of each batch, as indices and stacked examples.
+
+  The last batch is filled up with the first example and the index PADDING.
+
+  Args:
+    ds: pairs (index, example), the same on every process.
+    batch_size: examples in a batch, over all shards.
+    shard_id: which shard's rows to yield.
+    num_shards: number of shards; as in T5X, example n belongs to shard n modulo `num_shards`.
+    cut: shortens the pairs of a whole batch, so that all shards get the same length.
+  """
   elements = iter(ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds)
   filling: Any = None
   while group := list(itertools.islice(elements, batch_size)):
-    filling = filling or (np.int64(_PADDING), group[0][1])
-    group += [filling] * (batch_size - len(group))
-    group = cut(group)  # before the shards part, as all must come to one length
-    # As T5X shards: element n of the dataset goes to shard n modulo num_shards.
+    filling = filling or (np.int64(PADDING), group[0][1])
+    group = cut(group + [filling] * (batch_size - len(group)))
     indices, examples = zip(*group[shard_id::num_shards], strict=True)
     yield np.asarray(indices, np.int32), jax.tree.map(lambda *x: np.stack(x), *examples)
 
 
-class _Rows:
-  """Gathers the results of batches, row by row, without those that only filled the last batch."""
-
-  def __init__(self, keep_aux_as_numpy: bool):
-    self._keep_aux_as_numpy = keep_aux_as_numpy
-    self._indices: list[int] = []
-    self._outputs: list[Any] = []
-    self._aux: PyTree = None
-
-  def add(self, result: PyTree) -> None:
-    index_B, outputs = jax.tree.map(np.asarray, result)
-    kept = index_B != _PADDING
-    self._indices += index_B[kept].tolist()
-    outputs = jax.tree.map(lambda x: x[kept], outputs)
-    if isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[1], Mapping):
-      outputs, aux = outputs
-      aux = jax.tree.map(list if self._keep_aux_as_numpy else _as_lists, dict(aux))
-      self._aux = aux if self._aux is None else join_aux(self._aux, aux)
-    leaves, structure = jax.tree.flatten(outputs)
-    rows = zip(*map(_as_lists, leaves), strict=True)
-    self._outputs += [jax.tree.unflatten(structure, row) for row in rows]
-
-  def in_order(self) -> Any:
-    if not self._indices:
-      raise ValueError(
-        "there is no example to infer: the dataset is empty. Look at its split and files "
-        "(utils.DatasetConfig), and at preprocessors that filter"
-      )
-    order = np.argsort(self._indices, kind="stable").tolist()
-    pairs = [(self._indices[row], self._outputs[row]) for row in order]
-    if self._aux is None:
-      return pairs
-    aux = jax.tree.map(
-      lambda rows: [rows[row] for row in order], self._aux, is_leaf=lambda x: isinstance(x, list)
-    )
-    return pairs, aux
-
-
 def join_aux(a: PyTree, b: PyTree) -> PyTree:
-  """Returns auxiliary values, trees of lists, of the examples of a and then of b."""
-  return jax.tree.map(lambda x, y: x + y, a, b, is_leaf=lambda x: isinstance(x, list))
+  """Concatenates the auxiliary values of two groups of examples, which are trees of lists."""
+  return jax.tree.map(lambda x, y: x + y, a, b, is_leaf=_is_list)
+
+
+def _unstack_result(result: PyTree, keep_aux_as_numpy: bool) -> list[Row]:
+  """Splits a batch's results into rows, without the rows that fill up the last batch."""
+  index_B, outputs = jax.tree.map(np.asarray, result)
+  aux_rows: list[PyTree] = [None] * len(index_B)
+  if isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[1], Mapping):
+    outputs, aux = outputs
+    to_rows = list if keep_aux_as_numpy else _to_lists
+    aux_rows = [row for _, row in _unstack((index_B, dict(aux)), to_rows)]
+  rows = zip(index_B.tolist(), _unstack(outputs, _to_lists), aux_rows, strict=True)
+  return [row for row in rows if row[0] != PADDING]
+
+
+def _unstack(arrays: PyTree, to_rows: Callable[[np.ndarray], list[Any]]) -> list[PyTree]:
+  """Splits a tree of arrays along the first axis into a list of trees."""
+  leaves, structure = jax.tree.flatten(arrays)
+  return [jax.tree.unflatten(structure, row) for row in zip(*map(to_rows, leaves), strict=True)]
+
+
+def _in_order(rows: list[Row]) -> Any:
+  """Returns [(index, output)] by index; with the auxiliary values as a tree of lists if any."""
+  if not rows:
+    raise ValueError(
+      "There is no example for inference: the dataset is empty. Check its split and files "
+      "(utils.DatasetConfig), and preprocessors that filter"
+    )
+  indices, outputs, aux = zip(*sorted(rows, key=operator.itemgetter(0)), strict=True)
+  pairs = list(zip(indices, outputs, strict=True))
+  if aux[0] is None:
+    return pairs
+  return pairs, jax.tree.map(lambda *values: list(values), *aux, is_leaf=_is_list)
 
 
 def _start_copy_to_host(x: jax.Array) -> jax.Array:
-  """Returns one of this process's copies of a replicated array, on its way to the host."""
+  """Starts copying a replicated array to the host and returns this process's copy of it."""
   copy = x.addressable_data(0)
   copy.copy_to_host_async()
   return copy
 
 
-def _as_lists(x: np.ndarray) -> list[Any]:
-  # Numpy hands out the elements of bfloat16 as they are, which no JSON knows.
+def _to_lists(x: np.ndarray) -> list[Any]:
+  # numpy leaves the elements of bfloat16 arrays as they are, and JSON cannot encode them.
   return (x.astype(np.float32) if x.dtype == jnp.bfloat16 else x).tolist()
+
+
+def _is_list(x: Any) -> bool:
+  return isinstance(x, list)

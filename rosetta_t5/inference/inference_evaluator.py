@@ -1,10 +1,13 @@
-"""Evaluation by prediction: the model decodes or scores a task's examples, the task's metrics judge."""
+"""Evaluation by inference: the model decodes or scores a task's examples, the task computes metrics."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -16,18 +19,21 @@ from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
-from rosetta_t5.inference.unscored_predictions import kept_where_metrics_fail
 from rosetta_t5.parallel import BasePartitioner
 
 FOLDER = "inference_eval"
 Metrics = Mapping[str, Mapping[str, Any]]
 
 
+class MetricError(ValueError):
+  """A task's metrics, or the preparation of their arguments, raised an error."""
+
+
 class InferenceEvaluator:
   """Evaluates a model's predictions and scores on a task or mixture (T5X's class).
 
-  Files go to `log_dir/inference_eval`: TASK-metrics.jsonl with a line for each evaluation,
-  TASK-STEP.jsonl with all predictions, TASK/ for TensorBoard.
+  It writes files to `log_dir/inference_eval`: TASK-metrics.jsonl with one line per evaluation,
+  TASK-STEP.jsonl with all predictions, and TASK/ for TensorBoard.
   """
 
   def __init__(
@@ -44,16 +50,16 @@ class InferenceEvaluator:
 
     Args:
       infer_eval_dataset_cfg: the task or mixture, its split and batch size.
-      inference_evaluator_cls: `seqio.Evaluator`, with arguments bound as one likes; None for one
-        that writes TensorBoard's files and JSON.
+      inference_evaluator_cls: `seqio.Evaluator`, possibly with arguments bound; None for one that
+        writes TensorBoard and JSON files.
       model: the model.
       partitioner: splits batches over the devices.
-      log_dir: the folder above the files; None writes none.
-      verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
+      log_dir: the parent folder of the files; None writes no files.
+      verify_matching_vocabs_fn: compares the vocabularies of task and model; None skips the check.
       input_length_buckets: shorter lengths for batches of short inputs; see `get_infer_fn`.
 
     Raises:
-      ValueError: something given does not fit together, or the batch not the devices.
+      ValueError: arguments contradict each other, or the batch size is not divisible by the devices.
     """
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
@@ -70,32 +76,32 @@ class InferenceEvaluator:
 
   @property
   def model_feature_shapes(self) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each of the model's features, without the batch."""
+    """The shape of each of the model's features, without the batch dimension."""
     return self._evaluator.model_feature_shapes
 
   @property
   def eval_tasks(self) -> Sequence[Any]:
-    """The tasks that are evaluated: those that have the split, and metrics."""
+    """The tasks that are evaluated: those that have the split and metrics."""
     return self._evaluator.eval_tasks
 
   @property
   def only_scores(self) -> bool:
-    """Whether the tasks' metrics are of scores alone, so that nothing is predicted."""
+    """Whether all metrics need scores alone, so that nothing is predicted."""
     return all(
       task.score_metric_fns and not (task.predict_metric_fns or task.predict_with_aux_metric_fns)
       for task in self.eval_tasks
     )
 
-  def evaluate(self, train_state: Any, train_state_axes: Any) -> Any:
-    """Predicts, and computes the metrics in the background.
+  def evaluate(self, train_state: Any, train_state_axes: Any) -> Future[Any]:
+    """Runs the inference, and computes the metrics in the background.
 
     Args:
-      train_state: its parameters are evaluated, its step names the files.
+      train_state: its parameters are evaluated, and its step is part of the file names.
       train_state_axes: the same with PartitionSpecs in place of arrays.
 
     Returns:
-      A future of {task: {metric: value}}; of None on processes other than the first. Where the
-      metrics fail it raises MetricError, and what the model said is in TASK-STEP.unjudged.jsonl.
+      A future of {task: {metric: value}}, or of None on processes other than the first. If a metric
+      fails, it raises MetricError, and the model's outputs are in TASK-STEP.unjudged.jsonl.
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
@@ -113,7 +119,7 @@ class InferenceEvaluator:
         )
       return functools.partial(self._infer_fns[method], train_state=train_state, **arguments)
 
-    # The same key each time: evaluations of one model are to differ by its parameters alone.
+    # Always the same key, so that evaluations of a model differ only by its parameters.
     rng = jax.random.PRNGKey(0)
     step = int(get_local_data(train_state.step))
     metrics, outputs = self._evaluator.evaluate(
@@ -123,25 +129,57 @@ class InferenceEvaluator:
       score_fn=infer_fn("score_batch"),
       predict_with_aux_fn=infer_fn("predict_batch_with_aux", rng=rng),
     )
-    return kept_where_metrics_fail(metrics, outputs, self._vocabulary, self._folder, step)
+    result: Future[Any] = Future()
 
-  def _vocabulary(self, task_name: str) -> Any:
-    (task,) = (task for task in self.eval_tasks if task.name == task_name)
-    return task.output_features["targets"].vocabulary
+    def finish(done: Future[Any]) -> None:
+      error = done.exception()
+      if error is None:
+        result.set_result(done.result())
+        return
+      failure = MetricError(_failure_text(error, self._save_outputs(outputs, step)))
+      failure.__cause__ = error
+      result.set_exception(failure)
+
+    metrics.add_done_callback(finish)
+    return result
+
+  def _save_outputs(self, outputs: Mapping[str, Mapping[Any, Any]], step: int) -> list[str]:
+    """Saves the model's outputs, which may have taken hours, and returns the files."""
+    if self._folder is None:
+      return []
+    files = []
+    vocabularies = {t.name: t.output_features["targets"].vocabulary for t in self.eval_tasks}
+    for task, kinds in outputs.items():
+      files.append(os.fspath(self._folder / f"{task}-{step}.unjudged.jsonl"))
+      with epath.Path(files[-1]).open("w") as file:
+        for output in kinds.values():
+          for row in output[0] if isinstance(output, tuple) else output:
+            value = vocabularies[task].decode(row) if isinstance(row, list) else row
+            file.write(json.dumps({"output": value}, ensure_ascii=False) + "\n")
+    return files
 
   def close(self) -> None:
-    """Waits until everything is written."""
+    """Waits until all files are written."""
     self._evaluator.close()
 
 
 def plain_numbers(metrics: Metrics | None) -> dict[str, dict[str, float]]:
-  """Returns the numbers among tasks' metrics, SeqIO's Scalar unwrapped; {} for None."""
-  return {
-    task: {name: float(np.asarray(number)) for name, number in _numbers(values)}
-    for task, values in (metrics or {}).items()
-  }
+  """Returns the numbers among the tasks' metrics, also those in SeqIO's Scalar; {} for None."""
+  numbers: dict[str, dict[str, float]] = {}
+  for task, values in (metrics or {}).items():
+    arrays = {name: np.asarray(getattr(x, "value", x)) for name, x in values.items()}
+    is_number = {name: x.ndim == 0 and x.dtype.kind in "fiub" for name, x in arrays.items()}
+    numbers[task] = {name: float(x) for name, x in arrays.items() if is_number[name]}
+  return numbers
 
 
-def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-  found = ((name, getattr(value, "value", value)) for name, value in values.items())
-  return [(name, x) for name, x in found if np.ndim(x) == 0 and np.asarray(x).dtype.kind in "fiub"]
+def _failure_text(error: BaseException, files: list[str]) -> str:
+  text, cause = str(error), error.__cause__
+  if cause is not None:
+    text = f"{text.partition(': ')[0]}: {type(cause).__name__}: {cause}"
+  frame = traceback.extract_tb((cause or error).__traceback__)[-1]
+  saved = f". The model's outputs are saved in {', '.join(files)}" if files else ""
+  return (
+    f"{text} ({frame.filename}, line {frame.lineno}, in {frame.name}){saved}. Correct the task's "
+    "metric_fns or postprocess_fn, and start again"
+  )

@@ -1,4 +1,4 @@
-"""Sentences with blanks, filled by a model that has learnt by span corruption."""
+"""Fills the blanks in sentences with a model that was trained by span corruption."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 BLANK = "____"
 _BLANKS = re.compile(r"_{3,}")
 _BEAMS = 4
-_LONGEST_ANSWER = 32  # tokens for all blanks, sentinels included
+_TARGETS_LENGTH = 32  # tokens for all blanks, sentinels included
 
 
 class BlankFiller:
-  """Fills blanks with a model's best guess; compiled at the first call."""
+  """Fills blanks with a model's best prediction; compiled at the first call."""
 
   def __init__(self, model: Any, params: Any, input_length: int):
     """Builds it.
@@ -25,71 +25,63 @@ class BlankFiller:
     Args:
       model: an encoder-decoder model, trained by span corruption.
       params: its parameters.
-      input_length: tokens that the model's input is padded to.
+      input_length: the length that inputs are padded to.
     """
     self._model, self._params, self._input_length = model, params, input_length
-    predict = functools.partial(
-      model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False
+    self._predict = jax.jit(
+      functools.partial(model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False)
     )
-    self._predict = jax.jit(predict)
 
   def __call__(self, sentences: Sequence[str]) -> list[str]:
-    """Returns the sentences with [guess] in place of each blank, three underscores or more.
+    """Returns the sentences with [prediction] in place of each blank of three or more underscores.
 
-    All go into one input, for such a model has seen none but full ones.
+    All sentences form one input, because such a model has been trained on full inputs only.
 
     Raises:
-      ValueError: there is no blank, there are more than the vocabulary has sentinels, or the
-        sentences are longer than an input.
+      ValueError: there is no blank, there are more blanks than the vocabulary has sentinels, or the
+        sentences do not fit into one input.
     """
     vocabulary = self._model.input_vocabulary
-    parts = [[part.strip() for part in _BLANKS.split(sentence)] for sentence in sentences]
-    count = sum(len(of_one) - 1 for of_one in parts)
-    if not count:
-      raise ValueError(f"there is no blank to fill: write {BLANK} where words are missing")
-    if count > vocabulary.extra_ids:
-      blanks = f"are {count} blanks" if count > 1 else "is 1 blank"
-      raise ValueError(
-        f"there {blanks}, but the model's vocabulary has {vocabulary.extra_ids} extra ids "
-        "to mark them with: fill fewer at a time, with a model whose vocabulary has extra_ids"
-      )
     tokens: list[int] = []
-    sentinels = iter(range(vocabulary.vocab_size - 1, 0, -1))
-    for first, *others in parts:
+    count = 0
+    for sentence in sentences:
+      first, *others = (part.strip() for part in _BLANKS.split(sentence))
       tokens += vocabulary.encode(first)
       for part in others:
-        tokens += [next(sentinels), *vocabulary.encode(part)]
+        count += 1
+        tokens += [vocabulary.vocab_size - count, *vocabulary.encode(part)]
+    if not count:
+      raise ValueError(f"There is no blank to fill: write {BLANK} where words are missing")
+    if count > vocabulary.extra_ids:
+      raise ValueError(
+        f"The number of blanks must be at most {vocabulary.extra_ids}, the extra_ids of the model's "
+        f"vocabulary, got {count}: write fewer, or use a model whose vocabulary has more"
+      )
     if len(tokens) >= self._input_length:
       raise ValueError(
-        f"the text has {len(tokens)} tokens and an end, but the model reads {self._input_length}: "
-        "write less"
+        f"The text must have fewer than {self._input_length} tokens, the length of the model's "
+        f"inputs, got {len(tokens)}: write less"
       )
-    answers = iter(self._answers([*tokens, vocabulary.eos_id], count))
-    return [_BLANKS.sub(lambda _: f"[{next(answers)}]", sentence) for sentence in sentences]
+    spans = self._predict_spans([*tokens, vocabulary.eos_id])
+    predictions = (spans.get(vocabulary.vocab_size - number, "") for number in range(1, count + 1))
+    return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
 
-  def _answers(self, tokens: Sequence[int], count: int) -> list[str]:
+  def _predict_spans(self, tokens: Sequence[int]) -> dict[int, str]:
     inputs_BS = np.zeros((1, self._input_length), np.int32)
     inputs_BS[0, : len(tokens)] = tokens
     batch = {
       "encoder_input_tokens": inputs_BS,
-      "decoder_input_tokens": np.zeros((1, _LONGEST_ANSWER), np.int32),
+      "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
     decodes_BT, _ = self._predict(self._params, batch)
-    vocabulary = self._model.output_vocabulary
-    answers = answers_of(vocabulary, np.asarray(decodes_BT)[0])
-    return [answers.get(vocabulary.vocab_size - 1 - blank, "") for blank in range(count)]
+    return parse_spans(self._model.output_vocabulary, np.asarray(decodes_BT)[0])
 
 
-def fill_blanks(model: Any, params: Any, sentences: Sequence[str], input_length: int) -> list[str]:
-  """Returns sentences with a model's guesses in place of their blanks; see `BlankFiller`."""
-  return BlankFiller(model, params, input_length)(sentences)
-
-
-def answers_of(vocabulary: Any, decode: np.ndarray) -> dict[int, str]:
-  """Returns the text that follows each sentinel of a target, by the sentinel's id."""
+def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:
+  """Returns the text after each sentinel of a target, by the sentinel's id."""
   spans: dict[int, list[int]] = {}
-  span: list[int] = []  # What comes before the first sentinel belongs to no blank.
-  for token in map(int, decode):
+  span: list[int] = []  # tokens before the first sentinel belong to no blank
+  for token in map(int, target):
     if token in (0, vocabulary.eos_id):
       break
     if token >= vocabulary.vocab_size - vocabulary.extra_ids:

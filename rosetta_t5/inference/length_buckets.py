@@ -1,25 +1,24 @@
-"""Batches of short inputs, computed at a short length: few lengths, as each is a program of its own."""
+"""Batches of short inputs are computed at a short length, chosen from a few that are compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 
 def check_buckets(buckets: Sequence[int] | None) -> tuple[int, ...]:
-  """Returns the lengths, the shortest first; none for None.
+  """Returns the lengths in ascending order, or () for None.
 
   Raises:
-    ValueError: they are no positive numbers.
+    ValueError: they are not positive integers.
   """
   if buckets is None:
     return ()
   if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
     raise ValueError(
-      f"input_length_buckets = {buckets!r} must be lengths from 1 on, such as (64, 128, 256), "
-      "or () for none"
+      f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"
     )
   return tuple(sorted(buckets))
 
@@ -33,39 +32,35 @@ def default_buckets(full_length: int) -> tuple[int, ...]:
 def cut_rows(
   rows: Sequence[tuple[Any, Any]], buckets: Sequence[int], is_scoring: bool = False
 ) -> list[tuple[Any, Any]]:
-  """Returns (index, example) pairs with features cut to the shortest bucket that holds all.
+  """Cuts the features of (index, example) pairs to the shortest bucket that holds all of them.
 
-  Of an encoder-decoder's rows the inputs are cut. A decoder-only model's rows have inputs and targets
-  in one: to be scored they are cut as a whole; where the model is to go on from the inputs, of
-  which the row's length tells how far, only `decoder_causal_attention`, which marks them.
+  For an encoder-decoder model, the inputs are cut. A decoder-only model has inputs and targets in one
+  row. When they are scored, the whole row is cut. When the model continues the inputs, the length of
+  the row limits how far, so only `decoder_causal_attention`, which marks the inputs, is cut.
 
   Args:
-    rows: those of one batch. Examples with none of these features are left as they are.
-    buckets: lengths, the shortest first.
-    is_scoring: whether targets are scored and nothing is decoded.
+    rows: the rows of one batch; examples without these features are not changed.
+    buckets: lengths in ascending order.
+    is_scoring: whether targets are scored instead of decoded.
   """
-  measured, prefix = _what_to_cut(rows[0][1], is_scoring)
+  measured, cut_prefix = _features_to_cut(rows[0][1], is_scoring)
   if measured is None:
     return list(rows)
   full_length = len(rows[0][1][measured])
-  longest = max(_length(example[measured]) for _, example in rows)
+  longest = max(len(np.trim_zeros(example[measured], "b")) for _, example in rows)
   bucket = next((n for n in buckets if longest <= n < full_length), full_length)
 
   def cut(name: str, x: np.ndarray) -> np.ndarray:
-    return x[:bucket] if name.startswith(prefix) and len(x) == full_length else x
+    return x[:bucket] if name.startswith(cut_prefix) and len(x) == full_length else x
 
   return [(i, {name: cut(name, x) for name, x in example.items()}) for i, example in rows]
 
 
-def _what_to_cut(example: Any, is_scoring: bool) -> tuple[str | None, str]:
-  """Returns the feature whose length counts, and how the names of those to be cut begin."""
+def _features_to_cut(example: Mapping[str, Any], is_scoring: bool) -> tuple[str | None, str]:
+  """Returns the feature whose length decides, and the prefix of the features to cut."""
   if "encoder_input_tokens" in example:
     return "encoder_input_tokens", "encoder_"
-  feature = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"
-  return (feature, "decoder_" if is_scoring else feature) if feature in example else (None, "")
-
-
-def _length(tokens_S: np.ndarray) -> int:
-  """Returns the length up to the last token that is not padding."""
-  places = np.flatnonzero(tokens_S)
-  return int(places[-1]) + 1 if places.size else 0
+  measured = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"
+  if measured not in example:
+    return None, ""
+  return measured, "decoder_" if is_scoring else measured

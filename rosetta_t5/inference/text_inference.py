@@ -1,4 +1,4 @@
-"""Predictions and scores for texts as they are typed, any number of them."""
+"""Predictions and scores for any number of texts in memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
 
 
 class InferenceType(enum.Enum):
-  """What is inferred."""
+  """The kind of inference."""
 
   PREDICT_WITH_AUX = 1
   SCORE = 2
 
 
 class TextInference:
-  """Turns texts into a model's batches, and what comes out into text.
+  """Makes a model's batches of texts, and texts of its outputs.
 
   Attributes:
     features: the `seqio.Feature` of inputs and targets.
@@ -46,16 +46,16 @@ class TextInference:
     add_eos: bool = True,
     inputs_end: bool = True,
   ):
-    """Builds it; nothing is compiled before the first call.
+    """Prepares inference; nothing is compiled before the first call.
 
     Args:
       model: the model.
       partitioner: splits batches over the devices.
       train_state_axes: the train state with PartitionSpecs in place of arrays.
-      batch_size: examples a batch.
-      task_feature_lengths: tokens of inputs and targets.
-      add_eos: whether they end with the end of sequence.
-      inputs_end: False for inputs without it, which a language model is to go on from.
+      batch_size: number of examples in a batch.
+      task_feature_lengths: lengths of inputs and targets.
+      add_eos: whether inputs and targets end with the end token.
+      inputs_end: False for inputs without an end token, which a language model continues.
     """
     feature = import_seqio().Feature
     self.features = {
@@ -67,11 +67,11 @@ class TextInference:
     self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
     self._infer_fns: dict[Any, InferFn] = {}
     # A decoder-only model has inputs and targets in one row.
-    in_a_row = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
-    self._row_length = sum(task_feature_lengths.get(name, 0) for name in in_a_row)
+    row = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
+    self._row_length = sum(task_feature_lengths.get(name, 0) for name in row)
 
   def datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
-    """Returns the examples as datasets with the features of a task, and with those of the model."""
+    """Returns the examples as two datasets: with the task's features, and with the model's."""
     dataset = get_dataset_from_natural_text_examples(
       examples, preprocessors, self._lengths, self.features
     )
@@ -91,17 +91,18 @@ class TextInference:
       mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
       examples: texts, or {"input": text, "target": text}.
       preprocessors: make features of texts.
-      train_state: has the parameters.
+      train_state: contains the parameters.
       **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
         such as num_decodes=4.
 
     Returns:
-      ([(example's features, prediction's text as bytes or score)], {name: auxiliary values}).
+      ([(example's features, prediction as bytes or score)], {name: auxiliary values}).
 
     Raises:
-      ValueError: `mode` is no InferenceType.
+      ValueError: `mode` is not an InferenceType.
     """
     infer_fn = self._infer_fn(mode, inference_kwargs)
+    vocabulary = self.features["targets"].vocabulary
     inferences: list[tuple[Mapping[str, Any], Any]] = []
     all_aux: dict[str, Any] = {}
     datasets = self.datasets(examples, preprocessors)
@@ -111,31 +112,26 @@ class TextInference:
       pairs, aux = result if isinstance(result, tuple) else (result, {})
       outputs = [output for _, output in pairs]
       if mode is InferenceType.PREDICT_WITH_AUX:
-        vocabulary = self.features["targets"].vocabulary
         outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
       inferences += zip(task_ds.as_numpy_iterator(), outputs, strict=True)
       all_aux = join_aux(all_aux, aux) if all_aux else aux
     return inferences, all_aux
 
   def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> InferFn:
-    methods = {
-      InferenceType.PREDICT_WITH_AUX: self._model.predict_batch_with_aux,
-      InferenceType.SCORE: self._model.score_batch,
-    }
-    if mode not in methods:
+    if not isinstance(mode, InferenceType):
       raise ValueError(
-        f"mode = {mode!r} is no InferenceType: give InferenceType.PREDICT_WITH_AUX or "
-        "InferenceType.SCORE"
+        "mode must be InferenceType.PREDICT_WITH_AUX or InferenceType.SCORE, got " + repr(mode)
       )
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
-      step = functools.partial(methods[mode], **arguments)
+      is_scoring = mode is InferenceType.SCORE
+      step = self._model.score_batch if is_scoring else self._model.predict_batch_with_aux
       self._infer_fns[key] = get_infer_fn(
-        step,
+        functools.partial(step, **arguments),
         self._batch_size,
         self._axes,
         self._partitioner,
         input_length_buckets=default_buckets(self._row_length),
-        is_scoring=mode is InferenceType.SCORE,
+        is_scoring=is_scoring,
       )
     return self._infer_fns[key]

@@ -1,7 +1,8 @@
-"""A model in a notebook: train, predict, score and evaluate on examples that are typed in."""
+"""A model in a notebook: trains, predicts, scores and evaluates on examples that a user types."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ import numpy as np
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.pipeline.text_examples import Example, default_preprocessors
-from rosetta_t5.inference.metric_functions import compute_metrics, needed_arguments
 from rosetta_t5.inference.text_inference import (
   Inferences,
   InferenceType,
@@ -24,13 +24,21 @@ from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
+MetricFn = Callable[..., Mapping[str, Any]]
+
 _KEPT_CHECKPOINTS = 5
+# The arguments that SeqIO's metric functions have.
+_METRIC_ARGUMENTS = (
+  ("targets", "scores"),
+  ("targets", "predictions"),
+  ("targets", "predictions", "aux_values"),
+)
 
 
 class InteractiveModel:
   """A model with its parameters, for examples that are texts or {"input": text, "target": text}.
 
-  T5X's class. Example, with a model and a partitioner at hand:
+  T5X's class. Example, given a model and a partitioner:
 
     model = InteractiveModel(
       batch_size=8, task_feature_lengths={"inputs": 64, "targets": 32}, output_dir="notebook",
@@ -42,8 +50,8 @@ class InteractiveModel:
 
   Attributes:
     model: the model.
-    partitioner: how arrays are split over devices.
-    trainer: makes the steps.
+    partitioner: splits arrays over the devices.
+    trainer: runs the training steps.
     train_state: the parameters and the optimizer's state.
     train_state_axes: the same with PartitionSpecs in place of arrays.
     features: the `seqio.Feature` of inputs and targets.
@@ -65,26 +73,26 @@ class InteractiveModel:
     add_eos: bool = True,
     eval_names: Sequence[str] | None = None,
   ):
-    """Restores the parameters, or initialises them.
+    """Restores or initializes the parameters.
 
     Args:
-      batch_size: examples a batch; more are worked through batch by batch, fewer are filled up.
-      task_feature_lengths: tokens of each feature, {"inputs": 64, "targets": 32}.
-      output_dir: where checkpoints, metrics and model-info.txt go.
-      partitioner: how arrays are split over devices.
+      batch_size: number of examples in a batch; any number can be inferred, batch by batch.
+      task_feature_lengths: length of each feature, {"inputs": 64, "targets": 32}.
+      output_dir: folder for checkpoints, metrics and model-info.txt.
+      partitioner: splits arrays over the devices.
       model: the model.
-      dtype: of restored and saved parameters; None for their own.
+      dtype: of restored and saved parameters; None keeps the stored dtype.
       restore_mode: 'specific', or 'latest' for the last checkpoint in a folder.
-      checkpoint_path: the checkpoint or the folder; empty for the latest in `output_dir`, and where
-        there is none, from scratch.
-      input_shapes: the shape of each of the model's inputs, the batch included.
+      checkpoint_path: the checkpoint or the folder; if empty, the latest checkpoint in `output_dir`
+        is restored, or the parameters are initialized if there is none.
+      input_shapes: the shape of each of the model's inputs, including the batch.
       input_types: their dtypes; None for the model's default.
-      init_random_seed: seeds initial values and dropout.
-      add_eos: whether inputs and targets end with the end of sequence.
+      init_random_seed: seed of initial values and dropout.
+      add_eos: whether inputs and targets end with the end token.
       eval_names: the tasks of `trainer.eval`.
 
     Raises:
-      ValueError: there is no checkpoint at `checkpoint_path`, or it is of another model.
+      ValueError: there is no checkpoint at `checkpoint_path`, or it belongs to another model.
     """
     self.model, self.partitioner = model, partitioner
     self._batch_size, self._lengths = batch_size, task_feature_lengths
@@ -137,9 +145,9 @@ class InteractiveModel:
       state = initializer.from_checkpoint([self._restore_cfg], init_rng=init_rng)
       if state is None:
         raise ValueError(
-          f"there is no checkpoint in {self._restore_cfg.path} (restore_mode = "
-          f"{self._restore_cfg.mode!r}): give the path of one, or an empty checkpoint_path to begin "
-          "from scratch"
+          f"There is no checkpoint in {self._restore_cfg.path} (restore_mode = "
+          f"{self._restore_cfg.mode!r}): set checkpoint_path to a checkpoint, or leave it empty to "
+          "start from scratch"
         )
       return state
     own = checkpoints.RestoreCheckpointConfig(self._output_dir, mode="latest")
@@ -147,7 +155,7 @@ class InteractiveModel:
 
   @property
   def setup(self) -> dict[str, Any]:
-    """What the model was built with, as far as a run needs to know it."""
+    """The settings that a run with this model needs; see `interactive_gin`."""
     return {
       "batch_size": self._batch_size,
       "lengths": self._lengths,
@@ -163,16 +171,16 @@ class InteractiveModel:
 
   @property
   def train_summary(self) -> Any:
-    """The metrics' values of the last train step, by name; None before the first."""
+    """The metrics of the last training step, by name; None before the first step."""
     return None if self._train_summary is None else self._train_summary.result()
 
   @property
   def step(self) -> int:
-    """Updates made."""
+    """The number of optimizer steps."""
     return int(self.train_state.step)
 
   def train_step(self, examples: Sequence[Example]) -> None:
-    """Makes one step on a batch of examples, and saves a checkpoint.
+    """Runs one step on a batch of examples, and saves a checkpoint.
 
     Raises:
       ValueError: there are fewer examples than a batch.
@@ -182,22 +190,22 @@ class InteractiveModel:
   def train_step_with_preprocessors(
     self, examples: Sequence[Example], preprocessors: Preprocessors
   ) -> None:
-    """Makes one step on a batch of examples that these functions preprocess; see `train_step`."""
+    """Runs one step on a batch of examples with other preprocessors; see `train_step`."""
     if len(examples) < self._batch_size:
       raise ValueError(
-        f"{len(examples)} examples do not fill one batch of {self._batch_size}: give more, or build "
-        "the InteractiveModel with a smaller batch_size"
+        f"A training step needs a batch of {self._batch_size} examples, got {len(examples)}: give "
+        "more, or build the InteractiveModel with a smaller batch_size"
       )
     _, model_ds = self._texts.datasets(examples, preprocessors)
-    # Of each host's share; the whole batch where there is one host.
+    # Each host reads its share of the batch.
     shard = model_ds.shard(self._layout.num_shards, self._layout.shard_id)
     host_batch = self._batch_size // self._layout.num_shards
     self.train_step_from_batch_iterator(shard.batch(host_batch).as_numpy_iterator())
     self.save_checkpoint()
 
   def train_step_from_batch_iterator(self, iterator: Iterator[Any]) -> None:
-    """Makes one step on the iterator's next batch of the model's features."""
-    # One batch alone: a feed draws ahead, and those batches would be lost.
+    """Runs one step on the iterator's next batch, which has the model's features."""
+    # A single batch, because a feed prefetches batches, which would be lost.
     feed = data.prepare_train_iter(
       [next(iterator)],
       partitioner=self.partitioner,
@@ -210,7 +218,7 @@ class InteractiveModel:
       feed.close()
 
   def save_checkpoint(self) -> None:
-    """Saves `output_dir/checkpoint_STEP`; the last five are kept."""
+    """Saves `output_dir/checkpoint_STEP`; the last five checkpoints are kept."""
     self._manager.save(self.train_state)
     self._manager.wait_until_finished()
 
@@ -231,7 +239,7 @@ class InteractiveModel:
         such as num_decodes=4.
 
     Returns:
-      ([(example's features, prediction's text as bytes or score)], {name: auxiliary values}).
+      ([(example's features, prediction as bytes or score)], {name: auxiliary values}).
     """
     return self._texts.infer(mode, examples, preprocessors, self.train_state, **inference_kwargs)
 
@@ -245,57 +253,60 @@ class InteractiveModel:
     """Returns the log likelihood of each example's target, with the example."""
     return self.infer_with_preprocessors(InferenceType.SCORE, examples, default_preprocessors())[0]
 
-  def evaluate(
-    self, examples: Sequence[Example], metric_fns: Sequence[Callable[..., Any]]
-  ) -> dict[str, Any]:
-    """Returns metrics by name, of functions f(targets, predictions) or f(targets, scores), …"""
+  def evaluate(self, examples: Sequence[Example], metric_fns: Sequence[MetricFn]) -> dict[str, Any]:
+    """Returns metrics by name; see `evaluate_with_preprocessors`."""
     return self.evaluate_with_preprocessors(examples, default_preprocessors(), metric_fns)
 
   def evaluate_with_preprocessors(
     self,
     examples: Sequence[Example],
     preprocessors: Preprocessors,
-    metric_fns: Sequence[Callable[..., Any]],
+    metric_fns: Sequence[MetricFn],
     postprocessor: Callable[..., Any] | None = None,
   ) -> dict[str, Any]:
     """Returns metrics by name.
 
     Args:
-      examples: with targets.
+      examples: examples with targets.
       preprocessors: make features of texts.
       metric_fns: f(targets, scores), f(targets, predictions) or f(targets, predictions,
-        aux_values); each returns numbers by name.
-      postprocessor: text → what the metrics get, as f(text, example=features, is_target=bool).
+        aux_values); each returns values by name.
+      postprocessor: f(text, example=features, is_target=bool), applied to the texts that the metrics
+        receive.
 
     Raises:
-      ValueError: a function has other arguments, or two give metrics of one name.
+      ValueError: a function has other arguments, or two functions return a metric of the same name.
     """
-    needs = [needed_arguments(metric_fn) for metric_fn in metric_fns]
+    arguments = [_metric_arguments(metric_fn) for metric_fn in metric_fns]
     dataset, _ = self._texts.datasets(examples, preprocessors)
 
     def postprocess(text: Any, example: Mapping[str, Any], is_target: bool) -> Any:
       text = text.decode("utf-8") if isinstance(text, bytes) else text
-      if postprocessor is None:
-        return text
-      return postprocessor(text, example=example, is_target=is_target)
+      return postprocessor(text, example=example, is_target=is_target) if postprocessor else text
 
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
       "targets": [
         postprocess(example["targets_pretokenized"], example, is_target=True)
         for example in dataset.as_numpy_iterator()
       ]
     }
-    if any("predictions" in names for names in needs):
-      predictions, given["aux_values"] = self.infer_with_preprocessors(
+    if any("predictions" in names for names in arguments):
+      predictions, values["aux_values"] = self.infer_with_preprocessors(
         InferenceType.PREDICT_WITH_AUX, examples, preprocessors
       )
-      given["predictions"] = [
+      values["predictions"] = [
         postprocess(prediction, example, is_target=False) for example, prediction in predictions
       ]
-    if any("scores" in names for names in needs):
+    if any("scores" in names for names in arguments):
       scores, _ = self.infer_with_preprocessors(InferenceType.SCORE, examples, preprocessors)
-      given["scores"] = np.array([score for _, score in scores])
-    return compute_metrics(metric_fns, given)
+      values["scores"] = np.array([score for _, score in scores])
+    metrics: dict[str, Any] = {}
+    for metric_fn, names in zip(metric_fns, arguments, strict=True):
+      found = metric_fn(*(values[name] for name in names))
+      if repeated := set(found) & set(metrics):
+        raise ValueError(f"Two metric_fns return a metric named {min(repeated)!r}: rename one")
+      metrics |= found
+    return metrics
 
   def train_loop(
     self,
@@ -305,22 +316,23 @@ class InteractiveModel:
     predict_batches: Sequence[Any] | None = None,
     score_batches: Sequence[Any] | None = None,
     eval_batches: Sequence[Any] | None = None,
-    metrics_fns: Sequence[Callable[..., Any]] | None = None,
+    metrics_fns: Sequence[MetricFn] | None = None,
   ) -> tuple[Any, Any, Any]:
-    """Trains, and predicts, scores and evaluates from time to time.
+    """Trains, and predicts, scores and evaluates in between.
 
     Args:
-      num_steps: steps to make.
-      eval_period: steps from one look at the other batches to the next, the first after one step.
-      train_batches: one batch, a list of examples, or a list of batches, repeated as needed; None
-        trains nothing.
-      predict_batches: what is predicted, likewise.
-      score_batches: what is scored, likewise.
-      eval_batches: what is evaluated, likewise.
-      metrics_fns: see `evaluate`.
+      num_steps: number of training steps.
+      eval_period: steps between evaluations, the first of which follows the first step.
+      train_batches: a batch (a list of examples), or a list of batches, which is repeated as needed;
+        None trains nothing.
+      predict_batches: batches to predict, likewise.
+      score_batches: batches to score, likewise.
+      eval_batches: batches to evaluate, likewise.
+      metrics_fns: see `evaluate_with_preprocessors`.
 
     Returns:
-      (predictions, scores, metrics) of the last look's last batch; None for what was not given.
+      (predictions, scores, metrics) of the last batch at the last evaluation, each None if it has
+      no batches.
     """
     train = _as_batches(train_batches)
     predict, score, evaluate = map(_as_batches, (predict_batches, score_batches, eval_batches))
@@ -344,3 +356,12 @@ def _as_batches(batches: Sequence[Any] | None) -> list[Sequence[Example]]:
   if not batches:
     return []
   return [batches] if isinstance(batches[0], str | bytes | Mapping) else list(batches)
+
+
+def _metric_arguments(metric_fn: MetricFn) -> tuple[str, ...]:
+  parameters = inspect.signature(metric_fn).parameters.values()
+  names = tuple(p.name for p in parameters if p.default is p.empty)
+  if names not in _METRIC_ARGUMENTS:
+    allowed = " or ".join(f"({', '.join(names)})" for names in _METRIC_ARGUMENTS)
+    raise ValueError(f"A metric_fn must have the arguments {allowed}, got ({', '.join(names)})")
+  return names

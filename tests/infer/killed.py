@@ -10,7 +10,7 @@ from tiny_tasks import add_task, byte_model
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.infer import infer
-from rosetta_t5.inference.results import write_inferences_to_file
+from rosetta_t5.inference.result_files import write_inferences_to_file
 from rosetta_t5.parallel import PjitPartitioner
 
 TASK = "pairs_of_a_killed_run"

@@ -1,4 +1,4 @@
-"""Evaluation by prediction: the task's metrics get every example, and files hold what they saw."""
+"""Evaluation by inference: the metrics get every example, and files contain what they got."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def batch_of(model):
   return jax.tree.map(jnp.asarray, batch)
 
 
-def test_metrics_see_every_example_once_and_what_the_model_says_of_it(evaluated):
+def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   _, _, metrics, model, state = evaluated
   texts = [target for _, target in PAIRS]
   assert seen["predictions"][0] == seen["scores"][0] == seen["aux"][0] == texts
@@ -158,19 +158,19 @@ def test_tasks_without_metrics_are_left_out(task):
     ({"use_cached": True}, "no offline cache, but USE_CACHED_TASKS = True"),
   ],
 )
-def test_what_cannot_be_evaluated_is_told(task, fields, text):
+def test_data_that_cannot_be_evaluated_is_refused(task, fields, text):
   with pytest.raises(ValueError, match=text):
     InferenceEvaluator(config(task, **fields), None, byte_model(), PjitPartitioner(1))
 
 
-def test_a_task_that_is_an_unregistered_object_is_told(task):
+def test_an_unregistered_task_is_refused(task):
   seqio = import_seqio()
   unknown = seqio.TaskRegistry.get(task).replace(name="elsewhere")
   with pytest.raises(ValueError, match=r"'elsewhere' must be in SeqIO's registry"):
     InferenceEvaluator(config(unknown), None, byte_model(), PjitPartitioner(1))
 
 
-def test_plain_numbers_leave_out_what_is_none():
+def test_plain_numbers_leave_out_other_values():
   seqio = import_seqio()
   metrics = {"t": {"a": 1, "b": seqio.metrics.Scalar(2.5), "c": seqio.metrics.Text("x"), "d": "y"}}
   assert plain_numbers(metrics) == {"t": {"a": 1.0, "b": 2.5}}

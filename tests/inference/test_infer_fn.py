@@ -1,4 +1,4 @@
-"""Inference over datasets: every example once, in order, whatever the batch, the mesh and the order."""
+"""Inference over datasets: every example once and in order, for any batch size, mesh and order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tiny_models import T5_1_1, make_batch, make_model, variables
 
 from rosetta_t5.inference import get_infer_fn
-from rosetta_t5.inference.infer_fn import _batches
+from rosetta_t5.inference.infer_fn import PADDING, shard_batches
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
@@ -36,7 +36,7 @@ def expected_scores():
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
-def test_every_example_is_scored_once_and_the_filling_of_the_last_batch_is_dropped(num_partitions):
+def test_every_example_is_scored_once_and_padding_rows_are_dropped(num_partitions):
   results = infer_fn(num_partitions=num_partitions)(enumerate(EXAMPLES), STATE)
   assert [index for index, _ in results] == list(range(11))
   np.testing.assert_allclose([score for _, score in results], expected_scores(), rtol=1e-4)
@@ -67,15 +67,19 @@ def draw(params, batch, rng):
   return jnp.broadcast_to(bits, (8,))
 
 
+def empty_aux(params, batch):
+  return batch["encoder_input_tokens"][:, 0], {}
+
+
 def nested(params, batch):
   tokens_BT = batch["encoder_input_tokens"]
   return tokens_BT[:, 0], {"mean": {"of": (tokens_BT.mean(-1).astype(jnp.bfloat16),)}}
 
 
-STEPS = {"draw": draw, "nested": nested}
+STEPS = {"draw": draw, "nested": nested, "empty_aux": empty_aux}
 
 
-def test_each_batch_has_a_key_of_its_own_and_the_same_key_repeats_it():
+def test_each_batch_has_its_own_random_key_and_results_are_reproducible():
   first = infer_fn("draw")(enumerate(EXAMPLES), STATE, rng=jax.random.PRNGKey(3))
   key, rest = jax.random.split(jax.random.PRNGKey(3))
   wanted = [int(jax.random.bits(key)), int(jax.random.bits(jax.random.split(rest)[0]))]
@@ -92,22 +96,28 @@ def test_aux_may_be_nested_and_bfloat16_becomes_numbers():
   assert kept["mean"]["of"][0][0].dtype == jnp.bfloat16
 
 
-def test_shards_share_the_examples_and_have_equally_many_batches():
+def test_a_step_without_auxiliary_values_returns_an_empty_dictionary():
+  pairs, aux = infer_fn("empty_aux")(enumerate(EXAMPLES), STATE)
+  assert pairs == [(n, int(e["encoder_input_tokens"][0])) for n, e in enumerate(EXAMPLES)]
+  assert aux == {}
+
+
+def test_shards_divide_the_examples_and_have_equally_many_batches():
   rows = [(n, {"x": np.array(n)}) for n in range(11)]
-  shards = [list(_batches(rows, 4, shard, 2)) for shard in range(2)]
+  shards = [list(shard_batches(rows, 4, shard, 2)) for shard in range(2)]
   assert [[index.tolist() for index, _ in shard] for shard in shards] == [
     [[0, 2], [4, 6], [8, 10]],
-    [[1, 3], [5, 7], [9, -1]],
+    [[1, 3], [5, 7], [9, PADDING]],
   ]
   assert shards[1][2][1]["x"].tolist() == [9, 0]
 
 
-def test_an_empty_dataset_is_told():
-  with pytest.raises(ValueError, match="no example to infer: the dataset is empty"):
+def test_an_empty_dataset_is_refused():
+  with pytest.raises(ValueError, match="no example for inference: the dataset is empty"):
     infer_fn()([], STATE)
 
 
-def test_a_batch_that_does_not_divide_over_the_devices_is_told_at_once():
+def test_a_batch_size_that_the_devices_do_not_divide_is_refused_at_once():
   partitioner = PjitPartitioner(num_partitions=1)
   with pytest.raises(ValueError, match="batch size 6 cannot be split over the 8 devices"):
     get_infer_fn(MODEL.score_batch, 6, partitioner.get_mesh_axes(STATE), partitioner)

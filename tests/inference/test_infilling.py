@@ -1,4 +1,4 @@
-"""Blanks filled in place, and what is said where they cannot be."""
+"""Blanks are filled in place; text that cannot be filled is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rosetta_t5.inference.infilling import BlankFiller, answers_of
+from rosetta_t5.inference.infilling import BlankFiller, parse_spans
 
 TEXT = [
   f"Return the {n} of the object {n + 1} or raise an error if {n * n} is it." for n in range(900)
@@ -44,15 +44,15 @@ def fill(vocabulary: Any) -> BlankFiller:
   )
 
 
-def test_answers_follow_their_sentinels_and_end_with_the_text(vocabulary: Any) -> None:
+def test_spans_follow_their_sentinels_up_to_the_end_token(vocabulary: Any) -> None:
   name, other = vocabulary.encode("object"), vocabulary.encode("raise an error")
   decode = np.array([199, *name, 198, *other, 1, *name, 0])
-  assert answers_of(vocabulary, decode) == {199: "object", 198: "raise an error"}
+  assert parse_spans(vocabulary, decode) == {199: "object", 198: "raise an error"}
 
 
-def test_what_comes_before_the_first_sentinel_is_no_answer(vocabulary: Any) -> None:
+def test_text_before_the_first_sentinel_is_ignored(vocabulary: Any) -> None:
   decode = np.array([*vocabulary.encode("object"), 198, *vocabulary.encode("error")])
-  assert answers_of(vocabulary, decode) == {198: "error"}
+  assert parse_spans(vocabulary, decode) == {198: "error"}
 
 
 def test_blanks_are_filled_in_place(fill: BlankFiller) -> None:
@@ -63,7 +63,7 @@ def test_blanks_are_filled_in_place(fill: BlankFiller) -> None:
   assert "] an [" in filled[1]
 
 
-def test_each_blank_gets_the_answer_to_its_sentinel(
+def test_each_blank_gets_the_span_of_its_sentinel(
   fill: BlankFiller, vocabulary: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   seen = []
@@ -81,13 +81,16 @@ def test_each_blank_gets_the_answer_to_its_sentinel(
 
 
 @pytest.mark.parametrize(
-  ("text", "said"),
+  ("text", "message"),
   [
-    ("no blank at all", "there is no blank to fill: write ____ where words are missing"),
-    ("____ " * 101, "there are 101 blanks, but the model's vocabulary has 100 extra ids"),
-    ("____" + " object" * 60, r"the text has \d+ tokens and an end, but the model reads 48"),
+    ("no blank at all", "There is no blank to fill: write ____ where words are missing"),
+    ("____ " * 101, "must be at most 100, the extra_ids of the model's vocabulary, got 101"),
+    (
+      "____" + " object" * 60,
+      r"must have fewer than 48 tokens, the length of the model's inputs, got \d+",
+    ),
   ],
 )
-def test_what_cannot_be_filled_is_told(fill: BlankFiller, text: str, said: str) -> None:
-  with pytest.raises(ValueError, match=said):
+def test_text_that_cannot_be_filled_is_refused(fill: BlankFiller, text: str, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
     fill([text])

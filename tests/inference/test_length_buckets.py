@@ -1,4 +1,4 @@
-"""Short inputs are computed at a short length, by as many programs as there are lengths."""
+"""Short inputs are computed at a short length, and each length is compiled once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny_models import (
 )
 
 from rosetta_t5.inference import get_infer_fn
-from rosetta_t5.inference.infer_fn import _batches
+from rosetta_t5.inference.infer_fn import shard_batches
 from rosetta_t5.inference.length_buckets import check_buckets, cut_rows, default_buckets
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -37,12 +37,12 @@ def examples():
   return [{name: np.asarray(x[row]) for name, x in batch.items()} for row in range(32)]
 
 
-def test_a_program_a_length_and_the_scores_of_the_full_length():
+def test_each_length_is_compiled_once_and_gives_the_scores_of_the_full_length():
   model, partitioner, shapes = make_model(), PjitPartitioner(num_partitions=1), []
   state = InferenceState.create(variables(Transformer(T5_1_1)))
 
   def step(params, batch):
-    shapes.append(batch["encoder_input_tokens"].shape[1])  # only while a program is made
+    shapes.append(batch["encoder_input_tokens"].shape[1])  # runs only during compilation
     return model.score_batch(params, batch)
 
   def scores(**options):
@@ -56,16 +56,16 @@ def test_a_program_a_length_and_the_scores_of_the_full_length():
   assert shapes == [LENGTH, 6, 12]
 
 
-def test_all_shards_come_to_the_length_of_the_longest_in_the_batch():
+def test_all_shards_get_the_length_of_the_longest_input_in_the_batch():
   rows = list(enumerate(examples()))[:10]
   cut = functools.partial(cut_rows, buckets=(6,))
   lengths = [
-    [batch["encoder_input_tokens"].shape for _, batch in _batches(rows, 8, shard, 2, cut)]
+    [batch["encoder_input_tokens"].shape for _, batch in shard_batches(rows, 8, shard, 2, cut)]
     for shard in range(2)
   ]
   assert lengths == [[(4, 6), (4, 6)]] * 2
   long = [(0, rows[0][1]), (1, examples()[13])]
-  found = [b for shard in (0, 1) for _, b in _batches(long, 2, shard, 2, cut)]
+  found = [b for shard in (0, 1) for _, b in shard_batches(long, 2, shard, 2, cut)]
   assert [b["encoder_input_tokens"].shape for b in found] == [(1, LENGTH)] * 2
   assert found[0]["decoder_target_tokens"].shape == (1, 4)
 
@@ -88,9 +88,7 @@ def prefix_lm_examples():
 
 
 @pytest.mark.parametrize(("is_scoring", "is_prefix"), [(True, True), (False, True)])
-def test_a_decoder_only_model_goes_on_from_short_prompts_as_at_the_full_length(
-  is_scoring, is_prefix
-):
+def test_a_decoder_only_model_continues_short_prompts_as_at_the_full_length(is_scoring, is_prefix):
   model = make_decoder_only_model(inputs_bidirectional_attention=is_prefix)
   partitioner, shapes = PjitPartitioner(num_partitions=1), []
   state = InferenceState.create(decoder_only_variables(DECODER_ONLY))
@@ -117,11 +115,11 @@ def test_a_decoder_only_model_goes_on_from_short_prompts_as_at_the_full_length(
     assert cut == full, "a short prompt does not shorten what may follow it"
 
 
-def test_buckets_by_default_are_parts_of_the_length_and_wrong_ones_are_refused():
+def test_default_buckets_are_fractions_of_the_length_and_wrong_ones_are_refused():
   assert default_buckets(512) == (64, 128, 256)
   assert default_buckets(38) == (8, 16, 32)
   assert default_buckets(8) == ()
   assert check_buckets(None) == ()
   for wrong, shown in (((64, 0), r"\(64, 0\)"), (64, "64")):
-    with pytest.raises(ValueError, match=f"input_length_buckets = {shown} must be lengths from 1"):
+    with pytest.raises(ValueError, match=f"input_length_buckets must be positive .* got {shown}"):
       get_infer_fn(None, 8, None, None, input_length_buckets=wrong)

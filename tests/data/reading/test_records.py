@@ -268,6 +268,7 @@ def test_a_missing_file_is_refused_and_the_folders_files_are_listed(tmp_path: pa
     find_files(str(tmp_path / "a.jsonl"))
   (tmp_path / "b.xml").write_text("")
   with pytest.raises(
-    ValueError, match=r"cannot be inferred from its name: .*\.parquet.*Set the format"
+    ValueError,
+    match=r"cannot be inferred from its name\. Known suffixes: .*\.parquet.*Set the format",
   ):
     list(read_records(str(tmp_path / "b.xml")))

@@ -1,0 +1,259 @@
+"""The result files of inference: one JSON object per line, written in chunks that are merged."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
+
+Inferences = tuple[Sequence[Any], Mapping[str, Any]]
+
+MODES = ("predict", "score", "predict_with_aux")
+COMPLETED = ".COMPLETED"
+_SETTINGS = "settings.json"
+_PRETOKENIZED = "_pretokenized"
+
+
+def check_mode(mode: str) -> None:
+  """Raises ValueError unless `mode` is a mode of inference."""
+  if mode not in MODES:
+    raise ValueError(f"infer.mode must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def check_output_dir(binding: str, folder: str) -> None:
+  """Checks that a folder for results exists or can be created; remote folders are not checked.
+
+  Raises:
+    ValueError: nothing can be written there.
+  """
+  existing = pathlib.Path(folder).absolute()
+  while not existing.exists():
+    existing = existing.parent
+  if "://" in folder:
+    return
+  try:
+    # Permissions do not show a full, foreign or read-only file system.
+    with tempfile.TemporaryFile(dir=existing):
+      pass
+  except OSError as error:
+    raise ValueError(
+      f"{binding} = {folder!r} cannot be written ({existing}: {error.strerror}): set a folder that "
+      "you may write in"
+    ) from error
+
+
+def write_inferences_to_file(
+  path: str,
+  inferences: Inferences,
+  task_ds: Any,
+  mode: str,
+  vocabulary: Any = None,
+  json_encoder_cls: type[json.JSONEncoder] | None = None,
+  include_all_inputs: bool = False,
+  input_fields_to_include: Sequence[str] | None = None,
+  output_ids: bool = False,
+) -> None:
+  """Writes a JSON object per line: `inputs`, `prediction` or `score`, and `aux` (T5X's function).
+
+  Args:
+    path: the file.
+    inferences: (predictions or scores, {name: auxiliary values}), in the order of the examples.
+    task_ds: the task's examples, a tf.data.Dataset.
+    mode: 'predict', 'score' or 'predict_with_aux'.
+    vocabulary: decodes predicted tokens.
+    json_encoder_cls: encodes types that JSON lacks; None for SeqIO's TensorAndNumpyEncoder.
+    include_all_inputs: write all features of the examples, not only their texts (`*_pretokenized`).
+    input_fields_to_include: the features to write, together with their texts.
+    output_ids: write the predicted tokens as well, as `prediction_tokens`, up to the first 0.
+
+  Raises:
+    ValueError: arguments are missing or contradict each other.
+  """
+  check_mode(mode)
+  if mode != "score" and vocabulary is None:
+    raise ValueError(f"write_inferences_to_file needs a vocabulary in mode {mode!r}: give one")
+  if include_all_inputs and input_fields_to_include is not None:
+    raise ValueError(
+      "write_inferences_to_file was given both include_all_inputs and input_fields_to_include: "
+      "leave one of them out"
+    )
+  outputs, aux = inferences
+  encoder = json_encoder_cls or import_seqio().TensorAndNumpyEncoder
+
+  def is_included(name: str) -> bool:
+    if input_fields_to_include is not None:
+      return name.removesuffix(_PRETOKENIZED) in input_fields_to_include
+    return include_all_inputs or name.endswith(_PRETOKENIZED)
+
+  with epath.Path(path).open("w") as file:
+    for row, example in enumerate(task_ds.as_numpy_iterator()):
+      inputs = {name: _to_json(x) for name, x in example.items() if is_included(name)}
+      written: dict[str, Any] = {"inputs": inputs}
+      if mode == "score":
+        written["score"] = _to_json(outputs[row])
+      else:
+        written["prediction"] = _to_json(decode_tokens(vocabulary, outputs[row]))
+        if output_ids:
+          tokens = _to_json(outputs[row])
+          written["prediction_tokens"] = tokens[: [*tokens, 0].index(0)]
+      if mode == "predict_with_aux" or (mode == "score" and aux):
+        written["aux"] = _aux_of_row(aux, row)
+      file.write(json.dumps(written, cls=encoder) + "\n")
+
+
+def _aux_of_row(aux: Mapping[str, Any], row: int) -> Any:
+  def is_column(x: Any) -> bool:
+    return isinstance(x, list | np.ndarray)
+
+  return jax.tree.map(lambda column: _to_json(column[row]), aux, is_leaf=is_column)
+
+
+def _to_json(value: Any) -> Any:
+  """Converts bytes to text, and arrays to numbers and lists."""
+  if isinstance(value, bytes):
+    return value.decode("utf-8", errors="backslashreplace")
+  if isinstance(value, np.ndarray | np.generic | jax.Array):
+    array = np.asarray(value)
+    return _to_json((array.astype(np.float32) if array.dtype == jnp.bfloat16 else array).tolist())
+  if isinstance(value, list | tuple):
+    return [_to_json(item) for item in value]
+  return value
+
+
+class ChunkFolder:
+  """The chunks `NAME-chunk00000`, … of a task's results, from which a killed run can continue.
+
+  A chunk is complete if a file with the suffix `.COMPLETED` exists beside it.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]):
+    """Opens the folder of an earlier run, or creates it.
+
+    Args:
+      folder: contains the chunks.
+      name: of the chunks.
+      settings: what determines their content (batch size, checkpoint, …), as JSON.
+
+    Raises:
+      ValueError: an earlier run with other settings has left chunks in the folder.
+    """
+    self.path = epath.Path(folder)
+    self._name = name
+    settings = json.loads(json.dumps(settings))
+    file = self.path / _SETTINGS
+    # Without a complete chunk the settings may change, for example after running out of memory.
+    if file.exists() and self._is_complete(0):
+      _check_same_settings(json.loads(file.read_text()), settings, self.path)
+    elif jax.process_index() == 0:
+      self.path.mkdir(parents=True, exist_ok=True)
+      file.write_text(json.dumps(settings))
+
+  def chunk(self, number: int) -> str:
+    """Returns the path of a chunk."""
+    return os.fspath(self.path / f"{self._name}-chunk{number:05}")
+
+  def mark_complete(self, number: int) -> None:
+    """Records that a chunk has been written completely."""
+    epath.Path(self.chunk(number) + COMPLETED).write_text("")
+
+  def _is_complete(self, number: int) -> bool:
+    return epath.Path(self.chunk(number) + COMPLETED).exists()
+
+  def num_complete(self) -> int:
+    """Returns the number of complete chunks before the first incomplete one; equal on all processes."""
+    number = 0
+    while self._is_complete(number):
+      number += 1
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+
+      # Only the first process writes, so only it is sure to see all files.
+      number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return number
+
+
+def _check_same_settings(
+  found: Mapping[str, Any], wanted: Mapping[str, Any], folder: epath.Path
+) -> None:
+  differences = [
+    f"{name} was {found.get(name)!r} and is now {wanted.get(name)!r}"
+    for name in sorted({*found, *wanted})
+    if found.get(name) != wanted.get(name)
+  ]
+  if differences:
+    raise ValueError(
+      f"{folder} contains the chunks of an earlier run: {'; '.join(differences)}. Undo this change "
+      "to continue that run, or remove the folder to start again"
+    )
+
+
+def merge_chunks_to_file(
+  output_dir: str, output_fname: str, tmp_dir: str, step: int | None
+) -> None:
+  """Concatenates the chunks `tmp_dir/output_fname-chunk00000` and so on (T5X's function).
+
+  Args:
+    output_dir: the folder of the merged file.
+    output_fname: the name of the merged file.
+    tmp_dir: the folder of the chunks.
+    step: the checkpoint's step, which only other functions with these arguments use.
+
+  Raises:
+    ValueError: there are no chunks, or one is missing.
+  """
+  del step
+  chunks = sorted(epath.Path(tmp_dir).glob(f"{output_fname}-chunk?????"))
+  numbers = [int(chunk.name[-5:]) for chunk in chunks]
+  if not chunks or numbers != list(range(len(chunks))):
+    raise ValueError(
+      f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
+      "folder and start again"
+    )
+  with (epath.Path(output_dir) / output_fname).open("wb") as merged:
+    for chunk in chunks:
+      with chunk.open("rb") as part:
+        shutil.copyfileobj(part, merged)
+
+
+class FailFastThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):
+  """Runs functions in threads and raises their errors at the next call (T5X's class)."""
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    self._unchecked: list[concurrent.futures.Future[Any]] = []
+
+  def check_for_exceptions(self, wait: bool = False) -> None:
+    """Raises the first error of a function; `wait` waits for functions that still run."""
+    for future in list(self._unchecked):
+      if wait or future.done():
+        self._unchecked.remove(future)
+        future.result()
+
+  def submit(
+    self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+  ) -> concurrent.futures.Future[Any]:
+    """Queues a call; raises the error of an earlier one."""
+    self.check_for_exceptions()
+    future = super().submit(fn, *args, **kwargs)
+    self._unchecked.append(future)
+    return future
+
+  def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    """Ends the threads; with `wait`, raises the error of a call."""
+    try:
+      self.check_for_exceptions(wait=wait)
+    finally:
+      super().shutdown(wait=wait, cancel_futures=cancel_futures)
