@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from rosetta_t5.data.pipeline.task_lookup import (
   find_checked_task,
   find_task_or_mixture,
   has_element,
+  has_split,
   read_task,
-  subtasks_with_split,
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -138,13 +138,14 @@ def get_training_eval_datasets(
     return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
   # All tasks of a mixture and all processes share one seed.
   cfg = dataclasses.replace(cfg, seed=resolve_seed(cfg))
+  seqio = import_seqio()
   provider = find_task_or_mixture(cfg)
   check_split(cfg, provider)
-  tasks = subtasks_with_split(cfg, provider)
-  if isinstance(provider, import_seqio().Mixture):
+  tasks = [task for task in seqio.get_subtasks(provider) if has_split(task, cfg.split)]
+  if isinstance(provider, seqio.Mixture):
     tasks.append(provider)
 
-  def batches(task: seqio.Task | seqio.Mixture) -> tf.data.Dataset:
+  def batches(task: Any) -> tf.data.Dataset:
     task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
     # The number of passes must be finite, or a task whose examples are all filtered out never ends.
     dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)

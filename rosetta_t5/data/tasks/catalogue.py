@@ -19,8 +19,9 @@ from rosetta_t5.data.local_files.dataset_folders import (
 )
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout
+from rosetta_t5.data.reading import BlockReader
 from rosetta_t5.data.reading.file_source import make_file_source
+from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
 from rosetta_t5.data.tasks.task_spec import TaskSpec
 from rosetta_t5.data.tensorflow_setup.seqio_internals import tfds_data_dir_override
@@ -177,9 +178,9 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       # This method takes precedence over --tfds_data_dir, which names the parent folder.
       source.tfds_dataset.override_data_dir(str(tfds_folder))
       return source
-    if found := find_local(spec.files, folder):
-      reader = BlockReader(
-        spec.files.select_texts, Layout(), bad_examples=BadExamples(), read=spec.files.read
-      )
-      return make_file_source(found, dict.fromkeys(found, reader), spec.files.names)
+    files = spec.files
+    if found := find_local(files, folder):
+      select_texts = files.select_texts or make_converter({name: name for name in files.names})
+      reader = BlockReader(select_texts, read=files.read)
+      return make_file_source(found, dict.fromkeys(found, reader), files.names)
   raise ValueError(missing_data_message(name, spec, folders))

@@ -20,16 +20,16 @@ class LocalFiles:
   Attributes:
     folder: the name of its folder in the data folder.
     splits: file patterns for each split. A split without matching files does not exist.
-    select_texts: converts a record to {name: text}.
-    names: the names of these texts.
+    names: the names of an example's texts.
+    select_texts: converts a record to {name: text}; None selects the columns called `names`.
     to_example: converts these texts (tensors) to the example that TFDS would give.
     read: reads a file's records.
   """
 
   folder: str
   splits: Mapping[str, tuple[str, ...]]
-  select_texts: SelectTexts
   names: tuple[str, ...]
+  select_texts: SelectTexts | None = None
   to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
   read: Callable[[str, Layout], Any] = read_records
 
@@ -59,19 +59,3 @@ class TaskSpec:
   metrics: tuple[Callable[..., Any], ...] = ()
   source_hint: str = ""
   add_eos: bool = True
-
-
-def select_columns(*columns: str) -> SelectTexts:
-  """Returns a function that selects these columns of a record as {column: text}."""
-
-  def select(record: Mapping[str, Any]) -> dict[str, str] | str:
-    for column in columns:
-      if column not in record:
-        return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
-      if not str(record[column] or "").strip():
-        return f"{column} is empty"
-      if not isinstance(record[column], str):
-        return f"column {column!r} is not text"
-    return {column: record[column] for column in columns}
-
-  return select

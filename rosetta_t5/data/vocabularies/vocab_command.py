@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from rosetta_t5.data.local_files.local_assets import local_path
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files
+from rosetta_t5.data.reading import BadExamples, BlockReader, find_files
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
@@ -71,7 +71,7 @@ def sample_lines(
 
   The same files give the same lines.
   """
-  reader = BlockReader(make_converter({"text": text}), Layout(), bad_examples=bad_examples)
+  reader = BlockReader(make_converter({"text": text}), bad_examples=bad_examples)
   for path in random.Random(0).sample(list(files), len(files)):
     remaining = max_characters // len(files)
     for example in reader.examples(path):

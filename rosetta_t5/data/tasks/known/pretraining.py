@@ -6,11 +6,11 @@ import functools
 
 from rosetta_t5.data import metrics
 from rosetta_t5.data.tasks import text_formats
-from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec, select_columns
+from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 
 
 def _text_files(folder: str, **splits: tuple[str, ...]) -> LocalFiles:
-  return LocalFiles(folder, splits, select_columns("text"), names=("text",))
+  return LocalFiles(folder, splits, names=("text",))
 
 
 # Records are {"text": …, "meta": {"pile_set_name": …}}, in 30 training shards and two other files.

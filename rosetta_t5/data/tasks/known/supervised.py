@@ -11,7 +11,7 @@ from typing import Any
 from rosetta_t5.data import metrics
 from rosetta_t5.data.reading import BadExample, Layout
 from rosetta_t5.data.tasks import postprocessing, text_formats
-from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec, select_columns
+from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 
 _SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
@@ -38,15 +38,13 @@ def _squad_example(texts: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**texts, "answers": {"text": answers}}
 
 
-_SQUAD_COLUMNS = ("id", "question", "context", "answers")
 _SQUAD = TaskSpec(
   "squad/v1.1:3.0.0",
   text_formats.squad,
   LocalFiles(
     folder="squad",
     splits={"train": ("train*-v1.1.json",), "validation": ("dev-v1.1.json",)},
-    select_texts=select_columns(*_SQUAD_COLUMNS),
-    names=_SQUAD_COLUMNS,
+    names=("id", "question", "context", "answers"),
     to_example=_squad_example,
     read=read_squad,
   ),
@@ -59,7 +57,7 @@ _SQUAD = TaskSpec(
 def _paired_files(folder: str, first: str, second: str) -> LocalFiles:
   endings = ("*.jsonl*", "*.tsv", "*.parquet")
   splits = {s: tuple(s + e for e in endings) for s in ("train", "validation", "test")}
-  return LocalFiles(folder, splits, select_columns(first, second), names=(first, second))
+  return LocalFiles(folder, splits, names=(first, second))
 
 
 def _translation(dataset: str, pair: str) -> TaskSpec:
