@@ -1,4 +1,4 @@
-"""SeqIO tasks made of a few lines of text, gone after each test."""
+"""Fixtures: SeqIO tasks of a few lines of text, which are removed after each test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ add_task_of_module = pytest.fixture(_adding_tasks, scope="module")
 
 @pytest.fixture
 def isolated_registries() -> Iterator[None]:
-  """Undoes after the test what it registered with SeqIO or removed from its registries."""
+  """Restores SeqIO's registries after the test."""
   seqio = import_seqio()
   registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
   before = [{name: r.get(name) for name in r.names()} for r in registries]
@@ -83,7 +83,7 @@ def isolated_registries() -> Iterator[None]:
 
 @pytest.fixture
 def config() -> Callable[..., DatasetConfig]:
-  """Builds a DatasetConfig with small lengths; arguments override."""
+  """Builds a DatasetConfig with small lengths; arguments override its fields."""
 
   def build(name: Any, **overrides: Any) -> DatasetConfig:
     fields = {
@@ -100,8 +100,10 @@ def config() -> Callable[..., DatasetConfig]:
 
 @pytest.fixture
 def paragraphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """A small text, which takes the place of the standard library's, and a vocabulary to match."""
-  text = [f"Paragraph {n} tells that {n * n} is the square of {n} and of {-n}." for n in range(600)]
+  """A small text that replaces the standard library's, with a vocabulary size to match."""
+  text = [
+    f"Paragraph {n} states that {n * n} is the square of {n} and of {-n}." for n in range(600)
+  ]
   monkeypatch.setattr(stdlib_corpus, "stdlib_paragraphs", lambda: iter(text))
   monkeypatch.setattr(stdlib_corpus, "VOCAB_SIZE", 180)
   return text
@@ -109,5 +111,5 @@ def paragraphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def corpus_folder(paragraphs: list[str], tmp_path: pathlib.Path) -> pathlib.Path:
-  """A folder for text and vocabulary, not there yet."""
+  """A folder for text and vocabulary, which does not exist yet."""
   return tmp_path / "run" / "data"

@@ -1,4 +1,4 @@
-"""One of several processes that read together, for a test.
+"""One of several processes that read the same data together, for test_hosts.py.
 
   host_feed.py FOLDER TASK PORT PROCESSES INDEX FROM TO
 

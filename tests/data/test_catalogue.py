@@ -1,4 +1,4 @@
-"""Known tasks: T5's texts and metrics, where their data is found, and peace with the package t5."""
+"""Known tasks: their texts and metrics equal T5's, their data is found, and the package t5 can be imported."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 def own_data_folder(
   isolated_registries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-  """Each test sees no data but its own."""
+  """Hides all data but the test's own."""
   monkeypatch.setenv(VARIABLE, str(tmp_path))
   monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-  """t5's preprocessors, which take TFDS's examples."""
+  """The preprocessors of t5, which take TFDS's examples."""
   return pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
 
 
 def texts(convert: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """What a text format of ours makes of the examples."""
+  """Applies one of our text formats to the examples."""
   return preprocessed(catalogue.map_examples(convert), examples)
 
 
@@ -85,18 +85,18 @@ def test_squad_translation_and_summary_texts_are_t5s(theirs: Any) -> None:
   assert_same(ours, expected, [article])
 
 
-def test_lambada_asks_for_the_last_word() -> None:
+def test_lambada_replaces_the_last_word_with_a_sentinel() -> None:
   (example,) = texts(text_formats.last_word, [{"text": 'He said:\n"Go home, Bob'}])
   assert example == {"inputs": b'He said:\n"Go home, <extra_id_0>', "targets": b"Bob"}
 
 
-def test_zero_shot_lambada_is_the_passage_and_the_word_with_its_space() -> None:
+def test_zero_shot_lambada_has_the_passage_and_the_last_word_with_its_space() -> None:
   task = catalogue.TASKS["lambada_eval"]
   (example,) = texts(task.text_format, [{"text": 'He said:\n"Go home, Bob'}])
   assert example == {"inputs": b'He said:\n"Go home,', "targets": b" Bob"}
 
 
-def test_a_known_task_takes_another_vocabulary(tmp_path: pathlib.Path) -> None:
+def test_a_known_task_can_have_another_vocabulary(tmp_path: pathlib.Path) -> None:
   seqio = import_seqio()
   (tmp_path / "lambada").mkdir()
   (tmp_path / "lambada/lambada_test.jsonl").write_text(json.dumps({"text": "Go home"}) + "\n")
@@ -105,7 +105,7 @@ def test_a_known_task_takes_another_vocabulary(tmp_path: pathlib.Path) -> None:
   assert catalogue.known_task("lambada_eval", seqio.ByteVocabulary(extra_ids=7)) != name
   task = seqio.get_mixture_or_task(name)
   (example,) = task.get_dataset({"inputs": 9, "targets": 9}, "test", shuffle=False)
-  # Bytes from 3 on, and no end token: the word goes on where the passage stops.
+  # Byte ids start at 3. There is no end token, because the word continues the passage.
   assert example["inputs"].numpy().tolist() == [byte + 3 for byte in b"Go"]
   assert example["targets"].numpy().tolist() == [byte + 3 for byte in b" home"]
   with pytest.raises(
@@ -115,7 +115,7 @@ def test_a_known_task_takes_another_vocabulary(tmp_path: pathlib.Path) -> None:
     catalogue.known_task("lambada_evil", seqio.ByteVocabulary())
 
 
-def test_postprocessing() -> None:
+def test_postprocessors_return_classes_numbers_and_answers() -> None:
   labels = ["no", "yes"]
   classes = [postprocessing.label_to_class(text, labels) for text in ("yes", "no", "maybe")]
   assert classes == [1, 0, -1]
@@ -125,7 +125,7 @@ def test_postprocessing() -> None:
   assert postprocessing.answers("a", example=example) == "a"
 
 
-def test_a_dataset_that_is_nowhere_is_refused_with_the_places_and_what_to_set(
+def test_missing_data_is_reported_with_the_folders_searched_and_what_to_set(
   tmp_path: pathlib.Path,
 ) -> None:
   catalogue.register("the_pile_span_corruption")
@@ -153,7 +153,7 @@ def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def folder_of_the_command_line(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """What --tfds_data_dir names."""
+  """The folder that --tfds_data_dir names."""
   import_seqio().set_tfds_data_dir_override(str(tmp_path / "mine"))
   yield tmp_path / "mine"
   import_seqio().set_tfds_data_dir_override(None)
@@ -168,10 +168,10 @@ def test_the_folder_of_the_command_line_is_searched_before_all_others(
   (made / "dataset_info.json").write_text("{}")
   write_squad(folder_of_the_command_line)
   source = catalogue.make_source("squad", recipe)
-  assert list(source.splits) == ["validation"]  # as of the file; TFDS would be asked for its own
+  assert list(source.splits) == ["validation"]  # from the file; the TFDS folder has none
 
 
-def test_mnlis_gold_labels_become_classes_and_undecided_ones_are_left_out(
+def test_mnli_examples_without_a_gold_label_are_left_out(
   tmp_path: pathlib.Path,
 ) -> None:
   (tmp_path / "glue/mnli").mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_mnlis_gold_labels_become_classes_and_undecided_ones_are_left_out(
   assert example["targets"] == b"entailment"
 
 
-def test_a_tfds_folder_is_read_as_it_is_whatever_its_names_case(tmp_path: pathlib.Path) -> None:
+def test_a_tfds_folder_with_a_name_in_camel_case_is_read(tmp_path: pathlib.Path) -> None:
   tf = import_tensorflow()
   tfds = pytest.importorskip("tensorflow_datasets")
   features = tfds.features.FeaturesDict(
@@ -213,7 +213,7 @@ def test_a_tfds_folder_is_read_as_it_is_whatever_its_names_case(tmp_path: pathli
   assert found == [row["text"] for row in rows]
 
 
-def test_a_later_registration_under_a_known_name_replaces_ours() -> None:
+def test_a_later_registration_under_a_known_name_replaces_the_known_task() -> None:
   seqio = import_seqio()
   seqio.TaskRegistry.remove("squad_v010_allanswers")
   catalogue.register("squad_v010_allanswers")
@@ -228,14 +228,14 @@ def test_a_later_registration_under_a_known_name_replaces_ours() -> None:
     "squad_v010_allanswers", **options, output_features={"targets": feature}
   )
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
-  with pytest.raises(ValueError, match="duplicate"):  # that one is not ours to replace
+  with pytest.raises(ValueError, match="duplicate"):  # the other task is not replaced
     seqio.TaskRegistry.add("squad_v010_allanswers", **options, output_features={"targets": feature})
-  catalogue.register("squad_v010_allanswers")  # nor by ourselves
+  catalogue.register("squad_v010_allanswers")  # not even by the known task
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
   del other
 
 
-def test_t5s_own_tasks_come_before_and_after_ours(theirs: Any) -> None:
+def test_the_package_t5_can_be_imported_after_a_known_task_is_registered(theirs: Any) -> None:
   import importlib
   import sys
 
@@ -249,7 +249,7 @@ def test_t5s_own_tasks_come_before_and_after_ours(theirs: Any) -> None:
     importlib.import_module("t5.data.mixtures")
     catalogue.register("squad_v010_allanswers")
     task = seqio.TaskRegistry.get("squad_v010_allanswers")
-    assert isinstance(task.source, seqio.TfdsDataSource)  # theirs was there first, and stays
+    assert isinstance(task.source, seqio.TfdsDataSource)  # t5's task is used
   finally:
     for n in ("t5.data.tasks", "t5.data.mixtures"):
       sys.modules.pop(n, None)

@@ -33,11 +33,11 @@ def test_defaults_are_t5xs() -> None:
   }
 
 
-def test_a_set_seed_wins_over_a_stored_one() -> None:
+def test_a_configured_seed_takes_precedence_over_a_stored_one() -> None:
   assert resolve_seed(dataclasses.replace(CONFIG, seed=7), stored=3) == 7
 
 
-def test_a_seed_that_is_zero_counts_as_set() -> None:
+def test_a_seed_of_zero_is_a_configured_seed() -> None:
   assert resolve_seed(dataclasses.replace(CONFIG, seed=0), stored=3) == 0
 
 
@@ -45,16 +45,16 @@ def test_a_stored_seed_is_used_again() -> None:
   assert resolve_seed(CONFIG, stored=3) == 3
 
 
-def test_a_seed_is_drawn_from_the_clock() -> None:
+def test_without_a_seed_one_is_drawn_from_the_clock() -> None:
   assert abs(resolve_seed(CONFIG) - time.time()) < 5
 
 
-def test_a_missing_module_is_named_with_its_binding() -> None:
+def test_a_missing_module_is_refused_with_its_binding() -> None:
   with pytest.raises(ValueError, match=r"no Python module 'no_such_tasks'.*MIXTURE_OR_TASK_MODULE"):
     import_module("no_such_tasks.squad")
 
 
-def test_an_import_that_fails_inside_the_module_is_passed_on(
+def test_an_import_error_inside_the_module_is_raised_unchanged(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   (tmp_path / "tasks_of_mine.py").write_text("import no_such_dependency\n")

@@ -1,4 +1,4 @@
-"""get_dataset and get_training_eval_datasets: what is in the batches, and what is refused."""
+"""get_dataset and get_training_eval_datasets: the contents of the batches, and the errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts(dataset: Any, feature: str = "encoder_input_tokens") -> list[str]:
   return [vocabulary.decode([int(token) for token in row if token]) for row in rows]
 
 
-def test_shards_together_hold_every_example_once(
+def test_every_example_is_in_exactly_one_shard(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   cfg = config(add_task(LINES), batch_size=6)
@@ -50,21 +50,21 @@ def test_shards_together_hold_every_example_once(
   assert sorted(line for shard in shards for line in shard) == LINES
 
 
-def test_each_shard_gets_its_part_of_the_batch(
+def test_each_shard_has_its_part_of_the_batch(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   dataset = get_dataset(config(add_task(LINES), batch_size=6), 1, 3, converter)
   assert dataset.element_spec["encoder_input_tokens"].shape == (2, 16)
 
 
-def test_a_batch_size_that_does_not_divide_is_refused_with_near_ones(
+def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_ones(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   with pytest.raises(ValueError, match=r"BATCH_SIZE .* multiple of 3, .* got 7 .*Set it to 6 or 9"):
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 
 
-def test_training_data_has_no_end(
+def test_training_data_repeats_forever(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   dataset = get_dataset(config(add_task(LINES), batch_size=5), 0, 1, converter)
@@ -97,7 +97,7 @@ def test_packing_puts_several_examples_into_one_sequence(
   np.testing.assert_array_equal(batch["decoder_positions"][0], [*range(9), *range(9), *[0] * 6])
 
 
-def test_long_features_are_trimmed_unless_told_otherwise(
+def test_long_features_are_trimmed_unless_trimming_is_off(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   cfg = config(add_task(["x" * 40], add_eos=False), batch_size=1)
@@ -109,21 +109,21 @@ def test_long_features_are_trimmed_unless_told_otherwise(
     next(dataset.as_numpy_iterator())
 
 
-def test_runtime_preprocessors_come_between_task_and_converter(
+def test_runtime_preprocessors_are_applied_between_task_and_converter(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   cfg = config(add_task(LINES), runtime_preprocessors=[lambda dataset: dataset.skip(8)])
   assert texts(get_dataset(cfg, 0, 1, converter, num_epochs=1)) == LINES[8:]
 
 
-def test_a_task_may_be_given_itself(
+def test_a_task_object_is_accepted_instead_of_a_name(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   task = import_seqio().TaskRegistry.get(add_task(LINES))
   assert texts(get_dataset(config(task), 0, 1, converter, num_epochs=1)) == LINES
 
 
-def test_an_unknown_task_is_refused_with_near_names(
+def test_an_unknown_task_is_refused_with_similar_names(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   add_task(LINES, name="squad_of_tests")
@@ -132,12 +132,14 @@ def test_an_unknown_task_is_refused_with_near_names(
     get_dataset(config("squad_off_tests"), 0, 1, converter)
 
 
-def test_an_unknown_task_of_a_module_says_what_was_imported(config: Config, converter: Any) -> None:
+def test_the_error_for_an_unknown_task_names_the_imported_module(
+  config: Config, converter: Any
+) -> None:
   with pytest.raises(ValueError, match=r"module 'json' was imported, but registers no such name"):
     get_dataset(config("squad_off_tests", module="json"), 0, 1, converter)
 
 
-def test_a_missing_split_is_refused_with_those_there_are(
+def test_a_missing_split_is_refused_with_the_existing_splits(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   name = add_task(LINES, validation=LINES[:4])
@@ -160,7 +162,7 @@ def test_lengths_that_do_not_fit_the_model_are_refused(
     get_dataset(config(add_task(LINES), task_feature_lengths=lengths), 0, 1, converter)
 
 
-def test_a_task_that_drops_every_example_is_refused_instead_of_searched_forever(
+def test_a_task_that_drops_every_example_is_refused_instead_of_read_forever(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   name = add_task(LINES, preprocessors=[lambda dataset: dataset.filter(lambda _: False)])
@@ -175,7 +177,7 @@ def test_an_empty_shard_is_refused(
     get_dataset(config(add_task(LINES[:2])), 2, 4, converter)
 
 
-def test_continuing_from_the_last_checkpoint_is_another_functions_business(
+def test_continuing_from_the_last_checkpoint_is_refused(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   with pytest.raises(ValueError, match=r"restore_dataset = True"):
@@ -188,7 +190,7 @@ def test_evaluation_repeats_short_data_up_to_its_steps(
   name = add_task(LINES, validation=LINES[:3])
   datasets = get_training_eval_datasets(config(name, split="validation"), 0, 1, 5, converter)
   assert list(datasets) == [name]
-  # Five passes over three examples fill three batches of four; then they begin anew.
+  # Five passes over three examples fill three batches of four; then they are repeated.
   assert texts(datasets[name]) == (LINES[:3] * 4 + LINES[:3] * 4)[:20]
 
 
@@ -203,14 +205,14 @@ def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(
   assert all(len(texts(dataset)) == 8 for dataset in datasets.values())
 
 
-def test_training_on_a_mixture_draws_from_each_task(
+def test_a_mixture_has_examples_of_each_task(
   add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
 ) -> None:
   mixture = add_mixture("mixture_of_tests", [add_task(["a"]), add_task(["b"])])
   assert set(texts(get_dataset(config(mixture), 0, 1, converter).take(8))) == {"a", "b"}
 
 
-def test_a_mixture_with_an_empty_task_is_refused_by_the_tasks_name(
+def test_a_mixture_with_an_empty_task_is_refused_with_the_tasks_name(
   add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
 ) -> None:
   mixture = add_mixture("mixture_of_tests", [add_task(LINES), add_task([], name="nothing_in_it")])
@@ -233,7 +235,7 @@ def test_deterministic_tasks_are_refused(
     get_training_eval_datasets(config(add_task(LINES)), 0, 1, 2, converter, deterministic=True)
 
 
-def test_a_task_without_the_cache_that_is_asked_for_is_refused_with_what_to_set(
+def test_a_task_without_the_requested_cache_is_refused_with_what_to_set(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   name = add_task(LINES)

@@ -1,4 +1,4 @@
-"""The feed: global batches on eight devices, drawn ahead, with a position that can be restored."""
+"""The feed: global batches on eight devices, prefetched, with a position that can be restored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packed_twice(add_task_of_module: Callable[..., str]) -> tuple[Any, Any]:
   lengths = {"inputs": 24, "targets": 24}
   cfg = DatasetConfig(add_task_of_module(LINES), lengths, "train", **fields)
   converter = import_seqio().EncDecFeatureConverter
-  # Passes enough, and told: without an end, data is looked through first, which costs as much again.
+  # A number of passes skips the check for empty data, which would take as long again.
   first, again = (get_dataset(cfg, 0, 1, converter, num_epochs=100) for _ in range(2))
   return first, again
 
@@ -73,7 +73,7 @@ def assert_batches_equal(a: Any, b: Any) -> None:
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_batch_is_sharded_over_the_data_axis_and_whole_on_the_model_axis(
+def test_a_batch_is_sharded_over_the_data_axis_and_replicated_over_the_model_axis(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   batch = next(make_feed([{"x": np.arange(24).reshape(8, 3)}]))
@@ -83,7 +83,7 @@ def test_a_batch_is_sharded_over_the_data_axis_and_whole_on_the_model_axis(
   np.testing.assert_array_equal(batch["x"], np.arange(24).reshape(8, 3))
 
 
-def test_a_dataset_of_tensorflow_gives_its_numbers_and_drops_its_text(
+def test_text_features_of_a_tensorflow_dataset_are_dropped(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   tf = import_tensorflow()
@@ -95,7 +95,7 @@ def test_a_dataset_of_tensorflow_gives_its_numbers_and_drops_its_text(
   np.testing.assert_array_equal(batch["x"], range(8))
 
 
-def test_an_iterator_of_clu_is_taken_as_it_is(
+def test_a_clu_iterator_is_used_unchanged(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   tf = import_tensorflow()
@@ -106,7 +106,7 @@ def test_an_iterator_of_clu_is_taken_as_it_is(
   np.testing.assert_array_equal(next(feed)["x"], range(8))
 
 
-def test_the_next_batches_are_drawn_while_the_caller_is_busy(
+def test_the_next_batches_are_read_while_the_caller_is_busy(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   drawn = threading.Semaphore(0)
@@ -117,12 +117,12 @@ def test_the_next_batches_are_drawn_while_the_caller_is_busy(
       yield batch
 
   feed = make_feed(batches())
-  assert all(drawn.acquire(timeout=20) for _ in range(2))  # before the caller has asked for one
+  assert all(drawn.acquire(timeout=20) for _ in range(2))  # before the first request
   next(feed)
-  assert drawn.acquire(timeout=20)  # two ahead again, before the caller asks for another
+  assert drawn.acquire(timeout=20)  # two ahead again, before the next request
 
 
-def test_an_error_in_the_thread_reaches_the_caller_in_its_turn(
+def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   def batches() -> Iterator[dict[str, np.ndarray]]:
@@ -196,7 +196,7 @@ def test_saving_does_not_disturb_what_follows(
     saving.save(tmp_path / f"position_{step}")
 
 
-def test_restart_of_an_iterable_skips_what_was_handed_out(
+def test_restart_of_an_iterable_skips_the_batches_already_used(
   make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
 ) -> None:
   feed = make_feed(counting())
@@ -207,7 +207,7 @@ def test_restart_of_an_iterable_skips_what_was_handed_out(
   assert first_numbers(restarted, 5) == [4, 5, 6, 7, 8]
 
 
-def test_shapes_are_known_while_a_generator_is_being_drawn_from(
+def test_shapes_are_known_while_a_generator_is_being_read(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   drawing, go_on = threading.Event(), threading.Event()
@@ -236,13 +236,13 @@ def test_reset_goes_back_to_the_first_batch(
   assert first_numbers(feed, 3) == [0, 1, 2]
 
 
-def test_nothing_is_drawn_ahead_when_the_position_will_be_restored(
+def test_nothing_is_prefetched_when_the_position_will_be_restored(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:
   restore = types.SimpleNamespace(restore_dataset=True)
   data = IterableThatCounts()
   make_feed(data, checkpoint_cfg=types.SimpleNamespace(restore=restore))
-  time.sleep(0.3)  # a thread would have drawn more by then
+  time.sleep(0.3)  # a thread would have read more by then
   assert data.drawn == 1  # for the shapes
 
 
@@ -262,7 +262,7 @@ def test_a_missing_position_is_refused(
     make_feed(counting()).restore(tmp_path / "gone")
 
 
-def test_a_pipeline_that_cannot_save_says_so(
+def test_a_pipeline_that_cannot_save_its_position_is_refused_with_what_to_set(
   make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
 ) -> None:
   tf = import_tensorflow()

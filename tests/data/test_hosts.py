@@ -1,4 +1,4 @@
-"""Several processes read together, are stopped, and go on as another number of processes."""
+"""Several processes read the same data, are stopped, and are restarted as another number of processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepared(corpus: str, tmp_path: pathlib.Path) -> str:
 
 
 def read(folder: pathlib.Path, task: str, processes: int, first: int, last: int) -> list[str]:
-  """Runs the processes; returns what the failing ones said."""
+  """Runs the processes; returns the output of those that fail."""
   folder.mkdir(exist_ok=True)
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -57,8 +57,8 @@ def read(folder: pathlib.Path, task: str, processes: int, first: int, last: int)
     )
     for index in range(processes)
   ]
-  said = [process.communicate(timeout=540)[0] for process in started]
-  return [text for process, text in zip(started, said, strict=True) if process.returncode]
+  output = [process.communicate(timeout=540)[0] for process in started]
+  return [text for process, text in zip(started, output, strict=True) if process.returncode]
 
 
 def batch(folder: pathlib.Path, step: int, processes: int) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-def test_prepared_batches_go_on_with_one_two_and_four_processes_as_if_never_stopped(
+def test_prepared_batches_are_the_same_after_restarts_with_one_two_and_four_processes(
   prepared: str, tmp_path: pathlib.Path
 ) -> None:
   alone, changing = tmp_path / "alone", tmp_path / "changing"
@@ -84,7 +84,7 @@ def test_prepared_batches_go_on_with_one_two_and_four_processes_as_if_never_stop
 
 
 @pytest.mark.slow
-def test_files_go_on_with_the_same_number_of_processes_and_refuse_another(
+def test_files_can_be_restarted_with_the_same_number_of_processes_only(
   corpus: str, tmp_path: pathlib.Path
 ) -> None:
   whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -93,6 +93,6 @@ def test_files_go_on_with_the_same_number_of_processes_and_refuse_another(
   assert not read(stopped, corpus, 2, 3, 6)
   for step in range(6):
     assert_same(batch(stopped, step, 2), batch(whole, step, 2))
-  (said,) = read(stopped, corpus, 1, 3, 6)
-  assert "no dataset position 'train_ds-000-of-001'" in said
-  assert "another number of shards (hosts)" in said
+  (output,) = read(stopped, corpus, 1, 3, 6)
+  assert "no dataset position 'train_ds-000-of-001'" in output
+  assert "another number of shards (hosts)" in output

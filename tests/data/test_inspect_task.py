@@ -1,4 +1,4 @@
-"""The verbs `prepare` and `inspect`, as they are typed."""
+"""The commands `rosetta-t5 prepare` and `rosetta-t5 inspect`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def corpus(tmp_path: pathlib.Path) -> str:
   return str(tmp_path / "*.jsonl")
 
 
-def test_prepare_and_inspect_as_typed(
+def test_prepared_data_can_be_inspected(
   model: str, corpus: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   out = str(tmp_path / "out")
@@ -67,16 +67,18 @@ def test_prepare_and_inspect_as_typed(
     drawn = np.asarray(image)
   assert drawn.shape == (260, 1200, 3)
   blue = (drawn == (70, 110, 180)).all(axis=2)
-  assert blue[100, 30:390].any()  # lengths of inputs, all of them 32: the last bar alone
+  assert blue[100, 30:390].any()  # all inputs have 32 tokens, so only the last bar is drawn
   assert not blue[100, 30:380].any()
 
 
-def test_passages_of_one_split_are_found_in_the_other_wherever_they_begin(
+def test_passages_of_one_split_are_found_at_any_position_of_the_other(
   model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   random = np.random.default_rng(0)
   body = " ".join(random.choice(WORDS, 300))
-  texts = [f"{'red ' * n}{body}" for n in range(40)]  # other documents, so on either side
+  texts = [
+    f"{'red ' * n}{body}" for n in range(40)
+  ]  # different documents, so they are in both splits
   (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
   prepare(
     str(tmp_path / "a.jsonl"), model, tmp_path / "out", validation_percent=30, executor=Here()
@@ -88,7 +90,7 @@ def test_passages_of_one_split_are_found_in_the_other_wherever_they_begin(
   assert int(found[1]) > 0.8 * int(found[2])
 
 
-def test_prepare_says_what_is_wrong_and_ends(
+def test_prepare_prints_user_errors_and_exits(
   model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   options = ["--input", "/nowhere/*.txt", "--vocab", model, "--out", str(tmp_path / "out")]
@@ -119,7 +121,7 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   assert "decode(encode(text)) equals the text, except for spaces, in 128 of 128" in text
 
 
-def test_sentinels_and_the_end_are_visible(model: str) -> None:
+def test_sentinels_and_the_end_token_are_shown(model: str) -> None:
   vocabulary = import_seqio().SentencePieceVocabulary(model, extra_ids=100)
   tokens = [*vocabulary.encode("red"), 117, *vocabulary.encode("sun cat"), 116, 1]
   assert readable(tokens, vocabulary) == "red ⟨0⟩ sun cat ⟨1⟩ ⟨end⟩"

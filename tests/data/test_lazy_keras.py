@@ -1,4 +1,4 @@
-"""Keras is absent after TensorFlow's import, and there as soon as it is used."""
+"""Keras is not imported with TensorFlow, but when it is first used."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ print(tensorflow_text.keras.layers.ToDense.__name__, tf.keras.layers.Dense(3)(tf
 
 
 @pytest.mark.slow
-def test_keras_comes_when_it_is_used():
+def test_keras_is_imported_when_it_is_first_used():
   out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
   assert out.stdout.splitlines() == ["False False False", "ToDense (2, 3)"]

@@ -1,4 +1,4 @@
-"""gs:// paths that stand for local copies, GPT-2's BPE, and the scripts for lost datasets."""
+"""Local copies of gs:// paths, GPT-2's vocabulary, and the scripts that check copies of datasets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_public_path_is_read_from_its_copy(
   assert local_path(T5) == str(model)
 
 
-def test_a_public_path_without_a_copy_says_what_was_looked_for_and_what_to_set(
+def test_a_public_path_without_a_copy_is_refused_with_the_paths_searched_and_what_to_set(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setenv(VARIABLE, str(tmp_path))
@@ -49,7 +49,7 @@ def test_a_public_path_without_a_copy_says_what_was_looked_for_and_what_to_set(
     _ = import_seqio().SentencePieceVocabulary("/nowhere/x.model").vocab_size
 
 
-def test_a_copy_without_its_promised_sentinels_gets_them(
+def test_sentinels_that_a_path_promises_are_added_to_its_copy(
   model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setenv(VARIABLE, f"{T5}={model}")
@@ -60,7 +60,7 @@ def test_a_copy_without_its_promised_sentinels_gets_them(
   assert "extra_id_0" in promised.tokenizer.id_to_piece(115)
 
 
-def test_sentinels_count_by_their_number_alone(model: pathlib.Path) -> None:
+def test_vocabularies_with_differently_ordered_sentinels_are_the_same(model: pathlib.Path) -> None:
   seqio = import_seqio()
   options: list[dict[str, Any]] = [{}, {"reverse_extra_ids": False}]
   a, b = (seqio.SentencePieceVocabulary(str(model), extra_ids=4, **o) for o in options)
@@ -70,7 +70,7 @@ def test_sentinels_count_by_their_number_alone(model: pathlib.Path) -> None:
 
 @pytest.fixture
 def gpt2(tmp_path: pathlib.Path) -> tuple[str, str]:
-  """A small BPE in GPT-2's files: bytes, some merges, the end."""
+  """A small BPE vocabulary in GPT-2's files: bytes, some merges, the end token."""
   characters = sorted(ByteLevel.alphabet())
   merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("l", "l"), ("'", "ll")]
   pieces = [*characters, *("".join(pair) for pair in merges), END]
@@ -80,7 +80,7 @@ def gpt2(tmp_path: pathlib.Path) -> tuple[str, str]:
   return str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
 
 
-def test_gpt2s_merges_are_applied_by_rank_and_ids_leave_room_for_padding(
+def test_gpt2s_merges_are_applied_by_rank_and_id_0_is_left_for_padding(
   gpt2: tuple[str, str],
 ) -> None:
   vocabulary = gpt2_vocabulary(*gpt2, extra_ids=5)
@@ -88,13 +88,15 @@ def test_gpt2s_merges_are_applied_by_rank_and_ids_leave_room_for_padding(
   pieces = {number + 1: piece for piece, number in ids.items()}
   tokens = vocabulary.encode("the thell'll the")
   assert [pieces[t] for t in tokens] == ["the", "Ġthe", "ll", "'ll", "Ġthe"]
-  assert tokens == [259, 260, 261, 262, 260]
+  assert tokens == [258, 259, 260, 261, 259]
   assert vocabulary.eos_id == ids["<|endoftext|>"] + 1
   assert vocabulary.vocab_size == len(ids) + 1 + 5
   assert 0 not in vocabulary.encode("".join(map(chr, range(300))))
 
 
-def test_gpt2_gives_back_every_text_in_python_and_tensorflow(gpt2: tuple[str, str]) -> None:
+def test_gpt2s_vocabulary_decodes_every_text_it_encodes_in_python_and_tensorflow(
+  gpt2: tuple[str, str],
+) -> None:
   vocabulary = gpt2_vocabulary(*gpt2)
   tf = import_tensorflow()
   for text in ("the  cat\n\n ", "naïve 日本 1234 don't", "\t\x00"):
@@ -106,12 +108,12 @@ def test_gpt2_gives_back_every_text_in_python_and_tensorflow(gpt2: tuple[str, st
   assert pickle.loads(pickle.dumps(vocabulary)) == vocabulary
 
 
-def test_other_files_are_no_gpt2_vocabulary(gpt2: tuple[str, str]) -> None:
+def test_files_of_another_format_are_refused_as_gpt2s_vocabulary(gpt2: tuple[str, str]) -> None:
   with pytest.raises(ValueError, match=r"are not GPT-2's vocab\.json and merges\.txt"):
     gpt2_vocabulary(gpt2[1], gpt2[0]).encode("a")
 
 
-def test_vocab_train_writes_a_model_and_says_how_to_use_it(
+def test_vocab_train_writes_a_model_and_prints_how_to_use_it(
   tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   (tmp_path / "a.txt").write_text("\n".join(TEXT))
@@ -135,7 +137,7 @@ def pile(tmp_path: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def test_a_whole_copy_of_the_pile_is_indexed(
+def test_a_complete_copy_of_the_pile_is_indexed(
   pile: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   assert check_pile(["--data_dir", str(pile.parent), "--full"]) == 0
@@ -157,7 +159,7 @@ def test_a_broken_copy_of_the_pile_is_reported(
   assert "test.jsonl.zst: line" in text
 
 
-def test_without_a_copy_the_script_says_that_the_public_one_is_gone(
+def test_without_a_copy_the_script_prints_that_the_public_copy_is_gone(
   tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   assert check_pile(["--data_dir", str(tmp_path)]) == 1
@@ -166,7 +168,7 @@ def test_without_a_copy_the_script_says_that_the_public_one_is_gone(
   assert "c4_v220_span_corruption" in text
 
 
-def test_lambadas_file_is_checked_and_put_in_its_place(
+def test_lambadas_file_is_checked_and_copied_to_its_folder(
   tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   path = tmp_path / "x.jsonl"

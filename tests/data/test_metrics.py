@@ -1,4 +1,4 @@
-"""Metrics: official rules by hand-made cases, and T5's own numbers where its package is at hand."""
+"""Metrics: hand-made cases of the official rules, and comparisons with the package t5 if it is installed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_squad_ignores_case_articles_punctuation_and_spaces() -> None:
 
 
 def test_squad_takes_the_best_answer_and_counts_shared_words() -> None:
-  # of "red big dog" (a, the: dropped) and "the dog": shared 1, precision 1/3, recall 1
+  # "a red big dog" and "the dog" without articles share 1 word: precision 1/3, recall 1.
   scores = metrics.squad([["cat", "the dog"], ["x"]], ["a red big dog", "x"])
   assert scores["em"] == 50.0
   assert scores["f1"] == pytest.approx((100 * 2 * (1 / 3) / (4 / 3) + 100) / 2)
 
 
-def test_squads_first_answers_have_the_known_human_like_scores(shared: pathlib.Path) -> None:
-  """Each question's last answer judged by the others, and an exact copy, which must be perfect."""
+def test_squads_annotators_agree_as_much_as_t5_reports(shared: pathlib.Path) -> None:
+  """Compares each question's last answer with the others. An exact copy must have a perfect score."""
   articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]
   answers = [
     [a["text"] for a in qa["answers"]]
@@ -51,31 +51,31 @@ def test_squads_first_answers_have_the_known_human_like_scores(shared: pathlib.P
 
 
 def _official_words(text: str) -> list[str]:
-  """The words that SQuAD's definition leaves of an answer, letter by letter."""
+  """Returns the words of an answer that SQuAD's definition compares."""
   lower = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
-  # An article is one between signs that are no letters, digits or underscores, such as a dash of another script.
+  # An article has no letter, digit or underscore next to it.
   return re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", lower).split()
 
 
 def _official_scores(answers: list[list[str]], predictions: list[str]) -> dict[str, float]:
-  """SQuAD 1.1's EM and F1, written from their definition: the best answer of each question, averaged."""
+  """Computes SQuAD 1.1's EM and F1 from their definition: the mean over questions of the best answer."""
   exact, overlap = [], []
   for texts, prediction in zip(answers, predictions, strict=True):
-    said = _official_words(prediction)
+    predicted = _official_words(prediction)
     of_answers = []
     for wanted in map(_official_words, texts):
       left = list(wanted)
-      hits = sum(word in left and not left.remove(word) for word in said)
+      hits = sum(word in left and not left.remove(word) for word in predicted)
       of_answers.append(
-        (float(said == wanted), 2 * hits / (len(said) + len(wanted)) if hits else 0.0)
+        (float(predicted == wanted), 2 * hits / (len(predicted) + len(wanted)) if hits else 0.0)
       )
     exact.append(max(em for em, _ in of_answers))
     overlap.append(max(f1 for _, f1 in of_answers))
   return {"em": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
 
 
-def test_squads_scores_are_those_of_its_definition_on_real_answers(shared: pathlib.Path) -> None:
-  """Answers right, out of the passage beside them, longer, shorter, shouted, mistaken and empty."""
+def test_squads_scores_match_its_definition_on_real_answers(shared: pathlib.Path) -> None:
+  """Predictions are correct, taken from the passage, longer, shorter, in capitals, wrong or empty."""
   articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]
   answers, predictions = [], []
   for paragraph in (p for article in articles for p in article["paragraphs"]):
@@ -132,21 +132,21 @@ def test_a_constant_prediction_has_no_correlation_and_no_f1() -> None:
   assert np.isnan(metrics.pearson_corrcoef([1.0, 2.0], [3.0, 3.0])["pearson_corrcoef"])
 
 
-def test_lambada_judges_the_first_word() -> None:
+def test_lambada_compares_the_first_word() -> None:
   assert metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
 
 
-def test_a_metric_of_nothing_is_refused() -> None:
-  with pytest.raises(ValueError, match="0 targets and 0 predictions"):
+def test_a_metric_without_predictions_is_refused() -> None:
+  with pytest.raises(ValueError, match="got 0 targets and 0 predictions"):
     metrics.squad([], [])
 
 
-def test_the_next_word_counts_letter_by_letter_and_without_what_follows_it() -> None:
+def test_the_next_word_is_compared_exactly_but_without_following_punctuation() -> None:
   targets = ["Bob", "home", "don't", '"army', "Bob", "win"]
   predictions = ["Bob,” he said", " home.", "don't you", '"army"', "bob", "winning"]
   assert metrics.next_word(targets, predictions) == {"accuracy": pytest.approx(100 * 4 / 6)}
 
 
-def test_word_perplexity_takes_a_target_for_one_word() -> None:
+def test_word_perplexity_counts_each_target_as_one_word() -> None:
   scores = [np.log(0.5), np.log(0.125)]
   assert metrics.word_perplexity(["a", "b"], scores) == {"perplexity": pytest.approx(4.0)}

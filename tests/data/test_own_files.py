@@ -1,4 +1,4 @@
-"""`file_task`: objectives made of files, splits, resume, and what users get wrong."""
+"""`file_task`: objectives, splits, restarts and user errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def examples(name: str, split: str = "train", **options: Any) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("objective", ["span_corruption", "prefix_lm"])
-def test_objectives_have_inputs_and_targets_that_end(
+def test_objectives_make_inputs_and_targets_with_end_tokens(
   pattern: str, vocabulary: Any, objective: str
 ) -> None:
   found = examples(file_task(pattern, vocabulary=vocabulary, objective=objective))
@@ -65,7 +65,7 @@ def test_objectives_have_inputs_and_targets_that_end(
       assert 1 < len(example[name]) <= length
 
 
-def test_a_prefix_lms_two_parts_are_the_text(pattern: str, vocabulary: Any) -> None:
+def test_a_prefix_lms_inputs_and_targets_make_up_the_text(pattern: str, vocabulary: Any) -> None:
   name = file_task(pattern, vocabulary=vocabulary, objective="prefix_lm", validation_percent=0)
   lengths = {"inputs": 400, "targets": 400}
   found = examples(name, lengths=lengths)
@@ -77,11 +77,11 @@ def test_a_prefix_lms_two_parts_are_the_text(pattern: str, vocabulary: Any) -> N
   assert sorted(joined) == sorted(texts)
 
 
-def test_causal_targets_hold_whole_documents_each_ended(pattern: str, vocabulary: Any) -> None:
+def test_causal_targets_are_documents_with_an_end_token_each(pattern: str, vocabulary: Any) -> None:
   name = file_task(pattern, vocabulary=vocabulary, objective="causal_lm", validation_percent=0)
   found = examples(name, lengths={"targets": 32})
   ends = sum(int((e["targets"][:-1] == 1).sum()) for e in found)
-  assert ends + len(found) >= 120  # one a document; some of them are an example's own last token
+  assert ends + len(found) >= 120  # one per document; some are the last token of an example
   assert all(len(e["targets"]) == 32 for e in found[:-2])
 
 
@@ -99,7 +99,7 @@ def test_ul2_puts_its_modes_before_the_inputs_and_mixes_all_denoisers(
     assert all(len(e["inputs"]) <= 32 and len(e["targets"]) <= 32 for e in found)
 
 
-def test_seq2seq_takes_templates(pattern: str, vocabulary: Any) -> None:
+def test_seq2seq_accepts_templates(pattern: str, vocabulary: Any) -> None:
   name = file_task(
     pattern,
     vocabulary=vocabulary,
@@ -126,11 +126,11 @@ def test_train_and_validation_do_not_overlap(pattern: str, vocabulary: Any) -> N
   assert 10 < len(parts[1]) < 45
 
 
-def test_shards_differ_and_make_the_whole(pattern: str, vocabulary: Any) -> None:
+def test_shards_are_disjoint_and_complete(pattern: str, vocabulary: Any) -> None:
   seqio = import_seqio()
   options = {"vocabulary": vocabulary, "objective": "seq2seq", "inputs": "text", "targets": "title"}
   name = file_task(pattern, **options)
-  parts = [  # more than there are files
+  parts = [  # more shards than files
     [e["inputs_pretokenized"] for e in examples(name, shard_info=seqio.ShardInfo(n, 4))]
     for n in range(4)
   ]
@@ -155,7 +155,7 @@ def test_a_position_in_compressed_files_is_saved_and_restored(
   assert [next(other)["targets"].numpy().tolist() for _ in range(10)] == expected
 
 
-def test_the_same_arguments_give_the_same_task_and_others_under_its_name_are_refused(
+def test_the_same_arguments_give_the_same_task_and_other_arguments_under_its_name_are_refused(
   pattern: str, vocabulary: Any
 ) -> None:
   name = file_task(pattern, vocabulary=vocabulary)
@@ -185,9 +185,7 @@ def test_wrong_arguments_are_refused_with_what_to_set(
     file_task(pattern, vocabulary=vocabulary, **options)
 
 
-def test_a_missing_column_stops_the_first_example_with_file_and_line(
-  pattern: str, vocabulary: Any
-) -> None:
+def test_a_missing_column_is_refused_with_file_and_line(pattern: str, vocabulary: Any) -> None:
   name = file_task(pattern, vocabulary=vocabulary, text="body")
   cfg = DatasetConfig(name, LENGTHS, "train", 4, shuffle=False, seed=0)
   with pytest.raises(
@@ -196,7 +194,7 @@ def test_a_missing_column_stops_the_first_example_with_file_and_line(
     get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter)
 
 
-def test_a_bad_example_that_is_refused_stops_a_running_feed_with_its_place(
+def test_a_bad_example_that_is_refused_stops_a_running_feed_with_file_and_line(
   pattern: str, vocabulary: Any
 ) -> None:
   last = pathlib.Path(pattern.replace("*", "2"))

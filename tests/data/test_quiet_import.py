@@ -1,4 +1,4 @@
-"""TensorFlow's notes stay off the screen; everything else appears."""
+"""TensorFlow's start-up messages are hidden; everything else is printed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 
 from rosetta_t5.data.tensorflow_setup.quiet_import import quiet_tensorflow_import
 
-NOTES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+MESSAGES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda drivers
 """
 
 
-def test_notes_are_held_back_and_other_lines_are_not(capfd):
+def test_start_up_messages_are_hidden_and_other_lines_are_printed(capfd):
   with quiet_tensorflow_import():
-    os.write(2, NOTES + b"a line of another thread\n")
+    os.write(2, MESSAGES + b"a line of another thread\n")
   os.write(2, b"after\n")
   assert capfd.readouterr().err == "a line of another thread\nafter\n"
 
 
-def test_what_was_said_before_an_error_appears(capfd):
+def test_lines_before_an_error_are_printed(capfd):
   def fail():
     os.write(2, b"missing library\n")
     raise ImportError

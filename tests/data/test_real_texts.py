@@ -1,4 +1,4 @@
-"""Real benchmark texts through our tasks and through the package t5's preprocessors: equal strings."""
+"""Our tasks and the package t5's preprocessors give equal strings for real benchmark data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def theirs(shared: pathlib.Path) -> Any:
 
 @pytest.fixture
 def folder(shared: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-  """A data folder with the real files under the names that are looked for."""
+  """A data folder with links to the real files under the names that the tasks search."""
   for name, source in (
     ("squad/dev-v1.1.json", "squad/dev-v1.1.json"),
     ("glue/mnli/mnli_dev_matched.tsv", "mnli/mnli_dev_matched_gold.tsv"),
@@ -40,14 +40,14 @@ def folder(shared: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 
 
 def ours(name: str, split: str) -> list[dict[str, Any]]:
-  """What the known task makes of the files, before tokens."""
+  """Returns the texts that the known task makes from the files."""
   recipe = catalogue.TASKS[name]
   dataset = catalogue.make_source(name, recipe).get_dataset(split, shuffle=False)
   return list(dataset.map(recipe.text_format).take(SOME).as_numpy_iterator())
 
 
 def expected(function: Any, examples: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-  """What T5's preprocessor makes of these examples of TFDS."""
+  """Returns the texts that T5's preprocessor makes from TFDS's examples."""
   tf = import_tensorflow()
   rows = list(itertools.islice(examples, SOME))
   signature = tf.nest.map_structure(
@@ -71,7 +71,7 @@ def assert_same(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], *names
 
 
 @pytest.mark.slow
-def test_squad(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
+def test_squads_texts_are_t5s(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
   def questions() -> Iterator[dict[str, Any]]:
     for article in json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]:
       for paragraph in article["paragraphs"]:
@@ -91,7 +91,7 @@ def test_squad(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_mnli(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
+def test_mnlis_texts_are_t5s(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
   glue_utils = pytest.importorskip("t5.data.glue_utils")
   config = pytest.importorskip("tensorflow_datasets").text.glue.Glue.builder_configs["mnli"]
   path = shared / "data/mnli/mnli_dev_matched_gold.tsv"
@@ -117,8 +117,10 @@ def test_mnli(theirs: Any, shared: pathlib.Path, folder: pathlib.Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wmt_t2t_ende_v003", "wmt15_enfr_v003", "wmt16_enro_v003"])
-def test_translation(theirs: Any, shared: pathlib.Path, folder: pathlib.Path, name: str) -> None:
-  """Sentences of books stand for both languages, quotes, dashes and accents as printed."""
+def test_translation_texts_are_t5s(
+  theirs: Any, shared: pathlib.Path, folder: pathlib.Path, name: str
+) -> None:
+  """Sentences of books, with quotes, dashes and accents, serve as both languages."""
   recipe = catalogue.TASKS[name]
   target = recipe.files.names[1]  # type: ignore[union-attr]
   text = (shared / "data/books/Leo_Tolstoy__War_and_Peace.md").read_text()
@@ -138,7 +140,7 @@ def test_translation(theirs: Any, shared: pathlib.Path, folder: pathlib.Path, na
 def test_tokens_of_the_registered_task_are_t5s(
   theirs: Any, shared: pathlib.Path, folder: pathlib.Path, isolated_registries: None
 ) -> None:
-  """The whole way of `glue_mnli_v2`: T5's vocabulary, one end token, the texts beside the tokens."""
+  """`glue_mnli_v2` has T5's vocabulary, one end token, and the texts beside the tokens."""
   seqio = import_seqio()
   vocabulary = seqio.SentencePieceVocabulary(
     str(shared / "data/t5_vocab/spiece.model"), extra_ids=100
@@ -154,7 +156,7 @@ def test_tokens_of_the_registered_task_are_t5s(
 
 
 def shaken(random: np.random.Generator, answer: str, context: str) -> str:
-  """An answer as a model may give it: right, cut, longer, in other case, wrong or none."""
+  """Returns an answer as a model may predict it: correct, shorter, longer, in capitals, wrong or empty."""
   words = answer.split()
   kind = random.integers(8)
   if kind < 2:

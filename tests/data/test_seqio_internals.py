@@ -29,9 +29,8 @@ def test_the_folder_of_tfds_is_read_back() -> None:
 
 def test_passthrough_features_of_a_converter_are_known() -> None:
   seqio = import_seqio()
-  converter = seqio.EncDecFeatureConverter(
-    passthrough_features={"id": seqio.FeatureConverter.FeatureSpec("int32")}
-  )
+  features = {"id": seqio.FeatureConverter.FeatureSpec("int32")}
+  converter = seqio.EncDecFeatureConverter(pack=False, passthrough_features=features)
   assert seqio_internals.passthrough_features(converter) == {"id"}, ADVICE
 
 

@@ -1,4 +1,4 @@
-"""Span corruption against T5's own, its statistics, and that no token is lost."""
+"""Span corruption equals T5's, has the right statistics and loses no token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def corrupt(function: Callable[..., Any], dataset: Any, **options: Any) -> list[
 
 
 def restored(example: dict[str, np.ndarray]) -> list[int]:
-  """Puts the target's spans back in the place of the input's sentinels."""
+  """Replaces the input's sentinels by the target's spans."""
   first_sentinel = VOCAB_SIZE - 100
   spans: dict[int, list[int]] = {}
   for token in map(int, example["targets"]):
@@ -51,7 +51,7 @@ def restored(example: dict[str, np.ndarray]) -> list[int]:
       spans[sentinel].append(token)
   tokens: list[int] = []
   # The target begins with a sentinel for the kept tokens before the first dropped span; the i-th
-  # sentinel of the input stands for what follows the i-th sentinel of the target.
+  # sentinel of the input is replaced by the tokens after the i-th sentinel of the target.
   for token in map(int, example["inputs"]):
     tokens += spans[token] if token >= first_sentinel else [token]
   return tokens
@@ -102,7 +102,7 @@ def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> 
   assert len(full) >= len(examples) - 3  # the last of each 128 joined documents is shorter
 
 
-def test_inputs_and_targets_together_give_back_the_text(features: dict[str, Any]) -> None:
+def test_the_text_can_be_restored_from_inputs_and_targets(features: dict[str, Any]) -> None:
   examples = corrupt(
     span_corruption.span_corruption,
     as_dataset(documents()),
@@ -137,13 +137,13 @@ def masks(length: int, count: int) -> np.ndarray:
   return drawn().numpy()
 
 
-def test_density_and_number_of_spans_are_exact_and_places_even() -> None:
+def test_density_and_number_of_spans_are_exact_and_positions_uniform() -> None:
   drawn = masks(100, 1000)
   assert (drawn.sum(axis=1) == 15).all()
   starts = drawn[:, 1:] & ~drawn[:, :-1]
   assert (starts.sum(axis=1) == 5).all()
   assert not drawn[:, 0].any()
-  # A kept span comes first and a dropped one last; between the ends all places are alike.
+  # A kept span comes first and a dropped one last; in between, all positions are equally likely.
   thirds = drawn[:, 20:80].reshape(-1, 3, 20).mean(axis=(0, 2))
   np.testing.assert_allclose(thirds, 0.135, atol=0.025)
 
@@ -164,14 +164,16 @@ def test_targets_that_do_not_fit_are_refused_with_the_length_needed(
     )
 
 
-def test_features_cannot_be_kept_while_documents_are_joined(features: dict[str, Any]) -> None:
+def test_passthrough_features_are_refused_if_documents_are_joined(features: dict[str, Any]) -> None:
   with pytest.raises(ValueError, match="merge_examples_to_reduce_padding=False"):
     span_corruption.span_corruption(
       as_dataset(documents(1)), LENGTHS, features, passthrough_feature_keys=["id"]
     )
 
 
-def test_other_features_are_kept_where_documents_are_not_joined(features: dict[str, Any]) -> None:
+def test_passthrough_features_are_copied_if_documents_are_not_joined(
+  features: dict[str, Any],
+) -> None:
   tf = import_tensorflow()
   dataset = tf.data.Dataset.from_tensors({"targets": tf.range(3, 103), "id": tf.constant(7)})
   examples = corrupt(

@@ -1,4 +1,4 @@
-"""Text and vocabulary as files: split by hash, complete or absent, never written over."""
+"""Text and vocabulary as files: split by hash, complete or absent, never overwritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def lines(folder: pathlib.Path, split: str) -> list[str]:
   return [line for f in sorted(folder.glob(f"{split}-*")) for line in f.read_text().splitlines()]
 
 
-def test_text_is_split_by_hash_and_none_is_lost(
+def test_text_is_split_by_hash_without_losses(
   corpus_folder: pathlib.Path, paragraphs: list[str]
 ) -> None:
   manifest = stdlib_corpus.prepare(corpus_folder)
@@ -40,7 +40,7 @@ def test_the_same_text_gives_the_same_files(
   assert stdlib_corpus.prepare(corpus_folder) == stdlib_corpus.prepare(tmp_path / "again")
 
 
-def test_a_failure_leaves_no_half_of_a_folder(corpus_folder: pathlib.Path) -> None:
+def test_a_failure_leaves_no_incomplete_folder(corpus_folder: pathlib.Path) -> None:
   with pytest.raises(ValueError, match="No SentencePiece vocabulary"):
     stdlib_corpus.prepare(corpus_folder, paragraphs=["too little text"] * 3)
   assert list(corpus_folder.parent.iterdir()) == []
@@ -54,7 +54,7 @@ def test_another_folder_is_not_touched(corpus_folder: pathlib.Path) -> None:
   assert (corpus_folder / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_process_that_comes_second_takes_the_firsts_folder(
+def test_a_process_that_finishes_second_uses_the_firsts_folder(
   corpus_folder: pathlib.Path, paragraphs: list[str]
 ) -> None:
   def meanwhile() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Paragraphs out of Python files: docstrings and comments, prose only, each once."""
+"""Paragraphs of Python files: docstrings and comments that are prose, without duplicates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ x = {0: 1, 2: 3}
 '''
 
 
-def test_docstrings_and_comments_of_prose_each_once(tmp_path: pathlib.Path) -> None:
+def test_docstrings_and_comments_that_are_prose_are_extracted_once(tmp_path: pathlib.Path) -> None:
   (tmp_path / "module.py").write_text(SOURCE)
   (tmp_path / "broken.py").write_text("# A comment in a file that does not parse as Python\n(")
   (tmp_path / "latin.py").write_bytes(b"# \xe9 is no valid UTF-8 and so the file is left out.\n")

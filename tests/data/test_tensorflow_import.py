@@ -1,4 +1,4 @@
-"""TensorFlow: not imported before it is needed, and without GPUs."""
+"""TensorFlow is imported only when it is needed, and sees no GPU."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_tensorflow_sees_no_gpu() -> None:
   assert import_tensorflow().config.get_visible_devices("GPU") == []
 
 
-def test_the_thread_imports_what_is_imported_later() -> None:
+def test_the_background_thread_imports_seqio() -> None:
   import_in_background().join()
   assert import_seqio() is sys.modules["seqio"]

@@ -1,4 +1,4 @@
-"""Vocabularies of task and model: found, compared by content, measured against the table."""
+"""The vocabularies of task and model are compared by content and with the embedding table's size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_with(vocabulary: Any, rows: int = 384, output: Any = None) -> Any:
   )
 
 
-def test_the_vocabularies_are_those_of_inputs_and_targets(
+def test_a_tasks_vocabularies_are_those_of_inputs_and_targets(
   add_task: Callable[..., str], config: Config
 ) -> None:
   bytes_ = import_seqio().ByteVocabulary()
@@ -52,7 +52,7 @@ def test_matching_vocabularies_pass(add_task: Callable[..., str], config: Config
   verify_matching_vocabs(config(add_task(["a"])), model_with(import_seqio().ByteVocabulary()))
 
 
-def test_different_vocabularies_are_refused_with_both_named(
+def test_different_vocabularies_are_refused_with_both_names(
   add_task: Callable[..., str], config: Config, sentencepiece_file: pathlib.Path
 ) -> None:
   seqio = import_seqio()
@@ -78,7 +78,9 @@ def test_one_vocabulary_under_two_paths_is_the_same(
   verify_matching_vocabs(config(add_task(["a"], vocabulary=of_task)), model_with(of_model))
 
 
-def test_other_extra_ids_make_another_vocabulary(sentencepiece_file: pathlib.Path) -> None:
+def test_vocabularies_with_different_numbers_of_extra_ids_differ(
+  sentencepiece_file: pathlib.Path,
+) -> None:
   seqio = import_seqio()
   a, b = (seqio.SentencePieceVocabulary(str(sentencepiece_file), extra_ids=n) for n in (4, 5))
   assert not same_vocabulary(a, b)

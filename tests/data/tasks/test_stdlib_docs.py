@@ -24,7 +24,7 @@ def stdlib_docs() -> Any:
 
 @pytest.fixture
 def folder(stdlib_docs: Any, corpus_folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A folder that is not there yet, which the task reads from."""
+  """A folder that does not exist yet and that the task will write and read."""
   stdlib_docs.register(TASK, corpus_folder)
   yield corpus_folder
   import_seqio().TaskRegistry.remove(TASK)
@@ -44,7 +44,7 @@ def test_text_and_vocabulary_are_made_when_the_task_is_first_read(
   assert "<extra_id_0>" in text
 
 
-def test_the_vocabulary_of_a_recipe_is_the_tasks(stdlib_docs: Any, folder: pathlib.Path) -> None:
+def test_the_models_vocabulary_matches_the_tasks(stdlib_docs: Any, folder: pathlib.Path) -> None:
   class Model:
     input_vocabulary = output_vocabulary = stdlib_docs.vocabulary(folder)
     network_config = None
