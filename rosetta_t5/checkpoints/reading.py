@@ -22,7 +22,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
 from rosetta_t5.checkpoints.formats import mesh_tf, orbax_reader, t5x_legacy
-from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
+from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 PyTree = Any
@@ -38,7 +38,7 @@ _READERS: dict[checkpoint_folders.CheckpointTypes, Callable[[Any], Mapping[str, 
   checkpoint_folders.CheckpointTypes.ORBAX: orbax_reader.read_arrays,
   checkpoint_folders.CheckpointTypes.T5X: t5x_legacy.read_arrays,
   checkpoint_folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
-  checkpoint_folders.CheckpointTypes.HUGGING_FACE: t5_reader.read_arrays,
+  checkpoint_folders.CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
 }
 
 

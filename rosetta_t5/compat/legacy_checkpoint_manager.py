@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from rosetta_t5.checkpoints.formats import tensor_bundle
 from rosetta_t5.checkpoints.reading import Transformation
 from rosetta_t5.checkpoints.saved_state import SaveTransformation
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer
@@ -96,8 +95,7 @@ class LegacyCheckpointer(ocp.Checkpointer):
         f"{path} is a TensorFlow checkpoint, which is not restored with state_transformation_fns or "
         "assignment_map: convert it first (rosetta-t5 convert)"
       )
-    prefix = tensor_bundle.find_prefix(path)
-    return self._restore_checkpointer.restore_from_tf_checkpoint(prefix, strict=self._strict)
+    return self._restore_checkpointer.restore_from_tf_checkpoint(path, strict=self._strict)
 
 
 class LegacyCheckpointManager(ocp.CheckpointManager):

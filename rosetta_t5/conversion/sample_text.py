@@ -1,13 +1,14 @@
-"""The real text that conversions are checked with, as token ids."""
+"""The text by which conversions are verified, as token ids."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 from etils import epath
 
-_BYTE_OFFSET = 3  # ByT5's: ids 0 to 2 are padding, end and unknown
+_BYTE_OFFSET = 3  # ByT5's: ids 0 to 2 are padding, end and unknown.
 # Herman Melville, Moby-Dick (1851).
 _INPUT = (
   "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my "
@@ -19,35 +20,37 @@ _TARGET = "and see the watery part of the world. It is a way I have of driving o
 def text_tokens(
   vocabulary_size: int, tokenizer: str | os.PathLike[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns a sentence as token ids [1, S] and its continuation shifted right [1, T].
+  """Returns a sentence as token ids [1, S], and its continuation shifted right [1, T].
 
   Args:
-    vocabulary_size: ids stay below it.
-    tokenizer: a folder with spiece.model, or with vocab.json and merges.txt, or such a .model file;
-      without one, the text's bytes are taken.
+    vocabulary_size: all ids are below it.
+    tokenizer: a .model file, or a folder with spiece.model or with vocab.json and merges.txt. Without
+      one, the ids are those of the text's bytes.
   """
-  ids = _ids(None if tokenizer is None else epath.Path(tokenizer))
-  # Small vocabularies, as in tests, have fewer ids than bytes.
+  encode = _load_encoder(None if tokenizer is None else epath.Path(tokenizer))
+  # Small vocabularies, as in tests, have fewer ids than there are bytes.
   first = min(_BYTE_OFFSET, vocabulary_size - 1)
   inputs, targets = (
-    [first + (token - first) % (vocabulary_size - first) for token in tokens] for tokens in ids
+    [first + (token - first) % (vocabulary_size - first) for token in encode(text)]
+    for text in (_INPUT, _TARGET)
   )
   return np.array([[*inputs, 1]]), np.array([[0, *targets]])
 
 
-def _ids(tokenizer: epath.Path | None) -> tuple[list[int], list[int]]:
-  texts = (_INPUT, _TARGET)
+def _load_encoder(tokenizer: epath.Path | None) -> Callable[[str], list[int]]:
   if tokenizer is not None:
     file = tokenizer / "spiece.model" if tokenizer.is_dir() else tokenizer
     if file.exists() and file.suffix == ".model":
       import sentencepiece
 
-      processor = sentencepiece.SentencePieceProcessor(model_file=os.fspath(file))
-      return processor.encode(_INPUT), processor.encode(_TARGET)
+      encode: Callable[[str], list[int]] = sentencepiece.SentencePieceProcessor(
+        model_file=os.fspath(file)
+      ).encode
+      return encode
     pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
     if pieces.exists() and merges.exists():
       from rosetta_t5.data.vocabularies.gpt2_vocabulary import load_gpt2_tokenizer
 
       gpt2 = load_gpt2_tokenizer(os.fspath(pieces), os.fspath(merges))
-      return tuple([token + 1 for token in gpt2.encode(text).ids] for text in texts)  # type: ignore[return-value]
-  return tuple([byte + _BYTE_OFFSET for byte in text.encode()] for text in texts)  # type: ignore[return-value]
+      return lambda text: [token + 1 for token in gpt2.encode(text).ids]
+  return lambda text: [byte + _BYTE_OFFSET for byte in text.encode()]

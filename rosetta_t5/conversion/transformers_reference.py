@@ -1,4 +1,4 @@
-"""What Transformers on PyTorch's CPU computes of a folder, where both are installed."""
+"""The logits that Transformers and PyTorch compute on the CPU, where both are installed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_reader, t5_reader
+from rosetta_t5.checkpoints.formats.hugging_face import gpt_reader
+from rosetta_t5.checkpoints.formats.hugging_face.folder import CONFIG
 from rosetta_t5.conversion.model_facts import ModelFacts
 
-# Beyond this PyTorch would need more memory for parameters than a conversion should.
+# Larger parameters would take more memory in PyTorch than a conversion should.
 _TORCH_BYTES = 4_000_000_000
 
 
 def can_run_transformers(params: int, dtype: Any) -> bool:
-  """Returns whether Transformers and PyTorch are installed, and so many parameters are not too many."""
+  """Returns whether Transformers and PyTorch are installed and may hold `params` parameters."""
   if params * np.dtype(dtype).itemsize > _TORCH_BYTES:
     return False
   return all(map(importlib.util.find_spec, ("torch", "transformers")))
@@ -31,54 +32,54 @@ def transformers_outputs(
   facts: ModelFacts,
   dtype: Any,
 ) -> np.ndarray:
-  """Returns what Transformers and PyTorch make of a folder, in the order of our ids.
+  """Returns the logits of the model in a folder, or an encoder's outputs, in the order of our ids.
 
   Args:
-    folder: of Hugging Face's layout.
-    tokens: our ids, of the encoder [1, S] and of the decoder [1, T].
-    facts: of the folder.
+    folder: of Transformers' layout.
+    tokens: our ids for the encoder [1, S] and for the decoder [1, T].
+    facts: about the folder's model.
     dtype: to compute in, float32 or float64.
   """
   import torch
   import transformers
 
-  is_exact = np.dtype(dtype) == np.float64
-  config = json.loads((epath.Path(folder) / t5_reader.CONFIG).read_text())
-  cls = getattr(transformers, config["architectures"][0])
-  precision = torch.float64 if is_exact else torch.float32
-  model = cls.from_pretrained(os.fspath(folder), dtype=precision).eval()
+  config = json.loads((epath.Path(folder) / CONFIG).read_text())
+  is_float64 = np.dtype(dtype) == np.float64
+  model_class = getattr(transformers, config["architectures"][0])
+  precision = torch.float64 if is_float64 else torch.float32
+  model = model_class.from_pretrained(os.fspath(folder), dtype=precision).eval()
   inputs_1S, targets_1T = tokens
-  start = 0
+  start = gpt_reader.start_token(config)
   if facts.ids_are_shifted:
-    start = gpt_reader.start_token(config)
     targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
-  with torch.no_grad(), _everything_in_float64() if is_exact else contextlib.nullcontext():
+  with torch.no_grad(), _compute_in_float64() if is_float64 else contextlib.nullcontext():
     if facts.gpt is not None:
-      logits_1TV = model(input_ids=targets).logits.numpy()
-      first_1T1 = logits_1TV[..., start : start + 1]
-      return np.concatenate([first_1T1, logits_1TV], -1) if facts.ids_are_shifted else logits_1TV
-    if not config["is_encoder_decoder"]:
-      encoded: np.ndarray = model(input_ids=inputs).last_hidden_state.numpy()
-      return encoded
-    logits: np.ndarray = model(input_ids=inputs, decoder_input_ids=targets).logits.numpy()
-    return logits
+      outputs = model(input_ids=targets).logits
+    elif config["is_encoder_decoder"]:
+      outputs = model(input_ids=inputs, decoder_input_ids=targets).logits
+    else:
+      outputs = model(input_ids=inputs).last_hidden_state
+  outputs_1TV: np.ndarray = outputs.numpy()
+  if facts.ids_are_shifted:
+    return np.concatenate([outputs_1TV[..., start : start + 1], outputs_1TV], -1)
+  return outputs_1TV
 
 
-def _everything_in_float64() -> Any:
-  """Returns a context in which what models compute in float32 whatever they are, norms and softmax, is not."""
+def _compute_in_float64() -> Any:
+  """Returns a context that also computes norms and softmaxes in float64; models force float32 there."""
   import torch
   from torch.overrides import TorchFunctionMode
 
-  def wider(value: Any) -> Any:
+  def widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
-  class InFloat64(TorchFunctionMode):
+  class Float64Mode(TorchFunctionMode):
     def __torch_function__(
       self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
       function = torch.Tensor.double if func is torch.Tensor.float else func
-      named = {name: wider(value) for name, value in (kwargs or {}).items()}
-      return function(*map(wider, args), **named)
+      keywords = {name: widen(value) for name, value in (kwargs or {}).items()}
+      return function(*map(widen, args), **keywords)
 
-  return InFloat64()
+  return Float64Mode()

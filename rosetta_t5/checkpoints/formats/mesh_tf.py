@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.fit import CheckpointMismatchError, compare, mismatch_error
-from rosetta_t5.checkpoints.formats import tensor_bundle
+from rosetta_t5.checkpoints.fit import compare, mismatch_error
+from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
+  ATTENTION_MATRICES,
+  NORMS,
+  rename_shared_biases,
+)
 
 Rule = Callable[..., tuple[str | None, Any]]
 
 _SLOTS = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
-_MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
-_NORMS = {
-  "encoder": ("pre_attention_layer_norm", "pre_mlp_layer_norm"),
-  "decoder": (
-    "pre_self_attention_layer_norm",
-    "pre_cross_attention_layer_norm",
-    "pre_mlp_layer_norm",
-  ),
-  "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
-}
+_NORMS = {**NORMS, "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm")}
 _SIDES = "(encoder|decoder|transformer)"
+_LAYERS = _SIDES + r"/block_(\d+)"
+_LATEST = re.compile(r'^model_checkpoint_path:\s*"(.*)"', re.MULTILINE)
 
 
 class CheckpointTranslator:
-  """Rules that rename the entries of a flat dict; each entry needs one (T5X's class).
+  """Renames the entries of a flat dict by rules; every entry must match one (T5X's class).
 
   Attributes:
-    rules: (compiled pattern, function) pairs, in order.
+    rules: (compiled pattern, function) pairs. The first pattern that matches is used.
   """
 
   def __init__(self) -> None:
-    """Builds a translator without rules."""
+    """Creates a translator without rules."""
     self.rules: list[tuple[re.Pattern[str], Rule]] = []
 
   def add(self, pattern: str) -> Callable[[Rule], Rule]:
     """Returns a decorator that adds `fn(opts, key, value, *groups) -> (new key or None, value)`.
 
     Args:
-      pattern: of whole keys; its groups are handed to the function.
+      pattern: matches whole keys; its groups are passed to the function.
     """
 
     def register(fn: Rule) -> Rule:
@@ -56,30 +56,30 @@ class CheckpointTranslator:
     return register
 
   def apply(self, flatdict: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
-    """Returns `flatdict` under the new names; an entry renamed to None is left out.
+    """Returns `flatdict` under the new names, without the entries that a rule renames to None.
 
     Args:
       flatdict: values by name.
-      **opts: handed to the rules as a dict.
+      **opts: passed to the rules as a dict.
 
     Raises:
-      ValueError: no rule matches some names.
+      ValueError: some names match no rule.
     """
     renamed: dict[str, Any] = {}
-    strangers = []
+    unmatched = []
     for key, value in flatdict.items():
       found = next(((rule, m) for p, rule in self.rules if (m := p.match(key))), None)
       if found is None:
-        strangers.append(key)
+        unmatched.append(key)
         continue
       rule, match = found
       new_key, new_value = rule(opts, key, value, *match.groups())
       if new_key is not None:
         renamed[new_key] = new_value
-    if strangers:
+    if unmatched:
       raise ValueError(
-        f"Unmapped tensor keys exist: {', '.join(sorted(strangers)[:10])} ({len(strangers)} in all): "
-        "add a rule for them with CheckpointTranslator.add"
+        f"Unmapped tensor keys exist: {', '.join(sorted(unmatched)[:10])} "
+        f"({len(unmatched)} in all): add a rule for them with CheckpointTranslator.add"
       )
     return renamed
 
@@ -88,7 +88,7 @@ t5_importer = CheckpointTranslator()
 
 
 def _name(inner: str, slot: str | None) -> str:
-  """Returns the name of a parameter, or of the part of Adafactor's state that `slot` says."""
+  """Returns T5X's name of a parameter or, if `slot` is given, of a part of its Adafactor state."""
   return f"state/param_states/{inner}/{_SLOTS[slot]}" if slot else f"target/{inner}"
 
 
@@ -96,56 +96,47 @@ def _side(encdec: str) -> str:
   return "decoder" if encdec == "transformer" else encdec
 
 
+def _layer(encdec: str, blocknum: str) -> str:
+  return f"{_side(encdec)}/layers_{int(blocknum)}"
+
+
 @t5_importer.add(r"global_step")
 def global_step(opts: Any, key: str, val: Any) -> tuple[str, Any]:
-  """Names the number of steps; it is read at once."""
-  del opts, key
+  """Renames the number of steps, which is read immediately."""
   return "state/step", val.astype(np.int32).get() if isinstance(val, LazyArray) else val
 
 
 @t5_importer.add(r"shared/embedding(\w*)")
 def shared_embeddings(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
-  """Names the embedding table that encoder and decoder share."""
-  del opts, key
+  """Renames the embedding table that the encoder and the decoder share."""
   return _name("token_embedder/embedding", slot), val
 
 
 @t5_importer.add(_SIDES + r"/embedding(\w*)")
 def separate_embeddings(opts: Any, key: str, val: Any, encdec: str, slot: str) -> tuple[str, Any]:
-  """Names the embedding table of one side."""
-  del opts, key
+  """Renames an embedding table that only the encoder or only the decoder uses."""
   return _name(f"{_side(encdec)}/token_embedder/embedding", slot), val
 
 
-@t5_importer.add(_SIDES + r"/block_(\d+)/layer_000/SelfAttention/relative_attention_bias(\w*)")
+@t5_importer.add(_LAYERS + r"/layer_000/SelfAttention/relative_attention_bias(\w*)")
 def rel_embeddings(
   opts: Any, key: str, val: Any, encdec: str, blocknum: str, slot: str
 ) -> tuple[str, Any]:
-  """Names a relative bias after its layer; `restore_from_t5_checkpoint` sees whether it is shared."""
-  del opts, key
-  return _name(f"{_side(encdec)}/layers_{int(blocknum)}/relpos_bias/rel_embedding", slot), val
+  """Renames a layer's relative bias; `read_arrays` finds out whether the layers share it."""
+  return _name(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
 
-@t5_importer.add(_SIDES + r"/block_(\d+)/layer_\d+/(SelfAttention|EncDecAttention)/(q|k|v|o)(\w*)")
+@t5_importer.add(_LAYERS + r"/layer_\d+/(SelfAttention|EncDecAttention)/(q|k|v|o)(\w*)")
 def attention_layers(
-  opts: Any,
-  key: str,
-  val: Any,
-  encdec: str,
-  blocknum: str,
-  attntype: str,
-  qkvo: str,
-  slot: str,
+  opts: Any, key: str, val: Any, encdec: str, blocknum: str, attntype: str, qkvo: str, slot: str
 ) -> tuple[str, Any]:
-  """Names a matrix of an attention block."""
-  del opts, key
+  """Renames a matrix of an attention block."""
   names = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
   block = "attention" if encdec == "encoder" else names[attntype]
-  layer = f"{_side(encdec)}/layers_{int(blocknum)}"
-  return _name(f"{layer}/{block}/{_MATRICES[qkvo]}/kernel", slot), val
+  return _name(f"{_layer(encdec, blocknum)}/{block}/{ATTENTION_MATRICES[qkvo]}/kernel", slot), val
 
 
-@t5_importer.add(_SIDES + r"/block_(\d+)/layer_\d+/DenseReluDense/(wi|wo)(?:_(\d+))?/kernel(\w*)")
+@t5_importer.add(_LAYERS + r"/layer_\d+/DenseReluDense/(wi|wo)(?:_(\d+))?/kernel(\w*)")
 def mlpblock(
   opts: Any,
   key: str,
@@ -156,40 +147,89 @@ def mlpblock(
   io_num: str | None,
   slot: str,
 ) -> tuple[str, Any]:
-  """Names a matrix of a feed-forward block."""
-  del opts, key
+  """Renames a matrix of a feed-forward block."""
   matrix = io_name if io_num is None else f"{io_name}_{io_num}"
-  return _name(f"{_side(encdec)}/layers_{int(blocknum)}/mlp/{matrix}/kernel", slot), val
+  return _name(f"{_layer(encdec, blocknum)}/mlp/{matrix}/kernel", slot), val
 
 
-@t5_importer.add(_SIDES + r"/block_(\d+)/layer_(\d+)/(?:layer|rms)_norm/scale(\w*)")
+@t5_importer.add(_LAYERS + r"/layer_(\d+)/(?:layer|rms)_norm/scale(\w*)")
 def layernorms(
   opts: Any, key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str
 ) -> tuple[str, Any]:
-  """Names the norm before a block."""
-  del opts, key
-  norm = _NORMS[encdec][int(lyrnum)]
-  return _name(f"{_side(encdec)}/layers_{int(blocknum)}/{norm}/scale", slot), val
+  """Renames the layer norm before a block."""
+  return _name(f"{_layer(encdec, blocknum)}/{_NORMS[encdec][int(lyrnum)]}/scale", slot), val
 
 
 @t5_importer.add(_SIDES + r"/(?:final_layer|rms)_norm/scale(\w*)")
 def final_layernorms(opts: Any, key: str, val: Any, encdec: str, slot: str) -> tuple[str, Any]:
-  """Names the norm after a stack."""
-  del opts, key
-  side = _side(encdec)
-  return _name(f"{side}/{side}_norm/scale", slot), val
+  """Renames the layer norm after the last layer."""
+  return _name(f"{_side(encdec)}/{_side(encdec)}_norm/scale", slot), val
 
 
 @t5_importer.add(r"(?:decoder|transformer)/logits/kernel(\w*)")
 def final_logits(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
-  """Names the output layer."""
-  del opts, key
+  """Renames the output layer."""
   return _name("decoder/logits_dense/kernel", slot), val
 
 
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-  """Returns {TensorFlow's name: lazy array} of a checkpoint, its folder or its prefix."""
-  return dict(tensor_bundle.read_arrays(path))
+  """Returns {TensorFlow's name: lazy array} of a checkpoint; variables of strings are left out.
+
+  Args:
+    path: a prefix, or a folder, whose latest checkpoint is then read.
+
+  Raises:
+    ValueError: there is no TensorFlow checkpoint, or it is damaged.
+  """
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+
+  prefix = _find_prefix(path)
+  tf = import_tensorflow()
+  # A reader must not be used by several threads at once.
+  lock = threading.Lock()
+
+  def read(name: str) -> np.ndarray:
+    with lock:
+      return np.asarray(reader.get_tensor(name))
+
+  try:
+    reader = tf.train.load_checkpoint(prefix)
+  except tf.errors.OpError as error:
+    raise ValueError(f"{prefix}.index is damaged: {error.message}") from error
+  shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+  return {
+    name: LazyThreadPoolArray(
+      shapes[name], dtypes[name].as_numpy_dtype, functools.partial(read, name)
+    )
+    for name in sorted(shapes)
+    if dtypes[name] != tf.string
+  }
+
+
+def _find_prefix(path: str | os.PathLike[str]) -> str:
+  """Returns the prefix of the checkpoint at `path`, which is a prefix or a folder."""
+  given = epath.Path(path)
+  if epath.Path(f"{given}.index").exists():
+    return os.fspath(given)
+  folder = given if given.is_dir() else given.parent
+  state = folder / "checkpoint"
+  if state.exists() and (match := _LATEST.search(state.read_bytes().decode("utf-8", "replace"))):
+    # Not the whole path: the folder may have been moved.
+    prefix = folder / os.path.basename(match[1])
+    if epath.Path(f"{prefix}.index").exists():
+      return os.fspath(prefix)
+  # A folder that was copied in part may lack the file that names the latest checkpoint.
+  found = sorted(folder.glob("*.ckpt-*.index"), key=_step_in_name)
+  if not found:
+    raise ValueError(
+      f"{path} is not a TensorFlow checkpoint: there is no file PREFIX.index such as "
+      "model.ckpt-1000000.index"
+    )
+  return os.fspath(found[-1]).removesuffix(".index")
+
+
+def _step_in_name(file: epath.Path) -> int:
+  return max(map(int, re.findall(r"ckpt-(\d+)", file.name)), default=0)
 
 
 def read_arrays(
@@ -198,11 +238,11 @@ def read_arrays(
   """Returns {T5X's name: array} of the Mesh TensorFlow checkpoint at `path`.
 
   Args:
-    path: a prefix, or the folder with the file `checkpoint`.
+    path: a prefix, or a folder, whose latest checkpoint is then read.
     translator: the rules; None for those of T5 1.0 and 1.1.
   """
   translated = (translator or t5_importer).apply(load_tf_ckpt(path))
-  return _with_shared_bias(_with_dummy_slots(translated))
+  return _add_unused_slots(rename_shared_biases(translated))
 
 
 def restore_from_t5_checkpoint(
@@ -215,10 +255,10 @@ def restore_from_t5_checkpoint(
   """Returns a nested state dict with the values of a Mesh TensorFlow checkpoint (T5X's function).
 
   Args:
-    state_dict: the state dict of the model with T5X's Adafactor; its shapes are what counts.
-    path: a prefix, or the folder with the file `checkpoint`.
-    lazy_parameters: leave values on disk until they are asked for.
-    strict: refuse names that `state_dict` has not; else they are left out.
+    state_dict: the state dict of the model with T5X's Adafactor; only its shapes are used.
+    path: a prefix, or a folder, whose latest checkpoint is then read.
+    lazy_parameters: leave the values on disk until they are used.
+    strict: raise an error for names that `state_dict` lacks; otherwise they are left out.
     translator: the rules; None for those of T5 1.0 and 1.1.
 
   Raises:
@@ -228,7 +268,7 @@ def restore_from_t5_checkpoint(
   expected = {n: x for n, x in flatten_state_dict(state_dict).items() if hasattr(x, "shape")}
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
-  # As in T5X, a name that only the model has is left to the train state to miss.
+  # As in T5X, names that only the model has are left to the train state to report.
   misfits = [misfit for misfit in compare(arrays, expected) if misfit.problem != "missing"]
   if misfits:
     raise mismatch_error(path, misfits)
@@ -237,9 +277,9 @@ def restore_from_t5_checkpoint(
   return unflatten_state_dict(arrays)
 
 
-def _with_dummy_slots(arrays: dict[str, Any]) -> dict[str, Any]:
-  """Adds the single zeros that stand in Adafactor's state for what a parameter does not need."""
-  dummies = {}
+def _add_unused_slots(arrays: dict[str, Any]) -> dict[str, Any]:
+  """Adds the zero of shape [1] that Adafactor's state holds for each slot a parameter does not use."""
+  unused_slots = {}
   for name in arrays:
     if not name.startswith("target/"):
       continue
@@ -249,32 +289,5 @@ def _with_dummy_slots(arrays: dict[str, Any]) -> dict[str, Any]:
       unused += ["v_row", "v_col"]
     elif f"{slots}/v_row" in arrays:
       unused += ["v"]
-    dummies.update({f"{slots}/{slot}": np.zeros((1,), np.float32) for slot in unused})
-  return {**arrays, **dummies}
-
-
-def _with_shared_bias(arrays: dict[str, Any]) -> dict[str, Any]:
-  """Gives biases that only layers 0 have the stack's name: the layers share them."""
-  numbers = [int(match[1]) for n in arrays if (match := re.search(r"layers_(\d+)/relpos_bias", n))]
-  if max(numbers, default=0) > 0:
-    return arrays
-  return {name.replace("layers_0/relpos_bias", "relpos_bias"): x for name, x in arrays.items()}
-
-
-__all__ = [
-  "CheckpointMismatchError",
-  "CheckpointTranslator",
-  "attention_layers",
-  "final_layernorms",
-  "final_logits",
-  "global_step",
-  "layernorms",
-  "load_tf_ckpt",
-  "mlpblock",
-  "read_arrays",
-  "rel_embeddings",
-  "restore_from_t5_checkpoint",
-  "separate_embeddings",
-  "shared_embeddings",
-  "t5_importer",
-]
+    unused_slots.update({f"{slots}/{slot}": np.zeros((1,), np.float32) for slot in unused})
+  return {**arrays, **unused_slots}

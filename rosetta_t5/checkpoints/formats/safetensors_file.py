@@ -1,7 +1,8 @@
-"""safetensors files, read in part and written tensor by tensor (no framework is needed)."""
+"""Reads safetensors files in part, and writes them tensor by tensor."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -10,93 +11,63 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 
-_DTYPES = {
-  "F64": np.dtype(np.float64),
-  "F32": np.dtype(np.float32),
-  "F16": np.dtype(np.float16),
-  "BF16": jnp.dtype(jnp.bfloat16),
-  "I64": np.dtype(np.int64),
-  "I32": np.dtype(np.int32),
-  "I16": np.dtype(np.int16),
-  "I8": np.dtype(np.int8),
-  "U8": np.dtype(np.uint8),
-  "BOOL": np.dtype(np.bool_),
+_CODES = {
+  "float64": "F64",
+  "float32": "F32",
+  "float16": "F16",
+  "bfloat16": "BF16",
+  "int64": "I64",
+  "int32": "I32",
+  "int16": "I16",
+  "int8": "I8",
+  "uint8": "U8",
+  "bool": "BOOL",
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = {code: jnp.dtype(name) for name, code in _CODES.items()}
 _WRITTEN_AT_ONCE = 64 * 1024 * 1024
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
-  """Returns {name: array} of a safetensors file; values are read later.
+  """Returns {name: array} of a safetensors file; the values are read later.
 
   Raises:
-    ValueError: the file is damaged or holds dtypes unknown here.
+    ValueError: the file is damaged, or has dtypes that numpy lacks.
   """
-  with open(path, "rb") as file:
-    (length,) = struct.unpack("<Q", file.read(8))
-    header = json.loads(file.read(length))
-  size, begin = os.path.getsize(path), 8 + length
   arrays = {}
-  for name, entry in header.items():
-    if name == "__metadata__":
-      continue
-    first, last = entry["data_offsets"]
-    if begin + last > size:
-      raise ValueError(f"{path} ends at byte {size}, before {name!r} does ({begin + last})")
-    if entry["dtype"] not in _DTYPES:
-      raise ValueError(f"{path}: {name!r} is of dtype {entry['dtype']}, none of {list(_DTYPES)}")
-    arrays[name] = mapped(path, begin + first, entry["shape"], _DTYPES[entry["dtype"]])
+  try:
+    with safe_open(path, "numpy") as file:
+      for name in file.offset_keys():
+        part = file.get_slice(name)
+        if part.get_dtype() not in _DTYPES:
+          raise ValueError(
+            f"{path}: the dtype of {name} must be one of {', '.join(_DTYPES)}, got "
+            f"{part.get_dtype()}"
+          )
+        read = functools.partial(_read, path, name)
+        arrays[name] = StoredArray(part.get_shape(), _DTYPES[part.get_dtype()], read)
+  except SafetensorError as error:
+    raise ValueError(f"{path} is damaged: {error}") from error
   return arrays
 
 
-def mapped(
-  path: str | os.PathLike[str],
-  offset: int,
-  shape: Any,
-  dtype: np.dtype,
-  strides: tuple[int, ...] | None = None,
-) -> StoredArray:
-  """Returns the array that lies in a file at an offset.
-
-  Args:
-    path: the file.
-    offset: in bytes.
-    shape: the array's.
-    dtype: the array's.
-    strides: in bytes; None for C order.
-  """
-  shape = tuple(shape)
-
-  def read(index: Index) -> np.ndarray:
-    if 0 in shape:
-      return np.zeros(shape, dtype)[index]
-    steps = _c_strides(shape, dtype.itemsize) if strides is None else strides
-    span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + dtype.itemsize
-    # The map is closed with the last array on it, so pages do not pile up.
-    raw = np.memmap(path, np.uint8, "r", offset, (span,))
-    flat = np.ndarray(shape, dtype, raw, 0, steps)
-    return np.array(flat[index])
-
-  return StoredArray(shape, dtype, read)
-
-
-def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-  steps = [itemsize]
-  for size in shape[:0:-1]:
-    steps.insert(0, steps[0] * size)
-  return tuple(steps) if shape else ()
+def _read(path: str | os.PathLike[str], name: str, index: Index) -> np.ndarray:
+  # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
+  with safe_open(path, "numpy") as file:
+    return np.asarray(file.get_slice(name)[index or ...])
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> None:
-  """Writes a safetensors file; of one tensor at a time, a part is in memory."""
+  """Writes a safetensors file; only a part of one tensor is in memory at a time."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   offset = 0
   for name, array in arrays.items():
     span = [offset, offset + array.nbytes]
-    header[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": span}
+    code = _CODES[array.dtype.name]
+    header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": span}
     offset = span[1]
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)

@@ -1,12 +1,12 @@
-"""PyTorch's `pytorch_model.bin`, read without PyTorch and without running what is pickled in it.
+"""Reads PyTorch's `pytorch_model.bin` without PyTorch, and without executing its pickle.
 
-The file is a zip archive: a pickle that names tensors, and one uncompressed member a storage.
+The file is a zip archive of a pickle that describes the tensors, and of one uncompressed member for
+each tensor's storage.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import pickle
 import struct
@@ -17,8 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats.safetensors_file import mapped
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 
 _STORAGES = {
   "DoubleStorage": np.dtype(np.float64),
@@ -35,58 +34,40 @@ _STORAGES = {
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
-@dataclasses.dataclass(frozen=True)
-class _StorageType:
-  """Stands for a class such as torch.FloatStorage."""
-
-  dtype: np.dtype
-
-
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
-  """Returns {name: array} of a file that `torch.save` wrote; values are read later.
+  """Returns {name: array} of a file that `torch.save` wrote; the values are read later.
 
   Raises:
-    ValueError: the file is of PyTorch before 1.6, or its pickle asks for more than tensors.
+    ValueError: the file was written by PyTorch before 1.6, or its pickle contains more than tensors.
   """
   if not zipfile.is_zipfile(path):
     raise ValueError(
-      f"{path} is not a zip archive: PyTorch before 1.6 wrote it, or it is damaged. Load and save it "
-      "once with PyTorch, or give the folder's model.safetensors"
+      f"{path} must be a zip archive: this one is damaged, or was written by PyTorch before 1.6. "
+      "Load and save it once with PyTorch, or use the folder's model.safetensors"
     )
   with zipfile.ZipFile(path) as archive:
     members = {info.filename: info for info in archive.infolist()}
     root = next(name for name in members if name.endswith("data.pkl")).removesuffix("data.pkl")
-    offsets = _Offsets(path, root, members)
     with archive.open(root + "data.pkl") as file:
-      contents = _TensorUnpickler(file, offsets).load()
+      contents = _TensorUnpickler(file, path, root, members).load()
   state = contents.get("state_dict", contents)
   return {name: value for name, value in state.items() if isinstance(value, StoredArray)}
-
-
-@dataclasses.dataclass
-class _Offsets:
-  """Where each storage begins in the file."""
-
-  path: str | os.PathLike[str]
-  root: str
-  members: Mapping[str, zipfile.ZipInfo]
-
-  def of(self, key: str) -> int:
-    info = self.members[f"{self.root}data/{key}"]
-    if info.compress_type != zipfile.ZIP_STORED:
-      raise ValueError(f"{self.path}: {info.filename} is compressed, which torch.save never does")
-    with open(self.path, "rb") as file:
-      file.seek(info.header_offset)
-      name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return info.header_offset + _LOCAL_HEADER.size + name + extra
 
 
 class _TensorUnpickler(pickle.Unpickler):
   """Unpickles tensors, dicts and plain values; refuses everything else."""
 
-  def __init__(self, file: Any, offsets: _Offsets):
+  def __init__(
+    self,
+    file: Any,
+    path: str | os.PathLike[str],
+    root: str,
+    members: Mapping[str, zipfile.ZipInfo],
+  ):
     super().__init__(file, encoding="utf-8")
-    self._offsets = offsets
+    self._path = path
+    self._root = root
+    self._members = members
     self._allowed: dict[tuple[str, str], Any] = {
       ("collections", "OrderedDict"): collections.OrderedDict,
       ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_tensor,
@@ -99,20 +80,52 @@ class _TensorUnpickler(pickle.Unpickler):
       allowed: Callable[..., Any] = self._allowed[module, name]
       return allowed
     if module in ("torch", "torch.storage") and name in _STORAGES:
-      return _StorageType(_STORAGES[name])  # type: ignore[return-value]
+      return _STORAGES[name]
     raise ValueError(
-      f"{self._offsets.path} asks to run {module}.{name}, which a file of weights has no need of: "
-      "it was not read. Save the model as safetensors"
+      f"{self._path} was not read, because it would execute {module}.{name}, which weights do "
+      "not need. Save the model as safetensors"
     )
 
   def persistent_load(self, pid: Any) -> tuple[np.dtype, str]:
-    _, kind, key, *_ = pid
-    return kind.dtype, key
+    _, dtype, key, *_ = pid
+    return dtype, key
 
   def _rebuild_tensor(
     self, storage: tuple[np.dtype, str], first: int, shape: Any, strides: Any, *_: Any
   ) -> StoredArray:
     dtype, key = storage
-    offset = self._offsets.of(key) + first * dtype.itemsize
+    offset = self._find_storage(key) + first * dtype.itemsize
     steps = tuple(step * dtype.itemsize for step in strides)
-    return mapped(self._offsets.path, offset, shape, dtype, steps)
+    return _map_array(self._path, offset, tuple(shape), dtype, steps)
+
+  def _find_storage(self, key: str) -> int:
+    """Returns the byte of the file at which a storage begins."""
+    info = self._members[f"{self._root}data/{key}"]
+    if info.compress_type != zipfile.ZIP_STORED:
+      raise ValueError(
+        f"{self._path}: {info.filename} must not be compressed. Save the file again with PyTorch"
+      )
+    with open(self._path, "rb") as file:
+      file.seek(info.header_offset)
+      name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return info.header_offset + _LOCAL_HEADER.size + name + extra
+
+
+def _map_array(
+  path: str | os.PathLike[str],
+  offset: int,
+  shape: tuple[int, ...],
+  dtype: np.dtype,
+  strides: tuple[int, ...],
+) -> StoredArray:
+  """Returns the array at `offset` of a file; offset and strides are in bytes."""
+
+  def read(index: Index) -> np.ndarray:
+    if 0 in shape:
+      return np.zeros(shape, dtype)[index]
+    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
+    # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
+    raw = np.memmap(path, np.uint8, "r", offset, (span,))
+    return np.array(np.ndarray(shape, dtype, raw, 0, strides)[index])
+
+  return StoredArray(shape, dtype, read)

@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.formats.hugging_face import t5_reader
+from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
@@ -153,7 +153,7 @@ def _layout(path: epath.Path) -> CheckpointTypes | None:
   folder = state_path(path) if path.is_dir() else path.parent
   if (folder / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
     return CheckpointTypes.ORBAX
-  if t5_reader.is_hugging_face(path):
+  if is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.exists() and not index.is_dir() and (found := _index_layout(index)):

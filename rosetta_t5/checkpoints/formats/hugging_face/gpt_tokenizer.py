@@ -1,6 +1,6 @@
-"""Tells Transformers how a decoder's texts begin and become tokens, beside the tokenizer's own files.
+"""Writes tokenizer files that make Transformers put the start token before a decoder's texts.
 
-Our decoders have seen a start token before every text; Transformers adds none unless it is told to.
+Our decoders have seen a start token before every text, which Transformers does not add by default.
 """
 
 from __future__ import annotations
@@ -12,76 +12,87 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS
-from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_json import (
-  read_model,
-  tokenizer_json,
-)
 
 SENTENCEPIECE = "spiece.model"
-# A decoder's first token, where training has made it one of its own.
+# The name of the start token where training has made it a token of its own.
 _START = "<|startoftext|>"
 _PADDING = 0
 
 
 def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-  """Writes what the tokenizer's files in a folder leave unsaid.
+  """Adds the tokenizer files that a folder still needs.
 
-  Beside spiece.model everything is written anew: it has often come with a T5's files, which end
-  texts, and begin none.
+  Beside spiece.model all of them are replaced, because it has often come with the files of a T5,
+  which add an end token and no start token.
 
   Args:
     root: a folder with GPT-2's vocab.json and merges.txt, with spiece.model, or with neither.
-    config: config.json's content.
+    config: the content of config.json.
 
   Returns:
-    What config.json is to say otherwise.
+    The entries of config.json that must change.
 
   Raises:
-    ValueError: spiece.model has no like in Transformers.
+    ValueError: Transformers does not support the SentencePiece model.
   """
   if config.get(KEEPS_IDS) and (root / SENTENCEPIECE).exists():
     return _write_sentencepiece(root)
-  is_told = (root / "tokenizer_config.json").exists() or (root / "tokenizer.json").exists()
-  if (root / "vocab.json").exists() and not is_told:
+  is_complete = (root / "tokenizer_config.json").exists() or (root / "tokenizer.json").exists()
+  if (root / "vocab.json").exists() and not is_complete:
     _write_byte_pairs(root, config)
   return {}
 
 
 def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
-  """Writes the model as tokenizer.json: no class of Transformers reads it for a decoder."""
+  """Writes the model as tokenizer.json, because no class of Transformers reads it for a decoder."""
+  # Reading checkpoints must not import SentencePiece.
+  from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
+    read_model,
+    tokenizer_json,
+  )
+
   model = read_model((root / SENTENCEPIECE).read_bytes())
+  end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
   for name in ("special_tokens_map.json", "added_tokens.json"):
     (root / name).unlink(missing_ok=True)
   content = json.dumps(tokenizer_json(model, _PADDING), ensure_ascii=False)
   (root / "tokenizer.json").write_text(content + "\n", encoding="utf-8")
-  names = {"bos_token": _PADDING, "pad_token": _PADDING}
-  names |= {"eos_token": model.eos_id} if model.eos_id >= 0 else {}
-  words = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-    **{name: model.pieces[number].text for name, number in names.items()},
-  }
-  (root / "tokenizer_config.json").write_text(json.dumps(words, indent=2) + "\n")
-  return {"eos_token_id": model.eos_id if model.eos_id >= 0 else None}
+  ids = {"bos_token": _PADDING, "pad_token": _PADDING, "eos_token": end}
+  _write_json(
+    root / "tokenizer_config.json",
+    {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "clean_up_tokenization_spaces": False,
+      **{name: model.pieces[id_].piece for name, id_ in ids.items() if id_ is not None},
+    },
+  )
+  return {"eos_token_id": end}
 
 
 def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
-  """Says the start of GPT-2's two files, and that what stands for padding never follows."""
-  numbers = json.loads((root / "vocab.json").read_text("utf-8"))
-  pieces = {number: piece for piece, number in numbers.items()}
+  """Writes which token starts a text, and that a start token of its own is never generated."""
+  ids = json.loads((root / "vocab.json").read_text("utf-8"))
+  pieces = {id_: piece for piece, id_ in ids.items()}
   end = pieces.get(config["eos_token_id"])
-  number = config.get("bos_token_id", config["eos_token_id"])
-  start = pieces.get(number, _START)
-  names = {"bos_token": start, "eos_token": end, "unk_token": end, "add_bos_token": True}
+  start_id = config.get("bos_token_id", config["eos_token_id"])
+  start = pieces.get(start_id, _START)
   added = {"content": start, "special": True, "normalized": False}
   added |= {"lstrip": False, "rstrip": False, "single_word": False}
-  words = {
-    "tokenizer_class": "GPT2Tokenizer",
-    **names,
-    "added_tokens_decoder": {str(number): added},
-  }
-  (root / "tokenizer_config.json").write_text(json.dumps(words, indent=2) + "\n")
-  if number not in pieces:
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-    generation = {**ids, "suppress_tokens": [number]}
-    (root / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+  _write_json(
+    root / "tokenizer_config.json",
+    {
+      "tokenizer_class": "GPT2Tokenizer",
+      "bos_token": start,
+      "eos_token": end,
+      "unk_token": end,
+      "add_bos_token": True,
+      "added_tokens_decoder": {str(start_id): added},
+    },
+  )
+  if start_id not in pieces:
+    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(root / "generation_config.json", {**kept, "suppress_tokens": [start_id]})
+
+
+def _write_json(file: epath.Path, content: Mapping[str, Any]) -> None:
+  file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,11 +1,23 @@
-"""Hugging Face's names of a T5's weights beside T5X's, and which matrices are stored transposed."""
+"""The names of T5's weights in Transformers beside T5X's."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-_ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "out"}
-_NORMS = {
+from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping
+
+FAMILIES = ("t5", "mt5", "umt5")
+EMBEDDING = "target/token_embedder/embedding"
+HEAD = "target/decoder/logits_dense/kernel"
+HF_EMBEDDING = "shared.weight"
+HF_HEAD = "lm_head.weight"
+# PyTorch's files may also contain the shared embedding under these names.
+HF_EMBEDDING_COPIES = ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
+ATTENTION_MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
+# The layer norms of a layer's blocks, in order.
+NORMS = {
   "encoder": ("pre_attention_layer_norm", "pre_mlp_layer_norm"),
   "decoder": (
     "pre_self_attention_layer_norm",
@@ -13,83 +25,56 @@ _NORMS = {
     "pre_mlp_layer_norm",
   ),
 }
-# What Transformers keeps twice: the embedding under three names.
-COPIES = frozenset({"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"})
-EMBEDDING = "target/token_embedder/embedding"
-HEAD = "target/decoder/logits_dense/kernel"
-HF_HEAD = "lm_head.weight"
-_LAYER = re.compile(r"(encoder|decoder)\.block\.(\d+)\.layer\.(\d+)\.(.+)\.weight")
+_ATTENTION_BLOCKS = {
+  "encoder": {"0.SelfAttention": "attention"},
+  "decoder": {
+    "0.SelfAttention": "self_attention",
+    "1.EncDecAttention": "encoder_decoder_attention",
+  },
+}
+_MLP_MATRICES = ("wi", "wi_0", "wi_1", "wo")
+_LAYER_BIAS = re.compile(r"(.*/(encoder|decoder)/)layers_(\d+)/(relpos_bias/.*)")
 
 
-def t5x_name(name: str) -> tuple[str, bool] | None:
-  """Returns T5X's name for Hugging Face's, and whether the matrix is transposed; None for a stranger.
+def weight_table(encoder_layers: int, decoder_layers: int) -> list[WeightMapping]:
+  """Returns every weight that a model of the T5 family may have, in the plain tree.
 
-  Relative biases keep their layer's number; whether they are shared shows only in all of them.
+  Each layer has an entry for a relative bias; a bias that all layers share belongs to layer 0.
   """
-  if name == "shared.weight":
-    return EMBEDDING, False
-  if name == HF_HEAD:
-    return HEAD, True
-  if match := re.fullmatch(r"(encoder|decoder)\.final_layer_norm\.weight", name):
-    return f"target/{match[1]}/{match[1]}_norm/scale", False
-  match = _LAYER.fullmatch(name)
-  if not match:
-    return None
-  side, layer, part, inner = match[1], match[2], int(match[3]), match[4]
-  prefix = f"target/{side}/layers_{layer}"
-  if inner == "layer_norm":
-    return f"{prefix}/{_NORMS[side][part]}/scale", False
-  if inner == "SelfAttention.relative_attention_bias":
-    return f"{prefix}/relpos_bias/rel_embedding", True
-  block, _, matrix = inner.partition(".")
-  if block == "DenseReluDense":
-    return f"{prefix}/mlp/{matrix}/kernel", True
-  if block in ("SelfAttention", "EncDecAttention") and matrix in _ATTENTION:
-    return f"{prefix}/{_attention(side, block)}/{_ATTENTION[matrix]}/kernel", True
-  return None
+  table = [
+    WeightMapping(HF_EMBEDDING, (EMBEDDING,)),
+    WeightMapping(HF_HEAD, (HEAD,), is_transposed=True),
+  ]
+  for side, layers in (("encoder", encoder_layers), ("decoder", decoder_layers)):
+    norm = (f"target/{side}/{side}_norm/scale",)
+    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm))
+    for layer in range(layers):
+      table += _layer_table(side, layer)
+  return table
 
 
-def _attention(side: str, block: str) -> str:
-  if side == "encoder":
-    return "attention"
-  return "self_attention" if block == "SelfAttention" else "encoder_decoder_attention"
+def _layer_table(side: str, layer: int) -> list[WeightMapping]:
+  theirs, ours = f"{side}.block.{layer}.layer", f"target/{side}/layers_{layer}"
+  scales = {f"{number}.layer_norm": f"{norm}/scale" for number, norm in enumerate(NORMS[side])}
+  matrices = {"0.SelfAttention.relative_attention_bias": "relpos_bias/rel_embedding"}
+  for their_block, our_block in _ATTENTION_BLOCKS[side].items():
+    for letter, name in ATTENTION_MATRICES.items():
+      matrices[f"{their_block}.{letter}"] = f"{our_block}/{name}/kernel"
+  mlp = f"{len(NORMS[side]) - 1}.DenseReluDense"
+  matrices |= {f"{mlp}.{name}": f"mlp/{name}/kernel" for name in _MLP_MATRICES}
+  return [
+    WeightMapping(f"{theirs}.{their_name}.weight", (f"{ours}/{our_name}",), their_name in matrices)
+    for their_name, our_name in (scales | matrices).items()
+  ]
 
 
-def hf_name(name: str) -> tuple[str, bool] | None:
-  """Returns Hugging Face's name for T5X's (plain tree), and whether the matrix is transposed.
+def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `arrays` with a relative bias that only layer 0 has under its stack's name.
 
-  A shared relative bias is the one of layer 0. None for names that Hugging Face's T5 lacks.
+  The layers of such a stack share the bias: `encoder/layers_0/relpos_bias` becomes
+  `encoder/relpos_bias`.
   """
-  if name == EMBEDDING:
-    return "shared.weight", False
-  if name == HEAD:
-    return HF_HEAD, True
-  if match := re.fullmatch(r"target/(encoder|decoder)/\1_norm/scale", name):
-    return f"{match[1]}.final_layer_norm.weight", False
-  if match := re.fullmatch(
-    r"target/(encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding", name
-  ):
-    layer = (match[2] or "layers_0/").removeprefix("layers_")[:-1]
-    bias = "layer.0.SelfAttention.relative_attention_bias.weight"
-    return f"{match[1]}.block.{layer}.{bias}", True
-  match = re.fullmatch(r"target/(encoder|decoder)/layers_(\d+)/(.+)", name)
-  return _layer_hf_name(match[1], f"{match[1]}.block.{match[2]}.layer", match[3]) if match else None
-
-
-def _layer_hf_name(side: str, prefix: str, inner: str) -> tuple[str, bool] | None:
-  block, _, rest = inner.partition("/")
-  if block in _NORMS[side] and rest == "scale":
-    return f"{prefix}.{_NORMS[side].index(block)}.layer_norm.weight", False
-  matrix = rest.removesuffix("/kernel")
-  if block == "mlp" and matrix in ("wi", "wi_0", "wi_1", "wo"):
-    return f"{prefix}.{len(_NORMS[side]) - 1}.DenseReluDense.{matrix}.weight", True
-  letters = {long: short for short, long in _ATTENTION.items()}
-  blocks = {
-    "attention": (0, "SelfAttention"),
-    "self_attention": (0, "SelfAttention"),
-    "encoder_decoder_attention": (1, "EncDecAttention"),
-  }
-  if block in blocks and matrix in letters:
-    part, theirs = blocks[block]
-    return f"{prefix}.{part}.{theirs}.{letters[matrix]}.weight", True
-  return None
+  matches = [match for name in arrays if (match := _LAYER_BIAS.fullmatch(name))]
+  own = {match[2] for match in matches if match[3] != "0"}
+  renamed = {match[0]: match[1] + match[4] for match in matches if match[2] not in own}
+  return {renamed.get(name, name): array for name, array in arrays.items()}

@@ -10,11 +10,11 @@ import unicodedata
 
 import pytest
 import sentencepiece
-
 from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_json import (
   read_model,
   tokenizer_json,
 )
+
 from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 
 WORDS = [

@@ -1,0 +1,168 @@
+"""Folders that Transformers' `save_pretrained` writes: config.json, weights and a tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from etils import epath
+
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
+from rosetta_t5.checkpoints.formats.hugging_face import gpt_names, gpt_reader, t5_names, t5_reader
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
+  SENTENCEPIECE,
+  write_gpt_tokenizer,
+)
+
+CONFIG = "config.json"
+FAMILIES = (*t5_names.FAMILIES, *gpt_names.FAMILIES)
+_SHARD_BYTES = 5_000_000_000
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZER = re.compile(
+  r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
+)
+# The values that this project's networks have; entries that config.json lacks have the first one.
+_T5_VALUES: dict[str, tuple[Any, ...]] = {
+  "relative_attention_max_distance": (128,),
+  "layer_norm_epsilon": (1e-6,),
+}
+_GPT_VALUES: dict[str, tuple[Any, ...]] = {
+  "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+  "scale_attn_weights": (True,),
+  "scale_attn_by_inverse_layer_idx": (False,),
+  "add_cross_attention": (False,),
+  "tie_word_embeddings": (True,),
+}
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[epath.Path]:
+  """Returns the files of weights in `folder`, which may be none; safetensors are preferred."""
+  root = epath.Path(folder)
+  for index, file in zip(_INDEXES, _FILES, strict=True):
+    if (root / index).exists():
+      shards = json.loads((root / index).read_text())["weight_map"].values()
+      return [root / name for name in sorted(set(shards))]
+    if (root / file).exists():
+      return [root / file]
+  return []
+
+
+def is_hugging_face(path: str | os.PathLike[str]) -> bool:
+  """Returns whether `path` is a folder with config.json and files of weights."""
+  root = epath.Path(path)
+  return root.is_dir() and (root / CONFIG).exists() and bool(weight_files(root))
+
+
+def read_config(
+  file: str | os.PathLike[str], families: Collection[str] = FAMILIES
+) -> dict[str, Any]:
+  """Returns the content of a config.json.
+
+  Args:
+    file: its path.
+    families: the accepted values of `model_type`.
+
+  Raises:
+    ValueError: the model is of another family, or computes something that our networks do not.
+  """
+  config: dict[str, Any] = json.loads(epath.Path(file).read_text())
+  family = config.get("model_type")
+  if family not in families:
+    raise ValueError(f"{file}: model_type must be one of {', '.join(families)}, got {family!r}")
+  supported = _GPT_VALUES if family in gpt_names.FAMILIES else _T5_VALUES
+  for key, values in supported.items():
+    if config.get(key, values[0]) not in values:
+      allowed = " or ".join(map(repr, values))
+      raise ValueError(
+        f"{file}: {key} must be {allowed}, got {config[key]!r}, which this project's {family} "
+        "does not support"
+      )
+  return config
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+  """Returns {our name: array} of the folder at `path`, in the plain tree; values are read later.
+
+  Raises:
+    ValueError: weights are missing, or belong to another architecture.
+  """
+  config = read_config(epath.Path(path) / CONFIG)
+  weights: dict[str, StoredArray] = {}
+  for file in weight_files(path):
+    if not file.exists():
+      raise ValueError(f"{file} is missing, although the folder's index lists it")
+    module = safetensors_file if file.suffix == ".safetensors" else torch_file
+    weights.update(module.read_arrays(file))
+  # Transformers adds this prefix where a GPT is saved with its output layer.
+  weights = {name.removeprefix("transformer."): array for name, array in weights.items()}
+  reader = gpt_reader if config["model_type"] in gpt_names.FAMILIES else t5_reader
+  return reader.read_arrays(weights, config)
+
+
+def write(
+  folder: str | os.PathLike[str],
+  weights: Mapping[str, StoredArray],
+  config: Mapping[str, Any],
+  tokenizer: str | os.PathLike[str] | None = None,
+  shard_bytes: int = _SHARD_BYTES,
+) -> None:
+  """Writes the weights (in shards if they are large), config.json and a tokenizer's files.
+
+  Args:
+    folder: an existing folder.
+    weights: by Transformers' names.
+    config: the content of config.json.
+    tokenizer: a folder or one file to copy the tokenizer from.
+    shard_bytes: the largest size of a file, in bytes.
+  """
+  root = epath.Path(folder)
+  shards = _shards(weights, shard_bytes)
+  if len(shards) == 1:
+    safetensors_file.write(root / "model.safetensors", weights)
+  else:
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+      file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+      safetensors_file.write(root / file, {name: weights[name] for name in names})
+      weight_map.update(dict.fromkeys(names, file))
+    size = sum(array.nbytes for array in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+  for file in tokenizer_files(tokenizer):
+    shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
+  config = {**config, **write_gpt_tokenizer(root, config)}
+  (root / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def tokenizer_files(path: str | os.PathLike[str] | None) -> list[epath.Path]:
+  """Returns the tokenizer's files in a folder, or the one file at `path`.
+
+  Raises:
+    ValueError: there is nothing at `path`.
+  """
+  if path is None:
+    return []
+  given = epath.Path(path)
+  if not given.exists():
+    raise ValueError(f"--tokenizer {given}: there is no such file or folder")
+  if not given.is_dir():
+    return [given]
+  return sorted(file for file in given.iterdir() if _TOKENIZER.fullmatch(file.name))
+
+
+def _shards(weights: Mapping[str, StoredArray], limit: int) -> list[list[str]]:
+  shards: list[list[str]] = [[]]
+  used = 0
+  for name, array in weights.items():
+    if shards[-1] and used + array.nbytes > limit:
+      shards.append([])
+      used = 0
+    shards[-1].append(name)
+    used += array.nbytes
+  return shards
