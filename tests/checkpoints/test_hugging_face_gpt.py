@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-Neo from Hugging Face folders: the logits of a forward pass written down in numpy."""
+"""Transformers' GPT-2 and GPT-Neo are read and written with the logits of an independent forward pass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats.hugging_face.folder import read_config
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.compat.checkpoint_loading import load_t5x_checkpoint
@@ -37,13 +38,13 @@ def random_weights(kind):
   shapes = {"wte.weight": (VOCAB, WIDTH), "wpe.weight": (LENGTH, WIDTH)}
   for layer in range(2):
     prefix = f"h.{layer}."
-    products = {"mlp.c_fc": (WIDTH, 4 * WIDTH), "mlp.c_proj": (4 * WIDTH, WIDTH)}
+    matrices = {"mlp.c_fc": (WIDTH, 4 * WIDTH), "mlp.c_proj": (4 * WIDTH, WIDTH)}
     if kind == "gpt2":
-      products |= {"attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
+      matrices |= {"attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
     else:
       names = ("q_proj", "k_proj", "v_proj", "out_proj")
-      products |= {f"attn.attention.{name}": (WIDTH, WIDTH) for name in names}
-    for name, shape in products.items():
+      matrices |= {f"attn.attention.{name}": (WIDTH, WIDTH) for name in names}
+    for name, shape in matrices.items():
       shapes[f"{prefix}{name}.weight"] = shape if kind == "gpt2" else shape[::-1]
       if not re.search(r"[qkv]_proj", name):
         shapes[f"{prefix}{name}.bias"] = shape[1:]
@@ -57,7 +58,7 @@ def forward(weights, ids, kind):
   """Returns GPT's logits [T, V] of one sequence of Hugging Face's ids."""
   w = {name: value.astype(np.float64) for name, value in weights.items()}
 
-  def product(x, name):
+  def dense(x, name):
     kernel = w[f"{name}.weight"] if kind == "gpt2" else w[f"{name}.weight"].T
     return x @ kernel + w.get(f"{name}.bias", 0.0)
 
@@ -68,9 +69,9 @@ def forward(weights, ids, kind):
 
   def attention(x, prefix, window):
     if kind == "gpt2":
-      q, k, v = np.split(product(x, f"{prefix}attn.c_attn"), 3, axis=-1)
+      q, k, v = np.split(dense(x, f"{prefix}attn.c_attn"), 3, axis=-1)
     else:
-      q, k, v = (product(x, f"{prefix}attn.attention.{name}_proj") for name in "qkv")
+      q, k, v = (dense(x, f"{prefix}attn.attention.{name}_proj") for name in "qkv")
     q, k, v = (t.reshape(len(ids), HEADS, -1).transpose(1, 0, 2) for t in (q, k, v))
     logits = q @ k.transpose(0, 2, 1) / (np.sqrt(WIDTH / HEADS) if kind == "gpt2" else 1.0)
     distance = np.arange(len(ids))[:, None] - np.arange(len(ids))
@@ -78,21 +79,21 @@ def forward(weights, ids, kind):
     weight = np.exp(logits - logits.max(-1, keepdims=True))
     mixed = (weight / weight.sum(-1, keepdims=True)) @ v
     out = "attn.c_proj" if kind == "gpt2" else "attn.attention.out_proj"
-    return product(mixed.transpose(1, 0, 2).reshape(len(ids), WIDTH), prefix + out)
+    return dense(mixed.transpose(1, 0, 2).reshape(len(ids), WIDTH), prefix + out)
 
   x = w["wte.weight"][ids] + w["wpe.weight"][: len(ids)]
   for layer in range(2):
     window = 3 if kind == "gpt_neo" and layer == 1 else 10**9
     x = x + attention(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.", window)
-    h = product(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
+    h = dense(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
     h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-    x = x + product(h, f"h.{layer}.mlp.c_proj")
+    x = x + dense(h, f"h.{layer}.mlp.c_proj")
   return norm(x, "ln_f") @ w["wte.weight"].T
 
 
 def write_folder(folder, kind, more=None):
   weights = random_weights(kind)
-  # As save_pretrained has it: a prefix, and masks that are no weights.
+  # save_pretrained adds a prefix, and masks that are not weights.
   stored = {f"transformer.{name}": value for name, value in weights.items()}
   masks = "attn.bias" if kind == "gpt2" else "attn.attention.bias"
   stored[f"transformer.h.0.{masks}"] = np.ones((1, 1, LENGTH, LENGTH), np.float32)
@@ -102,7 +103,7 @@ def write_folder(folder, kind, more=None):
 
 
 def our_logits(checkpoint, values, inputs):
-  """Returns what the network makes of a checkpoint, padding's logit left out."""
+  """Returns the network's logits for a checkpoint's parameters, without padding's."""
   params = jax.tree.map(jnp.asarray, load_t5x_checkpoint(checkpoint)["target"])
   module = DecoderWrapper(TransformerConfig(dropout_rate=0.0, **values))
   apply = jax.jit(lambda *a: module.apply({"params": params}, *a, enable_dropout=False))
@@ -110,14 +111,14 @@ def our_logits(checkpoint, values, inputs):
 
 
 def some_ids():
-  """Returns Transformers' ids of a text, which begins with END, and ours."""
+  """Returns a text that begins with END as Transformers' ids and as ours."""
   ids = np.random.default_rng(1).integers(0, END, LENGTH)
   ids[0] = END
   return ids, np.where(np.arange(LENGTH) == 0, 0, ids + 1)[None].astype(np.int32)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
-def test_a_folder_s_logits_are_those_of_an_independent_forward_pass(kind, tmp_path):
+def test_logits_of_a_folder_equal_those_of_an_independent_forward_pass(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
   logits = our_logits(tmp_path, network_values(CONFIGS[kind]), inputs)
@@ -125,7 +126,7 @@ def test_a_folder_s_logits_are_those_of_an_independent_forward_pass(kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
-def test_what_conversions_are_checked_with_is_the_independent_forward_pass(kind, tmp_path):
+def test_the_forward_pass_of_the_verification_equals_the_independent_one(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
   config = TransformerConfig(**network_values(CONFIGS[kind]))
@@ -139,7 +140,7 @@ def weights_in(folder):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
-def test_a_folder_comes_back_from_t5x_s_layout_with_its_arrays_and_its_config(kind, tmp_path):
+def test_a_conversion_to_t5x_and_back_keeps_arrays_and_config(kind, tmp_path):
   (tmp_path / "theirs").mkdir()
   weights = write_folder(tmp_path / "theirs", kind)
   convert.convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
@@ -154,7 +155,7 @@ def test_a_folder_comes_back_from_t5x_s_layout_with_its_arrays_and_its_config(ki
 
 
 def write_run(folder, arrays, **values):
-  """Writes a run's folder: a checkpoint, and config.gin as a run leaves it."""
+  """Writes a run's folder: a checkpoint and its config.gin."""
   orbax_writer.write(folder / "checkpoint_3", arrays)
   lines = (f"network.TransformerConfig.{name} = {value!r}" for name, value in values.items())
   (folder / "config.gin").write_text("\n".join([*lines, "network.X.config = @Y()", ""]))
@@ -168,7 +169,7 @@ def write_run(folder, arrays, **values):
     ("gpt2", "gpt2", {"padding_never_follows": False}),
   ],
 )
-def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, changes, tmp_path):
+def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(kind, to, changes, tmp_path):
   write_folder(tmp_path, kind)
   arrays = read_arrays(tmp_path)
   name = "target/decoder/token_embedder/embedding"
@@ -176,7 +177,7 @@ def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, c
   table[0] = table[7] / 2  # training has moved it away from END's
   values = network_values(CONFIGS[kind]) | changes
   write_run(tmp_path / "run", {**arrays, name: as_stored_array(table)}, **values)
-  folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", say=lambda _: None)
+  folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", report=lambda _: None)
   config = json.loads((folder / "config.json").read_text())
   assert config["model_type"] == to
   assert config["vocab_size"] == VOCAB + 1
@@ -194,11 +195,11 @@ def test_a_trained_decoder_is_written_with_its_start_and_its_factors(kind, to, c
   np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_sentencepiece_vocabulary_is_written_as_transformers_reads_it(tmp_path, capsys):
+def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsys):
   write_folder(tmp_path, "gpt2")
   values = network_values(CONFIGS["gpt2"]) | {"padding_never_follows": False}
   write_run(tmp_path / "run", read_arrays(tmp_path), **values)
-  (tmp_path / "t5").mkdir()  # A T5's files end texts, and begin none.
+  (tmp_path / "t5").mkdir()  # A T5's tokenizer adds an end token and no start token.
   for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
     (tmp_path / "t5" / name).write_text('{"eos_token": "</of_t5>"}')
   options = {"pad_id": 0, "unk_id": 1, "eos_id": 2, "bos_id": -1, "hard_vocab_limit": False}
@@ -207,21 +208,21 @@ def test_a_sentencepiece_vocabulary_is_written_as_transformers_reads_it(tmp_path
     model_prefix=str(tmp_path / "t5" / "spiece"), **options,
   )  # fmt: skip
   assert cli.main(["convert", *map(str, (tmp_path / "run", tmp_path / "bare")), "--to", "hf"]) == 0
-  assert "Transformers' pipelines need: --tokenizer gives it" in capsys.readouterr().out
+  assert "no tokenizer was written" in capsys.readouterr().out
   command = ["convert", *map(str, (tmp_path / "run", tmp_path / "hf")), "--to", "hf"]
   assert cli.main([*command, "--tokenizer", str(tmp_path / "t5")]) == 0
-  assert "--tokenizer gives it" not in capsys.readouterr().out
-  told = {file.name: file.read_text() for file in (tmp_path / "hf").glob("*.json")}
-  assert not any("of_t5" in text for text in told.values())
-  names = json.loads(told["tokenizer_config.json"])
+  assert "no tokenizer was written" not in capsys.readouterr().out
+  files = {file.name: file.read_text() for file in (tmp_path / "hf").glob("*.json")}
+  assert not any("of_t5" in text for text in files.values())
+  names = json.loads(files["tokenizer_config.json"])
   assert (names["bos_token"], names["pad_token"], names["eos_token"]) == ("<pad>", "<pad>", "</s>")
-  config = json.loads(told["config.json"])
+  config = json.loads(files["config.json"])
   assert (config["bos_token_id"], config["pad_token_id"], config["eos_token_id"]) == (0, 0, 2)
-  assert json.loads(told["tokenizer.json"])["model"]["vocab"][2] == ["</s>", 0.0]
+  assert json.loads(files["tokenizer.json"])["model"]["vocab"][2] == ["</s>", 0.0]
   assert (tmp_path / "hf" / "spiece.model").read_bytes()
 
 
-def test_what_transformers_cannot_be_told_is_refused_and_nothing_is_left(tmp_path, capsys):
+def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_left(tmp_path, capsys):
   (tmp_path / "theirs").mkdir()
   write_folder(tmp_path / "theirs", "gpt2")
   arrays = read_arrays(tmp_path / "theirs")
@@ -233,43 +234,44 @@ def test_what_transformers_cannot_be_told_is_refused_and_nothing_is_left(tmp_pat
     ("window", {"local_attention_window": 3}),
   ):
     write_run(tmp_path / name, arrays, **values | changes)
-  untold = {name: value for name, value in values.items() if name != "num_heads"}
-  write_run(tmp_path / "untold", arrays, **untold)
+  without_heads = {name: value for name, value in values.items() if name != "num_heads"}
+  write_run(tmp_path / "without_heads", arrays, **without_heads)
   for source, more, text in (
-    ("bare", [], "weights do not tell a decoder's heads and windows: give --config the config.gin"),
+    ("bare", [], "cannot be derived from its weights: set --config to the config.gin"),
     ("bare", ["--config", "no.json"], "--config no.json: there is no such file"),
-    ("untold", [], "config.gin binds no TransformerConfig.num_heads"),
-    ("relu", [], "as Transformers' gpt2: mlp_activations = ('relu',) is not ('gelu',)"),
-    ("heads", [], "num_heads = 2 and head_dim = 4 are not of these weights, of width 16 and 16"),
-    ("window", [], "gpt_neo has no biases of queries, keys and values, but 6 of the 6 here"),
-    ("window", ["--model-type", "gpt2"], "local_attention_window = 3 is GPT-Neo's alone"),
+    ("without_heads", [], "config.gin does not bind TransformerConfig.num_heads"),
+    ("relu", [], "as Transformers' gpt2: mlp_activations must be ('gelu',), got ('relu',)"),
+    ("heads", [], "num_heads * head_dim must be 16, as in the weights, got emb_dim = 16, num_heads = 2"),
+    ("window", [], "gpt_neo has no biases of queries, keys and values, so they must be zero, but 6 of 6"),
+    ("window", ["--model-type", "gpt2"], "local_attention_window must be None, got 3"),
   ):
     assert convert.main([str(tmp_path / source), str(tmp_path / "hf"), "--to", "hf", *more]) == 1
     assert text in capsys.readouterr().err
     assert not list(tmp_path.glob("hf*"))
 
 
-def test_what_the_network_would_compute_otherwise_is_refused(tmp_path):
+def test_models_that_the_network_does_not_support_are_refused(tmp_path):
   for change, text in (
-    ({"activation_function": "relu"}, "activation_function = 'relu' is none of gelu_new"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True, but"),
-    ({"attention_types": [[["local", "global"], 1]]}, "local layers must be every second one"),
+    ({"activation_function": "relu"}, "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
+    ({"attention_types": [[["local", "global"], 1]]}, "attention_types must alternate"),
   ):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt_neo"] | change))
     with pytest.raises(ValueError, match=re.escape(text)):
-      network_values(CONFIGS["gpt_neo"] | change)
+      network_values(read_config(tmp_path / "config.json"))
   write_folder(tmp_path, "gpt2", {"h.0.rotary.freqs": np.zeros(3, np.float32)})
-  with pytest.raises(ValueError, match=r"weights that a gpt2 has not: h\.0\.rotary\.freqs"):
+  with pytest.raises(ValueError, match=r"weights that gpt2 does not have: h\.0\.rotary\.freqs"):
     load_t5x_checkpoint(tmp_path)
   weights = weights_in(tmp_path)
   del weights["h.0.rotary.freqs"], weights["h.1.mlp.c_fc.bias"]
   save_file(weights, tmp_path / "model.safetensors")
   with pytest.raises(
-    ValueError, match=r"no h\.1\.mlp\.c_fc\.bias: the folder lacks 1 of 28 weights"
+    ValueError, match=r"the folder lacks 1 of the 28 weights of its gpt2: h\.1\.mlp\.c_fc\.bias"
   ):
     load_t5x_checkpoint(tmp_path)
 
 
-def test_a_folder_whose_special_tokens_are_beyond_its_vocabulary_is_read(tmp_path):
+def test_a_folder_whose_special_tokens_exceed_its_vocabulary_is_read(tmp_path):
   write_folder(tmp_path, "gpt2")
   config = CONFIGS["gpt2"] | {"bos_token_id": 50256, "eos_token_id": 50256}
   (tmp_path / "config.json").write_text(json.dumps(config))

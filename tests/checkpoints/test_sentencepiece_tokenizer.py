@@ -1,4 +1,4 @@
-"""A SentencePiece model written as tokenizer.json gives SentencePiece's ids and texts."""
+"""A SentencePiece model that is written as tokenizer.json gives the same ids and texts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import unicodedata
 
 import pytest
 import sentencepiece
-from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_json import (
+
+from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
   read_model,
   tokenizer_json,
 )
-
 from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 
 WORDS = [
@@ -72,8 +72,8 @@ def train(lines: list[str], **options: object) -> bytes:
   return model.getvalue()
 
 
-def differing(model: bytes, texts: list[str]) -> list[str]:
-  """Returns the texts that the two encode otherwise; decoding must be the same."""
+def find_differences(model: bytes, texts: list[str]) -> list[str]:
+  """Returns the texts that the two encode differently; decoding must be the same."""
   tokenizers = pytest.importorskip("tokenizers")
   theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(read_model(model), start=0)))
   ours = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -82,7 +82,7 @@ def differing(model: bytes, texts: list[str]) -> list[str]:
     ids = ours.encode(text)
     assert theirs.decode([0, *ids]) == ours.decode(ids)
     if theirs.encode(text).ids != [0, *ids]:
-      # Pieces of equal likelihood in another order: rounding decides in either.
+      # The order of equally likely pieces depends on rounding.
       assert sorted(theirs.encode(text).ids) == sorted([0, *ids]), text
       found.append(text)
   return found
@@ -102,35 +102,43 @@ def differing(model: bytes, texts: list[str]) -> list[str]:
     {"user_defined_symbols": ["<sep>", "the "]},
   ],
 )
-def test_ids_and_texts_are_sentencepiece_s(lines, options):
+def test_ids_and_texts_equal_those_of_sentencepiece(lines, options):
   model = train(lines, vocab_size=1500, **options)
-  assert len(differing(model, lines[:600])) <= 3
-  assert differing(model, [*ODD, *(f"  {line}  {line.upper()} " for line in lines[:100])]) == []
+  assert len(find_differences(model, lines[:600])) <= 3
+  assert (
+    find_differences(model, [*ODD, *(f"  {line}  {line.upper()} " for line in lines[:100])]) == []
+  )
 
 
-def test_t5_s_vocabulary_gives_its_ids_of_books(shared: pathlib.Path):
+def test_t5_vocabulary_gives_its_ids_of_books(shared: pathlib.Path):
   texts = []
   for book in sorted((shared / "data" / "books").glob("*.md")):
     texts += book.read_text().split("\n")[:200]
   model = (shared / "data" / "t5_vocab" / "spiece.model").read_bytes()
-  assert {text.strip() for text in differing(model, texts)} <= {"-------"}
-  assert differing(model, ODD) == []
+  assert {text.strip() for text in find_differences(model, texts)} <= {"-------"}
+  assert find_differences(model, ODD) == []
 
 
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"model_type": "char"}, "model_type is char, not unigram or bpe"),
-    ({"treat_whitespace_as_suffix": True}, "spaces belong to the word before them"),
-    ({"model_type": "bpe", "user_defined_symbols": ["x y"]}, "bpe with user_defined_symbols"),
+    ({"model_type": "char"}, "model_type must be unigram or bpe, got char"),
+    ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix must be false"),
+    (
+      {"model_type": "bpe", "user_defined_symbols": ["x y"]},
+      "bpe with user_defined_symbols is not supported",
+    ),
   ],
 )
-def test_what_tokenizer_json_cannot_say_is_refused(lines, options, text):
+def test_models_that_tokenizer_json_cannot_express_are_refused(lines, options, text):
   size = {} if options.get("model_type") == "char" else {"vocab_size": 400}
-  with pytest.raises(ValueError, match=f"cannot say what this SentencePiece model does: {text}"):
+  with pytest.raises(
+    ValueError, match=f"cannot be written as Transformers' tokenizer.json: {text}"
+  ):
     tokenizer_json(read_model(train(lines, **size, **options)), start=0)
 
 
-def test_what_is_no_sentencepiece_model_is_refused():
-  with pytest.raises(ValueError, match="this is no SentencePiece model: it has no pieces"):
-    read_model(b"")
+@pytest.mark.parametrize("content", [b"", b"not a protocol buffer"])
+def test_a_file_that_is_not_a_sentencepiece_model_is_refused(content):
+  with pytest.raises(ValueError, match="not a SentencePiece model: "):
+    read_model(content)

@@ -165,7 +165,9 @@ def test_t5_generates_the_same_texts(tmp_path):
   module = Transformer(T5Config(vocab_size=36, **T5))
   lengths = {"inputs": 32, "targets": NEW_TOKENS}
   write_run(run, module, tokens, tokens, tokens, lines=T5_LINES, lengths=lengths)
-  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", say=lambda _: None)
+  folder = convert(
+    run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", report=lambda _: None
+  )
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
   found = []
@@ -197,7 +199,7 @@ def test_gpt_s_pipeline_says_the_same_texts(tmp_path, is_trained):
   write_run(
     run, DecoderWrapper(config), tokens, tokens, lines=GPT_LINES, lengths=lengths, first=first
   )
-  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run, say=lambda _: None)
+  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run, report=lambda _: None)
   write = transformers.pipeline("text-generation", model=str(folder))
   found = [
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)
@@ -221,7 +223,9 @@ def test_gpt_s_pipeline_says_the_same_texts_by_sentencepiece(tmp_path):
     run, DecoderWrapper(config), tokens, tokens,
     lines=GPT_SENTENCEPIECE_LINES, lengths={"targets": 64},
   )  # fmt: skip
-  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", say=lambda _: None)
+  folder = convert(
+    run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", report=lambda _: None
+  )
   write = transformers.pipeline("text-generation", model=str(folder))
   found = [
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)

@@ -188,18 +188,20 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
   # A reader must not be used by several threads at once.
   lock = threading.Lock()
 
-  def read(name: str) -> np.ndarray:
-    with lock:
-      return np.asarray(reader.get_tensor(name))
+  def call(function: Callable[[str], Any], argument: str) -> Any:
+    try:
+      with lock:
+        return function(argument)
+    except tf.errors.OpError as error:
+      raise ValueError(f"{argument} is damaged: {error.message}") from error
 
-  try:
-    reader = tf.train.load_checkpoint(prefix)
-  except tf.errors.OpError as error:
-    raise ValueError(f"{prefix}.index is damaged: {error.message}") from error
+  reader = call(tf.train.load_checkpoint, prefix)
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
   return {
     name: LazyThreadPoolArray(
-      shapes[name], dtypes[name].as_numpy_dtype, functools.partial(read, name)
+      shapes[name],
+      dtypes[name].as_numpy_dtype,
+      functools.partial(call, reader.get_tensor, name),
     )
     for name in sorted(shapes)
     if dtypes[name] != tf.string

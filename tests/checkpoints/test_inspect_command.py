@@ -1,0 +1,73 @@
+"""`rosetta-t5 ckpt` lists, shows, compares and verifies checkpoints."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+
+from rosetta_t5 import cli
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.conversion import convert
+
+MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
+
+
+def run(*arguments):
+  return cli.main([str(argument) for argument in arguments])
+
+
+def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
+  assert run("ckpt", "ls", tmp_path) == 0
+  assert "1000" in capsys.readouterr().out
+  assert run("ckpt", "show", tmp_path) == 0
+  out = capsys.readouterr().out
+  assert "target/token_embedder/embedding" in out
+  assert "32 x 8  float32" in out
+  assert "step 1000" in out
+  assert "state/param_states" not in out
+  assert run("ckpt", "diff", MESH_TF, checkpoint) == 0
+  assert "52 parameters are equal, 0 differ" in capsys.readouterr().out
+
+
+def test_verify_finds_changed_and_missing_files(tmp_path, capsys):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
+  assert run("ckpt", "verify", tmp_path, "--write") == 0
+  assert run("ckpt", "verify", tmp_path) == 0
+  assert "compared with checksums.json, 0 problems" in capsys.readouterr().out
+  other = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
+  (checkpoint / "target.encoder.layers_0.mlp.wi_1.kernel/0.0").write_bytes(other.read_bytes())
+  assert run("ckpt", "verify", tmp_path) == 1
+  assert "wi_1/kernel is not what it was when its checksum was stored" in capsys.readouterr().out
+  other.unlink()
+  assert run("ckpt", "verify", tmp_path) == 1
+  assert "wi_0/kernel cannot be read" in capsys.readouterr().out
+
+
+def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothing_was_compared(
+  tmp_path, capsys
+):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
+  assert run("ckpt", "verify", tmp_path) == 0
+  assert "no checksums.json to compare with (verify --write), 0 problems" in capsys.readouterr().out
+  assert not (checkpoint / "checksums.json").exists()
+  damaged = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
+  damaged.write_bytes(damaged.read_bytes()[:-9])
+  assert run("ckpt", "verify", tmp_path) == 1
+  output = capsys.readouterr().out
+  assert "wi_0/kernel cannot be read" in output
+  assert "1 problems" in output
+
+
+def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_path, capsys):
+  checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta", report=lambda _: None)
+  arrays = read_arrays(checkpoint)
+  name = "target/encoder/layers_0/mlp/wi_0/kernel"
+  arrays[name] = as_stored_array(np.full(arrays[name].shape, np.nan, np.float32))
+  orbax_writer.write(tmp_path / "spoilt/checkpoint_1", arrays)
+  assert run("ckpt", "verify", tmp_path / "spoilt") == 1
+  size = arrays[name].size
+  assert f"{name} holds {size} values that are not finite" in capsys.readouterr().out
