@@ -169,7 +169,9 @@ def write_run(folder, arrays, **values):
     ("gpt2", "gpt2", {"padding_never_follows": False}),
   ],
 )
-def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(kind, to, changes, tmp_path):
+def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(
+  kind, to, changes, tmp_path
+):
   write_folder(tmp_path, kind)
   arrays = read_arrays(tmp_path)
   name = "target/decoder/token_embedder/embedding"
@@ -222,7 +224,9 @@ def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsy
   assert (tmp_path / "hf" / "spiece.model").read_bytes()
 
 
-def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_left(tmp_path, capsys):
+def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_left(
+  tmp_path, capsys
+):
   (tmp_path / "theirs").mkdir()
   write_folder(tmp_path / "theirs", "gpt2")
   arrays = read_arrays(tmp_path / "theirs")
@@ -241,8 +245,16 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
     ("bare", ["--config", "no.json"], "--config no.json: there is no such file"),
     ("without_heads", [], "config.gin does not bind TransformerConfig.num_heads"),
     ("relu", [], "as Transformers' gpt2: mlp_activations must be ('gelu',), got ('relu',)"),
-    ("heads", [], "num_heads * head_dim must be 16, as in the weights, got emb_dim = 16, num_heads = 2"),
-    ("window", [], "gpt_neo has no biases of queries, keys and values, so they must be zero, but 6 of 6"),
+    (
+      "heads",
+      [],
+      "num_heads * head_dim must be 16, as in the weights, got emb_dim = 16, num_heads = 2",
+    ),
+    (
+      "window",
+      [],
+      "gpt_neo has no biases of queries, keys and values, so they must be zero, but 6 of 6",
+    ),
     ("window", ["--model-type", "gpt2"], "local_attention_window must be None, got 3"),
   ):
     assert convert.main([str(tmp_path / source), str(tmp_path / "hf"), "--to", "hf", *more]) == 1
@@ -252,8 +264,14 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
 
 def test_models_that_the_network_does_not_support_are_refused(tmp_path):
   for change, text in (
-    ({"activation_function": "relu"}, "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
+    (
+      {"activation_function": "relu"},
+      "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'",
+    ),
+    (
+      {"scale_attn_by_inverse_layer_idx": True},
+      "scale_attn_by_inverse_layer_idx must be False, got True",
+    ),
     ({"attention_types": [[["local", "global"], 1]]}, "attention_types must alternate"),
   ):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt_neo"] | change))
