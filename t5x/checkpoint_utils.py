@@ -4,7 +4,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   CheckpointTypes,
   detect_checkpoint_type,
 )
-from rosetta_t5.checkpoints.model_dir.pins import (
+from rosetta_t5.checkpoints.model_dir.retention import (
   is_pinned_checkpoint,
   pin_checkpoint,
   pinned_checkpoint_filepath,

@@ -1,12 +1,12 @@
-"""Save and restore: written in T5X's Orbax layout in the background, read from any layout."""
+"""Checkpoints: written in T5X's Orbax layout in the background, and read from any layout."""
 
 from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
-from rosetta_t5.checkpoints.fit import CheckpointMismatchError
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
   check_checkpoints_exist,
@@ -17,13 +17,16 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
-  create_checkpoint_manager_and_restore,
+  check_compatibility,
   create_orbax_checkpoint_manager,
-  find_base_checkpoint,
-  find_start_checkpoint,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   restore,
 )
-from rosetta_t5.checkpoints.save_errors import CheckpointSaveError, finish_saves_on_error
+from rosetta_t5.checkpoints.run_start import (
+  create_checkpoint_manager_and_restore,
+  find_base_checkpoint,
+  find_start_checkpoint,
+)
+from rosetta_t5.checkpoints.saved_state import CheckpointSaveError, finish_saves_on_error
 from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer

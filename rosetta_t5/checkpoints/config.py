@@ -1,10 +1,11 @@
-"""What a run is told about checkpoints: when to save, and what to start from (T5X's fields)."""
+"""The configuration of checkpoints: when to save, and what to restore (T5X's fields)."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,9 +17,9 @@ _MODES = ("latest", "all", "specific")
 
 @runtime_checkable
 class SetsManagerOptions(Protocol):
-  """A checkpointer that configures the checkpoint manager.
+  """A checkpointer that configures the checkpoint manager, such as `SaveBestCheckpointer`.
 
-  `SaveCheckpointConfig.checkpointer_cls` may build such an object, as `SaveBestCheckpointer` is.
+  `SaveCheckpointConfig.checkpointer_cls` may build such an object.
   """
 
   def manager_options(self) -> Mapping[str, Any]:
@@ -30,19 +31,19 @@ class SaveCheckpointConfig:
   """When and how checkpoints are saved.
 
   Attributes:
-    dtype: of the stored floating-point parameters.
-    period: steps between checkpoints; None for none but the last.
-    checkpoint_steps: more steps to save at.
-    keep: how many of the latest stay; None for all.
-    keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
+    dtype: the dtype of the stored floating-point parameters.
+    period: steps between checkpoints; None for only the last.
+    checkpoint_steps: more steps at which to save.
+    keep: how many of the latest checkpoints are kept; None for all.
+    keep_dataset_checkpoints: how many of the latest dataset positions are kept; None for all.
     save_dataset: whether the position in the training data is stored too.
     checkpointer_cls: T5X's field for its older layout. Checkpoints are always written in Orbax's
       layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
       (metric_name_to_monitor, ...) are given to the manager.
-    state_transformation_fns: `fn(state_dict, parameter_infos)` returns both, changed, before the
-      state is written.
-    checkpoint_manager_cls: builds the manager; bind its further arguments (such as
-      force_keep_period) there.
+    state_transformation_fns: before the state is written, each `fn(state_dict, parameter_infos)`
+      returns both of them, changed.
+    checkpoint_manager_cls: builds the manager. Bind its other arguments (such as force_keep_period)
+      on this class.
   """
 
   dtype: str | None = "float32"
@@ -63,23 +64,23 @@ class SaveCheckpointConfig:
 
 @dataclasses.dataclass
 class RestoreCheckpointConfig:
-  """What a run starts from when MODEL_DIR has no checkpoint of its own.
+  """What a run restores if MODEL_DIR has no checkpoint of its own.
 
   Attributes:
-    path: a checkpoint's folder (mode 'specific') or a folder of checkpoints; or several; an empty
-      one means none. A checkpoint may be Orbax's, T5X's older one, Mesh TensorFlow's (folder or
-      prefix) or a Hugging Face folder: its layout is found by looking.
-    mode: 'specific' takes path as it is, 'latest' the last checkpoint in it, 'all' every one.
-    assignment_map: (pattern, replacement) pairs: a parameter of the model whose whole name the
-      regular expression matches takes the value of the checkpoint's name that the replacement gives;
-      None leaves it out (then set fallback_to_scratch).
-    strict: refuse names in the checkpoint that the model does not have.
-    fallback_to_scratch: initialise what the checkpoint lacks.
-    dtype: of the restored floating-point parameters; None for the model's own.
-    restore_dataset: go on at the stored position in the training data.
-    checkpointer_cls: T5X's field for its older layout; the layout is found by looking.
-    state_transformation_fns: `fn(checkpoint's state dict, model's)` returns the former changed,
-      after assignment_map.
+    path: a checkpoint's folder (mode 'specific') or a folder of checkpoints; or several of them. An
+      empty path means none. A checkpoint may have the layout of Orbax, T5X's older one, Mesh
+      TensorFlow (folder or prefix) or Hugging Face; the layout is detected.
+    mode: 'specific' takes `path` as it is, 'latest' the last checkpoint in it, 'all' every one.
+    assignment_map: (pattern, replacement) pairs. A parameter of the model whose whole name matches
+      the regular expression gets the checkpoint's value that the replacement names. None leaves the
+      parameter out; fallback_to_scratch must then be set.
+    strict: raise an error for names in the checkpoint that the model does not have.
+    fallback_to_scratch: initialize what the checkpoint lacks.
+    dtype: the dtype of the restored floating-point parameters; None for the model's.
+    restore_dataset: continue at the stored position in the training data.
+    checkpointer_cls: T5X's field for its older layout; not needed, since the layout is detected.
+    state_transformation_fns: after assignment_map, each `fn(checkpoint's state dict, model's)`
+      returns the first one, changed.
     checkpoint_manager_cls: builds the manager.
   """
 
@@ -101,18 +102,23 @@ class RestoreCheckpointConfig:
       near = difflib.get_close_matches(str(self.mode), _MODES, n=1)
       hint = f"; did you mean {near[0]!r}?" if near else ""
       raise ValueError(
-        f"RestoreCheckpointConfig.mode = {self.mode!r} is none of {', '.join(_MODES)}{hint}"
+        f"RestoreCheckpointConfig.mode must be one of {', '.join(_MODES)}, got {self.mode!r}{hint}"
       )
     _check_dtype(self.dtype, "RestoreCheckpointConfig.dtype")
     if self.assignment_map is not None:
       # As in T5X, the map is the first of the transformations.
-      renaming = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)
-      self.state_transformation_fns = (renaming, *self.state_transformation_fns)
+      rename = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)
+      self.state_transformation_fns = (rename, *self.state_transformation_fns)
+
+  def paths(self) -> list[str]:
+    """Returns `path` as a list, without empty paths."""
+    given = [self.path] if isinstance(self.path, str | os.PathLike) else list(self.path or ())
+    return [os.fspath(path) for path in given if os.fspath(path)]
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
-  """Saving and restoring; None for neither."""
+  """Saving and restoring; None disables either."""
 
   save: SaveCheckpointConfig | None = None
   restore: RestoreCheckpointConfig | None = None
@@ -120,4 +126,4 @@ class CheckpointConfig:
 
 def _check_dtype(dtype: Any, field: str) -> None:
   if dtype not in (None, "float32", "bfloat16", "float16"):
-    raise ValueError(f"{field} = {dtype!r} is none of 'float32', 'bfloat16', None")
+    raise ValueError(f"{field} must be 'float32', 'bfloat16' or None, got {dtype!r}")

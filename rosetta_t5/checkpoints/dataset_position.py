@@ -10,11 +10,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 DATASET_PREFIX = "train_ds"
-# The run fact that says what batches a stored position counts.
+# The run fact that stores the shapes of the batches that a position counts.
 BATCH_FACT = "dataset_batch"
 
 _START_OVER = (
-  "to start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
+  "To start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
   "restart in MODEL_DIR: SaveCheckpointConfig.save_dataset = False)"
 )
 
@@ -26,7 +26,7 @@ def dataset_filename(shard_id: int, num_shards: int) -> str:
 
 @dataclasses.dataclass
 class DatasetArgs(ocp.args.CheckpointArgs):
-  """What Orbax hands to DatasetCheckpointHandler: an iterator with `save` and `restore`."""
+  """Orbax's arguments of DatasetCheckpointHandler: an iterator with `save` and `restore`."""
 
   item: Any = None
 
@@ -35,18 +35,18 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
   """Stores and restores the position of an iterator with `save(filename)`, `restore(filename)`."""
 
   def __init__(self, checkpoint_filename: str, should_write_dataset_ckpt: bool = True):
-    """Builds a handler.
+    """Creates a handler.
 
     Args:
       checkpoint_filename: this process's file in the item's folder.
-      should_write_dataset_ckpt: whether this process writes it; one of the processes that read the
+      should_write_dataset_ckpt: whether this process writes it. One of the processes that read the
         same shard does.
     """
     self._filename = checkpoint_filename
     self._should_write = should_write_dataset_ckpt
 
   def save(self, directory: epath.Path, args: DatasetArgs) -> None:
-    """Writes the position of `args.item` at once, before the iterator moves on."""
+    """Writes the position of `args.item` immediately, before the iterator advances."""
     if self._should_write:
       args.item.save(os.fspath(epath.Path(directory) / self._filename))
 
@@ -54,17 +54,16 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     """Moves `args.item` to the stored position and returns it.
 
     Raises:
-      ValueError: this process has no stored position in `directory`.
+      ValueError: there is no stored position for this process in `directory`.
     """
     if args is None or args.item is None:
       raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
-    folder = epath.Path(directory)
+    folder, filename = epath.Path(directory), self._filename
     found = sorted(entry.name for entry in folder.glob(f"{DATASET_PREFIX}-*"))
-    filename = self._filename
     if not any(name.startswith(filename) for name in found):
-      # Of data whose position is a step's number any shard's file will do, in any number of them.
+      # A position that is only a step number is the same in every shard.
       if not (found and getattr(args.item, "is_shard_independent", False)):
-        raise ValueError(_no_position(folder, filename))
+        raise ValueError(_missing_position_text(folder, filename, found))
       filename = found[0]
     args.item.restore(os.fspath(folder / filename))
     return args.item
@@ -75,43 +74,40 @@ ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_rest
 )
 
 
-def batch_fact(iterator: Any) -> dict[str, list[int]]:
-  """Returns {feature: shape of a batch}, which is stored so that another one is noticed; {} if unknown."""
+def batch_shapes(iterator: Any) -> dict[str, list[int]]:
+  """Returns {feature: shape of a batch} of an iterator; {} if it does not provide them."""
   spec = getattr(iterator, "element_spec", None) or {}
   return {name: list(map(int, leaf.shape)) for name, leaf in sorted(spec.items())}
 
 
-def check_same_batches(folder: epath.Path, stored: Any, iterator: Any) -> None:
+def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
   """Raises ValueError if the position in `folder` was stored for batches of other shapes.
 
   Args:
     folder: the checkpoint.
-    stored: what `batch_fact` returned for the run that wrote it; None if it wrote no such fact.
-    iterator: this run's.
+    stored: `batch_shapes` of the run that wrote it; None if that run stored none.
+    iterator: this run's iterator.
   """
-  now = batch_fact(iterator)
-  if not stored or not now or stored == now:
+  current = batch_shapes(iterator)
+  if not stored or not current or stored == current:
     return
-  differing = [
-    f"{name}: {stored.get(name, 'none')} there, {now.get(name, 'none')} now"
-    for name in sorted({*stored, *now})
-    if stored.get(name) != now.get(name)
+  differences = [
+    f"{name}: {stored.get(name, 'none')} stored, {current.get(name, 'none')} now"
+    for name in sorted({*stored, *current})
+    if stored.get(name) != current.get(name)
   ]
   raise ValueError(
-    f"checkpoint {folder} holds a position in data of other batches ({'; '.join(differing[:4])}): "
-    "another BATCH_SIZE, TASK_FEATURE_LENGTHS or packing, so the position means other examples. "
-    f"Set them as they were, or {_START_OVER}"
+    f"checkpoint {folder} contains a position in data with other batches "
+    f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
+    f"position refers to other examples. Restore these settings. {_START_OVER}"
   )
 
 
-def _no_position(folder: epath.Path, filename: str) -> str:
-  """Says which dataset positions a checkpoint has and how to go on without this one."""
-  found = (
-    sorted(entry.name for entry in folder.glob(f"{DATASET_PREFIX}*")) if folder.exists() else []
-  )
+def _missing_position_text(folder: epath.Path, filename: str, found: list[str]) -> str:
+  """Describes which dataset positions a checkpoint has, and how to continue without this one."""
   have = f"it has {', '.join(found)}" if found else "it has none"
   return (
-    f"checkpoint {folder.parent} holds no dataset position {filename!r} for this process ({have}): "
+    f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process ({have}): "
     "the run that wrote it did not save its dataset, or read it in another number of shards (hosts). "
-    f"{_START_OVER[0].upper()}{_START_OVER[1:]}"
+    f"{_START_OVER}"
   )

@@ -1,32 +1,44 @@
-"""What of a train state is stored, and in which dtypes."""
+"""The stored form of a train state, and the errors of saving it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
 SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
+# Messages by which TensorStore's errors about the disk are recognized.
+_DISK_MESSAGES = ("No space left", "Permission denied", "Read-only file system", "quota")
+
+
+class CheckpointSaveError(RuntimeError):
+  """A checkpoint could not be written; the run stops instead of training without checkpoints."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-  """What a save-time state transformation is told of each leaf, beside its value.
+  """Describes a leaf for a save-time state transformation.
 
   Attributes:
     name: the flat name in the train state.
-    shape: the whole array's shape; None where it is not known.
-    axes: how it is split over the mesh; None for not at all.
-    ts_spec: its place in TensorStore, if it has one yet.
+    shape: the shape of the whole array; None if unknown.
+    axes: how the array is sharded over the mesh; None if it is not sharded.
+    ts_spec: the array's TensorStore spec, if it has one yet.
   """
 
   name: str
@@ -36,12 +48,12 @@ class ParameterInfo:
 
   @property
   def mesh_axes(self) -> PartitionSpec | None:
-    """`axes`, by the name that T5X's Orbax manager has for it."""
+    """`axes` under the name that T5X's Orbax manager uses."""
     return self.axes
 
 
 def get_local_data(x: Any) -> Any:
-  """Returns the part of `x` that this process holds, as a numpy array if `x` is a jax array."""
+  """Returns this process's part of `x` as a numpy array if `x` is a jax array, else `x`."""
   return np.asarray(x.addressable_data(0)) if isinstance(x, jax.Array) else x
 
 
@@ -51,7 +63,7 @@ def step_number(train_state: Any) -> int:
   return int(step.get() if hasattr(step, "get_async") else get_local_data(step))
 
 
-def transformed_state(
+def apply_save_transformations(
   train_state: Any,
   partitioner: BasePartitioner,
   transformations: Sequence[SaveTransformation],
@@ -59,9 +71,9 @@ def transformed_state(
   """Returns the train state's nested dict after T5X's save-time `state_transformation_fns`.
 
   Args:
-    train_state: what is saved.
-    partitioner: knows how it is split.
-    transformations: `fn(state_dict, parameter_infos)` returns both, changed.
+    train_state: the state to save.
+    partitioner: specifies how the state is sharded.
+    transformations: each `fn(state_dict, parameter_infos)` returns both of them, changed.
   """
   state_dict = train_state.state_dict()
   if not transformations:
@@ -76,30 +88,68 @@ def transformed_state(
   return state_dict
 
 
-def stored_leaves(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the flat dict of what is stored; as in T5X, leaves without an array are not."""
-  flat = flatten_state_dict(state_dict)
-  return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
+def convert_parameter_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
+  """Returns `params_dtype` for a floating-point parameter and `dtype` for any other leaf.
+
+  Args:
+    name: the leaf's flat name.
+    dtype: the leaf's dtype.
+    params_dtype: the dtype of floating-point parameters; None for their own.
+  """
+  is_converted = name.startswith("target/") and jnp.issubdtype(dtype, jnp.floating)
+  return params_dtype if is_converted and params_dtype is not None else dtype
 
 
-def stored_dtype(name: str, leaf: Any, save_dtype: Any) -> Any:
-  """Returns the dtype of a leaf on disk: only floating-point parameters are converted."""
-  converts = name.startswith("target/") and jnp.issubdtype(leaf.dtype, jnp.floating)
-  return save_dtype if converts and save_dtype is not None else leaf.dtype
-
-
-def float_dtype(dtype: Any, field: str) -> Any:
+def parse_float_dtype(dtype: Any, field: str) -> Any:
   """Returns `dtype` (a name or a dtype) as a dtype; None stays None.
 
   Raises:
-    ValueError: it is none of floating point.
+    ValueError: it is not a floating-point dtype.
   """
   if dtype is None:
     return None
+  with contextlib.suppress(TypeError):
+    if jnp.issubdtype(found := jnp.dtype(dtype), jnp.floating):
+      return found
+  raise ValueError(
+    f"{field} must be a floating-point dtype, such as 'float32' or 'bfloat16', got {dtype!r}"
+  )
+
+
+@contextlib.contextmanager
+def finish_saves_on_error(manager: Any) -> Iterator[None]:
+  """Completes the save that runs in the background before an error leaves the `with` statement.
+
+  Otherwise a run that fails just after a save would lose that checkpoint, and Orbax's messages about
+  the incomplete save would hide the error.
+
+  Args:
+    manager: the checkpoint manager, or None.
+  """
   try:
-    found = jnp.dtype(dtype)
-  except TypeError:
-    found = None
-  if found is None or not jnp.issubdtype(found, jnp.floating):
-    raise ValueError(f"{field} = {dtype!r} is no floating-point dtype: set 'float32' or 'bfloat16'")
-  return found
+    yield
+  except Exception:
+    if manager is not None:
+      with contextlib.suppress(Exception):  # the first error is the one to report
+        manager.wait_until_finished()
+    raise
+
+
+def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
+  """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
+  complete = [s for s in all_steps(directory) if s != step]
+  last = f"the last complete one is step {complete[-1]}" if complete else "there is no complete one"
+  is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)
+  advice = "free some space or set a writable MODEL_DIR, then " if is_disk_error else ""
+  return CheckpointSaveError(
+    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {type(error).__name__}: "
+    f"{error}. {_describe_free_space(directory)}In this folder {last}; {advice}start the run again "
+    "to resume from there."
+  )
+
+
+def _describe_free_space(directory: epath.Path) -> str:
+  for folder in (directory, *directory.parents):
+    if folder.exists() and not os.fspath(folder).startswith("gs://"):
+      return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free on that disk. "
+  return ""

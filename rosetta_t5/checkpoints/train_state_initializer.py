@@ -1,4 +1,4 @@
-"""Makes the train state a run starts with: initialised on the devices, or restored onto them."""
+"""The initializer of train states, which computes them on the devices or restores them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import jax
 from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.restore import (
-  check_before_fallback,
+  check_and_init_fallback_state,
   create_orbax_checkpoint_manager,
-  get_fallback_state,
   get_first_valid_restore_config_and_paths,
   restore,
 )
@@ -25,7 +24,7 @@ PyTree = Any
 
 
 class TrainStateInitializer:
-  """Knows a train state's shapes and splits before any of it exists (T5X's class).
+  """Knows a train state's shapes and sharding before the state exists (T5X's class).
 
   Attributes:
     global_train_state_shape: the train state with a ShapeDtypeStruct in place of each array.
@@ -40,14 +39,14 @@ class TrainStateInitializer:
     partitioner: BasePartitioner,
     input_types: Mapping[str, Any] | None = None,
   ):
-    """Traces the initialisation; nothing is computed.
+    """Traces the initialization without computing anything.
 
     Args:
       optimizer_def: the optimizer; None for an `InferenceState`, which has none.
       init_fn: `init_fn(rng, input_shapes, input_types)` returns the module's variables
         (`model.get_initial_variables`).
-      input_shapes: the shape of each of the model's inputs.
-      partitioner: decides how the state is split over devices.
+      input_shapes: the shape of each input of the model.
+      partitioner: specifies how the state is sharded.
       input_types: the dtype of each input; None for the model's default.
     """
     self._partitioner = partitioner
@@ -67,7 +66,7 @@ class TrainStateInitializer:
     )
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
-    """Returns a freshly initialised train state, each part of it computed where it will live."""
+    """Returns a newly initialized train state, each shard computed on its device."""
     expected = self._traced.key
     if (init_rng.shape, init_rng.dtype) != (expected.shape, expected.dtype):
       self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
@@ -81,24 +80,23 @@ class TrainStateInitializer:
     ds_iter: Any = None,
     init_rng: jax.Array | None = None,
   ) -> Iterator[tuple[TrainState, str]]:
-    """Yields (train state, path) of each checkpoint of the first config that has any.
+    """Yields (train state, path) of each checkpoint of the first config that names any.
 
     Args:
-      restore_cfgs: in order of preference.
-      ds_iter: iterator whose position is restored too, where the config says so.
-      init_rng: for what the checkpoint lacks, if the config allows that.
+      restore_cfgs: configs in order of preference.
+      ds_iter: iterator whose position is also restored if the config says so.
+      init_rng: for values that the checkpoint lacks, if the config allows that.
     """
     cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
     if cfg is None:
       return
+    shapes = self.global_train_state_shape
     manager = create_orbax_checkpoint_manager(
-      restore_cfg=cfg,
-      train_state=self.global_train_state_shape,
-      partitioner=self._partitioner,
-      ds_iter=ds_iter,
+      restore_cfg=cfg, train_state=shapes, partitioner=self._partitioner, ds_iter=ds_iter
     )
-    check_before_fallback(manager, paths, cfg)
-    fallback_state = get_fallback_state(cfg, self.from_scratch, init_rng)
+    fallback_state = check_and_init_fallback_state(
+      manager, paths, cfg, shapes, self.from_scratch, init_rng
+    )
     for path in paths:
       yield restore(manager, path, cfg, fallback_state), path
 
@@ -109,19 +107,19 @@ class TrainStateInitializer:
     ds_iter: Any = None,
     init_rng: jax.Array | None = None,
   ) -> TrainState | None:
-    """Returns the train state of the one checkpoint `ckpt_cfgs` name, or None if there is none.
+    """Returns the train state of the one checkpoint that `ckpt_cfgs` name, or None.
 
     Raises:
       ValueError: they name more than one.
     """
-    cfg, paths = get_first_valid_restore_config_and_paths(ckpt_cfgs)
+    _, paths = get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
       raise ValueError(
         f"{len(paths)} checkpoints are given where one is needed: {', '.join(paths[:5])}; set "
         "RestoreCheckpointConfig.path to one of them and mode = 'specific'"
       )
-    found = self.from_checkpoints([cfg] if cfg else [], ds_iter=ds_iter, init_rng=init_rng)
-    return next((state for state, _ in found), None)
+    states = self.from_checkpoints(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
+    return next((state for state, _ in states), None)
 
   def from_checkpoint_or_scratch(
     self,
@@ -130,6 +128,6 @@ class TrainStateInitializer:
     init_rng: jax.Array,
     ds_iter: Any = None,
   ) -> TrainState:
-    """Returns the train state of `from_checkpoint`, or else of `from_scratch`."""
+    """Returns the train state of `from_checkpoint`, or if there is none, of `from_scratch`."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state

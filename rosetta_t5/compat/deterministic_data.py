@@ -1,4 +1,4 @@
-"""Training data whose place follows from the step alone, as T5X's pretrain_deterministic.gin wants it."""
+"""Training data whose position follows from the step, as in T5X's pretrain_deterministic.gin."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def get_deterministic_dataset(
   model_dir: str | os.PathLike[str] | None = None,
   start_step: int = 0,
 ) -> tf.data.Dataset:
-  """Returns `get_dataset`'s batches from the one on that the run's next step takes.
+  """Returns the batches of `get_dataset`, starting with the one for the run's next step.
 
-  T5X's gin files name this function; T5X itself was published without it. A run that continues in
-  MODEL_DIR skips what its steps have used, without a stored position; reading that again costs
-  time, so long runs rather store it (SaveCheckpointConfig.save_dataset = True). Two runs see equal
-  batches if they have equal `cfg.seed`.
+  T5X's gin files name this function, but the published T5X does not contain it. A run that continues
+  in MODEL_DIR skips the batches of its earlier steps without a stored position. Reading those again
+  takes time, so long runs should store the position (SaveCheckpointConfig.save_dataset = True). Two
+  runs get equal batches if they have the same `cfg.seed`.
 
   Args:
     cfg: the dataset.
     shard_id: which shard of the data to read.
-    num_shards: shards in all.
+    num_shards: the number of shards.
     feature_converter_cls: see `get_dataset`.
-    num_epochs: passes over the data, or None for no end.
-    continue_from_last_checkpoint: whether to begin at the step of MODEL_DIR's last checkpoint.
-    model_dir: where the run keeps its checkpoints; None begins at `start_step`.
-    start_step: the step that the first batch of the data is for.
+    num_epochs: passes over the data; None for an endless dataset.
+    continue_from_last_checkpoint: whether to start at the step of MODEL_DIR's last checkpoint.
+    model_dir: the folder of the run's checkpoints; None starts at `start_step`.
+    start_step: the step for which the first batch of the data is.
 
   Raises:
-    ValueError: as `get_dataset`; the data is prepared, or the last checkpoint is of a step before
+    ValueError: as `get_dataset`; or the data is prepared; or the last checkpoint's step is before
       `start_step`.
   """
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     raise ValueError(
-      "get_deterministic_dataset is for SeqIO's tasks. Prepared data comes in the same order by "
-      "itself: leave train.get_dataset_fn out, and set SaveCheckpointConfig.save_dataset = True."
+      "get_deterministic_dataset reads SeqIO tasks only. Prepared data always has the same order: "
+      "leave train.get_dataset_fn out, and set SaveCheckpointConfig.save_dataset = True."
     )
   dataset = data.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs)
   last = latest_step(model_dir) if model_dir and continue_from_last_checkpoint else None
@@ -58,8 +58,8 @@ def get_deterministic_dataset(
     return dataset
   if last < start_step:
     raise ValueError(
-      f"The last checkpoint in {model_dir} is of step {last}, before the first batch's step "
-      f"{start_step}: set get_deterministic_dataset.start_step to {last} or less."
+      f"get_deterministic_dataset.start_step must not exceed the step of the last checkpoint in "
+      f"{model_dir}, got {start_step}: set it to {last} or less."
     )
-  logging.info("Dataset '%s': %d batches are skipped", cfg.name, last - start_step)
+  logging.info("Dataset '%s': skipping %d batches", cfg.name, last - start_step)
   return dataset.skip(last - start_step)

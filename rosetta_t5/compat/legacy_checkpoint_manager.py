@@ -1,4 +1,4 @@
-"""T5X's manager of checkpoints in its older layout, and the checkpointer it is made of."""
+"""T5X's checkpoint manager for its older layout, and the checkpointer that it uses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from rosetta_t5.checkpoints.reading import Transformation
+from rosetta_t5.checkpoints.restored_state import RestoreTransformation
 from rosetta_t5.checkpoints.saved_state import SaveTransformation
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import BasePartitioner
 
 
 class LegacyCheckpointer(ocp.Checkpointer):
-  """One checkpointer to save with and one to restore with (T5X's class)."""
+  """Combines one checkpointer that saves with one that restores (T5X's class)."""
 
   def __init__(
     self,
@@ -26,12 +26,12 @@ class LegacyCheckpointer(ocp.Checkpointer):
     restore_checkpointer: Checkpointer,
     strict: bool | None = False,
   ):
-    """Builds a checkpointer.
+    """Creates a checkpointer.
 
     Args:
-      save_checkpointer: writes; None if nothing is to be saved.
-      restore_checkpointer: reads.
-      strict: refuse names in a TensorFlow checkpoint that the train state does not have.
+      save_checkpointer: saves; None for a checkpointer that only restores.
+      restore_checkpointer: restores.
+      strict: raise an error for names in a TensorFlow checkpoint that the train state does not have.
     """
     self._save_checkpointer = save_checkpointer
     self._restore_checkpointer = restore_checkpointer
@@ -47,18 +47,18 @@ class LegacyCheckpointer(ocp.Checkpointer):
     *,
     concurrent_gb: int = 128,
   ) -> None:
-    """Saves a train state into the folder that the save checkpointer was made for.
+    """Saves a train state into the folder of the save checkpointer.
 
     Args:
-      path: not used: the folder's name is the step's.
+      path: not used, because the step names the folder.
       item: the train state.
-      force: not used: a checkpoint that is there stays as it is.
-      custom_metadata: not used: this layout has no place for it.
+      force: not used: an existing checkpoint is never overwritten.
+      custom_metadata: not used: this layout cannot store it.
       state_transformation_fns: as in Checkpointer.save.
       concurrent_gb: as in Checkpointer.save.
 
     Raises:
-      ValueError: there is nothing to save with.
+      ValueError: there is no save checkpointer.
     """
     del path, force, custom_metadata
     if self._save_checkpointer is None:
@@ -69,16 +69,16 @@ class LegacyCheckpointer(ocp.Checkpointer):
     self,
     path: str | os.PathLike[str],
     item: Any = None,
-    state_transformation_fns: Sequence[Transformation] = (),
+    state_transformation_fns: Sequence[RestoreTransformation] = (),
     fallback_state: Mapping[str, Any] | None = None,
     lazy_parameters: bool = False,
   ) -> Any:
-    """Returns the train state of the checkpoint at `path`; a TensorFlow prefix is recognised.
+    """Returns the train state of the checkpoint at `path`, which may be a TensorFlow prefix.
 
     Args:
       path: the checkpoint.
-      item: not used: the restore checkpointer knows the train state.
-      state_transformation_fns: as in Checkpointer.restore; not for TensorFlow's.
+      item: not used, because the restore checkpointer knows the train state.
+      state_transformation_fns: as in Checkpointer.restore; not allowed for TensorFlow's layout.
       fallback_state: as in Checkpointer.restore.
       lazy_parameters: as in Checkpointer.restore.
     """
@@ -92,14 +92,14 @@ class LegacyCheckpointer(ocp.Checkpointer):
       )
     if state_transformation_fns:
       raise ValueError(
-        f"{path} is a TensorFlow checkpoint, which is not restored with state_transformation_fns or "
-        "assignment_map: convert it first (rosetta-t5 convert)"
+        f"{path} is a TensorFlow checkpoint, which cannot be restored with state_transformation_fns "
+        "or assignment_map: convert it first (rosetta-t5 convert)"
       )
     return self._restore_checkpointer.restore_from_tf_checkpoint(path, strict=self._strict)
 
 
 class LegacyCheckpointManager(ocp.CheckpointManager):
-  """Saves and restores in T5X's older layout as two configs say (T5X's class)."""
+  """Saves and restores in T5X's older layout as two configs specify (T5X's class)."""
 
   def __init__(
     self,
@@ -111,19 +111,19 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     ds_iter: Any = None,
     model_dir: str | os.PathLike[str] | None = None,
   ):
-    """Builds a manager; nothing is written yet.
+    """Creates a manager without writing anything.
 
     Args:
-      save_cfg: None for a manager that only restores.
-      restore_cfg: None for one that only saves.
+      save_cfg: how to save; None for a manager that only restores.
+      restore_cfg: how to restore; None for a manager that only saves.
       train_state_shape: the train state's shapes.
-      partitioner: places restored arrays.
+      partitioner: specifies the sharding of restored arrays.
       ds_iter: the training data's iterator.
       model_dir: the folder of checkpoints to save into.
     """
     shared: dict[str, Any] = {"train_state": train_state_shape, "partitioner": partitioner}
     saver: Checkpointer | None = None
-    reader: Any = None
+    restorer: Any = None
     if save_cfg is not None:
       saver = (save_cfg.checkpointer_cls or Checkpointer)(
         **shared,
@@ -134,7 +134,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
         keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
       )
     if restore_cfg is not None:
-      reader = (restore_cfg.checkpointer_cls or Checkpointer)(
+      restorer = (restore_cfg.checkpointer_cls or Checkpointer)(
         **shared,
         checkpoints_dir="",
         dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
@@ -142,15 +142,15 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
       )
     self._checkpointer = LegacyCheckpointer(
       save_checkpointer=saver,
-      restore_checkpointer=reader,
+      restore_checkpointer=restorer,
       strict=restore_cfg.strict if restore_cfg else False,
     )
 
   def wait_until_finished(self) -> None:
-    """Does nothing: `save` returns when everything is written."""
+    """Does nothing, because `save` returns when everything is written."""
 
   def close(self) -> None:
-    """Does nothing: there are no background threads."""
+    """Does nothing, because there are no background threads."""
 
   def save(
     self, train_state: Any, state_transformation_fns: Sequence[SaveTransformation] = ()
@@ -164,12 +164,12 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     restore_cfg: RestoreCheckpointConfig | None = None,
     fallback_state: Mapping[str, Any] | None = None,
   ) -> Any:
-    """Returns the train state at the one path given, or a list of those at several; else None.
+    """Returns the train state of the checkpoint in `paths`, or a list of states for several.
 
     Args:
       paths: checkpoints.
-      restore_cfg: how to restore; None for not at all.
-      fallback_state: where what a checkpoint lacks comes from.
+      restore_cfg: how to restore; None restores nothing and returns None.
+      fallback_state: nested state dict that provides what a checkpoint lacks.
     """
     if restore_cfg is None or paths is None:
       return None

@@ -1,7 +1,8 @@
-"""T5X's older checkpointers: they write and read its msgpack and zarr layout, at once and in full."""
+"""T5X's older checkpointers, which write its msgpack and zarr layout synchronously."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,35 +11,36 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import (
   flatten_state_dict,
-  merge_state,
+  select_arrays,
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX, dataset_filename
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_legacy import LegacyWriter, remove_unfinished
-from rosetta_t5.checkpoints.fresh_state import completed
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
-from rosetta_t5.checkpoints.model_dir.pins import remove_checkpoint_dir, remove_dataset_checkpoint
-from rosetta_t5.checkpoints.model_dir.removal import Removal
-from rosetta_t5.checkpoints.model_dir.retention import Retention
-from rosetta_t5.checkpoints.reading import Transformation, read_arrays, read_state
-from rosetta_t5.checkpoints.save_errors import save_error
+from rosetta_t5.checkpoints.model_dir.retention import (
+  BackgroundRemover,
+  Retention,
+  remove_checkpoint_dir,
+  remove_dataset_checkpoint,
+)
+from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore_train_state
 from rosetta_t5.checkpoints.saved_state import (
   SaveTransformation,
-  float_dtype,
+  apply_save_transformations,
+  convert_parameter_dtype,
+  parse_float_dtype,
+  save_error,
   step_number,
-  stored_dtype,
-  transformed_state,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import partition_specs_of
 
 
 class Checkpointer:
@@ -46,8 +48,8 @@ class Checkpointer:
 
   Attributes:
     checkpoints_dir: the folder of checkpoints.
-    keep: how many of the latest stay; None for all.
-    keep_dataset_checkpoints: how many of the latest dataset positions stay; None for all.
+    keep: how many of the latest checkpoints are kept; None for all.
+    keep_dataset_checkpoints: how many of the latest dataset positions are kept; None for all.
     restore_dtype: the dtype of restored floating-point parameters; None for their own.
   """
 
@@ -63,26 +65,27 @@ class Checkpointer:
     restore_dtype: Any = None,
     keep_dataset_checkpoints: int | None = None,
   ):
-    """Builds a checkpointer; nothing is written yet.
+    """Creates a checkpointer without writing anything.
 
     Args:
       train_state: the run's train state, or its shapes.
-      partitioner: places restored arrays.
+      partitioner: specifies the sharding of restored arrays.
       checkpoints_dir: the folder of checkpoints.
-      dataset_iterator: with `save(filename)` and `restore(filename)`.
+      dataset_iterator: has `save(filename)` and `restore(filename)`.
       keep: see the attribute.
-      save_dtype: dtype of the stored floating-point parameters.
+      save_dtype: the dtype of the stored floating-point parameters.
       restore_dtype: see the attribute.
       keep_dataset_checkpoints: see the attribute.
     """
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = float_dtype(save_dtype, "save_dtype")
+    self._save_dtype = parse_float_dtype(save_dtype, "save_dtype")
+    self._retention = Retention(checkpoints_dir, keep)
     self.checkpoints_dir = os.fspath(checkpoints_dir)
     self.keep = keep
     self.keep_dataset_checkpoints = keep_dataset_checkpoints
-    self.restore_dtype = float_dtype(restore_dtype, "restore_dtype")
+    self.restore_dtype = parse_float_dtype(restore_dtype, "restore_dtype")
 
   def all_steps(self) -> list[int]:
     """Returns the steps of complete checkpoints in ascending order."""
@@ -103,79 +106,48 @@ class Checkpointer:
     *,
     concurrent_gb: int = 128,
   ) -> None:
-    """Writes `train_state`; returns once the folder has its name. One that is there stays as it is.
+    """Writes `train_state`, and returns once the checkpoint is complete.
+
+    An existing checkpoint is never overwritten.
 
     Args:
-      train_state: what to save; lazy arrays are read one at a time.
-      state_transformation_fns: `fn(state_dict, parameter_infos)` returns both, changed; in order.
-      concurrent_gb: T5X's limit; one array at a time is in memory here.
+      train_state: the state to save. Lazy arrays are read one at a time.
+      state_transformation_fns: each `fn(state_dict, parameter_infos)` returns both of them, changed.
+      concurrent_gb: T5X's limit. It has no effect: one array at a time is in memory.
 
     Raises:
-      CheckpointSaveError: it could not be written.
+      CheckpointSaveError: the checkpoint could not be written.
     """
     del concurrent_gb
     step = step_number(train_state)
     folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
     if folder.exists():
       return
-    state = transformed_state(train_state, self._partitioner, state_transformation_fns)
+    state = apply_save_transformations(train_state, self._partitioner, state_transformation_fns)
     try:
       self._write(folder, flatten_state_dict(state, keep_empty_nodes=True))
     except OSError as error:
       raise save_error(epath.Path(self.checkpoints_dir), step, error) from error
-    self._remove_old()
-
-  def _write(self, folder: epath.Path, flat: Mapping[str, Any]) -> None:
-    first = jax.process_index() == 0
-    if first:
-      remove_unfinished(folder.parent)
-      Removal(folder.parent).finish()
-      writer = LegacyWriter(folder)
-    for name, leaf in flat.items():
-      if not hasattr(leaf, "shape"):
-        continue
-      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-      if first:
-        writer.write(name, as_stored_array(leaf).astype(stored_dtype(name, leaf, self._save_dtype)))
-    if first:
-      if self._dataset_iterator is not None:
-        self._dataset_iterator.save(os.fspath(writer.unfinished / self._dataset_file()))
-      # An optimizer's empty states keep the structure; None is kept as T5X does.
-      writer.finish({n: None for n, leaf in flat.items() if leaf is None})
-    if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
-
-  def _remove_old(self) -> None:
-    if jax.process_index():
-      return
-    for step in sorted(self._retention().steps_to_delete(self.all_steps())):
-      remove_checkpoint_dir(checkpoint_folders.checkpoint_path(self.checkpoints_dir, step))
-    if self.keep_dataset_checkpoints:
-      for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:
-        remove_dataset_checkpoint(
-          checkpoint_folders.checkpoint_path(self.checkpoints_dir, step), DATASET_PREFIX
-        )
-
-  def _retention(self) -> Retention:
-    return Retention(self.checkpoints_dir, self.keep)
+    if jax.process_index() == 0:
+      self._remove_old()
 
   def restore(
     self,
     step: int | None = None,
     path: str | os.PathLike[str] | None = None,
-    state_transformation_fns: Sequence[Transformation] = (),
+    state_transformation_fns: Sequence[RestoreTransformation] = (),
     fallback_state: Mapping[str, Any] | None = None,
     lazy_parameters: bool = False,
   ) -> Any:
     """Returns the train state of a checkpoint.
 
     Args:
-      step: which of this folder's; None, without `path`, for the latest.
-      path: a checkpoint anywhere, of any layout.
-      state_transformation_fns: `fn(checkpoint's state dict, this train state's)`, in order.
-      fallback_state: nested state dict from which what the checkpoint lacks is taken.
-      lazy_parameters: leave the values on disk until they are asked for.
+      step: a step of this folder; None, without `path`, for the latest.
+      path: a checkpoint of any layout in any folder.
+      state_transformation_fns: each `fn(checkpoint's state dict, this train state's)` returns the
+        first one, changed.
+      fallback_state: nested state dict that provides what the checkpoint lacks.
+      lazy_parameters: leave the values on disk until they are read.
 
     Raises:
       CheckpointMismatchError: names, shapes or dtypes differ from the train state's.
@@ -186,30 +158,21 @@ class Checkpointer:
     if path is None:
       path = checkpoint_folders.find_step(self.checkpoints_dir, step)
     if lazy_parameters:
-      state_dict = _lazy_state(read_arrays(path), self._train_state, state_transformation_fns)
-      return self._train_state.restore_state(state_dict)
-    restored = self._read(path, fallback_state, transformations=state_transformation_fns)
+      state: Any = unflatten_state_dict(read_arrays(path))
+      for transform in state_transformation_fns:
+        state = transform(state, self._train_state.state_dict())
+      return self._train_state.restore_state(state)
+    restored = restore_train_state(
+      path,
+      self._train_state,
+      self._partitioner,
+      fallback_state=fallback_state,
+      params_dtype=self.restore_dtype,
+      transformations=state_transformation_fns,
+    )
     if self._dataset_iterator is not None:
       self._dataset_iterator.restore(os.path.join(path, self._dataset_file()))
     return restored
-
-  def _read(self, path: Any, fallback_state: Mapping[str, Any] | None, **reading: Any) -> Any:
-    specs = flatten_state_dict(
-      partition_specs_of(self._partitioner, self._train_state).state_dict()
-    )
-    shardings = {name: NamedSharding(self._partitioner.mesh, spec) for name, spec in specs.items()}
-    state_dict = read_state(
-      path,
-      self._train_state.state_dict(),
-      shardings,
-      params_dtype=self.restore_dtype,
-      allow_missing=fallback_state is not None,
-      **reading,
-    )
-    if fallback_state is not None:
-      state_dict = merge_state(state_dict, fallback_state)
-    state_dict = completed(state_dict, self._train_state, shardings, path)
-    return self._train_state.restore_state(state_dict)
 
   def restore_from_tf_checkpoint(
     self,
@@ -217,15 +180,21 @@ class Checkpointer:
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
   ) -> Any:
-    """Returns the train state of a Mesh TensorFlow checkpoint, its prefix or its folder.
+    """Returns the train state of a Mesh TensorFlow checkpoint.
 
     Args:
-      path_or_dir: where it is.
-      strict: refuse names that the train state does not have.
-      translator: renames its entries; None for the rules of T5 1.0 and 1.1.
+      path_or_dir: the checkpoint's prefix or folder.
+      strict: raise an error for names that the train state does not have.
+      translator: renames the checkpoint's entries; None for the rules of T5 1.0 and 1.1.
     """
-    arrays = mesh_tf.read_arrays(path_or_dir, translator)
-    return self._read(path_or_dir, None, arrays=arrays, allow_unexpected=not strict)
+    return restore_train_state(
+      path_or_dir,
+      self._train_state,
+      self._partitioner,
+      params_dtype=self.restore_dtype,
+      allow_unexpected=not strict,
+      arrays=mesh_tf.read_arrays(path_or_dir, translator),
+    )
 
   def convert_from_tf_checkpoint(
     self,
@@ -235,13 +204,13 @@ class Checkpointer:
     concurrent_gb: int = 16,
     translator: CheckpointTranslator | None = None,
   ) -> None:
-    """Writes a Mesh TensorFlow checkpoint as one of this folder, one array in memory at a time.
+    """Writes a Mesh TensorFlow checkpoint into this folder, with one array in memory at a time.
 
     Args:
-      path_or_dir: its prefix or its folder.
+      path_or_dir: the checkpoint's prefix or folder.
       state_transformation_fns: as in `save`.
       concurrent_gb: as in `save`.
-      translator: renames its entries; None for the rules of T5 1.0 and 1.1.
+      translator: renames the checkpoint's entries; None for the rules of T5 1.0 and 1.1.
     """
     state_dict = mesh_tf.restore_from_t5_checkpoint(
       self._train_state.state_dict(), path_or_dir, lazy_parameters=True, translator=translator
@@ -249,19 +218,47 @@ class Checkpointer:
     train_state = self._train_state.restore_state(state_dict)
     self.save(train_state, state_transformation_fns, concurrent_gb=concurrent_gb)
 
+  def _write(self, folder: epath.Path, flat: Mapping[str, Any]) -> None:
+    writer = None
+    if jax.process_index() == 0:
+      remove_unfinished(folder.parent)
+      BackgroundRemover(folder.parent).finish()
+      writer = LegacyWriter(folder)
+    for name, leaf in select_arrays(flat).items():
+      if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+      if writer is not None:
+        dtype = convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
+        writer.write(name, as_stored_array(leaf).astype(dtype))
+    if writer is not None:
+      if self._dataset_iterator is not None:
+        self._dataset_iterator.save(os.fspath(writer.unfinished / self._dataset_file()))
+      # As in T5X, leaves that are None are stored, because they are part of the state's structure.
+      writer.finish({name: None for name, leaf in flat.items() if leaf is None})
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
+
+  def _remove_old(self) -> None:
+    folder = functools.partial(checkpoint_folders.checkpoint_path, self.checkpoints_dir)
+    for step in sorted(self._retention.steps_to_delete(self.all_steps())):
+      remove_checkpoint_dir(folder(step))
+    if self.keep_dataset_checkpoints:
+      for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:
+        remove_dataset_checkpoint(folder(step), DATASET_PREFIX)
+
   def _dataset_file(self) -> str:
     layout = self._partitioner.get_data_layout()
     return dataset_filename(layout.shard_id, layout.num_shards)
 
 
 class SaveBestCheckpointer(Checkpointer):
-  """Keeps the checkpoints with the best values of a metric, and the latest (T5X's class).
+  """Keeps the checkpoints with the best values of a metric, and the latest one (T5X's class).
 
   Attributes:
     metric_name_to_monitor: RUN/TAG in TensorBoard's files under the folder of checkpoints.
-    metric_mode: 'max' or 'min', which values are better.
-    keep_checkpoints_without_metrics: whether checkpoints of unknown metric stay.
-    force_keep_period: steps that are a multiple of it stay.
+    metric_mode: 'max' if larger values are better, 'min' if smaller values are.
+    keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
+    force_keep_period: checkpoints at its multiples are kept.
   """
 
   def __init__(
@@ -280,7 +277,7 @@ class SaveBestCheckpointer(Checkpointer):
     force_keep_period: int | None = None,
     keep_dataset_checkpoints: int | None = None,
   ):
-    """Builds a checkpointer; see the attributes, and Checkpointer for the rest."""
+    """Creates a checkpointer; see the attributes here and the arguments of Checkpointer."""
     super().__init__(
       train_state,
       partitioner,
@@ -295,7 +292,8 @@ class SaveBestCheckpointer(Checkpointer):
     self.metric_mode = metric_mode
     self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
     self.force_keep_period = force_keep_period
-    self._best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
+    best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
+    self._retention = Retention(checkpoints_dir, keep, force_keep_period, best)
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
@@ -305,9 +303,6 @@ class SaveBestCheckpointer(Checkpointer):
       "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
       "force_keep_period": self.force_keep_period,
     }
-
-  def _retention(self) -> Retention:
-    return Retention(self.checkpoints_dir, self.keep, self.force_keep_period, self._best)
 
 
 def all_dataset_checkpoint_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
@@ -319,13 +314,3 @@ def all_dataset_checkpoint_steps(checkpoints_dir: str | os.PathLike[str]) -> lis
     return any(folder.glob(f"{DATASET_PREFIX}-*")) or any(inside.glob(f"{DATASET_PREFIX}-*"))
 
   return [step for step in checkpoint_folders.all_steps(checkpoints_dir) if has_position(step)]
-
-
-def _lazy_state(
-  arrays: Mapping[str, Any], train_state: Any, transformations: Sequence[Transformation]
-) -> dict[str, Any]:
-  state: Any = unflatten_state_dict(arrays)
-  expected = train_state.state_dict()
-  for transform in transformations:
-    state = transform(state, expected)
-  return dict(state)

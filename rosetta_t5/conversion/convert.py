@@ -20,7 +20,6 @@ from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, t5_writer
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING
-from rosetta_t5.checkpoints.inspect_command import checkpoint_in
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import verification
@@ -97,7 +96,7 @@ def convert(
     ValueError: the source cannot be written in this layout.
   """
   started = time.monotonic()
-  path = checkpoint_in(source)
+  path = checkpoint_folders.resolve_checkpoint(source)
   arrays = _select_arrays(_cast(read_arrays(path), dtype), to, tree, encoder_only)
   facts = read_facts(path, arrays, activations, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):

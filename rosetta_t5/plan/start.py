@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.checkpoints.reading import check_fits
 from rosetta_t5.config.language.statements import Macro
 
 Rows = list[tuple[str, str]]
@@ -105,10 +104,4 @@ def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
     return
   expected = plan.state.state_dict()
   for path in paths:
-    check_fits(
-      path,
-      expected,
-      allow_missing=cfg.fallback_to_scratch,
-      allow_unexpected=not cfg.strict,
-      transformations=cfg.state_transformation_fns,
-    )
+    checkpoints.check_compatibility(path, expected, cfg)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 from tiny_state import Counter, Setup
 
@@ -32,17 +30,17 @@ def counter() -> Counter:
 
 @pytest.fixture
 def write_scalars():
-  """Writes TensorBoard's file by hand: write_scalars(folder, tag, {step: value})."""
+  """Writes a file of TensorBoard's: write_scalars(folder, tag, {step: value})."""
+  from tensorboard.compat.proto import event_pb2, summary_pb2
+  from tensorboard.summary.writer.record_writer import RecordWriter
 
   def write(folder, tag, values):
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "events.out.tfevents.0.test", "ab") as file:
+      writer = RecordWriter(file)
       for step, value in values.items():
-        name = tag.encode()
-        entry = b"\x0a" + bytes([len(name)]) + name + b"\x15" + struct.pack("<f", value)
-        summary = b"\x0a" + bytes([len(entry)]) + entry
-        event = b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)]) + summary
-        # The checksums are not looked at.
-        file.write(struct.pack("<Q", len(event)) + b"????" + event + b"????")
+        scalar = summary_pb2.Summary.Value(tag=tag, simple_value=value)
+        summary = summary_pb2.Summary(value=[scalar])
+        writer.write(event_pb2.Event(step=step, summary=summary).SerializeToString())
 
   return write

@@ -38,10 +38,10 @@ def test_resumed_run_is_left_alone():
 
 
 def test_typos_are_named_with_what_is_near():
-  with pytest.raises(ValueError, match=r"wants 'target/wii' .*near names there: target/wi"):
+  with pytest.raises(ValueError, match=r"assigns 'target/wii' .*similar names in it: target/wi"):
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"w": 0}}, [("target/w", "target/wii")])
   with pytest.raises(
-    ValueError, match=r"Unused patterns \['target/wx'\].*near the first: target/wi"
+    ValueError, match=r"Unused patterns \['target/wx'\].*similar to the first: target/wi"
   ):
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"wi": 0}}, [("target/wx", "target/wi")])
 

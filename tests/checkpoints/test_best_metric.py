@@ -8,8 +8,7 @@ import pytest
 
 from rosetta_t5.checkpoints import SaveCheckpointConfig, all_steps, create_orbax_checkpoint_manager
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric, populate_metrics_for_steps
-from rosetta_t5.checkpoints.model_dir.pins import pin_checkpoint
-from rosetta_t5.checkpoints.model_dir.retention import Retention
+from rosetta_t5.checkpoints.model_dir.retention import Retention, pin_checkpoint
 from rosetta_t5.compat.legacy_checkpointer import SaveBestCheckpointer
 
 
@@ -62,9 +61,9 @@ def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_
 
 
 def test_metric_needs_a_run_and_a_known_mode():
-  with pytest.raises(ValueError, match=r"'accuracy' has to be RUN/TAG"):
+  with pytest.raises(ValueError, match=r"must be RUN/TAG, got 'accuracy'"):
     BestMetric("accuracy")
-  with pytest.raises(ValueError, match=r"metric_mode = 'best' is none of 'max', 'min'"):
+  with pytest.raises(ValueError, match=r"metric_mode must be 'max' or 'min', got 'best'"):
     BestMetric("train/accuracy", "best")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from etils import epath
 
 from rosetta_t5.checkpoints import CheckpointConfig, RestoreCheckpointConfig, find_start_checkpoint
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
@@ -40,7 +41,7 @@ def test_absent_empty_and_other_folders_are_said_to_be_so(tmp_path):
   with pytest.raises(ValueError, match=r"the folder is empty"):
     checkpoint_folders.detect_checkpoint_type(tmp_path)
   (tmp_path / "notes.txt").write_text("hello")
-  with pytest.raises(ValueError, match=r"the folder holds notes.txt"):
+  with pytest.raises(ValueError, match=r"the folder contains notes.txt"):
     checkpoint_folders.detect_checkpoint_type(tmp_path)
   with pytest.raises(ValueError, match=r"is not a checkpoint"):
     checkpoint_folders.detect_checkpoint_type(tmp_path / "notes")
@@ -72,27 +73,29 @@ def test_unreadable_run_facts_are_named(tmp_path):
   (tmp_path / "checkpoint_1").mkdir()
   assert checkpoint_folders.read_run_facts(tmp_path) == {}
   (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")
-  with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is not readable as JSON"):
+  with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is not valid JSON"):
     checkpoint_folders.read_run_facts(tmp_path)
 
 
-def test_a_store_that_cannot_be_read_is_said_so(monkeypatch, tmp_path):
-  def layout(path):
-    if path == tmp_path:
-      return
+def test_remote_storage_that_cannot_be_read_is_reported(monkeypatch, tmp_path):
+  path_class = type(epath.Path(tmp_path))
+  is_dir = path_class.is_dir
+
+  def fail(path):
+    if path.is_relative_to(tmp_path):
+      return is_dir(path)
     raise RuntimeError("Could not resolve host: storage.googleapis.com\n\t when reading metadata")
 
-  monkeypatch.setattr(checkpoint_folders, "_layout", layout)
+  monkeypatch.setattr(path_class, "is_dir", fail)
+  cfg = CheckpointConfig(restore=RestoreCheckpointConfig("gs://bucket/run", mode="latest"))
   for find in (
-    lambda path: checkpoint_folders.detect_checkpoint_type(path),
-    lambda path: find_start_checkpoint(
-      CheckpointConfig(restore=RestoreCheckpointConfig(path=path, mode="latest")), tmp_path
-    ),
+    lambda: checkpoint_folders.detect_checkpoint_type("gs://bucket/run"),
+    lambda: find_start_checkpoint(cfg, tmp_path),
   ):
     with pytest.raises(
       ValueError, match="gs://bucket/run cannot be read from this machine"
-    ) as told:
-      find("gs://bucket/run")
-    assert "(RuntimeError: Could not resolve host: storage.googleapis.com)" in str(told.value)
+    ) as error:
+      find()
+    assert "(RuntimeError: Could not resolve host: storage.googleapis.com)" in str(error.value)
   with pytest.raises(RuntimeError):
-    checkpoint_folders.detect_checkpoint_type("/here")
+    checkpoint_folders.detect_checkpoint_type("/local")

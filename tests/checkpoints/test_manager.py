@@ -13,7 +13,7 @@ import pytest
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
-from rosetta_t5.checkpoints.model_dir.pins import pin_checkpoint
+from rosetta_t5.checkpoints.model_dir.retention import pin_checkpoint
 from rosetta_t5.checkpoints.reading import read_arrays
 
 
@@ -117,7 +117,7 @@ def test_keep_deletes_the_oldest_but_not_pinned_nor_forced_ones(setup, tmp_path)
 
 
 def test_keep_below_one_is_refused(setup, tmp_path):
-  with pytest.raises(ValueError, match=r"keep = 0 would delete every checkpoint: set it to 1"):
+  with pytest.raises(ValueError, match=r"keep must be at least 1, .*got 0"):
     setup.manager(tmp_path, keep=0)
 
 
@@ -176,7 +176,7 @@ def test_missing_dataset_position_says_how_to_go_on(setup, counter, tmp_path):
   manager.close()
   with pytest.raises(
     ValueError,
-    match=r"(?s)checkpoint_1 holds no dataset position.*it has none.*"
+    match=r"(?s)checkpoint_1 contains no dataset position.*it has none.*"
     r"restore_dataset = False",
   ):
     setup.manager(tmp_path, dataset_iterator=counter).restore()
@@ -217,7 +217,7 @@ def test_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, mon
   manager = setup.manager(tmp_path)
   fail_writes(monkeypatch)
   manager.save(setup.state(step=1))
-  with pytest.raises(CheckpointSaveError, match=r"there is no complete one yet"):
+  with pytest.raises(CheckpointSaveError, match=r"there is no complete one"):
     manager.wait_until_finished()
 
 
@@ -245,7 +245,7 @@ def test_folder_that_cannot_be_written_is_named(setup, tmp_path):
   with pytest.raises(
     CheckpointSaveError,
     match=r"file/model/checkpoint_1 could not be saved: .*"
-    r"give a MODEL_DIR that can be written to",
+    r"set a writable MODEL_DIR",
   ):
     setup.manager(blocked / "model").save(setup.state(step=1))
 

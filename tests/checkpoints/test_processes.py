@@ -14,7 +14,7 @@ import pytest
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
-from rosetta_t5.checkpoints.model_dir.lock import hold
+from rosetta_t5.checkpoints.model_dir.lock import lock_model_dir
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 
 
@@ -73,7 +73,7 @@ def test_processes_go_back_together_though_only_one_finds_its_part_damaged(saved
   assert statuses == [0, 0], outputs
   for output in outputs:
     assert "checkpoint_2 cannot be read" in output
-    assert "the run goes on from" in output
+    assert "the run continues from" in output
     assert "restored 1 of [1]" in output
   assert (folder / "damaged_checkpoint_2").is_dir()
 
@@ -81,7 +81,7 @@ def test_processes_go_back_together_though_only_one_finds_its_part_damaged(saved
 @pytest.mark.slow
 def test_both_processes_are_told_that_a_folder_is_in_use(saved_by_two):
   folder = saved_by_two[0] / "split"
-  with hold(folder):
+  with lock_model_dir(folder):
     statuses, outputs = two_processes(folder, "restart")
   assert statuses == [1, 1]
   for output in outputs:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.checkpoints import UnreadableCheckpointError, reading
+from rosetta_t5.checkpoints import UnreadableCheckpointError, restored_state
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.reading import read_arrays, read_state
+from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restored_state import read_state
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import PjitPartitioner
 
@@ -121,7 +122,7 @@ def test_whole_arrays_are_read_where_a_cpu_device_can_use_them_without_a_copy(se
 
 
 def test_of_a_large_checkpoint_only_so_much_is_read_at_once(monkeypatch):
-  monkeypatch.setattr(reading, "_BYTES_AT_ONCE", 100)
+  monkeypatch.setattr(restored_state, "MAX_BYTES_IN_FLIGHT", 100)
   reads, most = set(), 0
 
   def array(name: str) -> StoredArray:

@@ -11,13 +11,12 @@ import sys
 from tiny_state import Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.model_dir.pins import remove_checkpoint_dir
-from rosetta_t5.checkpoints.model_dir.removal import REMOVED
+from rosetta_t5.checkpoints.model_dir.retention import REMOVED_FOLDER, remove_checkpoint_dir
 
 # Deletes a checkpoint of two files, and is killed after the first of them.
 KILLED = """
 import os, signal, sys
-from rosetta_t5.checkpoints.model_dir.pins import remove_checkpoint_dir
+from rosetta_t5.checkpoints.model_dir.retention import remove_checkpoint_dir
 unlink = os.unlink
 def once(*args, **kwargs):
   unlink(*args, **kwargs)
@@ -38,7 +37,7 @@ def test_a_deletion_that_is_killed_leaves_no_half_checkpoint_and_the_next_one_cl
     make_checkpoint(tmp_path / f"checkpoint_{step}")
   command = [sys.executable, "-c", KILLED, str(tmp_path / "checkpoint_3")]
   assert subprocess.run(command).returncode == -signal.SIGKILL
-  assert len(os.listdir(tmp_path / REMOVED / "checkpoint_3")) == 1
+  assert len(os.listdir(tmp_path / REMOVED_FOLDER / "checkpoint_3")) == 1
   assert all_steps(tmp_path) == [6]
   make_checkpoint(tmp_path / "checkpoint_3")
   remove_checkpoint_dir(tmp_path / "checkpoint_3")
@@ -46,11 +45,11 @@ def test_a_deletion_that_is_killed_leaves_no_half_checkpoint_and_the_next_one_cl
 
 
 def test_a_run_deletes_what_keep_lets_go_and_what_a_killed_run_had_put_aside(tmp_path):
-  make_checkpoint(tmp_path / REMOVED / "checkpoint_1")
+  make_checkpoint(tmp_path / REMOVED_FOLDER / "checkpoint_1")
   setup = Setup(module=Tiny(), num_partitions=1)
   manager = setup.manager(tmp_path, keep=1)
   for step in (2, 3):
     manager.save(setup.state(step=step))
   manager.close()
   assert all_steps(tmp_path) == [3]
-  assert not (tmp_path / REMOVED).exists()
+  assert not (tmp_path / REMOVED_FOLDER).exists()

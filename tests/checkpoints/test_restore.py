@@ -97,7 +97,9 @@ def test_modes_choose_the_latest_every_or_the_named_checkpoint(pretrained):
 
 
 def test_mode_with_a_typo_is_refused_with_the_near_one():
-  with pytest.raises(ValueError, match=r"mode = 'lattest' is none of .*; did you mean 'latest'\?"):
+  with pytest.raises(
+    ValueError, match=r"mode must be one of .*, got 'lattest'; did you mean 'latest'\?"
+  ):
     RestoreCheckpointConfig(path="p", mode="lattest")
 
 
@@ -140,7 +142,9 @@ def test_training_from_several_checkpoints_is_refused(pretrained, tmp_path):
 
 def test_model_dir_of_another_model_is_refused_and_left_as_it_is(make_setup, setup, pretrained):
   wider = make_setup(module=type(setup.module)(width=32))
-  with pytest.raises(CheckpointMismatchError, match=r"checkpoint_20 is not of this run's model"):
+  with pytest.raises(
+    CheckpointMismatchError, match=r"checkpoint_20 does not match this run's model"
+  ):
     begin(wider, pretrained, save=SaveCheckpointConfig(period=1, keep=1))
   assert all_steps(pretrained) == [10, 20]
 
@@ -280,7 +284,7 @@ def test_position_in_data_of_another_batch_size_is_refused(setup, counter, tmp_p
   counter.element_spec = {"inputs": jax.ShapeDtypeStruct((16, 64), np.int32)}
   with pytest.raises(
     ValueError,
-    match=r"inputs: \[8, 64\] there, \[16, 64\] now\): another BATCH_SIZE.*restore_dataset = False",
+    match=r"inputs: \[8, 64\] stored, \[16, 64\] now\). BATCH_SIZE.*restore_dataset = False",
   ):
     begin(setup, tmp_path, save, ds_iter=counter)
 

@@ -17,21 +17,21 @@ import pytest
 
 from rosetta_t5.checkpoints import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.model_dir import lock
-from rosetta_t5.checkpoints.model_dir.holder import Holder, this_process
-from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, hold
+from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, lock_model_dir
+from rosetta_t5.checkpoints.model_dir.lock_owner import LockOwner, current_process
 
 HOLDER = """
 import pathlib, sys, time
-from rosetta_t5.checkpoints.model_dir.holder import this_process
+from rosetta_t5.checkpoints.model_dir.lock_owner import current_process
 from rosetta_t5.checkpoints.model_dir.lock import RunLock
-lock = RunLock(sys.argv[1], this_process())
+lock = RunLock(sys.argv[1], current_process())
 print("held", flush=True)
 time.sleep(600)
 """
 
 CONTENDERS = """
 import os, sys, time
-from rosetta_t5.checkpoints.model_dir.holder import this_process
+from rosetta_t5.checkpoints.model_dir.lock_owner import current_process
 from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, RunLock
 begin = time.time() + 0.3
 children = []
@@ -41,7 +41,7 @@ for _ in range(8):
     continue
   time.sleep(max(begin - time.time(), 0))
   try:
-    lock = RunLock(sys.argv[1], this_process())
+    lock = RunLock(sys.argv[1], current_process())
     os.write(1, b"got\\n")
     time.sleep(1.5)
   except ModelDirInUseError:
@@ -51,7 +51,7 @@ for child in children:
   os.waitpid(child, 0)
 """
 
-ELSEWHERE = dataclasses.replace(this_process(), host="node7", machine="another one", pid=11)
+ELSEWHERE = dataclasses.replace(current_process(), host="node7", machine="another one", pid=11)
 
 
 @pytest.fixture(autouse=True)
@@ -71,22 +71,22 @@ def ends() -> Iterator[None]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
   """A second of silence is enough."""
-  monkeypatch.setattr(lock, "BEAT_S", 0.05)
-  monkeypatch.setattr(lock, "SILENCE_S", 1.0)
-  monkeypatch.setattr(lock, "_LOOK_AGAIN_S", 0.05)
+  monkeypatch.setattr(lock, "HEARTBEAT_INTERVAL_S", 0.05)
+  monkeypatch.setattr(lock, "HEARTBEAT_TIMEOUT_S", 1.0)
+  monkeypatch.setattr(lock, "POLL_INTERVAL_S", 0.05)
 
 
-def leave_lock(model_dir: pathlib.Path, holder: Holder, age: float = 0.0) -> pathlib.Path:
+def leave_lock(model_dir: pathlib.Path, owner: LockOwner, age: float = 0.0) -> pathlib.Path:
   path = model_dir / LOCK_FILE
-  path.write_text(holder.text(0))
+  path.write_text(owner.to_json(0))
   os.utime(path, (time.time() - age,) * 2)
   return path
 
 
 def test_a_folder_is_free_again_after_a_run_and_after_one_that_failed(tmp_path):
-  with hold(tmp_path / "new"):
+  with lock_model_dir(tmp_path / "new"):
     assert json.loads((tmp_path / "new" / LOCK_FILE).read_text())["pid"] == os.getpid()
-  with pytest.raises(KeyError), hold(tmp_path / "new"):
+  with pytest.raises(KeyError), lock_model_dir(tmp_path / "new"):
     raise KeyError
   assert list((tmp_path / "new").iterdir()) == []
 
@@ -95,7 +95,7 @@ def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_kil
   command = [sys.executable, "-c", HOLDER, str(tmp_path)]
   with ended_process(command) as process:
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(ModelDirInUseError) as refused, hold(tmp_path):
+    with pytest.raises(ModelDirInUseError) as refused, lock_model_dir(tmp_path):
       pass
     assert f"MODEL_DIR {tmp_path} is in use by another training run: " in str(refused.value)
     assert f"process {process.pid} on {os.uname().nodename}, since 20" in str(refused.value)
@@ -103,7 +103,7 @@ def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_kil
     os.kill(process.pid, signal.SIGKILL)
     # Killed, and nobody has asked yet how it ended: a number in the list of processes is no life.
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    with hold(tmp_path):
+    with lock_model_dir(tmp_path):
       pass
 
 
@@ -118,13 +118,13 @@ def ended_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_process_that_got_the_number_of_a_dead_run_is_not_taken_for_it(tmp_path):
-  leave_lock(tmp_path, dataclasses.replace(this_process(), pid=os.getppid(), born="1"))
-  with hold(tmp_path):
+  leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
+  with lock_model_dir(tmp_path):
     pass
 
 
 def test_one_process_does_not_train_twice_in_a_folder_at_a_time(tmp_path):
-  with hold(tmp_path), pytest.raises(ModelDirInUseError), hold(tmp_path):
+  with lock_model_dir(tmp_path), pytest.raises(ModelDirInUseError), lock_model_dir(tmp_path):
     pass
 
 
@@ -132,7 +132,7 @@ def test_one_process_does_not_train_twice_in_a_folder_at_a_time(tmp_path):
 def test_a_run_of_another_machine_that_gives_signs_of_life_keeps_its_folder(tmp_path):
   lock = RunLock(tmp_path, ELSEWHERE)
   try:
-    with pytest.raises(ModelDirInUseError, match="process 11 on node7"), hold(tmp_path):
+    with pytest.raises(ModelDirInUseError, match="process 11 on node7"), lock_model_dir(tmp_path):
       pass
   finally:
     lock.release()
@@ -143,15 +143,15 @@ def test_a_run_of_another_machine_that_gives_signs_of_life_keeps_its_folder(tmp_
 def test_a_run_of_another_machine_that_gives_none_loses_it(tmp_path, caplog):
   leave_lock(tmp_path, ELSEWHERE)
   started = time.monotonic()
-  with hold(tmp_path):
+  with lock_model_dir(tmp_path):
     assert time.monotonic() - started >= 0.9
-  assert "is of a run on another machine (process 11 on node7" in caplog.text
+  assert "belongs to a run on another machine (process 11 on node7" in caplog.text
   assert "was left by a run that has ended" in caplog.text
 
 
 def test_long_silence_needs_no_waiting(tmp_path, caplog):
-  leave_lock(tmp_path, ELSEWHERE, age=lock.SILENCE_S + 5)
-  with hold(tmp_path):
+  leave_lock(tmp_path, ELSEWHERE, age=lock.HEARTBEAT_TIMEOUT_S + 5)
+  with lock_model_dir(tmp_path):
     assert "Waiting" not in caplog.text
 
 
@@ -161,21 +161,21 @@ def test_a_requeued_job_takes_over_from_itself_at_once_on_any_machine(
   monkeypatch.setenv("SLURM_JOB_ID", "77")
   monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
   leave_lock(tmp_path, dataclasses.replace(ELSEWHERE, job="77", restart=0))
-  with hold(tmp_path):
-    holder = Holder.read((tmp_path / LOCK_FILE).read_text())
-    assert (holder.job, holder.restart) == ("77", 1)
+  with lock_model_dir(tmp_path):
+    owner = LockOwner.from_json((tmp_path / LOCK_FILE).read_text())
+    assert (owner.job, owner.restart) == ("77", 1)
   assert "Waiting" not in caplog.text
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_lock_cut_off_while_it_was_written_is_no_lock_for_long(tmp_path):
   (tmp_path / LOCK_FILE).write_text('{"host": "no')
-  with hold(tmp_path):
+  with lock_model_dir(tmp_path):
     pass
 
 
 def test_of_many_that_find_a_dead_runs_lock_one_gets_the_folder(tmp_path):
-  leave_lock(tmp_path, dataclasses.replace(this_process(), pid=os.getppid(), born="1"))
+  leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
   result = subprocess.run(
     [sys.executable, "-c", CONTENDERS, str(tmp_path)], capture_output=True, text=True, timeout=300
   )
@@ -184,7 +184,7 @@ def test_of_many_that_find_a_dead_runs_lock_one_gets_the_folder(tmp_path):
 
 def test_a_run_that_has_lost_its_folder_writes_no_checkpoint(setup, tmp_path):
   manager = setup.manager(tmp_path)
-  with hold(tmp_path):
+  with lock_model_dir(tmp_path):
     manager.save(setup.state(step=1))
     manager.wait_until_finished()
     leave_lock(tmp_path, ELSEWHERE)

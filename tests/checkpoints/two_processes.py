@@ -53,10 +53,10 @@ def restart(folder: pathlib.Path) -> None:
     create_checkpoint_manager_and_restore,
     find_start_checkpoint,
   )
-  from rosetta_t5.checkpoints.model_dir.lock import hold
+  from rosetta_t5.checkpoints.model_dir.lock import lock_model_dir
 
   setup, save_cfg = split_setup(), SaveCheckpointConfig(period=1)
-  with hold(folder):
+  with lock_model_dir(folder):
     cfg, path = find_start_checkpoint(CheckpointConfig(save=save_cfg), folder)
     state, manager = create_checkpoint_manager_and_restore(
       setup.initializer, setup.partitioner, cfg, path, None, save_cfg, folder

@@ -95,7 +95,7 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
   assert run("convert", MESH_TF, tmp_path, "--to", "hf") == 1
   assert "exists and is not empty" in capsys.readouterr().err
   assert run("convert", tmp_path, tmp_path / "x", "--to", "hf") == 1
-  assert "is not a checkpoint: the folder holds note" in capsys.readouterr().err
+  assert "is not a checkpoint: the folder contains note" in capsys.readouterr().err
 
 
 def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):

@@ -151,7 +151,7 @@ def test_model_dirs_checkpoint_wins_over_one_that_need_not_exist(check, saved):
 def test_a_checkpoint_of_another_model_is_refused(check, saved):
   status, _, said = check("--gin.network.T5Config.mlp_dim=24")
   assert status == 2
-  assert "checkpoint run/checkpoint_1 is not of this run's model" in said
+  assert "checkpoint run/checkpoint_1 does not match this run's model" in said
   assert "target/encoder/layers_0/mlp/wi_0/kernel" in said
 
 

@@ -40,7 +40,7 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_costs_nothing_that_was_sav
   text = str(failed.value)
   assert "could not be saved: " in text
   assert "No space left on device" in text
-  assert f"the last complete one is step {saved[-1]}; make room" in text
+  assert f"the last complete one is step {saved[-1]}; free some space" in text
   remount(disk, "size=40m")
   rest = train(disk / "run", 8)
   assert min(rest) == saved[-1] + 1

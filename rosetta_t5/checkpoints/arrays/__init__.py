@@ -1,1 +1,1 @@
-"""Arrays of a checkpoint: read lazily, renamed, and converted between parameter trees."""
+"""Arrays: read lazily, renamed, converted between parameter trees, initialized leaf by leaf."""

@@ -1,4 +1,4 @@
-"""Renaming between a checkpoint's names and the model's, by pairs of regular expressions."""
+"""Renaming of a checkpoint's parameters to the model's names, by pairs of regular expressions."""
 
 from __future__ import annotations
 
@@ -25,81 +25,73 @@ def apply_assignment_map(
 ) -> dict[str, Any]:
   """Returns a checkpoint's state dict under the model's names (T5X's function and rules).
 
-  For each of the model's names the first pattern that matches it whole decides: it takes the value
-  of the checkpoint's name that the replacement gives (\\1 stands for the first group), or is left out
-  if the replacement is None. Names that no pattern matches, and the checkpoint's that nobody took,
-  stay as they are.
+  For each name of the model, the first pattern that matches the whole name applies. The name gets
+  the checkpoint's value that the replacement names (\\1 is the first group), or no value if the
+  replacement is None. The other names of the model, and the checkpoint's values that are not used,
+  are left as they are.
 
   Args:
     ckpt_optimizer_state: the checkpoint's nested state dict.
-    optimizer_state: the model's.
-    assignment_map: (pattern of the model's name, replacement or None) pairs.
-    require_all_rules_match: refuse patterns that match no name.
-    is_resuming: whether the checkpoint is the run's own, whose names are right already.
+    optimizer_state: the model's nested state dict.
+    assignment_map: pairs of a pattern for the model's names and a replacement or None.
+    require_all_rules_match: raise an error for a pattern that matches no name.
+    is_resuming: whether the checkpoint is the run's own, whose names need no renaming.
 
   Raises:
-    ValueError: a replacement names what the checkpoint does not have, or a pattern matches nothing.
+    ValueError: a replacement names a value that the checkpoint lacks, or a pattern matches no name.
   """
   if is_resuming:
     return dict(ckpt_optimizer_state)
   stored = flatten_state_dict(ckpt_optimizer_state)
   names = list(flatten_state_dict(optimizer_state))
-  ruled, used = _by_rules(names, assignment_map, stored)
-  unused = [pair for number, pair in enumerate(assignment_map) if number not in used]
-  if require_all_rules_match and unused:
-    raise ValueError(_no_match(unused, names))
-  taken = set(ruled.values())
-  kept = {n: leaf for n, leaf in stored.items() if n not in taken and ruled.get(n, n) is not None}
-  # A name of the model that no rule moved keeps its value, even one that another name took as well.
-  same = {n: stored[n] for n in names if n in stored and n not in ruled}
-  moved = {name: stored[source] for name, source in ruled.items() if source is not None}
-  for name in moved:
-    _log.info("assignment_map: %s takes %s", name, ruled[name])
-  return unflatten_state_dict({**kept, **same, **moved})
-
-
-def _by_rules(
-  names: Sequence[str], assignment_map: AssignmentMap, stored: Mapping[str, Any]
-) -> tuple[dict[str, str | None], set[int]]:
-  """Returns what each name that a rule matches takes, None for nothing; and which rules matched."""
   rules = [(re.compile(pattern), replacement) for pattern, replacement in assignment_map]
-  ruled: dict[str, str | None] = {}
+  sources: dict[str, str | None] = {}
   used = set()
   for name in names:
     number, source = _first_match(rules, name)
     if number is None:
       continue
     if source is not None and source not in stored:
-      raise ValueError(_no_source(name, source, assignment_map[number], stored))
+      raise ValueError(_missing_source_text(name, source, assignment_map[number], stored))
     used.add(number)
-    ruled[name] = source
-  return ruled, used
+    sources[name] = source
+  unused = [rule for number, rule in enumerate(assignment_map) if number not in used]
+  if require_all_rules_match and unused:
+    raise ValueError(_unused_rules_text(unused, names))
+  moved = {name: stored[source] for name, source in sources.items() if source is not None}
+  for name in moved:
+    _log.info("assignment_map: %s takes the value of %s", name, sources[name])
+  removed = set(sources.values()) | {name for name, source in sources.items() if source is None}
+  kept = {name: leaf for name, leaf in stored.items() if name not in removed}
+  # A name of the model that no rule matches keeps its value, even if another name uses it as well.
+  unmatched = {name: stored[name] for name in names if name in stored and name not in sources}
+  return unflatten_state_dict({**kept, **unmatched, **moved})
 
 
 def _first_match(
   rules: Sequence[tuple[re.Pattern[str], str | None]], name: str
 ) -> tuple[int | None, str | None]:
-  """Returns the number of the first rule that matches `name`, and the checkpoint's name it gives."""
+  """Returns the number of the first rule that matches `name`, and the name that it gives."""
   for number, (pattern, replacement) in enumerate(rules):
     if match := pattern.fullmatch(name):
       return number, None if replacement is None else match.expand(replacement)
   return None, None
 
 
-def _no_source(name: str, source: str, rule: Any, stored: Mapping[str, Any]) -> str:
+def _missing_source_text(name: str, source: str, rule: Any, stored: Mapping[str, Any]) -> str:
   near = difflib.get_close_matches(source, stored, n=3)
-  hint = f"near names there: {', '.join(near)}" if near else f"it has {len(stored)} others"
+  hint = f"similar names in it: {', '.join(near)}" if near else f"it has {len(stored)} others"
   return (
-    f"RestoreCheckpointConfig.assignment_map: the rule {rule!r} wants {source!r} of the checkpoint "
-    f"for {name!r}, which the checkpoint does not have; {hint}. Correct the replacement, or make it "
-    "None and set fallback_to_scratch = True"
+    f"RestoreCheckpointConfig.assignment_map: the rule {rule!r} assigns {source!r} to {name!r}, but "
+    f"the checkpoint has no {source!r}; {hint}. Correct the replacement, or set it to None and set "
+    "fallback_to_scratch = True"
   )
 
 
-def _no_match(unused: Sequence[Any], names: Sequence[str]) -> str:
+def _unused_rules_text(unused: Sequence[Any], names: Sequence[str]) -> str:
   near = difflib.get_close_matches(str(unused[0][0]), names, n=3, cutoff=0.4)
-  hint = f"; names near the first: {', '.join(near)}" if near else ""
+  hint = f"; names similar to the first: {', '.join(near)}" if near else ""
   return (
     f"RestoreCheckpointConfig.assignment_map: Unused patterns {[pattern for pattern, _ in unused]}: "
-    f"each pattern has to match a whole name of the model, such as {names[0]!r}{hint}"
+    f"each pattern must match a whole name of the model, such as {names[0]!r}{hint}"
   )

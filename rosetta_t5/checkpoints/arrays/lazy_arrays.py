@@ -1,9 +1,10 @@
-"""Arrays that are on disk until someone reads them, whole or in part (T5X's LazyArray and ours)."""
+"""Arrays that stay on disk until they are read, in full or in part."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
@@ -19,48 +20,34 @@ PendingRead = Callable[[], np.ndarray]
 
 
 class LazyArray(abc.ABC):
-  """An array with a known shape and dtype whose values are read when asked for (T5X's class)."""
+  """An array with a known shape and dtype whose values are read on demand (T5X's class).
+
+  Attributes:
+    shape: the shape.
+    dtype: the dtype of the values that `get` returns.
+    ndim: the number of dimensions.
+    size: the number of values.
+    nbytes: the size in memory once the array is read.
+  """
 
   def __init__(self, shape: Sequence[int], dtype: Any, get_fn: Callable[[], Any]):
-    """Builds a lazy array.
+    """Creates a lazy array.
 
     Args:
-      shape: its shape.
-      dtype: what `get` returns it in.
+      shape: the shape.
+      dtype: the dtype of the values that `get` returns.
       get_fn: reads the values.
     """
-    self._shape = tuple(int(size) for size in shape)
-    self._dtype = jnp.dtype(dtype)
+    self.shape = tuple(int(size) for size in shape)
+    self.dtype = jnp.dtype(dtype)
+    self.ndim = len(self.shape)
+    self.size = math.prod(self.shape)
+    self.nbytes = self.size * self.dtype.itemsize
     self._get_fn = get_fn
 
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape."""
-    return self._shape
-
-  @property
-  def dtype(self) -> np.dtype:
-    """The dtype of the values that `get` returns."""
-    return self._dtype
-
-  @property
-  def ndim(self) -> int:
-    """The number of dimensions."""
-    return len(self._shape)
-
-  @property
-  def size(self) -> int:
-    """The number of values."""
-    return int(np.prod(self._shape, dtype=np.int64))
-
-  @property
-  def nbytes(self) -> int:
-    """Bytes in memory once read."""
-    return self.size * self._dtype.itemsize
-
   def astype(self, dtype: Any) -> LazyArray:
-    """Returns the same array, converted when it is read."""
-    return type(self)(self._shape, dtype, self._get_fn)
+    """Returns the same array, which is converted to `dtype` when it is read."""
+    return type(self)(self.shape, dtype, self._get_fn)
 
   @abc.abstractmethod
   def get_async(self) -> asyncio.Future:
@@ -71,12 +58,12 @@ class LazyArray(abc.ABC):
     """Reads and returns the values."""
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """Lets numpy functions, as in users' state transformations, take a lazy array."""
+    """Lets numpy functions take a lazy array, for example in users' state transformations."""
     del copy
     return np.asarray(self.get(), dtype)
 
   def __repr__(self) -> str:
-    """Returns shape and dtype."""
+    """Returns the shape and dtype."""
     return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
 
@@ -91,60 +78,56 @@ class LazyThreadPoolArray(LazyArray):
 
   def get(self) -> np.ndarray:
     """Reads and returns the values."""
-    return _as(self._get_fn(), self._dtype)
+    return np.asarray(self._get_fn()).astype(self.dtype, copy=False)
 
 
 class LazyAwaitableArray(LazyArray):
   """A lazy array whose `get_fn` is asynchronous, as TensorStore's reads are."""
 
   def get_async(self) -> asyncio.Future:
-    """Starts to read the values; needs a running event loop."""
-
-    async def get_and_cast() -> np.ndarray:
-      return _as(await self._get_fn(), self._dtype)
-
-    return asyncio.ensure_future(get_and_cast())
+    """Starts to read the values. It requires a running event loop."""
+    return asyncio.ensure_future(self._read())
 
   def get(self) -> np.ndarray:
-    """Reads and returns the values; not from within an event loop."""
+    """Reads and returns the values. It must not be called within an event loop."""
+    return asyncio.run(self._read())
 
-    async def wait() -> np.ndarray:
-      return await self.get_async()
-
-    return asyncio.run(wait())
+  async def _read(self) -> np.ndarray:
+    return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
 
   @classmethod
   def from_tensor_store_spec(
     cls, ts_spec: ts.Spec, get_fn: Callable[[], Any], dtype: Any = None
   ) -> LazyAwaitableArray:
-    """Returns the array that `ts_spec` describes, with the spec's shape and, without `dtype`, its dtype."""
+    """Returns the array that `ts_spec` describes; its dtype is the spec's if `dtype` is None."""
     spec = ts_spec.to_json()
-    stored = jnp.dtype(spec["dtype"] if dtype is None else dtype)
-    # T5X's version 2 wrote bfloat16 as the 16 bits of it.
-    return cls(spec["metadata"]["shape"], jnp.bfloat16 if stored == np.uint16 else stored, get_fn)
+    on_disk = jnp.dtype(spec["dtype"] if dtype is None else dtype)
+    # Version 2 of T5X's layout stored bfloat16 as its 16 bits.
+    on_disk = jnp.dtype(jnp.bfloat16) if on_disk == np.uint16 else on_disk
+    return cls(spec["metadata"]["shape"], on_disk, get_fn)
 
   @classmethod
   def from_array(
     cls, array: np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
   ) -> LazyAwaitableArray:
-    """Returns a lazy array of the shape and, without `dtype`, the dtype of `array`."""
+    """Returns a lazy array with the shape of `array`, and its dtype if `dtype` is None."""
     return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
 
   @classmethod
   def from_tensor_store_spec_or_array(
     cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
   ) -> LazyAwaitableArray:
-    """Returns a lazy array like a TensorStore spec or like an array."""
+    """Returns a lazy array that is described by a TensorStore spec or by an array."""
     if isinstance(maybe_ts_spec, ts.Spec):
       return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype=dtype)
     return cls.from_array(maybe_ts_spec, get_fn, dtype=dtype)
 
 
 class StoredArray(LazyThreadPoolArray):
-  """A lazy array that can read a part of itself.
+  """A lazy array that can be read in part.
 
   Attributes:
-    sliceable: whether reading a part costs a part; else each read reads everything.
+    sliceable: whether reading a part is cheaper than reading the whole array.
   """
 
   def __init__(
@@ -155,44 +138,40 @@ class StoredArray(LazyThreadPoolArray):
     sliceable: bool = True,
     start_read_fn: Callable[[Index], PendingRead] | None = None,
   ):
-    """Builds a stored array.
+    """Creates a stored array.
 
     Args:
-      shape: its shape.
-      dtype: what it is returned in.
+      shape: the shape.
+      dtype: the dtype of the values that are returned.
       read_fn: reads the part at a tuple of slices.
       sliceable: see the attribute.
-      start_read_fn: begins to read a part in the background and returns what waits for it, in the dtype
-        on disk.
+      start_read_fn: starts to read a part in the background; it returns a function that waits for
+        the values, which must have the dtype `dtype`. None for a thread that calls `read_fn`.
     """
-    super().__init__(shape, dtype, self._read_all)
+    super().__init__(shape, dtype, lambda: read_fn(tuple(slice(0, size) for size in self.shape)))
     self._read_fn = read_fn
-    self._begin_fn = start_read_fn
+    self._start_read_fn = start_read_fn
     self.sliceable = sliceable
 
   def astype(self, dtype: Any) -> StoredArray:
-    """Returns the same array, converted when it is read."""
-    same = jnp.dtype(dtype) == self._dtype
-    # To convert takes as long as to read; that is for threads.
-    start_read_fn = self._begin_fn if same else None
-    return StoredArray(self._shape, dtype, self._read_fn, self.sliceable, start_read_fn)
+    """Returns the same array, which is converted to `dtype` when it is read."""
+    # A conversion takes as long as a read, so it runs in a thread, too.
+    start_read_fn = self._start_read_fn if jnp.dtype(dtype) == self.dtype else None
+    return StoredArray(self.shape, dtype, self._read_fn, self.sliceable, start_read_fn)
 
   def read(self, index: Index) -> np.ndarray:
-    """Reads the part at `index`, a tuple of one slice a dimension; slices may reach beyond the end."""
-    return _as(self._read_fn(self._bounded(index)), self._dtype)
+    """Reads the part at `index`, which has one slice per axis. Slices may exceed the shape."""
+    return np.asarray(self._read_fn(self._clip(index))).astype(self.dtype, copy=False)
 
-  def begin(self, index: Index) -> PendingRead:
-    """Begins to read the part at `index` in the background; returns what waits for it."""
-    if self._begin_fn is None:
+  def start_read(self, index: Index) -> PendingRead:
+    """Starts to read the part at `index` in the background; returns a function that waits for it."""
+    if self._start_read_fn is None:
       return self.executor.submit(self.read, index).result
-    return self._begin_fn(self._bounded(index))
+    return self._start_read_fn(self._clip(index))
 
-  def _bounded(self, index: Index) -> Index:
-    bounds = [part.indices(size) for part, size in zip(index, self._shape, strict=True)]
+  def _clip(self, index: Index) -> Index:
+    bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=True)]
     return tuple(slice(start, stop) for start, stop, _ in bounds)
-
-  def _read_all(self) -> np.ndarray:
-    return self._read_fn(tuple(slice(0, size) for size in self._shape))
 
 
 def as_stored_array(value: Any) -> StoredArray:
@@ -207,14 +186,14 @@ def as_stored_array(value: Any) -> StoredArray:
 
 
 def transpose(array: StoredArray) -> StoredArray:
-  """Returns a matrix's transpose."""
+  """Returns the transpose of a matrix."""
   return StoredArray(
     array.shape[::-1], array.dtype, lambda index: array.read(index[::-1]).T, array.sliceable
   )
 
 
 def scale(array: StoredArray, factor: float) -> StoredArray:
-  """Returns the product with a number, rounded once, to the array's dtype."""
+  """Returns the array times `factor`, computed in float64 and rounded once to the array's dtype."""
 
   def read(index: Index) -> np.ndarray:
     return (array.read(index).astype(np.float64) * factor).astype(array.dtype)
@@ -238,8 +217,7 @@ def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
 
   def read(index: Index) -> np.ndarray:
     inner = index[:axis] + index[axis + 1 :]
-    chosen = arrays[index[axis]]
-    return np.stack([array.read(inner) for array in chosen], axis)
+    return np.stack([array.read(inner) for array in arrays[index[axis]]], axis)
 
   return StoredArray(shape, arrays[0].dtype, read, arrays[0].sliceable)
 
@@ -258,23 +236,26 @@ def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
 def start_device_transfer(
   array: StoredArray, sharding: jax.sharding.Sharding
 ) -> Callable[[], jax.Array]:
-  """Begins to read this process's parts of an array; returns what waits and puts them on the devices.
+  """Starts to read this process's shards; returns a function that puts them on the devices.
 
-  A part that several devices hold is read once.
+  A shard that several devices hold is read once.
   """
-  indices = sharding.addressable_devices_indices_map(array.shape)
-  wanted = {_key(index): index for index in indices.values() if index is not None}
-  everything = tuple(slice(None) for _ in array.shape)
-  whole = None if array.sliceable else array.begin(everything)
-  readings = {key: array.begin(index) for key, index in wanted.items()} if whole is None else {}
+  indices = sharding.addressable_devices_indices_map(array.shape).values()
+  shards: dict[Any, Index] = {_key(index): index for index in indices if index is not None}
+  pending: dict[Any, PendingRead] = {}
+  whole: PendingRead | None = None
+  if array.sliceable:
+    pending = {key: array.start_read(index) for key, index in shards.items()}
+  else:
+    whole = array.start_read(tuple(slice(None) for _ in array.shape))
 
   def finish() -> jax.Array:
     if whole is None:
-      parts = {key: reading() for key, reading in readings.items()}
+      parts = {key: wait() for key, wait in pending.items()}
     else:
       values = whole()
-      parts = {key: values[index] for key, index in wanted.items()}
-    # In C order and of its own: devices may go on using the memory.
+      parts = {key: values[index] for key, index in shards.items()}
+    # Devices may keep using the memory, so each part is a contiguous array of its own.
     parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in parts.items()}
     return jax.make_array_from_callback(
       array.shape, sharding, lambda index: parts[_key(index)], dtype=array.dtype
@@ -284,10 +265,6 @@ def start_device_transfer(
 
 
 def _key(index: Index | None) -> tuple[tuple[int | None, int | None], ...]:
+  """Returns a hashable key; Python's slices are not hashable before version 3.12."""
   assert index is not None
   return tuple((part.start, part.stop) for part in index)
-
-
-def _as(value: Any, dtype: np.dtype) -> np.ndarray:
-  array = np.asarray(value)
-  return array if array.dtype == dtype else array.astype(dtype)

@@ -1,58 +1,51 @@
-"""Runs a function of a random key leaf by leaf, so that equal initialisers are compiled once.
+"""Initialization leaf by leaf, which compiles each distinct initializer only once.
 
-A T5's parameters come from a handful of different computations (an initialiser and a shape). As one
-program XLA compiles each of hundreds of them; taken apart it compiles the handful.
+The parameters of a T5 come from a few distinct computations, each an initializer and a shape. XLA
+would compile one program with hundreds of them; split by leaf, only the distinct ones are compiled.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
 
-_FOLD_IN = "random_fold_in"
-# A leaf that needs much of the whole program (an initialiser that looks at data) is no small slice;
-# where slices together exceed the program this many times, it runs as one.
+# A leaf that depends on most of the program (such as an initializer that uses data) has a large slice.
+# If all slices together exceed the program this many times, the program runs as a whole.
 _MAX_GROWTH = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-  """The part of a program that computes one of its results.
+class _Slice(NamedTuple):
+  """The part of a program that computes one of its outputs.
 
   Attributes:
-    equations: in order.
-    result: the variable or literal it computes.
-    folded: the constants folded into keys, in order. Modules tell their keys apart by them, so they
-      are passed as arguments: two slices that differ in nothing else are one function.
-    signature: equal for slices that are one function.
+    program: a function of the random key and of the folded constants.
+    folded: the constants that modules fold into the key. They are arguments of the program, so that
+      two modules with equal initializers have equal programs.
   """
 
-  equations: tuple[Any, ...]
-  result: Any
-  folded: tuple[Any, ...]
-  signature: str
+  program: Jaxpr
+  folded: tuple[np.ndarray, ...]
 
 
 class LeafwiseFunction:
-  """A function of a random key, traced once and compiled a leaf at a time.
+  """A function of a random key that is traced once and compiled leaf by leaf.
 
   Attributes:
-    out_shape: the tree of its results' shapes and dtypes.
-    key: the shape and dtype of the key it is traced for.
+    out_shape: the tree of the outputs' shapes and dtypes.
+    key: the shape and dtype of the key for which it is traced.
   """
 
   def __init__(self, fn: Callable[[jax.Array], PyTree], key: jax.Array):
-    """Traces `fn` for keys like `key`; nothing is computed."""
+    """Traces `fn` for keys like `key` without computing anything."""
     self._fn = fn
     self._program, self.out_shape = jax.make_jaxpr(fn, return_shape=True)(key)
     self.key = jax.ShapeDtypeStruct(key.shape, key.dtype)
@@ -60,102 +53,61 @@ class LeafwiseFunction:
   def partition(
     self, partitioner: BasePartitioner, out_axes: PyTree
   ) -> Callable[[jax.Array], PyTree]:
-    """Returns the function that computes each leaf where `out_axes` (PartitionSpecs) says."""
-    slices = _slices(self._program)
-    if sum(len(part.equations) for part in slices) > _MAX_GROWTH * len(self._program.eqns):
+    """Returns a function that computes each leaf with the sharding in `out_axes` (PartitionSpecs)."""
+    slices = _slice_by_output(self._program)
+    if sum(len(part.program.eqns) for part in slices) > _MAX_GROWTH * len(self._program.eqns):
       return partitioner.partition(self._fn, None, out_axes)
     specs, structure = jax.tree.flatten(out_axes)
-    kinds = [(part.signature, spec) for part, spec in zip(slices, specs, strict=True)]
-    examples = dict(zip(kinds, slices, strict=True))
-    programs = {
-      (signature, spec): partitioner.partition(_evaluator(self._program, part), None, spec)
-      for (signature, spec), part in examples.items()
+    # Programs with equal text are equal, because jax numbers the variables in order of appearance.
+    kinds = [(str(part.program), spec) for part, spec in zip(slices, specs, strict=True)]
+    compiled = {
+      (text, spec): partitioner.partition(
+        _evaluator(part.program, self._program.consts), None, spec
+      )
+      for (text, spec), part in dict(zip(kinds, slices, strict=True)).items()
     }
 
     def run(key: jax.Array) -> PyTree:
-      leaves = [programs[kind](key, part.folded) for kind, part in zip(kinds, slices, strict=True)]
+      leaves = [compiled[kind](key, part.folded) for kind, part in zip(kinds, slices, strict=True)]
       return jax.tree.unflatten(structure, leaves)
 
     return run
 
 
-def _slices(program: ClosedJaxpr) -> list[_Slice]:
-  """Returns the slice of each of the program's results."""
-  producer = {
-    variable: number for number, eqn in enumerate(program.eqns) for variable in eqn.outvars
-  }
-  texts: dict[int, str] = {}
-  return [_slice(program, result, producer, texts) for result in program.jaxpr.outvars]
+def _slice_by_output(program: ClosedJaxpr) -> list[_Slice]:
+  """Returns the slice of each output of the program."""
+  producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
+  return [_slice(program.jaxpr, output, producers) for output in program.jaxpr.outvars]
 
 
-def _slice(
-  program: ClosedJaxpr, result: Any, producer: Mapping[Any, int], texts: dict[int, str]
-) -> _Slice:
-  numbers: set[int] = set()
-  pending = [result]
+def _slice(program: Jaxpr, output: Any, producers: Mapping[Any, int]) -> _Slice:
+  needed: set[int] = set()
+  pending = [output]
   while pending:
     variable = pending.pop()
-    number = None if isinstance(variable, Literal) else producer.get(variable)
-    if number is not None and number not in numbers:
-      numbers.add(number)
+    number = None if isinstance(variable, Literal) else producers.get(variable)
+    if number is not None and number not in needed:
+      needed.add(number)
       pending.extend(program.eqns[number].invars)
-  equations = tuple(program.eqns[number] for number in sorted(numbers))
-  folded = tuple(
-    np.asarray(eqn.invars[1].val, eqn.invars[1].aval.dtype) for eqn in equations if _folds(eqn)
-  )
-  return _Slice(equations, result, folded, _signature(program, equations, result, texts))
+  equations, variables, folded = [], [], []
+  for eqn in (program.eqns[number] for number in sorted(needed)):
+    if eqn.primitive.name == "random_fold_in" and isinstance(constant := eqn.invars[1], Literal):
+      aval: Any = constant.aval
+      variables.append(Var(aval))
+      folded.append(np.asarray(constant.val, aval.dtype))
+      eqn = eqn.replace(invars=[eqn.invars[0], variables[-1]])
+    equations.append(eqn)
+  inputs = [*program.invars, *variables]
+  debug_info = program.debug_info.with_unknown_names()
+  sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
+  return _Slice(sliced, tuple(folded))
 
 
-def _folds(equation: Any) -> bool:
-  return equation.primitive.name == _FOLD_IN and isinstance(equation.invars[1], Literal)
-
-
-def _signature(
-  program: ClosedJaxpr, equations: tuple[Any, ...], result: Any, texts: dict[int, str]
-) -> str:
-  """Writes a slice down with its variables numbered in order of appearance."""
-  inputs = (*program.jaxpr.invars, *program.jaxpr.constvars)
-  names = {variable: f"in{number}" for number, variable in enumerate(inputs)}
-
-  def name(variable: Any) -> str:
-    if isinstance(variable, Literal):
-      return f"{variable.val!r}:{variable.aval}"
-    return names.setdefault(variable, f"v{len(names)}:{variable.aval}")
-
-  def text(value: Any) -> str:
-    # The same jitted function is the same object at each call, and long to write down.
-    if id(value) not in texts:
-      texts[id(value)] = str(value)
-    return texts[id(value)]
-
-  lines = []
-  for eqn in equations:
-    operands = [name(eqn.invars[0]), "folded"] if _folds(eqn) else [name(v) for v in eqn.invars]
-    params = [f"{key}={text(value)}" for key, value in eqn.params.items()]
-    lines.append(f"{[name(v) for v in eqn.outvars]} = {eqn.primitive.name}{params}{operands}")
-  return "\n".join([*lines, name(result)])
-
-
-def _evaluator(program: ClosedJaxpr, part: _Slice) -> Callable[..., jax.Array]:
-  """Returns the function (key, folded constants) → result of a slice."""
+def _evaluator(program: Jaxpr, constants: list[Any]) -> Callable[..., jax.Array]:
+  """Returns the function (key, folded constants) → output of a slice."""
+  function = jaxpr_as_fun(ClosedJaxpr(program, constants))
 
   def evaluate(key: jax.Array, folded: tuple[Any, ...]) -> jax.Array:
-    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values[program.jaxpr.invars[0]] = key
-    remaining = iter(folded)
-
-    def read(variable: Any) -> Any:
-      return variable.val if isinstance(variable, Literal) else values[variable]
-
-    for eqn in part.equations:
-      operands = [read(variable) for variable in eqn.invars]
-      if _folds(eqn):
-        operands[1] = next(remaining)
-      bound = eqn.primitive.get_bind_params(eqn.params)
-      functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.10: a pair
-      results = eqn.primitive.bind(*functions, *operands, **params)
-      results = results if eqn.primitive.multiple_results else [results]
-      values.update(zip(eqn.outvars, results, strict=True))
-    return jnp.asarray(read(part.result))
+    return jnp.asarray(function(key, *folded)[0])
 
   return evaluate

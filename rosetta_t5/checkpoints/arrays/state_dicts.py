@@ -1,4 +1,4 @@
-"""Nested state dicts as flat ones with names like `target/encoder/encoder_norm/scale`, and back."""
+"""Conversion between nested state dicts and flat ones with names like `target/encoder/norm/scale`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
 
 
 def tensorstore_leaf(_: Any, value: Mapping[str, Any]) -> bool:
-  """Returns whether a dict is not a level of names but describes an array in TensorStore."""
+  """Returns whether a dict is a TensorStore spec, which is a leaf, and not a level of names."""
   return set(value) >= _SPEC_KEYS
 
 
@@ -25,7 +25,7 @@ def flatten_state_dict(
 
   Args:
     state_dict: nested dicts with string keys.
-    keep_empty_nodes: keep empty dicts as leaves, so that unflattening gives them back.
+    keep_empty_nodes: keep empty dicts as leaves, so that unflattening restores them.
   """
   return traverse_util.flatten_dict(
     unfreeze(dict(state_dict)),
@@ -40,19 +40,22 @@ def unflatten_state_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(dict(flat), sep="/")
 
 
+def select_arrays(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the leaves of a flat dict that have a shape. Optimizers also have leaves without one."""
+  return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
+
+
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
   """Returns the same nested dict with each leaf replaced by its flat name."""
-  names = {
-    name: leaf if leaf is traverse_util.empty_node else name
-    for name, leaf in flatten_state_dict(state_dict, keep_empty_nodes).items()
-  }
-  return unflatten_state_dict(names)
+  flat = flatten_state_dict(state_dict, keep_empty_nodes)
+  empty = traverse_util.empty_node
+  return unflatten_state_dict({n: leaf if leaf is empty else n for n, leaf in flat.items()})
 
 
 def intersect_state(
   state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns the part of `state_dict` whose names `intersect_state_dict` has too."""
+  """Returns the part of `state_dict` whose names `intersect_state_dict` also has."""
   kept = flatten_state_dict(intersect_state_dict, keep_empty_nodes=True)
   flat = flatten_state_dict(state_dict, keep_empty_nodes=True)
   return unflatten_state_dict({name: leaf for name, leaf in flat.items() if name in kept})
@@ -61,12 +64,12 @@ def intersect_state(
 def merge_state(
   state_dict: Mapping[str, Any], from_scratch_state: Mapping[str, Any], overwrite: bool = False
 ) -> dict[str, Any]:
-  """Returns `state_dict` with the names it lacks taken from `from_scratch_state`.
+  """Returns the union of two state dicts.
 
   Args:
-    state_dict: the state that counts.
-    from_scratch_state: where missing leaves come from.
-    overwrite: let `from_scratch_state` win where both have a name.
+    state_dict: the state whose leaves are preferred.
+    from_scratch_state: the state that provides the missing leaves.
+    overwrite: prefer the leaves of `from_scratch_state`.
   """
   mine = flatten_state_dict(state_dict, keep_empty_nodes=True)
   scratch = flatten_state_dict(from_scratch_state, keep_empty_nodes=True)

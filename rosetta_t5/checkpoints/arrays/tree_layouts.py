@@ -1,7 +1,8 @@
-"""One model's parameters in another tree: layers stacked by a scan or apart, kernels 2-D or by heads.
+"""Conversion of parameters between T5X's two parameter trees.
 
-T5X's plain T5 has `encoder/layers_0/…`, 2-D kernels and one relative bias a stack. Its scalable T5 has
-`encoder/encoder/…` with layers stacked on axis 1, kernels [embed, heads, kv] and a bias a layer.
+The plain T5 has a name for each layer (`encoder/layers_0/…`), 2-D kernels, and one relative bias per
+stack. The scalable T5 stacks its layers on axis 1 (`encoder/encoder/…`), has kernels of shape [embed,
+heads, kv], and one bias per layer.
 """
 
 from __future__ import annotations
@@ -24,186 +25,218 @@ _log = logging.getLogger(__name__)
 _SCANNED = re.compile(r"(.*/)(encoder|decoder)/(?:\2|layers)/(.+)")
 _LAYER = re.compile(r"(.*/)(encoder|decoder)/layers_(\d+)/(.+)")
 _SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
-_BY_HEADS = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
-# What T5X's scalable T5 called its bias at first.
+_HEADS_KERNEL = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
+# The first name of the bias in T5X's scalable T5.
 _OLD_BIAS = "relative_posemb/"
-_STATES = "state/param_states/"
-_SIDES = ("encoder", "decoder")
+_OPTIMIZER_STATE = "state/param_states/"
 
 
 class LayoutError(ValueError):
-  """A checkpoint's parameters cannot be written in the model's tree without changing the model."""
+  """Parameters cannot be expressed in the model's tree without changing the model."""
 
 
 def convert_layout(
   arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
-  """Returns `arrays` under the names and shapes of `expected` wherever the values are the same ones.
+  """Returns `arrays` under the names and shapes of `expected` wherever the values are the same.
 
-  What cannot be had so keeps its name and shape, for a comparison to show.
+  An array that cannot be converted keeps its name and shape, so that a comparison shows it.
 
   Args:
-    arrays: a checkpoint's, by flat name.
+    arrays: the arrays of a checkpoint, by flat name.
     expected: the model's leaves with `shape`, by flat name.
 
   Raises:
-    LayoutError: layers that are to share a relative bias have different ones.
+    LayoutError: the layers of the checkpoint have different relative biases where the model has one.
   """
-  if not _differs(arrays, expected):
+  if _has_same_layout(arrays, expected):
     return dict(arrays)
-  apart = unstack_layers(arrays)
-  axis = scan_axis(expected)
-  result, used = {}, set()
+  unstacked = unstack_layers(arrays)
+  model_scan_axis = scan_axis(expected)
+  converted, used = {}, set()
   for name, leaf in expected.items():
-    sources = _sources(name, apart)
+    sources = _sources(name, unstacked)
     if sources is None:
       continue
-    place = _stack_axis(name, leaf, expected, axis) if _SCANNED.fullmatch(name) else None
-    result[name] = _assembled(name, leaf, [apart[source] for source in sources], place)
+    is_scanned = _SCANNED.fullmatch(name) is not None
+    axis = _layer_axis(name, leaf, expected, model_scan_axis) if is_scanned else None
+    converted[name] = _assemble(name, leaf, [unstacked[source] for source in sources], axis)
     used.update(sources)
-  _log.info("the checkpoint's layers are stored in another tree; they are read into the model's")
-  return {**{name: array for name, array in apart.items() if name not in used}, **result}
-
-
-def is_scanned(names: Any) -> bool:
-  """Returns whether some layers are stacked in one array."""
-  return any(_SCANNED.fullmatch(name) for name in names)
+  _log.info("the checkpoint has another parameter tree than the model; it is converted")
+  return {**{name: array for name, array in unstacked.items() if name not in used}, **converted}
 
 
 def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-  """Returns arrays with each layer's part under a name of its own (`encoder/layers_0/…`).
+  """Returns arrays with a separate name for each layer's part (`encoder/layers_0/…`).
 
-  Optimizer state that is not of its parameter's shape cannot be taken apart and keeps its name.
+  Optimizer state that has no recognizable layer axis keeps its name.
   """
-  apart: dict[str, StoredArray] = {}
+  unstacked: dict[str, StoredArray] = {}
   axis = scan_axis(arrays)
   for name, array in arrays.items():
-    match = _SCANNED.fullmatch(name.replace(_OLD_BIAS, "relpos_bias/"))
+    current_name = name.replace(_OLD_BIAS, "relpos_bias/")
+    match = _SCANNED.fullmatch(current_name)
     if match is None:
-      apart[name.replace(_OLD_BIAS, "relpos_bias/")] = array
+      unstacked[current_name] = array
       continue
     prefix, side, rest = match.groups()
-    if _is_single_zero(name, array) and (parameter := _parameter_of(name, arrays)) is not None:
-      for layer in range(parameter.shape[axis]):
-        apart[f"{prefix}{side}/layers_{layer}/{rest}"] = array
+    parameter = _parameter_of(name, arrays) if _is_placeholder(name, array) else None
+    if parameter is not None:
+      parts = [array] * parameter.shape[axis]
+    elif (layer_axis := _layer_axis(name, array, arrays, axis)) is not None:
+      parts = [index_axis(array, layer_axis, n) for n in range(array.shape[layer_axis])]
+    else:
+      unstacked[name] = array
       continue
-    place = _stack_axis(name, array, arrays, axis)
-    if place is None:
-      apart[name] = array
-      continue
-    for layer in range(array.shape[place]):
-      apart[f"{prefix}{side}/layers_{layer}/{rest}"] = index_axis(array, place, layer)
-  return apart
+    unstacked |= {f"{prefix}{side}/layers_{n}/{rest}": part for n, part in enumerate(parts)}
+  return unstacked
 
 
 def scan_axis(arrays: Mapping[str, Any]) -> int:
-  """Returns the axis that layers are stacked on (T5Config.param_scan_axis), as the norms show it."""
+  """Returns the axis on which layers are stacked (T5Config.param_scan_axis).
+
+  The shapes of the norms' scales show it.
+  """
   embedding = arrays.get("target/token_embedder/embedding")
   norms = [x for n, x in arrays.items() if n.endswith("_norm/scale") and _SCANNED.fullmatch(n)]
-  on_first = [x for x in norms if embedding is not None and x.shape[0] != embedding.shape[1]]
+  on_first = any(embedding is not None and x.shape[0] != embedding.shape[1] for x in norms)
   return 0 if on_first else SCAN_AXIS
 
 
-def _stack_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int | None:
-  """Returns the axis of a stacked leaf that counts layers; None if there is none to be seen.
-
-  An optimizer's state has its parameter's axes, or some of them, where Adafactor keeps means over the
-  others.
-  """
-  if not name.startswith(_STATES):
-    return axis if len(leaf.shape) > axis else None
-  parameter = _parameter_of(name, tree)
-  if parameter is None:
-    return None
-  shape, dims = tuple(leaf.shape), tuple(parameter.shape)
-  places = {
-    kept.index(axis)
-    for kept in itertools.combinations(range(len(dims)), len(shape))
-    if axis in kept and shape == tuple(dims[dim] for dim in kept)
-  }
-  return places.pop() if len(places) == 1 else None
+def to_plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns the parameters of `arrays` in the plain tree: separate layers, 2-D attention kernels."""
+  plain = unstack_layers({n: x for n, x in arrays.items() if n.startswith("target/")})
+  for name, array in plain.items():
+    if _HEADS_KERNEL.fullmatch(name) and array.ndim == 3:
+      first, second, third = array.shape
+      merged = (first * second, third) if "/out/" in name else (first, second * third)
+      plain[name] = reshape(array, merged)
+  return plain
 
 
-def _is_single_zero(name: str, leaf: Any) -> bool:
-  """Returns whether a leaf stands for what Adafactor does not keep of a parameter."""
-  return name.startswith(_STATES) and math.prod(leaf.shape) == 1
+def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns parameters of the plain tree in the scalable tree, with a bias for each layer."""
+  expected: dict[str, Any] = {}
+  for name, array in arrays.items():
+    layer, shared = _LAYER.fullmatch(name), _SHARED_BIAS.fullmatch(name)
+    if layer is not None:
+      side, rest = layer[2], layer[4]
+    elif shared is not None:
+      side, rest = shared[2], shared[3]
+    else:
+      expected[name] = array
+      continue
+    inner = _shape_by_heads(name, array, arrays, side)
+    layers = _num_layers(arrays, "target/", side)
+    shape = (*inner[:SCAN_AXIS], layers, *inner[SCAN_AXIS:])
+    expected[f"target/{side}/{side}/{rest}"] = np.broadcast_to(np.zeros((), array.dtype), shape)
+  return convert_layout(arrays, expected)
 
 
-def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
-  """Returns the parameter that an optimizer's state belongs to, or None.
-
-  Adafactor's state is `…/PARAMETER/v`, that of optax `…/0/mu/PARAMETER`.
-  """
-  inner = name.removeprefix(_STATES)
-  if (found := arrays.get("target/" + inner.rpartition("/")[0])) is not None:
-    return found
-  parts = inner.split("/")
-  suffixes = ("target/" + "/".join(parts[start:]) for start in range(len(parts)))
-  return next((arrays[suffix] for suffix in suffixes if suffix in arrays), None)
-
-
-def _differs(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
-  """Returns whether the two trees of parameters differ in names, or in shapes of one size."""
+def _has_same_layout(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
+  """Returns whether all parameters have the expected names, and none another shape of equal size."""
   for name, leaf in expected.items():
     if not name.startswith("target/"):
       continue
     array = arrays.get(name)
     if array is None or (array.shape != tuple(leaf.shape) and array.size == math.prod(leaf.shape)):
-      return True
-  return False
+      return False
+  return True
 
 
-def _sources(name: str, apart: Mapping[str, StoredArray]) -> list[str] | None:
-  """Returns the names in `apart` that make up the model's `name`, one or one a layer; or None."""
-  if name in apart:
+def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int | None:
+  """Returns which axis of a stacked leaf is the layers' axis; None if it cannot be determined.
+
+  An optimizer's state has all axes of its parameter or, where Adafactor stores means, some of them.
+
+  Args:
+    name: the leaf's name.
+    leaf: anything with `shape`.
+    tree: the tree that contains the leaf and its parameter.
+    axis: the layers' axis in parameters.
+  """
+  if not name.startswith(_OPTIMIZER_STATE):
+    return axis if len(leaf.shape) > axis else None
+  parameter = _parameter_of(name, tree)
+  if parameter is None:
+    return None
+  shape, dims = tuple(leaf.shape), tuple(parameter.shape)
+  candidates = {
+    kept.index(axis)
+    for kept in itertools.combinations(range(len(dims)), len(shape))
+    if axis in kept and shape == tuple(dims[dim] for dim in kept)
+  }
+  return candidates.pop() if len(candidates) == 1 else None
+
+
+def _is_placeholder(name: str, leaf: Any) -> bool:
+  """Returns whether a leaf is the single zero that Adafactor has where it stores no state."""
+  return name.startswith(_OPTIMIZER_STATE) and math.prod(leaf.shape) == 1
+
+
+def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
+  """Returns the parameter to which an optimizer's state belongs, or None.
+
+  Adafactor's state is `…/PARAMETER/v`, that of optax `…/0/mu/PARAMETER`.
+  """
+  inner = name.removeprefix(_OPTIMIZER_STATE)
+  parts = inner.split("/")
+  candidates = [inner.rpartition("/")[0], *("/".join(parts[n:]) for n in range(len(parts)))]
+  return next((arrays[f"target/{c}"] for c in candidates if f"target/{c}" in arrays), None)
+
+
+def _sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str] | None:
+  """Returns the arrays of which the model's `name` consists, one or one per layer; None if missing."""
+  if name in unstacked:
     return [name]
   if match := _SCANNED.fullmatch(name):
     prefix, side, rest = match.groups()
-    layers = _layers_of(apart, prefix, side)
-    names = [_layer_source(f"{prefix}{side}/layers_{n}/{rest}", apart) for n in range(layers)]
-    return names if names and None not in names else None  # type: ignore[return-value]
+    layers = range(_num_layers(unstacked, prefix, side))
+    names = [_layer_source(f"{prefix}{side}/layers_{n}/{rest}", unstacked) for n in layers]
+    found = [name for name in names if name is not None]
+    return found if found and len(found) == len(names) else None
   if match := _SHARED_BIAS.fullmatch(name):
     prefix, side, rest = match.groups()
     pattern = re.compile(rf"{re.escape(prefix)}{side}/layers_\d+/{re.escape(rest)}")
-    return sorted(filter(pattern.fullmatch, apart)) or None
-  source = _layer_source(name, apart)
+    return sorted(filter(pattern.fullmatch, unstacked)) or None
+  source = _layer_source(name, unstacked)
   return None if source is None else [source]
 
 
-def _layers_of(apart: Mapping[str, Any], prefix: str, side: str) -> int:
-  """Returns how many layers a stack has whose layers have names of their own."""
-  matches = (_LAYER.fullmatch(name) for name in apart)
-  numbers = [int(m[3]) for m in matches if m and m[1] == prefix and m[2] == side]
+def _num_layers(arrays: Mapping[str, Any], prefix: str, side: str) -> int:
+  """Returns the number of layers of a stack whose layers have separate names."""
+  matches = filter(None, map(_LAYER.fullmatch, arrays))
+  numbers = [int(m[3]) for m in matches if (m[1], m[2]) == (prefix, side)]
   return max(numbers, default=-1) + 1
 
 
-def _layer_source(name: str, apart: Mapping[str, StoredArray]) -> str | None:
-  """Returns the name of a layer's array; that of a bias may be the stack's, which the layers share."""
-  if name in apart:
+def _layer_source(name: str, unstacked: Mapping[str, StoredArray]) -> str | None:
+  """Returns the name of a layer's array; for a relative bias, this may be the stack's shared one."""
+  if name in unstacked:
     return name
   match = _LAYER.fullmatch(name)
-  if match and match[4].startswith("relpos_bias/"):
-    shared = f"{match[1]}{match[2]}/{match[4]}"
-    return shared if shared in apart else None
-  return None
+  if match is None or not match[4].startswith("relpos_bias/"):
+    return None
+  shared = f"{match[1]}{match[2]}/{match[4]}"
+  return shared if shared in unstacked else None
 
 
-def _assembled(name: str, leaf: Any, sources: list[StoredArray], axis: int | None) -> StoredArray:
-  """Returns the array of the model's `name`; `axis` counts the layers, where it is a stack of them."""
+def _assemble(name: str, leaf: Any, sources: list[StoredArray], axis: int | None) -> StoredArray:
+  """Returns the array of the model's `name`; `axis` is the layers' axis, None if it is not stacked."""
   shape = tuple(leaf.shape)
   if axis is not None:
     inner = shape[:axis] + shape[axis + 1 :]
-    parts = [_by_heads(name, source, inner) for source in sources]
-    # Layers of another shape stay as they are, for the comparison to show.
+    parts = [_reshape_heads(name, source, inner) for source in sources]
+    # Layers of another shape are left as they are, so that the comparison shows them.
     return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
-  if len(sources) > 1 and not _is_single_zero(name, leaf):
+  if len(sources) > 1 and not _is_placeholder(name, leaf):
     _require_equal(name, sources)
-  return _by_heads(name, sources[0], shape)
+  return _reshape_heads(name, sources[0], shape)
 
 
-def _by_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> StoredArray:
-  """Joins or parts the axes of heads and head size, which are next to each other."""
-  if _BY_HEADS.fullmatch(name) and array.size == math.prod(shape):
+def _reshape_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> StoredArray:
+  """Merges or splits the adjacent axes of heads and head size in an attention kernel."""
+  if _HEADS_KERNEL.fullmatch(name) and array.size == math.prod(shape):
     return reshape(array, shape)
   return array
 
@@ -216,50 +249,20 @@ def _require_equal(name: str, biases: list[StoredArray]) -> None:
   if differing:
     raise LayoutError(
       f"{name} is one relative bias for all layers, but the checkpoint has {len(biases)} that differ "
-      f"(layer {differing[0]} from layer 0): a model that shares them is another model. Restore it "
-      "into one with a bias a layer: the scalable T5 (t5x.examples.scalable_t5.network)"
+      f"(layer {differing[0]} from layer 0), so it is not a checkpoint of this model. Restore it into "
+      "a model with one bias per layer: the scalable T5 (t5x.examples.scalable_t5.network)"
     )
-
-
-def to_plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-  """Returns parameters in the plain tree: layers apart, attention kernels 2-D.
-
-  Names that are no parameters are left out.
-  """
-  apart = unstack_layers({n: x for n, x in arrays.items() if n.startswith("target/")})
-  for name, array in apart.items():
-    if _BY_HEADS.fullmatch(name) and array.ndim == 3:
-      first, second, third = array.shape
-      joined = (first * second, third) if "/out/" in name else (first, second * third)
-      apart[name] = reshape(array, joined)
-  return apart
-
-
-def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-  """Returns parameters of the plain tree in that of T5X's scalable T5; biases become the layers' own."""
-  expected: dict[str, Any] = {}
-  layers = {side: _layers_of(arrays, "target/", side) for side in _SIDES}
-  for name, array in arrays.items():
-    match = _LAYER.fullmatch(name)
-    shared = _SHARED_BIAS.fullmatch(name)
-    if match is None and shared is None:
-      expected[name] = array
-      continue
-    side, rest = (match[2], match[4]) if match else (shared[2], shared[3])  # type: ignore[index]
-    inner = _shape_by_heads(name, array, arrays, side)
-    shape = (*inner[:SCAN_AXIS], layers[side], *inner[SCAN_AXIS:])
-    expected[f"target/{side}/{side}/{rest}"] = np.broadcast_to(np.zeros((), array.dtype), shape)
-  return convert_layout(arrays, expected)
 
 
 def _shape_by_heads(
   name: str, array: StoredArray, arrays: Mapping[str, StoredArray], side: str
 ) -> tuple[int, ...]:
-  if not _BY_HEADS.fullmatch(name) or array.ndim != 2:
+  """Returns the shape of a layer's array in the scalable tree, without the layers' axis."""
+  if not _HEADS_KERNEL.fullmatch(name) or array.ndim != 2:
     return array.shape
   bias = re.compile(rf"target/{side}/(layers_\d+/)?relpos_bias/rel_embedding")
   heads = next((arrays[n].shape[0] for n in arrays if bias.fullmatch(n)), None)
-  if heads is None:  # a decoder without T5's bias, whose scan keeps kernels 2-D
+  if heads is None:  # a decoder without T5's bias, whose stacked kernels are 2-D
     return array.shape
   if "/out/" in name:
     return (heads, array.shape[0] // heads, array.shape[1])

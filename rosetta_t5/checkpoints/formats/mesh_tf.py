@@ -15,12 +15,12 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.fit import compare, mismatch_error
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
   ATTENTION_MATRICES,
   NORMS,
   rename_shared_biases,
 )
+from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
 Rule = Callable[..., tuple[str | None, Any]]
 
@@ -271,9 +271,9 @@ def restore_from_t5_checkpoint(
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
   # As in T5X, names that only the model has are left to the train state to report.
-  misfits = [misfit for misfit in compare(arrays, expected) if misfit.problem != "missing"]
-  if misfits:
-    raise mismatch_error(path, misfits)
+  mismatches = [m for m in find_mismatches(arrays, expected) if m.problem != "missing"]
+  if mismatches:
+    raise mismatch_error(path, mismatches)
   if not lazy_parameters:
     arrays = jax.tree.map(lambda x: x.get() if isinstance(x, LazyArray) else x, arrays)
   return unflatten_state_dict(arrays)

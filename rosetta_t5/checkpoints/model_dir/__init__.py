@@ -1,1 +1,1 @@
-"""MODEL_DIR: its lock, its checkpoint folders, and which of them are kept."""
+"""MODEL_DIR: its lock, its checkpoint folders, and which checkpoints are kept."""

@@ -1,4 +1,4 @@
-"""One training run at a time in a MODEL_DIR: a file there says who trains, and that it still does."""
+"""The lock file of a MODEL_DIR, which allows one training run at a time."""
 
 from __future__ import annotations
 
@@ -17,60 +17,61 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5.checkpoints.model_dir.holder import Holder, is_running, this_process
+from rosetta_t5.checkpoints.model_dir.lock_owner import LockOwner, current_process, is_running
 from rosetta_t5.distributed.coordination import broadcast_text
 
 LOCK_FILE = "run.lock"
 
-# A run gives a sign of life every so often. One of another machine, whose processes cannot be
-# looked at, has ended when none came for the longer time.
-BEAT_S = 20.0
-SILENCE_S = 120.0
-_LOOK_AGAIN_S = 2.0
+# A run rewrites its lock file after every heartbeat interval. The processes of another machine
+# cannot be inspected, so a run there counts as ended after a longer time without a heartbeat.
+HEARTBEAT_INTERVAL_S = 20.0
+HEARTBEAT_TIMEOUT_S = 120.0
+POLL_INTERVAL_S = 2.0
 _SETTLE_S = 0.3
 
 _log = logging.getLogger(__name__)
 
-_held: dict[str, RunLock] = {}
-_taking = threading.Lock()
+_locks_held: dict[str, RunLock] = {}
+_acquiring = threading.Lock()
 
 
 class ModelDirInUseError(ValueError):
-  """Another training run has this MODEL_DIR."""
+  """Another training run uses this MODEL_DIR."""
 
 
-def exclusive_model_dir(page: Callable[..., Any]) -> Callable[..., Any]:
-  """Decorates a run page with an argument `model_dir`: while it runs, it alone has that folder."""
-  signature = inspect.signature(page)
+def exclusive_model_dir(run_page: Callable[..., Any]) -> Callable[..., Any]:
+  """Decorates a function that has an argument `model_dir`: it locks that folder while it runs."""
+  signature = inspect.signature(run_page)
 
-  @functools.wraps(page)
+  @functools.wraps(run_page)
   def run(*args: Any, **kwargs: Any) -> Any:
-    with hold(signature.bind(*args, **kwargs).arguments["model_dir"]):
-      return page(*args, **kwargs)
+    with lock_model_dir(signature.bind(*args, **kwargs).arguments["model_dir"]):
+      return run_page(*args, **kwargs)
 
-  # Gin asks for the arguments in a way that does not look through decorators.
+  # Gin inspects the arguments in a way that does not follow `__wrapped__`.
   run.__signature__ = signature  # type: ignore[attr-defined]
   return run
 
 
 @contextlib.contextmanager
-def hold(model_dir: str | os.PathLike[str]) -> Iterator[None]:
-  """Has `model_dir` alone inside a `with`; the processes of one run have it together.
+def lock_model_dir(model_dir: str | os.PathLike[str]) -> Iterator[None]:
+  """Locks `model_dir` for this run inside a `with` statement. All processes of a run share the lock.
 
-  A lock that a dead process left is taken over: of this machine at once, and so is that of the same
-  Slurm job before it was requeued; that of another machine once it gives no sign of life.
+  The lock of a run that has ended is taken over. This happens at once if the run was on this machine
+  or is the same Slurm job before it was requeued. A run on another machine counts as ended when it
+  has stopped sending heartbeats.
 
   Raises:
-    ModelDirInUseError: another run has it, on all processes of this one.
+    ModelDirInUseError: another run holds the lock. All processes of this run raise it.
     ValueError: the folder cannot be written to.
   """
   refusal, lock = "", None
   if jax.process_index() == 0:
     try:
-      lock = RunLock(model_dir, this_process())
+      lock = RunLock(model_dir, current_process())
     except (ModelDirInUseError, OSError) as error:
       refusal = _refusal(model_dir, error)
-  refusal = broadcast_text(refusal, f"run lock {model_dir}", timeout_s=5 * SILENCE_S)
+  refusal = broadcast_text(refusal, f"run lock {model_dir}", timeout_s=5 * HEARTBEAT_TIMEOUT_S)
   if refusal:
     raise ModelDirInUseError(refusal)
   try:
@@ -80,84 +81,85 @@ def hold(model_dir: str | os.PathLike[str]) -> Iterator[None]:
       lock.release()
 
 
-def check_still_held(directory: str | os.PathLike[str]) -> None:
-  """Raises ModelDirInUseError if this process had `directory` and another run has taken it over."""
-  lock = _held.get(os.fspath(epath.Path(directory)))
-  if lock is not None and (other := lock.lost_to()):
+def check_lock_is_held(directory: str | os.PathLike[str]) -> None:
+  """Raises ModelDirInUseError if this process locked `directory` and another run took it over."""
+  lock = _locks_held.get(os.fspath(epath.Path(directory)))
+  if lock is not None and (other := lock.new_owner()):
     raise ModelDirInUseError(
-      f"MODEL_DIR {directory} was taken over by {other}, because this run gave no sign of life for "
-      f"{SILENCE_S:.0f} s. It ends here and leaves the checkpoints to that one."
+      f"MODEL_DIR {directory} was taken over by {other}, because this run sent no heartbeat for "
+      f"{HEARTBEAT_TIMEOUT_S:.0f} s. This run stops and writes no more checkpoints there."
     )
 
 
 class RunLock:
-  """The lock of one MODEL_DIR, held from here to `release`."""
+  """The lock of one MODEL_DIR, held from its construction until `release`."""
 
-  def __init__(self, model_dir: str | os.PathLike[str], me: Holder):
-    """Takes the lock.
+  def __init__(self, model_dir: str | os.PathLike[str], owner: LockOwner):
+    """Acquires the lock for `owner`.
 
     Raises:
-      ModelDirInUseError: another run has it.
+      ModelDirInUseError: another run holds the lock.
       OSError: the folder cannot be written to.
     """
     self._path = epath.Path(model_dir) / LOCK_FILE
-    self._me = me
-    self._beats = 0
+    self._owner = owner
     self._released = threading.Event()
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    with _taking:
-      self._take()
-      _held[os.fspath(self._path.parent)] = self
-    self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+    with _acquiring:
+      self._acquire()
+      _locks_held[os.fspath(self._path.parent)] = self
+    self._thread = threading.Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
     self._thread.start()
 
   def release(self) -> None:
-    """Gives the folder back, if it is still this run's."""
+    """Removes the lock file unless another run has taken the lock over."""
     self._released.set()
     self._thread.join()
-    _held.pop(os.fspath(self._path.parent), None)
-    with contextlib.suppress(OSError):  # a dead process's lock is worth nothing anyway
-      found = self._holder()
-      if found is not None and found[0] == self._me:
+    _locks_held.pop(os.fspath(self._path.parent), None)
+    with contextlib.suppress(OSError):  # the lock of an ended process has no effect
+      if self._is_mine():
         self._path.unlink(missing_ok=True)
 
-  def lost_to(self) -> Holder | None:
-    """Returns who has the folder now, if that is another run."""
-    found = self._holder()
-    return found[0] if found is not None and found[0] != self._me else None
+  def new_owner(self) -> LockOwner | None:
+    """Returns the run that has taken the lock over, or None."""
+    owner, _ = self._read()
+    return None if owner == self._owner else owner
 
-  def _take(self) -> None:
+  def _acquire(self) -> None:
     contended = False
     while True:
-      if self._offer(self._written(0)):
+      if self._create(self._write_aside(beat=0)):
         if not contended:
           return
-        # Another that found the same dead run may have taken this lock for that one's, for a moment.
+        # A competitor may have mistaken this new lock for the ended run's and moved it away briefly.
         time.sleep(_SETTLE_S)
-        if (found := self._holder()) is not None and found[0] == self._me:
+        if self._is_mine():
           return
       contended = True
-      found = self._holder()
-      if found is not None and self._has_ended(*found):
-        self._remove(found[0])
+      owner, text = self._read()
+      if text is not None and self._has_ended(owner, text):
+        self._remove(owner)
 
-  def _written(self, beat: int) -> epath.Path:
-    """Returns a file beside the lock with what the lock is to say."""
-    aside = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+  def _write_aside(self, beat: int) -> epath.Path:
+    """Writes the lock's content into another file in the folder, and returns its path."""
+    aside = self._aside()
     try:
-      aside.write_text(self._me.text(beat))
+      aside.write_text(self._owner.to_json(beat))
     except OSError:
       aside.unlink(missing_ok=True)  # empty, on a full disk
       raise
     return aside
 
-  def _offer(self, aside: epath.Path) -> bool:
-    """Makes `aside` the lock unless there is one; of several processes one succeeds."""
+  def _aside(self) -> epath.Path:
+    return self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+
+  def _create(self, aside: epath.Path) -> bool:
+    """Makes `aside` the lock file if there is none; only one of several processes succeeds."""
     try:
       os.link(aside, self._path)
     except FileExistsError:
       return False
-    except OSError:  # no links there, as on gs://
+    except OSError:  # the file system has no links, as on gs://
       if self._path.exists():
         return False
       aside.replace(self._path)
@@ -166,58 +168,61 @@ class RunLock:
       aside.unlink(missing_ok=True)
     return True
 
-  def _holder(self) -> tuple[Holder | None, str] | None:
-    """Returns (holder or None if it is not readable, the file's text), or None for no file."""
+  def _read(self) -> tuple[LockOwner | None, str | None]:
+    """Returns the owner, None if unreadable, and the lock file's text, None if there is no file."""
     try:
       text = self._path.read_text()
     except OSError as error:
-      if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: NFS, replaced while it was read
-        return None
+      if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: replaced on NFS during the read
+        return None, None
       raise
-    return Holder.read(text), text
+    return LockOwner.from_json(text), text
 
-  def _has_ended(self, holder: Holder | None, text: str) -> bool:
-    """Returns whether the run that has the lock has ended, at last; False if the lock has changed.
+  def _is_mine(self) -> bool:
+    return self._read()[0] == self._owner
+
+  def _has_ended(self, owner: LockOwner | None, text: str) -> bool:
+    """Returns whether the run that holds the lock has ended; False if the lock has changed.
 
     Raises:
-      ModelDirInUseError: it has not.
+      ModelDirInUseError: the run is still running.
     """
-    me = self._me
-    if holder is not None and holder.machine == me.machine:
-      is_me = (holder.pid, holder.born) == (me.pid, me.born)
-      left_by_me = is_me and os.fspath(self._path.parent) not in _held
-      if is_running(holder) and not left_by_me:
-        raise ModelDirInUseError(str(holder))
+    me = self._owner
+    if owner is not None and owner.machine == me.machine:
+      is_me = (owner.pid, owner.born) == (me.pid, me.born)
+      left_by_me = is_me and os.fspath(self._path.parent) not in _locks_held
+      if is_running(owner) and not left_by_me:
+        raise ModelDirInUseError(str(owner))
       return True
-    if holder is not None and me.job and holder.job == me.job and holder.restart < me.restart:
-      return True  # Slurm ends a job before it starts it again
-    return self._is_silent(holder, text)
+    if owner is not None and me.job and owner.job == me.job and owner.restart < me.restart:
+      return True  # Slurm ends a job before it starts the job again
+    return self._has_timed_out(owner, text)
 
-  def _is_silent(self, holder: Holder | None, text: str) -> bool:
-    """Waits for a sign of life of a run that cannot be looked at; returns whether none came.
+  def _has_timed_out(self, owner: LockOwner | None, text: str) -> bool:
+    """Waits for a heartbeat of the run that holds the lock; returns whether none came.
 
     Raises:
-      ModelDirInUseError: one came.
+      ModelDirInUseError: a heartbeat came.
     """
-    silence = self._silence()
-    if silence < SILENCE_S:
+    silence = self._seconds_since_heartbeat()
+    if silence < HEARTBEAT_TIMEOUT_S:
       _log.warning(
-        "%s is of a run on another machine (%s). Waiting up to %.0f s for a sign that it is alive",
-        *(self._path, holder, SILENCE_S - silence),
+        "%s belongs to a run on another machine (%s). Waiting up to %.0f s for its heartbeat",
+        *(self._path, owner, HEARTBEAT_TIMEOUT_S - silence),
       )
-    while silence < SILENCE_S:
-      time.sleep(min(_LOOK_AGAIN_S, SILENCE_S - silence))
-      silence += _LOOK_AGAIN_S
-      found = self._holder()
-      if found is None or found[0] != holder:
+    while silence < HEARTBEAT_TIMEOUT_S:
+      time.sleep(min(POLL_INTERVAL_S, HEARTBEAT_TIMEOUT_S - silence))
+      silence += POLL_INTERVAL_S
+      new_owner, new_text = self._read()
+      if new_text is None or new_owner != owner:
         return False
-      if found[1] != text:
-        raise ModelDirInUseError(str(holder))
+      if new_text != text:
+        raise ModelDirInUseError(str(owner))
     return True
 
-  def _silence(self) -> float:
-    """Returns the seconds since the last sign of life, by the clock of the disk, not of a machine."""
-    probe = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+  def _seconds_since_heartbeat(self) -> float:
+    """Returns the age of the lock file by the file server's clock, which all machines share."""
+    probe = self._aside()
     probe.write_text("")
     try:
       return max(0.0, probe.stat().mtime - self._path.stat().mtime)
@@ -226,37 +231,37 @@ class RunLock:
     finally:
       probe.unlink(missing_ok=True)
 
-  def _remove(self, holder: Holder | None) -> None:
-    """Takes away the lock of a run that has ended, unless another one was faster and has the folder."""
-    aside = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+  def _remove(self, owner: LockOwner | None) -> None:
+    """Removes the lock of a run that has ended, unless a competitor has replaced it meanwhile."""
+    aside = self._aside()
     try:
       self._path.rename(aside)
     except FileNotFoundError:
       return
-    if Holder.read(aside.read_text()) != holder:
-      self._offer(aside)
+    if LockOwner.from_json(aside.read_text()) != owner:
+      self._create(aside)
       return
-    _log.warning("%s was left by a run that has ended (%s); taken over", self._path, holder)
+    _log.warning("%s was left by a run that has ended (%s); this run takes over", self._path, owner)
     aside.unlink(missing_ok=True)
 
-  def _beat(self) -> None:
-    while not self._released.wait(BEAT_S):
-      with contextlib.suppress(OSError):  # a full disk; the next beat may get through
-        found = self._holder()
-        if found is None or found[0] != self._me:
+  def _send_heartbeats(self) -> None:
+    beat = 0
+    while not self._released.wait(HEARTBEAT_INTERVAL_S):
+      with contextlib.suppress(OSError):  # for example a full disk; the next heartbeat may succeed
+        if not self._is_mine():
           return
-        self._beats += 1
-        self._written(self._beats).replace(self._path)
+        beat += 1
+        self._write_aside(beat).replace(self._path)
 
 
 def _refusal(model_dir: str | os.PathLike[str], error: Exception) -> str:
   if not isinstance(error, ModelDirInUseError):
     return (
-      f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): give a folder that can, "
-      "with room for checkpoints (--gin.MODEL_DIR=\"'...'\")"
+      f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
+      "with space for checkpoints (--gin.MODEL_DIR=\"'...'\")"
     )
   return (
     f"MODEL_DIR {os.fspath(model_dir)} is in use by another training run: {error}. Two runs in one "
-    "folder would write over each other's checkpoints. Wait for it, end it, or give this one a "
-    f"folder of its own (--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} there says who has it."
+    "folder would overwrite each other's checkpoints. Wait until that run ends, stop it, or give this "
+    f"run its own folder (--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} in the folder names the other run."
   )

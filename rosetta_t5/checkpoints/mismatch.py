@@ -1,0 +1,183 @@
+"""Comparison of a checkpoint with a train state by names, shapes and dtypes, without reading values."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+OPTIMIZER_STATE = "state/param_states/"
+# The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
+FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
+
+_log = logging.getLogger(__name__)
+
+_MAX_ROWS = 20
+_SIMILARITY = 0.8
+
+
+class CheckpointMismatchError(ValueError):
+  """A checkpoint belongs to another model or optimizer than the run's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+  """One difference: the problem with `name`, what is stored, and what the run expects."""
+
+  problem: str
+  name: str
+  stored: str = "-"
+  expected: str = "-"
+
+
+def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
+  """Returns every difference between two flat dicts of values with `shape` and `dtype`.
+
+  Args:
+    stored: the checkpoint's arrays, by name.
+    expected: the train state's, by name. If it has no optimizer state at all, as in inference, the
+      checkpoint's optimizer state is ignored.
+  """
+  missing = sorted(set(expected) - set(stored))
+  unexpected = sorted(set(stored) - set(expected))
+  if not any(map(_is_optimizer_state, expected)):
+    unexpected = [name for name in unexpected if not _is_optimizer_state(name)]
+  mismatches = [Mismatch("missing", name, expected=_describe(expected[name])) for name in missing]
+  mismatches += [Mismatch("unexpected", n, stored=_describe(stored[n])) for n in unexpected]
+  for name in sorted(set(stored) & set(expected)):
+    mine, theirs = expected[name], stored[name]
+    if tuple(mine.shape) != tuple(theirs.shape):
+      mismatches.append(Mismatch("wrong shape", name, _describe(theirs), _describe(mine)))
+    elif _dtype_kind(mine.dtype) != _dtype_kind(theirs.dtype):
+      mismatches.append(Mismatch("wrong dtype", name, _describe(theirs), _describe(mine)))
+  return mismatches
+
+
+def find_restorable(
+  path: Any,
+  stored: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  allow_missing: bool = False,
+  allow_unexpected: bool = False,
+) -> set[str]:
+  """Returns the names of `expected` that can be restored from `stored`.
+
+  Args:
+    path: the checkpoint, for messages.
+    stored: the checkpoint's arrays, by name.
+    expected: the train state's, by name.
+    allow_missing: leave out what the checkpoint lacks, and optimizer state that does not match.
+    allow_unexpected: ignore what only the checkpoint has.
+
+  Raises:
+    CheckpointMismatchError: there is another difference.
+  """
+  initializable: tuple[str, ...] = FP8_COLLECTIONS
+  if allow_missing:
+    initializable += (OPTIMIZER_STATE,)
+  elif not any(map(_is_optimizer_state, stored)):
+    initializable += (OPTIMIZER_STATE, "state/step")
+  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
+  mismatches = find_mismatches(stored, expected)
+  if not all(m.name.startswith(initializable) or allowed.get(m.problem) for m in mismatches):
+    raise mismatch_error(path, mismatches)
+  _log_mismatches(path, mismatches)
+  omitted = {mismatch.name for mismatch in mismatches}
+  # The optimizer's state of one parameter is restored as a whole or not at all.
+  incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
+  return {
+    name
+    for name in expected
+    if name not in omitted
+    and not (_is_optimizer_state(name) and name.rpartition("/")[0] in incomplete)
+  }
+
+
+def mismatch_error(path: Any, mismatches: list[Mismatch]) -> CheckpointMismatchError:
+  """Returns the error that shows the mismatches of the checkpoint at `path` in one table."""
+  problems = [mismatch.problem for mismatch in mismatches]
+  counts = [
+    f"{problems.count(problem)} {problem}"
+    for problem in ("missing", "unexpected", "wrong shape", "wrong dtype")
+    if problem in problems
+  ]
+  return CheckpointMismatchError(
+    f"checkpoint {path} does not match this run's model: {', '.join(counts)}\n"
+    f"{_table(mismatches)}\n{_advice(path, mismatches)}"
+  )
+
+
+def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
+  """Logs what is left out. Optimizer and fp8 state is logged when it is initialized."""
+  consequences = {"missing": "is not in it and is initialized", "unexpected": "is not used"}
+  for mismatch in mismatches:
+    default = f"has a {mismatch.problem} and is initialized"
+    is_state = mismatch.name.startswith(("state/", *FP8_COLLECTIONS))
+    level = logging.DEBUG if is_state else logging.WARNING
+    consequence = consequences.get(mismatch.problem, default)
+    _log.log(level, "checkpoint %s: %s %s", path, mismatch.name, consequence)
+  unused = [m.name for m in mismatches if _is_optimizer_state(m.name) and m.problem != "missing"]
+  if unused:
+    _log.warning(
+      "checkpoint %s: %d arrays of its optimizer state do not match and are not used (such as %s)",
+      *(path, len(unused), unused[0]),
+    )
+
+
+def _table(mismatches: list[Mismatch]) -> str:
+  rows = [("problem", "name", "checkpoint", "model", "")]
+  # Parameters come first: they identify the model better than the optimizer's state does.
+  ordered = sorted(mismatches, key=lambda mismatch: _is_optimizer_state(mismatch.name))
+  for m in ordered[:_MAX_ROWS]:
+    rows.append((m.problem, m.name, m.stored, m.expected, _similar_name(m, mismatches)))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = [
+    "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))]).rstrip()
+    for row in rows
+  ]
+  if len(mismatches) > _MAX_ROWS:
+    lines.append(f"  ... and {len(mismatches) - _MAX_ROWS} more")
+  return "\n".join(lines)
+
+
+def _advice(path: Any, mismatches: list[Mismatch]) -> str:
+  if all(_is_optimizer_state(mismatch.name) for mismatch in mismatches):
+    return (
+      "The parameters match, but the optimizer's state does not: the checkpoint was written with "
+      "another OPTIMIZER. Bind that optimizer (its state may also depend on whether layers are "
+      "stacked), or train in another MODEL_DIR. RestoreCheckpointConfig.fallback_to_scratch = True "
+      "initializes the state that does not match."
+    )
+  return (
+    "To train this model, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
+    "INITIAL_CHECKPOINT_PATH. To use the checkpoint, give the gin file with which it was trained (see "
+    f"config.gin beside {path})."
+  )
+
+
+def _similar_name(mismatch: Mismatch, mismatches: list[Mismatch]) -> str:
+  """Returns a hint at the unexpected name that a missing one may have, or the reverse."""
+  opposite = {"missing": "unexpected", "unexpected": "missing"}.get(mismatch.problem)
+  others = [other.name for other in mismatches if other.problem == opposite]
+  close = difflib.get_close_matches(mismatch.name, others, n=1, cutoff=_SIMILARITY)
+  return f"(similar: {close[0]})" if close else ""
+
+
+def _describe(leaf: Any) -> str:
+  return f"{tuple(leaf.shape)} {np.dtype(leaf.dtype).name}"
+
+
+def _dtype_kind(dtype: Any) -> str:
+  """Returns the kind of a dtype: floats of any width convert into each other, as do integers."""
+  if jnp.issubdtype(dtype, jnp.floating):
+    return "float"
+  return "int" if jnp.issubdtype(dtype, jnp.integer) else np.dtype(dtype).name
+
+
+def _is_optimizer_state(name: str) -> bool:
+  return name.startswith(OPTIMIZER_STATE)

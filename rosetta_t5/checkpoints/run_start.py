@@ -1,0 +1,203 @@
+"""How a training run begins: it finds the checkpoint to start from and restores it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from rosetta_t5.checkpoints.config import (
+  CheckpointConfig,
+  RestoreCheckpointConfig,
+  SaveCheckpointConfig,
+)
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  all_steps,
+  checkpoint_path,
+  read_run_facts,
+  step_of,
+)
+from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
+from rosetta_t5.checkpoints.restore import (
+  STARTED_FROM,
+  check_and_init_fallback_state,
+  create_orbax_checkpoint_manager,
+  get_first_valid_restore_config_and_paths,
+  restore,
+)
+from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer
+from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.training.train_state import TrainState
+
+# How long a process waits for another one that reads more, or from a slower disk.
+_RESTORE_TIMEOUT_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+def find_start_checkpoint(
+  checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str]
+) -> tuple[RestoreCheckpointConfig | None, str | None]:
+  """Returns what a training run in `model_dir` restores: a config and the path of one checkpoint.
+
+  The latest checkpoint in `model_dir` is preferred to `checkpoint_cfg.restore`. (None, None) means
+  that the run starts from scratch.
+
+  Raises:
+    ValueError: `checkpoint_cfg.restore` names several checkpoints, or none although it does not
+      allow a start from scratch.
+  """
+  save, given = checkpoint_cfg.save, checkpoint_cfg.restore
+  own = RestoreCheckpointConfig(
+    path=os.fspath(model_dir),
+    mode="latest",
+    dtype=save.dtype if save else "float32",
+    restore_dataset=bool(save and save.save_dataset),
+  )
+  cfg, paths = get_first_valid_restore_config_and_paths([own, given] if given else [own])
+  if len(paths) > 1:
+    raise ValueError(
+      f"RestoreCheckpointConfig names {len(paths)} checkpoints ({', '.join(paths[:3])}, ...), but "
+      "training starts from one: set mode = 'latest' or 'specific' and one path"
+    )
+  if cfg is None and given and given.paths() and not given.fallback_to_scratch:
+    raise ValueError(_no_checkpoint_text(given))
+  return cfg, paths[0] if paths else None
+
+
+def find_base_checkpoint(
+  checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str], restore_path: str | None
+) -> str | None:
+  """Returns the checkpoint with which a finetuning run began, which must not be deleted; else None.
+
+  Args:
+    checkpoint_cfg: the run's configuration. Without a checkpoint to restore, the run does not
+      finetune.
+    model_dir: the folder of the run's checkpoints, which store the base checkpoint as a run fact.
+    restore_path: the checkpoint that the run, or its restart, restores.
+  """
+  if restore_path is None or checkpoint_cfg.restore is None or not checkpoint_cfg.restore.paths():
+    return None
+  is_own = epath.Path(restore_path).parent == epath.Path(model_dir)
+  facts = read_run_facts(restore_path) if is_own else {}
+  return facts.get(STARTED_FROM) or os.fspath(restore_path)
+
+
+def create_checkpoint_manager_and_restore(
+  train_state_initializer: TrainStateInitializer,
+  partitioner: BasePartitioner,
+  restore_checkpoint_cfg: RestoreCheckpointConfig | None,
+  restore_path: str | None,
+  fallback_init_rng: jax.Array | None,
+  save_checkpoint_cfg: SaveCheckpointConfig | None = None,
+  model_dir: str | os.PathLike[str] | None = None,
+  ds_iter: Any = None,
+  use_orbax: bool = False,
+  run_facts: Mapping[str, Any] | None = None,
+) -> tuple[TrainState | None, OrbaxCheckpointManagerInterface | None]:
+  """Returns (restored train state or None, manager or None), with which a run begins.
+
+  Args:
+    train_state_initializer: knows the train state's shapes.
+    partitioner: specifies the sharding of restored arrays.
+    restore_checkpoint_cfg: how to restore (`find_start_checkpoint` returns it with the path).
+    restore_path: the checkpoint to restore, or None.
+    fallback_init_rng: for values that the checkpoint lacks, if the config allows that.
+    save_checkpoint_cfg: how to save; None for a manager that only restores.
+    model_dir: the folder to save into.
+    ds_iter: the training data's iterator.
+    use_orbax: T5X's switch between layouts. It has no effect: checkpoints have Orbax's layout.
+    run_facts: values to store with each checkpoint.
+
+  Raises:
+    CheckpointMismatchError: the checkpoint belongs to another model.
+    UnreadableCheckpointError: the checkpoint is damaged.
+  """
+  del use_orbax
+  if save_checkpoint_cfg is None and restore_path is None:
+    return None, None
+  shapes = train_state_initializer.global_train_state_shape
+  manager = create_orbax_checkpoint_manager(
+    save_cfg=save_checkpoint_cfg,
+    restore_cfg=restore_checkpoint_cfg,
+    train_state=shapes,
+    partitioner=partitioner,
+    ds_iter=ds_iter,
+    model_dir=model_dir,
+    run_facts=run_facts,
+  )
+  cfg = restore_checkpoint_cfg
+  if restore_path is None or cfg is None:
+    return None, manager
+  init_fn = train_state_initializer.from_scratch
+  fallback_state = check_and_init_fallback_state(
+    manager, [restore_path], cfg, shapes, init_fn, fallback_init_rng
+  )
+  path = restore_path
+  while True:
+    state, failure = None, None
+    try:
+      state = restore(manager, path, cfg, fallback_state)
+    except ValueError as error:
+      failure = error
+    damage = _agree_on_damage(epath.Path(path), failure)
+    if damage is None:
+      return state, manager
+    is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
+    if not (is_own and cfg.mode == "latest" and _older_steps(path)):
+      raise UnreadableCheckpointError(damage) from failure
+    path = _set_aside(path, damage)
+    manager.reload()
+
+
+def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | None:
+  """Returns the damage that any process found in its part of a checkpoint, on all processes.
+
+  Raises:
+    ValueError: a process could not restore for another reason.
+  """
+  kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "refusal"
+  text = "" if failure is None else f"{kind} {failure}"
+  texts = allgather_text(text, f"restored {folder.name}", _RESTORE_TIMEOUT_S)
+  if failure is not None and kind == "refusal":
+    raise failure
+  for index, text in enumerate(texts):
+    if text.startswith("refusal "):
+      raise ValueError(f"process {index}: {text.removeprefix('refusal ')}")
+  return next((text.removeprefix("damage ") for text in texts if text), None)
+
+
+def _set_aside(path: str, damage: str) -> str:
+  """Renames a damaged checkpoint and returns the path of the one before it."""
+  folder = epath.Path(path)
+  aside = folder.parent / f"damaged_{folder.name}"
+  older = os.fspath(checkpoint_path(folder.parent, _older_steps(path)[-1]))
+  if jax.process_index() == 0:
+    folder.rename(aside)
+  older = broadcast_text(older, f"set aside {folder.name}", _RESTORE_TIMEOUT_S)
+  _log.error("%s It is renamed to %s; the run continues from %s", damage, aside, older)
+  return older
+
+
+def _older_steps(path: str) -> list[int]:
+  step = step_of(path) or 0
+  return [s for s in all_steps(epath.Path(path).parent) if s < step]
+
+
+def _no_checkpoint_text(cfg: RestoreCheckpointConfig) -> str:
+  is_checkpoint = [path for path in cfg.paths() if step_of(path) is not None]
+  advice = (
+    f"{is_checkpoint[0]} is a checkpoint itself: set RestoreCheckpointConfig.mode = 'specific'"
+    if is_checkpoint
+    else "set RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) to a folder that contains "
+    "checkpoint_STEP folders, or mode = 'specific' and the path of one checkpoint; "
+    "fallback_to_scratch = True starts from scratch if there is none"
+  )
+  paths = ", ".join(cfg.paths())
+  return f"there is no checkpoint to restore in {paths} (mode = {cfg.mode!r}): {advice}"
