@@ -16,7 +16,7 @@ from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.result_files import check_output_dir
-from rosetta_t5.memory_advice import Inference
+from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
@@ -96,7 +96,7 @@ def evaluate(
     input_shapes=shapes,
     partitioner=partitioner,
   )
-  memory_advisor = Inference(
+  memory_advisor = InferenceMemoryAdvisor(
     model=model,
     partitioner=partitioner,
     initializer=initializer,
@@ -146,9 +146,9 @@ def evaluate(
       if trainer is not None:
         trainer.train_state = state
         scoring = dataclasses.replace(memory_advisor, is_scoring=True)
-        with scoring.answered_when_out_of_memory():
+        with scoring.explain_out_of_memory():
           loss_evaluation.run(trainer)
-      with memory_advisor.answered_when_out_of_memory():
+      with memory_advisor.explain_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
       evaluated.add(path)
@@ -182,11 +182,11 @@ class _EvaluatedCheckpoints:
 
 
 def _restore_each(
-  states: Iterator[tuple[Any, str]], memory_advisor: Inference
+  states: Iterator[tuple[Any, str]], memory_advisor: InferenceMemoryAdvisor
 ) -> Iterator[tuple[Any, str]]:
   """Yields each state with its path; memory errors while it is restored get advice."""
   while True:
-    with memory_advisor.answered_when_out_of_memory(is_restoring=True):
+    with memory_advisor.explain_out_of_memory(is_restoring=True):
       restored = jax.block_until_ready(next(states, None))
     if restored is None:
       return

@@ -1,4 +1,4 @@
-"""Inference, from top to bottom: data, checkpoint, and a file of results for each task."""
+"""InferenceMemoryAdvisor, from top to bottom: data, checkpoint, and a file of results for each task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rosetta_t5.inference.result_files import (
   merge_chunks_to_file,
   write_inferences_to_file,
 )
-from rosetta_t5.memory_advice import Inference
+from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
@@ -122,7 +122,7 @@ def infer(
     input_types={name: np.dtype(x.dtype.as_numpy_dtype) for name, x in spec.items()},
     partitioner=partitioner,
   )
-  memory_advisor = Inference(
+  memory_advisor = InferenceMemoryAdvisor(
     model=model,
     partitioner=partitioner,
     initializer=initializer,
@@ -133,7 +133,7 @@ def infer(
 
   # State.
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  with memory_advisor.answered_when_out_of_memory(is_restoring=True):
+  with memory_advisor.explain_out_of_memory(is_restoring=True):
     state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
     jax.block_until_ready(state)
   if state is None:
@@ -181,7 +181,7 @@ def infer(
         continue
       folder = ChunkFolder(f"{output_dir}/tmp-{task.name}-{shard}", result_file.name, settings)
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-      with memory_advisor.answered_when_out_of_memory():
+      with memory_advisor.explain_out_of_memory():
         _infer_task(
           infer_fn=infer_fn,
           chunks=functools.partial(examples.chunks, task, checkpoint_period * batch_size),

@@ -14,7 +14,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.memory_advice import answered_when_evaluating, answered_when_out_of_memory
+from rosetta_t5.memory_advice import explain_out_of_memory_in_evaluation, explain_out_of_memory
 from rosetta_t5.networks.computation_summary import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
@@ -152,7 +152,7 @@ def train(
     input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
     partitioner=partitioner,
   )
-  with answered_when_out_of_memory(model, partitioner, initializer, feed):
+  with explain_out_of_memory(model, partitioner, initializer, feed):
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       train_state_initializer=initializer,
       partitioner=partitioner,
@@ -210,7 +210,7 @@ def train(
     actions=actions,
     run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh.devices.flat),
     explain_out_of_memory=functools.partial(
-      answered_when_evaluating, model, partitioner, initializer, feed
+      explain_out_of_memory_in_evaluation, model, partitioner, initializer, feed
     ),
     model_dir=model_dir,
     first_step=first_step,
@@ -218,7 +218,7 @@ def train(
     run_started=run_started,
   )
   if first_step < total_steps:
-    with answered_when_out_of_memory(model, partitioner, initializer, feed, trainer):
+    with explain_out_of_memory(model, partitioner, initializer, feed, trainer):
       loop.compile()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)

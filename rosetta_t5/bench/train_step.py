@@ -32,7 +32,6 @@ from rosetta_t5.bench.workload import (
   row,
   time_steps,
 )
-from rosetta_t5.memory_advice.training import work_of
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.computation_summary import computation_text
 from rosetta_t5.networks.layers.remat import REMAT_POLICIES
@@ -40,7 +39,8 @@ from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, w
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.estimate import step_memory
+from rosetta_t5.plan.memory import step_memory
+from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
 
@@ -119,9 +119,9 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   spec = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   batch_on_devices = jax.device_put(batch, spec)
   compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
-  work = work_of(model, partitioner, batch, None, partitioner.mesh.shape)
-  work = dataclasses.replace(work, microbatches=args.microbatches or 1)
-  planned = step_memory(state, axes, partitioner.mesh.shape, work)
+  mesh = dict(partitioner.mesh.shape)
+  work = batch_workload(model, partitioner, shapes, mesh, args.microbatches)
+  planned = step_memory(state, axes, work)
   return CompiledStep(
     compiled, state, batch_on_devices, computation_text(model, fp8) or "", planned
   )

@@ -1,4 +1,8 @@
-"""What to change when a device runs out of memory; reads the devices' memory statistics."""
+"""What to change when a device runs out of memory. It reads the devices' memory statistics."""
 
-from rosetta_t5.memory_advice.inference import Inference, answered_when_evaluating
-from rosetta_t5.memory_advice.training import answered_when_out_of_memory
+from rosetta_t5.memory_advice.changes import OutOfMemoryError
+from rosetta_t5.memory_advice.inference import (
+  InferenceMemoryAdvisor,
+  explain_out_of_memory_in_evaluation,
+)
+from rosetta_t5.memory_advice.training import explain_out_of_memory

@@ -1,3 +1,3 @@
-"""What a run will be, computed before it begins: nothing runs and no device is touched."""
+"""What a run will need, computed from shapes alone. Nothing runs and no device is used."""
 
-from rosetta_t5.plan.describe import describe_run
+from rosetta_t5.plan.description import describe_run

@@ -1,65 +1,66 @@
-"""What to set so that a step fits into a GPU: fewer examples at a time, less kept for the backward pass."""
+"""What to set so that a step fits into a GPU's memory: microbatches and rematerialization."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rosetta_t5.plan.collectives import Work
-from rosetta_t5.plan.estimate import step_memory
 from rosetta_t5.plan.hardware import GPUS
-from rosetta_t5.plan.memory import size_text
+from rosetta_t5.plan.memory import activation_bytes, size_text, step_memory
+from rosetta_t5.plan.workload import Workload
 
 GPU = GPUS["h100"]
-# What XLA and the communication between GPUs leave of a device's memory.
+# The share of a device's memory that XLA and the communication between GPUs leave to the arrays.
 USABLE = 0.9
-# From what costs least to what costs most: `full` computes the forward pass twice.
+# In order of cost: `full` computes the forward pass twice.
 _POLICIES = ("none", "minimal", "full")
 
 
-def advice(state: Any, splits: Any, mesh: Mapping[str, int], work: Work) -> list[str]:
-  """Returns the changes with which a step fits, one a line; none if it fits as it is, or is unknown.
+def advice(state: Any, specs: Any, work: Workload) -> list[str]:
+  """Returns changes with which a step fits, one per line; none if it fits already or is unknown.
 
   Args:
     state: the train state's shapes.
-    splits: the same tree with a PartitionSpec for each array.
-    mesh: the size of each mesh axis.
-    work: what the step works on.
+    specs: the same tree with a PartitionSpec for each array.
+    work: what the step computes.
   """
-
-  def needed(microbatches: int, policy: str | None) -> float:
-    parts = dataclasses.replace(work, microbatches=microbatches)
-    return sum(step_memory(state, splits, mesh, parts, remat_policy=policy).values())
-
-  now = step_memory(state, splits, mesh, work)
-  policy = getattr(work.config, "remat_policy", None)
+  now = step_memory(state, specs, work)
   if "activations" not in now or sum(now.values()) <= USABLE * GPU.memory:
     return []
-  later = _POLICIES[_POLICIES.index(policy) :] if policy in _POLICIES else (policy,)
+  fixed = sum(now.values()) - now["activations"]
+
+  def needed(microbatches: int, policy: str) -> float:
+    return fixed + (
+      activation_bytes(work.replace(microbatches=microbatches, remat_policy=policy)) or 0
+    )
+
+  is_known = hasattr(work.config, "remat_policy") and work.policy in _POLICIES
+  policies = _POLICIES[_POLICIES.index(work.policy) :] if is_known else (work.policy,)
   lines: list[str] = []
   fewest = int(work.examples) + 1
-  for choice in later:
-    fits = (n for n in divisors(work) if needed(n, choice) <= USABLE * GPU.memory)
-    if (parts := next(fits, fewest)) < fewest:  # else it costs more, and for nothing
-      fewest = parts
-      changes = [f"trainer.Trainer.num_microbatches = {parts}"] * (parts != work.microbatches)
-      if choice != policy:
-        changes += [f"network.{type(work.config).__name__}.remat_policy = {choice!r}"]
-      lines.append(f"{' and '.join(changes)}: about {size_text(needed(parts, choice))}")
-  return lines or [_not_by_these(now)]
+  for policy in policies:
+    fitting = (n for n in possible_microbatches(work) if needed(n, policy) <= USABLE * GPU.memory)
+    parts = next(fitting, fewest)
+    if parts >= fewest:  # the policy costs more and saves nothing
+      continue
+    fewest = parts
+    changes = [f"trainer.Trainer.num_microbatches = {parts}"] * (parts != work.microbatches)
+    if policy != work.policy:
+      changes += [f"network.{type(work.config).__name__}.remat_policy = {policy!r}"]
+    lines.append(f"{' and '.join(changes)}: about {size_text(needed(parts, policy))}")
+  return lines or [_shard_the_state(now, fixed)]
 
 
-def divisors(work: Work) -> Iterator[int]:
-  """Yields the numbers of microbatches of whole examples on each device, not fewer than there are."""
+def possible_microbatches(work: Workload) -> Iterator[int]:
+  """Yields the numbers of microbatches that divide the examples of a device, from today's on."""
   for parts in range(work.microbatches, int(work.examples) + 1):
     if work.examples % parts == 0:
       yield parts
 
 
-def _not_by_these(now: Mapping[str, float]) -> str:
-  rest = sum(size for name, size in now.items() if name != "activations")
+def _shard_the_state(now: Mapping[str, float], fixed: float) -> str:
+  names = ", ".join(name for name in now if name != "activations")
   return (
-    f"not by microbatches or remat: {size_text(rest)} are {', '.join(list(now)[:-1])}. Split them "
+    f"microbatches and rematerialization do not suffice: {size_text(fixed)} are {names}. Shard them "
     'over devices: partitioning.PjitPartitioner.mesh = {"fsdp": …}, or num_partitions'
   )

@@ -1,22 +1,26 @@
-"""What GPUs can do, from their data sheets, and what of it a collective gets."""
+"""The GPUs that a run is planned for, from their data sheets, and the devices of this machine."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
+import os
+import pathlib
+import re
 from collections.abc import Mapping, Sequence
+
+import jax
 
 from rosetta_t5.telemetry.flops import PEAKS
 
-GPUS_IN_A_NODE = 8
-# Of a link's rate, what large collectives reach of it (NCCL's bus bandwidth, about).
+GPUS_PER_NODE = 8
+# The share of a link's bandwidth that large collectives reach (approximately NCCL's bus bandwidth).
 _LINK_EFFICIENCY = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU in a node of eight, each with a network card of its own (DGX, HGX).
+  """A GPU in a node of eight, each with its own network card (DGX, HGX).
 
   Attributes:
     name: as NVIDIA writes it.
@@ -40,44 +44,57 @@ GPUS = {
 }
 
 
-def find_gpu(name: str) -> Gpu:
-  """Returns a GPU by its short name.
-
-  Raises:
-    ValueError: it is not known.
-  """
-  if name.lower() not in GPUS:
-    near = difflib.get_close_matches(name.lower(), GPUS, 1, cutoff=0.3)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise ValueError(f"--gpu={name} is not known{hint}: it is one of {', '.join(GPUS)}")
-  return GPUS[name.lower()]
-
-
 def seconds_on_links(
   wire_bytes: float, axes: Sequence[str], mesh: Mapping[str, int], gpu: Gpu
 ) -> tuple[float, bool]:
   """Returns how long a collective takes, and whether it leaves the node.
 
-  A ring through all of a group enters and leaves each node as often as there are members in it, by
-  their cards; within a node NVLink carries it.
+  Within a node NVLink carries it. Between nodes, a ring through the group leaves each node as often as
+  the group has members in it, through their network cards.
 
   Args:
     wire_bytes: what each device sends.
     axes: the mesh axes of the group.
-    mesh: the size of each axis, outermost first; the innermost devices are neighbours.
+    mesh: the size of each axis, outermost first; the innermost devices are neighbors.
     gpu: the GPU.
   """
-  members = members_in_a_node(axes, mesh)
-  leaves = math.prod(mesh[axis] for axis in axes) > members
-  rate = min(gpu.nvlink, members * gpu.network) if leaves else gpu.nvlink
-  return wire_bytes / (rate * _LINK_EFFICIENCY), leaves
+  members = members_per_node(axes, mesh)
+  leaves_node = math.prod(mesh[axis] for axis in axes) > members
+  rate = min(gpu.nvlink, members * gpu.network) if leaves_node else gpu.nvlink
+  return wire_bytes / (rate * _LINK_EFFICIENCY), leaves_node
 
 
-def members_in_a_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
   """Returns how many devices of a group over these axes are in one node."""
-  room, members = GPUS_IN_A_NODE, 1
+  remaining, members = GPUS_PER_NODE, 1
   for name, size in reversed(list(mesh.items())):
-    here = math.gcd(size, room) if size > room else size
-    members *= here if name in axes else 1
-    room = max(room // here, 1)
+    in_node = math.gcd(size, remaining) if size > remaining else size
+    members *= in_node if name in axes else 1
+    remaining = max(remaining // in_node, 1)
   return members
+
+
+def expected_devices() -> tuple[int, str]:
+  """Returns the number of this machine's devices and their kind, "GPU" or "CPU".
+
+  It does not ask jax, which would initialize them.
+  """
+  wants_cpu = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
+  gpus = 0 if wants_cpu else _visible_gpus()
+  return (gpus, "GPU") if gpus else (_cpu_devices(), "CPU")
+
+
+def _visible_gpus() -> int:
+  """Returns the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES does not hide."""
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  installed = len(list(pathlib.Path("/proc/driver/nvidia/gpus").glob("*")))
+  if visible is None or not installed:
+    return installed
+  return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+def _cpu_devices() -> int:
+  """Returns the number of CPU devices: one, unless jax is configured to have more."""
+  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  configured = getattr(jax.config, "jax_num_cpu_devices", -1)
+  return configured if configured > 0 else int(flag[1]) if flag else 1

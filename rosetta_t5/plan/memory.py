@@ -7,39 +7,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from rosetta_t5.plan.workload import Workload
+
+_KEEP_NOTHING = ("full", "nothing_saveable")
+_KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 
 
-def state_bytes(state: Any, splits: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-  """Returns the bytes on one device of a train state's parts: "params" and "optimizer".
+def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+  """Returns the bytes per device of a train state's parts: "params" and "optimizer".
 
   Args:
     state: the train state's shapes.
-    splits: the same tree with a PartitionSpec for each array.
+    specs: the same tree with a PartitionSpec for each array.
     mesh: the size of each mesh axis.
   """
-  parts = {"params": (state.params, splits.params)}
+  parts = {"params": (state.params, specs.params)}
   if hasattr(state, "optimizer_def"):
-    parts["optimizer"] = (state.param_states, splits.param_states)
-  return {name: _bytes(*trees, mesh) for name, trees in parts.items()}
-
-
-def _bytes(arrays: Any, splits: Any, mesh: Mapping[str, int]) -> int:
-  sizes = jax.tree.map(lambda array, spec: array_bytes(array, spec, mesh), arrays, splits)
-  return sum(jax.tree.leaves(sizes))
+    parts["optimizer"] = (state.param_states, specs.param_states)
+  sizes = {
+    name: jax.tree.map(lambda array, spec: array_bytes(array, spec, mesh), *trees)
+    for name, trees in parts.items()
+  }
+  return {name: sum(jax.tree.leaves(tree)) for name, tree in sizes.items()}
 
 
 def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int]) -> int:
-  """Returns the bytes of one device's part of an array; a dimension that does not divide is padded.
+  """Returns the bytes of one device's shard of an array. Dimensions that do not divide are padded.
 
   Args:
     array: anything with shape and dtype.
-    spec: the mesh axes that its dimensions are split over, or fewer of them.
+    spec: the mesh axes that shard its first dimensions.
     mesh: the size of each mesh axis.
   """
   axes = [*(spec or ()), *[None] * array.ndim][: array.ndim]
-  parts = [_shards(axis, mesh) for axis in axes]
-  shape = [math.ceil(size / n) for size, n in zip(array.shape, parts, strict=True)]
+  shape = [
+    math.ceil(size / _shards(axis, mesh)) for size, axis in zip(array.shape, axes, strict=True)
+  ]
   return math.prod(shape) * array.dtype.itemsize
 
 
@@ -48,124 +52,106 @@ def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
   return math.prod(mesh[name] for name in names if name is not None)
 
 
-def activation_bytes(
-  config: Any,
-  lengths: Mapping[str, int],
-  examples: float,
-  model_shards: int,
-  remat_policy: str | None = None,
-  loss_chunk_length: int | None = None,
-  over_model: str | None = None,
-) -> int | None:
-  """Returns roughly what a training step keeps for its backward pass, per device; None if unknown.
+def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
+  """Returns the bytes per device of a training step, by what they hold.
 
-  Counted are the inputs of each layer's products and of its nonlinearities, in the compute dtype, the
-  attention's probabilities, and the logits with their gradient in float32; with rematerialisation
-  only what its policy keeps, and one layer that is made again. XLA recomputes some of these and
-  needs room for others.
+  There are no "activations" if the network is unknown.
 
   Args:
-    config: the network's sizes, a `T5Config` or `TransformerConfig`.
-    lengths: see `shapes.input_lengths`.
-    examples: examples that a device works on at once.
-    model_shards: devices that heads, feed-forward units and vocabulary are split over.
-    remat_policy: what layers keep (see `networks.remat`); None for the config's.
-    loss_chunk_length: target positions whose logits exist at a time; None for all.
-    over_model: which dimension of activations is split over those devices between blocks; see
-      `collectives.split_over_model`.
+    state: the train state's shapes.
+    specs: the same tree with a PartitionSpec for each array.
+    work: what the step computes.
+  """
+  parts: dict[str, float] = dict(state_bytes(state, specs, work.mesh))
+  parts["gradients"] = parts["params"]
+  activations = activation_bytes(work)
+  return parts | ({} if activations is None else {"activations": activations})
+
+
+def activation_bytes(work: Workload) -> int | None:
+  """Returns an estimate of what a training step keeps for its backward pass; None if unknown.
+
+  Counted per device are the inputs of each layer's matmuls and nonlinearities in the compute dtype,
+  the attention probabilities, and the logits with their gradient in float32. With rematerialization
+  only what its policy keeps is counted, and one layer that is recomputed. XLA recomputes some of
+  these anyway, and needs space for others.
   """
   try:
-    layers = layers_of(config)
-    vocabulary = config.vocab_size / model_shards
-    itemsize = jnp.dtype(config.dtype).itemsize
-    policy = str(remat_policy or getattr(config, "remat_policy", "none"))
-    encoder, decoder = _layer_values(config, lengths, model_shards, "none", over_model)
-    kept_encoder, kept_decoder = _layer_values(config, lengths, model_shards, policy, over_model)
+    layers = work.layers
+    vocabulary = work.config.vocab_size / work.model_shards
+    encoder, decoder = _numbers_kept_per_layer(work, "none")
+    kept_encoder, kept_decoder = _numbers_kept_per_layer(work, work.policy)
   except AttributeError:
     return None
   kept = layers["encoder"] * kept_encoder + layers["decoder"] * kept_decoder
-  made_again = max(encoder, decoder) if policy != "none" else 0.0
-  positions = min(loss_chunk_length or lengths["decoder"], lengths["decoder"])
-  return int(examples * ((kept + made_again) * itemsize + 2 * 4 * positions * vocabulary))
+  recomputed = max(encoder, decoder) if work.policy != "none" else 0.0
+  logits = 2 * 4 * _logit_positions(work) * vocabulary
+  examples = work.examples / work.microbatches
+  return int(examples * ((kept + recomputed) * work.itemsize + logits))
 
 
-def inference_bytes(
-  config: Any,
-  lengths: Mapping[str, int],
-  examples: float,
-  model_shards: int,
-  decodes: int | None,
-  loss_chunk_length: int | None = None,
-  over_model: str | None = None,
-) -> dict[str, float]:
-  """Returns roughly what predicting or scoring needs on each device beside the parameters, by what it holds.
+def inference_bytes(work: Workload) -> dict[str, float]:
+  """Returns an estimate of what predicting or scoring needs besides parameters, by what it holds.
 
-  It is what needs most of what comes one after the other: the largest layer's activations; the logits
-  in float32, of predictions with the keys and values of inputs and decodes. Of more than one decode
-  these are there twice, while they change places.
-
-  Args:
-    config: the network's sizes, a `T5Config` or `TransformerConfig`.
-    lengths: see `shapes.input_lengths`.
-    examples: examples that a device works on at once.
-    model_shards: devices that heads, feed-forward units and vocabulary are split over.
-    decodes: beams or samples of each example; None while targets are scored.
-    loss_chunk_length: target positions whose logits exist at a time; None for all.
-    over_model: see `activation_bytes`.
+  It is the larger of two phases: the largest layer's activations; or the logits in float32, for
+  predictions with the keys and values of inputs and decodes. With more than one decode the keys and
+  values exist twice, while they are reordered.
 
   Raises:
-    AttributeError: the config is of another network.
+    AttributeError: the network is unknown.
   """
-  itemsize, target = jnp.dtype(config.dtype).itemsize, lengths["decoder"]
-  encoder, decoder = _layer_values(config, lengths, model_shards, "none", over_model)
-  # XLA makes log probabilities in the logits' place, unless devices have to sum for them first.
-  copies = 1 + (model_shards > 1)
-  of_position = copies * 4 * examples * config.vocab_size / model_shards
-  if decodes is None:
-    logits = of_position * min(loss_chunk_length or target, target)
+  target = work.lengths["decoder"]
+  encoder, decoder = _numbers_kept_per_layer(work, "none")
+  # XLA computes log probabilities in place of the logits, unless devices must sum for them first.
+  copies = 1 + (work.model_shards > 1)
+  position_logits = copies * 4 * work.examples * work.config.vocab_size / work.model_shards
+  if work.decodes is None:
     return _largest(
-      {"activations": examples * itemsize * max(encoder, decoder)}, {"logits": logits}
+      {"activations": work.examples * work.itemsize * max(encoder, decoder)},
+      {"logits": position_logits * _logit_positions(work)},
     )
-  kept = target * decodes * (1 + (decodes > 1)) + lengths.get("encoder", 0)
-  pair = 2 * config.num_heads / model_shards * config.head_dim * itemsize
-  of_prompts = examples * itemsize * (encoder if "encoder" in lengths else decoder)
-  keys = examples * kept * pair * layers_of(config)["decoder"]
+  cached = target * work.decodes * (1 + (work.decodes > 1)) + work.lengths.get("encoder", 0)
+  key_and_value = (
+    2 * work.config.num_heads / work.model_shards * work.config.head_dim * work.itemsize
+  )
+  prompt = work.examples * work.itemsize * (encoder if "encoder" in work.lengths else decoder)
+  cache = work.examples * cached * key_and_value * work.layers["decoder"]
   return _largest(
-    {"activations": of_prompts}, {"keys and values": keys, "logits": of_position * decodes}
+    {"activations": prompt}, {"keys and values": cache, "logits": position_logits * work.decodes}
   )
 
 
+def _logit_positions(work: Workload) -> int:
+  """Returns the number of target positions whose logits exist at a time."""
+  target = work.lengths["decoder"]
+  return min(work.loss_chunk_length or target, target)
+
+
 def _largest(*phases: dict[str, float]) -> dict[str, float]:
-  """Of what is needed one after the other, what needs most."""
+  """Returns the phase that needs most memory. The phases follow one another."""
   return max(phases, key=lambda phase: sum(phase.values()))
 
 
-def _layer_values(
-  config: Any,
-  lengths: Mapping[str, int],
-  model_shards: int,
-  policy: str,
-  over_model: str | None,
-) -> tuple[float, float]:
-  """How many numbers an encoder's and a decoder's layer keep of one example."""
-  width, heads = config.emb_dim, config.num_heads / model_shards
-  inner = heads * config.head_dim
-  branches = len(config.mlp_activations)
-  units = config.mlp_dim / model_shards
-  target, source = lengths["decoder"], lengths.get("encoder", 0)
-  # Split by `embed`, XLA keeps what it has gathered, unless it is to make it again.
-  is_split = over_model == "length" or (over_model == "embed" and policy != "none")
-  between = width / model_shards if is_split else width
-  # Before each product its normalised input, which came together for it, and what the norm was taken of,
-  # which is float32.
-  normed = width + between * 4 / jnp.dtype(config.dtype).itemsize
+def _numbers_kept_per_layer(work: Workload, policy: str) -> tuple[float, float]:
+  """Returns how many numbers an encoder's and a decoder's layer keep for one example."""
+  config, shards = work.config, work.model_shards
+  heads, units = config.num_heads / shards, config.mlp_dim / shards
+  inner, branches = heads * config.head_dim, len(config.mlp_activations)
+  target, source = work.lengths["decoder"], work.lengths.get("encoder", 0)
+  # If `embed` is sharded, XLA keeps the gathered activations unless it rematerializes them.
+  is_split = work.activation_split == "length" or (
+    work.activation_split == "embed" and policy != "none"
+  )
+  residual = config.emb_dim / shards if is_split else config.emb_dim
+  # Each matmul has a normalized input, gathered for it; the input of the norm itself is float32.
+  normed = config.emb_dim + residual * 4 / work.itemsize
   mlp, attention, cross = normed + units * (branches + 1), normed + 4 * inner, normed + 2 * inner
-  pairs = 2 * heads  # the probabilities, and the logits that they were made of
-  if policy in ("full", "nothing_saveable"):
-    return source * between, target * between + (source * between if source else 0)
-  if policy in ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable"):
-    # The results of products with parameters; of attention's own too, if all products are kept.
-    mlp, attention, cross = between + units * branches, 3 * inner + 2 * between, inner + between
+  pairs = 2 * heads  # the attention probabilities, and their logits
+  if policy in _KEEP_NOTHING:
+    return source * residual, (target + source) * residual
+  if policy in _KEEP_MATMULS:
+    # The results of matmuls with parameters, and if all matmuls are kept, those of attention too.
+    mlp, attention, cross = residual + units * branches, 3 * inner + 2 * residual, inner + residual
     pairs = heads if policy == "dots_saveable" else 0
   encoder = source * (attention + mlp) + pairs * source * source
   decoder = target * (attention + mlp) + pairs * target * target
@@ -174,15 +160,8 @@ def _layer_values(
   return encoder, decoder
 
 
-def layers_of(config: Any) -> dict[str, int]:
-  """Returns how many layers a network has: {"encoder": …, "decoder": …}."""
-  if hasattr(config, "num_encoder_layers"):
-    return {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
-  return {"encoder": 0, "decoder": config.num_layers}
-
-
 def size_text(number: float) -> str:
-  """Returns a number of bytes as people say it: 310 MB, 11.4 GB."""
+  """Returns a number of bytes as text: 310 MB, 11.4 GB."""
   for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
     if number >= size:
       return f"{number / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""A run's train state as shapes: traced, never computed."""
+"""A run's train state as shapes, traced without computing any value."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from rosetta_t5.training import InferenceState, TrainState
 
-# Where nothing says how long a feature is, any length gives the same parameters.
+# Stands in for an unknown length: the parameters do not depend on it.
 _ANY_LENGTH = 8
 
 
 def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[str, int]:
-  """Returns how long the model's inputs are: {"encoder": S, "decoder": T}, without the encoder T only.
+  """Returns the lengths of the model's inputs: {"encoder": S, "decoder": T}, or {"decoder": T}.
 
-  T5X's feature converters make the decoder's tokens of the targets; of inputs and targets behind one
-  another where there is no encoder.
+  Without an encoder, T5X's feature converters concatenate inputs and targets.
   """
   lengths = dict(task_lengths or {})
   if _has_encoder(model):
@@ -36,7 +35,7 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     model: the model.
     batch_size: examples in a batch.
     lengths: see `input_lengths`.
-    trained: whether the state has an optimizer's.
+    trained: whether the state includes the optimizer's.
   """
   shapes = {
     f"{side}_{kind}_tokens": (batch_size, lengths.get(side, lengths["decoder"]))
@@ -50,12 +49,12 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
       return InferenceState.create(variables)
     return TrainState.create(model.optimizer_def, variables)
 
-  # A key's shape, not a key: making one would touch a device.
+  # The shape of a key: a real key would initialize a device.
   return jax.eval_shape(make, jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
 def _has_encoder(model: Any) -> bool:
-  config = getattr(getattr(model, "module", None), "config", None)
+  config = model.network_config
   if hasattr(config, "num_layers") or hasattr(config, "num_encoder_layers"):
     return hasattr(config, "num_encoder_layers")
-  return hasattr(getattr(model, "module", None), "encode")
+  return hasattr(model.module, "encode")

@@ -1,0 +1,84 @@
+"""Turns XLA's out-of-memory errors into errors that list the changes that save most memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from rosetta_t5.plan.fitting import USABLE
+from rosetta_t5.plan.memory import size_text
+
+# The value of loss_chunk_length that is proposed.
+LOSS_CHUNK = 16
+_MAX_CHANGES = 3
+
+_Option = TypeVar("_Option")
+
+
+class OutOfMemoryError(RuntimeError):
+  """A device does not have enough memory for the run. The text lists what would help."""
+
+
+class Change(NamedTuple):
+  """A change of the configuration that saves memory.
+
+  Attributes:
+    saved: bytes per device.
+    line: the line to add to the gin file.
+    condition: what the change needs or causes, such as "on 16 devices: "; "" for nothing.
+  """
+
+  saved: float
+  line: str
+  condition: str = ""
+
+
+@contextmanager
+def explain_with(advice: Callable[[], list[str]]) -> Iterator[None]:
+  """Inside the `with`, an out-of-memory error of XLA becomes one that ends in advice.
+
+  Args:
+    advice: returns the lines of the advice.
+
+  Raises:
+    OutOfMemoryError: in place of XLA's error.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    first = str(error).splitlines()[0]
+    raise OutOfMemoryError("\n".join([f"a device is out of memory: {first}", *advice()])) from error
+
+
+def advice_lines(now: Mapping[str, float], changes: Iterable[Change]) -> list[str]:
+  """Returns lines with the memory that is needed now and the changes that save most.
+
+  Args:
+    now: bytes on each device, by what they hold.
+    changes: the possible changes.
+  """
+  parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
+  lines = [
+    f"  {change.line}   # {change.condition}saves about {size_text(change.saved)}"
+    for change in sorted(changes, reverse=True)[:_MAX_CHANGES]
+    if change.saved > 0
+  ]
+  return [f"Estimated on each device: {parts}. What would save most:", *lines]
+
+
+def first_that_fits(options: Sequence[_Option], needed: Callable[[_Option], float]) -> _Option:
+  """Returns the first option whose bytes fit into a device, else the last."""
+  return next((each for each in options if needed(each) <= usable_bytes()), options[-1])
+
+
+def usable_bytes() -> float:
+  """Returns the bytes of a device that a run can use; of the host's memory if the device is a CPU."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  return USABLE * stats.get("bytes_limit", host / jax.local_device_count())

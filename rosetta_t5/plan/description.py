@@ -1,0 +1,270 @@
+"""The description of a run that `--dry_run` prints: data, model, mesh, batch, optimizer, FLOPs, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from rosetta_t5.config import ResolvedRun, changes_since
+from rosetta_t5.config.language.statements import Macro, Reference, leaves
+from rosetta_t5.parallel.data_layout import check_batch_size
+from rosetta_t5.parallel.mesh import batch_shards
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+from rosetta_t5.parallel.partition_specs import check_partition_specs
+from rosetta_t5.plan import fitting
+from rosetta_t5.plan.datasets import data_rows
+from rosetta_t5.plan.hardware import expected_devices
+from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
+from rosetta_t5.plan.shapes import input_lengths, state_shapes
+from rosetta_t5.plan.starting_checkpoint import checkpoint_rows
+from rosetta_t5.plan.workload import Workload, workload_of
+from rosetta_t5.telemetry.flops import flops_of_lengths
+from rosetta_t5.telemetry.model_info import count_parameters
+
+Rows = list[tuple[str, str]]
+
+
+def describe_run(resolved: ResolvedRun) -> Rows:
+  """Returns a description of a resolved run as rows (label, text), and adds to its problems.
+
+  Each row is computed from what could be built. Rows whose arguments are missing are left out.
+  """
+  rows: Rows = [("run", resolved.run)] if resolved.run else []
+  plan = Plan(resolved)
+  for section in _SECTIONS:
+    rows += section_rows(section, plan)
+  return rows
+
+
+def section_rows(section: Callable[[Plan], Rows], plan: Plan) -> Rows:
+  """Returns the rows of a section. A ValueError, which a user can fix, becomes a problem."""
+  problems = plan.resolved.problems.messages
+  try:
+    return section(plan)
+  except ValueError as error:
+    if str(error) not in problems:
+      problems.append(str(error))
+  except Exception as error:
+    # A model with its own inputs, for example; or a missing argument, which has been reported.
+    if not problems:
+      return [("unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")]
+  return []
+
+
+@dataclasses.dataclass
+class Plan:
+  """A resolved run and what follows from it, computed on first use."""
+
+  resolved: ResolvedRun
+
+  def __getitem__(self, name: str) -> Any:
+    """Returns an argument of the run, or None."""
+    return self.resolved.arguments.get(name)
+
+  @property
+  def is_training(self) -> bool:
+    """Whether the run trains."""
+    return self["trainer_cls"] is not None or self.resolved.run == "precompile"
+
+  @property
+  def dataset_cfg(self) -> Any:
+    """The dataset that the run reads most."""
+    return self["train_dataset_cfg"] or self["dataset_cfg"]
+
+  @property
+  def trainer_settings(self) -> Mapping[str, Any]:
+    """The arguments that gin will pass to the trainer."""
+    return self.resolved.settings.get("trainer_cls", {})
+
+  @functools.cached_property
+  def lengths(self) -> dict[str, int]:
+    """The lengths of the model's inputs."""
+    return input_lengths(self["model"], getattr(self.dataset_cfg, "task_feature_lengths", None))
+
+  @functools.cached_property
+  def state(self) -> Any:
+    """The train state's shapes."""
+    batch_size = getattr(self.dataset_cfg, "batch_size", 1)
+    return state_shapes(self["model"], batch_size, self.lengths, self.is_training)
+
+  @functools.cached_property
+  def devices(self) -> tuple[int, str]:
+    """The number of devices, and their kind if they are this machine's."""
+    return (self.resolved.devices, "") if self.resolved.devices else expected_devices()
+
+  @functools.cached_property
+  def mesh(self) -> dict[str, int]:
+    """The size of each mesh axis."""
+    return self["partitioner"].mesh_shape(self.devices[0])
+
+  @functools.cached_property
+  def specs(self) -> Any:
+    """The train state with a valid PartitionSpec for each array."""
+    specs = self["partitioner"].get_mesh_axes(self.state)
+    check_partition_specs(self.state, specs, self.mesh)
+    return specs
+
+  @property
+  def microbatches(self) -> int:
+    """The number of microbatches of a step."""
+    return self.trainer_settings.get("num_microbatches") or 1
+
+  @property
+  def work(self) -> Workload:
+    """What a training step computes."""
+    batch_size = self.dataset_cfg.batch_size
+    return workload_of(
+      self["model"], self["partitioner"], self.lengths, batch_size, self.mesh, self.microbatches
+    )
+
+  @property
+  def flops(self) -> tuple[float, bool]:
+    """The FLOPs of a step on all devices, and whether T5X's formula for the network gave them."""
+    of_sequence = flops_of_lengths(self["model"].network_config, self.lengths)
+    is_exact = of_sequence is not None
+    if of_sequence is None:
+      of_sequence = 6.0 * count_parameters(self.state.params) * sum(self.lengths.values())
+    return self.dataset_cfg.batch_size * of_sequence, is_exact
+
+
+def _model(plan: Plan) -> Rows:
+  model = plan["model"]
+  if model is None:
+    return []
+  module = model.module
+  dtype = getattr(model.network_config, "dtype", None)
+  text = f"{type(model).__name__} of {type(module).__module__}.{type(module).__name__}, "
+  text += f"{count_parameters(plan.state.params):,} parameters"
+  return [("model", text + (f", computed in {jnp.dtype(dtype).name}" if dtype else ""))]
+
+
+def _mesh(plan: Plan) -> Rows:
+  if plan["partitioner"] is None:
+    return []
+  count, kind = plan.devices
+  axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
+  devices = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
+  hint = "" if plan.resolved.devices else " (--devices=N plans for another number)"
+  return [("mesh", f"{axes} on {devices}{hint}"), *_unsharded_heads(plan)]
+
+
+def _unsharded_heads(plan: Plan) -> Rows:
+  """Returns a note if attention is not sharded, because the heads do not divide over `model`."""
+  config = plan["model"].network_config if plan["model"] is not None else None
+  heads, shards = getattr(config, "num_heads", 0), plan.mesh.get(MODEL_AXIS, 1)
+  if heads % shards == 0:
+    return []
+  possible = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+  text = (
+    f"{heads} heads are not divisible by {shards} (model): each device computes all of them. "
+    f"The divisors are {possible}"
+  )
+  return [("", text)]
+
+
+def _batch(plan: Plan) -> Rows:
+  if plan.dataset_cfg is None:
+    return []
+  size, parts = plan.dataset_cfg.batch_size, plan.microbatches
+  check_batch_size(size, plan.mesh)
+  if size % parts:
+    raise ValueError(
+      f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches = {parts}: "
+      "change one of the two"
+    )
+  text = f"{size} examples, {size / batch_shards(plan.mesh):g} per device along data"
+  if parts > 1:
+    text += f", in {parts} microbatches of {size // parts}"
+  return [("batch", text)]
+
+
+def _optimizer(plan: Plan) -> Rows:
+  if not plan.is_training:
+    return []
+  optimizer = getattr(plan["model"], "optimizer_def", None)
+  bindings = plan.resolved.program.effective_bindings()
+  name = ", ".join(_reference_names(Macro("OPTIMIZER"), bindings)) or type(optimizer).__name__
+  rows = [("optimizer", name)]
+  schedule = plan.trainer_settings.get("learning_rate_fn")
+  if schedule is not None:
+    last = plan["total_steps"] or 1
+    steps = sorted({0, 1, *(last * n // 4 for n in (1, 2, 3, 4))})
+    rate = ", ".join(f"{float(schedule(step)):.3g} at {step}" for step in steps)
+    if not getattr(optimizer, "uses_learning_rate", True):
+      rate += ": only logged, optax optimizers have their own"
+    rows.append(("learning rate", rate))
+  return rows
+
+
+def _reference_names(value: Any, bindings: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
+  """Yields what a gin value builds, such as `Adafactor` or `chain(clip_by_global_norm, adamw)`."""
+  for leaf in leaves(value):
+    if isinstance(leaf, Macro) and (leaf.name,) in bindings:
+      yield from _reference_names(bindings[leaf.name,].value, bindings)
+    if isinstance(leaf, Reference):
+      parts = bindings.get(("", leaf.last_name, "transformations"))
+      inner = ", ".join(_reference_names(parts.value, bindings)) if parts else ""
+      yield f"{leaf.last_name}({inner})" if inner else leaf.last_name
+
+
+def _steps(plan: Plan) -> Rows:
+  if not plan.is_training or plan["total_steps"] is None:
+    return []
+  relative = plan["relative_steps"]
+  total = f"{relative} from the starting step" if relative else f"to {plan['total_steps']}"
+  periods = [
+    f"{name} every {plan[f'{name}_period']}" for name in ("stats", "eval") if plan[f"{name}_period"]
+  ]
+  return [("steps", ", ".join([total, *periods]))]
+
+
+def _memory(plan: Plan) -> Rows:
+  """Returns FLOPs and memory, and what to set if a training step needs more than a GPU has."""
+  if plan["model"] is None or plan["partitioner"] is None:
+    return []
+  if not plan.is_training:
+    return [_memory_row(state_bytes(plan.state, plan.specs, plan.mesh))]
+  lines = fitting.advice(plan.state, plan.specs, plan.work)
+  labels = [f"for {size_text(fitting.GPU.memory)}", *[""] * len(lines)]
+  memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
+  return [*_flops(plan), memory, *zip(labels, lines, strict=False)]
+
+
+def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:
+  each = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+  return "memory", f"about {size_text(sum(parts.values()))} per device: {each}"
+
+
+def _flops(plan: Plan) -> Rows:
+  number, is_exact = plan.flops
+  units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+  unit, size = next((unit for unit in units if number >= unit[1]), units[-1])
+  text = f"{number / size:,.4g} {unit} per step"
+  return [("FLOPs", text if is_exact else f"about {text} (6 per parameter and token)")]
+
+
+def _changes(plan: Plan) -> Rows:
+  folder = plan["model_dir"] or plan["output_dir"]
+  changes = changes_since(folder, plan.resolved.program) if folder else []
+  if not changes:
+    return []
+  return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]
+
+
+# The sections that determine what a training step computes, for `rosetta-t5 plan`.
+STEP_SECTIONS = (_model, _mesh, _batch, _optimizer, _flops)
+_SECTIONS = (
+  data_rows,
+  _model,
+  _mesh,
+  _batch,
+  _optimizer,
+  _steps,
+  checkpoint_rows,
+  _memory,
+  _changes,
+)

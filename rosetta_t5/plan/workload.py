@@ -1,0 +1,129 @@
+"""What a step computes: the network's sizes, the lengths, the batch and how all of it is sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax.linen.partitioning import logical_to_mesh_axes
+
+from rosetta_t5.parallel.mesh import batch_shards
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What one step computes.
+
+  Attributes:
+    config: the network's sizes, a `T5Config` or `TransformerConfig`.
+    lengths: the lengths of the model's inputs, {"encoder": S, "decoder": T}; without an encoder
+      {"decoder": T}.
+    examples: the examples per device in a step, all microbatches together.
+    mesh: the size of each mesh axis, outermost first.
+    microbatches: the number of microbatches of a step.
+    zero1: whether the optimizer's state is sharded over `data` and the parameters are not.
+    activation_split: the dimension of the activations between blocks that is sharded over `model`:
+      "length" with `sequence_parallel`, "embed" with T5X's `activation_partitioning_dims = 2`, or None.
+    loss_chunk_length: the target positions whose logits exist at a time; None for all.
+    remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the config's.
+    decodes: beams or samples per example of a prediction; None for training and scoring.
+  """
+
+  config: Any
+  lengths: Mapping[str, int]
+  examples: float
+  mesh: Mapping[str, int]
+  microbatches: int = 1
+  zero1: bool = False
+  activation_split: str | None = None
+  loss_chunk_length: int | None = None
+  remat_policy: str | None = None
+  decodes: int | None = None
+
+  @property
+  def model_shards(self) -> int:
+    """The number of devices that heads, feed-forward units and vocabulary are sharded over."""
+    return self.mesh.get(MODEL_AXIS, 1)
+
+  @property
+  def layers(self) -> dict[str, int]:
+    """The number of layers, {"encoder": …, "decoder": …}."""
+    if hasattr(self.config, "num_encoder_layers"):
+      return {"encoder": self.config.num_encoder_layers, "decoder": self.config.num_decoder_layers}
+    return {"encoder": 0, "decoder": self.config.num_layers}
+
+  @property
+  def itemsize(self) -> int:
+    """The bytes of a number in the compute dtype."""
+    return jnp.dtype(self.config.dtype).itemsize
+
+  @property
+  def policy(self) -> str:
+    """The rematerialization policy; "none" if nothing is recomputed."""
+    return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
+
+  def replace(self, **changes: Any) -> Workload:
+    """Returns a copy with other values."""
+    return dataclasses.replace(self, **changes)
+
+
+def workload_of(
+  model: Any,
+  partitioner: Any,
+  lengths: Mapping[str, int],
+  batch_size: int,
+  mesh: Mapping[str, int],
+  microbatches: int | None = None,
+) -> Workload:
+  """Returns what a step of a run computes.
+
+  Args:
+    model: the model.
+    partitioner: the partitioner.
+    lengths: see `Workload`.
+    batch_size: the examples of the global batch.
+    mesh: the size of each mesh axis.
+    microbatches: the number of microbatches.
+  """
+  return Workload(
+    config=model.network_config,
+    lengths=lengths,
+    examples=batch_size / batch_shards(mesh),
+    mesh=mesh,
+    microbatches=microbatches or 1,
+    zero1=getattr(partitioner, "zero1", False),
+    activation_split=activation_split(partitioner),
+    loss_chunk_length=model.loss_chunk_length,
+  )
+
+
+def batch_workload(
+  model: Any,
+  partitioner: Any,
+  shapes: Mapping[str, Sequence[int]],
+  mesh: Mapping[str, int],
+  microbatches: int | None = None,
+) -> Workload:
+  """Returns what a step on a batch computes.
+
+  Args:
+    model: the model.
+    partitioner: the partitioner.
+    shapes: the shape [B, L] of each feature of the global batch.
+    mesh: the size of each mesh axis.
+    microbatches: the number of microbatches.
+  """
+  features = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
+  lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
+  batch_size = next(iter(shapes.values()))[0]
+  return workload_of(model, partitioner, lengths, batch_size, mesh, microbatches)
+
+
+def activation_split(partitioner: Any) -> str | None:
+  """Returns the dimension of activations that a partitioner shards over `model`; see `Workload`."""
+  names = ("batch", "length", "embed")
+  spec = logical_to_mesh_axes(names, getattr(partitioner, "logical_axis_rules", ())) or ()
+  return next((name for name, axis in zip(names, spec, strict=False) if axis == MODEL_AXIS), None)
