@@ -1,4 +1,4 @@
-"""InferenceMemoryAdvisor, from top to bottom: data, checkpoint, and a file of results for each task."""
+"""Inference, from top to bottom: data, checkpoint, and a file of results for each task."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.memory_advice import explain_out_of_memory_in_evaluation, explain_out_of_memory
+from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
 from rosetta_t5.networks.computation_summary import computation_text
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner

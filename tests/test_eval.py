@@ -20,7 +20,7 @@ from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.inference_evaluator import MetricError
-from rosetta_t5.memory_advice.training import OutOfMemoryError
+from rosetta_t5.memory_advice import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.metrics_table import format_metrics_table
 from rosetta_t5.training import Trainer
@@ -117,7 +117,7 @@ def test_out_of_memory_error_of_evaluation_suggests_what_to_change(model_dir, tm
   with limited_memory(10 << 30), pytest.raises(OutOfMemoryError) as raised:
     run(str(model_dir / "checkpoint_7"), tmp_path, dataset=large)
   output = str(raised.value)
-  assert output.startswith("a device's memory is full: RESOURCE_EXHAUSTED: Out of memory")
+  assert output.startswith("a device is out of memory: RESOURCE_EXHAUSTED: Out of memory")
   assert (
     'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # cuts longer ones off: saves'
     in output

@@ -12,7 +12,6 @@ parameters are there.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence

@@ -50,11 +50,13 @@ def _training_start(plan: Any) -> Rows:
   """Returns the start of a training run: MODEL_DIR's checkpoint, else the given one, else scratch."""
   cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
   own = dataclasses.replace(cfg, restore=None)
-  found, path = (None, None) if _is_remote(folder) else checkpoints.find_start(own, folder)
+  found, path = (
+    (None, None) if _is_remote(folder) else checkpoints.find_start_checkpoint(own, folder)
+  )
   if path is None and cfg.restore is not None:
     if any(map(_is_remote, _paths([cfg.restore]))):
       return _unchecked([cfg.restore])
-    found, path = checkpoints.find_start(cfg, folder)
+    found, path = checkpoints.find_start_checkpoint(cfg, folder)
   _check(plan, found, [path] if path else [])
   return [("starts from", path or "scratch")]
 

@@ -17,13 +17,8 @@ from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
-from rosetta_t5.plan.collectives import (
-  ALL_REDUCE,
-  REDUCE_SCATTER,
-  Work,
-  split_over_model,
-  step_collectives,
-)
+from rosetta_t5.plan.collectives import ALL_REDUCE, REDUCE_SCATTER, step_collectives
+from rosetta_t5.plan.workload import Workload, activation_split
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import chain
 
@@ -140,16 +135,17 @@ def check_collectives(arguments, config=T5_1_1):
   partitioner = PjitPartitioner(**arguments)
   compiled, state, splits, batch = compiled_step(partitioner, config)
   is_gpt = isinstance(config, TransformerConfig)
-  work = Work(
+  work = Workload(
     config=config,
     lengths={"decoder": TARGETS} if is_gpt else {"encoder": INPUTS, "decoder": TARGETS},
     examples=EXAMPLES / partitioner.data_mesh_size,
+    mesh=partitioner.mesh.shape,
     zero1=partitioner.zero1,
-    over_model=split_over_model(partitioner),
+    activation_split=activation_split(partitioner),
   )
   counts: collections.Counter = collections.Counter()
   sizes: collections.Counter = collections.Counter()
-  for each in step_collectives(state.params, splits.params, partitioner.mesh.shape, work):
+  for each in step_collectives(state.params, splits.params, work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
     kind = ALL_REDUCE if each.kind == REDUCE_SCATTER else each.kind
     terms = each.terms if kind == ALL_REDUCE else 1
@@ -187,8 +183,9 @@ def test_what_is_split_by_position_takes_less_room_by_at_least_what_plan_says(mo
   for arguments in ({"mesh": {"tensor": 4}}, {"mesh": {"tensor": 4}, "sequence_parallel": True}):
     partitioner = PjitPartitioner(**arguments)
     temporaries.append(compiled_step(partitioner, wide)[0].memory_analysis().temp_size_in_bytes)
-    over_model = split_over_model(partitioner)
-    sizes.append(memory.activation_bytes(wide, lengths, 4, 4, over_model=over_model))
+    split = activation_split(partitioner)
+    work = Workload(wide, lengths, 4, partitioner.mesh.shape, activation_split=split)
+    sizes.append(memory.activation_bytes(work))
   # XLA needs room besides for what it works on, that of jax 0.11 more.
   least = 0.25 if jax.__version_info__ >= (0, 11) else 0.4
   assert least < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1

@@ -1,4 +1,4 @@
-"""`rosetta-t5 plan`: what a step needs on GPUs that are not here."""
+"""`rosetta-t5 plan`: what a step needs on GPUs that need not be installed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 from rosetta_t5.cli import main
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.plan.collectives import Collective
-from rosetta_t5.plan.hardware import GPUS, members_in_a_node, seconds_on_links
+from rosetta_t5.plan.hardware import GPUS, members_per_node, seconds_on_links
 from rosetta_t5.plan.memory import activation_bytes
+from rosetta_t5.plan.workload import Workload
 
 RECIPE = "gin/examples/tiny_pile_pretrain.gin"
 LENGTHS = {"encoder": 512, "decoder": 128}
 
 
 def plan(capsys, *arguments, recipe=RECIPE):
-  """Returns the exit status and all that `rosetta-t5 plan` says."""
+  """Returns the exit status and the output of `rosetta-t5 plan`."""
   try:
     status = main(["plan", recipe, *arguments])
   except SystemExit as ended:
@@ -29,35 +30,38 @@ def plan(capsys, *arguments, recipe=RECIPE):
   return status, shown.out + shown.err
 
 
-def test_a_recipe_is_told_in_memory_time_and_traffic(capsys):
-  status, said = plan(capsys, "--devices=16", "--mfu=0.5", "--gin.BATCH_SIZE=64")
+def test_a_plan_has_memory_time_and_traffic(capsys):
+  status, output = plan(capsys, "--devices=16", "--mfu=0.5", "--gin.BATCH_SIZE=64")
   assert status == 0
-  assert "mesh           data 16 × model 1 on 16 devices" in said
-  assert re.search(r"memory +\S+ [MG]B of 80 GB on each H100 80 GB: fits", said)
-  assert re.search(r"step +\S+ s: \S+ s at an MFU of 0.5, \S+ s waiting for links", said)
+  assert "mesh           data 16 × model 1 on 16 devices" in output
+  assert re.search(r"memory +\S+ [MG]B of 80 GB on each H100 80 GB: fits", output)
+  assert re.search(r"step +\S+ s: \S+ s at an MFU of 0.5, \S+ s waiting for links", output)
   assert re.search(
-    r"sends +\S+ MB  all-reduce of gradients over data, by the network: \S+ ms", said
+    r"sends +\S+ MB  all-reduce of gradients over data, by the network: \S+ ms", output
   )
 
 
-def test_a_mesh_by_counts_changes_what_is_sent(capsys):
+def test_the_mesh_determines_the_collectives(capsys):
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 4, "tensor": 2}'
-  status, said = plan(capsys, "--devices=8", "--gpu=a100", "--gin.BATCH_SIZE=64", mesh)
+  status, output = plan(capsys, "--devices=8", "--gpu=a100", "--gin.BATCH_SIZE=64", mesh)
   assert status == 0
   for what in (
     "all-gather of parameters over fsdp, by NVLink",
     "reduce-scatter of gradients over fsdp, by NVLink",
     "all-reduce of activations over model, by NVLink",
   ):
-    assert what in said
+    assert what in output
 
 
-def test_heads_that_a_mesh_cannot_split_are_told(capsys):
+def test_heads_that_cannot_be_sharded_are_reported(capsys):
   recipe = "gin/examples/gpt_126m_pile_pretrain.gin"
   tensor = "--gin.partitioning.PjitPartitioner.num_partitions=8"
-  status, said = plan(capsys, "--devices=8", tensor, recipe=recipe)
+  status, output = plan(capsys, "--devices=8", tensor, recipe=recipe)
   assert status == 0
-  assert "12 heads do not go into model 8: each device computes all of them (1, 2, 3, 4, 6" in said
+  assert (
+    "12 heads are not divisible by 8 (model): each device computes all of them. The divisors are 1, 2, 3, 4, 6"
+    in output
+  )
 
 
 @pytest.mark.parametrize(
@@ -65,10 +69,10 @@ def test_heads_that_a_mesh_cannot_split_are_told(capsys):
   [
     (
       ("--devices=8", "--gpu=h20"),
-      "--gpu=h20 is not known (did you mean h200?): it is one of h100,",
+      "argument --gpu: invalid choice: 'h20' (choose from",
     ),
-    (("--devices=8", "--mfu=40"), "--mfu=40.0 is no share of a GPU's peak: give 0.4, say"),
-    (("--devices=0",), "--devices=0: give a number from 1 on"),
+    (("--devices=8", "--mfu=40"), "--mfu must be a share of a GPU's peak such as 0.4, got 40.0"),
+    (("--devices=0",), "--devices must be at least 1, got 0"),
     (
       ("--devices=8", '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 3}'),
       "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible would be",
@@ -83,10 +87,10 @@ def test_heads_that_a_mesh_cannot_split_are_told(capsys):
     (("--devices=7",), "batch size 8 cannot be split over the 7 devices"),
   ],
 )
-def test_what_cannot_be_is_refused(capsys, arguments, text):
-  status, said = plan(capsys, *arguments)
+def test_impossible_plans_are_refused(capsys, arguments, text):
+  status, output = plan(capsys, *arguments)
   assert status in (1, 2)
-  assert text in said
+  assert text in output
 
 
 @pytest.mark.parametrize(
@@ -100,24 +104,24 @@ def test_what_cannot_be_is_refused(capsys, arguments, text):
     (("data", "fsdp"), {"data": 2, "fsdp": 4, "model": 1}, 8),
   ],
 )
-def test_neighbours_share_a_node(axes, mesh, members):
-  assert members_in_a_node(axes, mesh) == members
+def test_neighboring_devices_share_a_node(axes, mesh, members):
+  assert members_per_node(axes, mesh) == members
 
 
-def test_links_are_nvlink_within_a_node_and_all_cards_of_a_group_between_nodes():
+def test_a_group_uses_nvlink_within_a_node_and_all_its_network_cards_between_nodes():
   gpu = GPUS["h100"]
   assert seconds_on_links(360e9, ("model",), {"data": 2, "model": 8}, gpu) == (1.0, False)
   assert seconds_on_links(40e9, ("data",), {"data": 2, "model": 8}, gpu) == (1.0, True)
   assert seconds_on_links(320e9, ("data",), {"data": 64, "model": 1}, gpu) == (1.0, True)
 
 
-def test_a_ring_sends_twice_for_a_sum_and_once_for_a_gather():
+def test_a_ring_sends_twice_for_an_all_reduce_and_once_for_an_all_gather():
   mesh = {"data": 4}
   assert Collective("all-reduce", ("data",), 100.0, "").wire_bytes(mesh) == 150
   assert Collective("all-gather", ("data",), 100.0, "").wire_bytes(mesh) == 75
 
 
-def test_remat_keeps_less_and_chunks_of_the_loss_too():
+def test_rematerialization_and_chunks_of_the_loss_keep_less():
   config = T5Config(
     vocab_size=32128,
     emb_dim=1024,
@@ -128,38 +132,41 @@ def test_remat_keeps_less_and_chunks_of_the_loss_too():
     num_decoder_layers=24,
     dtype="bfloat16",
   )
+  work = Workload(config, LENGTHS, 32, {"data": 1})
   kept = [
-    activation_bytes(config, LENGTHS, 32, 1, policy)
+    activation_bytes(work.replace(remat_policy=policy))
     for policy in ("none", "dots_saveable", "minimal", "full")
   ]
   assert kept == sorted(kept, reverse=True)
   assert kept[0] > 5 * kept[3]
   logits = 32 * 128 * 32128 * 2 * 4
-  chunked = activation_bytes(config, LENGTHS, 32, 1, "full", loss_chunk_length=16)
+  chunked = activation_bytes(work.replace(remat_policy="full", loss_chunk_length=16))
   assert kept[3] - chunked == pytest.approx(logits * 7 / 8)
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal", "full"])
-def test_activations_that_are_split_over_tensor_between_blocks_take_less_room(policy):
+def test_activations_sharded_over_model_between_blocks_need_less_memory(policy):
   config = T5Config(vocab_size=32128, emb_dim=1024, num_heads=16, dtype="bfloat16", mlp_dim=2816)
 
-  def kept(devices, over_model):
-    return activation_bytes(config, LENGTHS, 32, devices, policy, over_model=over_model)
+  def kept(devices, split):
+    mesh = {"data": 1, "model": devices}
+    work = Workload(config, LENGTHS, 32, mesh, activation_split=split, remat_policy=policy)
+    return activation_bytes(work)
 
   whole, by_position, by_width = (kept(8, split) for split in (None, "length", "embed"))
   assert by_position < 0.8 * whole
-  # XLA keeps the whole of what it has gathered along the width, unless layers are made again: the temporaries
-  # of a step compiled for CPU devices say so.
+  # XLA keeps what it has gathered along the width, unless layers are rematerialized. The temporaries of a
+  # step compiled for CPU devices show it.
   assert (by_width == whole) is (policy == "none")
   assert by_position <= by_width <= whole
   assert len({kept(1, split) for split in (None, "length", "embed")}) == 1
 
 
-def test_a_recipe_with_positions_over_tensor_is_told_with_less_memory(capsys):
+def test_sequence_parallelism_lowers_the_planned_memory(capsys):
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"tensor": 4}'
   switch = "--gin.partitioning.PjitPartitioner.sequence_parallel=True"
-  told = [
+  outputs = [
     plan(capsys, "--devices=8", "--gin.BATCH_SIZE=64", mesh, *more)[1] for more in ([], [switch])
   ]
-  activations = [re.search(r"(\S+ [MG]B) +activations", text)[1] for text in told]
+  activations = [re.search(r"(\S+ [MG]B) +activations", text)[1] for text in outputs]
   assert activations[0] != activations[1]

@@ -1,4 +1,4 @@
-"""What a dry run tells of a training run, and what it refuses, without a step being made."""
+"""What a dry run prints about a training run, and what it refuses, without running a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL_DIR = 'run'
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-  """Returns (exit status, rows by name, all that was said) of a check of RUN with bindings."""
+  """Returns the exit status, the rows by name and the whole output of a check of RUN."""
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
   monkeypatch.chdir(tmp_path)
   pathlib.Path("run.gin").write_text(RUN)
@@ -85,7 +85,7 @@ def _config() -> network.T5Config:
 
 @pytest.fixture
 def saved(tmp_path):
-  """MODEL_DIR with a checkpoint of step 1."""
+  """Returns the checkpoint of step 1 in MODEL_DIR."""
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
   manager = checkpoints.OrbaxCheckpointManagerInterface(
     str(tmp_path / "run"), _tiny_state(), partitioner
@@ -95,90 +95,92 @@ def saved(tmp_path):
   return tmp_path / "run/checkpoint_1"
 
 
-def test_a_training_run_is_told_row_by_row(check):
-  status, rows, said = check()
-  assert status == 0, said
+def test_a_training_run_is_described_row_by_row(check):
+  status, rows, output = check()
+  assert status == 0, output
   assert rows["trains on"] == "some_task[train], inputs 16, targets 8, batches of 16, packed"
   assert rows["model"] == (
     "EncoderDecoderModel of rosetta_t5.networks.t5.Transformer, 518,240 parameters, "
     "computed in bfloat16"
   )
   assert rows["mesh"] == "data 4 × model 1 on 4 devices"
-  assert rows["batch"] == "16 examples, 4 a device along data"
+  assert rows["batch"] == "16 examples, 4 per device along data"
   assert rows["optimizer"] == "Adafactor"
   assert rows["learning rate"].startswith("0.01 at 0, 0.01 at 1, 0.01 at 25")
   assert rows["starts from"] == "scratch"
   assert rows["saves"].startswith("checkpoints every 1000 steps and at start and end, all kept")
   one = training_flops_of(_config(), encoder_length=16, decoder_length=8)
-  assert rows["FLOPs"] == f"{16 * one / 1e6:.4g} MFLOP a step"
+  assert rows["FLOPs"] == f"{16 * one / 1e6:.4g} MFLOP per step"
   assert rows["memory"].startswith("about ")
   assert "params 2.07 MB, optimizer " in rows["memory"]
   assert "gradients 2.07 MB, activations " in rows["memory"]
 
 
-def test_microbatches_and_model_parallelism_are_told(check):
+def test_microbatches_and_model_parallelism_are_described(check):
   arguments = (
     "--gin.trainer.Trainer.num_microbatches=2",
     "--gin.partitioning.PjitPartitioner.num_partitions=2",
   )
   rows = check(*arguments)[1]
   assert rows["mesh"] == "data 2 × model 2 on 4 devices"
-  assert rows["batch"] == "16 examples, 8 a device along data, in 2 microbatches of 8"
+  assert rows["batch"] == "16 examples, 8 per device along data, in 2 microbatches of 8"
   assert "params 1.0" in rows["memory"]
 
 
-def test_all_that_does_not_fit_is_told(check):
-  status, _, said = check(
+def test_all_problems_are_reported(check):
+  status, _, output = check(
     "--gin.BATCH_SIZE=18",
     "--gin.utils.RestoreCheckpointConfig.path='nowhere'",
     "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file='no.model'",
     "--gin.VOCABULARY=@seqio.SentencePieceVocabulary()",
   )
   assert status == 2
-  assert "3 problems" in said
-  assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in said
-  assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in said
-  assert "\n     the command line:  utils.RestoreCheckpointConfig.path = 'nowhere'\n" in said
-  assert "there is no SentencePiece model 'no.model' (looked at " in said
+  assert "3 problems" in output
+  assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in output
+  assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in output
+  assert "\n     the command line:  utils.RestoreCheckpointConfig.path = 'nowhere'\n" in output
+  assert "there is no SentencePiece model 'no.model' (looked at " in output
 
 
-def test_model_dirs_checkpoint_wins_over_one_that_need_not_exist(check, saved):
-  status, rows, said = check("--gin.utils.RestoreCheckpointConfig.path='nowhere'")
-  assert status == 0, said
+def test_the_checkpoint_of_model_dir_wins_over_a_missing_initial_checkpoint(check, saved):
+  status, rows, output = check("--gin.utils.RestoreCheckpointConfig.path='nowhere'")
+  assert status == 0, output
   assert rows["starts from"] == "run/checkpoint_1"
 
 
 def test_a_checkpoint_of_another_model_is_refused(check, saved):
-  status, _, said = check("--gin.network.T5Config.mlp_dim=24")
+  status, _, output = check("--gin.network.T5Config.mlp_dim=24")
   assert status == 2
-  assert "checkpoint run/checkpoint_1 does not match this run's model" in said
-  assert "target/encoder/layers_0/mlp/wi_0/kernel" in said
+  assert "checkpoint run/checkpoint_1 does not match this run's model" in output
+  assert "target/encoder/layers_0/mlp/wi_0/kernel" in output
 
 
-def test_what_differs_from_the_last_run_is_told(check, tmp_path):
+def test_differences_from_the_last_run_are_listed(check, tmp_path):
   (tmp_path / "run").mkdir()
   (tmp_path / "run/config.gin").write_text("BATCH_SIZE = 8\nTRAIN_STEPS = 100\n")
-  said = check()[2]
-  assert "since the last run in run:" in said
-  assert "BATCH_SIZE: 8 → 16" in said
-  assert "TRAIN_STEPS" not in said.split("since the last run")[1]
+  output = check()[2]
+  assert "since the last run in run:" in output
+  assert "BATCH_SIZE: 8 → 16" in output
+  assert "TRAIN_STEPS" not in output.split("since the last run")[1]
 
 
-def test_split_arrays_are_counted_by_the_device():
+def test_sharded_arrays_are_counted_per_device():
   mesh = {"data": 4, "model": 2}
   arrays = {name: jax.ShapeDtypeStruct((6, 8), jnp.float32) for name in "abc"}
-  splits = {
+  specs = {
     "a": PartitionSpec(),
     "b": PartitionSpec("data", "model"),
     "c": PartitionSpec(None, ("data", "model")),
   }
-  assert memory._bytes(arrays, splits, mesh) == 4 * (48 + 2 * 4 + 6 * 1)
+  assert sum(
+    memory.array_bytes(array, specs[name], mesh) for name, array in arrays.items()
+  ) == 4 * (48 + 2 * 4 + 6 * 1)
 
 
 @pytest.mark.parametrize(
   ("number", "text"), [(3.1e12, "3.1 TB"), (11.44e9, "11.4 GB"), (310e6, "310 MB"), (2e4, "20 kB")]
 )
-def test_sizes_are_told_as_people_say_them(number, text):
+def test_sizes_are_written_with_units(number, text):
   assert memory.size_text(number) == text
 
 

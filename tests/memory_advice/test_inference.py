@@ -1,4 +1,4 @@
-"""Predictions or scores that do not fit: what is told saves memory, by what XLA says of the compiled programs."""
+"""Advice for predictions or scores that do not fit. Each change lowers the memory that XLA reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_models import GPT, T5_1_1, make_batch, make_decoder_only_model, make_model
 
-from rosetta_t5.memory_advice.inference import Inference, answered_when_evaluating
-from rosetta_t5.memory_advice.training import OutOfMemoryError
+from rosetta_t5.memory_advice import (
+  InferenceMemoryAdvisor,
+  OutOfMemoryError,
+  explain_out_of_memory_in_evaluation,
+)
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
@@ -30,7 +33,7 @@ _LINE = re.compile(r"^  (\S+) = (.*?)   # (.*)saves about (\S+ [kMG]B)$", re.MUL
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """What a run infers with, by the names that the answer has for it."""
+  """What a run infers with, by the names in the advice."""
 
   family: str = "T5"
   scores: bool = False
@@ -60,7 +63,7 @@ class Setting:
     shape = (self.batch_size, self.inputs + self.targets)
     return {f"decoder_{name}": jnp.ones(shape, jnp.int32) for name in names}
 
-  def run(self):
+  def advisor(self):
     model, batch = self.model(), self.batch()
     partitioner = PjitPartitioner(num_partitions=self.num_partitions)
     shapes = {name: value.shape for name, value in batch.items()}
@@ -71,27 +74,27 @@ class Setting:
     initializer = types.SimpleNamespace(
       global_train_state_shape=state, train_state_axes=partitioner.get_mesh_axes(state)
     )
-    return Inference(model, partitioner, initializer, shapes, self.scores, self.dtype)
+    return InferenceMemoryAdvisor(model, partitioner, initializer, shapes, self.scores, self.dtype)
 
-  def said(self) -> str:
-    """Returns what is told where a device's memory is full."""
-    with pytest.raises(OutOfMemoryError) as raised, self.run().answered_when_out_of_memory():
+  def error_text(self) -> str:
+    """Returns the text of an out-of-memory error."""
+    with pytest.raises(OutOfMemoryError) as raised, self.advisor().explain_out_of_memory():
       jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
     return str(raised.value)
 
   def bytes(self) -> int:
-    """Returns what XLA says that a device needs."""
-    run = self.run()
-    method = run.model.score_batch if self.scores else run.model.predict_batch_with_aux
-    axes = run.initializer.train_state_axes.params
-    step = run.partitioner.partition(
+    """Returns the bytes that a device needs according to XLA."""
+    advisor = self.advisor()
+    method = advisor.model.score_batch if self.scores else advisor.model.predict_batch_with_aux
+    axes = advisor.initializer.train_state_axes.params
+    step = advisor.partitioner.partition(
       lambda params, batch: method(params, batch),
-      (axes, run.partitioner.data_partition_spec),
+      (axes, advisor.partitioner.data_partition_spec),
       PartitionSpec(),
     )
     params = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype),
-      run.initializer.global_train_state_shape.params,
+      advisor.initializer.global_train_state_shape.params,
     )
     memory = step.lower(params, self.batch()).compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -102,8 +105,8 @@ class Setting:
     return dataclasses.replace(self, **changes)
 
 
-def told(said: str) -> list[str]:
-  return [name.rpartition(".")[2] for name, *_ in _LINE.findall(said)]
+def changed_arguments(text: str) -> list[str]:
+  return [name.rpartition(".")[2] for name, *_ in _LINE.findall(text)]
 
 
 @pytest.mark.parametrize(
@@ -123,41 +126,41 @@ def told(said: str) -> list[str]:
     ),
   ],
 )
-def test_what_is_told_lowers_what_xla_says_that_a_device_needs(setting, expected):
-  said = setting.said()
-  assert said.startswith("a device's memory is full: RESOURCE_EXHAUSTED: ")
-  assert set(expected) <= set(told(said)), said
+def test_each_proposed_change_lowers_the_memory_that_xla_reports(setting, expected):
+  message = setting.error_text()
+  assert message.startswith("a device is out of memory: RESOURCE_EXHAUSTED: ")
+  assert set(expected) <= set(changed_arguments(message)), message
   before = setting.bytes()
-  for name, value, *_ in _LINE.findall(said):
+  for name, value, *_ in _LINE.findall(message):
     assert setting.with_line(name, value).bytes() < before, (name, value)
 
 
-def test_an_evaluation_of_a_training_run_is_told_the_scope_of_its_data():
-  run = Setting().run()
-  spec = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in run.shapes.items()}
+def test_advice_for_an_evaluation_has_the_scope_of_its_dataset():
+  advisor = Setting().advisor()
+  spec = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in advisor.shapes.items()}
   feed, cfg = types.SimpleNamespace(element_spec=spec), types.SimpleNamespace(batch_size=64)
-  parts = (run.model, run.partitioner, run.initializer, feed, cfg)
+  parts = (advisor.model, advisor.partitioner, advisor.initializer, feed, cfg)
   with (
     pytest.raises(OutOfMemoryError) as raised,
-    answered_when_evaluating(*parts, True, "train_eval/"),
+    explain_out_of_memory_in_evaluation(*parts, True, "train_eval/"),
   ):
     jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
   assert "  train_eval/utils.DatasetConfig.batch_size = 32   # saves about" in str(raised.value)
 
 
-def test_parameters_that_do_not_fit_are_answered_with_devices_that_share_them():
+def test_parameters_that_do_not_fit_must_be_shared_by_more_devices():
   with (
     pytest.raises(OutOfMemoryError) as raised,
-    Setting().run().answered_when_out_of_memory(is_restoring=True),
+    Setting().advisor().explain_out_of_memory(is_restoring=True),
   ):
     jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
-  assert told(str(raised.value)) == ["num_partitions"]
+  assert changed_arguments(str(raised.value)) == ["num_partitions"]
   assert "Estimated on each device: params 920 kB. What" in str(raised.value)
 
 
-def test_a_model_with_inputs_of_its_own_is_told_in_general():
+def test_a_model_with_other_inputs_gets_general_advice():
   with (
     pytest.raises(OutOfMemoryError, match=r"A smaller batch_size, shorter lengths or more devices"),
-    dataclasses.replace(Setting().run(), shapes={"mine": (8, 4)}).answered_when_out_of_memory(),
+    dataclasses.replace(Setting().advisor(), shapes={"mine": (8, 4)}).explain_out_of_memory(),
   ):
     jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
