@@ -1,4 +1,4 @@
-"""Text in, text out, with a trained model: the commands `rosetta-t5 infer --input` and `chat`."""
+"""The commands `rosetta-t5 infer --input` and `rosetta-t5 chat`: a trained model on plain text."""
 
 from __future__ import annotations
 
@@ -19,104 +19,101 @@ from rosetta_t5.config.errors import exit_on_user_error
 
 Row = str | dict[str, Any]
 _PROMPT = "> "
-_START = b'{"inputs": '  # of every line that is written
+_LINE_START = b'{"inputs": '  # of every line of an output
 
 
 def infer(argv: Sequence[str]) -> int:
-  """Reads texts or rows, a line each, and writes what the model says of them, a JSON object each."""
+  """Read texts or JSON objects, one per line, and write the model's predictions or scores."""
   options = _infer_parser().parse_args(argv)
-  with exit_on_user_error(), _ends_quietly(options.output), contextlib.ExitStack() as stack:
+  with exit_on_user_error(), _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
     templates = _Templates(options.template, options.targets, options.input)
-    rows = _rows(_open_input(options.input, stack), templates)
-    done, whole = _answered(options.output)
-    _skip(rows, done, options.output)
+    rows = _read_rows(_open_input(options.input, stack), templates)
+    completed, size = _completed_rows(options.output)
+    _skip_completed(rows, completed, options.output)
     first = next(rows, None)
-    if first is None:
-      _tell_no_row(options, len(done))
-      return 0
-    target = _open_output(options.output, len(done), whole, stack)
-    opened = _open_model(options.model_dir)
-    for written in _infer_rows(opened, itertools.chain([first], rows), templates, options):
-      print(json.dumps(written, ensure_ascii=False), file=target, flush=True)
+    if first is not None:
+      file = _open_output(options.output, len(completed), size, stack)
+      model = _open_model(options.model_dir)
+      for result in _infer_rows(model, itertools.chain([first], rows), templates, options):
+        print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
+    elif completed:
+      print(f"all {len(completed)} rows are in {options.output}", file=sys.stderr, flush=True)
+    else:
+      name = "Standard input" if options.input == "-" else options.input
+      raise ValueError(f"{name} contains no text: give one text or JSON object per line")
   return 0
 
 
 def chat(argv: Sequence[str]) -> int:
-  """Reads sentences with blanks from the terminal, and shows them filled."""
+  """Read sentences with blanks from the terminal, and print them with the blanks filled."""
   parser = argparse.ArgumentParser("rosetta-t5 chat", description=chat.__doc__)
-  parser.add_argument("model_dir", help="MODEL_DIR of a run that learnt by span corruption")
+  parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
   options = parser.parse_args(argv)
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
 
-  with exit_on_user_error(), _ends_quietly():
-    opened = _open_model(options.model_dir)
-    fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
+  with exit_on_user_error(), _exit_when_stopped():
+    model = _open_model(options.model_dir)
+    fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
-    for text in _typed():
+    for text in _typed_lines():
       try:
         print(fill([text])[0], flush=True)
-      except ValueError as error:  # the next line may be better
+      except ValueError as error:  # an error in one line does not end the command
         print(error, flush=True)
   return 0
-
-
-@contextlib.contextmanager
-def _ends_quietly(output: str = "-") -> Iterator[None]:
-  """Ends without a stack trace on Ctrl-C, and where nobody reads the answers any more, as after `head`."""
-  try:
-    yield
-  except KeyboardInterrupt:
-    kept = "" if output == "-" else f": {output} keeps the answers, and the same command goes on"
-    print(f"\nstopped{kept}", file=sys.stderr, flush=True)
-    sys.exit(128 + signal.SIGINT)
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python's last flush goes
-    sys.exit(128 + signal.SIGPIPE)
-
-
-def _typed() -> Iterator[str]:
-  if isinstance(sys.stdin, io.TextIOWrapper):
-    sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 is shown, and typed again
-  while True:
-    try:
-      text = input(_PROMPT).strip()
-    except (EOFError, KeyboardInterrupt):
-      return
-    if not text:
-      return
-    yield text
-
-
-def _count(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
-  return int(text)
 
 
 def _infer_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser("rosetta-t5 infer", description=infer.__doc__)
   add = parser.add_argument
   add("--model_dir", required=True, help="MODEL_DIR of a training run, or one of its checkpoints")
-  add("--input", required=True, help="a file with a text or a JSON object a line, or - for stdin")
+  add("--input", required=True, help="a file with a text or JSON object per line, or - for stdin")
   add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
   add("--targets", help="makes the target of a JSON object; the target is then scored")
-  add("--output", default="-", help="a file, - for stdout; a file that is there is continued")
-  add("--batch_size", type=_count, default=8)
-  add("--num_decodes", type=_count, default=1, help="beams or samples; the best is written")
-  add("--input_length", type=_count, help="tokens; the run's if not given")
-  add("--output_length", type=_count, help="tokens; the run's if not given")
+  add("--output", default="-", help="a file, or - for stdout; an existing file is continued")
+  add("--batch_size", type=_positive_integer, default=8)
+  add("--num_decodes", type=_positive_integer, default=1, help="beams or samples; the best counts")
+  add("--input_length", type=_positive_integer, help="tokens; the training run's by default")
+  add("--output_length", type=_positive_integer, help="tokens; the training run's by default")
   return parser
 
 
-def _fields(template: str) -> list[str]:
+def _positive_integer(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+  return int(text)
+
+
+@contextlib.contextmanager
+def _exit_when_stopped(output: str = "-") -> Iterator[None]:
+  """Exits without a traceback on Ctrl-C, and when nobody reads the output, as after `head`."""
   try:
-    named = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-  except ValueError as error:
-    raise ValueError(
-      f"the template {template!r} cannot be read ({error}): a field is in braces, as {{question}}, "
-      "and a brace of the text is written twice"
-    ) from error
-  return [field.split(".")[0].split("[")[0] for field in named]
+    yield
+  except KeyboardInterrupt:
+    saved = "" if output == "-" else f": {output} has the results so far; run again to continue"
+    print(f"\nstopped{saved}", file=sys.stderr, flush=True)
+    sys.exit(128 + signal.SIGINT)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+    sys.exit(128 + signal.SIGPIPE)
+
+
+def _open_model(model_dir: str) -> Any:
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.parallel import enable_compilation_cache
+  from rosetta_t5.trained_model import open_model_dir
+
+  enable_compilation_cache()
+  import_seqio()  # before gin files import it, because it must not see a GPU
+  return open_model_dir(model_dir)
+
+
+def _typed_lines() -> Iterator[str]:
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 is shown and can be typed again
+  with contextlib.suppress(EOFError, KeyboardInterrupt):
+    while text := input(_PROMPT).strip():
+      yield text
 
 
 class _Templates:
@@ -125,29 +122,31 @@ class _Templates:
   def __init__(self, inputs: str | None, targets: str | None, path: str):
     if inputs is None and (targets is not None or path.endswith(".jsonl")):
       raise ValueError(
-        f"the rows of {path} are JSON objects, and what the model is to read of them is not said: "
-        "give --template, such as --template 'question: {question} context: {context}'"
+        f"The rows of {path} are JSON objects, which need a template for the model's input: give "
+        "--template, such as --template 'question: {question} context: {context}'"
       )
     self.inputs, self.targets = inputs, targets
-    self.fields: dict[str, str] = {}  # and the template that each is in
+    self._templates: dict[str, str] = {}  # by the fields that they contain
     for template in filter(None, (inputs, targets)):
-      self.fields |= dict.fromkeys(_fields(template), template)
+      self._templates |= dict.fromkeys(_fields(template), template)
 
   def parse(self, line: str, number: int) -> Row:
-    """Returns a line as a text, or as an object where there are templates for one."""
+    """Returns a line as a text, or as an object if there are templates."""
     if self.inputs is None:
       return line
     try:
       row = json.loads(line)
     except ValueError as error:
-      raise ValueError(f"line {number} of the input is no JSON ({error}): {line[:80]}") from error
+      raise ValueError(
+        f"Line {number} of the input is invalid JSON ({error}): {line[:80]}"
+      ) from error
     if not isinstance(row, dict):
-      raise ValueError(f"line {number} of the input is no JSON object: {line[:80]}")
-    for field, template in self.fields.items():
+      raise ValueError(f"Line {number} of the input is not a JSON object: {line[:80]}")
+    for field, template in self._templates.items():
       if field not in row:
         raise ValueError(
-          f"line {number} of the input has no field {field!r}, which the template {template!r} "
-          f"names; it has {', '.join(row)}"
+          f"Line {number} of the input has no field {field!r}, which the template {template!r} "
+          f"contains; it has {', '.join(row)}"
         )
     return row
 
@@ -155,60 +154,88 @@ class _Templates:
     """Returns the model's texts."""
     if isinstance(row, str):
       return {"input": row, "target": ""}
-    return {"input": _filled(self.inputs, row), "target": _filled(self.targets, row)}
+    return {"input": _fill(self.inputs, row), "target": _fill(self.targets, row)}
 
 
-def _filled(template: str | None, row: dict[str, Any]) -> str:
+def _fields(template: str) -> list[str]:
+  try:
+    fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+  except ValueError as error:
+    raise ValueError(
+      f"The template {template!r} is invalid ({error}): write a field in braces, as {{question}}, "
+      "and double a brace that is part of the text"
+    ) from error
+  return [field.split(".")[0].split("[")[0] for field in fields]
+
+
+def _fill(template: str | None, row: dict[str, Any]) -> str:
   try:
     return "" if template is None else template.format(**row)
   except (AttributeError, LookupError, TypeError, ValueError) as error:
-    # As {text.size}, {text[5]} or {text:d}, which not all values have.
-    raise ValueError(f"the template {template!r} does not suit {row!r}: {error}") from error
+    # For example {text.size}, {text[5]} or {text:d}, which not all values have.
+    raise ValueError(f"The template {template!r} does not fit {row!r}: {error}") from error
 
 
-def _rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
+def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
+  # Invalid UTF-8 becomes surrogates, so that its line is reported after the lines before it.
+  encoding, errors = "utf-8-sig", "surrogateescape"
+  if path == "-":
+    if sys.stdin is None:
+      raise ValueError(
+        "Standard input is closed: give a file as --input, or text on standard input"
+      )
+    if isinstance(sys.stdin, io.TextIOWrapper):
+      sys.stdin.reconfigure(encoding=encoding, errors=errors)
+    return sys.stdin
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f"There is no file {path!r}: give a file as --input, or - for standard input")
+  return stack.enter_context(open(path, encoding=encoding, errors=errors))
+
+
+def _read_rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
   for number, line in enumerate(source, 1):
     if not line.isascii() and any("\udc80" <= letter <= "\udcff" for letter in line):
-      raise ValueError(f"line {number} of the input is not in UTF-8: {line[:80]!r}")
+      raise ValueError(f"Line {number} of the input is invalid UTF-8: {line[:80]!r}")
     if line.strip():
       yield templates.parse(line.rstrip("\n"), number)
 
 
 def _infer_rows(
-  opened: Any, rows: Iterator[Row], templates: _Templates, options: argparse.Namespace
+  model: Any, rows: Iterator[Row], templates: _Templates, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-  """Yields {"inputs": row, "prediction": text, "score": number}, or the target's score alone."""
+  """Yields {"inputs": row, "prediction": text, "score": number}, or only the target's score."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
 
-  devices = opened.partitioner.data_mesh_size
-  batch_size = options.batch_size + -options.batch_size % devices
+  batch_size = options.batch_size + -options.batch_size % model.partitioner.data_mesh_size
   texts = TextInference(
-    opened.model,
-    opened.partitioner,
-    opened.state_axes,
+    model.model,
+    model.partitioner,
+    model.state_axes,
     batch_size,
-    _lengths(opened.lengths, options),
-    inputs_end="inputs" in opened.lengths,
+    _lengths(model.lengths, options),
+    inputs_end="inputs" in model.lengths,
   )
-  scores = templates.targets is not None
-  mode = InferenceType.SCORE if scores else InferenceType.PREDICT_WITH_AUX
-  arguments = {} if scores else {"num_decodes": options.num_decodes}
+  is_scoring = templates.targets is not None
+  mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
+  arguments = {} if is_scoring else {"num_decodes": options.num_decodes}
+  preprocessors = default_preprocessors()
   while batch := list(itertools.islice(rows, batch_size)):
     examples = [templates.example(row) for row in batch]
-    inferred, aux = texts.infer(mode, examples, default_preprocessors(), opened.state, **arguments)
-    for number, (row, (_, output)) in enumerate(zip(batch, inferred, strict=True)):
-      if scores:
-        yield {"inputs": row, "score": output}
-      else:
-        said = output.decode("utf-8", errors="replace")
-        yield {"inputs": row, "prediction": said, "score": aux["scores"][number]}
+    results, aux = texts.infer(mode, examples, preprocessors, model.state, **arguments)
+    outputs = [output for _, output in results]
+    if is_scoring:
+      yield from ({"inputs": row, "score": x} for row, x in zip(batch, outputs, strict=True))
+      continue
+    for row, output, score in zip(batch, outputs, aux["scores"], strict=True):
+      text = output.decode("utf-8", errors="replace")
+      yield {"inputs": row, "prediction": text, "score": score}
 
 
 def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
-  """Returns the tokens of inputs and targets: as trained, but for what the command line says.
+  """Returns the lengths of inputs and targets: the trained ones unless options replace them.
 
-  A language model's rows are targets alone; half of a row is for what it is to go on from.
+  A language model's rows are targets alone; half of a row is used for the text that it continues.
   """
   lengths = dict(trained)
   if "inputs" not in lengths:
@@ -218,86 +245,56 @@ def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[st
   return lengths | {name: length for name, length in given.items() if length is not None}
 
 
-def _open_model(model_dir: str) -> Any:
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-  from rosetta_t5.parallel import enable_compilation_cache
-  from rosetta_t5.trained_model import open_model_dir
-
-  enable_compilation_cache()
-  import_seqio()  # before gin files import it: it must not find a GPU
-  return open_model_dir(model_dir)
-
-
-def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
-  # What is not UTF-8 becomes surrogates, so that its line can be told, after those before it.
-  encoding, errors = "utf-8-sig", "surrogateescape"
-  if path == "-":
-    if sys.stdin is None:
-      raise ValueError("standard input is closed: give --input a file, or a text to read there")
-    if isinstance(sys.stdin, io.TextIOWrapper):
-      sys.stdin.reconfigure(encoding=encoding, errors=errors)
-    return sys.stdin
-  if not pathlib.Path(path).is_file():
-    raise ValueError(f"there is no file {path!r}: give --input a file, or - for standard input")
-  return stack.enter_context(open(path, encoding=encoding, errors=errors))
-
-
-def _tell_no_row(options: argparse.Namespace, done: int) -> None:
-  if not done:
-    name = "standard input" if options.input == "-" else options.input
-    raise ValueError(f"{name} holds no text: give a text or a JSON object a line")
-  print(f"all {done} rows are answered in {options.output}", file=sys.stderr, flush=True)
-
-
-def _answered(path: str) -> tuple[list[Any], int]:
-  """Returns the rows that an earlier call has answered in the output, and the bytes of its lines.
+def _completed_rows(path: str) -> tuple[list[Any], int]:
+  """Returns the rows that an earlier call has completed in the output, and their size in bytes.
 
   Raises:
-    ValueError: the file is something else, or cannot be written.
+    ValueError: the file contains something else, or cannot be written.
   """
-  there = path if os.path.exists(path) else os.path.dirname(path) or "."
-  if path != "-" and (os.path.isdir(path) or not os.access(there, os.W_OK)):
-    folder = "is a folder" if os.path.isdir(path) else f"cannot be written: look at {there}"
-    raise ValueError(f"--output {path} {folder}; give a file in a folder that you may write in")
-  done: list[Any] = []
-  whole = 0
-  if path == "-" or not os.path.exists(path):
-    return done, whole
-  with open(path, "rb") as earlier:
-    for line in earlier:
+  rows: list[Any] = []
+  size = 0
+  if path == "-":
+    return rows, size
+  existing = path if os.path.exists(path) else os.path.dirname(path) or "."
+  if os.path.isdir(path):
+    raise ValueError(f"--output {path} is a folder: give a file")
+  if not os.access(existing, os.W_OK):
+    raise ValueError(f"--output {path} cannot be written: check {existing}, or give another file")
+  if not os.path.exists(path):
+    return rows, size
+  with open(path, "rb") as file:
+    for line in file:
       if line.endswith(b"\n"):
-        done.append(_answered_row(path, line))
-        whole += len(line)
-      elif not line.startswith(_START[: len(line)]):  # else cut short by a call that was killed
-        _answered_row(path, line)
-  return done, whole
+        rows.append(_completed_row(path, line))
+        size += len(line)
+      elif not line.startswith(_LINE_START[: len(line)]):  # not cut short by a killed call
+        _completed_row(path, line)
+  return rows, size
 
 
-def _answered_row(path: str, line: bytes) -> Any:
+def _completed_row(path: str, line: bytes) -> Any:
   try:
     return json.loads(line)["inputs"]
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"--output {path} is there, and is none that this command has written: {line[:60]!r}; give "
-      "another"
+      f"--output {path} exists and is not an output of this command: {line[:60]!r}. Give another file"
     ) from error
 
 
-def _open_output(path: str, done: int, whole: int, stack: contextlib.ExitStack) -> IO[str]:
-  """Returns where to write: after the `done` lines, `whole` bytes, of an earlier call."""
+def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> None:
+  for number, expected in enumerate(completed, 1):
+    if next(rows, None) != expected:
+      raise ValueError(
+        f"{output} exists, and its line {number} does not belong to row {number} of the input: give "
+        "another --output, or remove that file"
+      )
+
+
+def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitStack) -> IO[str]:
+  """Opens the output after the completed rows of an earlier call, `size` bytes."""
   if path == "-":
     return sys.stdout
   if os.path.exists(path):
-    print(f"going on after {done} lines of {path}", file=sys.stderr, flush=True)
-    os.truncate(path, whole)
+    print(f"continuing after {completed} lines of {path}", file=sys.stderr, flush=True)
+    os.truncate(path, size)
   return stack.enter_context(open(path, "a", encoding="utf-8"))
-
-
-def _skip(rows: Iterator[Row], done: list[Any], output: str) -> None:
-  for number, answered in enumerate(done, 1):
-    row = next(rows, None)
-    if row != answered:
-      raise ValueError(
-        f"{output} is there, and line {number} of it is not about line {number} of the input: give "
-        "another --output, or remove that file"
-      )

@@ -1,4 +1,4 @@
-"""Opens what a training run has left: the model that its config.gin tells, with its last parameters."""
+"""Opens the model of a training run: its config.gin with the parameters of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class OpenedModel:
 
   Attributes:
     model: the model.
-    partitioner: how arrays are split over devices.
-    state: an `InferenceState`, its parameters on the devices.
+    partitioner: splits arrays over the devices.
+    state: an `InferenceState` with parameters on the devices.
     state_axes: the same with PartitionSpecs in place of arrays.
-    lengths: tokens of inputs and targets that it was trained with.
+    lengths: the feature lengths of the training data.
   """
 
   model: Any
@@ -33,7 +33,7 @@ class OpenedModel:
 
 
 def train(**arguments: Any) -> dict[str, Any]:
-  """Stands in for the run page where gin configures it, and returns what that would receive."""
+  """Replaces the run function when gin configures it, and returns the arguments it would receive."""
   return arguments
 
 
@@ -41,27 +41,25 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
   """Returns the model of a training run.
 
   Args:
-    model_dir: its MODEL_DIR, whose last checkpoint is taken, or one of its checkpoints.
+    model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
 
   Raises:
-    ValueError: there is no config.gin or no checkpoint, or what config.gin names is not there.
+    ValueError: there is no config.gin or no checkpoint, or config.gin cannot be built.
   """
   from rosetta_t5.config.configuration import configure
   from rosetta_t5.config.language.names import temporary_run_function
   from rosetta_t5.config.language.statements import read_program
 
-  folder = pathlib.Path(model_dir).absolute()
-  mode = "latest"
-  if not (folder / "config.gin").is_file() and (folder.parent / "config.gin").is_file():
-    folder, mode = folder.parent, "specific"
-  if not (folder / "config.gin").is_file():
+  path = pathlib.Path(model_dir).absolute()
+  config = next((f for f in (path / "config.gin", path.parent / "config.gin") if f.is_file()), None)
+  if config is None:
     raise ValueError(
-      f"there is no {folder / 'config.gin'}: give the MODEL_DIR of a training run, which holds "
-      "config.gin and checkpoint_STEP folders, or one of these"
+      f"There is no {path / 'config.gin'}: give the MODEL_DIR of a training run, which contains "
+      "config.gin and checkpoint_STEP folders, or one of these folders"
     )
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
   with temporary_run_function(train):
-    recipe = configure(read_program([str(folder / "config.gin")], [], ["."]), train)()
+    recipe = configure(read_program([str(config)], [], ["."]), train)()
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   model_lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
@@ -71,10 +69,11 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
     input_shapes={name: (1, length) for name, length in model_lengths.items()},
     partitioner=partitioner,
   )
-  path = os.fspath(folder if mode == "latest" else pathlib.Path(model_dir).absolute())
-  state = initializer.from_checkpoint([checkpoints.RestoreCheckpointConfig(path, mode=mode)])
+  mode = "latest" if config.parent == path else "specific"
+  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
+  state = initializer.from_checkpoint([restore_cfg])
   if state is None:
     raise ValueError(
-      f"there is no checkpoint in {folder}: train first, with utils.CheckpointConfig.save"
+      f"There is no checkpoint in {path}: train first, with utils.CheckpointConfig.save"
     )
   return OpenedModel(model, partitioner, state, initializer.train_state_axes, lengths)

@@ -1,14 +1,11 @@
-"""Text in, text out: files, templates, going on, and sentences filled as they are typed."""
+"""`rosetta-t5 infer --input` and `chat`: files, templates, continued outputs, typed sentences."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import io
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +16,7 @@ import gin
 import pytest
 from tiny_tasks import save_checkpoints
 
-from rosetta_t5 import cli, text_commands
+from rosetta_t5 import cli
 from rosetta_t5 import trained_model as opened
 from rosetta_t5.config.language.gin_internals import registered_configurables
 
@@ -68,7 +65,7 @@ def rows_file(tmp_path):
   return path
 
 
-def test_opening_a_model_leaves_no_other_function_under_the_run_s_name(model_dir):
+def test_opening_a_model_does_not_replace_the_run_function(model_dir):
   main = sys.modules["__main__"]
   before = getattr(main, "train", None)
   opened.open_model_dir(model_dir)
@@ -76,25 +73,36 @@ def test_opening_a_model_leaves_no_other_function_under_the_run_s_name(model_dir
   assert opened.train not in [known.wrapped for known in registered_configurables()]
 
 
-def test_a_language_model_goes_on_from_half_a_row_that_has_no_end(monkeypatch):
-  features = []
-
-  class Texts:
-    def __init__(self, *arguments, **more):
-      features.append((arguments[-1], more))
-
-  opened = types.SimpleNamespace(
-    model=None, partitioner=types.SimpleNamespace(data_mesh_size=1), state_axes=None
+@pytest.fixture
+def echo_model(monkeypatch):
+  """A model whose predictions are its inputs; records how its inference was built."""
+  model = types.SimpleNamespace(
+    model=None,
+    partitioner=types.SimpleNamespace(data_mesh_size=1),
+    state=None,
+    state_axes=None,
+    lengths={"inputs": 7, "targets": 5},
+    built=[],
   )
-  options = argparse.Namespace(batch_size=1, input_length=None, output_length=9, num_decodes=1)
-  monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", Texts)
-  for opened.lengths in ({"targets": 11}, {"inputs": 7, "targets": 5}):
-    list(
-      text_commands._infer_rows(
-        opened, iter(()), text_commands._Templates(None, None, "-"), options
-      )
-    )
-  assert features == [
+
+  class EchoInference:
+    def __init__(self, *arguments, **options):
+      model.built.append((arguments[-1], options))
+
+    def infer(self, mode, examples, preprocessors, state, **options):
+      pairs = [(example, example["input"].encode()) for example in examples]
+      return pairs, {"scores": [0.0] * len(examples)}
+
+  monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda model_dir: model)
+  monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", EchoInference)
+  return model
+
+
+def test_a_language_model_continues_half_a_row_without_an_end_token(echo_model, monkeypatch):
+  for echo_model.lengths in ({"targets": 11}, {"inputs": 7, "targets": 5}):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a text\n"))
+    assert infer("unused", "--input=-", "--output_length", 9) == 0
+  assert echo_model.built == [
     ({"inputs": 5, "targets": 9}, {"inputs_end": False}),
     ({"inputs": 7, "targets": 9}, {"inputs_end": True}),
   ]
@@ -104,8 +112,8 @@ def infer(model_dir, *arguments):
   return cli.main(["infer", "--model_dir", str(model_dir), *map(str, arguments)])
 
 
-def test_rows_are_answered_and_a_killed_call_is_gone_on_with(model_dir, rows_file, tmp_path, capfd):
-  output = tmp_path / "answers.jsonl"
+def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file, tmp_path, capfd):
+  output = tmp_path / "results.jsonl"
   call = ("--input", rows_file, "--template", "q: {question}", "--output", output)
   assert infer(model_dir, *call) == 0
   written = [json.loads(line) for line in output.read_text().splitlines()]
@@ -113,15 +121,15 @@ def test_rows_are_answered_and_a_killed_call_is_gone_on_with(model_dir, rows_fil
   assert {type(row["prediction"]) for row in written} == {str}
   assert all(row["score"] < 0 for row in written)
   whole = output.read_text()
-  # As a call leaves it that was killed in the middle of the tenth line.
+  # The output of a call that was killed in the middle of the tenth line.
   output.write_text(whole[: whole.rindex('"prediction"')])
   assert infer(model_dir, *call) == 0
   again = [json.loads(line) for line in output.read_text().splitlines()]
   assert again[:9] == written[:9]
   assert (again[9]["inputs"], again[9]["prediction"]) == (ROWS[9], written[9]["prediction"])
-  assert f"going on after 9 lines of {output}" in capfd.readouterr().err
+  assert f"continuing after 9 lines of {output}" in capfd.readouterr().err
   assert infer(model_dir, *call) == 0
-  assert f"all 10 rows are answered in {output}" in capfd.readouterr().err
+  assert f"all 10 rows are in {output}" in capfd.readouterr().err
 
 
 def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd):
@@ -144,20 +152,25 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    (["--template", "{title}"], "line 1 of the input has no field 'title', which the template '{t"),
-    ([], "are JSON objects, and what the model is to read of them is not said: give --template"),
-    (["--input", "nothing.txt"], "there is no file 'nothing.txt': give --input a file, or - for"),
-    (["--input", "/dev/null"], "there is no file '/dev/null'"),
-    (["--input", "-"], "standard input holds no text: give a text or a JSON object a line"),
-    (["--template", "q: {question"], "the template 'q: {question' cannot be read (expected '}'"),
-    (["--template", "{question}", "--batch_size", "0"], "'0' must be a whole number, at least 1"),
+    (["--template", "{title}"], "Line 1 of the input has no field 'title', which the template '{t"),
+    ([], "are JSON objects, which need a template for the model's input: give --template"),
+    (
+      ["--input", "nothing.txt"],
+      "There is no file 'nothing.txt': give a file as --input, or - for",
+    ),
+    (["--input", "/dev/null"], "There is no file '/dev/null'"),
+    (["--input", "-"], "Standard input contains no text: give one text or JSON object per line"),
+    (["--template", "q: {question"], "The template 'q: {question' is invalid (expected '}'"),
+    (["--template", "{question}", "--batch_size", "0"], "must be a positive integer, got '0'"),
     (
       ["--template", "{question}", "--model_dir", "elsewhere"],
       "elsewhere/config.gin: give the MODEL",
     ),
   ],
 )
-def test_what_cannot_be_answered_is_told(model_dir, rows_file, monkeypatch, capfd, arguments, text):
+def test_input_that_cannot_be_used_is_refused(
+  model_dir, rows_file, monkeypatch, capfd, arguments, text
+):
   monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
   with pytest.raises(SystemExit) as end:
     infer(model_dir, "--input", rows_file, *arguments)
@@ -165,50 +178,51 @@ def test_what_cannot_be_answered_is_told(model_dir, rows_file, monkeypatch, capf
   assert text in capfd.readouterr().err
 
 
-def test_an_output_of_another_input_is_left_alone(model_dir, rows_file, tmp_path, capfd):
-  output = tmp_path / "answers.jsonl"
+def test_an_output_of_another_input_is_not_changed(model_dir, rows_file, tmp_path, capfd):
+  output = tmp_path / "results.jsonl"
   output.write_text('{"inputs": "something else", "prediction": "x"}\n')
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question}", "--output", output)
-  assert "line 1 of it is not about line 1 of the input: give another --output" in (
+  assert "its line 1 does not belong to row 1 of the input: give another --output" in (
     capfd.readouterr().err
   )
   assert "something else" in output.read_text()
 
 
 @pytest.mark.parametrize(
-  ("broken", "text_said"),
+  ("broken", "message"),
   [
-    (b'{"question": \n', "line 11 of the input is no JSON (Expecting value"),
-    (b"[1]\n", "line 11 of the input is no JSON object: [1]"),
+    (b'{"question": \n', "Line 11 of the input is invalid JSON (Expecting value"),
+    (b"[1]\n", "Line 11 of the input is not a JSON object: [1]"),
     (
       b'{"question": "\xff"}\n',
-      'line 11 of the input is not in UTF-8: \'{"question": "\\udcff"}\\n\'',
+      'Line 11 of the input is invalid UTF-8: \'{"question": "\\udcff"}\\n\'',
     ),
   ],
 )
-def test_a_broken_line_is_told_after_those_before_it(tmp_path, broken, text_said):
+def test_a_broken_line_is_reported_after_the_batches_before_it(
+  echo_model, tmp_path, capfd, broken, message
+):
   path = tmp_path / "rows.jsonl"
   path.write_bytes(b'{"question": "1"}\n' * 10 + broken)
-  found = []
-  with contextlib.ExitStack() as stack:
-    lines = text_commands._open_input(str(path), stack)
-    rows = text_commands._rows(lines, text_commands._Templates("{question}", None, "-"))
-    with pytest.raises(ValueError, match=re.escape(text_said)):
-      found.extend(rows)
-  assert found == [{"question": "1"}] * 10
+  with pytest.raises(SystemExit):
+    infer("unused", "--input", path, "--template", "{question}", "--batch_size", 5)
+  output = capfd.readouterr()
+  assert message in output.err
+  written = [json.loads(line) for line in output.out.splitlines()]
+  assert written == [{"inputs": {"question": "1"}, "prediction": "1", "score": 0.0}] * 10
 
 
-def test_a_closed_standard_input_is_told(model_dir, monkeypatch, capfd):
+def test_a_closed_standard_input_is_refused(model_dir, monkeypatch, capfd):
   monkeypatch.setattr("sys.stdin", None)
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", "-")
-  assert "error: standard input is closed: give --input a file" in capfd.readouterr().err
+  assert "error: Standard input is closed: give a file as --input" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["answers.jsonl", "-"])
-def test_a_call_that_is_stopped_says_so_and_keeps_its_answers(model_dir, tmp_path, output):
+@pytest.mark.parametrize("output", ["results.jsonl", "-"])
+def test_a_stopped_call_reports_it_and_keeps_its_results(model_dir, tmp_path, output):
   (tmp_path / "rows.txt").write_text("".join(f"text {n}\n" for n in range(100_000)))
   here = pathlib.Path(__file__).parent
   arguments = ["--model_dir", model_dir, "--input", "rows.txt", "--output", output]
@@ -221,7 +235,7 @@ def test_a_call_that_is_stopped_says_so_and_keeps_its_answers(model_dir, tmp_pat
       assert json.loads(process.stdout.readline())["inputs"] == "text 0"
       process.stdout.close()  # as `head -1` does
     else:
-      wait_for_answers(tmp_path / output, process)
+      wait_for_results(tmp_path / output, process)
       process.send_signal(signal.SIGINT)
     said, status = process.stderr.read(), process.wait(60)
   assert "Traceback" not in said
@@ -229,12 +243,12 @@ def test_a_call_that_is_stopped_says_so_and_keeps_its_answers(model_dir, tmp_pat
     assert status == 128 + signal.SIGPIPE
     return
   assert status == 128 + signal.SIGINT
-  assert "stopped: answers.jsonl keeps the answers, and the same command goes on" in said
+  assert "stopped: results.jsonl has the results so far; run again to continue" in said
   rows = [json.loads(line)["inputs"] for line in (tmp_path / output).read_text().splitlines()]
   assert rows == [f"text {n}" for n in range(len(rows))]
 
 
-def wait_for_answers(path, process):
+def wait_for_results(path, process):
   end = time.monotonic() + 300
   while not (path.exists() and path.read_text().count("\n") > 8):
     assert process.poll() is None
@@ -242,39 +256,37 @@ def wait_for_answers(path, process):
     time.sleep(0.1)
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_model_is_opened(tmp_path, capfd):
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_opened(tmp_path, capfd):
   (tmp_path / "rows.txt").write_text("a text\n")
-  for output, why in (("absent/out.jsonl", f"look at {tmp_path}/absent"), (".", "is a folder")):
+  for output, why in (("absent/out.jsonl", f"check {tmp_path}/absent"), (".", "is a folder")):
     with pytest.raises(SystemExit):
       infer("no model", "--input", tmp_path / "rows.txt", "--output", tmp_path / output)
     assert why in capfd.readouterr().err
 
 
-def test_a_template_that_a_row_does_not_suit_is_told(model_dir, rows_file, capfd):
+def test_a_template_that_does_not_fit_a_row_is_refused(model_dir, rows_file, capfd):
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question.size}")
-  assert "the template '{question.size}' does not suit {'question':" in capfd.readouterr().err
+  assert "The template '{question.size}' does not fit {'question':" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("there", ["my notes", "my notes\n", '{"answer": 1}\n', "[1]\n"])
-def test_a_file_that_holds_no_answers_is_left_as_it_is(
-  model_dir, rows_file, tmp_path, capfd, there
-):
+def test_a_file_that_is_not_an_output_is_not_changed(model_dir, rows_file, tmp_path, capfd, there):
   output = tmp_path / "notes.txt"
   output.write_text(there)
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question}", "--output", output)
-  assert f"--output {output} is there, and is none that this command has written" in (
+  assert f"--output {output} exists and is not an output of this command" in (
     capfd.readouterr().err
   )
   assert output.read_text() == there
 
 
-def test_chat_answers_until_an_empty_line(model_dir, monkeypatch, capfd):
+def test_chat_fills_blanks_until_an_empty_line(model_dir, monkeypatch, capfd):
   typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
   assert cli.main(["chat", str(model_dir)]) == 0
   said = capfd.readouterr().out
-  assert "there is no blank to fill" in said
-  assert "there is 1 blank, but the model's vocabulary has 0 extra ids" in said
+  assert "There is no blank to fill" in said
+  assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in said
   assert said.count("> ") == 3

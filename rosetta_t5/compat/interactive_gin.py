@@ -1,4 +1,4 @@
-"""From a notebook to a run: an interactive model's setup as a gin file."""
+"""T5X's function that writes the setup of an interactive model as a gin file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from rosetta_t5.interactive.model import InteractiveModel
 
 
 class T5XScriptType(enum.Enum):
-  """The run that a gin file is for."""
+  """The kind of run that a gin file configures."""
 
   FINETUNING = 1
   INFERENCE = 2
   EVALUATION = 3
   PRETRAINING = 4
+
+
+_RUNS = {
+  T5XScriptType.FINETUNING: "train",
+  T5XScriptType.PRETRAINING: "train",
+  T5XScriptType.INFERENCE: "infer",
+  T5XScriptType.EVALUATION: "eval",
+}
 
 
 def get_gin_config_from_interactive_model(
@@ -29,14 +37,14 @@ def get_gin_config_from_interactive_model(
   """Returns a gin file for a run with an interactive model's setup (T5X's function).
 
   Args:
-    interactive_model: gives folder, lengths, batch size and checkpoint.
+    interactive_model: determines the folder, lengths, batch size and checkpoint.
     script_type: the run. FINETUNING and PRETRAINING are for `t5x.train`, INFERENCE for `t5x.infer`,
       EVALUATION for `t5x.eval`.
-    task_name: the task, such as one of `get_seqio_task_from_examples`.
+    task_name: the task, for example from `get_seqio_task_from_examples`.
     partitioner_config_str: gin that binds the partitioner.
     model_config_str: gin that defines MODEL.
-    train_steps: TRAIN_STEPS, steps of the checkpoint included.
-    imports_str: imports that the two strings need.
+    train_steps: TRAIN_STEPS, including the steps of the checkpoint.
+    imports_str: imports that these two strings need.
 
   Raises:
     ValueError: INFERENCE or EVALUATION of a model that was not restored from a checkpoint.
@@ -44,14 +52,12 @@ def get_gin_config_from_interactive_model(
   setup = interactive_model.setup
   restore = setup["restore"]
   run = _RUNS[script_type]
-  if restore is None and run in ("infer", "eval"):
+  if restore is None and run != "train":
     raise ValueError(
-      f"a run for {script_type.name} needs a checkpoint: build the InteractiveModel with a "
+      f"A run for {script_type.name} needs a checkpoint: build the InteractiveModel with a "
       "checkpoint_path, such as that of the checkpoint that save_checkpoint() wrote"
     )
-  values = _training(setup, train_steps)
-  if run in ("infer", "eval"):
-    values = _run_on_a_checkpoint(run, setup)
+  values = _train_values(setup, train_steps) if run == "train" else _other_values(run, setup)
   values += (
     f"MIXTURE_OR_TASK_NAME = {task_name!r}\n"
     f"TASK_FEATURE_LENGTHS = {dict(setup['lengths'])!r}\n"
@@ -67,20 +73,12 @@ def get_gin_config_from_interactive_model(
     f"import __main__ as {run}_script\nfrom t5x import utils\n"
   )
   include = f"include 't5x/configs/runs/{'pretrain' if run == 'train' else run}.gin'\n"
-  # Values last: they override what models and partitioners bring along.
+  # The values come last, so that they override the bindings of models and partitioners.
   parts = [head, imports_str, include, model_config_str, partitioner_config_str, values]
   return "\n".join(part for part in parts if part)
 
 
-_RUNS = {
-  T5XScriptType.FINETUNING: "train",
-  T5XScriptType.PRETRAINING: "train",
-  T5XScriptType.INFERENCE: "infer",
-  T5XScriptType.EVALUATION: "eval",
-}
-
-
-def _run_on_a_checkpoint(run: str, setup: dict[str, Any]) -> str:
+def _other_values(run: str, setup: dict[str, Any]) -> str:
   return (
     f"{run.upper()}_OUTPUT_DIR = {setup['output_dir']!r}\n"
     f"CHECKPOINT_PATH = {setup['restore'].path!r}\n"
@@ -89,7 +87,7 @@ def _run_on_a_checkpoint(run: str, setup: dict[str, Any]) -> str:
   )
 
 
-def _training(setup: dict[str, Any], train_steps: int) -> str:
+def _train_values(setup: dict[str, Any], train_steps: int) -> str:
   save = setup["save"]
   return (
     f"MODEL_DIR = {setup['output_dir']!r}\n"
