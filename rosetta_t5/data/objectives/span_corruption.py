@@ -18,7 +18,7 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 # Tokens of one document that one epoch uses; a longer document contributes a random chunk.
-MAX_CHUNK_LENGTH = 65536
+_MAX_CHUNK_LENGTH = 65536
 
 
 def span_corruption(
@@ -60,14 +60,11 @@ def span_corruption(
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
-  keep = passthrough_feature_keys or ()
-  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH, passthrough_feature_keys=keep)
+  dataset = select_random_chunk(dataset, ("targets", *(passthrough_feature_keys or ())))
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)
-  dataset = split_tokens(dataset, tokens_length, passthrough_feature_keys=keep)
-  return denoise(
-    dataset, output_features, noise_density, mean_noise_span_length, input_feature_key, keep
-  )
+  dataset = split_tokens(dataset, tokens_length)
+  return denoise(dataset, output_features, noise_density, mean_noise_span_length, input_feature_key)
 
 
 def segment_length(
@@ -116,21 +113,21 @@ def random_spans_helper(
 
 
 def select_random_chunk(
-  dataset: tf.data.Dataset, max_length: int, passthrough_feature_keys: Sequence[str] = ()
+  dataset: tf.data.Dataset, names: Sequence[str] = ("targets",)
 ) -> tf.data.Dataset:
-  """Keeps one random chunk of each document that is longer than `max_length` tokens."""
+  """Keeps these features, and of documents longer than 65,536 tokens one random chunk."""
   tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
-  def chunk(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
+  def select(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
     tokens = example["targets"]
-    chunks = -(-tf.size(tokens) // max_length)
+    chunks = -(-tf.size(tokens) // _MAX_CHUNK_LENGTH)
     _, seed = tf.unstack(tf.random.split(seed))
     which = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
-    kept = {key: example[key] for key in passthrough_feature_keys}
-    return {"targets": tokens[which * max_length :][:max_length], **kept}
+    chunk = tokens[which * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]
+    return {name: chunk if name == "targets" else example[name] for name in names}
 
-  return chunk(_drop_empty(dataset))
+  return select(_drop_empty(dataset))
 
 
 def reduce_concat_tokens(dataset: tf.data.Dataset, batch_size: int = 128) -> tf.data.Dataset:
@@ -144,25 +141,19 @@ def reduce_concat_tokens(dataset: tf.data.Dataset, batch_size: int = 128) -> tf.
   return tokens.padded_batch(batch_size, [None]).map(join, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def split_tokens(
-  dataset: tf.data.Dataset,
-  max_tokens_per_segment: int,
-  passthrough_feature_keys: Sequence[str] = (),
-) -> tf.data.Dataset:
+def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.data.Dataset:
   """Cuts each document into segments of `max_tokens_per_segment` tokens; the last may be shorter."""
   tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
   def starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
-    del (
-      seed
-    )  # T5 draws a seed here without using it. Skipping the draw would change the masks' seeds.
+    # T5 draws a seed here without using it. Without this draw, the masks would have other seeds.
+    del seed
     return example, tf.range(0, tf.size(example["targets"]), max_tokens_per_segment)
 
   def segments(example: Mapping[str, Any], starts: Any) -> Any:
     def cut(start: Any) -> dict[str, Any]:
-      kept = {key: example[key] for key in passthrough_feature_keys}
-      return {"targets": example["targets"][start:][:max_tokens_per_segment], **kept}
+      return {**example, "targets": example["targets"][start:][:max_tokens_per_segment]}
 
     return tf.data.Dataset.from_tensor_slices(starts).map(cut)
 
@@ -175,7 +166,6 @@ def denoise(
   noise_density: float = 0.15,
   mean_noise_span_length: float = 3.0,
   input_feature_key: str = "inputs",
-  passthrough_feature_keys: Sequence[str] = (),
 ) -> tf.data.Dataset:
   """Drops random spans of "targets". The kept tokens become the input, the dropped ones the target."""
   tf, seqio = import_tensorflow(), import_seqio()
@@ -195,11 +185,10 @@ def denoise(
     mask = random_spans_noise_mask(
       tf.size(tokens), noise_density, seeds[:2], mean_noise_span_length
     )
-    kept = {key: example[key] for key in passthrough_feature_keys}
     return {
+      **example,
       input_feature_key: noise_span_to_unique_sentinel(tokens, mask, vocabulary),
       "targets": noise_span_to_unique_sentinel(tokens, ~mask, vocabulary),
-      **kept,
     }
 
   return corrupt(dataset)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.objectives.span_corruption import (
-  MAX_CHUNK_LENGTH,
   reduce_concat_tokens,
   select_random_chunk,
   span_corruption,
@@ -104,7 +103,7 @@ def prefix_lm(
   tf, seqio = import_tensorflow(), import_seqio()
   limits = {k: sequence_length[k] - output_features[k].add_eos for k in ("inputs", "targets")}
   text_length, max_targets, mean_share = prefix_lengths(limits, reserved, density)
-  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH)
+  dataset = select_random_chunk(dataset)
   dataset = split_tokens(dataset, text_length)
   dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
 
@@ -144,7 +143,7 @@ def causal_lm(
     tokens = example["targets"]
     return {"targets": tf.concat([tokens, [tf.cast(feature.vocabulary.eos_id, tokens.dtype)]], 0)}
 
-  dataset = select_random_chunk(dataset, MAX_CHUNK_LENGTH).map(append_end)
+  dataset = select_random_chunk(dataset).map(append_end)
   dataset = reduce_concat_tokens(dataset)
   return split_tokens(dataset, sequence_length["targets"] - feature.add_eos)
 
