@@ -51,9 +51,8 @@ def check_pile(argv: Sequence[str] | None = None) -> int:
   parser = _parser("download_the_pile.py", _PILE_TEXT)
   parser.add_argument("--data_dir", help="the folder that holds the_pile/ or ThePile/")
   parser.add_argument("--full", action="store_true", help="read every file to its end")
-  arguments, _ = parser.parse_known_args(
-    argv
-  )  # NVIDIA's script had other flags, which are ignored.
+  # Other flags of NVIDIA's script are ignored.
+  arguments, _ = parser.parse_known_args(argv)
   folders = [pathlib.Path(arguments.data_dir)] if arguments.data_dir else data_folders()
   for folder in folders:
     if tfds_folder := find_tfds("the_pile:1.0.0", folder):
@@ -133,14 +132,15 @@ def _pile_problems(
   found: Mapping[str, list[str]], files: Mapping[str, dict[str, Any]]
 ) -> Iterator[str]:
   for path, facts in files.items():
-    if facts["problem"] or not facts["examples_read"]:
-      yield f"{path}: {facts['problem'] or 'it has no example'}"
+    if facts["problem"]:
+      yield f"{path}: {facts['problem']}"
   names = {pathlib.Path(path).name for path in found.get("train", ())}
   missing = [name for name in _TRAIN_SHARDS if name not in names]
   if 0 < len(missing) < len(_TRAIN_SHARDS):
     yield f"{len(missing)} of the 30 training shards are missing: {', '.join(missing)}"
-  for split in PILE_FILES.splits.keys() - found:
-    yield f"there is no file of the split '{split}'"
+  for split in PILE_FILES.splits:
+    if split not in found:
+      yield f"there is no file of the split '{split}'"
 
 
 def _scan(path: str, limit: int | None = None) -> dict[str, Any]:
@@ -149,6 +149,9 @@ def _scan(path: str, limit: int | None = None) -> dict[str, Any]:
   Args:
     path: the file.
     limit: the number of records to read; None reads all.
+
+  Returns:
+    The keys bytes, examples_read, characters_read, subsets (counts by name) and problem ("" if none).
   """
   subsets: collections.Counter[str] = collections.Counter()
   problem, characters = "", 0
@@ -166,5 +169,5 @@ def _scan(path: str, limit: int | None = None) -> dict[str, Any]:
     "examples_read": subsets.total(),
     "characters_read": characters,
     "subsets": dict(subsets.most_common()),
-    "problem": problem,
+    "problem": problem or ("" if subsets else "it has no example"),
   }
