@@ -24,6 +24,7 @@ def find_task_or_mixture(cfg: DatasetConfig) -> Any:
     ValueError: the name is not registered. The message lists similar names and what to set.
   """
   is_name = isinstance(cfg.mixture_or_task_name, str)
+  # T5X's recipes import t5 for tasks that are known here too, so t5 need not be installed.
   if cfg.module and not (is_name and cfg.name in TASKS and _is_missing_t5(cfg.module)):
     import_module(cfg.module)
   if not is_name:
@@ -34,17 +35,12 @@ def find_task_or_mixture(cfg: DatasetConfig) -> Any:
   return import_seqio().get_mixture_or_task(cfg.name)
 
 
-def _is_missing_t5(module: str) -> bool:
-  """Returns whether a recipe imports the package t5, for tasks that this package has too, in vain."""
-  return module.split(".")[0] == "t5" and find_spec("t5") is None
-
-
-def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | None = None) -> Any:
+def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> Any:
   """Returns the task or mixture after checking its cache, its split and its feature lengths.
 
   Args:
     cfg: the dataset.
-    converter: the model's feature converter; None skips the check of the lengths.
+    converter: the model's feature converter.
 
   Raises:
     ValueError: the task, its cache or its split does not exist, or the lengths do not fit the model.
@@ -52,9 +48,13 @@ def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | No
   provider = find_task_or_mixture(cfg)
   check_cached(cfg, provider)
   check_split(cfg, provider)
-  if converter is not None:
-    check_feature_lengths(cfg, converter)
+  check_feature_lengths(cfg, converter)
   return provider
+
+
+def _is_missing_t5(module: str) -> bool:
+  """Returns whether a module is part of the package t5 and t5 is not installed."""
+  return module.split(".")[0] == "t5" and find_spec("t5") is None
 
 
 def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
