@@ -21,8 +21,7 @@ from rosetta_t5.memory_advice.changes import (
   explain_with,
   first_that_fits,
 )
-from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_axes import FSDP_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import FSDP_AXIS, MODEL_AXIS, count_batch_shards
 from rosetta_t5.plan.memory import inference_bytes, state_bytes
 from rosetta_t5.plan.workload import Workload, batch_workload
 
@@ -98,7 +97,7 @@ class InferenceMemoryAdvisor:
     fewer = [work.replace(examples=n) for n in range(examples - 1, 0, -1) if examples % n == 0]
     if fewer:
       best = first_that_fits(fewer, lambda changed: held + _needed(changed))
-      size = int(best.examples) * batch_shards(work.mesh)
+      size = int(best.examples) * count_batch_shards(work.mesh)
       line = f"{self.scope}utils.DatasetConfig.batch_size = {size}"
       yield Change(_needed(work) - _needed(best), line)
 

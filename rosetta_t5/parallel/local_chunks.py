@@ -1,4 +1,4 @@
-"""Which part of an array lies on this process's devices (T5X: LocalChunker)."""
+"""Which part of an array is on this process's devices (T5X: LocalChunker)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LocalChunkInfo:
 
   Attributes:
     slice: a slice for each dimension.
-    replica_id: counts the processes that hold the same part, from 0.
+    replica_id: numbers the processes that have the same part, from 0.
   """
 
   slice: tuple[slice, ...]
@@ -23,24 +23,23 @@ class LocalChunkInfo:
 
 
 class LocalChunker:
-  """Cuts arrays into the parts that processes hold, for a mesh whose processes own blocks of it.
+  """Splits arrays into the parts that processes have, for a mesh where each process owns a block.
 
   Attributes:
     global_mesh: the mesh.
-    num_chunks: for each mesh axis, how many blocks of processes there are along it.
-    chunk_ids: for each mesh axis, which of them this process is.
+    num_chunks: for each mesh axis, the number of blocks along it.
+    chunk_ids: for each mesh axis, the index of this process's block.
   """
 
   def __init__(self, global_mesh: Mesh):
-    """Finds this process's place in the mesh."""
+    """Finds this process's block in the mesh."""
     self.global_mesh = global_mesh
-    local = global_mesh.local_mesh
-    first = local.devices.flat[0]
-    (place,) = np.argwhere(global_mesh.devices == first)
     self.mesh_axes = list(global_mesh.shape)
+    local = global_mesh.local_mesh
+    (position,) = np.argwhere(global_mesh.devices == local.devices.flat[0])
     self.num_chunks = {a: global_mesh.shape[a] // local.shape[a] for a in self.mesh_axes}
     self.chunk_ids = {
-      a: int(at) // local.shape[a] for a, at in zip(self.mesh_axes, place, strict=True)
+      a: int(at) // local.shape[a] for a, at in zip(self.mesh_axes, position, strict=True)
     }
 
   def get_local_chunk_info(
@@ -49,8 +48,8 @@ class LocalChunker:
     """Returns this process's part of an array.
 
     Args:
-      global_shape: the whole array's shape.
-      mesh_axes: for each dimension, the mesh axis that it is split over, or None.
+      global_shape: the shape of the whole array.
+      mesh_axes: for each dimension, the mesh axis over which it is split, or None.
     """
     parts = [
       slice(None) if axis is None else self._part(axis, size)
@@ -59,11 +58,11 @@ class LocalChunker:
     return LocalChunkInfo(tuple(parts), self.get_replica_id(mesh_axes))
 
   def get_shard_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
-    """Returns which of the parts of an array, split over these axes, is this process's."""
+    """Returns the index of this process's part of an array that is split over these axes."""
     return self._number([a for a in self.mesh_axes if a in _names(sharded_mesh_axes)])
 
   def get_replica_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
-    """Returns which of the processes that hold the same part this is."""
+    """Returns the index of this process among those that have the same part."""
     return self._number([a for a in self.mesh_axes if a not in _names(sharded_mesh_axes)])
 
   def _part(self, axis: str, size: int) -> slice:
@@ -71,7 +70,7 @@ class LocalChunker:
     return slice(self.chunk_ids[axis] * length, (self.chunk_ids[axis] + 1) * length)
 
   def _number(self, axes: Sequence[str]) -> int:
-    """Counts the blocks along several axes, the last one fastest."""
+    """Returns the index of this process's block along several axes; the last one varies fastest."""
     number = 0
     for axis in axes:
       number = number * self.num_chunks[axis] + self.chunk_ids[axis]

@@ -1,4 +1,4 @@
-"""A mesh by plain counts: {"data": 4, "fsdp": 8, "tensor": 2}."""
+"""The names of the mesh axes, and their sizes from counts such as {"data": 4, "fsdp": 8, "tensor": 2}."""
 
 from __future__ import annotations
 
@@ -9,66 +9,67 @@ from collections.abc import Mapping
 DATA_AXIS = "data"
 FSDP_AXIS = "fsdp"
 MODEL_AXIS = "model"
-# By the user's name, the mesh axis; outermost first. Tensor parallelism keeps T5X's name, `model`,
-# which rules and models of one's own speak of.
+BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+# User's name → mesh axis, outermost first. Tensor parallelism keeps T5X's name for the mesh axis,
+# `model`, which users' axis rules and models refer to.
 _AXES = {"data": DATA_AXIS, "fsdp": FSDP_AXIS, "tensor": MODEL_AXIS}
-_WHERE = "partitioning.PjitPartitioner.mesh"
-_MOST_SHOWN = 4
+_SETTING = "partitioning.PjitPartitioner.mesh"
+_MAX_SUGGESTIONS = 4
 
 
-def axis_sizes(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
-  """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which is what `tensor` counts.
+def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
+  """Returns how many parts a batch is split into, over the axes `data` and `fsdp`."""
+  return math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
+  """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
 
   Args:
-    counts: by name (data, fsdp, tensor) how many devices an axis has. One of them may be -1: what the
-      others leave. `data` left out is that too; `fsdp` and `tensor` left out are 1.
-    num_devices: how many devices there are.
+    counts: the size of each axis by name (data, fsdp, tensor). One of them may be -1, which means all
+      remaining devices. The default of `data` is -1 too; that of `fsdp` and `tensor` is 1.
+    num_devices: the number of devices.
 
   Raises:
-    ValueError: a name is unknown, or the counts do not make up the devices.
+    ValueError: a name is unknown, or the counts do not match the number of devices.
   """
-  _check_names(counts)
-  wanted = {name: counts.get(name, -1 if name == "data" else 1) for name in _AXES}
-  if "data" not in counts and -1 in counts.values():
-    wanted["data"] = 1
-  open_names = [name for name, size in wanted.items() if size == -1]
+  _check_counts(counts)
+  data_default = 1 if -1 in counts.values() else -1
+  wanted = {name: counts.get(name, data_default if name == "data" else 1) for name in _AXES}
   given = abs(math.prod(wanted.values()))
-  if len(open_names) > 1 or num_devices % given or (not open_names and given != num_devices):
-    raise ValueError(_impossible(counts, wanted, given, num_devices))
-  sizes = {name: num_devices // given if size == -1 else size for name, size in wanted.items()}
-  return {_AXES[name]: size for name, size in sizes.items()}
+  is_open = -1 in wanted.values()
+  if num_devices % given or (not is_open and given != num_devices):
+    what = "a multiple of " if is_open else ""
+    raise ValueError(
+      f"{_SETTING} = {dict(counts)} needs {what}{given} devices, but there are {num_devices}. "
+      f"Possible meshes: {'; '.join(_suggest_counts(wanted, num_devices))}"
+    )
+  return {
+    _AXES[name]: num_devices // given if size == -1 else size for name, size in wanted.items()
+  }
 
 
-def _check_names(counts: Mapping[str, int]) -> None:
+def _check_counts(counts: Mapping[str, int]) -> None:
   for name, size in counts.items():
     if name not in _AXES:
       near = difflib.get_close_matches(name, _AXES, 1, cutoff=0.5)
       hint = f" (did you mean {near[0]!r}?)" if near else ""
-      model = " (T5X's axis `model` is counted by 'tensor')" if name == MODEL_AXIS else ""
+      model = " (use 'tensor' for T5X's axis `model`)" if name == MODEL_AXIS else ""
       raise ValueError(
-        f"{_WHERE} = {dict(counts)} has the axis {name!r}{hint}{model}: the axes are {', '.join(_AXES)}"
+        f"{_SETTING} = {dict(counts)} has an unknown axis {name!r}{hint}{model}. The axes must be "
+        f"among {', '.join(_AXES)}."
       )
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
       raise ValueError(
-        f"{_WHERE} = {dict(counts)} gives {name!r} the size {size!r}: a size is a whole number from 1 "
-        "on, or -1 for what the other axes leave"
+        f"{_SETTING} = {dict(counts)}: the size of {name!r} must be a positive integer, or -1 for all "
+        f"remaining devices, got {size!r}"
       )
-
-
-def _impossible(
-  counts: Mapping[str, int], wanted: Mapping[str, int], given: int, num_devices: int
-) -> str:
   if list(counts.values()).count(-1) > 1:
-    return f"{_WHERE} = {dict(counts)} leaves more than one axis open: only one may be -1"
-  what = "needs" if -1 not in wanted.values() else "needs a multiple of"
-  return (
-    f"{_WHERE} = {dict(counts)} {what} {given} devices, but there are {num_devices}. Possible would be "
-    f"{'; '.join(_near(wanted, num_devices))}"
-  )
+    raise ValueError(f"{_SETTING} = {dict(counts)}: only one axis may be -1")
 
 
-def _near(wanted: Mapping[str, int], num_devices: int) -> list[str]:
-  """Returns meshes of so many devices, those first that change what was asked for least."""
+def _suggest_counts(wanted: Mapping[str, int], num_devices: int) -> list[str]:
+  """Returns meshes of `num_devices` devices, those closest to the wanted one first."""
   divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   meshes = [
     {"data": num_devices // fsdp // tensor, "fsdp": fsdp, "tensor": tensor}
@@ -78,7 +79,6 @@ def _near(wanted: Mapping[str, int], num_devices: int) -> list[str]:
   ]
 
   def distance(mesh: Mapping[str, int]) -> float:
-    changes = [math.log2(mesh[n] / size) for n, size in wanted.items() if size != -1]
-    return sum(map(abs, changes))
+    return sum(abs(math.log2(mesh[n] / size)) for n, size in wanted.items() if size != -1)
 
-  return [str(mesh) for mesh in sorted(meshes, key=distance)[:_MOST_SHOWN]]
+  return [str(mesh) for mesh in sorted(meshes, key=distance)[:_MAX_SUGGESTIONS]]

@@ -1,4 +1,4 @@
-"""How a train state is split, whatever partitioner says so."""
+"""The PartitionSpecs of a train state, checked against the shapes of its arrays."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ from jax.sharding import PartitionSpec
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
+_MAX_SUGGESTIONS = 12
+
 
 def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
   """Returns the train state with a PartitionSpec in place of each array.
 
-  A partitioner of one's own may, as T5X's did, leave None where an array lies whole on every device.
+  A user's partitioner may return None for a replicated array, as T5X's did.
 
   Raises:
-    ValueError: an array cannot be split so.
+    ValueError: an array cannot be split like this.
   """
-  splits = jax.tree.map(
+  specs = jax.tree.map(
     lambda _, spec: PartitionSpec() if spec is None else spec,
     train_state,
     partitioner.get_mesh_axes(train_state),
   )
-  check_partition_specs(train_state, splits, partitioner.mesh.shape)
-  return splits
+  check_partition_specs(train_state, specs, partitioner.mesh.shape)
+  return specs
 
 
-def check_partition_specs(train_state: Any, splits: Any, mesh: Mapping[str, int]) -> None:
-  """Raises ValueError unless every array's dimensions are multiples of the axes they are split over.
+def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str, int]) -> None:
+  """Raises ValueError unless the mesh axes divide every dimension that is split over them.
 
   Args:
-    train_state: the state's shapes.
-    splits: the same tree with a PartitionSpec for each array.
-    mesh: the size of each mesh axis.
+    train_state: the shapes of the state.
+    specs: the same tree with a PartitionSpec for each array.
+    axis_sizes: the size of each mesh axis.
   """
 
   def check(path: Any, array: Any, spec: PartitionSpec) -> None:
-    for at, axes in enumerate(spec or ()):
+    for size, axes in zip(array.shape, spec or (), strict=False):
       names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-      parts = math.prod(mesh[name] for name in names)
-      if array.shape[at] % parts:
-        raise ValueError(_indivisible(path, array.shape, at, names, parts))
+      parts = math.prod(axis_sizes[name] for name in names)
+      if size % parts:
+        raise ValueError(_indivisible_text(path, array.shape, size, names, parts))
 
-  jax.tree_util.tree_map_with_path(check, train_state, splits)
+  jax.tree_util.tree_map_with_path(check, train_state, specs)
 
 
-def _indivisible(
-  path: Any, shape: tuple[int, ...], at: int, names: tuple[str, ...], parts: int
+def _indivisible_text(
+  path: Any, shape: tuple[int, ...], size: int, names: tuple[str, ...], parts: int
 ) -> str:
   name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-  size = shape[at]
-  possible = [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
-  shown = ", ".join(map(str, possible[:12])) + (", …" if len(possible) > 12 else "")
+  divisors = [str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0]
+  suggestions = ", ".join(divisors[:_MAX_SUGGESTIONS]) + ", …" * (len(divisors) > _MAX_SUGGESTIONS)
   setting = "num_partitions (or mesh's 'tensor')" if names == (MODEL_AXIS,) else "mesh"
   return (
-    f"{name} of shape {tuple(shape)} cannot be split over {' and '.join(names)} in {parts} parts: "
-    f"{size} is no multiple of {parts}. It would go in {shown}: set "
-    f"partitioning.PjitPartitioner.{setting} accordingly"
+    f"{name} of shape {tuple(shape)} cannot be split over {' and '.join(names)} into {parts} parts, "
+    f"because {size} is not a multiple of {parts}. Set partitioning.PjitPartitioner.{setting} so that "
+    f"the number of parts is one of {suggestions}."
   )

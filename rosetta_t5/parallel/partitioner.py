@@ -1,4 +1,4 @@
-"""Runs functions on the mesh: which part of which array lies on which device."""
+"""Partitioners: how arrays are split over the devices of a mesh, and how functions run on it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rosetta_t5.parallel.axis_rules import (
+  AxisRule,
   LogicalAxisRules,
-  rules_for,
+  extend_axis_rules,
   standard_logical_axis_rules,
 )
-from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, data_layout
+from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, get_data_layout
 from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
-from rosetta_t5.parallel.mesh import (
-  BATCH_AXES,
-  batch_shards,
-  check_asked,
-  default_mesh,
-  mesh_reason,
-  mesh_sizes,
-)
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS
+from rosetta_t5.parallel.mesh import MeshConfig
+from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, FSDP_AXIS, count_batch_shards
 
 PyTree = Any
 
@@ -35,7 +29,7 @@ PyTree = Any
 class PartitionedFunction:
   """A jitted function that is traced and run under its mesh and logical axis rules.
 
-  T5X calls it PjittedFnWithContext; partitioners of one's own return it from `partition`.
+  T5X calls it PjittedFnWithContext; users' partitioners return it from `partition`.
   """
 
   def __init__(
@@ -48,10 +42,10 @@ class PartitionedFunction:
     """Wraps a function.
 
     Args:
-      pjitted_fn: what `jax.jit` returned.
+      pjitted_fn: the result of `jax.jit`.
       partition_mesh: the mesh.
       logical_axis_rules: (logical axis, mesh axis) pairs.
-      last_args: arguments that come after those of each call.
+      last_args: arguments that are appended to those of each call.
     """
     self._jitted = pjitted_fn
     self._mesh = partition_mesh
@@ -78,19 +72,15 @@ class PartitionedFunction:
     return lambda *given: compiled(*given, *last_args)
 
   def bind_last(self, *last_args: Any) -> PartitionedFunction:
-    """Returns the function with its last arguments given.
+    """Returns the function with its last arguments bound.
 
-    They stay arguments of the compiled program: another value needs no other program.
+    They remain arguments of the compiled program, so other values need no compilation.
     """
     return PartitionedFunction(self._jitted, self._mesh, self._rules, last_args)
 
 
 class BasePartitioner(abc.ABC):
-  """What a run asks of a partitioner (T5X: BasePartitioner); subclass it to place arrays otherwise.
-
-  Attributes:
-    num_partitions: devices that share one copy of the model.
-  """
+  """The interface of a partitioner (T5X: BasePartitioner); subclass it to split arrays differently."""
 
   def __init__(
     self,
@@ -102,82 +92,54 @@ class BasePartitioner(abc.ABC):
     dcn_mesh_shape: tuple[int, ...] | None = None,
     mesh: Mapping[str, int] | None = None,
   ):
-    check_asked(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh)
-    self._num_partitions = num_partitions or 1
-    self._model_parallel_submesh = model_parallel_submesh or None
-    self._params_on_devices = params_on_devices
+    self._mesh_config = MeshConfig(
+      num_partitions, model_parallel_submesh or None, ici_mesh_shape, dcn_mesh_shape, mesh or None
+    )
+    self._mesh_config.check()
+    self._num_partitions = num_partitions or 1  # T5X's name, which users' subclasses read
     self._backend = backend
-    self._ici_mesh_shape = ici_mesh_shape
-    self._dcn_mesh_shape = dcn_mesh_shape
-    self._counts = mesh or None
-    self._mesh: Mesh | None = None
+    self.params_on_devices = params_on_devices  # T5X's setting; here they always stay on devices
 
-  @property
+  @functools.cached_property
   def mesh(self) -> Mesh:
-    """The mesh, made on first use so that a partitioner can be built before devices are touched."""
-    if self._mesh is None:
-      self._mesh = default_mesh(
-        self._num_partitions,
-        self._model_parallel_submesh,
-        self._backend,
-        self._ici_mesh_shape,
-        self._dcn_mesh_shape,
-        self._counts,
-      )
-    return self._mesh
+    """The mesh. It is made on first use, so that building a partitioner does not touch any device."""
+    return self._mesh_config.build(self._backend)
 
   def mesh_shape(self, num_devices: int) -> dict[str, int]:
-    """Returns the size of each axis that the mesh would have with so many devices; touches none.
+    """Returns the axis sizes of the mesh for a number of devices, without touching any device.
 
     Raises:
-      ValueError: they cannot be divided so.
+      ValueError: the number of devices does not fit.
     """
-    return mesh_sizes(
-      num_devices,
-      self._num_partitions,
-      self._model_parallel_submesh,
-      self._ici_mesh_shape,
-      self._dcn_mesh_shape,
-      self._counts,
-    )
+    return self._mesh_config.axis_sizes(num_devices)
 
   @property
   def mesh_reason(self) -> str:
-    """Which of the partitioner's settings the mesh is made of."""
-    shapes = (self._model_parallel_submesh, self._ici_mesh_shape, self._dcn_mesh_shape)
-    return mesh_reason(self._num_partitions, *shapes, self._counts)
-
-  @property
-  def params_on_devices(self) -> bool:
-    """Whether parameters stay on devices between steps; they always do here."""
-    return self._params_on_devices
-
-  @params_on_devices.setter
-  def params_on_devices(self, value: bool) -> None:
-    self._params_on_devices = value
+    """The settings that decide the shape of the mesh."""
+    return self._mesh_config.description
 
   def move_params_to_devices(self, train_state: PyTree, train_state_axes: PyTree) -> PyTree:
-    """Returns the state on the devices, each array split as `train_state_axes` says."""
+    """Returns the state on the devices, each array split as `train_state_axes` specifies."""
 
-    def place(spec: PartitionSpec | None, array: Any) -> Any:
+    def put(spec: PartitionSpec | None, array: Any) -> Any:
       return jax.device_put(array, NamedSharding(self.mesh, spec or PartitionSpec()))
 
-    return jax.tree.map(place, train_state_axes, train_state, is_leaf=_is_spec_or_none)
+    return jax.tree.map(put, train_state_axes, train_state, is_leaf=lambda x: x is None)
 
   @property
   def use_shardy_partitioner(self) -> bool:
-    """Whether XLA's newer partitioner, Shardy, splits programs: jax's own choice."""
+    """Whether XLA partitions programs with its newer partitioner, Shardy, as jax is configured."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """How a batch is split: its first dimension over `data`, and `fsdp` where there is such an axis."""
-    return PartitionSpec(BATCH_AXES if self._counts else DATA_AXIS)
+    """The PartitionSpec of a batch: its first dimension is split over `data`, and `fsdp` if it exists."""
+    return PartitionSpec(BATCH_AXES if self._mesh_config.counts else DATA_AXIS)
 
   @property
   def data_mesh_size(self) -> int:
-    """The number of parts that a batch is split in."""
-    return batch_shards(self.mesh.shape)
+    """The number of parts into which a batch is split."""
+    return count_batch_shards(self.mesh.shape)
 
   def get_data_layout(
     self, batch_size: int | None = None, host_index: int | None = None
@@ -189,16 +151,16 @@ class BasePartitioner(abc.ABC):
     """
     batch_size = self.data_mesh_size if batch_size is None else batch_size
     check_batch_size(batch_size, self.mesh.shape)
-    return data_layout(self.mesh, batch_size, host_index)
+    return get_data_layout(self.mesh, batch_size, host_index)
 
   @property
   def data_shards(self) -> int:
-    """How many parts the data is read in."""
+    """The number of data shards."""
     return self.get_data_layout().num_shards
 
   @property
   def data_shard_id(self) -> int:
-    """Which of them this process reads."""
+    """The data shard that this process reads."""
     return self.get_data_layout().shard_id
 
   @property
@@ -208,7 +170,7 @@ class BasePartitioner(abc.ABC):
   def get_local_chunk_info(
     self, global_shape: tuple[int, ...], mesh_axes: Sequence[str | None]
   ) -> LocalChunkInfo:
-    """Returns which part of an array lies on this process's devices."""
+    """Returns which part of an array is on this process's devices."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
   def get_logical_axes(self, train_state: PyTree) -> PyTree:
@@ -228,17 +190,17 @@ class BasePartitioner(abc.ABC):
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
   ) -> Any:
-    """Returns `fn` compiled for the mesh, with the given splits of its arguments and results."""
+    """Returns `fn` jitted for the mesh, with the given PartitionSpecs of its arguments and results."""
 
   def compile(self, partitioned_fn: Any, *args: Any) -> Any:
-    """Returns `partitioned_fn` compiled for arguments of these shapes, to be called as it is."""
+    """Returns `partitioned_fn` compiled for arguments of these shapes."""
     return partitioned_fn.compile(*args)
 
 
 class BasePjitPartitioner(BasePartitioner):
-  """A partitioner that compiles with jit for its mesh; a subclass says how the state is split (T5X)."""
+  """A partitioner that jits functions for its mesh; a subclass decides how the state is split (T5X)."""
 
-  _rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
+  _rules: tuple[AxisRule, ...] = ()
 
   def partition(
     self,
@@ -252,11 +214,11 @@ class BasePjitPartitioner(BasePartitioner):
 
     Args:
       fn: the function.
-      in_axis_resources: a PartitionSpec for each argument, or a tree (prefix) of them; None leaves
-        the choice to the argument.
+      in_axis_resources: a PartitionSpec for each argument, or a tree (prefix) of them; with None, the
+        argument keeps its sharding.
       out_axis_resources: the same for the results.
-      static_argnums: arguments that are compiled in.
-      donate_argnums: arguments whose memory the results may take.
+      static_argnums: arguments that are compile-time constants.
+      donate_argnums: arguments whose memory the results may reuse.
     """
     jitted = jax.jit(
       fn,
@@ -268,9 +230,7 @@ class BasePjitPartitioner(BasePartitioner):
     return PartitionedFunction(jitted, self.mesh, self._rules)
 
   def _shardings(self, axis_resources: PyTree) -> PyTree:
-    return jax.tree.map(
-      lambda spec: NamedSharding(self.mesh, spec), axis_resources, is_leaf=_is_spec
-    )
+    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), axis_resources)
 
 
 class PjitPartitioner(BasePjitPartitioner):
@@ -289,24 +249,24 @@ class PjitPartitioner(BasePjitPartitioner):
     zero1: bool = False,
     sequence_parallel: bool = False,
   ):
-    """Builds a partitioner; see `default_mesh` for the mesh's arguments.
+    """Builds a partitioner; `default_mesh` explains the arguments of the mesh.
 
     Args:
-      num_partitions: devices that share one copy of the model.
-      model_parallel_submesh: T5X's TPU submesh; only its product counts.
-      params_on_devices: kept for T5X's callers; parameters always stay on devices.
-      backend: which backend's devices to take; None for the default one.
+      num_partitions: the devices that share one copy of the model.
+      model_parallel_submesh: T5X's TPU submesh; only the product of its sizes is used.
+      params_on_devices: exists for T5X's callers; parameters always stay on devices.
+      backend: the backend whose devices are used; None for the default one.
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
-      mesh: {"data": …, "fsdp": …, "tensor": …} instead of all the above but the rules, which then
-        split the batch over `fsdp` too, and parameters with their optimizer state's `embed`.
-      zero1: whether the optimizer's state is split over `data` too, parameters not.
+      mesh: {"data": …, "fsdp": …, "tensor": …} in place of the other mesh arguments. The axis `fsdp`
+        splits the batch, and also the `embed` axis of the parameters and their optimizer state.
+      zero1: whether the optimizer state, but not the parameters, is split over `data` too.
       sequence_parallel: whether activations between attention and feed-forward blocks are split by
-        position over `model`, where heads and feed-forward units are.
+        position over `model`, which splits heads and feed-forward units inside the blocks.
 
     Raises:
-      ValueError: no mesh is described, or two are.
+      ValueError: no mesh is defined, or several are.
     """
     super().__init__(
       num_partitions,
@@ -318,65 +278,59 @@ class PjitPartitioner(BasePjitPartitioner):
       mesh,
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    self._rules = rules_for(rules, FSDP_AXIS if mesh else None, sequence_parallel)
+    self._rules = extend_axis_rules(rules, FSDP_AXIS if mesh else None, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
 
   @property
-  def logical_axis_rules(self) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    """The (logical axis, mesh axis) pairs, in the order they are tried."""
+  def logical_axis_rules(self) -> tuple[AxisRule, ...]:
+    """The (logical axis, mesh axis) pairs, in the order in which they are tried."""
     return self._rules
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
-    """Returns the state with a PartitionSpec in place of each array; empty: on every device.
+    """Returns the state with a PartitionSpec in place of each array; an empty one replicates.
 
     Raises:
       ValueError: a logical axis has no rule.
     """
     names = self.get_logical_axes(train_state)
-    axes = jax.tree.map(functools.partial(_to_mesh, self._rules), train_state, names)
+    to_spec = functools.partial(_to_spec, self._rules)
+    specs = jax.tree.map(to_spec, train_state, names)
     if not self.zero1 or not hasattr(train_state, "optimizer_def"):
-      return axes
-    to_mesh = functools.partial(_to_mesh_and_data, self._rules)
-    states = jax.tree.map(to_mesh, train_state.param_states, names.param_states)
-    return axes.replace(param_states=states)
+      return specs
+    to_zero1_spec = functools.partial(_to_zero1_spec, self._rules)
+    param_states = jax.tree.map(to_zero1_spec, train_state.param_states, names.param_states)
+    return specs.replace(param_states=param_states)
 
 
-def _to_mesh(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> PartitionSpec:
-  """Returns how an array with these logical axes is split."""
+def _to_spec(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> PartitionSpec:
+  """Returns the PartitionSpec of an array with these logical axes."""
   if axes is None:
     return PartitionSpec()
-  known = {rule[0] for rule in rules}
+  known = {name for name, _ in rules}
   unknown = [axis for axis in axes if axis is not None and axis not in known]
   if unknown:
     raise ValueError(
       f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
-      f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules; known axes: "
+      f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules. Axes with a rule: "
       f"{', '.join(sorted(known))}"
     )
   return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
 
 
-def _to_mesh_and_data(
+def _to_zero1_spec(
   rules: LogicalAxisRules, array: Any, axes: PartitionSpec | None
 ) -> PartitionSpec:
-  """Returns how an array of the optimizer's state is split under ZeRO-1: its `embed` over `data` too.
+  """Returns the PartitionSpec of an array of the optimizer state under ZeRO-1.
 
-  `data` comes last: a device's part is then a slice of its part of the parameter, and what it made new
-  of it is gathered over `data` alone. The other way round every state is sent elsewhere and back.
+  Its axis `embed` is split over `data` too. `data` comes last: each device then updates a slice of its
+  own part of the parameter, and the results are gathered over `data` alone. In the other order, every
+  array would be sent to other devices and back.
   """
-  spec = _to_mesh(rules, array, axes)
+  spec = _to_spec(rules, array, axes)
   parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
   if axes is None or "embed" not in axes or any(DATA_AXIS in part for part in parts):
     return spec
   at = tuple(axes).index("embed")
   over = (*parts[at], DATA_AXIS)
   return PartitionSpec(*spec[:at], over if len(over) > 1 else DATA_AXIS, *spec[at + 1 :])
-
-
-def _is_spec(leaf: Any) -> bool:
-  return isinstance(leaf, PartitionSpec)
-
-
-def _is_spec_or_none(leaf: Any) -> bool:
-  return leaf is None or _is_spec(leaf)

@@ -1,4 +1,4 @@
-"""Where an activation is to lie on the mesh, by the names of its dimensions; work that stays with its part."""
+"""Shardings of activations inside a program, given by the logical names of their dimensions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, TypeVar
 
 import jax
 from flax.linen import partitioning as flax_partitioning
+from jax.sharding import PartitionSpec
 
 _Result = TypeVar("_Result")
 
 
 def with_sharding_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-  """Returns `x`, split as the axis rules say; where there are no rules or no mesh, as it is.
+  """Returns `x`, split as the axis rules specify; without rules or a mesh, returns it unchanged.
 
-  Flax's function of this name; but a dimension that its mesh axes do not divide stays whole, such as
-  the one position of a decoding step where positions are split.
+  It differs from flax's function of the same name in one case: a dimension that its mesh axes do not
+  divide is not split, such as the single position of a decoding step under sequence parallelism.
 
   Args:
     x: an activation.
@@ -26,33 +27,37 @@ def with_sharding_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.A
   if not rules or mesh.empty:
     return x
   spec = flax_partitioning.logical_to_mesh_axes(tuple(names), rules) or ()
-  whole = [size % _parts(axes, mesh.shape) != 0 for size, axes in zip(x.shape, spec, strict=True)]
-  if not any(whole):
+  kept = [
+    axes if size % _count_parts(axes, mesh.shape) == 0 else None
+    for size, axes in zip(x.shape, spec, strict=True)
+  ]
+  if kept == list(spec):
     return flax_partitioning.with_sharding_constraint(x, tuple(names))
-  kept = [None if is_whole else axes for is_whole, axes in zip(whole, spec, strict=True)]
-  return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*kept))
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*kept))
 
 
 def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
-  """Returns fn(x), which each device computes of its own rows of the batch.
+  """Returns fn(x), where each device computes its own rows of the batch.
 
-  For what XLA would first bring together on every device, since it cannot split it: top-k. Where there
-  are no rules or no mesh, or these do not split the batch, it is called as it is.
+  Use it for operations that XLA cannot partition, such as top-k, and would otherwise compute on every
+  device after an all-gather. Without axis rules or a mesh, or if these do not split the batch, it
+  just calls `fn`.
 
   Args:
-    fn: takes each row by itself; gives arrays whose first dimension is the batch.
+    fn: treats each row independently; returns arrays whose first dimension is the batch.
     x: [batch, ...].
   """
   rules, mesh = flax_partitioning.get_axis_rules(), jax.sharding.get_abstract_mesh()
   if not rules or mesh.empty:
     return fn(x)
   (axes,) = flax_partitioning.logical_to_mesh_axes(("batch",), rules) or (None,)
-  if axes is None or x.shape[0] % _parts(axes, mesh.shape) != 0:
+  if axes is None or x.shape[0] % _count_parts(axes, mesh.shape) != 0:
     return fn(x)
-  rows = jax.sharding.PartitionSpec(axes)
+  rows = PartitionSpec(axes)
   mapped: _Result = jax.shard_map(fn, in_specs=rows, out_specs=rows)(x)
   return mapped
 
 
-def _parts(axes: Any, sizes: Any) -> int:
-  return math.prod(sizes[axis] for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
+def _count_parts(axes: Any, axis_sizes: Any) -> int:
+  names = axes if isinstance(axes, tuple) else (axes,)
+  return math.prod(axis_sizes[name] for name in names if name)

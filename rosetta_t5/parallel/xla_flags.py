@@ -1,6 +1,6 @@
-"""Assembles XLA_FLAGS for a run: what a file asks for and the installed jax knows, then the user's.
+"""Assembles XLA_FLAGS for a run from files of flags, the installed jax, and the user's own flags.
 
-XLA ends the process on a flag that it does not know, and flags come and go with every jax.
+XLA aborts the process on an unknown flag, and flags appear and disappear with every version of jax.
 
   python -m rosetta_t5.parallel.xla_flags scripts_gpu/xla_flags/many_nodes.txt
 """
@@ -15,29 +15,29 @@ import sys
 from collections.abc import Iterable, Sequence
 
 
-def assemble(wanted: Iterable[str], users: str) -> tuple[str, list[str]]:
+def assemble_flags(wanted: Iterable[str], user_flags: str) -> tuple[str, list[str]]:
   """Returns XLA_FLAGS, and the wanted flags that the installed jax does not know.
 
   Args:
     wanted: flags of the form --NAME=VALUE.
-    users: what XLA_FLAGS is already. Its flags stay as they are; a wanted flag of the same name is left
-      out, for XLA takes the last one.
+    user_flags: the present value of XLA_FLAGS. Its flags are kept unchanged; a wanted flag of the same
+      name is omitted.
   """
-  users_names = {_name(flag) for flag in users.split()}
-  wanted = [flag for flag in wanted if _name(flag) not in users_names]
-  known = known_flags({_name(flag) for flag in wanted})
-  taken = [flag for flag in wanted if _name(flag) in known]
-  return " ".join([*taken, *users.split()]), [f for f in wanted if _name(f) not in known]
+  user_names = {_name(flag) for flag in user_flags.split()}
+  wanted = [flag for flag in wanted if _name(flag) not in user_names]
+  known = find_known_flags({_name(flag) for flag in wanted})
+  kept = [flag for flag in wanted if _name(flag) in known]
+  return " ".join([*kept, *user_flags.split()]), [f for f in wanted if _name(f) not in known]
 
 
-def known_flags(names: Iterable[str]) -> set[str]:
-  """Returns those of the flags' names that stand in jaxlib's libraries.
+def find_known_flags(names: Iterable[str]) -> set[str]:
+  """Returns the flag names that appear in jaxlib's libraries.
 
-  XLA can print its flags only by way of aborting; its libraries hold each name as a C string.
+  XLA prints its flags only when it aborts, but its libraries contain each name as a C string.
   """
   spec = importlib.util.find_spec("jaxlib")
   if spec is None or spec.origin is None:
-    raise ValueError("jaxlib is not installed: its flags cannot be known. Run `pip install jax`.")
+    raise ValueError("jaxlib is not installed, so its flags are unknown. Run `pip install jax`.")
   unknown, known = set(names), set()
   for library in sorted(pathlib.Path(spec.origin).parent.rglob("*.so*")):
     if not unknown:
@@ -50,7 +50,7 @@ def known_flags(names: Iterable[str]) -> set[str]:
 
 
 def read_flags(path: str | os.PathLike[str]) -> list[str]:
-  """Returns a file's flags: one a line, `#` begins a comment."""
+  """Returns the flags in a file: one per line; `#` starts a comment."""
   lines = (line.split("#")[0].strip() for line in pathlib.Path(path).read_text().splitlines())
   return [line for line in lines if line]
 
@@ -60,12 +60,12 @@ def _name(flag: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Prints XLA_FLAGS made of the files' flags and of XLA_FLAGS."""
+  """Prints XLA_FLAGS assembled from the flags in the files and the present XLA_FLAGS."""
   files = sys.argv[1:] if argv is None else argv
   wanted = [flag for file in files for flag in read_flags(file)]
-  flags, unknown = assemble(wanted, os.environ.get("XLA_FLAGS", ""))
+  flags, unknown = assemble_flags(wanted, os.environ.get("XLA_FLAGS", ""))
   for flag in unknown:
-    print(f"xla_flags: left out, this jax does not know it: {flag}", file=sys.stderr)
+    print(f"xla_flags: omitted, because this jax does not know it: {flag}", file=sys.stderr)
   print(flags)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh import BATCH_AXES
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, MODEL_AXIS
 from rosetta_t5.plan.memory import array_bytes
 from rosetta_t5.plan.workload import Workload
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from rosetta_t5.config import ResolvedRun, changes_since
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.parallel.data_layout import check_batch_size
-from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting
 from rosetta_t5.plan.datasets import data_rows
@@ -176,7 +175,7 @@ def _batch(plan: Plan) -> Rows:
       f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches = {parts}: "
       "change one of the two"
     )
-  text = f"{size} examples, {size / batch_shards(plan.mesh):g} per device along data"
+  text = f"{size} examples, {size / count_batch_shards(plan.mesh):g} per device along data"
   if parts > 1:
     text += f", in {parts} microbatches of {size // parts}"
   return [("batch", text)]

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax.linen.partitioning import logical_to_mesh_axes
 
-from rosetta_t5.parallel.mesh import batch_shards
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ def workload_of(
   return Workload(
     config=model.network_config,
     lengths=lengths,
-    examples=batch_size / batch_shards(mesh),
+    examples=batch_size / count_batch_shards(mesh),
     mesh=mesh,
     microbatches=microbatches or 1,
     zero1=getattr(partitioner, "zero1", False),

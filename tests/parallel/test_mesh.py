@@ -1,4 +1,4 @@
-"""Meshes of eight devices, and those that cannot be."""
+"""Meshes of eight devices, and the errors for impossible ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
-from rosetta_t5.parallel.mesh import hybrid_grid
+from rosetta_t5.parallel.mesh import MeshConfig, hybrid_grid
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def test_neighbouring_devices_share_a_copy_of_the_model():
 
 
 @pytest.mark.parametrize("num_partitions", [3, 16, 0, -2])
-def test_partitions_that_do_not_divide_the_devices_are_refused_with_those_that_do(num_partitions):
+def test_partitions_that_do_not_divide_the_devices_are_an_error_that_lists_those_that_do(
+  num_partitions,
+):
   text = (
     f"PjitPartitioner.num_partitions = {num_partitions} does not divide the 8 device(s) of this "
     "run: set it to one of [1, 2, 4, 8]"
@@ -56,7 +58,7 @@ def test_partitions_that_do_not_divide_the_devices_are_refused_with_those_that_d
     ((3, 3), (3, 1), "(9, 3) needs 27", "ici_mesh_shape = (8, 1) and dcn_mesh_shape = None"),
   ],
 )
-def test_mesh_shape_of_another_number_of_devices_is_refused_with_one_that_fits(
+def test_a_mesh_shape_for_another_number_of_devices_is_an_error_that_suggests_one_that_fits(
   inside, over_nodes, needs, possible
 ):
   text = f"a mesh of shape {needs} devices, but there are 8: set PjitPartitioner.{possible}"
@@ -67,27 +69,27 @@ def test_mesh_shape_of_another_number_of_devices_is_refused_with_one_that_fits(
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_partitions": 0}, "num_partitions = 0 is no number of devices that share a copy"),
-    ({"num_partitions": "2"}, "num_partitions = '2' is no number of devices that share a copy"),
+    ({"num_partitions": 0}, "must be a positive integer, got 0"),
+    ({"num_partitions": "2"}, "must be a positive integer, got '2'"),
     (
       {"dcn_mesh_shape": (2, 1)},
-      "dcn_mesh_shape = (2, 1) says how nodes are laid out, but ici_mesh",
+      "dcn_mesh_shape = (2, 1) requires ici_mesh_shape",
     ),
-    ({}, "given neither num_partitions nor model_parallel_submesh nor ici_mesh_shape nor mesh"),
+    ({}, "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: set"),
     (
       {"model_parallel_submesh": (3, 1, 1, 1)},
-      "model_parallel_submesh = (3, 1, 1, 1), which is 3, does not divide the 8 device(s) of this "
-      "run: set its product to one of [1, 2, 4, 8]",
+      "model_parallel_submesh = (3, 1, 1, 1), whose product is 3, does not divide the 8 device(s) "
+      "of this run: set its product to one of [1, 2, 4, 8]",
     ),
   ],
 )
-def test_a_partitioner_says_what_it_was_given_that_cannot_be(arguments, text):
+def test_an_impossible_setting_of_a_partitioner_is_an_error(arguments, text):
   with pytest.raises(ValueError, match=re.escape(text)):
     _ = PjitPartitioner(**arguments).mesh
 
 
 def fake_devices(nodes, each):
-  """Returns devices as a cluster's GPUs say of themselves: node and process."""
+  """Returns devices with the attributes of a cluster's GPUs: node and process."""
   return [
     types.SimpleNamespace(
       id=n * each + i, slice_index=n, process_index=n * each + i, platform="gpu"
@@ -106,14 +108,16 @@ def test_a_hybrid_mesh_keeps_a_nodes_devices_together():
   assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_a_grid_that_would_cut_through_nodes_is_refused_with_those_that_would_not():
-  text = "dcn_mesh_shape = (4, 1) is a grid of 4, but the devices are on 2 nodes: set it to sizes"
+def test_a_grid_that_would_split_a_node_is_an_error_that_lists_those_that_would_not():
+  text = "dcn_mesh_shape = (4, 1) must divide the number of nodes, 2: set it to sizes"
   with pytest.raises(ValueError, match=re.escape(text) + r".* one of \[1, 2\]"):
     hybrid_grid(fake_devices(2, 4), (1, 2), (4, 1))
 
 
-def test_a_mesh_of_three_axes_is_no_pair_of_shapes():
-  with pytest.raises(ValueError, match=r"must be \(data, model\) each"):
+def test_mesh_shapes_must_have_two_axes():
+  with pytest.raises(
+    ValueError, match=r"must each be two integers \(data, model\), got \(2, 2, 2\)"
+  ):
     default_mesh(1, ici_mesh_shape=(2, 2, 2))
 
 
@@ -127,8 +131,8 @@ def test_a_mesh_of_three_axes_is_no_pair_of_shapes():
     ({"data": -1, "fsdp": 4}, (2, 4, 1)),
   ],
 )
-def test_counts_make_a_mesh_and_what_is_left_open_takes_the_rest(counts, sizes):
-  mesh = default_mesh(1, counts=counts)
+def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(counts, sizes):
+  mesh = MeshConfig(counts=counts).build()
   assert mesh.shape == dict(zip(("data", "fsdp", "model"), sizes, strict=True))
   assert [device.id for device in mesh.devices.flat] == list(range(8))
 
@@ -138,23 +142,23 @@ def test_counts_make_a_mesh_and_what_is_left_open_takes_the_rest(counts, sizes):
   [
     (
       {"data": 2, "fsdp": 3},
-      "mesh = {'data': 2, 'fsdp': 3} needs 6 devices, but there are 8. Possible would be {'data': 2, "
+      "mesh = {'data': 2, 'fsdp': 3} needs 6 devices, but there are 8. Possible meshes: {'data': 2, "
       "'fsdp': 4, 'tensor': 1}; ",
     ),
     (
       {"tensor": 16},
-      "needs a multiple of 16 devices, but there are 8. Possible would be {'data': 1, ",
+      "needs a multiple of 16 devices, but there are 8. Possible meshes: {'data': 1, ",
     ),
-    ({"fsdp": -1, "tensor": -1}, "leaves more than one axis open: only one may be -1"),
+    ({"fsdp": -1, "tensor": -1}, "only one axis may be -1"),
     (
       {"data": 8, "tensro": 1},
-      "has the axis 'tensro' (did you mean 'tensor'?): the axes are data,",
+      "has an unknown axis 'tensro' (did you mean 'tensor'?). The axes must be among data,",
     ),
-    ({"model": 2}, "(T5X's axis `model` is counted by 'tensor')"),
-    ({"fsdp": 0}, "gives 'fsdp' the size 0: a size is a whole number from 1 on, or -1"),
-    ({"fsdp": 2.0}, "gives 'fsdp' the size 2.0"),
+    ({"model": 2}, "(use 'tensor' for T5X's axis `model`)"),
+    ({"fsdp": 0}, "the size of 'fsdp' must be a positive integer, or -1 for all"),
+    ({"fsdp": 2.0}, "remaining devices, got 2.0"),
   ],
 )
-def test_impossible_counts_are_refused_with_possible_ones(counts, text):
+def test_impossible_counts_are_an_error_that_suggests_possible_ones(counts, text):
   with pytest.raises(ValueError, match=re.escape(text)):
-    default_mesh(1, counts=counts)
+    MeshConfig(counts=counts).build()

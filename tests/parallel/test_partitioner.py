@@ -74,8 +74,8 @@ def on_one_device():
   return three_steps(OneDevice(num_partitions=1))
 
 
-# By name: the partitioner's arguments, how a kernel [embed=16, mlp=24] is split, its parts' shape and
-# those of its optimizer state. The quick one has every axis.
+# Name → the partitioner's arguments, the PartitionSpec of a kernel [embed=16, mlp=24], and the shapes
+# of a device's part of it and of its optimizer state. The quick one has every axis.
 LAYOUTS = {
   "data parallel": ({"num_partitions": 1}, (None, MODEL), (16, 24), (16, 24)),
   "tensor parallel": ({"num_partitions": 2}, (None, MODEL), (16, 12), (16, 12)),
@@ -118,7 +118,7 @@ def test_eight_devices_give_the_losses_and_parameters_of_one(name, on_one_device
   np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)
   expected = on_one_device[1].params
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
-  # Parameters and the optimizer's state still lie as they were meant to.
+  # Parameters and the optimizer state are still split as intended.
   path = ("encoder", "layers_0", "mlp", "wi_0", "kernel")
   kernel, moment = state.params, state.param_states
   for key in path:
@@ -135,7 +135,7 @@ def scanned_on_one_device():
   return three_steps(OneDevice(num_partitions=1), SCANNED, num_microbatches=2)
 
 
-# By name: the part of the decoder's queries [embed=16, layers=2, heads=4, kv=4] that a device has.
+# Name → the shape of a device's part of the decoder's query kernel [embed=16, layers=2, heads=4, kv=4].
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "shape"), [("data parallel", (16, 2, 4, 4)), ("parameters over data too", (4, 2, 2, 4))]
@@ -165,7 +165,7 @@ def test_logical_constraints_take_effect_on_the_mesh():
   assert double(x).sharding.device_set == {jax.devices()[0]}
 
 
-def test_positions_are_split_where_nothing_else_is_and_a_single_one_stays_whole():
+def test_positions_are_split_unless_another_axis_is_or_there_is_only_one():
   partitioner = PjitPartitioner(mesh={"data": 2, "fsdp": 2, "tensor": 2}, sequence_parallel=True)
 
   def placed(shape, *names):
@@ -180,7 +180,7 @@ def test_positions_are_split_where_nothing_else_is_and_a_single_one_stays_whole(
   }
 
 
-def test_functions_are_partitioned_as_told_and_arguments_can_be_bound_and_donated():
+def test_partition_splits_results_and_arguments_can_be_bound_and_donated():
   partitioner = PjitPartitioner(num_partitions=1)
   add = partitioner.partition(
     lambda x, times, y: x * times + y,
@@ -203,7 +203,7 @@ def test_a_compiled_function_keeps_its_bound_arguments():
   np.testing.assert_array_equal(compiled(jnp.zeros(8)), np.ones(8))
 
 
-def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+def test_a_batch_that_cannot_be_split_is_an_error_that_gives_the_nearest_sizes():
   partitioner = PjitPartitioner(num_partitions=2)
   text = (
     "batch size 10 cannot be split over the 4 devices of the mesh's data axis (mesh {'data': 4, "
@@ -226,7 +226,7 @@ def test_a_batch_is_split_over_data_and_fsdp_together():
     partitioner.get_data_layout(6)
 
 
-def test_one_process_reads_the_whole_batch():
+def test_a_single_process_reads_the_whole_batch():
   layout = PjitPartitioner(num_partitions=2).get_data_layout(16)
   assert layout == DataLayout(16, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
   assert PjitPartitioner(num_partitions=2).get_data_layout().batch_size == 4
@@ -256,7 +256,7 @@ class Grid(PjitPartitioner):
     (((0,), (0,), (1,), (1,)), [(0, 2, True), (1, 2, True)]),
     # Each row is shared by two processes, which read the same shard.
     (((0, 1), (2, 3)), [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]),
-    # One copy of the model over all: everyone reads everything.
+    # One copy of the model over all: all processes read everything.
     (((0, 0, 1, 1),), [(0, 1, True), (0, 1, False)]),
   ],
 )
@@ -269,7 +269,7 @@ def test_processes_that_share_rows_of_the_mesh_read_the_same_shard(owners, expec
   ] == expected
 
 
-def test_axis_without_a_rule_is_named_with_the_rule_to_add():
+def test_an_axis_without_a_rule_is_an_error_that_gives_the_rule_to_add():
   rules = [rule for rule in standard_logical_axis_rules() if rule[0] != "vocab"]
   partitioner = PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
   with pytest.raises(
@@ -278,11 +278,12 @@ def test_axis_without_a_rule_is_named_with_the_rule_to_add():
     partitioner.get_mesh_axes(make_state(Bigram()))
 
 
-def test_a_mesh_that_does_not_divide_the_heads_is_refused_with_those_that_do():
+def test_a_mesh_that_does_not_divide_the_heads_is_an_error_that_lists_those_that_do():
   state = jax.eval_shape(lambda: make_state(MODULE))
   text = (
-    "of shape (4, 32) cannot be split over model in 8 parts: 4 is no multiple of 8. It would go in "
-    "1, 2, 4: set partitioning.PjitPartitioner.num_partitions (or mesh's 'tensor') accordingly"
+    "of shape (4, 32) cannot be split over model into 8 parts, because 4 is not a multiple of 8. Set "
+    "partitioning.PjitPartitioner.num_partitions (or mesh's 'tensor') so that the number of parts is "
+    "one of 1, 2, 4."
   )
   with pytest.raises(ValueError, match=re.escape(text)):
     partition_specs_of(PjitPartitioner(num_partitions=8), state)
@@ -291,32 +292,33 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_with_those_that_do():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({}, "neither num_partitions nor model_parallel_submesh nor ici_mesh_shape nor mesh: set"),
+    ({}, "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: set"),
     (
       {"num_partitions": 2, "mesh": {"data": 8}},
-      r"given mesh = {'data': 8} and num_partitions = 2, .*: set the last three to None",
+      r"has mesh = {'data': 8} and also num_partitions = 2, .*: set the last ",
     ),
     (
       {"num_partitions": 4, "model_parallel_submesh": (1, 1, 1, 2)},
-      r"both num_partitions = 4 and model_parallel_submesh = \(1, 1, 1, 2\), which is 2",
+      r"num_partitions = 4 and also model_parallel_submesh = \(1, 1, 1, 2\), whose product is 2",
     ),
   ],
 )
-def test_no_mesh_and_two_meshes_are_refused(arguments, text):
+def test_no_mesh_and_two_meshes_are_errors(arguments, text):
   with pytest.raises(ValueError, match=text):
     PjitPartitioner(**arguments)
 
 
 @pytest.mark.parametrize("num_partitions", [None, 1, 2])
-def test_a_submesh_axes_beside_the_one_partition_that_runs_set(num_partitions):
+def test_a_submesh_overrides_the_single_partition_that_runs_set(num_partitions):
   partitioner = PjitPartitioner(num_partitions, model_parallel_submesh=(1, 1, 1, 2))
   assert partitioner.mesh_shape(8) == {"data": 4, "model": 2}
 
 
-def test_an_empty_submesh_is_none():
+def test_an_empty_submesh_is_ignored():
   partitioner = PjitPartitioner(num_partitions=2, model_parallel_submesh=())
   assert partitioner.mesh_shape(8) == {"data": 4, "model": 2}
 
 
-def test_making_a_partitioner_touches_no_device():
-  assert PjitPartitioner(num_partitions=3)._mesh is None
+def test_building_a_partitioner_touches_no_device(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
+  PjitPartitioner(num_partitions=3)

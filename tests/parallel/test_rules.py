@@ -1,4 +1,4 @@
-"""T5X's logical axis rules."""
+"""The logical axis rules are T5X's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rosetta_t5.parallel import standard_logical_axis_rules
     ((2, 2), ("data", "model"), ("data", None, "model"), ("model", "data")),
   ],
 )
-def test_axes_go_where_t5x_puts_them(dims, kernel, activation, table):
+def test_logical_axes_map_to_the_mesh_axes_of_t5x(dims, kernel, activation, table):
   rules = standard_logical_axis_rules(*dims)
 
   def mesh_axes(*names):
@@ -36,6 +36,6 @@ def test_additional_rules_come_last():
   assert rules[:-1] == standard_logical_axis_rules()
 
 
-def test_other_numbers_of_dimensions_are_refused():
-  with pytest.raises(ValueError, match="of 1 or 2, but was given 1 and 3"):
+def test_other_numbers_of_dimensions_are_errors():
+  with pytest.raises(ValueError, match="must be 1 or 2, got 1 and 3"):
     standard_logical_axis_rules(1, 3)

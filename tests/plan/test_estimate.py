@@ -75,14 +75,14 @@ def test_heads_that_cannot_be_sharded_are_reported(capsys):
     (("--devices=0",), "--devices must be at least 1, got 0"),
     (
       ("--devices=8", '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 3}'),
-      "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible would be",
+      "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible meshes:",
     ),
     (
       (
         *("--devices=8", "--gin.partitioning.PjitPartitioner.num_partitions=8"),
         "--gin.network.T5Config.num_heads=6",
       ),
-      "cannot be split over model in 8 parts: ",
+      "cannot be split over model into 8 parts",
     ),
     (("--devices=7",), "batch size 8 cannot be split over the 7 devices"),
   ],
