@@ -15,7 +15,7 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
-from rosetta_t5.networks.computation_summary import computation_text
+from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
@@ -193,7 +193,7 @@ def train(
       model_dir=model_dir,
       restored_from=restore_path,
       save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
-      computation=computation_text(model, fp8),
+      computation=describe_computation(model, fp8),
       notes=_header_notes(model, model_dir, fp8),
     )
   )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.fp8 import fp8_product
+from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
@@ -23,17 +23,17 @@ RNG = np.random.default_rng(0)
 
 def test_fp8_products_run_on_fp8_tensor_cores():
   x, w, dy = (jnp.asarray(RNG.normal(size=(256, 256)), jnp.bfloat16) for _ in range(3))
-  step = jax.jit(lambda x, w, dy: (fp8_product(x, w), jax.vjp(fp8_product, x, w)[1](dy)))
+  step = jax.jit(lambda x, w, dy: (fp8_matmul(x, w), jax.vjp(fp8_matmul, x, w)[1](dy)))
   assert step.lower(x, w, dy).compile().as_text().count("__cublas$lt$matmul$f8") == 3
   for got, want in zip(jax.tree.leaves(step(x, w, dy)), (x @ w, dy @ w.T, x.T @ dy), strict=True):
     error = jnp.linalg.norm((got - want).astype(jnp.float32))
     assert error < 0.08 * jnp.linalg.norm(want.astype(jnp.float32))
 
 
-def test_stacked_kernels_are_one_fp8_product():
+def test_stacked_kernels_are_one_fp8_matmul():
   x = jnp.asarray(RNG.normal(size=(8, 32, 256)), jnp.bfloat16)
   w = jnp.asarray(RNG.normal(size=(256, 3, 128)), jnp.bfloat16)
-  assert jax.jit(fp8_product).lower(x, w).compile().as_text().count("__cublas$lt$matmul$f8") == 1
+  assert jax.jit(fp8_matmul).lower(x, w).compile().as_text().count("__cublas$lt$matmul$f8") == 1
 
 
 def test_fp8_is_on_by_default_where_the_hardware_has_it():

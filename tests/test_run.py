@@ -290,7 +290,7 @@ def test_fp8_run_can_be_resumed_in_fp8_and_in_bfloat16(tmp_path, recipe):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   status, out, err = start(whole, *bindings, "TRAIN_STEPS = 6", gin_file="fp8.gin")
   assert status == 0, err
-  assert f"fp8 XLA's own products, {recipe} scaling" in out
+  assert f"fp8 XLA's own matmuls, {recipe} scaling" in out
   for steps in (3, 6):
     status, _, err = start(broken, *bindings, f"TRAIN_STEPS = {steps}", gin_file="fp8.gin")
     assert status == 0, err

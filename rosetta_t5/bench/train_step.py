@@ -32,8 +32,8 @@ from rosetta_t5.bench.workload import (
   time_steps,
 )
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.computation_summary import computation_text
-from rosetta_t5.networks.layers.remat import REMAT_POLICIES
+from rosetta_t5.networks.computation_summary import describe_computation
+from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
@@ -122,7 +122,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   work = batch_workload(model, partitioner, shapes, mesh, args.microbatches)
   planned = step_memory(state, axes, work)
   return CompiledStep(
-    compiled, state, batch_on_devices, computation_text(model, fp8) or "", planned
+    compiled, state, batch_on_devices, describe_computation(model, fp8) or "", planned
   )
 
 

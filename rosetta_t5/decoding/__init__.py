@@ -1,4 +1,4 @@
-"""Decoding: beam search and sampling over any model that gives logits one token at a time."""
+"""Decoding: beam search and sampling for any model that computes the next token's logits."""
 
 from rosetta_t5.decoding.beam_search import (
   NEG_INF_VALUE,

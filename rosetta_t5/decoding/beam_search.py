@@ -14,22 +14,22 @@ from jaxtyping import Array, Float, Int
 from rosetta_t5.decoding import beams
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
-# `min_log_prob`'s default: no beam is ever given up.
+# The default of `min_log_prob`: the search never ends early.
 NEG_INF_VALUE = float(NEG_INF)
 
 
 class BeamState(struct.PyTreeNode):
-  """What the loop carries; beams are sorted, the best last.
+  """The loop's state; beams are sorted, the best last.
 
   Attributes:
-    cur_index: int32 position of the newest token: a scalar, or [batch] after prefilled caches.
+    cur_index: int32 position of the newest token: a scalar, or [batch] if the cache was prefilled.
     live_logprobs: [batch, beam] log probabilities of the unfinished sequences.
     finished_scores: [batch, beam] log probabilities over the brevity penalty.
-    live_seqs: [batch, beam, length + 1] unfinished sequences; position 0 holds a dummy.
-    finished_seqs: the same for finished ones.
-    finished_flags: [batch, beam] whether there is a finished sequence in this place.
-    cache: the model's cache of the unfinished sequences; [batch · beam] within the loop.
-    initial_index: [batch] where decoding started; None for position 0.
+    live_seqs: [batch, beam, length + 1] unfinished sequences; position 0 is the start token.
+    finished_seqs: [batch, beam, length + 1] finished sequences.
+    finished_flags: [batch, beam] whether an entry of `finished_seqs` is a finished sequence.
+    cache: the model's cache of the unfinished sequences; [batch · beam] in the loop.
+    initial_index: [batch] the position where decoding started; None for position 0.
   """
 
   cur_index: jax.Array
@@ -45,7 +45,7 @@ class BeamState(struct.PyTreeNode):
 class _Candidates(NamedTuple):
   """The 2·beams best continuations of the live beams, the best first.
 
-  So many because even if half of them end here, a full set of unfinished ones remains.
+  At most half of them can end with this token, so a full set of unfinished ones remains.
   """
 
   log_probs_BC: jax.Array
@@ -55,7 +55,7 @@ class _Candidates(NamedTuple):
 
 
 def brevity_penalty(alpha: float | jax.Array, length: int | jax.Array) -> jax.Array:
-  """Returns ((5 + length) / 6) ** alpha, by which log probabilities of this length are divided."""
+  """Returns ((5 + length) / 6) ** alpha, the divisor of log probabilities of this length."""
   return jnp.power((5.0 + length) / 6.0, alpha)
 
 
@@ -68,16 +68,16 @@ def beam_init(
   live_seqs: Int[Array, "batch beam length"] | None = None,
   initial_index: Int[Array, " batch"] | None = None,
 ) -> BeamState:
-  """Returns the state before the first step: one live beam, as its copies have probability 0.
+  """Returns the state before the first step. Only the first beam is live; the others have probability 0.
 
   Args:
     batch_size: the number of sequences.
-    beam_size: the number of beams of each.
-    max_decode_len: the length of the sequences with the dummy in front.
+    beam_size: the number of beams per sequence.
+    max_decode_len: the length of the sequences including the start token.
     cache: the model's cache without beams.
-    offset: where its batch dimension lies.
-    live_seqs: sequences to start from; zeros if None.
-    initial_index: the position of each sequence's newest token, if the cache is filled up to there.
+    offset: the index of the cache's batch dimension.
+    live_seqs: sequences to start from; None for zeros.
+    initial_index: the position of each sequence's newest token in a prefilled cache.
   """
   beam = functools.partial(beams.add_beam_dim, beam_size=beam_size, offset=offset)
   seqs = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
@@ -108,28 +108,28 @@ def beam_search(
   cache_offset: int = 0,
   initial_index: Int[Array, " batch"] | None = None,
 ) -> tuple[Int[Array, "batch beam decode_len"], Float[Array, "batch beam"]]:
-  """Returns the best sequences that it finds, and their scores, the best last.
+  """Returns the best sequences found and their scores, the best last.
 
-  Scores are log probabilities over `brevity_penalty`. Where no sequence ended in time, the live ones
-  are returned with their log probabilities. Tokens after the end are 0.
+  Scores are log probabilities divided by `brevity_penalty`. If no sequence of an example has ended, its
+  live ones are returned with their log probabilities. Tokens after the end are 0.
 
   Args:
-    inputs: a prompt, shifted right by one position; decoding follows it until its first 0.
+    inputs: a prompt, shifted right by one position; decodes begin with its tokens up to its first 0.
     cache: the model's cache for `batch` sequences.
-    tokens_to_logits: returns the next token's logits, and the cache with one position more.
+    tokens_to_logits: returns the next token's logits, and the cache with one more position.
     eos_id: the token that ends a sequence.
     num_decodes: the number of beams, and of sequences returned.
     alpha: the strength of the brevity penalty.
-    max_decode_len: the longest decode; None for the length of `inputs`.
-    max_decode_step: the most steps, from `initial_index` on; negative for no limit.
+    max_decode_len: the maximum length of a decode; None for the length of `inputs`.
+    max_decode_step: the maximum number of steps after `initial_index`; negative for no limit.
     min_log_prob: the search ends when no live sequence has a higher log probability.
-    decode_rng: not used; samplers have it.
-    cache_offset: 1 if the cache's batch dimension comes second, after scanned layers.
-    initial_index: [batch] for a cache that is filled up to these positions of `inputs`.
+    decode_rng: ignored; it makes the signature that of a sampler.
+    cache_offset: 1 if the batch is the cache's second dimension, after scanned layers.
+    initial_index: [batch] the number of positions of `inputs` that the cache already has.
   """
   del decode_rng
   batch_size, length = inputs.shape
-  # Position 0 is a dummy that starts the decoding.
+  # Position 0 is the start token.
   max_len = (length if max_decode_len is None else max_decode_len) + 1
   padding = ((0, 0), (0, max(0, max_len - length)))
   prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding)[:, :max_len]
@@ -141,12 +141,12 @@ def beam_search(
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
 
-  # In the loop the cache has the beams in its batch dimension, as the model wants it: with a dimension
-  # of their own XLA would copy all of it in every step.
-  is_filled = initial_index is not None
-  start = start.replace(cache=beams.flatten_cache(start.cache, cache_offset, is_filled))
+  # In the loop the cache has beams in its batch dimension, as the model expects. With a separate
+  # dimension for beams XLA would copy the whole cache in every step.
+  is_prefilled = initial_index is not None
+  start = start.replace(cache=beams.flatten_cache(start.cache, cache_offset, is_prefilled))
 
-  def goes_on(state: BeamState) -> jax.Array:
+  def should_continue(state: BeamState) -> jax.Array:
     can_improve = _can_improve(state, brevity_penalty(alpha, max_len))
     if isinstance(min_log_prob, jax.Array) or min_log_prob > NEG_INF_VALUE:
       can_improve &= jnp.any(state.live_logprobs > min_log_prob)
@@ -161,7 +161,7 @@ def beam_search(
       return new_state
     return _keep_where(state.cur_index >= last, state, new_state)
 
-  final = jax.lax.while_loop(goes_on, step, start)
+  final = jax.lax.while_loop(should_continue, step, start)
   any_finished_B = jnp.any(final.finished_flags, axis=1)
   seqs = jnp.where(any_finished_B[:, None, None], final.finished_seqs, final.live_seqs)
   scores = jnp.where(any_finished_B[:, None], final.finished_scores, final.live_logprobs)
@@ -169,7 +169,7 @@ def beam_search(
 
 
 def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
-  """Tells whether a live sequence could still displace a finished one: a bound, not an estimate."""
+  """Returns whether a live sequence could still replace a finished one (an exact bound)."""
   best_live_B1 = state.live_logprobs[:, -1:] / longest_penalty
   worst_B1 = jnp.min(state.finished_scores, axis=1, keepdims=True)
   worst_BK = jnp.where(state.finished_flags, worst_B1, NEG_INF_VALUE)
@@ -179,12 +179,12 @@ def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
 def _next_logits(state: BeamState, tokens_to_logits: TokensToLogits) -> tuple[jax.Array, Any]:
   """Returns the logits [batch, beam, vocabulary] after the newest tokens, and the new cache."""
   batch_size, beam_size, _ = state.live_seqs.shape
-  is_filled = state.initial_index is not None
+  is_prefilled = state.initial_index is not None
   index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
   tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
   flat_logits, flat_cache = tokens_to_logits(
     DecodingState(
-      cur_index=jnp.repeat(state.cur_index, beam_size) if is_filled else state.cur_index,
+      cur_index=jnp.repeat(state.cur_index, beam_size) if is_prefilled else state.cur_index,
       sequences=beams.flatten_beam_dim(state.live_seqs),
       cur_token=beams.flatten_beam_dim(tokens_BK1),
       cache=state.cache,
@@ -196,7 +196,7 @@ def _next_logits(state: BeamState, tokens_to_logits: TokensToLogits) -> tuple[ja
 def _best_continuations(
   state: BeamState, logits_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int
 ) -> _Candidates:
-  """Returns the best continuations by one token; within a prompt, the prompt's."""
+  """Returns the best continuations by one token; in a prompt, the continuation by its token."""
   batch_size, beam_size, vocab = logits_BKV.shape
   log_probs_BKV = (
     jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + state.live_logprobs[..., None]
@@ -207,7 +207,7 @@ def _best_continuations(
   tokens_BC, parents_BC = chosen_BC % vocab, chosen_BC // vocab
   index_B1 = _index_like(state.cur_index, prompts_BL)[:, :1] + 1
   prompt_B1 = jnp.take_along_axis(prompts_BL, index_B1, axis=1)
-  # The prompt's token is certain, and one beam is enough to follow it.
+  # The prompt's token has probability 1, and only one beam continues with it.
   log_probs_BC = jnp.where(prompt_B1 == 0, log_probs_BC, _first_only(2 * beam_size)[None])
   tokens_BC = jnp.where(prompt_B1 == 0, tokens_BC, prompt_B1)
   seqs_BCL = beams.gather_beams(state.live_seqs, parents_BC, batch_size, beam_size, 2 * beam_size)
@@ -220,7 +220,7 @@ def _best_continuations(
 def _select_live(
   state: BeamState, candidates: _Candidates, new_cache: Any, offset: int
 ) -> BeamState:
-  """Returns the state with the best continuations that go on as live beams."""
+  """Returns the state with the best unfinished continuations as live beams."""
   batch_size, beam_size = state.live_logprobs.shape
   unfinished_BC = candidates.log_probs_BC + jnp.where(candidates.ended_BC, NEG_INF_VALUE, 0.0)
   seqs, log_probs, parents = beams.gather_topk_beams(
@@ -229,7 +229,7 @@ def _select_live(
     batch_size,
     beam_size,
   )
-  if beam_size > 1:  # A single beam has but one parent.
+  if beam_size > 1:  # a single beam is its own parent
     new_cache = beams.flat_cache_gather_beams(new_cache, parents, offset)
   return state.replace(
     cur_index=state.cur_index + 1, live_logprobs=log_probs, live_seqs=seqs, cache=new_cache
@@ -239,7 +239,7 @@ def _select_live(
 def _select_finished(
   state: BeamState, candidates: _Candidates, alpha: float | jax.Array, length: jax.Array
 ) -> BeamState:
-  """Returns the state with the best of the finished sequences, old and new."""
+  """Returns the state with the best of the old and the newly finished sequences."""
   batch_size, beam_size = state.finished_scores.shape
   penalty = brevity_penalty(alpha, _index_like(length, candidates.log_probs_BC))
   scores_BC = candidates.log_probs_BC / penalty
@@ -252,7 +252,7 @@ def _select_finished(
 
 
 def _keep_where(done_B: jax.Array, old: BeamState, new: BeamState) -> BeamState:
-  """Returns `new`, but `old` for the sequences that have reached the end before others."""
+  """Returns `new`, except for sequences that are already full, which keep `old`."""
 
   def keep(name: str) -> jax.Array:
     before, after = getattr(old, name), getattr(new, name)
@@ -264,10 +264,10 @@ def _keep_where(done_B: jax.Array, old: BeamState, new: BeamState) -> BeamState:
 
 
 def _first_only(size: int) -> jax.Array:
-  """Returns log probabilities that leave only the first of `size` beams."""
+  """Returns log probabilities of 0 for the first of `size` beams and −∞ for the others."""
   return jnp.where(jnp.arange(size) == 0, 0.0, NEG_INF_VALUE).astype(jnp.float32)
 
 
 def _index_like(index: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns a scalar or [batch] number broadcast to the shape of `x`, whose batch comes first."""
+  """Returns a scalar or [batch] array broadcast to the shape of `x`, whose first dimension is batch."""
   return jnp.broadcast_to(index.reshape(index.shape + (1,) * (x.ndim - index.ndim)), x.shape)

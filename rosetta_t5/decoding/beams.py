@@ -1,6 +1,7 @@
-"""Beams as a second dimension after the batch: adding it, joining it with the batch, gathering along it.
+"""Operations on arrays and caches with a beam dimension: adding, flattening and gathering beams.
 
-Caches are nested dicts of arrays with the batch first, or second after scanned layers (`offset=1`).
+The beam dimension follows the batch dimension. Caches are nested dicts of arrays whose batch is the
+first dimension, or the second one after scanned layers (`offset=1`).
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from rosetta_t5.parallel.sharding_constraints import map_over_batch
 PyTree = Any
 Cache = FrozenDict | dict[str, Any]
 
-# Entries of a cache that have no batch dimension.
+# Cache entries without a batch dimension.
 _WITHOUT_BATCH = frozenset({"cached_bias", "position_embedder_index"})
-# Has none while all sequences are equally long, one number a sequence with a prefilled cache.
+# A scalar while all sequences have the same length; [batch] after a prefill.
 _INDEX = "cache_index"
-# [batch, length], within beam search [batch, beam, length]: which beam's rows hold each position's key
-# and value. A network that keeps it beside them needs no moving of these.
-_WRITER = "cached_beam"
-_ROWS = frozenset({"cached_key", "cached_value"})
-# How many candidates `top_k_two_stage` first takes together.
+# The beam whose row of the cache has the key and value of each position: [batch, length], or
+# [batch, beam, length] in a beam search. With this table, keys and values do not have to be moved when
+# beams are reordered.
+_WRITING_BEAM = "cached_beam"
+_KEYS_AND_VALUES = frozenset({"cached_key", "cached_value"})
+# The number of candidates in a block of `top_k_two_stage`.
 _BLOCK = 128
 
 
@@ -40,7 +42,7 @@ def cache_map(
   Args:
     fn: a function of one array.
     cache: a nested dict of arrays.
-    apply_to_index: whether the cache's index is one number a sequence, and so to be mapped too.
+    apply_to_index: whether the cache's index is [batch], so that `fn` is applied to it as well.
   """
 
   return _map_with_path(
@@ -49,7 +51,7 @@ def cache_map(
 
 
 def add_beam_dim(x: Shaped[Array, "..."], beam_size: int, offset: int = 0) -> Shaped[Array, "..."]:
-  """Returns [batch, ...] as [batch, beam, ...], every beam the same; the batch lies at `offset`."""
+  """Returns [batch, ...] as [batch, beam, ...] with equal beams; `offset` is the batch dimension."""
   shape = (*x.shape[: offset + 1], beam_size, *x.shape[offset + 1 :])
   return jnp.broadcast_to(jnp.expand_dims(x, offset + 1), shape)
 
@@ -69,7 +71,7 @@ def unflatten_beam_dim(
 def flat_batch_beam_expand(
   x: Shaped[Array, "..."], beam_size: int, offset: int = 0
 ) -> Shaped[Array, "..."]:
-  """Returns [batch, ...] as [batch · beam, ...], each sequence `beam_size` times in a row."""
+  """Returns [batch, ...] as [batch · beam, ...], with each sequence repeated `beam_size` times."""
   return flatten_beam_dim(add_beam_dim(x, beam_size, offset), offset)
 
 
@@ -81,10 +83,10 @@ def gather_beams(
   new_beam_size: int,
   one_hot: bool = True,
 ) -> PyTree:
-  """Returns arrays [batch, old_beam, ...] as [batch, new_beam, ...], with the beams that are named.
+  """Returns the beams with the given indices: [batch, old_beam, ...] becomes [batch, new_beam, ...].
 
-  `batch_size`, `old_beam_size`, `new_beam_size` and `one_hot` are T5X's arguments; the arrays tell the
-  sizes, and a gather within each sequence stays on its device, so no one-hot product is needed.
+  `batch_size`, `old_beam_size`, `new_beam_size` and `one_hot` are T5X's arguments without effect: the
+  arrays have the sizes, and a gather does not need T5X's one-hot matmul to stay on its device.
   """
   del batch_size, old_beam_size, new_beam_size, one_hot
   return jax.tree.map(lambda x: _gather(x, beam_indices, offset=0), nested)
@@ -99,51 +101,51 @@ def cache_gather_beams(
   one_hot: bool = True,
   offset: int = 0,
 ) -> Cache:
-  """Returns a cache with the beams that are named (see `gather_beams`); the batch lies at `offset`."""
+  """Returns a cache of the beams with the given indices, as `gather_beams` does for arrays."""
   del batch_size, old_beam_size, new_beam_size, one_hot
   return cache_map(lambda x: _gather(x, beam_indices, offset), nested)
 
 
 def flatten_cache(cache: Cache, offset: int = 0, apply_to_index: bool = False) -> Cache:
-  """Returns a cache whose beams have a dimension with these in the batch's, as a network takes it."""
+  """Returns the cache with its beam dimension flattened into the batch, as a network expects it."""
 
-  def flattened(path: tuple[str, ...], value: jax.Array) -> jax.Array:
-    is_shared = _is_shared(path, apply_to_index) or path[-1] == _WRITER
+  def flatten(path: tuple[str, ...], value: jax.Array) -> jax.Array:
+    is_shared = _is_shared(path, apply_to_index) or path[-1] == _WRITING_BEAM
     return value if is_shared else flatten_beam_dim(value, offset)
 
-  return _map_with_path(flattened, cache)
+  return _map_with_path(flatten, cache)
 
 
 def flat_cache_gather_beams(
   cache: Cache, beam_indices: Int[Array, "batch beam"], offset: int = 0
 ) -> Cache:
-  """Returns a cache as `flatten_cache` makes it with the beams that are named.
+  """Returns a cache of the beams with the given indices, for a cache from `flatten_cache`.
 
-  Keys and values stay where they are if the cache tells who wrote them (`cached_beam`).
+  Keys and values are not moved if the cache records the beams that wrote them (`cached_beam`).
   """
   flat = flatten_dict(cache)
   batch_size, beam_size = beam_indices.shape
 
-  def gathered(path: tuple[str, ...], value: jax.Array) -> jax.Array:
-    stays = path[-1] in _ROWS and (*path[:-1], _WRITER) in flat
-    if stays or _is_shared(path):
+  def gather(path: tuple[str, ...], value: jax.Array) -> jax.Array:
+    is_in_place = path[-1] in _KEYS_AND_VALUES and (*path[:-1], _WRITING_BEAM) in flat
+    if is_in_place or _is_shared(path):
       return value
-    if path[-1] == _WRITER:
+    if path[-1] == _WRITING_BEAM:
       return _gather(value, beam_indices, offset)
-    apart = unflatten_beam_dim(value, batch_size, beam_size, offset)
-    return flatten_beam_dim(_gather(apart, beam_indices, offset), offset)
+    unflattened = unflatten_beam_dim(value, batch_size, beam_size, offset)
+    return flatten_beam_dim(_gather(unflattened, beam_indices, offset), offset)
 
-  return _map_with_path(gathered, cache)
+  return _map_with_path(gather, cache)
 
 
 def top_k_two_stage(
   x: Float[Array, "batch candidates"], k: int
 ) -> tuple[Float[Array, "batch k"], Int[Array, "batch k"]]:
-  """Returns the k largest values of each row and their indices, the largest first, as `lax.top_k`.
+  """Returns the k largest values of each row and their indices, the largest first, like `lax.top_k`.
 
-  Of a long row only the k blocks with the largest maxima are looked into: no other can hold one of
-  these values. On a CPU that takes a quarter to a tenth of the time. Each device finds those of its
-  own part of the batch.
+  In a long row only the k blocks with the largest maxima are searched, because no other block can
+  contain one of these values. On a CPU this takes a quarter to a tenth of the time. Each device
+  searches its own part of the batch.
   """
   values, indices = map_over_batch(functools.partial(_top_k, k), x)
   return values, indices
@@ -156,12 +158,12 @@ def _top_k(k: int, x_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values_BK, chosen_BK
   x_BC = jnp.pad(x_BC, ((0, 0), (0, -size % _BLOCK)), constant_values=-jnp.inf)
   x_BNL = x_BC.reshape(batch, -1, _BLOCK)
-  # Sorted, so that of equal values the first in the row is first here too.
+  # Sorted, so that equal values keep their order.
   blocks_BK = jnp.sort(jax.lax.top_k(x_BNL.max(axis=-1), k)[1], axis=-1)
-  looked_into_BKL = jnp.take_along_axis(x_BNL, blocks_BK[..., None], axis=1)
-  values_BK, places_BK = jax.lax.top_k(looked_into_BKL.reshape(batch, -1), k)
-  chosen_BK = jnp.take_along_axis(blocks_BK, places_BK // _BLOCK, axis=1)
-  return values_BK, chosen_BK * _BLOCK + places_BK % _BLOCK
+  candidates_BKL = jnp.take_along_axis(x_BNL, blocks_BK[..., None], axis=1)
+  values_BK, within_BK = jax.lax.top_k(candidates_BKL.reshape(batch, -1), k)
+  chosen_BK = jnp.take_along_axis(blocks_BK, within_BK // _BLOCK, axis=1)
+  return values_BK, chosen_BK * _BLOCK + within_BK % _BLOCK
 
 
 def gather_topk_beams(
@@ -177,7 +179,7 @@ def gather_topk_beams(
 
 
 def _is_shared(path: tuple[str, ...], apply_to_index: bool = False) -> bool:
-  """Tells whether an entry of a cache has no batch dimension."""
+  """Returns whether a cache entry has no batch dimension."""
   return path[-1] in _WITHOUT_BATCH or (path[-1] == _INDEX and not apply_to_index)
 
 
@@ -188,9 +190,6 @@ def _map_with_path(fn: Callable[[tuple[str, ...], jax.Array], jax.Array], cache:
 
 
 def _gather(x: jax.Array, beam_indices: jax.Array, offset: int) -> jax.Array:
-  """Returns x[..., b, beam_indices[b], ...] for every sequence b; the batch lies at `offset`."""
-
-  def of_one_sequence(x_of_sequence: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take(x_of_sequence, indices, axis=offset, mode="clip")
-
-  return jax.vmap(of_one_sequence, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)
+  """Returns x[..., b, beam_indices[b], ...] for every sequence b; `offset` is the batch dimension."""
+  take = functools.partial(jnp.take, axis=offset, mode="clip")
+  return jax.vmap(take, in_axes=(offset, 0), out_axes=offset)(x, beam_indices)

@@ -16,22 +16,22 @@ from jaxtyping import Array, Float, Int
 from rosetta_t5.decoding import beams, thresholds
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
-# Below this a temperature counts as 0.
+# Lower temperatures count as 0.
 MIN_TEMPERATURE = np.array(1e-4)
 
 
 class SamplingLoopState(struct.PyTreeNode):
-  """What the loop carries and callbacks may change; B is batch · decodes.
+  """The loop's state, which callbacks may change; B is batch · decodes.
 
   Attributes:
-    step: int32 number of steps made.
+    step: int32 number of completed steps.
     cur_index: [B] position of each `cur_token`.
-    sequences: [B, length + 2] a dummy, the tokens, and a place for what nobody needs.
+    sequences: [B, length + 2] a start token, the tokens, and one position for discarded tokens.
     cache: the model's cache.
     cur_token: [B, 1] the newest tokens.
     ended: [B, 1] whether the sequence has ended.
-    rng: key for the steps to come.
-    log_prob: [B] log probability of the tokens that were sampled.
+    rng: the random key for the remaining steps.
+    log_prob: [B] log probability of the sampled tokens.
   """
 
   step: jax.Array
@@ -72,38 +72,40 @@ def temperature_sample(
 
   Args:
     inputs: a prompt, shifted right by one position; its nonzero tokens are kept and their
-      probabilities not counted.
+      probabilities are not counted.
     cache: the model's cache for `batch` sequences.
-    tokens_to_logits: returns the next token's logits, and the cache with one position more.
-    eos_id: the token that ends a sequence, once there are more of it than in the prompt.
-    decode_rng: the key; None for PRNGKey(0).
-    num_decodes: how many sequences are sampled for each of the batch.
-    temperature: logits are divided by it; 0 takes the most probable token; one for all, or [batch].
-    topk: only the k most probable tokens are sampled; 0 for all.
-    topp: only the fewest tokens that have this probability together are sampled; 0 for all.
-    cache_offset: 1 if the cache's batch dimension comes second, after scanned layers.
-    initial_index: [batch] for a cache that is filled up to these positions of `inputs`.
-    max_decode_steps: how many tokens may follow the prompt; None for as many as fit.
-    max_decode_steps_hard_limit: a bound on `max_decode_steps`, where that is traced.
-    rescale_log_probs: whether the log probabilities returned are those after temperature, top-k and
-      top-p (with k = 1 all are 0), or the model's.
-    state_callback_fn: called on the state before each step and at the end; returns the state to use.
-    logit_callback_fn: called on the logits and the state; returns the logits to sample from.
+    tokens_to_logits: returns the next token's logits, and the cache with one more position.
+    eos_id: the token that ends a sequence. Occurrences in the prompt do not end it.
+    decode_rng: the random key; None for PRNGKey(0).
+    num_decodes: the number of samples per sequence of the batch.
+    temperature: divides the logits; 0 selects the most probable token. A scalar, or [batch].
+    topk: only the k most probable tokens are sampled; 0 for all tokens.
+    topp: only the smallest set of tokens with this total probability is sampled; 0 for all tokens.
+    cache_offset: 1 if the batch is the cache's second dimension, after scanned layers.
+    initial_index: [batch] the number of positions of `inputs` that the cache already has.
+    max_decode_steps: the maximum number of tokens after the prompt; None for as many as fit.
+    max_decode_steps_hard_limit: an upper bound for a traced `max_decode_steps`.
+    rescale_log_probs: whether the returned log probabilities are those after temperature, top-k and
+      top-p (all are 0 with k = 1), or the model's.
+    state_callback_fn: called with the state before each step and at the end; returns the state to use.
+    logit_callback_fn: called with the logits and the state; returns the logits to sample from.
 
   Raises:
-    ValueError: both `topk` and `topp` are set, or more steps than positions are asked for.
+    ValueError: both `topk` and `topp` are set, or there are more steps than positions.
   """
   limit = max_decode_steps_hard_limit or 0
   if max_decode_steps is not None and limit > 0:
-    at_most = min if isinstance(max_decode_steps, int) else jnp.minimum
-    max_decode_steps = at_most(max_decode_steps, limit)
+    minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
+    max_decode_steps = minimum(max_decode_steps, limit)
   _check_limits(topk, topp, max_decode_steps, inputs.shape[1])
+  change_state = state_callback_fn or (lambda state: state)
+  change_logits = logit_callback_fn or (lambda logits, state: logits)
   batch_size, length = inputs.shape
   if num_decodes > 1:
     expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
-    is_filled = initial_index is not None
+    is_prefilled = initial_index is not None
     inputs = expand(inputs)
-    cache = beams.cache_map(functools.partial(expand, offset=cache_offset), cache, is_filled)
+    cache = beams.cache_map(functools.partial(expand, offset=cache_offset), cache, is_prefilled)
     initial_index = None if initial_index is None else expand(initial_index)
   max_len: int | jax.Array = length
   if max_decode_steps is not None:
@@ -112,17 +114,21 @@ def temperature_sample(
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
   start = _initial_state(inputs, cache, initial_index, decode_rng)
-  step = functools.partial(
-    _step,
-    tokens_to_logits=tokens_to_logits,
-    sample=functools.partial(_sample, temperature, topk, topp, rescale_log_probs),
-    append=functools.partial(_append, max_len, eos_id, _count_eos(start.sequences, eos_id)),
-    change_state=state_callback_fn or (lambda state: state),
-    change_logits=logit_callback_fn or (lambda logits, state: logits),
-  )
+  eos_in_prompt = _count_eos(start.sequences, eos_id)
+
+  def step(state: SamplingLoopState) -> SamplingLoopState:
+    state = change_state(state)
+    sample_rng, rng = jax.random.split(state.rng)
+    logits_BV, new_cache = tokens_to_logits(
+      DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
+    )
+    logits_BV = change_logits(logits_BV, state)
+    sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
+    new_state = _append(state, *sampled, max_len, eos_id, eos_in_prompt)
+    return new_state.replace(cache=unfreeze(new_cache), rng=rng)
+
   final = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start)
-  if state_callback_fn is not None:
-    final = state_callback_fn(final)
+  final = change_state(final)
   decodes = beams.unflatten_beam_dim(final.sequences[:, 1:-1], batch_size, num_decodes)
   log_prob = beams.unflatten_beam_dim(final.log_prob, batch_size, num_decodes)
   best_last = jnp.argsort(log_prob, axis=-1)
@@ -130,36 +136,18 @@ def temperature_sample(
   return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
 
 
-def _step(
-  state: SamplingLoopState,
-  tokens_to_logits: TokensToLogits,
-  sample: Callable[..., tuple[jax.Array, jax.Array]],
-  append: Callable[..., SamplingLoopState],
-  change_state: StateCallbackFn,
-  change_logits: LogitCallbackFn,
-) -> SamplingLoopState:
-  """Returns the state with one token more."""
-  state = change_state(state)
-  sample_rng, rng = jax.random.split(state.rng)
-  logits_BV, new_cache = tokens_to_logits(
-    DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
-  )
-  tokens_B, log_probs_B = sample(change_logits(logits_BV, state), sample_rng)
-  return append(state, tokens_B, log_probs_B).replace(cache=unfreeze(new_cache), rng=rng)
-
-
 def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
-  """Raises ValueError for arguments that contradict each other, as far as they are not traced."""
+  """Raises ValueError for arguments that contradict each other, unless they are traced."""
   traced = jax.core.Tracer
   if not isinstance(topk, traced) and not isinstance(topp, traced) and topk and topp:
     raise ValueError(
-      f"temperature_sample takes topk or topp, not both (topk={topk}, topp={topp}): set topk=0 to "
+      f"temperature_sample accepts topk or topp, not both (topk={topk}, topp={topp}): set topk=0 to "
       "sample by topp"
     )
   if isinstance(max_decode_steps, int) and max_decode_steps > length:
     raise ValueError(
-      f"max_decode_steps={max_decode_steps} is more than the {length} positions of the decoder "
-      "inputs: make these longer (task_feature_lengths['targets']) or take fewer steps"
+      f"max_decode_steps must be at most the number of positions of the decoder inputs, {length}, got "
+      f"{max_decode_steps}: increase task_feature_lengths['targets'] or set fewer steps"
     )
 
 
@@ -168,8 +156,8 @@ def _initial_state(
 ) -> SamplingLoopState:
   """Returns the state before the first step."""
   batch_size = inputs_BL.shape[0]
-  # One place for the last token, as position 0 is a dummy; one for the tokens of sequences that are
-  # full while others are not.
+  # Two more positions: one because position 0 is the start token, and one for the tokens of sequences
+  # that are full while others are not.
   sequences = jnp.pad(inputs_BL, ((0, 0), (0, 2)))
   if initial_index_B is None:
     index = jnp.zeros(batch_size, jnp.int32)
@@ -190,16 +178,16 @@ def _initial_state(
 
 
 def _sample(
+  logits_BV: jax.Array,
+  rng: jax.Array,
   temperature_Bx1: jax.Array,
   topk: Any,
   topp: Any,
   rescale_log_probs: bool,
-  logits_BV: jax.Array,
-  rng: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the next tokens [B] and their log probabilities [B]."""
 
-  def sampled() -> tuple[jax.Array, jax.Array]:
+  def sample() -> tuple[jax.Array, jax.Array]:
     scaled_BV = logits_BV / jnp.maximum(temperature_Bx1, MIN_TEMPERATURE)
     if not isinstance(topk, int) or topk:
       masked_BV = thresholds.topk_mask(scaled_BV, topk, NEG_INF)
@@ -207,46 +195,44 @@ def _sample(
     if not isinstance(topp, (int, float)) or topp:
       scaled_BV = thresholds.topp_mask(scaled_BV, topp, NEG_INF)
     tokens_B = jax.random.categorical(rng, scaled_BV).astype(jnp.int32)
-    return tokens_B, _picked_log_prob(scaled_BV if rescale_log_probs else logits_BV, tokens_B)
+    return tokens_B, _log_prob_of(scaled_BV if rescale_log_probs else logits_BV, tokens_B)
 
-  def greedy() -> tuple[jax.Array, jax.Array]:
+  def take_best() -> tuple[jax.Array, jax.Array]:
     tokens_B = beams.top_k_two_stage(logits_BV, 1)[1][:, 0]
     if rescale_log_probs:
       return tokens_B, jnp.zeros(tokens_B.shape, jnp.float32)
-    return tokens_B, _picked_log_prob(logits_BV, tokens_B)
+    return tokens_B, _log_prob_of(logits_BV, tokens_B)
 
   if isinstance(topk, int) and topk == 1:
-    return (
-      greedy()
-    )  # Only one token is left, and noise for the whole vocabulary would cost a third.
+    return take_best()  # noise for the whole vocabulary would cost a third of the time
   if temperature_Bx1.ndim == 0:
-    return jax.lax.cond(temperature_Bx1 > MIN_TEMPERATURE, sampled, greedy)
+    return jax.lax.cond(temperature_Bx1 > MIN_TEMPERATURE, sample, take_best)
   is_warm_B = temperature_Bx1[:, 0] > MIN_TEMPERATURE
-  return jax.tree.map(functools.partial(jnp.where, is_warm_B), sampled(), greedy())
+  return jax.tree.map(functools.partial(jnp.where, is_warm_B), sample(), take_best())
 
 
-def _picked_log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+def _log_prob_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
   log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
   return jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=1)[:, 0]
 
 
 def _append(
-  max_len: int | jax.Array,
-  eos_id: int,
-  eos_in_prompt_Bx1: jax.Array,
   state: SamplingLoopState,
   tokens_B: jax.Array,
   log_probs_B: jax.Array,
+  max_len: int | jax.Array,
+  eos_id: int,
+  eos_in_prompt_Bx1: jax.Array,
 ) -> SamplingLoopState:
   """Returns the state with the tokens, or the prompt's, at the next position; 0 after the end."""
-  # A sequence that is full while others are not writes to its last place again and again.
+  # A sequence that is full while others are not repeatedly writes to its last position.
   index_B = jnp.minimum(state.cur_index, max_len)
   prompt_B = jnp.take_along_axis(state.sequences, index_B[:, None] + 1, axis=1)[:, 0]
   ended_B = state.ended[:, 0]
-  is_free_B = prompt_B == 0
-  tokens_B = jnp.where(is_free_B, tokens_B.astype(prompt_B.dtype), prompt_B)
+  is_sampled_B = prompt_B == 0
+  tokens_B = jnp.where(is_sampled_B, tokens_B.astype(prompt_B.dtype), prompt_B)
   tokens_B = jnp.where(ended_B, 0, tokens_B)
-  log_prob = state.log_prob + jnp.where(is_free_B & ~ended_B, log_probs_B, 0.0)
+  log_prob = state.log_prob + jnp.where(is_sampled_B & ~ended_B, log_probs_B, 0.0)
   sequences = state.sequences.at[jnp.arange(index_B.size), index_B + 1].set(tokens_B)
   is_full_Bx1 = (index_B >= max_len - 1)[:, None]
   return state.replace(

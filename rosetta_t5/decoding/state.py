@@ -1,4 +1,4 @@
-"""What a decoding loop shows the model at each step."""
+"""The input of a decoding step, and the type of the function that computes one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax
 import numpy as np
 from flax import struct
 
-# Stands for log 0: finite, so that products with it are never NaN.
+# Used as log 0. It is finite, so that multiplying by it never gives NaN.
 NEG_INF = np.array(-1.0e7)
 
 
 class DecodingState(struct.PyTreeNode):
-  """A step's input; the decodes of one sequence lie side by side in the first dimension.
+  """The input of a step; the decodes of one example are adjacent in the first dimension.
 
   Attributes:
-    cur_index: position of `cur_token`, from 0: a scalar, or [batch · decodes].
+    cur_index: the position of `cur_token`, from 0: a scalar, or [batch · decodes].
     sequences: [batch · decodes, length] the tokens so far.
-    cur_token: [batch · decodes, 1] the token of this position.
+    cur_token: [batch · decodes, 1] the token at this position.
     cache: a nested dict of arrays, the attention's cache.
   """
 
@@ -29,5 +29,5 @@ class DecodingState(struct.PyTreeNode):
   cache: Any
 
 
-# Returns the next token's logits [batch · decodes, vocabulary] and the cache with one position more.
+# Returns the next token's logits [batch · decodes, vocabulary] and the cache with one more position.
 TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]

@@ -1,4 +1,4 @@
-"""Masks of the k largest or the p most probable entries, by binary search for the threshold (T5X).
+"""Top-k and top-p masks, computed by a binary search for the threshold as in T5X.
 
 Sorting a vocabulary takes longer than the 32 counts that find the threshold bit by bit.
 """
@@ -13,21 +13,21 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 _SIGN = jnp.iinfo(jnp.int32).min
-_REST = jnp.iinfo(jnp.int32).max
+_ALL_BUT_SIGN = jnp.iinfo(jnp.int32).max
 _EXPONENT = 0x7F800000
 
 
 def int32_bsearch(
   batch_shape: Sequence[int], predicate: Callable[[Int32[Array, "..."]], Bool[Array, "..."]]
 ) -> Int32[Array, "..."]:
-  """Returns for each element of the batch the largest int32 for which the predicate is false.
+  """Returns the largest int32 for which the predicate is false, for each element of the batch.
 
   Args:
     batch_shape: the shape of the thresholds.
-    predicate: a function of thresholds that is false up to some number and true above it. Where it is
+    predicate: a function of thresholds that is false up to some number and true above it. If it is
       true everywhere, the smallest int32 is returned.
   """
-  # From the smallest number on, set each bit, the highest first, that leaves the predicate false.
+  # Starting from the smallest number, set each bit, from the highest, if the predicate stays false.
   smallest = jnp.full(tuple(batch_shape), _SIGN, jnp.int32)
   is_negative = predicate(jnp.zeros(tuple(batch_shape), jnp.int32))
   found = jnp.where(is_negative, smallest, 0)
@@ -42,17 +42,17 @@ def int32_bsearch(
 def float32_bsearch(
   batch_shape: Sequence[int], predicate: Callable[[Float[Array, "..."]], Bool[Array, "..."]]
 ) -> Float[Array, "..."]:
-  """Returns for each element of the batch the largest finite float32 for which the predicate is false.
+  """Returns the largest finite float32 for which the predicate is false, for each element of the batch.
 
   Args:
     batch_shape: the shape of the thresholds.
-    predicate: as for `int32_bsearch`, of float32 thresholds.
+    predicate: see `int32_bsearch`; its thresholds are float32.
   """
 
   def on_bits(ordered: jax.Array) -> jax.Array:
     bits = _swap_order(ordered)
     is_finite = (bits & _EXPONENT) != _EXPONENT
-    # Infinities and NaNs lie at both ends: those below count as false, those above as true.
+    # Infinities and NaNs are at both ends: those below count as false, those above as true.
     return jnp.where(is_finite, predicate(_as_float(bits)), ordered >= 0)
 
   return _as_float(_swap_order(int32_bsearch(batch_shape, on_bits)))
@@ -63,20 +63,20 @@ def topk_mask(
   k: int | Int32[Array, ""],
   replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
-  """Returns `x` with all but the k largest entries of each row replaced; ties with the last are kept.
+  """Returns `x` with all but the k largest entries of each row replaced; ties with the k-th are kept.
 
   Args:
     x: the rows.
-    k: how many to keep; may be traced.
-    replace_val: what the others become.
+    k: the number of entries to keep; may be traced.
+    replace_val: the value of the other entries.
   """
 
-  # Negated, as the search finds the largest number that is not yet enough, and the cutoff is the
-  # smallest that leaves less than k above it.
-  def leaves_k_above(negated_B: jax.Array) -> jax.Array:
+  # The cutoff is the smallest number with fewer than k entries above it. The search finds the largest
+  # number with a property, so it is applied to negated numbers.
+  def has_k_above(negated_B: jax.Array) -> jax.Array:
     return jnp.sum(x > -negated_B[..., None], axis=-1) >= k
 
-  cutoff_B = -float32_bsearch(x.shape[:-1], leaves_k_above)
+  cutoff_B = -float32_bsearch(x.shape[:-1], has_k_above)
   return jnp.where(x >= cutoff_B[..., None], x, jnp.asarray(replace_val, x.dtype))
 
 
@@ -85,12 +85,12 @@ def topp_mask(
   p: float | Float[Array, ""],
   replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
-  """Returns `logits` with all replaced but the fewest most probable ones that have a mass of p.
+  """Returns `logits` with all but the most probable entries, whose total probability is p, replaced.
 
   Args:
     logits: the rows.
-    p: the probability that what is kept must reach; may be traced.
-    replace_val: what the others become.
+    p: the total probability that the smallest set of kept entries reaches; may be traced.
+    replace_val: the value of the other entries.
   """
   probs = jax.nn.softmax(logits, axis=-1)
 
@@ -106,7 +106,7 @@ def _swap_order(x: jax.Array) -> jax.Array:
 
   Among negative floats larger bits are smaller numbers, so those bits are flipped.
   """
-  return x ^ jnp.where(x < 0, jnp.int32(_REST), jnp.int32(0))
+  return x ^ jnp.where(x < 0, jnp.int32(_ALL_BUT_SIGN), jnp.int32(0))
 
 
 def _as_float(bits: jax.Array) -> jax.Array:

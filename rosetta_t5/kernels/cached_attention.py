@@ -1,8 +1,8 @@
-"""Attention of a decoding step: a few queries, and keys and values as a cache keeps them.
+"""Attention of a decoding step: a few queries, and keys and values in the layout of the cache.
 
-It computes what `xla_attention` does. But its products are so ordered that XLA takes keys
-[batch, heads, kv, length] and values [batch, heads, length, kv] as they lie: a step's time goes into
-reading them.
+The result is that of `xla_attention`. The matmuls are written so that XLA reads keys
+[batch, heads, kv, length] and values [batch, heads, length, kv] without copying them, because reading
+them is most of a step's time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cached_attention(
   mask_B1TS: Bool[Array, "#B #H #T S"] | None = None,
   float32_logits: bool = False,
 ) -> Float[Array, "B T H Kv"]:
-  """Returns softmax(q·k + bias)·v over the keys that the mask shows; see `xla_attention`."""
+  """Returns softmax(q·k + bias)·v over the visible keys; see `xla_attention`."""
   if float32_logits:
     q_BTHK, k_BHKS = q_BTHK.astype(jnp.float32), k_BHKS.astype(jnp.float32)
   logits_BHTS = jnp.matmul(q_BTHK.swapaxes(1, 2), k_BHKS)
@@ -38,30 +38,30 @@ def beam_attention(
   mask_B1MS: Bool[Array, "#B #H #M S"] | None = None,
   float32_logits: bool = False,
 ) -> Float[Array, "B M H Kv"]:
-  """Returns `cached_attention` of one query for each of M beams, whose past other beams may have written.
+  """Returns `cached_attention` of one query per beam, where other beams may have written its past.
 
-  Every query meets the keys of all beams of its example, and its logits are picked from these products.
-  So beam search need not move keys and values when beams change places.
+  Every query is multiplied with the keys of all beams of its example, and its logits are selected from
+  the results. Beam search therefore does not have to move keys and values when it reorders beams.
 
   Args:
-    q_BMHK: a query for each beam.
-    k_NHKS: the keys that each beam wrote; N = B·M, an example's beams side by side.
+    q_BMHK: one query for each of M beams.
+    k_NHKS: the keys that each beam wrote; N = B·M, with an example's beams next to each other.
     v_NHSK: the values that each beam wrote.
-    beam_BMS: which beam wrote the key and value that a beam sees at each position.
+    beam_BMS: the beam that wrote the key and value which a beam sees at each position.
     bias_1HMS: added to the logits.
     mask_B1MS: True where the query may see the position.
-    float32_logits: whether logits and softmax are computed in float32 whatever the inputs' type.
+    float32_logits: whether logits and softmax are float32 whatever the type of the inputs.
   """
   if float32_logits:
     q_BMHK, k_NHKS = q_BMHK.astype(jnp.float32), k_NHKS.astype(jnp.float32)
   batch, beams, heads, _ = q_BMHK.shape
-  is_past_BW1MS = beam_BMS[:, None, None] == jnp.arange(beams)[None, :, None, None, None]
-  # Queries and products change their shapes, keys and values do not: else XLA copies these.
+  is_writer_BW1MS = beam_BMS[:, None, None] == jnp.arange(beams)[None, :, None, None, None]
+  # Only queries and logits are reshaped: XLA would copy reshaped keys and values.
   q_BHMK = q_BMHK.swapaxes(1, 2)
   q_NHMK = jnp.repeat(q_BHMK, beams, axis=0)
   logits_BWHMS = jnp.matmul(q_NHMK, k_NHKS).reshape(batch, beams, heads, beams, -1)
-  logits_BHMS = jnp.where(is_past_BW1MS, logits_BWHMS, 0).sum(axis=1)
+  logits_BHMS = jnp.where(is_writer_BW1MS, logits_BWHMS, 0).sum(axis=1)
   weights_BHMS = attention_weights(logits_BHMS, bias_1HMS, mask_B1MS).astype(v_NHSK.dtype)
-  weights_BWHMS = jnp.where(is_past_BW1MS, weights_BHMS[:, None], 0)
+  weights_BWHMS = jnp.where(is_writer_BW1MS, weights_BHMS[:, None], 0)
   attended_NHMK = jnp.matmul(weights_BWHMS.reshape(-1, *weights_BHMS.shape[1:]), v_NHSK)
   return attended_NHMK.reshape(batch, beams, heads, beams, -1).sum(axis=1).swapaxes(1, 2)

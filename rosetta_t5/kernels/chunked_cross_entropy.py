@@ -1,8 +1,8 @@
-"""Output layer and cross-entropy in one, a stretch of the length at a time: all logits are never there.
+"""The output layer and the cross-entropy, computed together for one chunk of positions at a time.
 
 The logits of T5-base at batch 128 take 2.1 GB, those of mT5 16.4 GB, and their gradient as much again.
-Here one chunk's exist at a time. The backward pass makes them again, a third of the output layer's work
-more, from what is kept of each token: two numbers.
+Here only the logits of one chunk exist at a time. The backward pass recomputes them, a third more work
+for the output layer, from two saved numbers per token.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from rosetta_t5.kernels.cross_entropy import (
   loss_and_residuals,
 )
 
-# A logit that is as good as −∞, and still has a gradient that is no NaN.
-_NEVER = -1e10
+# A logit that gives probability 0, and still has a finite gradient.
+_EXCLUDED_LOGIT = -1e10
 
 
-class Unprojected(NamedTuple):
-  """What the logits are the product of.
+class LogitFactors(NamedTuple):
+  """The two factors whose matmul gives the logits.
 
   Attributes:
     hidden_BTD: the decoder's last activations.
     kernel_DV: the output layer's kernel; the logits are computed in its type.
-    never: a token that has no probability whatever the product says; None where all have.
+    excluded_token: a token whose probability is 0 whatever its logit; None for no such token.
   """
 
   hidden_BTD: Float[Array, "B T D"]
   kernel_DV: Float[Array, "D V"]
-  never: Int[Array, ""] | None = None
+  excluded_token: Int[Array, ""] | None = None
 
 
 class ChunkedLoss(NamedTuple):
-  """Each token's loss, the part of it that is z-loss, and whether its logit is the highest."""
+  """Each token's loss, its z-loss part, and whether the target has the highest logit."""
 
   loss_BT: Float[Array, "B T"]
   z_loss_BT: Float[Array, "B T"]
@@ -48,103 +48,104 @@ class ChunkedLoss(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def chunked_cross_entropy(
-  unprojected: Unprojected,
+  factors: LogitFactors,
   targets_BT: Int[Array, "B T"],
   z_loss: float | int | Float[Array, ""],
   label_smoothing: float,
   chunk: int,
 ) -> ChunkedLoss:
-  """Returns `cross_entropy` of the logits hidden·kernel, without ever holding all of them.
+  """Returns `cross_entropy` of the logits hidden·kernel without storing all of them.
 
   Args:
-    unprojected: the logits' two factors.
+    factors: the two factors of the logits.
     targets_BT: the index of each token in the vocabulary.
-    z_loss: weight of the squared log of the softmax' denominator.
+    z_loss: the weight of the squared log of the softmax denominator.
     label_smoothing: ε, a Python number.
-    chunk: positions whose logits exist at a time, [B, chunk, V]. Chunks are stretches of the length,
-      as the batch may be split over devices.
+    chunk: the number of positions whose logits exist at a time, [B, chunk, V]. The length is split
+      and not the batch, which may be split over devices.
   """
-  return _forward(unprojected, targets_BT, z_loss, label_smoothing, chunk)[0]
+  return _forward(factors, targets_BT, z_loss, label_smoothing, chunk)[0]
 
 
 def _forward(
-  unprojected: Unprojected,
+  factors: LogitFactors,
   targets_BT: jax.Array,
   z_loss: float | jax.Array,
   label_smoothing: float,
   chunk: int,
 ) -> tuple[ChunkedLoss, tuple]:
-  hidden_BTD, kernel_DV, never = unprojected
+  hidden_BTD, kernel_DV, excluded = factors
 
   def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, targets_BC = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV, never)
+    logits_BCV = _logits(hidden_BCD, kernel_DV, excluded)
     loss, residuals = loss_and_residuals(logits_BCV, targets_BC, z_loss, label_smoothing)
     *_, highest, total = residuals
     return (*loss, correct_predictions(logits_BCV, targets_BC), highest, total)
 
   parts = _split(hidden_BTD, chunk), _split(targets_BT, chunk)
   length = targets_BT.shape[1]
-  *outputs, highest, total = (_joined(array, length) for array in jax.lax.map(one_chunk, parts))
+  *outputs, highest, total = (_join(array, length) for array in jax.lax.map(one_chunk, parts))
   z_loss = jnp.asarray(z_loss, jnp.float32)
-  return ChunkedLoss(*outputs), (unprojected, targets_BT, z_loss, highest, total)
+  return ChunkedLoss(*outputs), (factors, targets_BT, z_loss, highest, total)
 
 
 def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: ChunkedLoss) -> tuple:
-  (hidden_BTD, kernel_DV, never), targets_BT, z_loss, highest, total = residuals
+  (hidden_BTD, kernel_DV, excluded), targets_BT, z_loss, highest, total = residuals
   per_token = (targets_BT, highest, total, grads.loss_BT, grads.z_loss_BT)
 
   def one_chunk(carry: tuple[jax.Array, jax.Array], part: tuple) -> tuple[tuple, jax.Array]:
     grad_kernel_DV, grad_z_loss = carry
     hidden_BCD, targets, highest, total, grad_loss, grad_z = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV, never)
+    logits_BCV = _logits(hidden_BCD, kernel_DV, excluded)
     grad_BCV, _, grad_z_part = logits_gradient(
       label_smoothing, (logits_BCV, targets, z_loss, highest, total), (grad_loss, grad_z)
     )
-    grad_BCV = with_logit(grad_BCV, never, 0.0)
+    grad_BCV = set_logit(grad_BCV, excluded, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
     grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
     return (grad_kernel_DV, grad_z_loss + grad_z_part), jnp.einsum(
       "bcv,dv->bcd", grad_BCV, kernel_DV
     )
 
-  # The last chunk is filled up: positions with a denominator of 1 and no gradient.
+  # The last chunk is padded with positions that have a denominator of 1 and no gradient.
   parts = [_split(hidden_BTD, chunk)]
-  parts += [_split(array, chunk, fill=int(array is total)) for array in per_token]
+  parts += [_split(array, chunk, padding=int(array is total)) for array in per_token]
   carry = (jnp.zeros_like(kernel_DV), jnp.zeros((), jnp.float32))
   (grad_kernel_DV, grad_z_loss), grad_hidden = jax.lax.scan(one_chunk, carry, tuple(parts))
-  grad_hidden_BTD = _joined(grad_hidden, targets_BT.shape[1]).astype(hidden_BTD.dtype)
-  return Unprojected(grad_hidden_BTD, grad_kernel_DV, None), None, grad_z_loss
+  grad_hidden_BTD = _join(grad_hidden, targets_BT.shape[1]).astype(hidden_BTD.dtype)
+  return LogitFactors(grad_hidden_BTD, grad_kernel_DV, None), None, grad_z_loss
 
 
 chunked_cross_entropy.defvjp(_forward, _backward)
 
 
-def with_logit(
-  logits_BTV: Float[Array, "B T V"], token: int | Int[Array, ""] | None, value: float = _NEVER
+def set_logit(
+  logits_BTV: Float[Array, "B T V"],
+  token: int | Int[Array, ""] | None,
+  value: float = _EXCLUDED_LOGIT,
 ) -> Float[Array, "B T V"]:
-  """Returns logits in which a token's is `value`; as they are where `token` is None."""
+  """Returns the logits with the logit of `token` set to `value`; unchanged if `token` is None."""
   if token is None:
     return logits_BTV
   is_token_11V = jnp.arange(logits_BTV.shape[-1])[None, None] == token
   return jnp.where(is_token_11V, jnp.asarray(value, logits_BTV.dtype), logits_BTV)
 
 
-def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array, never: jax.Array | None) -> jax.Array:
+def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array, excluded: jax.Array | None) -> jax.Array:
   logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD.astype(kernel_DV.dtype), kernel_DV)
-  return with_logit(logits_BCV, never)
+  return set_logit(logits_BCV, excluded)
 
 
-def _split(array_BT: jax.Array, chunk: int, fill: int = 0) -> jax.Array:
-  """Returns [chunks, B, chunk, ...], the last chunk filled up."""
+def _split(array_BT: jax.Array, chunk: int, padding: int = 0) -> jax.Array:
+  """Returns [chunks, B, chunk, ...], with the last chunk padded."""
   batch, length, *rest = array_BT.shape
-  missing = -length % chunk
-  widths = ((0, 0), (0, missing), *((0, 0) for _ in rest))
-  filled = jnp.pad(array_BT, widths, constant_values=fill)
-  return jnp.moveaxis(filled.reshape(batch, -1, chunk, *rest), 1, 0)
+  widths = ((0, 0), (0, -length % chunk), *((0, 0) for _ in rest))
+  padded = jnp.pad(array_BT, widths, constant_values=padding)
+  return jnp.moveaxis(padded.reshape(batch, -1, chunk, *rest), 1, 0)
 
 
-def _joined(chunks: jax.Array, length: int) -> jax.Array:
-  """Returns [B, T, ...] of what was split so."""
+def _join(chunks: jax.Array, length: int) -> jax.Array:
+  """Returns [B, T, ...] from what `_split` returned."""
   joined = jnp.moveaxis(chunks, 0, 1)
   return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]

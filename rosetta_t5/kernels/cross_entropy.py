@@ -1,7 +1,7 @@
-"""Cross-entropy from integer targets with z-loss and label smoothing, and its gradient in one pass.
+"""Cross-entropy from integer targets with z-loss and label smoothing, and its gradient.
 
-Nothing of the logits' size is made in the forward pass, and one array, the gradient, in the backward
-pass: no one-hot targets, no log-softmax. What is kept in between is the logits and one number a token.
+The forward pass allocates nothing of the logits' size, and the backward pass only the gradient: there
+are no one-hot targets and no log-softmax. The residuals are the logits and two numbers per token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ def cross_entropy(
   z_loss: float | int | Float[Array, ""] = 0.0,
   label_smoothing: float = 0.0,
 ) -> Loss:
-  """Returns each token's loss and the part of it that is z-loss, in float32.
+  """Returns each token's loss and its z-loss part, in float32.
 
-  With lse the log of the softmax' denominator the loss is −Σ p·log_softmax(logits) + z_loss·lse², less
-  the entropy of p, so that its minimum without z-loss is zero. p is 1 − ε at the target and ε/(V − 1)
-  elsewhere. Both results can be differentiated, for the logits and for `z_loss`.
+  Let lse be the log of the softmax denominator, and p the smoothed target distribution: 1 − ε at the
+  target and ε/(V − 1) elsewhere. The loss is −Σ p·log_softmax(logits) + z_loss·lse² minus the entropy
+  of p, so its minimum without z-loss is zero. Both results are differentiable with respect to the
+  logits and `z_loss`.
 
   Args:
-    logits: of any float type; computed in float32.
+    logits: logits of any float type; the loss is computed in float32.
     targets: the index of each token in the vocabulary.
-    z_loss: weight of lse² (Mesh-TensorFlow's way to keep the logits from drifting).
+    z_loss: the weight of lse², which keeps the logits from drifting (Mesh TensorFlow).
     label_smoothing: ε, a Python number; 0 costs nothing.
   """
   return loss_and_residuals(logits, targets, z_loss, label_smoothing)[0]
@@ -42,30 +43,25 @@ def cross_entropy(
 def loss_and_residuals(
   logits: jax.Array, targets: jax.Array, z_loss: float | jax.Array, label_smoothing: float
 ) -> tuple[Loss, Residuals]:
-  """Returns `cross_entropy`'s results and what `logits_gradient` needs, the logits first."""
+  """Returns the results of `cross_entropy` and the residuals for `logits_gradient`."""
   logits32 = logits.astype(jnp.float32)
   highest = jnp.max(logits32, axis=-1)
   total = jnp.sum(jnp.exp(logits32 - highest[..., None]), axis=-1)
   log_total = jnp.log(total)
   on, off = _smoothed(label_smoothing, logits.shape[-1])
   picked = jnp.take_along_axis(logits32, targets[..., None], axis=-1)[..., 0]
-  # Differences before sums, here and in the gradient, so that T5X's numbers come out to the last bit.
+  # The order of operations, here and in the gradient, gives T5X's numbers to the last bit.
   loss = -(on - off) * (picked - highest - log_total)
   if off:
     rest = jnp.sum(logits32, axis=-1) - logits.shape[-1] * (highest + log_total)
     loss = loss - off * rest - _entropy(on, off, logits.shape[-1])
   z_term = z_loss * jnp.square(log_total + highest)
-  return (loss + z_term, z_term), (
-    logits,
-    targets,
-    jnp.asarray(z_loss, jnp.float32),
-    highest,
-    total,
-  )
+  residuals = (logits, targets, jnp.asarray(z_loss, jnp.float32), highest, total)
+  return (loss + z_term, z_term), residuals
 
 
 def logits_gradient(label_smoothing: float, residuals: Residuals, grads: Loss) -> tuple:
-  """Returns `cross_entropy`'s gradients for logits, targets (none) and z_loss."""
+  """Returns the gradients of `cross_entropy` for logits, targets (None) and z_loss."""
   logits, targets, z_loss, highest, total = residuals
   grad_loss, grad_z = grads
   on, off = _smoothed(label_smoothing, logits.shape[-1])
@@ -91,15 +87,15 @@ def _smoothed(label_smoothing: float, vocab: int) -> tuple[float, float]:
 
 
 def _entropy(on: float, off: float, vocab: int) -> float:
-  """Returns the entropy of the smoothed targets, the least value of their cross-entropy."""
+  """Returns the entropy of the smoothed targets, the minimum of their cross-entropy."""
   return -(on * math.log(on) + (vocab - 1) * off * math.log(off)) if on else math.log(vocab - 1)
 
 
 def correct_predictions(
   logits_BTV: Float[Array, "*tokens vocab"], targets_BT: Int[Array, "*tokens"]
 ) -> Bool[Array, "*tokens"]:
-  """Returns whether each target has the highest logit, the first one where several are highest."""
-  # argmax over a vocabulary is slow on a CPU; a maximum and a minimum are not.
+  """Returns whether each target is the argmax of the logits (the first one of equal logits)."""
+  # jnp.argmax over a vocabulary is slow on a CPU; a maximum followed by a minimum is fast.
   highest_BT1 = jnp.max(logits_BTV, axis=-1, keepdims=True)
   ids = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
   vocabulary = jnp.int32(logits_BTV.shape[-1])

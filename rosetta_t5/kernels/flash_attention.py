@@ -1,11 +1,11 @@
-"""Attention of one pass over the keys, with a learned bias, segments and causality (Pallas, Triton).
+"""Fused attention with a learned bias, segments and causality (Pallas, Triton).
 
-No library kernel takes a learned bias together with packed segments, which is what T5 trains on. The
-logits are never written: each tile is made again in the backward pass (Dao et al., 2022). The bias's
-gradient, one for the whole batch, has a kernel of its own that sums over the batch in registers.
+No library kernel supports a learned bias together with packed segments, which T5 trains with. The
+logits are never stored: the backward pass recomputes each tile (Dao et al., 2022). The gradient of the
+bias, which is shared by the batch, has a kernel of its own that sums over the batch in registers.
 
-Padding has segment 0. As in the XLA reference a query that sees no key sees all alike; keys that only
-fill up a tile are seen by none.
+Padding has segment 0. As in the XLA reference, a query that sees no key attends to all keys equally;
+keys that only pad the last tile are never visible.
 """
 
 from __future__ import annotations
@@ -21,32 +21,51 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.xla_attention import MASKED_LOGIT
 
-# Queries and keys of a tile.
+# The number of queries and of keys in a tile.
 _BLOCK_T = 64
 _BLOCK_S = 64
-# Tensor cores want 16 of everything.
+# Tensor cores need at least 16 of every dimension.
 _SMALLEST = 16
-# Ids of what fills up the last tile: no key of that id is seen, whatever the query.
+# The segments of what pads the last tile: a key of this segment is visible to no query.
 _NO_KEY = -1
 _NO_QUERY = -2
 
+# The dimensions that a kernel's programs are distributed over. The letters are those of shapes in
+# names: b batch, t query, s key, h head, k head size.
+_GRIDS = {"query": "tbh", "key": "sbh", "bias": "tsh"}
+# What a program has of such a dimension; None is one element, without the dimension.
+_BLOCKS = {"t": _BLOCK_T, "s": _BLOCK_S, "b": None, "h": None}
+
 
 class Segments(NamedTuple):
-  """Which segment each query and each key belongs to; 0 is padding. One sees one's own segment."""
+  """The segment of each query and each key; 0 is padding. A query sees the keys of its own segment."""
 
   query_BT: Int[Array, "B T"]
   key_BS: Int[Array, "B S"]
 
 
 class _Inputs(NamedTuple):
-  """What all kernels read; sides are filled up to whole tiles."""
+  """The inputs of all kernels, padded to whole tiles; in a kernel, references to its part of them."""
 
-  q_BTHK: jax.Array
-  k_BSHK: jax.Array
-  v_BSHK: jax.Array
-  bias_HTS: jax.Array | None
-  query_BT: jax.Array
-  key_BS: jax.Array
+  q: Any
+  k: Any
+  v: Any
+  bias: Any
+  query: Any
+  key: Any
+
+
+class _Residuals(NamedTuple):
+  """Further inputs of the backward kernels: the output's gradient and three numbers per query."""
+
+  do: Any
+  highest: Any
+  total: Any
+  delta: Any
+
+
+_INPUT_DIMS = _Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs")
+_RESIDUAL_DIMS = _Residuals("bthk", "bht", "bht", "bht")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -61,7 +80,7 @@ def flash_attention(
 ) -> Float[Array, "B T H K"]:
   """Returns softmax(q·k + bias)·v over the keys of each query's segment, in the type of q.
 
-  Logits and softmax are float32; the products' operands keep their type.
+  Logits and softmax are float32; the operands of matmuls keep their type.
 
   Args:
     q_BTHK: queries, not scaled.
@@ -69,7 +88,7 @@ def flash_attention(
     v_BSHK: values.
     bias_1HTS: added to the logits; its gradient is [1, H, T, S].
     segments: which query sees which key.
-    causal: whether a query sees no key after it.
+    causal: whether a query does not see the keys after it.
     interpret: whether to run without a GPU, slowly.
   """
   return _forward(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments, causal, interpret)[0]
@@ -84,20 +103,10 @@ def _forward(
   causal: bool,
   interpret: bool,
 ) -> tuple[Array, tuple]:
-  inputs = _filled_up(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
-  batch, length, heads, size = inputs.q_BTHK.shape
-  per_query = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+  inputs = _pad_to_tiles(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
+  outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32), ("bht", jnp.float32)]
   o_BTHK, highest_BHT, total_BHT = _call(
-    functools.partial(_forward_kernel, causal=causal),
-    inputs,
-    (),
-    grid="query",
-    out_shape=(
-      jax.ShapeDtypeStruct((batch, length, heads, size), q_BTHK.dtype),
-      per_query,
-      per_query,
-    ),
-    interpret=interpret,
+    _forward_kernel, "query", inputs, None, outputs, causal, interpret
   )
   residuals = (inputs, o_BTHK, highest_BHT, total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
   return o_BTHK[:, : q_BTHK.shape[1], :, : q_BTHK.shape[3]], residuals
@@ -106,27 +115,22 @@ def _forward(
 def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tuple:
   inputs, o_BTHK, highest_BHT, total_BHT, (q_shape, k_shape, bias_1HTS) = residuals
   do_BTHK = _pad_to(do, o_BTHK.shape)
-  product = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
-  delta_BHT = jnp.sum(product, axis=-1).transpose(0, 2, 1)
-  more = (do_BTHK, highest_BHT, total_BHT, delta_BHT)
-  like = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-  (dq_BTHK,) = _call(
-    functools.partial(_query_gradient_kernel, causal=causal),
-    inputs, more, grid="query", out_shape=like((inputs.q_BTHK,)), interpret=interpret,
-  )  # fmt: skip
-  dk_BSHK, dv_BSHK = _call(
-    functools.partial(_key_gradient_kernel, causal=causal),
-    inputs, more, grid="key", out_shape=like((inputs.k_BSHK, inputs.v_BSHK)), interpret=interpret,
-  )  # fmt: skip
+  weighted = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
+  delta_BHT = jnp.sum(weighted, axis=-1).transpose(0, 2, 1)
+  backward = _Residuals(do_BTHK, highest_BHT, total_BHT, delta_BHT)
+
+  def call(kernel: Any, grid: str, *outputs: tuple[str, Any]) -> tuple[Array, ...]:
+    return _call(kernel, grid, inputs, backward, outputs, causal, interpret)
+
+  (dq_BTHK,) = call(_query_gradient_kernel, "query", ("bthk", inputs.q.dtype))
+  dk_BSHK, dv_BSHK = call(
+    _key_gradient_kernel, "key", ("bshk", inputs.k.dtype), ("bshk", inputs.v.dtype)
+  )
   dq = dq_BTHK[:, : q_shape[1], :, : q_shape[3]]
   dk, dv = (d[:, : k_shape[1], :, : k_shape[3]] for d in (dk_BSHK, dv_BSHK))
   if bias_1HTS is None:
     return dq, dk, dv, None, None
-  (dbias_HTS,) = _call(
-    functools.partial(_bias_gradient_kernel, causal=causal),
-    inputs, more, grid="bias",
-    out_shape=(jax.ShapeDtypeStruct(inputs.bias_HTS.shape, jnp.float32),), interpret=interpret,
-  )  # fmt: skip
+  (dbias_HTS,) = call(_bias_gradient_kernel, "bias", ("hts", jnp.float32))
   dbias = dbias_HTS[None, :, : q_shape[1], : k_shape[1]].astype(bias_1HTS.dtype)
   return dq, dk, dv, dbias, None
 
@@ -135,54 +139,47 @@ flash_attention.defvjp(_forward, _backward)
 
 
 def _visible_logits(
-  q: Array, k: Array, bias: Array | None, ids: tuple[Array, Array], first: tuple, causal: bool
+  q: Array, k: Array, bias: Array | None, segments: tuple, first: tuple, causal: bool
 ) -> tuple[Array, Array]:
-  """Returns a tile's logits with T5's mask applied, and which of them gradients go through.
+  """Returns a tile's logits with T5's mask applied, and which of them have a gradient.
 
   Args:
     q: [t, K].
     k: [s, K].
     bias: [t, s].
-    ids: the queries' segments [t], the keys' [s].
-    first: positions of the tile's first query and first key.
-    causal: whether a query sees no key after it.
+    segments: those of the queries, [t], and of the keys, [s].
+    first: the positions of the tile's first query and first key.
+    causal: whether a query does not see the keys after it.
   """
   logits = plt.dot(q, k, trans_b=True).astype(jnp.float32)
   if bias is not None:
     logits += bias.astype(jnp.float32)
-  query, key = ids[0][:, None], ids[1][None, :]
-  seen = (query == key) & (key > 0)
+  query, key = segments[0][:, None], segments[1][None, :]
+  visible = (query == key) & (key > 0)
   if causal:
-    # Broadcast by hand: iota's shape must be known.
+    # Triton needs the shape of an iota, so these are not broadcast implicitly.
     t = first[0] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     s = first[1] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    seen &= t >= s
-  logits = jnp.where(seen, logits, MASKED_LOGIT)
-  there = jnp.broadcast_to(key, logits.shape) != _NO_KEY
-  return jnp.where(there, logits, -jnp.inf), seen
+    visible &= t >= s
+  logits = jnp.where(visible, logits, MASKED_LOGIT)
+  exists = jnp.broadcast_to(key, logits.shape) != _NO_KEY
+  return jnp.where(exists, logits, -jnp.inf), visible
 
 
-def _tile(ref: Any, index: Any, block: int) -> Array:
-  return ref[pl.ds(index * block, block)]
+def _key_tile(x: _Inputs, s: Array) -> tuple[Array, Array, Array, Array | None]:
+  """Returns the keys, values, segments and bias of tile `s` of the keys."""
+  at = pl.ds(s * _BLOCK_S, _BLOCK_S)
+  return x.k[at], x.v[at], x.key[at], None if x.bias is None else x.bias[:, at]
 
 
-def _bias_tile(ref: Any, t: Any, s: Any) -> Array | None:
-  if ref is None:
-    return None
-  return ref[pl.ds(t * _BLOCK_T, _BLOCK_T), pl.ds(s * _BLOCK_S, _BLOCK_S)]
-
-
-def _forward_kernel(
-  q_ref, k_ref, v_ref, bias_ref, query_ref, key_ref, o_ref, highest_ref, total_ref, *, causal: bool
-) -> None:
-  """One tile of queries against all keys."""
+def _forward_kernel(x: _Inputs, o_ref: Any, highest_ref: Any, total_ref: Any, causal: bool) -> None:
+  """Computes one tile of queries with all keys."""
   t = pl.program_id(0)
-  q, query = q_ref[...], query_ref[...]
+  q, query = x.q[...], x.query[...]
 
   def one_tile(s: Array, carry: tuple) -> tuple:
     o, highest, total = carry
-    k, v, key = (_tile(ref, s, _BLOCK_S) for ref in (k_ref, v_ref, key_ref))
-    bias = None if bias_ref is None else bias_ref[:, pl.ds(s * _BLOCK_S, _BLOCK_S)]
+    k, v, key, bias = _key_tile(x, s)
     logits, _ = _visible_logits(q, k, bias, (query, key), (t * _BLOCK_T, s * _BLOCK_S), causal)
     new_highest = jnp.maximum(highest, jnp.max(logits, axis=1))
     shrink = jnp.exp(highest - new_highest)
@@ -195,158 +192,137 @@ def _forward_kernel(
     jnp.full(q.shape[:1], -jnp.inf, jnp.float32),
     jnp.zeros(q.shape[:1], jnp.float32),
   )
-  o, highest, total = jax.lax.fori_loop(0, k_ref.shape[0] // _BLOCK_S, one_tile, carry)
+  o, highest, total = jax.lax.fori_loop(0, x.k.shape[0] // _BLOCK_S, one_tile, carry)
   o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
   highest_ref[...], total_ref[...] = highest, total
 
 
 def _weights_and_logit_gradient(
-  logits: Array, seen: Array, v: Array, do: Array, highest: Array, total: Array, delta: Array
+  logits: Array, visible: Array, v: Array, backward: _Residuals
 ) -> tuple[Array, Array]:
   """Returns a tile's softmax and the gradient of its logits, both float32."""
+  do, highest, total, delta = backward
   weights = jnp.exp(logits - highest[:, None]) / total[:, None]
   dweights = plt.dot(do, v, trans_b=True).astype(jnp.float32)
-  return weights, jnp.where(seen, weights * (dweights - delta[:, None]), 0.0)
+  return weights, jnp.where(visible, weights * (dweights - delta[:, None]), 0.0)
 
 
-def _query_gradient_kernel(
-  q_ref, k_ref, v_ref, bias_ref, query_ref, key_ref, do_ref, highest_ref, total_ref, delta_ref,
-  dq_ref, *, causal: bool,
-) -> None:  # fmt: skip
-  """One tile of queries against all keys."""
+def _query_gradient_kernel(x: _Inputs, residuals: _Residuals, dq_ref: Any, causal: bool) -> None:
+  """Computes the gradient of one tile of queries from all keys."""
   t = pl.program_id(0)
-  q, query, do = q_ref[...], query_ref[...], do_ref[...]
-  statistics = (highest_ref[...], total_ref[...], delta_ref[...])
+  q, query, backward = x.q[...], x.query[...], _Residuals(*(ref[...] for ref in residuals))
 
   def one_tile(s: Array, dq: Array) -> Array:
-    k, v, key = (_tile(ref, s, _BLOCK_S) for ref in (k_ref, v_ref, key_ref))
-    bias = None if bias_ref is None else bias_ref[:, pl.ds(s * _BLOCK_S, _BLOCK_S)]
+    k, v, key, bias = _key_tile(x, s)
     first = (t * _BLOCK_T, s * _BLOCK_S)
-    logits, seen = _visible_logits(q, k, bias, (query, key), first, causal)
-    _, dlogits = _weights_and_logit_gradient(logits, seen, v, do, *statistics)
+    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
+    _, dlogits = _weights_and_logit_gradient(logits, visible, v, backward)
     return dq + plt.dot(dlogits.astype(k.dtype), k)
 
   dq = jnp.zeros(q.shape, jnp.float32)
-  dq = jax.lax.fori_loop(0, k_ref.shape[0] // _BLOCK_S, one_tile, dq)
+  dq = jax.lax.fori_loop(0, x.k.shape[0] // _BLOCK_S, one_tile, dq)
   dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
 def _key_gradient_kernel(
-  q_ref, k_ref, v_ref, bias_ref, query_ref, key_ref, do_ref, highest_ref, total_ref, delta_ref,
-  dk_ref, dv_ref, *, causal: bool,
-) -> None:  # fmt: skip
-  """One tile of keys against all queries."""
+  x: _Inputs, residuals: _Residuals, dk_ref: Any, dv_ref: Any, causal: bool
+) -> None:
+  """Computes the gradients of one tile of keys and values from all queries."""
   s = pl.program_id(0)
-  k, v, key = k_ref[...], v_ref[...], key_ref[...]
+  k, v, key = x.k[...], x.v[...], x.key[...]
 
   def one_tile(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
     dk, dv = carry
-    refs = (q_ref, do_ref, query_ref, highest_ref, total_ref, delta_ref)
-    q, do, query, *statistics = (_tile(ref, t, _BLOCK_T) for ref in refs)
-    bias = None if bias_ref is None else bias_ref[pl.ds(t * _BLOCK_T, _BLOCK_T), :]
+    at = pl.ds(t * _BLOCK_T, _BLOCK_T)
+    q, query, bias = x.q[at], x.query[at], None if x.bias is None else x.bias[at, :]
+    backward = _Residuals(*(ref[at] for ref in residuals))
     first = (t * _BLOCK_T, s * _BLOCK_S)
-    logits, seen = _visible_logits(q, k, bias, (query, key), first, causal)
-    weights, dlogits = _weights_and_logit_gradient(logits, seen, v, do, *statistics)
+    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
+    weights, dlogits = _weights_and_logit_gradient(logits, visible, v, backward)
     dk += plt.dot(dlogits.astype(q.dtype), q, trans_a=True)
-    dv += plt.dot(weights.astype(do.dtype), do, trans_a=True)
+    dv += plt.dot(weights.astype(backward.do.dtype), backward.do, trans_a=True)
     return dk, dv
 
   zeros = jnp.zeros(k.shape, jnp.float32)
-  dk, dv = jax.lax.fori_loop(0, q_ref.shape[0] // _BLOCK_T, one_tile, (zeros, zeros))
+  dk, dv = jax.lax.fori_loop(0, x.q.shape[0] // _BLOCK_T, one_tile, (zeros, zeros))
   dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
 
 
-def _bias_gradient_kernel(
-  q_ref, k_ref, v_ref, bias_ref, query_ref, key_ref, do_ref, highest_ref, total_ref, delta_ref,
-  dbias_ref, *, causal: bool,
-) -> None:  # fmt: skip
-  """One tile of the bias against all examples."""
+def _bias_gradient_kernel(x: _Inputs, residuals: _Residuals, dbias_ref: Any, causal: bool) -> None:
+  """Computes the gradient of one tile of the bias from all examples."""
   first = (pl.program_id(0) * _BLOCK_T, pl.program_id(1) * _BLOCK_S)
-  bias = bias_ref[...]
+  bias = x.bias[...]
 
   def one_example(b: Array, dbias: Array) -> Array:
-    refs = (q_ref, k_ref, v_ref, query_ref, key_ref, do_ref, highest_ref, total_ref, delta_ref)
-    q, k, v, query, key, do, *statistics = (ref[b] for ref in refs)
-    logits, seen = _visible_logits(q, k, bias, (query, key), first, causal)
-    return dbias + _weights_and_logit_gradient(logits, seen, v, do, *statistics)[1]
+    q, k, v, query, key = (ref[b] for ref in (x.q, x.k, x.v, x.query, x.key))
+    backward = _Residuals(*(ref[b] for ref in residuals))
+    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
+    return dbias + _weights_and_logit_gradient(logits, visible, v, backward)[1]
 
   dbias = jnp.zeros(bias.shape, jnp.float32)
-  dbias_ref[...] = jax.lax.fori_loop(0, q_ref.shape[0], one_example, dbias)
+  dbias_ref[...] = jax.lax.fori_loop(0, x.q.shape[0], one_example, dbias)
 
 
 def _call(
-  kernel: Any, inputs: _Inputs, more: tuple, grid: str, out_shape: tuple, interpret: bool
-) -> tuple:
-  """Runs a kernel over tiles of the queries, of the keys, or of the bias.
+  kernel: Any,
+  grid: str,
+  inputs: _Inputs,
+  residuals: _Residuals | None,
+  outputs: Any,
+  causal: bool,
+  interpret: bool,
+) -> tuple[Array, ...]:
+  """Runs a kernel.
 
   Args:
-    kernel: called with references to inputs, then to `more`, then to results.
-    inputs: arrays, filled up to whole tiles.
-    more: gradient of the result, and three numbers a query, for backward kernels.
-    grid: what a program has one tile of: query, key or bias. Of the rest it has all.
-    out_shape: the results.
+    kernel: called with references to the inputs, to the residuals if there are any, and to the outputs.
+    grid: the key of `_GRIDS` whose dimensions are distributed over the programs.
+    inputs: arrays, padded to whole tiles.
+    residuals: the further inputs of backward kernels.
+    outputs: the dimensions and the type of each output.
+    causal: passed to the kernel.
     interpret: whether to run without a GPU.
   """
-  batch, length, heads, size = inputs.q_BTHK.shape
-  keys = inputs.k_BSHK.shape[1]
-  tiles: dict[str, tuple[int, ...]] = {"query": (length // _BLOCK_T,), "key": (keys // _BLOCK_S,)}
-  tiles["bias"] = tiles["query"] + tiles["key"]
-  spec = functools.partial(_spec, grid=grid, batch=batch)
-  q_spec, k_spec = spec("t", length, size=size), spec("s", keys, size=size)
-  bias_spec = None if inputs.bias_HTS is None else _bias_spec(grid, length, keys)
-  ids = spec("t", length), spec("s", keys)
-  statistic = spec("t", length, heads_second=True)
-  specs = {"query": (q_spec, statistic, statistic), "key": (k_spec, k_spec), "bias": (bias_spec,)}
+  batch, length, heads, size = inputs.q.shape
+  sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
+  spec = functools.partial(_block_spec, _GRIDS[grid], sizes)
+  input_specs = _Inputs(*map(spec, _INPUT_DIMS))
+  if inputs.bias is None:
+    input_specs = input_specs._replace(bias=None)
+  arguments: list[Any] = [inputs]
+  in_specs: list[Any] = [input_specs]
+  if residuals is not None:
+    arguments.append(residuals)
+    in_specs.append(_Residuals(*map(spec, _RESIDUAL_DIMS)))
   return pl.pallas_call(
-    kernel,
-    grid=(*tiles[grid], heads) if grid == "bias" else (*tiles[grid], batch, heads),
-    in_specs=[q_spec, k_spec, k_spec, bias_spec, *ids]
-    + ([q_spec, statistic, statistic, statistic] if more else []),
-    out_specs=specs[grid][: len(out_shape)],
-    out_shape=out_shape,
+    functools.partial(kernel, causal=causal),
+    grid=tuple(sizes[dim] // (_BLOCKS[dim] or 1) for dim in _GRIDS[grid]),
+    in_specs=in_specs,
+    out_specs=tuple(spec(dims) for dims, _ in outputs),
+    out_shape=tuple(
+      jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
+    ),
     compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
     interpret=interpret,
-    name=kernel.func.__name__.strip("_"),
-  )(*inputs, *more)
+    name=kernel.__name__.strip("_"),
+  )(*arguments)
 
 
-def _spec(
-  side: str, length: int, grid: str, batch: int, size: int | None = None, heads_second: bool = False
-) -> pl.BlockSpec:
-  """Returns which part of an array [B, L], [B, L, H, K] or, `heads_second`, [B, H, L] a program has."""
-  block = {"t": _BLOCK_T, "s": _BLOCK_S}[side]
-  tiled = grid == "bias" or grid == {"t": "query", "s": "key"}[side]
-  rows = block if tiled else length
+def _block_spec(grid: str, sizes: dict[str, int], dims: str) -> pl.BlockSpec:
+  """Returns the part that a program of the grid has of an array with dimensions `dims`."""
+  block = tuple(_BLOCKS[dim] if dim in grid else sizes[dim] for dim in dims)
 
   def index(*program: Any) -> tuple:
-    if grid == "bias":
-      tile, example, head = program[side == "s"], 0, program[2]
-    else:
-      tile, example, head = program[0] if tiled else 0, program[1], program[2]
-    if heads_second:
-      return example, head, tile
-    return (example, tile) if size is None else (example, tile, head, 0)
+    return tuple(program[grid.index(dim)] if dim in grid else 0 for dim in dims)
 
-  examples = batch if grid == "bias" else None
-  if heads_second:
-    return pl.BlockSpec((examples, None, rows), index)
-  return pl.BlockSpec((examples, rows) if size is None else (examples, rows, None, size), index)
+  return pl.BlockSpec(block, index)
 
 
-def _bias_spec(grid: str, length: int, keys: int) -> pl.BlockSpec:
-  """Returns which part of [H, T, S] a program has."""
-  if grid == "bias":
-    return pl.BlockSpec((None, _BLOCK_T, _BLOCK_S), lambda t, s, h: (h, t, s))
-  if grid == "query":
-    return pl.BlockSpec((None, _BLOCK_T, keys), lambda t, b, h: (h, t, 0))
-  return pl.BlockSpec((None, length, _BLOCK_S), lambda s, b, h: (h, 0, s))
-
-
-def _filled_up(
+def _pad_to_tiles(
   q: Array, k: Array, v: Array, bias_1HTS: Array | None, segments: Segments
 ) -> _Inputs:
   batch, length, heads, size = q.shape
-  length, keys = _whole(length, _BLOCK_T), _whole(k.shape[1], _BLOCK_S)
+  length, keys = pl.cdiv(length, _BLOCK_T) * _BLOCK_T, pl.cdiv(k.shape[1], _BLOCK_S) * _BLOCK_S
   size = max(_SMALLEST, pl.next_power_of_2(size))
   return _Inputs(
     _pad_to(q, (batch, length, heads, size)),
@@ -356,10 +332,6 @@ def _filled_up(
     _pad_to(segments.query_BT, (batch, length), _NO_QUERY),
     _pad_to(segments.key_BS, (batch, keys), _NO_KEY),
   )
-
-
-def _whole(length: int, block: int) -> int:
-  return -(-length // block) * block
 
 
 def _pad_to(x: Array, shape: tuple[int, ...], value: int = 0) -> Array:

@@ -1,4 +1,4 @@
-"""Attention: the XLA reference that every other kernel is held against."""
+"""Attention as plain JAX operations: the reference for every other attention kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# What a key that may not be seen weighs, as in T5X; a query that sees no key sees all alike.
+# The logit of a masked key, as in T5X. A query that sees no key attends to all keys equally.
 MASKED_LOGIT = -1e10
 
 
@@ -19,19 +19,19 @@ def xla_attention(
   value_scale_BHS: Float[Array, "B H S"] | None = None,
   float32_logits: bool = False,
 ) -> Float[Array, "B T H Kv"]:
-  """Returns softmax(q·k + bias)·v over the keys that the mask shows, in the type of `v`.
+  """Returns softmax(q·k + bias)·v over the visible keys, in the type of `v`.
 
   Logits are not scaled by 1/√K: T5's initialisation does that.
 
   Args:
     q_BTHK: queries.
     k_BSHK: keys.
-    v_BSHK: values, of the keys' size or another.
+    v_BSHK: values, whose size may differ from the keys'.
     bias_1HTS: added to the logits.
     mask_B1TS: True where the query may see the key.
-    value_scale_BHS: a factor on each head's value at each key. It carries attention dropout: T5X's
-      is shared along the queries, where dropping a weight and dropping a value are one.
-    float32_logits: whether logits and softmax are computed in float32 whatever the inputs' type.
+    value_scale_BHS: a factor for each head's value at each key. It carries attention dropout: T5X
+      shares the mask between queries, so dropping a weight and dropping a value are equivalent.
+    float32_logits: whether logits and softmax are float32 whatever the type of the inputs.
   """
   if float32_logits:
     q_BTHK, k_BSHK = q_BTHK.astype(jnp.float32), k_BSHK.astype(jnp.float32)
@@ -47,22 +47,22 @@ def attention_weights(
   bias_1HTS: Float[Array, "#B #H #T S"] | None,
   mask_B1TS: Bool[Array, "#B #H #T S"] | None,
 ) -> Float[Array, "B H T S"]:
-  """Returns softmax(logits + bias) over the keys that the mask shows."""
+  """Returns softmax(logits + bias) over the visible keys."""
   if bias_1HTS is not None:
-    logits_BHTS = add_to_every_example(logits_BHTS, bias_1HTS.astype(logits_BHTS.dtype))
+    logits_BHTS = add_broadcast(logits_BHTS, bias_1HTS.astype(logits_BHTS.dtype))
   if mask_B1TS is not None:
     logits_BHTS = jnp.where(mask_B1TS, logits_BHTS, jnp.asarray(MASKED_LOGIT, logits_BHTS.dtype))
   return jax.nn.softmax(logits_BHTS)
 
 
 @jax.custom_vjp
-def add_to_every_example(
+def add_broadcast(
   x_BHTS: Float[Array, "B H T S"], y_1HTS: Float[Array, "#B H T S"]
 ) -> Float[Array, "B H T S"]:
-  """Returns x + y, where y may be one for the whole batch.
+  """Returns x + y, where y may be shared by the whole batch.
 
-  Its gradient sums over the batch by a product with ones: the sum that a broadcast's gradient is
-  takes XLA 50 times longer on a CPU, a third of a layer's time.
+  The gradient sums over the batch by a matmul with ones. JAX's sum for a broadcast takes XLA 50 times
+  longer on a CPU, a third of a layer's time.
   """
   return x_BHTS + y_1HTS
 
@@ -79,4 +79,4 @@ def _add_backward(y_1HTS: Array, grad_BHTS: Array) -> tuple[Array, Array]:
   return grad_BHTS, grad_HTS[None]
 
 
-add_to_every_example.defvjp(_add_forward, _add_backward)
+add_broadcast.defvjp(_add_forward, _add_backward)

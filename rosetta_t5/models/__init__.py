@@ -1,4 +1,4 @@
-"""Models: what a run asks of one, T5, and language models."""
+"""Models: the interface that runs use, encoder-decoder models and decoder-only models."""
 
 from rosetta_t5.models.base import (
   BaseModel,

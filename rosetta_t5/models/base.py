@@ -1,8 +1,9 @@
-"""What a model promises a run: a loss, scores and predictions."""
+"""The interface of models (loss, scores, predictions), and what all transformer models share."""
 
 from __future__ import annotations
 
 import abc
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,8 +14,11 @@ import jax.numpy as jnp
 from flax.core import unfreeze
 from jaxtyping import Array, Float
 
+from rosetta_t5 import decoding
 from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
+from rosetta_t5.models.decode_call import accepts, call_decode_fn
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.training import losses
 
 PyTree = Any
@@ -22,16 +26,16 @@ Batch = Mapping[str, jax.Array]
 
 
 class LazySeqioClass:
-  """A class attribute whose value is a class of SeqIO, imported when it is first asked for.
+  """A class attribute whose value is a SeqIO class, which is imported on first access.
 
-  SeqIO brings TensorFlow, which a model needs only where it meets a dataset.
+  SeqIO imports TensorFlow, which a model needs only when it is used with a dataset.
   """
 
   def __init__(self, name: str):
     self._name = name
 
   def __get__(self, instance: Any, owner: type) -> Any:
-    # Gin looks at all attributes of a class that a file names, and wants none of them.
+    # Gin reads all attributes of a class that a file names, without using them.
     if instance is None and "seqio" not in sys.modules:
       return self
     import seqio
@@ -80,10 +84,10 @@ class BaseModel(abc.ABC):
   def loss_fn(
     self, params: PyTree, batch: Batch, dropout_rng: jax.Array | None
   ) -> tuple[Float[Array, ""], Metrics]:
-    """Returns the loss of a batch and its metrics; `dropout_rng` None turns dropout off."""
+    """Returns the loss and the metrics of a batch; `dropout_rng = None` disables dropout."""
 
   def eval_fn(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-    """Returns the loss of a batch and its metrics, without dropout."""
+    """Returns the loss and the metrics of a batch, without dropout."""
     return self.loss_fn(params, batch, dropout_rng=None)
 
   def predict_batch(
@@ -96,7 +100,7 @@ class BaseModel(abc.ABC):
   def predict_batch_with_aux(
     self, params: PyTree, batch: Batch, rng: jax.Array | None = None
   ) -> tuple[PyTree, Mapping[str, jax.Array]]:
-    """Returns the predictions for a batch and what else was computed, such as scores."""
+    """Returns the predictions for a batch and auxiliary arrays, such as scores."""
 
   @abc.abstractmethod
   def score_batch(
@@ -111,11 +115,14 @@ class BaseModel(abc.ABC):
     input_shapes: Mapping[str, tuple[int, ...]],
     input_types: Mapping[str, Any] | None = None,
   ) -> Mapping[str, PyTree]:
-    """Returns the variables of step 0, by collection, for inputs of these shapes."""
+    """Returns the initial variables by collection, for inputs of these shapes."""
 
 
 class BaseTransformerModel(BaseModel):
-  """The loss that encoder-decoder and decoder-only models share."""
+  """The loss, the scores and the decoding that encoder-decoder and decoder-only models share."""
+
+  # Returns the next logits for a `DecodingState`; subclasses differ in the further arguments.
+  _compute_logits_from_slice: Callable[..., tuple[jax.Array, PyTree]]
 
   def __init__(
     self,
@@ -135,17 +142,18 @@ class BaseTransformerModel(BaseModel):
       module: the network.
       input_vocabulary: the SeqIO vocabulary of the inputs.
       output_vocabulary: the SeqIO vocabulary of the targets.
-      optimizer_def: the optimizer, kept here for the trainer as T5X keeps it.
-      decode_fn: beam search, sampling, or a function of the same signature.
+      optimizer_def: the optimizer, which the trainer reads from the model as in T5X.
+      decode_fn: beam search, sampling, or a function with the same signature.
       label_smoothing: the share of the target's probability that is spread over the other tokens.
-      z_loss: the weight of the squared log of the softmax's normaliser.
-      loss_normalizing_factor: what the loss is divided by: a number, a
-        `SpecialLossNormalizingFactor` or its name, or None for a plain sum.
-      loss_chunk_length: target positions whose logits exist at a time while loss or scores are computed;
-        None for all at once, which is faster where memory allows it.
+      z_loss: the weight of the squared log of the softmax normaliser.
+      loss_normalizing_factor: the divisor of the loss: a number, a `SpecialLossNormalizingFactor` or
+        its name, or None for a plain sum.
+      loss_chunk_length: the number of target positions whose logits are computed at a time for loss
+        and scores; None for all at once, which is faster if memory allows it.
 
     Raises:
-      ValueError: the factor is no number and no name of one.
+      ValueError: `loss_normalizing_factor` is an unknown name, or `loss_chunk_length` is invalid or
+        the model overrides `_compute_metrics`.
     """
     super().__init__(optimizer_def)
     self.module = module
@@ -159,8 +167,8 @@ class BaseTransformerModel(BaseModel):
       loss_chunk_length and type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
     ):
       raise ValueError(
-        f"{type(self).__name__}._compute_metrics wants all logits, which loss_chunk_length = "
-        f"{loss_chunk_length} never makes: set it to None"
+        f"{type(self).__name__}._compute_metrics needs all logits, which do not exist with "
+        f"loss_chunk_length = {loss_chunk_length}: set it to None"
       )
     if isinstance(loss_normalizing_factor, str):
       loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
@@ -179,8 +187,8 @@ class BaseTransformerModel(BaseModel):
     return self._output_vocabulary
 
   @property
-  def decode_fn(self) -> Callable[..., Any] | None:
-    """Beam search, sampling or the like."""
+  def decode_fn(self) -> Any:
+    """The decode function: beam search, sampling, or one of the user's."""
     return self._decode_fn
 
   @abc.abstractmethod
@@ -192,7 +200,7 @@ class BaseTransformerModel(BaseModel):
     mutable: Any = False,
     other_variables: PyTree | None = None,
   ) -> Any:
-    """Returns logits, [B, T, V]; with `mutable` set, also the collections it names."""
+    """Returns the logits, [B, T, V], and if `mutable` is set also the collections that it names."""
 
   def loss_fn(
     self,
@@ -201,15 +209,16 @@ class BaseTransformerModel(BaseModel):
     dropout_rng: jax.Array | None,
     flax_mutables: PyTree | None = None,
   ) -> tuple[Float[Array, ""], Any]:
-    """Returns the loss, and the metrics of the batch.
+    """Returns the loss and the metrics of the batch.
 
     Args:
       params: the parameters.
-      batch: what the model's feature converter makes; `decoder_loss_weights` weigh the targets.
-        Without them each counts once, padding too unless the normalizing factor is a special one.
-      dropout_rng: the key of the dropout masks; None turns dropout off.
-      flax_mutables: other variable collections; where given, their new values are returned too, as
-        (loss, (metrics, flax_mutables)).
+      batch: the features that the feature converter makes. `decoder_loss_weights` are the weights of
+        the targets. Without them each target, including padding, has weight 1, unless
+        `loss_normalizing_factor` is a special one.
+      dropout_rng: the random key for dropout; None disables dropout.
+      flax_mutables: other variable collections. If given, the result is
+        (loss, (metrics, new flax_mutables)).
     """
     options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
     if flax_mutables:
@@ -253,7 +262,7 @@ class BaseTransformerModel(BaseModel):
     return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
   def _segment_ids(self, batch: Batch) -> dict[str, jax.Array]:
-    """Which example each position of each feature belongs to, for the metrics, with T5X's names."""
+    """Returns the example that each position of each feature belongs to, under T5X's names."""
     suffix = "_segment_ids"
     packed = {n.removesuffix(suffix): ids for n, ids in batch.items() if n.endswith(suffix)}
     if packed:
@@ -264,11 +273,11 @@ class BaseTransformerModel(BaseModel):
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False
   ) -> jax.Array | tuple[jax.Array, Mapping[str, Any]]:
-    """Returns the log likelihood of each example's targets, [B], each weighed by its loss weight.
+    """Returns the log likelihood of each example's targets, [B], weighted by the loss weights.
 
-    Without `decoder_loss_weights` all but padding counts. With `return_intermediates`, returns also
-    what the module sowed and, under `decoder`, T5X's `target_tokens`, `loss_weights` and
-    `token_scores`, each in a tuple of one.
+    Without `decoder_loss_weights`, everything but padding has weight 1. With `return_intermediates`,
+    also returns the intermediates that the module sowed and, under `decoder`, T5X's `target_tokens`,
+    `loss_weights` and `token_scores`, each in a tuple of one.
     """
     mutable: Any = ["intermediates"] if return_intermediates else False
     options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
@@ -286,13 +295,95 @@ class BaseTransformerModel(BaseModel):
     return scores_B, intermediates
 
   def _log_probs(self, logits_BTV: Any, targets_BT: jax.Array) -> jax.Array:
-    """Returns each target's log probability; of logits, or of their factors where they are chunked."""
+    """Returns each target's log probability from logits, or from their factors if they are chunked."""
     if self._loss_chunk_length:
       return -chunked_cross_entropy(
         logits_BTV, targets_BT, 0.0, 0.0, self._loss_chunk_length
       ).loss_BT
     log_probs_BTV = jax.nn.log_softmax(logits_BTV)
     return jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+
+  @property
+  def _decode_method(self) -> Callable[..., Any] | None:
+    """The module's method that computes a decoding step; None for `__call__`."""
+    return None
+
+  def _decode_step(
+    self,
+    variables: PyTree,
+    context: tuple[jax.Array, ...],
+    tokens_N1: jax.Array,
+    max_decode_length: int,
+    mutable: list[str],
+  ) -> Any:
+    """Returns the logits after one more token of every sequence, and the mutable collections."""
+    return self.module.apply(
+      variables,
+      *context,
+      tokens_N1,
+      tokens_N1,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=max_decode_length,
+      mutable=mutable,
+      method=self._decode_method,
+    )
+
+  def _decode(
+    self,
+    params: PyTree,
+    prompts_BT: jax.Array,
+    cache: PyTree,
+    initial_index_B: jax.Array | None,
+    num_decodes: int,
+    decoder_params: Mapping[str, Any] | None,
+    rng: jax.Array | None,
+    **context: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns decodes [B, N, T], the best last, and scores [B, N] from the decode function.
+
+    Args:
+      params: the parameters.
+      prompts_BT: the tokens that decodes begin with, shifted right; T limits the decodes.
+      cache: the decoding cache of B sequences.
+      initial_index_B: the number of positions in the cache; None for an empty cache.
+      num_decodes: N.
+      decoder_params: further arguments of `decode_fn`.
+      rng: the random key for sampling.
+      **context: further arguments of `_compute_logits_from_slice`, [B, ...].
+    """
+    length = prompts_BT.shape[1]
+    step_arguments: dict[str, Any] = {
+      # Every beam or sample attends to its own copy of the encoded inputs.
+      name: decoding.flat_batch_beam_expand(array, num_decodes)
+      for name, array in context.items()
+    }
+    if accepts(self._compute_logits_from_slice, "precomputed_variables"):
+      _, variables = self._decode_step(
+        {"params": params, "cache": cache},
+        tuple(context.values()),
+        jnp.zeros((prompts_BT.shape[0], 1), jnp.int32),
+        length,
+        mutable=["cache", PRECOMPUTED],
+      )
+      precomputed = {name: variables[name] for name in (PRECOMPUTED,) if name in variables}
+      step_arguments["precomputed_variables"] = precomputed
+    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
+    if initial_index_B is not None:
+      optional["initial_index"] = initial_index_B
+    return call_decode_fn(
+      self.decode_fn,
+      decoder_params,
+      rng,
+      optional,
+      inputs=prompts_BT,
+      cache=cache,
+      tokens_to_logits=functools.partial(
+        self._compute_logits_from_slice, params=params, max_decode_length=length, **step_arguments
+      ),
+      eos_id=self.output_vocabulary.eos_id,
+      num_decodes=num_decodes,
+    )
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Any:
@@ -306,14 +397,14 @@ def get_output_vocabulary(model: BaseTransformerModel) -> Any:
 
 
 def check_loss_chunk_length(value: int | None) -> int | None:
-  """Returns a loss_chunk_length that can be used.
+  """Returns `value` if it is a valid loss_chunk_length.
 
   Raises:
-    ValueError: it is no positive number.
+    ValueError: it is not a positive integer or None.
   """
   if value is None or (isinstance(value, int) and value > 0):
     return value
   raise ValueError(
-    f"loss_chunk_length = {value!r} must be a number of target positions from 1 on, such as 16, or "
-    "None for all of them at once"
+    f"loss_chunk_length must be a positive number of target positions, such as 16, or None for all at "
+    f"once, got {value!r}"
   )

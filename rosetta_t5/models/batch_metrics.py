@@ -1,4 +1,4 @@
-"""What a model reports about a batch: T5X's train metrics, as mergeable metric objects."""
+"""T5X's training metrics of a batch, as metric objects that can be merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Metrics = dict[str, Any]
 
 
 def count_packed_examples(segment_ids: Int[Array, "B T"]) -> Int[Array, ""]:
-  """Returns the number of examples packed into the rows: runs of one nonzero segment id."""
+  """Returns the number of packed examples, which are runs of equal nonzero segment ids."""
   previous = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
   return jnp.sum((segment_ids != 0) & (segment_ids != previous))
 
@@ -27,20 +27,20 @@ def compute_weighted_accuracy(
   targets: Int[Array, "..."],
   weights: Shaped[Array, "..."] | None = None,
 ) -> Shaped[Array, ""]:
-  """Returns the sum of the weights of targets that have the highest logit (T5X: for old callers).
+  """Returns the total weight of the targets with the highest logit, for users of T5X's function.
 
   Args:
     logits: the model's output.
-    targets: the ids that were to be predicted.
+    targets: the ids to predict.
     weights: each target's weight; None for 1.
 
   Raises:
-    ValueError: logits and targets do not fit.
+    ValueError: the shapes of logits and targets do not match.
   """
   if logits.ndim != targets.ndim + 1:
     raise ValueError(
-      f"logits of shape {logits.shape} do not fit targets of shape {targets.shape}: they have one "
-      "dimension more, the vocabulary"
+      "logits must have one dimension more than targets, the vocabulary, got shapes "
+      f"{logits.shape} and {targets.shape}"
     )
   correct = correct_predictions(logits, targets)
   return jnp.sum(correct if weights is None else correct * weights)
@@ -54,7 +54,7 @@ def compute_metrics(
   weight_sum: Shaped[Array, ""],
   additional_metrics: Metrics,
 ) -> Metrics:
-  """Returns sums over one batch, as T5X had them before `compute_base_metrics`, and the additional."""
+  """Returns the metrics that T5X had before `compute_base_metrics`, and the additional ones."""
   sums: dict[str, Any] = {
     "loss": loss,
     "accuracy": compute_weighted_accuracy(logits, targets, weights),
@@ -74,22 +74,22 @@ def compute_base_metrics(
   segment_ids: Mapping[str, Int[Array, "B L"]] | None = None,
   correct: Bool[Array, "B T"] | None = None,
 ) -> Metrics:
-  """Returns T5X's metrics of one batch; each can be merged with those of other batches.
+  """Returns T5X's metrics of one batch.
 
   Args:
-    logits: the model's output; not needed where `correct` is given.
-    targets: the ids that were to be predicted.
-    mask: each target's weight; None counts all of them.
-    loss: the loss, z-loss included.
-    z_loss: the part of it that is z-loss.
-    segment_ids: for each feature, which example a position belongs to; 0 is padding.
+    logits: the model's output; not needed if `correct` is given.
+    targets: the ids to predict.
+    mask: each target's weight; None for 1.
+    loss: the loss including z-loss.
+    z_loss: the z-loss part of the loss.
+    segment_ids: for each feature, the example that each position belongs to; 0 is padding.
     correct: whether each target has the highest logit; None computes it from the logits.
   """
   if correct is None:
     assert logits is not None
     correct = correct_predictions(logits, targets)
   mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask
-  # Counts are float32: as int32, those of a long period would overflow.
+  # Counts are float32, since int32 would overflow over a long period.
   num_sequences, num_tokens = jnp.float32(targets.shape[0]), jnp.float32(targets.size)
   num_devices = jax.device_count()
   num_weighted = jnp.sum(mask)
@@ -121,7 +121,7 @@ def compute_base_metrics(
 
 
 def _padding_metrics(segment_ids: Mapping[str, Int[Array, "B L"]]) -> Metrics:
-  """How full the batch is, feature by feature and over all of them."""
+  """Returns the share of positions that are not padding, per feature and overall."""
   if not segment_ids:
     return {}
   metrics: Metrics = {}

@@ -1,8 +1,7 @@
-"""The decoder-only model: a language model over inputs and targets put together."""
+"""The decoder-only model: a language model of sequences that contain inputs and targets."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,19 +12,17 @@ from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
-from rosetta_t5.models.decode_call import accepts, call_decode_fn
-from rosetta_t5.networks.layers.decoding_cache import KEPT
 from rosetta_t5.training import losses
 
 _MASK = "decoder_causal_attention"
 
 
 class DecoderOnlyModel(BaseTransformerModel):
-  """A decoder-only model (T5X: DecoderOnlyModel), of targets alone or of inputs and targets.
+  """A decoder-only model (T5X: DecoderOnlyModel) of targets, or of inputs and targets.
 
-  A batch has both in one sequence. `decoder_loss_weights` leave the inputs out of the loss, and
-  `decoder_causal_attention` is 1 at the inputs and the first target, whose positions in
-  `decoder_input_tokens`, one to the right, are the start token and the inputs.
+  A batch has inputs and targets in one sequence. `decoder_loss_weights` exclude the inputs from the
+  loss. `decoder_causal_attention` is 1 at the inputs and the first target; at these positions
+  `decoder_input_tokens`, which is shifted right, has the start token and the inputs.
   """
 
   FEATURE_CONVERTER_CLS = LazySeqioClass("DecoderFeatureConverter")
@@ -43,17 +40,17 @@ class DecoderOnlyModel(BaseTransformerModel):
     loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
     loss_chunk_length: int | None = None,
   ):
-    """Builds the model; see `BaseTransformerModel` for the arguments not named here.
+    """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
     Args:
-      module: the network, called as `networks.decoder_only.DecoderWrapper`.
+      module: the network, called like `networks.decoder.DecoderWrapper`.
       vocabulary: the SeqIO vocabulary of inputs and targets.
       optimizer_def: the optimizer.
-      decode_fn: how `predict_batch` decodes. It must take `initial_index`.
-      inputs_bidirectional_attention: whether the inputs all see each other (prefix LM, Raffel et al.,
-        2020); else every position sees those before it.
-      feature_converter_cls: another feature converter than SeqIO's DecoderFeatureConverter, such as
-        its PrefixLMFeatureConverter.
+      decode_fn: the decode function that `predict_batch` calls; it must accept `initial_index`.
+      inputs_bidirectional_attention: whether all inputs see each other (prefix LM, Raffel et al.,
+        2020); otherwise every position sees only those before it.
+      feature_converter_cls: a feature converter to use instead of SeqIO's DecoderFeatureConverter,
+        such as its PrefixLMFeatureConverter.
       label_smoothing: see `BaseTransformerModel`.
       z_loss: see `BaseTransformerModel`.
       loss_normalizing_factor: see `BaseTransformerModel`.
@@ -86,13 +83,13 @@ class DecoderOnlyModel(BaseTransformerModel):
     return self.module.init(rng, tokens, tokens, enable_dropout=False)
 
   def _get_decoder_causal_attention(self, batch: Batch) -> jax.Array | None:
-    """Returns which positions all see each other, [B, T]; None in a causal model."""
+    """Returns 1 for the positions that all see each other, [B, T]; None in a causal model."""
     if not self._inputs_bidirectional_attention:
       return None
     if _MASK not in batch:
       raise ValueError(
         f"DecoderOnlyModel.inputs_bidirectional_attention = True needs the feature {_MASK}, which is "
-        f"not in the batch (it has {', '.join(sorted(batch))}): give task_feature_lengths both "
+        f"not in the batch (it has {', '.join(sorted(batch))}): set task_feature_lengths for both "
         "'inputs' and 'targets', or set it to False"
       )
     return batch[_MASK]
@@ -125,32 +122,27 @@ class DecoderOnlyModel(BaseTransformerModel):
     decoding_state: Any,
     params: PyTree,
     max_decode_length: int,
-    kept_variables: PyTree | None = None,
+    precomputed_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every decode, [B·N, V], and the new cache."""
-    logits, variables = self.module.apply(
-      {"params": params, "cache": decoding_state.cache, **(kept_variables or {})},
-      decoding_state.cur_token,
-      decoding_state.cur_token,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=max_decode_length,
-      mutable=["cache"],
+    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
+    logits, variables = self._decode_step(
+      variables, (), decoding_state.cur_token, max_decode_length, ["cache"]
     )
     return jnp.squeeze(logits, axis=1), variables["cache"]
 
   def _compute_kv_cache(
     self, params: PyTree, inputs: jax.Array, causal_attention_mask: jax.Array
   ) -> tuple[PyTree, jax.Array]:
-    """Returns a cache filled with the inputs but for the last one, and that one's position, [B].
+    """Returns a cache with all inputs but the last one, and the last one's position, [B].
 
-    The last input is left for the first step of decoding, which needs its logits.
+    The last input is decoded in the first step, which needs its logits.
 
     Args:
       params: the parameters.
-      inputs: [B, T] inputs, shifted right by one position; 0 after them.
+      inputs: [B, T] inputs, shifted right by one position and followed by 0.
       causal_attention_mask: [B, P] 1 where `inputs` has the start token or an input. Only P positions
-        are computed; the cache holds T.
+        are computed; the cache has T.
     """
     lengths_B = jnp.sum(inputs[:, 1:] != 0, axis=-1)
     ones = jnp.ones_like(inputs)
@@ -160,7 +152,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     _, variables = self.module.apply(
       {"params": params, "cache": variables["cache"]},
       inputs[:, : causal_attention_mask.shape[1]],
-      # Stands for the targets, of which it tells the padding: the start token is to be seen too.
+      # Passed as the targets, whose nonzero positions are visible: the start token must be, too.
       causal_attention_mask,
       decoder_causal_attention=self._get_decoder_causal_attention({_MASK: causal_attention_mask}),
       enable_dropout=False,
@@ -169,20 +161,6 @@ class DecoderOnlyModel(BaseTransformerModel):
       mutable=["cache"],
     )
     return variables["cache"], lengths_B
-
-  def _kept_variables(self, params: PyTree, cache: PyTree, tokens_BT: jax.Array) -> PyTree:
-    """Returns what a step computes that is the same in every step; {} if there is no such thing."""
-    token_B1 = tokens_BT[:, :1]
-    _, variables = self.module.apply(
-      {"params": params, "cache": cache},
-      token_B1,
-      token_B1,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=tokens_BT.shape[1],
-      mutable=["cache", KEPT],
-    )
-    return {name: variables[name] for name in (KEPT,) if name in variables}
 
   def predict_batch_with_aux(
     self,
@@ -194,15 +172,15 @@ class DecoderOnlyModel(BaseTransformerModel):
     num_decodes: int = 1,
     decoder_params: Mapping[str, Any] | None = None,
   ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-    """Returns what the model writes after the inputs, and its scores.
+    """Returns the continuations of the inputs, and their scores.
 
     Args:
       params: the parameters.
-      batch: `decoder_input_tokens` [B, T], of which the targets are left out, and
-        `decoder_causal_attention` [B, P], 1 at the inputs and the first target, with P < T where all
-        these come before P; T limits inputs and decodes together.
-      rng: the key for sampling.
-      return_all_decodes: whether all decodes are returned, [B, N, T], the best last; else the best,
+      batch: `decoder_input_tokens` [B, T], whose targets are ignored, and `decoder_causal_attention`
+        [B, P], 1 at the inputs and the first target. P may be less than T if all of these are
+        before P. T limits the total length of inputs and decodes.
+      rng: the random key for sampling.
+      return_all_decodes: whether to return all decodes, [B, N, T], the best last, or the best,
         [B, T].
       num_decodes: N.
       decoder_params: further arguments of `decode_fn`.
@@ -211,39 +189,19 @@ class DecoderOnlyModel(BaseTransformerModel):
       (decodes without the inputs, {"scores": [B, N] or [B]}).
 
     Raises:
-      ValueError: the batch does not tell inputs from targets, or `decode_fn` lacks an argument.
+      ValueError: the batch does not mark the inputs, or `decode_fn` does not accept an argument.
     """
     if _MASK not in batch:
       raise ValueError(
-        f"the batch has no {_MASK}, so that inputs and targets cannot be told apart: give "
-        "task_feature_lengths both 'inputs' and 'targets'"
+        f"the batch must have {_MASK}, which distinguishes inputs from targets (it has "
+        f"{', '.join(sorted(batch))}): set task_feature_lengths for both 'inputs' and 'targets'"
       )
     mask_BP, tokens_BT = batch[_MASK], batch["decoder_input_tokens"]
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
     inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
     cache, lengths_B = self._compute_kv_cache(params, inputs_BT, mask_BP)
-    optional = {
-      "cache_offset": int(getattr(self.module, "scan_layers", False)),
-      "initial_index": lengths_B,
-    }
-    kept: dict[str, Any] = {}
-    if accepts(self._compute_logits_from_slice, "kept_variables"):
-      kept["kept_variables"] = self._kept_variables(params, cache, inputs_BT)
-    decodes_BNT, scores_BN = call_decode_fn(
-      self.decode_fn,  # type: ignore[arg-type]
-      decoder_params,
-      rng,
-      optional,
-      inputs=inputs_BT,
-      cache=cache,
-      tokens_to_logits=functools.partial(
-        self._compute_logits_from_slice,
-        params=params,
-        max_decode_length=inputs_BT.shape[1],
-        **kept,
-      ),
-      eos_id=self.output_vocabulary.eos_id,
-      num_decodes=num_decodes,
+    decodes_BNT, scores_BN = self._decode(
+      params, inputs_BT, cache, lengths_B, num_decodes, decoder_params, rng
     )
     if return_all_decodes:
       return remove_prefix(decodes_BNT, lengths_B), {"scores": scores_BN}
@@ -253,15 +211,15 @@ class DecoderOnlyModel(BaseTransformerModel):
 def remove_prefix(
   sequence: Int[Array, "B *N T"], prefix_length: Int[Array, " B"]
 ) -> Int[Array, "B *N T"]:
-  """Returns the sequences without their first tokens, moved to the left, with 0 after them.
+  """Returns the sequences without their first tokens, shifted to the left and padded with 0.
 
   Args:
     sequence: token ids, padded with 0.
-    prefix_length: how many tokens to remove of each example.
+    prefix_length: the number of tokens to remove from each example.
   """
 
-  def of_one_example(tokens: jax.Array, length: jax.Array) -> jax.Array:
+  def remove_from_example(tokens: jax.Array, length: jax.Array) -> jax.Array:
     is_kept = jnp.arange(tokens.shape[-1]) >= length
     return jnp.roll(jnp.where(jnp.broadcast_to(is_kept, tokens.shape), tokens, 0), -length, axis=-1)
 
-  return jax.vmap(of_one_example)(sequence, prefix_length)
+  return jax.vmap(remove_from_example)(sequence, prefix_length)

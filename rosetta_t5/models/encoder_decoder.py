@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,18 +12,24 @@ import jax.numpy as jnp
 
 from rosetta_t5 import decoding
 from rosetta_t5.models.base import BaseTransformerModel, Batch, LazySeqioClass, PyTree
-from rosetta_t5.models.decode_call import accepts, call_decode_fn
-from rosetta_t5.networks.layers.decoding_cache import KEPT
+from rosetta_t5.models.decode_call import accepts
 from rosetta_t5.training import losses
+
+_OPTIONAL_FEATURES = (
+  "encoder_positions",
+  "decoder_positions",
+  "encoder_segment_ids",
+  "decoder_segment_ids",
+)
 
 
 @flax.struct.dataclass
 class DecoderParams:
-  """How a model decodes unless the caller says otherwise.
+  """The defaults of `EncoderDecoderModel.predict_batch`.
 
   Attributes:
-    return_all_decodes: whether all decodes are returned, or the best.
-    num_decodes: how many are made: the number of beams, or of samples.
+    return_all_decodes: whether all decodes are returned, or only the best.
+    num_decodes: the number of decodes: beams, or samples.
   """
 
   return_all_decodes: bool = False
@@ -50,19 +55,19 @@ class EncoderDecoderModel(BaseTransformerModel):
     default_decoder_params: DecoderParams | None = None,
     loss_chunk_length: int | None = None,
   ):
-    """Builds the model; see `BaseTransformerModel` for the arguments not named here.
+    """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
     Args:
-      module: the network, with methods `encode` and `decode` as `networks.t5.Transformer`.
+      module: the network, with methods `encode` and `decode` like `networks.t5.Transformer`.
       input_vocabulary: the SeqIO vocabulary of the inputs.
       output_vocabulary: the SeqIO vocabulary of the targets.
       optimizer_def: the optimizer.
-      decode_fn: how `predict_batch` decodes.
-      feature_converter_cls: another feature converter than SeqIO's EncDecFeatureConverter.
+      decode_fn: the decode function that `predict_batch` calls.
+      feature_converter_cls: a feature converter to use instead of SeqIO's EncDecFeatureConverter.
       label_smoothing: see `BaseTransformerModel`.
       z_loss: see `BaseTransformerModel`.
       loss_normalizing_factor: see `BaseTransformerModel`.
-      default_decoder_params: how many decodes `predict_batch` makes and returns.
+      default_decoder_params: how many decodes `predict_batch` computes and returns.
       loss_chunk_length: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
@@ -88,20 +93,12 @@ class EncoderDecoderModel(BaseTransformerModel):
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables; the same key gives T5X's parameters."""
     types = input_types or {}
-    optional: dict[str, Any] = {
-      argument: jnp.ones(input_shapes[name], types.get(name, jnp.int32))
-      for argument, name in (
-        ("encoder_positions", "encoder_positions"),
-        ("decoder_positions", "decoder_positions"),
-        ("encoder_segment_ids", "encoder_segment_ids"),
-        ("decoder_segment_ids", "decoder_segment_ids"),
-      )
-      if name in input_shapes
-    }
-    tokens = [
-      jnp.ones(input_shapes[name], types.get(name, jnp.int32))
-      for name in ("encoder_input_tokens", "decoder_input_tokens")
-    ]
+
+    def ones(name: str) -> jax.Array:
+      return jnp.ones(input_shapes[name], types.get(name, jnp.int32))
+
+    optional: dict[str, Any] = {n: ones(n) for n in _OPTIONAL_FEATURES if n in input_shapes}
+    tokens = [ones(name) for name in ("encoder_input_tokens", "decoder_input_tokens")]
     targets = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
     return self.module.init(rng, *tokens, targets, decode=False, enable_dropout=False, **optional)
 
@@ -119,10 +116,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       batch["encoder_input_tokens"],
       batch["decoder_input_tokens"],
       batch["decoder_target_tokens"],
-      encoder_segment_ids=batch.get("encoder_segment_ids"),
-      decoder_segment_ids=batch.get("decoder_segment_ids"),
-      encoder_positions=batch.get("encoder_positions"),
-      decoder_positions=batch.get("decoder_positions"),
+      **{name: batch.get(name) for name in _OPTIONAL_FEATURES},
       decode=False,
       enable_dropout=dropout_rng is not None,
       rngs=None if dropout_rng is None else {"dropout": dropout_rng},
@@ -137,22 +131,19 @@ class EncoderDecoderModel(BaseTransformerModel):
     encoded_inputs: jax.Array,
     raw_inputs: jax.Array,
     max_decode_length: int,
-    kept_variables: PyTree | None = None,
+    precomputed_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
-    logits, variables = self.module.apply(
-      {"params": params, "cache": decoding_state.cache, **(kept_variables or {})},
-      encoded_inputs,
-      raw_inputs,
-      decoding_state.cur_token,
-      decoding_state.cur_token,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=max_decode_length,
-      mutable=["cache"],
-      method=self.module.decode,
+    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
+    context = (encoded_inputs, raw_inputs)
+    logits, variables = self._decode_step(
+      variables, context, decoding_state.cur_token, max_decode_length, ["cache"]
     )
     return jnp.squeeze(logits, axis=1), variables["cache"]
+
+  @property
+  def _decode_method(self) -> Callable[..., Any]:
+    return self.module.decode
 
   def _compute_kv_cache(
     self,
@@ -162,14 +153,14 @@ class EncoderDecoderModel(BaseTransformerModel):
     decoder_input_tokens: jax.Array,
     prefill_decoder_prompt: bool = False,
   ) -> tuple[PyTree, jax.Array | None]:
-    """Returns a cache as long as the targets, and how far its prompts fill it, [B], or None.
+    """Returns a cache as long as the targets, and the lengths of its prompts, [B], or None.
 
     Args:
       params: the parameters.
-      encoded_inputs: what the encoder made of the inputs.
-      encoder_input_tokens: the inputs, for their padding.
-      decoder_input_tokens: prompts, if any.
-      prefill_decoder_prompt: whether the prompts are put into the cache at once.
+      encoded_inputs: the encoder's output.
+      encoder_input_tokens: the inputs, whose padding is masked.
+      decoder_input_tokens: the prompts, if any.
+      prefill_decoder_prompt: whether to write the prompts into the cache.
     """
     ones = (jnp.ones_like(encoder_input_tokens), *[jnp.ones_like(decoder_input_tokens)] * 2)
     _, variables = self.module.apply(
@@ -192,28 +183,6 @@ class EncoderDecoderModel(BaseTransformerModel):
     )
     return variables["cache"], lengths_B
 
-  def _kept_variables(
-    self, params: PyTree, cache: PyTree, encoded_BSD: jax.Array, inputs_BS: jax.Array, length: int
-  ) -> PyTree:
-    """Returns what a step computes that is the same in every step, one for all beams of an example.
-
-    A network that keeps nothing of the kind gives {}.
-    """
-    tokens_B1 = jnp.zeros((inputs_BS.shape[0], 1), jnp.int32)
-    _, variables = self.module.apply(
-      {"params": params, "cache": cache},
-      encoded_BSD,
-      inputs_BS,
-      tokens_B1,
-      tokens_B1,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=length,
-      mutable=["cache", KEPT],
-      method=self.module.decode,
-    )
-    return {name: variables[name] for name in (KEPT,) if name in variables}
-
   def predict_batch_with_aux(
     self,
     params: PyTree,
@@ -229,61 +198,47 @@ class EncoderDecoderModel(BaseTransformerModel):
     Args:
       params: the parameters.
       batch: `encoder_input_tokens` [B, S] and `decoder_input_tokens` [B, T]; T limits the decodes.
-      rng: the key for sampling.
+      rng: the random key for sampling.
       decoder_params: further arguments of `decode_fn`, such as `alpha`, `max_decode_len`,
-        `temperature` or `decode_rng`; an `eos_id` among them goes before the vocabulary's.
-      return_all_decodes: whether all decodes are returned, [B, N, T], the best last; else the best,
-        [B, T].
+        `temperature` or `decode_rng`; an `eos_id` here overrides the vocabulary's.
+      return_all_decodes: whether to return all decodes, [B, N, T], the best last, or the best,
+        [B, T]; None for the model's default.
       num_decodes: N; None for the model's default.
-      prompt_with_targets: whether `decoder_input_tokens`, without their end token, begin the decodes.
+      prompt_with_targets: whether decodes begin with `decoder_input_tokens` without their end token.
 
     Returns:
       (decodes, {"scores": [B, N] or [B]}).
 
     Raises:
-      ValueError: `decode_fn` does not take an argument of `decoder_params`, or one that it needs.
+      ValueError: `decode_fn` does not accept an argument of `decoder_params` or one that it needs.
     """
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
     inputs_BS, prompts_BT = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
-    # An end token in the prompt would end the decode: the prompt is to be gone on with.
-    is_kept = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
-    prompts_BT = jnp.where(is_kept, prompts_BT, 0)
+    # The end token is removed from prompts, since it would end the decode.
+    is_prompt = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
+    prompts_BT = jnp.where(is_prompt, prompts_BT, 0)
     encoded_BSD: Any = self.module.apply(
       {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
     )
-    decode_fn: Any = self.decode_fn
-    takes_prompts = accepts(decode_fn, "initial_index") and accepts(self.module.decode, "prefill")
-    cache, initial_index = self._compute_kv_cache(
-      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=takes_prompts
+    can_prefill = accepts(self.decode_fn, "initial_index") and accepts(
+      self.module.decode, "prefill"
     )
-    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
-    if initial_index is not None:
-      optional["initial_index"] = initial_index
-    kept: dict[str, Any] = {}
-    if accepts(self._compute_logits_from_slice, "kept_variables"):
-      length = prompts_BT.shape[1]
-      kept["kept_variables"] = self._kept_variables(params, cache, encoded_BSD, inputs_BS, length)
-    decodes_BNT, scores_BN = call_decode_fn(
-      decode_fn,
+    cache, initial_index = self._compute_kv_cache(
+      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
+    )
+    decodes_BNT, scores_BN = self._decode(
+      params,
+      prompts_BT,
+      cache,
+      initial_index,
+      num_decodes,
       decoder_params,
       rng,
-      optional,
-      inputs=prompts_BT,
-      cache=cache,
-      # Every beam or sample attends to its own copy of the encoded inputs.
-      tokens_to_logits=functools.partial(
-        self._compute_logits_from_slice,
-        params=params,
-        encoded_inputs=decoding.flat_batch_beam_expand(encoded_BSD, num_decodes),
-        raw_inputs=decoding.flat_batch_beam_expand(inputs_BS, num_decodes),
-        max_decode_length=prompts_BT.shape[1],
-        **kept,
-      ),
-      eos_id=self.output_vocabulary.eos_id,
-      num_decodes=num_decodes,
+      encoded_inputs=encoded_BSD,
+      raw_inputs=inputs_BS,
     )
     if return_all_decodes:
       return decodes_BNT, {"scores": scores_BN}

@@ -1,4 +1,4 @@
-"""What a run's header says about number formats and kernels."""
+"""The line of a run's header about number formats, kernels and layer settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rosetta_t5.networks.kernel_choice import choose_attention_kernel
 from rosetta_t5.networks.precision import Fp8Choice
 
 
-def computation_text(model: Any, fp8: Fp8Choice) -> str | None:
-  """Returns one line: type of activations, fp8, attention's kernel and why, and switches in use.
+def describe_computation(model: Any, fp8: Fp8Choice) -> str | None:
+  """Returns one line: the activations' type, fp8, the attention kernel and the settings in use.
 
   Args:
-    model: the model; None is returned unless its module has a config like `T5Config`.
-    fp8: what `choose_fp8` returned.
+    model: the model; the result is None unless its module has a config like `T5Config`.
+    fp8: the result of `choose_fp8`.
   """
   config = model.network_config
   if not hasattr(config, "dtype"):
@@ -24,7 +24,7 @@ def computation_text(model: Any, fp8: Fp8Choice) -> str | None:
   parts = [
     jnp.dtype(config.dtype).name,
     f"fp8 {fp8.text}",
-    f"attention by {kernel.name} ({kernel.why})",
+    f"attention by {kernel.name} ({kernel.reason})",
   ]
   parts += ["fused qkv"] if getattr(config, "fuse_qkv_params", False) else []
   parts += ["length before batch"] if getattr(config, "transpose_batch_sequence", False) else []

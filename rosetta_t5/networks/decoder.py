@@ -1,6 +1,6 @@
-"""A decoder-only transformer, as T5X's examples.decoder_only and as GPT: causal or prefix LM.
+"""A decoder-only transformer, causal or a prefix LM: T5X's examples.decoder_only, and GPT.
 
-With the config's defaults parameters have T5X's names, shapes and initial values.
+With the config's defaults, parameters have T5X's names, shapes and initial values.
 """
 
 from __future__ import annotations
@@ -13,43 +13,36 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import Unprojected, with_logit
+from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, set_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
-from rosetta_t5.networks.kernel_choice import SegmentMask, is_fused, segment_mask
-from rosetta_t5.networks.layers.centred_norm import CentredLayerNorm
-from rosetta_t5.networks.layers.dense import activation_axes
-from rosetta_t5.networks.layers.embedding import LayerNorm
-from rosetta_t5.networks.layers.layer_stack import scanned_stack
+from rosetta_t5.networks.kernel_choice import SegmentMask, make_segment_mask, uses_fused_kernel
+from rosetta_t5.networks.layers.dense import activation_axes, feature_dropout
+from rosetta_t5.networks.layers.embedding import output_layer
+from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
 from rosetta_t5.networks.layers.masks import make_decoder_mask
-from rosetta_t5.networks.layers.output_layer import output_layer
-from rosetta_t5.networks.layers.remat import remat_layer
+from rosetta_t5.networks.layers.norms import LayerNorm, StandardLayerNorm
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
 
-def _dropout(config: TransformerConfig, name: str, length_axis: int = -2) -> nn.Dropout:
-  """A dropout that drops the same features at every position; its masks depend on its name."""
-  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(length_axis,), name=name)
-
-
 def _norm(config: TransformerConfig, name: str) -> nn.Module:
-  norm_cls: Any = {"rms": LayerNorm, "layer": CentredLayerNorm}[config.norm]
+  norm_cls: Any = {"rms": LayerNorm, "layer": StandardLayerNorm}[config.norm]
   return norm_cls(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
 
 
-def _projection_options(config: TransformerConfig) -> dict[str, Any]:
-  """Returns what the config says of projections besides what a `T5Config` does."""
-  options: dict[str, Any] = {"use_bias": config.use_bias}
+def _projection_attributes(config: TransformerConfig) -> dict[str, Any]:
+  """Returns the attributes of projections that a `T5Config` does not have."""
+  attributes: dict[str, Any] = {"use_bias": config.use_bias}
   if config.init_stddev is not None:
-    options["kernel_init"] = nn.initializers.normal(config.init_stddev)
-  return options
+    attributes["kernel_init"] = nn.initializers.normal(config.init_stddev)
+  return attributes
 
 
 class DecoderLayer(nn.Module):
-  """Self-attention and feed-forward block, each after a norm and around a residual.
+  """Self-attention and a feed-forward block, each after a norm and inside a residual connection.
 
   Attributes:
-    config: sizes and switches.
+    config: sizes and settings.
     relative_embedding: the relative bias, which all layers share; None for other positions.
   """
 
@@ -68,20 +61,19 @@ class DecoderLayer(nn.Module):
     prefill_lengths: Int[Array, " B"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
   ) -> Any:
-    """Returns the layer's output; where layers are scanned, (output, None), a step of the scan.
+    """Returns the layer's output, or (output, None) as a scan requires if layers are scanned.
 
-    `positions` are told where the config asks for others than relative ones; see `Decoder` for the
-    other arguments.
+    `positions` are required unless the config's positions are relative. See `Decoder` for the other
+    arguments.
     """
     cfg = self.config
-    length_axis = -3 if cfg.transpose_batch_sequence else -2
     bias_1HLL = None
     if self.relative_embedding is not None:
-      length = t5.bias_length(inputs.shape[length_axis], decode, max_decode_length)
+      length = t5.bias_length(t5.length_in_layer(cfg, inputs), decode, max_decode_length)
       bias_1HLL = self.relative_embedding(length, length, False)
-    options = _projection_options(cfg)
+    attributes = _projection_attributes(cfg)
     x = _norm(cfg, "pre_self_attention_layer_norm")(inputs)
-    x = t5.attention(cfg, "self_attention", scale_queries=cfg.scale_queries, **options)(
+    x = t5.make_attention(cfg, "self_attention", scale_queries=cfg.scale_queries, **attributes)(
       x,
       x,
       decoder_mask,
@@ -92,22 +84,24 @@ class DecoderLayer(nn.Module):
       prefill_lengths=prefill_lengths,
       rotary_positions=positions if cfg.positions == "rotary" else None,
     )
-    x = (
-      _dropout(cfg, "post_self_attention_dropout", length_axis)(x, deterministic=deterministic)
-      + inputs
-    )
+    x = self._dropout("post_self_attention_dropout", x, deterministic) + inputs
     y = _norm(cfg, "pre_mlp_layer_norm")(x)
-    y = t5.mlp(cfg, **options)(y, deterministic=deterministic)
-    y = _dropout(cfg, "post_mlp_dropout", length_axis)(y, deterministic=deterministic) + x
+    y = t5.make_mlp(cfg, **attributes)(y, deterministic=deterministic)
+    y = self._dropout("post_mlp_dropout", y, deterministic) + x
     y = with_sharding_constraint(y, activation_axes("embed", cfg.transpose_batch_sequence))
     return (y, None) if cfg.scan_layers else y
 
+  def _dropout(self, name: str, x: jax.Array, deterministic: bool) -> jax.Array:
+    cfg = self.config
+    dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, name)
+    return dropout(x, deterministic=deterministic)
+
 
 class Decoder(nn.Module):
-  """Embedding, layers, and the output layer.
+  """The embedding, the layers and the output layer.
 
   Attributes:
-    config: sizes and switches.
+    config: sizes and settings.
   """
 
   config: TransformerConfig
@@ -127,93 +121,92 @@ class Decoder(nn.Module):
     prefill: bool = False,
     prefill_lengths: Int[Array, " B"] | None = None,
     return_logits: bool = True,
-  ) -> Float[Array, "B T V"] | Unprojected:
-    """Returns the logits of the targets, in float32.
+  ) -> Float[Array, "B T V"] | LogitFactors:
+    """Returns the float32 logits of the targets.
 
     Args:
       decoder_input_tokens: the targets shifted right.
-      decoder_target_tokens: the targets, for their padding.
-      decoder_segment_ids: which packed example each position belongs to.
-      decoder_positions: each token's place in its example; None for its place in the row. Not used
-        where positions are relative.
+      decoder_target_tokens: the targets, whose padding is masked.
+      decoder_segment_ids: the packed example that each position belongs to.
+      decoder_positions: each token's position in its example; None for its position in the row.
+        Ignored if positions are relative.
       decoder_causal_attention: 1 for the positions that all see each other, a prefix LM's inputs.
       enable_dropout: whether dropout is on.
-      decode: whether the tokens are one position, the next after those in the cache. The first call,
-        with the full length and no cache, makes one.
-      max_decode_length: how many positions the cache holds.
-      prefill: whether the tokens are whole prompts, to be put into a cache that has been made.
-      prefill_lengths: how many of their positions; the rest is left for decoding.
-      return_logits: False for the logits' two factors; see `output_layer`.
+      decode: whether the tokens are one position, the one that follows those in the cache. The first
+        call, with the full length and no cache, creates one.
+      max_decode_length: the number of positions in the cache.
+      prefill: whether the tokens are whole prompts, to be written into an existing cache.
+      prefill_lengths: the number of tokens in each prompt; decoding writes the positions after them.
+      return_logits: False returns the logits' two factors; see `output_layer`.
 
     Raises:
-      ValueError: the config has no place for so many tokens, or for these arguments.
+      ValueError: the sequences are too long for the config, or it excludes these arguments.
     """
     cfg, deterministic = self.config, not enable_dropout
-    embedding = t5.token_embedder(cfg, "token_embedder", cfg.init_stddev or 1.0)
+    embedding = t5.make_token_embedder(cfg, "token_embedder", cfg.init_stddev or 1.0)
     mask: jax.Array | SegmentMask | None = None
-    if not decode:
+    if uses_fused_kernel(cfg) and not (decode or prefill):
+      _check_causal(cfg, decoder_causal_attention)
+      real, ids = decoder_target_tokens > 0, decoder_segment_ids
+      mask = make_segment_mask(cfg, real, real, ids, ids, causal=True)
+    elif not decode:
       mask = make_decoder_mask(
-        decoder_target_tokens,
-        dtype=bool,
-        decoder_causal_attention=decoder_causal_attention,
-        decoder_segment_ids=decoder_segment_ids,
-      )
-    if is_fused(cfg) and not (decode or prefill):
-      mask = _causal_segment_mask(
-        cfg, decoder_target_tokens > 0, decoder_segment_ids, decoder_causal_attention
+        decoder_target_tokens, bool, decoder_causal_attention, decoder_segment_ids
       )
     positions = None
     if cfg.positions != "relative" or cfg.local_attention_window:
-      positions = self._places(decoder_input_tokens, decoder_positions, decode, prefill_lengths)
+      positions = self._positions(decoder_input_tokens, decoder_positions, decode, prefill_lengths)
     y = embedding(decoder_input_tokens.astype(jnp.int32))
     if positions is not None and cfg.positions == "learned":
-      y = y + self._learned(positions, max_decode_length or decoder_input_tokens.shape[1])
-    y = _dropout(cfg, "input_dropout")(y, deterministic=deterministic).astype(cfg.dtype)
+      y = y + self._position_vectors(positions, max_decode_length or decoder_input_tokens.shape[1])
+    dropout = feature_dropout(cfg.dropout_rate, name="input_dropout")
+    y = dropout(y, deterministic=deterministic).astype(cfg.dtype)
     call = (deterministic, decode, max_decode_length, bool(prefill), prefill_lengths, positions)
-    y = t5.transposed(cfg, self._layers(t5.transposed(cfg, y), mask, *call))
+    y = t5.to_layer_layout(cfg, self._layers(t5.to_layer_layout(cfg, y), mask, *call))
     y = _norm(cfg, "decoder_norm")(y)
-    y = _dropout(cfg, "output_dropout")(y, deterministic=deterministic)
+    dropout = feature_dropout(cfg.dropout_rate, name="output_dropout")
+    y = dropout(y, deterministic=deterministic)
     logits = output_layer(cfg, embedding, y, return_logits, cfg.divide_tied_logits)
     if not cfg.padding_never_follows:
       return logits
-    if isinstance(logits, Unprojected):
-      return logits._replace(never=jnp.zeros((), jnp.int32))
-    return with_logit(logits, 0)
+    if isinstance(logits, LogitFactors):
+      return logits._replace(excluded_token=jnp.zeros((), jnp.int32))
+    return set_logit(logits, 0)
 
-  def _places(
+  def _positions(
     self,
     tokens_BT: jax.Array,
     positions_BT: jax.Array | None,
     decode: bool,
     prefill_lengths: jax.Array | None,
   ) -> jax.Array:
-    """Returns each token's place, [B or 1, T]; the cache knows the next one's."""
+    """Returns each token's position, [B or 1, T]; the cache stores the next one for decoding."""
     cfg = self.config
-    place_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    position_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
     if prefill_lengths is None and not decode:
-      return place_1T if positions_BT is None else positions_BT
-    # The batch of a scanned cache comes second.
+      return position_1T if positions_BT is None else positions_BT
+    # The cache of scanned layers has the batch as its second dimension.
     leading = (1,) if cfg.scan_layers else ()
-    is_made = self.has_variable("cache", "cache_index")
+    cache_exists = self.has_variable("cache", "cache_index")
     index = self.variable("cache", "cache_index", lambda: jnp.zeros(leading, jnp.int32))
-    if not is_made:
-      return place_1T
+    if not cache_exists:
+      return position_1T
     if prefill_lengths is not None:
       lengths_B = prefill_lengths.astype(jnp.int32)
       index.value = lengths_B[None] if cfg.scan_layers else lengths_B
-      return place_1T
-    place = index.value[0] if cfg.scan_layers else index.value
+      return position_1T
+    position = index.value[0] if cfg.scan_layers else index.value
     index.value = index.value + 1
-    return place.reshape(-1, 1)
+    return position.reshape(-1, 1)
 
-  def _learned(self, positions_BT: jax.Array, length: int) -> jax.Array:
-    """Returns the vectors of the places, [B or 1, T, D]."""
+  def _position_vectors(self, positions_BT: jax.Array, length: int) -> jax.Array:
+    """Returns the learned vectors of the positions, [B or 1, T, D]."""
     cfg = self.config
     if length > cfg.max_length:
       raise ValueError(
-        f"TransformerConfig.max_length = {cfg.max_length} places have learned vectors, but sequences "
-        f"have {length}: set it to {length} or more, or TASK_FEATURE_LENGTHS to fewer (inputs and "
-        "targets stand in one sequence)"
+        f"TransformerConfig.max_length must be at least the length of the sequences, {length}, got "
+        f"{cfg.max_length}: increase it, or decrease TASK_FEATURE_LENGTHS (inputs and targets are one "
+        "sequence)"
       )
     table_LD = param_with_axes(
       "position_embedding",
@@ -222,20 +215,19 @@ class Decoder(nn.Module):
       jnp.float32,
       axes=("abspos_buckets", "embed"),
     )
-    # Split by `embed` it comes together first, as the tokens' table does (see `Embed`).
+    # A table that is split by `embed` is gathered first, like the token table (see `Embed`).
     table_LD = with_sharding_constraint(table_LD, ("abspos_buckets", None))
-    # Examples that are full while others are still being decoded have no place any more.
+    # Examples that are full while others are still being decoded have positions beyond the table.
     vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(cfg.dtype)
     return with_sharding_constraint(vectors_BTD, ("batch", "length", "embed"))
 
   def _layers(self, y: jax.Array, mask: jax.Array | SegmentMask | None, *call: Any) -> jax.Array:
-    """Calls all layers; `call` is their call's arguments after the mask."""
+    """Returns the activations after all layers; `call` has the arguments that follow the mask."""
     cfg = self.config
-    # Of the call's arguments, with self 0, those that are Python's own.
     layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, (3, 4, 5, 6), scanned=cfg.scan_layers)
     if cfg.scan_layers:
-      return scanned_stack(self, layer_cls, "decoder", cfg.num_layers)(y, mask, *call)
-    relative = t5.relative_bias(cfg) if cfg.positions == "relative" else None
+      return call_layers(self, layer_cls, cfg.num_layers, y, mask, *call, scan_name="decoder")
+    relative = t5.make_relative_bias(cfg) if cfg.positions == "relative" else None
     local_mask = self._local_mask(mask, *call) if cfg.local_attention_window else mask
     for layer in range(cfg.num_layers):
       y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, (mask, local_mask)[layer % 2], *call)
@@ -244,41 +236,35 @@ class Decoder(nn.Module):
   def _local_mask(
     self, mask: jax.Array | SegmentMask | None, *call: Any
   ) -> jax.Array | SegmentMask | None:
-    """Returns the mask of every second layer: what stands too far back is not seen."""
+    """Returns the mask of every second layer, which hides keys outside the local window."""
     window = self.config.local_attention_window or 0
     if isinstance(mask, SegmentMask):
       raise ValueError(
         f"TransformerConfig.local_attention_window = {window} needs attention_kernel = 'xla'"
       )
-    _, decode, max_decode_length, _, _, place_BT = call
+    _, decode, max_decode_length, _, _, position_BT = call
     if mask is None and not (decode and max_decode_length):
-      return None  # the call that makes the cache
+      return None  # this call only creates the cache
     if mask is None:
-      distance_BTS = place_BT[..., None] - jnp.arange(max_decode_length)[None, None]
+      distance_BTS = position_BT[..., None] - jnp.arange(max_decode_length)[None, None]
       return (distance_BTS < window)[:, None]
-    place_T = jnp.arange(mask.shape[-1])
-    return mask & (place_T[:, None] - place_T[None] < window)[None, None]
+    position_T = jnp.arange(mask.shape[-1])
+    return mask & (position_T[:, None] - position_T[None] < window)[None, None]
 
 
-def _causal_segment_mask(
-  config: TransformerConfig,
-  real: jax.Array,
-  segment_ids: jax.Array | None,
-  prefix: jax.Array | None,
-) -> SegmentMask:
+def _check_causal(config: TransformerConfig, prefix: jax.Array | None) -> None:
   if prefix is not None:
     raise ValueError(
-      f"TransformerConfig.attention_kernel = {config.attention_kernel!r} is causal throughout, but "
-      "the inputs are to see each other (inputs_bidirectional_attention): set it to 'xla'"
+      f"TransformerConfig.attention_kernel = {config.attention_kernel!r} supports causal attention "
+      "only, but inputs_bidirectional_attention lets the inputs see each other: set it to 'xla'"
     )
-  return segment_mask(config, real, real, segment_ids, segment_ids, causal=True)
 
 
 class DecoderWrapper(nn.Module):
-  """The decoder under the name `decoder`, where an encoder-decoder's parameters are too.
+  """The decoder under the name `decoder`, so that parameters have the paths of an encoder-decoder's.
 
   Attributes:
-    config: sizes and switches.
+    config: sizes and settings.
   """
 
   config: TransformerConfig
@@ -289,12 +275,12 @@ class DecoderWrapper(nn.Module):
 
   @property
   def scan_layers(self) -> bool:
-    """Whether a cache has its layers first, the batch second."""
+    """Whether the cache has the layers as its first dimension and the batch as its second."""
     return bool(self.config.scan_layers)
 
-  def __call__(self, *args: Any, **kwargs: Any) -> jax.Array | Unprojected:
+  def __call__(self, *args: Any, **kwargs: Any) -> jax.Array | LogitFactors:
     """Returns the logits of the targets; see `Decoder`."""
-    logits: jax.Array | Unprojected = self.decoder(*args, **kwargs)
+    logits: jax.Array | LogitFactors = self.decoder(*args, **kwargs)
     return logits
 
 

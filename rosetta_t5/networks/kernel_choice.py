@@ -1,7 +1,8 @@
-"""Which kernel computes attention, why, and the calls of the fused ones."""
+"""The choice of the attention kernel, the masks for it, and the calls of the fused kernels."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,23 +13,24 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.flash_attention import Segments, flash_attention
+from rosetta_t5.networks.layers.masks import make_attention_mask, make_causal_mask
 
 
 class KernelChoice(NamedTuple):
-  """A kernel's name, and why it was chosen."""
+  """The name of an attention kernel and the reason for its choice."""
 
   name: str
-  why: str
+  reason: str
 
 
 @struct.dataclass
 class SegmentMask:
-  """A mask in the few numbers that fused kernels take: one sees one's own segment.
+  """A compact mask for fused kernels: a query sees the keys of its own segment.
 
   Attributes:
     query_BT: each query's segment; 0 is padding.
-    key_BS: each key's.
-    causal: whether a query sees no key after it.
+    key_BS: each key's segment.
+    causal: whether a query does not see the keys after it.
   """
 
   query_BT: Int[Array, "B T"]
@@ -48,16 +50,49 @@ def choose_attention_kernel(config: Any) -> KernelChoice:
   if name == "cudnn":
     _check_cudnn(config)
   if name == "flash" and _is_interpreted():
-    return KernelChoice("flash", "set; interpreted, as there is no GPU: slow")
+    return KernelChoice("flash", "set; interpreted, because there is no GPU: slow")
   return KernelChoice(name, "set")
 
 
-def is_fused(config: Any) -> bool:
-  """Returns whether a fused kernel computes attention of whole sequences; a step of decoding never."""
+def uses_fused_kernel(config: Any) -> bool:
+  """Returns whether a fused kernel computes attention of whole sequences (never decoding steps)."""
   return choose_attention_kernel(config).name != "xla"
 
 
-def segment_mask(
+def make_mask(
+  config: Any,
+  real_queries: Bool[Array, "B T"],
+  real_keys: Bool[Array, "B S"],
+  query_segments: Int[Array, "B T"] | None = None,
+  key_segments: Int[Array, "B S"] | None = None,
+  causal: bool = False,
+  decode: bool = False,
+) -> Bool[Array, "B 1 T S"] | SegmentMask:
+  """Returns the mask for the config's kernel: a `SegmentMask` for a fused one, else an array.
+
+  Args:
+    config: a `T5Config`.
+    real_queries: which queries are not padding.
+    real_keys: which keys are not padding.
+    query_segments: the packed example that each query belongs to; None if rows are not packed.
+    key_segments: the packed example that each key belongs to.
+    causal: whether a query does not see the keys after it.
+    decode: whether the query is a decoding step, which no fused kernel computes.
+
+  Raises:
+    ValueError: the kernel does not support the mask.
+  """
+  if uses_fused_kernel(config) and not decode:
+    return make_segment_mask(config, real_queries, real_keys, query_segments, key_segments, causal)
+  mask: Any = make_attention_mask(real_queries, real_keys, jnp.logical_and, dtype=bool)
+  if causal:
+    mask = make_causal_mask(real_queries, dtype=bool) & mask
+  if query_segments is not None and key_segments is not None:
+    mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
+  return mask
+
+
+def make_segment_mask(
   config: Any,
   real_queries: Bool[Array, "B T"],
   real_keys: Bool[Array, "B S"],
@@ -65,31 +100,18 @@ def segment_mask(
   key_segments: Int[Array, "B S"] | None = None,
   causal: bool = False,
 ) -> SegmentMask:
-  """Returns the mask for the config's fused kernel.
-
-  Args:
-    config: a `T5Config`.
-    real_queries: which queries are not padding.
-    real_keys: which keys are not.
-    query_segments: which packed example each query belongs to; None if rows are not packed.
-    key_segments: the same for keys.
-    causal: whether a query sees no key after it.
-
-  Raises:
-    ValueError: the kernel cannot compute it.
-  """
-  kernel = choose_attention_kernel(config).name
-  packed = query_segments is not None and key_segments is not None
-  if kernel == "cudnn" and packed:
+  """Returns the mask for the config's fused kernel; see `make_mask`."""
+  is_cudnn, name = choose_attention_kernel(config).name == "cudnn", type(config).__name__
+  if is_cudnn and query_segments is not None and key_segments is not None:
     raise ValueError(
-      f"{type(config).__name__}.attention_kernel = 'cudnn' takes no packed examples: set it to "
-      "'flash', or train/DatasetConfig.pack = False"
+      f"{name}.attention_kernel = 'cudnn' does not support packed examples: set it to 'flash', or "
+      "train/DatasetConfig.pack = False"
     )
-  if kernel == "cudnn" and (real_queries.shape[1] % 2 or real_keys.shape[1] % 2):
+  queries, keys = real_queries.shape[1], real_keys.shape[1]
+  if is_cudnn and (queries % 2 or keys % 2):
     raise ValueError(
-      f"{type(config).__name__}.attention_kernel = 'cudnn' trains with a bias at even lengths only, "
-      f"not {real_queries.shape[1]} and {real_keys.shape[1]}: change TASK_FEATURE_LENGTHS, or set it to "
-      "'flash'"
+      f"{name}.attention_kernel = 'cudnn' trains with a bias only if lengths are even, got {queries} "
+      f"and {keys}: change TASK_FEATURE_LENGTHS, or set it to 'flash'"
     )
   if query_segments is None or key_segments is None:
     query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
@@ -107,7 +129,7 @@ def fused_attention(
   mask: SegmentMask,
   value_scale_BHS: Float[Array, "B H S"] | None = None,
 ) -> Float[Array, "B T H K"]:
-  """Returns what `kernels.attention.xla_attention` returns, by the fused kernel of that name.
+  """Returns the same as `kernels.xla_attention.xla_attention`, computed by a fused kernel.
 
   Args:
     kernel: `flash` or `cudnn`.
@@ -115,24 +137,26 @@ def fused_attention(
     k_BSHK: keys.
     v_BSHK: values.
     bias_1HTS: added to the logits.
-    mask: which query sees which key. For cuDNN padding stands at the end: a gap within a row makes NaN.
-    value_scale_BHS: a factor on each head's value at each key, dropout's.
+    mask: which query sees which key. For cuDNN padding must be at the end of a row; padding before a
+      token makes the result NaN.
+    value_scale_BHS: a factor for each head's value at each key, which carries dropout.
   """
   if value_scale_BHS is not None:
     v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
   if kernel == "cudnn":
     return _cudnn_attention(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask)
-  return _flash_attention_on_every_device(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask)
+  return _sharded_flash_attention(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask)
 
 
 def _cudnn_attention(
   q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_1HTS: Array | None, mask: SegmentMask
 ) -> Array:
-  # Lengths, as a mask would be written out as [B, H, T, S]. A row of padding alone counts as one
-  # token: with none, its outputs would be NaN. The bias is small and shared by the layers, so the
-  # check costs next to nothing there; without one, keys and values come from a stack that has one.
+  # The mask is passed as lengths, because a mask array would be expanded to [B, H, T, S]. A row that
+  # is all padding counts as one token, since its outputs would otherwise be NaN. The check is added
+  # to the bias because that is small and shared by the layers. Without a bias (cross-attention),
+  # keys and values come from a stack of layers that has one.
   if bias_1HTS is not None:
-    bias_1HTS += nan_where_padding_has_tokens_after_it(mask).astype(bias_1HTS.dtype)
+    bias_1HTS += nan_if_padding_precedes_tokens(mask).astype(bias_1HTS.dtype)
   return jax.nn.dot_product_attention(
     q_BTHK,
     k_BSHK,
@@ -140,64 +164,57 @@ def _cudnn_attention(
     bias=bias_1HTS,
     scale=1.0,
     is_causal=mask.causal,
-    query_seq_lengths=_length(mask.query_BT),
-    key_value_seq_lengths=_length(mask.key_BS),
+    query_seq_lengths=row_lengths(mask.query_BT),
+    key_value_seq_lengths=row_lengths(mask.key_BS),
     implementation="cudnn",
   )
 
 
-def nan_where_padding_has_tokens_after_it(mask: SegmentMask) -> Float[Array, ""]:
-  """Returns 0; NaN for a batch that lengths cannot describe: a run stops sooner than it learns wrong."""
+def nan_if_padding_precedes_tokens(mask: SegmentMask) -> Float[Array, ""]:
+  """Returns 0, or NaN for a batch that lengths cannot describe, so that the run stops."""
   has_gap: Any = False
   for segments_BT in (mask.query_BT, mask.key_BS):
     has_gap |= jnp.any((segments_BT[:, 1:] > 0) & (segments_BT[:, :-1] == 0))
   return jnp.where(has_gap, jnp.nan, 0.0)
 
 
-def _length(segments_BT: Array) -> Array:
+def row_lengths(segments_BT: Array) -> Array:
   """Returns each row's length up to its last token, at least 1."""
   ends_T = jnp.arange(1, segments_BT.shape[1] + 1, dtype=jnp.int32)
   return jnp.max(jnp.where(segments_BT > 0, ends_T[None], 1), axis=1)
 
 
-def _flash_attention_on_every_device(
+def _sharded_flash_attention(
   q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_1HTS: Array | None, mask: SegmentMask
 ) -> Array:
-  """Each device computes its own examples and heads: the compiler cannot split a Triton kernel."""
+  """Runs the kernel on each device's examples and heads: XLA cannot partition a Triton kernel."""
 
-  def one_device(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_1HTS: Array | None, *ids: Array
-  ) -> Array:
-    return flash_attention(
-      q_BTHK, k_BSHK, v_BSHK, bias_1HTS, Segments(*ids), mask.causal, _is_interpreted()
-    )
+  def attend(q: Array, k: Array, v: Array, bias: Array | None, *segments: Array) -> Array:
+    interpret = _is_interpreted()
+    return flash_attention(q, k, v, bias, Segments(*segments), mask.causal, interpret)
 
   mesh = jax.sharding.get_abstract_mesh()
   operands = (q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask.query_BT, mask.key_BS)
   if mesh.empty or mesh.size == 1:
-    return one_device(*operands)
-  batch = _axis_that_divides("batch", q_BTHK.shape[0], mesh)
-  heads = _axis_that_divides("heads", q_BTHK.shape[2], mesh)
-  spec = PartitionSpec(batch, None, heads)
+    return attend(*operands)
+  batch = _mesh_axes_that_divide("batch", q_BTHK.shape[0], mesh)
+  heads = _mesh_axes_that_divide("heads", q_BTHK.shape[2], mesh)
+  spec, segments_spec = PartitionSpec(batch, None, heads), PartitionSpec(batch)
   bias_spec = None if bias_1HTS is None else PartitionSpec(None, heads)
-  ids = PartitionSpec(batch)
   sharded = jax.shard_map(
-    one_device,
-    in_specs=(spec, spec, spec, bias_spec, ids, ids),
+    attend,
+    in_specs=(spec, spec, spec, bias_spec, segments_spec, segments_spec),
     out_specs=spec,
-    check_vma=False,  # Pallas kernels do not tell over which axes their results vary
+    check_vma=False,  # Pallas kernels do not declare over which mesh axes their results vary
   )
   return sharded(*operands)
 
 
-def _axis_that_divides(logical_axis: str, size: int, mesh: Any) -> Any:
-  """Returns the mesh axis that the rules name for it; None if it does not divide `size`."""
-  (axis,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
-  names = (axis,) if isinstance(axis, str) else axis or ()
-  devices = 1
-  for name in names:
-    devices *= mesh.shape[name]
-  return axis if size % devices == 0 else None
+def _mesh_axes_that_divide(logical_axis: str, size: int, mesh: Any) -> Any:
+  """Returns the mesh axes that the rules map a logical axis to; None if they do not divide `size`."""
+  (axes,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
+  names = (axes,) if isinstance(axes, str) else axes or ()
+  return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
 def _is_interpreted() -> bool:
@@ -205,18 +222,15 @@ def _is_interpreted() -> bool:
 
 
 def _check_cudnn(config: Any) -> None:
+  problem = None
   if jax.default_backend() != "gpu":
-    raise ValueError(
-      f"{type(config).__name__}.attention_kernel = 'cudnn' needs an NVIDIA GPU, and jax runs on "
-      f"{jax.default_backend()}: set it to 'auto'"
+    problem = f"needs an NVIDIA GPU, but jax runs on {jax.default_backend()}: set it to 'auto'"
+  elif jnp.dtype(config.dtype) != jnp.bfloat16:
+    problem = (
+      f"computes in bfloat16, but dtype is {jnp.dtype(config.dtype).name}: set dtype = 'bfloat16', "
+      "or attention_kernel = 'xla'"
     )
-  if jnp.dtype(config.dtype) != jnp.bfloat16:
-    raise ValueError(
-      f"{type(config).__name__}.attention_kernel = 'cudnn' computes in bfloat16, but its dtype is "
-      f"{jnp.dtype(config.dtype).name}: set dtype = 'bfloat16', or attention_kernel = 'xla'"
-    )
-  if config.head_dim % 8:
-    raise ValueError(
-      f"{type(config).__name__}.attention_kernel = 'cudnn' needs a head_dim that is a multiple of 8, "
-      f"not {config.head_dim}: set attention_kernel = 'xla'"
-    )
+  elif config.head_dim % 8:
+    problem = f"needs a head_dim that is a multiple of 8, got {config.head_dim}: set attention_kernel = 'xla'"
+  if problem:
+    raise ValueError(f"{type(config).__name__}.attention_kernel = 'cudnn' {problem}")

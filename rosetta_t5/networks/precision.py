@@ -1,14 +1,13 @@
-"""Which products are computed in eight bits, by which backend, and why.
+"""fp8 training: which matmuls are computed in fp8, and by which backend.
 
-Only the projections of attention and feed-forward blocks are; embedding, logits, norms, softmax and
-attention's own products stay in `T5Config.dtype`.
+These are the projections of attention and feed-forward blocks. The embedding, logits, norms, softmax
+and attention's own matmuls are computed in `T5Config.dtype`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,8 @@ import flax.linen as nn
 import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from rosetta_t5.kernels.fp8 import fp8_product
-from rosetta_t5.networks.layers.dense import Product
+from rosetta_t5.kernels.fp8 import fp8_matmul
+from rosetta_t5.networks.layers.dense import Matmul
 from rosetta_t5.networks.t5_config import check_one_of
 
 # Ada, Hopper and later have fp8 tensor cores.
@@ -27,18 +26,18 @@ _FIRST_CAPABILITY = 8.9
 
 @dataclasses.dataclass(frozen=True)
 class TransformerEngineConfig:
-  """The switch of fp8 training, under the name that NVIDIA's T5X gave it.
+  """The settings of fp8 training, with the name that NVIDIA's T5X gave them.
 
-  Transformer Engine itself is one of two backends, and not needed: XLA has fp8 products of its own.
+  Transformer Engine is only one of two backends and is not required: XLA has fp8 matmuls of its own.
 
   Attributes:
-    enabled: whether to train in fp8. Unset it is so where the hardware has it, else the run warns and
-      goes on in bfloat16; set to 1 on hardware without it, the run is refused.
-    fp8_format: `hybrid`: e4m3 forward, e5m2 for gradients.
-    recipe: `current` scales each array by its own maximum, `delayed` by those of the steps before.
-    backend: `native` (XLA), `te` (Transformer Engine), or `auto`: native.
-    enable_fp8: another name of `enabled`.
-    emulate: whether hardware without fp8 is to compute as if it had it, slowly.
+    enabled: whether to train in fp8. None enables fp8 if the hardware supports it; otherwise the run
+      warns and uses `T5Config.dtype`. True raises an error if the hardware does not support fp8.
+    fp8_format: `hybrid`: e4m3 in the forward pass, e5m2 for gradients.
+    recipe: `current` scales each array by its own maximum, `delayed` by the maxima of earlier steps.
+    backend: `native` (XLA), `te` (Transformer Engine), or `auto`, which is native.
+    enable_fp8: another name for `enabled`.
+    emulate: whether hardware without fp8 emulates it, slowly.
   """
 
   enabled: bool | int | None = None
@@ -49,7 +48,7 @@ class TransformerEngineConfig:
   emulate: bool | int = False
 
   def __post_init__(self) -> None:
-    """Refuses values that are unknown, or that contradict each other."""
+    """Refuses unknown values and values that contradict each other."""
     for name in ("enabled", "enable_fp8", "emulate"):
       if (value := getattr(self, name)) not in (None, 0, 1):
         raise ValueError(
@@ -66,23 +65,23 @@ class TransformerEngineConfig:
       )
 
   @property
-  def wanted(self) -> bool | None:
-    """Whether fp8 is asked for; None where that is left to the hardware."""
+  def requested(self) -> bool | None:
+    """Whether fp8 is requested; None if the hardware decides."""
     given = self.enable_fp8 if self.enabled is None else self.enabled
     return None if given is None else bool(given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Choice:
-  """What was decided.
+  """The decision whether and how a run computes in fp8.
 
   Attributes:
-    make_product: for `T5Config.make_product`; None for no fp8.
-    text: one line for the run's header: what and why.
-    warning: whether the user should be warned that it is not what the default is.
+    make_product: the value for `T5Config.make_product`; None if fp8 is off.
+    text: the decision and its reason, one line for the run's header.
+    warning: whether to warn the user that fp8 is off although it is on by default.
   """
 
-  make_product: Callable[[], Product] | None
+  make_product: Callable[[], Matmul] | None
   text: str
   warning: bool = False
 
@@ -93,40 +92,38 @@ def choose_fp8(
   """Returns how the projections are computed on this machine's devices.
 
   Args:
-    config: a `TransformerEngineConfig`, or what makes one, as gin hands over; None for no fp8.
+    config: a `TransformerEngineConfig`, or a function that returns one, as from gin; None for no fp8.
 
   Raises:
-    ValueError: fp8 is asked for and cannot be had.
+    ValueError: fp8 is requested but not available.
   """
   if config is not None and not isinstance(config, TransformerEngineConfig):
     config = config()
-  if config is None or config.wanted is False:
+  if config is None or config.requested is False:
     return Fp8Choice(None, "off")
-  lacking = None if config.emulate else _lacking_hardware()
-  if lacking and config.wanted is None:
-    return Fp8Choice(None, f"off: {lacking}; running in T5Config.dtype", warning=True)
-  if lacking:
+  problem = _missing_hardware_support()
+  if problem and not config.emulate:
+    if config.requested is None:
+      return Fp8Choice(None, f"off: {problem}; running in T5Config.dtype", warning=True)
     raise ValueError(
-      f"te_helper.TransformerEngineConfig.enabled = 1, but {lacking}: set it to 0 (ENABLE_FP8=0 in "
+      f"te_helper.TransformerEngineConfig.enabled = 1, but {problem}: set it to 0 (ENABLE_FP8=0 in "
       "the scripts), or emulate = True for a slow trial"
     )
-  emulated = ", emulated" if _lacking_hardware() else ""
   if config.backend == "te":
-    return Fp8Choice(
-      _te_product_maker(config.recipe), f"Transformer Engine, {config.recipe} scaling"
-    )
-  why = "set" if config.backend == "native" else "auto: needs no state and no further package"
-  text = f"XLA's own products, {config.recipe} scaling ({why}{emulated})"
-  make_product = _current if config.recipe == "current" else DelayedProduct
-  return Fp8Choice(make_product, text)
+    make_matmul = _transformer_engine_matmul(config.recipe)
+    return Fp8Choice(make_matmul, f"Transformer Engine, {config.recipe} scaling")
+  reason = "set" if config.backend == "native" else "auto: needs no state and no further package"
+  emulated = ", emulated" if problem else ""
+  text = f"XLA's own matmuls, {config.recipe} scaling ({reason}{emulated})"
+  return Fp8Choice(_MAKE_MATMUL[config.recipe], text)
 
 
 def with_fp8(model: Any, choice: Fp8Choice) -> Any:
-  """Returns a copy of the model that computes its projections as chosen; `model` if there is no fp8.
+  """Returns a copy of the model that computes its projections as chosen; `model` if fp8 is off.
 
   Args:
     model: a model around a linen module with a config like `T5Config`.
-    choice: what `choose_fp8` returned.
+    choice: the result of `choose_fp8`.
 
   Raises:
     ValueError: the model's module has no such config.
@@ -136,8 +133,8 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   config = model.network_config
   if not hasattr(config, "make_product"):
     raise ValueError(
-      f"train.te_config_cls asks for fp8, but {type(model.module).__name__} cannot compute in it: "
-      "it needs a config with a field make_product, as T5Config has; or set te_config_cls = None"
+      f"train.te_config_cls requests fp8, but {type(model.module).__name__} does not support it: "
+      "its config needs a field make_product, like T5Config; or set te_config_cls = None"
     )
   config = dataclasses.replace(config, make_product=choice.make_product)
   changed = copy.copy(model)
@@ -145,45 +142,49 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   return changed
 
 
-def _lacking_hardware() -> str | None:
-  """Returns what these devices lack for fp8; None if nothing."""
+def _missing_hardware_support() -> str | None:
+  """Returns why these devices do not support fp8; None if they do."""
   device = jax.devices()[0]
   if device.platform != "gpu":
-    return f"a {device.device_kind} has no fp8 (an NVIDIA GPU from Ada or Hopper on has)"
+    return f"a {device.device_kind} has no fp8 (NVIDIA GPUs have it from Ada and Hopper on)"
   capability = getattr(device, "compute_capability", "0.0")
   if float(capability) < _FIRST_CAPABILITY:
     return (
       f"a {device.device_kind} of compute capability {capability} has no fp8 "
-      f"(from {_FIRST_CAPABILITY} on GPUs have)"
+      f"(it needs {_FIRST_CAPABILITY} or higher)"
     )
   return None
 
 
-def _current() -> Product:
-  return fp8_product
+class DelayedScalingMatmul(nn.Module):
+  """The fp8 matmul whose scales come from the maxima of the last 1024 steps.
 
-
-class DelayedProduct(nn.Module):
-  """The product in fp8 whose scales come from the maxima of the last 1024 steps.
-
-  They are variables whose gradient is their next value (`_overwrite_with_gradient`). Where they are
-  not given, as in evaluation, each array is scaled by its own maximum.
+  The maxima are variables whose gradient is their next value (`_overwrite_with_gradient`). Without
+  these variables, as in evaluation, each array is scaled by its own maximum.
   """
 
   @nn.compact
   def __call__(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
     """Returns x·w over the last dimension of x and the first of w."""
     if not self.is_initializing() and OVERWRITE_WITH_GRADIENT not in self.variables:
-      return fp8_product(x_NI, w_IO)
+      return fp8_matmul(x_NI, w_IO)
     op = nn.Fp8DirectDotGeneralOp(name="fp8")
-    return op(x_NI, w_IO, _sums_over_last_and_first(x_NI))
+    return op(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
 
 
-def _sums_over_last_and_first(x_NI: jax.Array) -> tuple:
+_MAKE_MATMUL: dict[str, Callable[[], Matmul]] = {
+  "current": lambda: fp8_matmul,
+  # The name is part of the variables' paths in checkpoints.
+  "delayed": lambda: DelayedScalingMatmul(name="DelayedProduct_0"),
+}
+
+
+def _matmul_dimension_numbers(x_NI: jax.Array) -> tuple:
   return (((x_NI.ndim - 1,), (0,)), ((), ()))
 
 
-def _te_product_maker(recipe: str) -> Callable[[], Product]:
+def _transformer_engine_matmul(recipe: str) -> Callable[[], Matmul]:
+  """Returns the function that makes a module's matmul with Transformer Engine."""
   if importlib.util.find_spec("transformer_engine") is None:
     raise ValueError(
       "te_helper.TransformerEngineConfig.backend = 'te', but Transformer Engine is not installed: "
@@ -193,9 +194,10 @@ def _te_product_maker(recipe: str) -> Callable[[], Product]:
   from transformer_engine.jax.flax import make_dot_general_cls
 
   make_recipe = recipes.Float8CurrentScaling if recipe == "current" else recipes.DelayedScaling
-  return functools.partial(_te_product, make_dot_general_cls(make_recipe()))
+  dot_general_cls = make_dot_general_cls(make_recipe())
 
+  def make_matmul() -> Matmul:
+    dot_general = dot_general_cls()
+    return lambda x_NI, w_IO: dot_general(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
 
-def _te_product(dot_general_cls: Callable[[], Callable[..., jax.Array]]) -> Product:
-  dot_general = dot_general_cls()
-  return lambda x_NI, w_IO: dot_general(x_NI, w_IO, _sums_over_last_and_first(x_NI))
+  return make_matmul

@@ -12,25 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import Unprojected
-from rosetta_t5.networks.kernel_choice import (
-  SegmentMask,
-  choose_attention_kernel,
-  is_fused,
-  segment_mask,
-)
+from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
+from rosetta_t5.networks.kernel_choice import SegmentMask, choose_attention_kernel, make_mask
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes
-from rosetta_t5.networks.layers.embedding import Embed, LayerNorm, RelativePositionBiases
-from rosetta_t5.networks.layers.masks import make_attention_mask, make_decoder_mask
-from rosetta_t5.networks.layers.output_layer import output_layer
-from rosetta_t5.networks.layers.remat import remat_layer
+from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
+from rosetta_t5.networks.layers.embedding import Embed, output_layer
+from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
+from rosetta_t5.networks.layers.norms import LayerNorm
+from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
 
-def attention(config: Any, name: str, **options: Any) -> MultiHeadDotProductAttention:
-  """Returns the attention of a config like `T5Config`; `options` are further attributes of it."""
+def make_attention(config: Any, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
+  """Returns the attention layer for a config like `T5Config`, with further attributes."""
   return config.attention_class(
     num_heads=config.num_heads,
     head_dim=config.head_dim,
@@ -43,12 +38,12 @@ def attention(config: Any, name: str, **options: Any) -> MultiHeadDotProductAtte
     fuse_qkv_params=config.fuse_qkv_params,
     attention_kernel=choose_attention_kernel(config).name,
     name=name,
-    **options,
+    **attributes,
   )
 
 
-def mlp(config: Any, **options: Any) -> MlpBlock:
-  """Returns the feed-forward block of a config like `T5Config`; `options` as above."""
+def make_mlp(config: Any, **attributes: Any) -> MlpBlock:
+  """Returns the feed-forward block for a config like `T5Config`, with further attributes."""
   return MlpBlock(
     intermediate_dim=config.mlp_dim,
     activations=config.mlp_activations,
@@ -57,12 +52,12 @@ def mlp(config: Any, **options: Any) -> MlpBlock:
     make_product=config.make_product,
     transpose_batch_sequence=config.transpose_batch_sequence,
     name="mlp",
-    **options,
+    **attributes,
   )
 
 
-def relative_bias(config: Any) -> RelativePositionBiases:
-  """Returns T5's bias, for a stack of layers or for one of them."""
+def make_relative_bias(config: Any) -> RelativePositionBiases:
+  """Returns T5's relative position bias, for one layer or for all layers of a stack."""
   return RelativePositionBiases(
     num_buckets=32,
     max_distance=128,
@@ -73,13 +68,8 @@ def relative_bias(config: Any) -> RelativePositionBiases:
   )
 
 
-def _shared_dropout(config: T5Config) -> nn.Dropout:
-  """A dropout that drops the same features at every position."""
-  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(-2,))
-
-
-def token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
-  """Returns the embedding that encoder, decoder and tied logits share; `stddev` of initial values."""
+def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
+  """Returns the embedding that encoder, decoder and tied logits share, initialised with `stddev`."""
   return Embed(
     num_embeddings=config.vocab_size,
     features=config.emb_dim,
@@ -91,35 +81,34 @@ def token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) ->
 
 
 def _layer_dropout(config: T5Config) -> nn.Dropout:
-  """The same for activations inside a layer, whose length may come first."""
-  length_axis = -3 if config.transpose_batch_sequence else -2
-  return nn.Dropout(rate=config.dropout_rate, broadcast_dims=(length_axis,))
+  """Returns a dropout for activations inside a layer, which may have the length first."""
+  return feature_dropout(config.dropout_rate, config.transpose_batch_sequence)
 
 
-def _layer_axes(config: T5Config) -> tuple[str, str, str]:
-  return activation_axes("embed", config.transpose_batch_sequence)
+def _constrain_output(config: T5Config, x: jax.Array) -> jax.Array:
+  return with_sharding_constraint(x, activation_axes("embed", config.transpose_batch_sequence))
 
 
-def transposed(config: Any, x: jax.Array) -> jax.Array:
-  """Returns [B, T, D] as the layers want it, and what they return as [B, T, D]."""
+def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:
+  """Converts activations between [B, T, D] and the layout inside the layers, in both directions."""
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 
 
-def length_of(config: T5Config, x: jax.Array) -> int:
+def length_in_layer(config: Any, x: jax.Array) -> int:
   """Returns the length of activations inside the layers."""
   return x.shape[0 if config.transpose_batch_sequence else 1]
 
 
 def bias_length(length: int, decode: bool, max_decode_length: int | None) -> int:
-  """Returns how many positions a decoder's bias covers, where it is given `length` of them.
+  """Returns the number of positions that a decoder's bias covers.
 
-  While decoding, the one query may stand anywhere: each layer takes its row of the whole bias.
+  A decoding step's only query can be at any position, so each layer selects a row of the full bias.
   """
   return max_decode_length if decode and max_decode_length else length
 
 
 class EncoderLayer(nn.Module):
-  """Self-attention and feed-forward block, each after a norm and around a residual."""
+  """Self-attention and a feed-forward block, each after a norm and inside a residual connection."""
 
   config: T5Config
 
@@ -131,19 +120,19 @@ class EncoderLayer(nn.Module):
     bias_1HSS: Float[Array, "1 H S S"] | None,
     deterministic: bool = False,
   ) -> Float[Array, "X Y D"]:
-    """Returns the layer's output; X and Y are B and S, transposed S and B."""
+    """Returns the layer's output; X and Y are B and S, or S and B where the length is first."""
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
-    x = attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
+    x = make_attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
     x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
-    y = mlp(cfg)(y, deterministic=deterministic)
+    y = make_mlp(cfg)(y, deterministic=deterministic)
     y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
-    return with_sharding_constraint(y, _layer_axes(cfg))
+    return _constrain_output(cfg, y)
 
 
 class DecoderLayer(nn.Module):
-  """Self-attention, attention to the encoder and feed-forward block."""
+  """Self-attention, attention to the encoded inputs, and a feed-forward block."""
 
   config: T5Config
 
@@ -158,25 +147,26 @@ class DecoderLayer(nn.Module):
     deterministic: bool = False,
     decode: bool = False,
   ) -> Float[Array, "X Y D"]:
-    """Returns the layer's output; L is T, or while decoding the length of the cache.
+    """Returns the layer's output.
 
-    X and Y are B and T, transposed T and B.
+    X and Y are B and T, or T and B where the length is first. L is T, or the length of the cache in
+    a decoding step.
     """
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs)
-    x = attention(cfg, "self_attention")(
+    x = make_attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
     x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
-    y = attention(cfg, "encoder_decoder_attention")(
+    y = make_attention(cfg, "encoder_decoder_attention")(
       y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
     y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
-    z = mlp(cfg)(z, deterministic=deterministic)
+    z = make_mlp(cfg)(z, deterministic=deterministic)
     z = _layer_dropout(cfg)(z, deterministic=deterministic) + y
-    return with_sharding_constraint(z, _layer_axes(cfg))
+    return _constrain_output(cfg, z)
 
 
 class Encoder(nn.Module):
@@ -195,21 +185,16 @@ class Encoder(nn.Module):
     """Returns the encoded tokens."""
     cfg = self.config
     x = self.shared_embedding(encoder_input_tokens.astype(jnp.int32))
-    x = _shared_dropout(cfg)(x, deterministic=deterministic).astype(cfg.dtype)
-    x = self._layers(x, encoder_mask, deterministic)
-    x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(x)
+    x = feature_dropout(cfg.dropout_rate)(x, deterministic=deterministic).astype(cfg.dtype)
+    x = self._layers(to_layer_layout(cfg, x), encoder_mask, deterministic)
+    x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(to_layer_layout(cfg, x))
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
-  def _layers(
-    self, x_BSD: jax.Array, mask_B1SS: jax.Array | SegmentMask | None, deterministic: bool
-  ) -> jax.Array:
-    cfg, length = self.config, x_BSD.shape[-2]
-    bias_1HSS = relative_bias(cfg)(length, length, True)
-    layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, static_arguments=(4,))
-    x = transposed(cfg, x_BSD)
-    for layer in range(cfg.num_encoder_layers):
-      x = layer_cls(cfg, name=f"layers_{layer}")(x, mask_B1SS, bias_1HSS, deterministic)
-    return transposed(cfg, x)
+  def _layers(self, x: jax.Array, mask: Any, deterministic: bool) -> jax.Array:
+    cfg, length = self.config, length_in_layer(self.config, x)
+    bias_1HSS = make_relative_bias(cfg)(length, length, True)
+    layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, static_argnums=(4,))
+    return call_layers(self, layer_cls, cfg.num_encoder_layers, x, mask, bias_1HSS, deterministic)
 
 
 class Decoder(nn.Module):
@@ -230,58 +215,49 @@ class Decoder(nn.Module):
     decode: bool = False,
     max_decode_length: int | None = None,
     return_logits: bool = True,
-  ) -> Float[Array, "B T V"] | Unprojected:
-    """Returns the logits, in float32; `decoder_positions` is not used, as positions are relative."""
+  ) -> Float[Array, "B T V"] | LogitFactors:
+    """Returns the float32 logits; `decoder_positions` is ignored, as T5's positions are relative."""
     del decoder_positions
     cfg = self.config
     y = self.shared_embedding(decoder_input_tokens.astype(jnp.int32))
-    y = _shared_dropout(cfg)(y, deterministic=deterministic).astype(cfg.dtype)
-    y = self._layers(
-      y,
-      encoded,
-      decoder_mask,
-      encoder_decoder_mask,
-      deterministic,
-      decode,
-      max_decode_length,
-    )
-    y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(y)
-    y = _shared_dropout(cfg)(y, deterministic=deterministic)
+    y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic).astype(cfg.dtype)
+    y, encoded = to_layer_layout(cfg, y), to_layer_layout(cfg, encoded)
+    masks = (decoder_mask, encoder_decoder_mask)
+    y = self._layers(y, encoded, *masks, deterministic, decode, max_decode_length)
+    y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(to_layer_layout(cfg, y))
+    y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic)
     return output_layer(cfg, self.shared_embedding, y, return_logits)
 
   def _layers(
     self,
-    y_BTD: jax.Array,
-    encoded_BSD: jax.Array,
-    mask_B1TT: jax.Array | SegmentMask | None,
-    cross_mask_B1TS: jax.Array | SegmentMask | None,
+    y: jax.Array,
+    encoded: jax.Array,
+    mask: Any,
+    cross_mask: Any,
     deterministic: bool,
     decode: bool,
     max_decode_length: int | None,
   ) -> jax.Array:
-    cfg, length = self.config, bias_length(y_BTD.shape[-2], decode, max_decode_length)
-    bias_1HLL = relative_bias(cfg)(length, length, False)
-    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_arguments=(6, 7))
-    y, encoded = transposed(cfg, y_BTD), transposed(cfg, encoded_BSD)
-    for layer in range(cfg.num_decoder_layers):
-      y = layer_cls(cfg, name=f"layers_{layer}")(
-        y, encoded, mask_B1TT, cross_mask_B1TS, bias_1HLL, deterministic, decode
-      )
-    return transposed(cfg, y)
+    cfg = self.config
+    length = bias_length(length_in_layer(cfg, y), decode, max_decode_length)
+    bias_1HLL = make_relative_bias(cfg)(length, length, False)
+    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_argnums=(6, 7))
+    call = (encoded, mask, cross_mask, bias_1HLL, deterministic, decode)
+    return call_layers(self, layer_cls, cfg.num_decoder_layers, y, *call)
 
 
 class Transformer(nn.Module):
-  """The whole encoder-decoder model.
+  """The encoder-decoder network.
 
   Attributes:
-    config: sizes and switches.
+    config: sizes and settings.
   """
 
   config: T5Config
 
   def setup(self) -> None:
-    """Creates the embedding that encoder, decoder and tied logits share."""
-    self.token_embedder = token_embedder(self.config)
+    """Creates the encoder, the decoder and the embedding that they share."""
+    self.token_embedder = make_token_embedder(self.config)
     self.encoder = Encoder(self.config, self.token_embedder)
     self.decoder = Decoder(self.config, self.token_embedder)
 
@@ -291,13 +267,9 @@ class Transformer(nn.Module):
     encoder_segment_ids: Int[Array, "B S"] | None = None,
     enable_dropout: bool = True,
   ) -> Float[Array, "B S D"]:
-    """Returns the encoded inputs. Token 0 is padding and is not attended to."""
+    """Returns the encoded inputs. Token 0 is padding, to which nothing attends."""
     real = encoder_input_tokens > 0
-    mask: Any = make_attention_mask(real, real, jnp.logical_and, dtype=bool)
-    if encoder_segment_ids is not None:
-      mask &= make_attention_mask(encoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool)
-    if is_fused(self.config):
-      mask = segment_mask(self.config, real, real, encoder_segment_ids, encoder_segment_ids)
+    mask = make_mask(self.config, real, real, encoder_segment_ids, encoder_segment_ids)
     return self.encoder(encoder_input_tokens, mask, deterministic=not enable_dropout)
 
   def decode(
@@ -313,43 +285,34 @@ class Transformer(nn.Module):
     decode: bool = False,
     max_decode_length: int | None = None,
     return_logits: bool = True,
-  ) -> Float[Array, "B T V"] | Unprojected:
+  ) -> Float[Array, "B T V"] | LogitFactors:
     """Returns the logits of the targets.
 
     Args:
-      encoded: what `encode` returned.
-      encoder_input_tokens: the inputs, for their padding (they may be longer than `encoded`).
+      encoded: the output of `encode`.
+      encoder_input_tokens: the inputs, whose padding is masked (they may be longer than `encoded`).
       decoder_input_tokens: the targets shifted right.
-      decoder_target_tokens: the targets, for their padding.
-      encoder_segment_ids: which packed example each input belongs to.
-      decoder_segment_ids: which packed example each target belongs to.
-      decoder_positions: not used, as T5's positions are relative.
+      decoder_target_tokens: the targets, whose padding is masked.
+      encoder_segment_ids: the packed example that each input belongs to.
+      decoder_segment_ids: the packed example that each target belongs to.
+      decoder_positions: ignored, as T5's positions are relative.
       enable_dropout: whether dropout is on.
-      decode: whether the tokens are one position, the next after those in the cache.
-      max_decode_length: how many positions the cache holds.
-      return_logits: False for the logits' two factors; see `output_layer`.
+      decode: whether the tokens are one position, the one that follows those in the cache.
+      max_decode_length: the number of positions in the cache.
+      return_logits: False returns the logits' two factors; see `output_layer`.
     """
     del decoder_positions
-    real_inputs = encoder_input_tokens > 0
-    mask: Any
+    cfg, real_inputs = self.config, encoder_input_tokens > 0
+    self_segments = (decoder_segment_ids, decoder_segment_ids)
+    cross_segments = (decoder_segment_ids, encoder_segment_ids)
     if decode:
-      # One position of no padding; the cache limits what it sees of the targets.
+      # A decoding step has no padding, and the cache masks the positions after it.
       real_targets, mask = jnp.ones_like(decoder_target_tokens, dtype=bool), None
     else:
       real_targets = decoder_target_tokens > 0
-      mask = make_decoder_mask(
-        decoder_target_tokens, dtype=bool, decoder_segment_ids=decoder_segment_ids
-      )
-    cross_mask: Any = make_attention_mask(real_targets, real_inputs, jnp.logical_and, dtype=bool)
-    if encoder_segment_ids is not None and decoder_segment_ids is not None:
-      cross_mask &= make_attention_mask(
-        decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=bool
-      )
-    if not decode and is_fused(self.config):
-      ids = decoder_segment_ids, encoder_segment_ids
-      mask = segment_mask(self.config, real_targets, real_targets, ids[0], ids[0], causal=True)
-      cross_mask = segment_mask(self.config, real_targets, real_inputs, *ids)
-    logits: jax.Array | Unprojected = self.decoder(
+      mask = make_mask(cfg, real_targets, real_targets, *self_segments, causal=True)
+    cross_mask = make_mask(cfg, real_targets, real_inputs, *cross_segments, decode=decode)
+    logits: jax.Array | LogitFactors = self.decoder(
       encoded,
       decoder_input_tokens,
       decoder_mask=mask,
@@ -374,12 +337,11 @@ class Transformer(nn.Module):
     enable_dropout: bool = True,
     decode: bool = False,
     return_logits: bool = True,
-  ) -> Float[Array, "B T V"] | Unprojected:
+  ) -> Float[Array, "B T V"] | LogitFactors:
     """Returns the logits of the targets given the inputs; see `encode` and `decode`."""
     del encoder_positions
-    encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout)
     return self.decode(
-      encoded,
+      self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout),
       encoder_input_tokens,
       decoder_input_tokens,
       decoder_target_tokens,

@@ -1,4 +1,4 @@
-"""The sizes and switches of a T5 model."""
+"""The sizes and settings of a T5 model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import jax.numpy as jnp
 from flax import struct
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import Product
-from rosetta_t5.networks.layers.remat import REMAT_POLICIES
+from rosetta_t5.networks.layers.dense import Matmul
+from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "flash")
 
 
 @struct.dataclass
 class T5Config:
-  """The sizes and switches of a T5 model.
+  """The sizes and settings of a T5 model.
 
   Attributes:
-    vocab_size: rows of the embedding table; at least the vocabulary's size.
-    dtype: what activations are computed in, float32 or bfloat16; parameters stay float32.
+    vocab_size: the number of rows of the embedding table; at least the vocabulary's size.
+    dtype: the type of activations, float32 or bfloat16; parameters stay float32.
     emb_dim: the model's width.
-    num_heads: attention heads.
-    num_encoder_layers: layers of the encoder.
-    num_decoder_layers: layers of the decoder.
+    num_heads: the number of attention heads.
+    num_encoder_layers: the number of encoder layers.
+    num_decoder_layers: the number of decoder layers.
     head_dim: the size of one head.
     mlp_dim: the feed-forward block's hidden size.
     mlp_activations: ('relu',) for T5 1.0, ('gelu', 'linear') for T5 1.1.
     dropout_rate: the rate of every dropout.
     logits_via_embedding: whether the output layer is the embedding table (T5 1.0).
     float32_attention_logits: whether attention logits and softmax are float32 under bfloat16.
-    scale_attn_logits: whether the queries' input is divided by √head_dim.
-    transpose_batch_sequence: whether activations are [length, batch, ...] inside the layers. Numbers
-      stay what they are.
-    fuse_qkv_params: whether one product makes queries, keys and values (in cross-attention, keys and
-      values). Parameters and checkpoints stay what they are.
-    attention_kernel: auto, xla, cudnn or flash; see `networks.attention_kernel`.
-    remat_policy: what a layer keeps for its backward pass; see `networks.remat`.
-    make_product: how the projections of attention and feed-forward blocks multiply, None for in
-      `dtype`; set by `networks.precision`, not by users.
-    attention_class: how the attention's kernels are stored; no field, so not to be set.
+    scale_attn_logits: whether the input of the query projection is divided by √head_dim.
+    transpose_batch_sequence: whether activations are [length, batch, ...] inside the layers. Results
+      do not change.
+    fuse_qkv_params: whether one matmul computes queries, keys and values (in cross-attention, keys
+      and values). Parameters and checkpoints do not change.
+    attention_kernel: auto, xla, cudnn or flash; see `networks.kernel_choice`.
+    remat_policy: what a layer saves for its backward pass; see `layer_stack.remat_layer`.
+    make_product: returns the function that computes the matmuls of the attention and feed-forward
+      projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
+    attention_class: the class of the attention layers; not a field, so users cannot set it.
   """
 
   vocab_size: int
@@ -62,36 +62,46 @@ class T5Config:
   fuse_qkv_params: bool = False
   attention_kernel: str = "auto"
   remat_policy: str = "none"
-  make_product: Callable[[], Product] | None = None
+  make_product: Callable[[], Matmul] | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
 
   def __post_init__(self) -> None:
-    """Refuses what T5 cannot be trained with."""
-    if jnp.dtype(self.dtype) == jnp.float16:
-      raise ValueError(
-        "T5Config.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', "
-        "or 'float32'"
-      )
-    for name in ("transpose_batch_sequence", "fuse_qkv_params"):
-      if (value := getattr(self, name)) not in (0, 1):
-        raise ValueError(f"T5Config.{name} = {value!r} must be True or False, or 1 or 0")
-      object.__setattr__(self, name, bool(value))  # scripts give 1 and 0
-    check_one_of("T5Config.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
-    check_one_of("T5Config.remat_policy", self.remat_policy, REMAT_POLICIES)
+    """Refuses settings that T5 cannot be trained with."""
+    check_layer_settings(self)
+
+
+def check_layer_settings(config: Any) -> None:
+  """Checks the settings that `T5Config` and `TransformerConfig` share.
+
+  Scripts set the boolean switches to 1 or 0; these become True or False.
+
+  Raises:
+    ValueError: a setting has a value that the layers do not support.
+  """
+  name = type(config).__name__
+  if jnp.dtype(config.dtype) == jnp.float16:
+    raise ValueError(
+      f"{name}.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
+    )
+  for switch in ("transpose_batch_sequence", "fuse_qkv_params"):
+    if (value := getattr(config, switch)) not in (0, 1):
+      raise ValueError(f"{name}.{switch} = {value!r} must be True or False, or 1 or 0")
+    object.__setattr__(config, switch, bool(value))
+  check_one_of(f"{name}.attention_kernel", config.attention_kernel, ATTENTION_KERNELS)
+  check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
 
 
 def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
-  """Refuses a value of the switch `name` that is not among those known.
+  """Checks the value of the setting `name`.
 
   Raises:
-    ValueError: it is not.
+    ValueError: the value is not among the known ones.
   """
   if value in known:
     return
   near = difflib.get_close_matches(str(value), known, n=1)
   raise ValueError(
-    f"{name} = {value!r} is unknown"
+    f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
     + (f" (did you mean {near[0]!r}?)" if near else "")
-    + f": set it to one of {', '.join(map(repr, known))}"
   )

@@ -222,5 +222,7 @@ def test_settings_that_contradict_each_other_are_refused():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   with pytest.raises(ValueError, match=r"topk or topp, not both \(topk=1, topp=0.5\): set topk=0"):
     sample(model, PROMPTS, topp=0.5)
-  with pytest.raises(ValueError, match=r"max_decode_steps=9 is more than the 8 positions"):
+  with pytest.raises(
+    ValueError, match=r"at most the number of positions of the decoder inputs, 8, got 9"
+  ):
     sample(model, PROMPTS, max_decode_steps=9)

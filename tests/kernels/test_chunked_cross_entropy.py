@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.kernels.chunked_cross_entropy import Unprojected, chunked_cross_entropy
+from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, chunked_cross_entropy
 from rosetta_t5.kernels.cross_entropy import cross_entropy
 
 RNG = np.random.default_rng(5)
@@ -35,7 +35,7 @@ def plain(hidden, kernel, z_loss, smoothing):
 
 def chunked(hidden, kernel, z_loss, smoothing, chunk):
   parts = chunked_cross_entropy(
-    Unprojected(hidden, kernel), jnp.asarray(TARGETS), z_loss, smoothing, chunk
+    LogitFactors(hidden, kernel), jnp.asarray(TARGETS), z_loss, smoothing, chunk
   )
   grads = jnp.asarray(GRAD_LOSS, jnp.float32), jnp.asarray(GRAD_Z, jnp.float32)
   return jnp.sum(grads[0] * parts.loss_BT) + jnp.sum(grads[1] * parts.z_loss_BT)
@@ -60,7 +60,7 @@ def test_a_token_that_never_follows_has_no_part_in_loss_and_gradients():
   targets = jnp.asarray(np.where(TARGETS == 4, 5, TARGETS))
 
   def in_chunks(hidden, kernel):
-    unprojected = Unprojected(hidden, kernel, jnp.array(4))
+    unprojected = LogitFactors(hidden, kernel, jnp.array(4))
     return jnp.sum(chunked_cross_entropy(unprojected, targets, 0.05, 0.0, 3).loss_BT)
 
   def at_once(hidden, kernel):
@@ -77,7 +77,7 @@ def test_it_says_which_targets_have_the_highest_logit():
   logits = HIDDEN @ KERNEL
   targets = np.where(RNG.random(TARGETS.shape) < 0.5, np.argmax(logits, -1), TARGETS)
   parts = chunked_cross_entropy(
-    Unprojected(jnp.asarray(HIDDEN), jnp.asarray(KERNEL)), jnp.asarray(targets), 0.0, 0.0, 2
+    LogitFactors(jnp.asarray(HIDDEN), jnp.asarray(KERNEL)), jnp.asarray(targets), 0.0, 0.0, 2
   )
   np.testing.assert_array_equal(parts.correct_BT, np.argmax(logits, -1) == targets)
   assert 0 < np.sum(parts.correct_BT) < targets.size
@@ -94,7 +94,7 @@ def test_all_logits_are_never_there():
     return compiled.memory_analysis().temp_size_in_bytes
 
   def in_chunks(hidden, kernel):
-    unprojected = Unprojected(hidden, kernel)
+    unprojected = LogitFactors(hidden, kernel)
     return jnp.sum(chunked_cross_entropy(unprojected, targets, 1e-4, 0.1, 4).loss_BT)
 
   def at_once(hidden, kernel):
@@ -112,7 +112,7 @@ def test_a_batch_and_a_vocabulary_split_over_devices_are_never_gathered():
 
   def total(hidden, kernel):
     return jnp.sum(
-      chunked_cross_entropy(Unprojected(hidden, kernel), targets, 1e-2, 0.1, 2).loss_BT
+      chunked_cross_entropy(LogitFactors(hidden, kernel), targets, 1e-2, 0.1, 2).loss_BT
     )
 
   step = jax.jit(jax.value_and_grad(total, (0, 1)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.fp8 import FORWARD, GRADIENT, fp8_product, quantise
+from rosetta_t5.kernels.fp8 import FORWARD, GRADIENT, fp8_matmul, quantize
 
 RNG = np.random.default_rng(3)
 X = RNG.normal(size=(48, 32)).astype(np.float32)
@@ -25,28 +25,28 @@ def test_values_are_rounded_to_the_nearest_of_eight_bits_whatever_their_size(
   factor, dtype, half_step
 ):
   x = np.linspace(1 / 64, 1, 200, dtype=np.float32) * np.float32(factor)
-  quantised, scale = quantise(jnp.asarray(x), dtype)
-  assert quantised.dtype == dtype
+  quantized, scale = quantize(jnp.asarray(x), dtype)
+  assert quantized.dtype == dtype
   assert np.log2(float(scale)) % 1 == 0
-  highest = float(jnp.max(quantised.astype(jnp.float32)))
+  highest = float(jnp.max(quantized.astype(jnp.float32)))
   largest = float(jnp.finfo(dtype).max)
   assert largest / 2 * (1 - half_step) <= highest <= largest
-  back = np.asarray(quantised.astype(jnp.float32)) / float(scale)
+  back = np.asarray(quantized.astype(jnp.float32)) / float(scale)
   assert np.max(np.abs(back - x) / x) <= half_step * 1.001
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_comes_out_as_nan():
-  assert not np.asarray(fp8_product(jnp.zeros((4, 32)), jnp.asarray(W))).any()
+  assert not np.asarray(fp8_matmul(jnp.zeros((4, 32)), jnp.asarray(W))).any()
   for bad in (np.inf, np.nan):
     x = X.copy()
     x[3, 5] = bad
-    assert np.isnan(np.asarray(fp8_product(jnp.asarray(x), jnp.asarray(W)))[3]).all()
+    assert np.isnan(np.asarray(fp8_matmul(jnp.asarray(x), jnp.asarray(W)))[3]).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_product_and_gradients_are_those_of_float32_but_for_the_rounding(dtype):
   x, w, dy = (jnp.asarray(array, dtype) for array in (X, W, DY))
-  y, gradients = jax.vjp(fp8_product, x, w)
+  y, gradients = jax.vjp(fp8_matmul, x, w)
   dx, dw = gradients(dy)
   assert {array.dtype for array in (y, dx, dw)} == {jnp.dtype(dtype)}
   # Rounding is by up to 1/16 forward and 1/8 backward; its errors are random.
@@ -55,21 +55,19 @@ def test_product_and_gradients_are_those_of_float32_but_for_the_rounding(dtype):
 
 
 def test_forward_operands_are_e4m3_and_gradients_e5m2():
-  text = (
-    jax.jit(lambda *args: jax.vjp(fp8_product, *args[:2])[1](args[2])).lower(X, W, DY).as_text()
-  )
+  text = jax.jit(lambda *args: jax.vjp(fp8_matmul, *args[:2])[1](args[2])).lower(X, W, DY).as_text()
   products = [line for line in text.splitlines() if "dot_general" in line]
   operands = [("f8E4M3FN" in line, "f8E5M2" in line) for line in products]
   assert operands == [(True, True)] * 2, "dx and dw are made of one operand of each kind"
-  text = jax.jit(fp8_product).lower(X, W).as_text()
+  text = jax.jit(fp8_matmul).lower(X, W).as_text()
   (product,) = [line for line in text.splitlines() if "dot_general" in line]
   assert product.count("f8E4M3FN") == 2
 
 
 def test_several_dimensions_of_rows_and_outputs_give_the_same_numbers():
-  y, gradients = jax.vjp(fp8_product, jnp.asarray(X), jnp.asarray(W))
+  y, gradients = jax.vjp(fp8_matmul, jnp.asarray(X), jnp.asarray(W))
   rows, outputs = X.reshape(6, 8, 32), W.reshape(32, 3, 8)
-  split, split_gradients = jax.vjp(fp8_product, jnp.asarray(rows), jnp.asarray(outputs))
+  split, split_gradients = jax.vjp(fp8_matmul, jnp.asarray(rows), jnp.asarray(outputs))
   np.testing.assert_array_equal(split.reshape(48, 24), y)
   for got, want in zip(
     split_gradients(jnp.asarray(DY.reshape(6, 8, 3, 8))), gradients(jnp.asarray(DY)), strict=True

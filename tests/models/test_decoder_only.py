@@ -153,7 +153,9 @@ def test_beam_search_goes_on_from_the_inputs_too():
 
 def test_batches_that_do_not_tell_inputs_from_targets_are_refused():
   batch = {n: v for n, v in BATCH.items() if n != "decoder_causal_attention"}
-  with pytest.raises(ValueError, match="no decoder_causal_attention, so that inputs and targets"):
+  with pytest.raises(
+    ValueError, match="must have decoder_causal_attention, which distinguishes inputs from targets"
+  ):
     make().predict_batch(PARAMS, batch)
   text = "inputs_bidirectional_attention = True needs the feature decoder_causal_attention"
   with pytest.raises(ValueError, match=text):

@@ -264,7 +264,7 @@ def test_decode_function_of_the_user_s_is_told_only_what_it_takes():
   np.testing.assert_allclose(aux["scores"], np.max(logits, -1), rtol=1e-5)
   scanned = make_model(Scanned(T5_1_1), decode_fn=plain)
   with pytest.raises(
-    ValueError, match=r"function plain needs an argument cache_offset, as the module"
+    ValueError, match=r"function plain needs an argument cache_offset, because the module"
   ):
     jax.eval_shape(functools.partial(scanned.predict_batch, params_of(T5_1_1)), BATCH)
 
@@ -289,10 +289,10 @@ def test_scanned_layers_tell_the_decode_function_where_the_batch_lies():
       {"decoder_params": {"alhpa": 0.5}},
       r"'alhpa', which the decode function beam_search does not ",
     ),
-    ({"decoder_params": {"alhpa": 0.5}}, r"\(did you mean 'alpha'\?\): it takes inputs, cache, "),
+    ({"decoder_params": {"alhpa": 0.5}}, r"\(did you mean 'alpha'\?\): it accepts inputs, cache, "),
     (
       {"decoder_params": {"decode_rng": jax.random.PRNGKey(0)}, "rng": jax.random.PRNGKey(1)},
-      r"two keys for decoding, the argument rng and decoder_params\['decode_rng'\]: give one",
+      r"one random key, got two: the argument rng and decoder_params\['decode_rng'\]",
     ),
   ],
 )

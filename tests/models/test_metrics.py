@@ -120,7 +120,8 @@ def test_older_metrics_are_plain_sums():
   }
   assert metrics["mine"] == 7
   with pytest.raises(
-    ValueError, match=r"logits of shape \(1, 3, 2\) do not fit targets of shape \(3,"
+    ValueError,
+    match=r"one dimension more than targets, the vocabulary, got shapes \(1, 3, 2\) and \(3,",
   ):
     compute_weighted_accuracy(logits, targets[0])
 

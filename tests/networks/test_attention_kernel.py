@@ -15,8 +15,8 @@ from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
   choose_attention_kernel,
   fused_attention,
-  nan_where_padding_has_tokens_after_it,
-  segment_mask,
+  make_segment_mask,
+  nan_if_padding_precedes_tokens,
 )
 from rosetta_t5.networks.t5 import T5Config, Transformer
 
@@ -30,17 +30,17 @@ def config(**changes):
 def test_default_takes_the_reference_and_says_why():
   choice = choose_attention_kernel(T5_1_1)
   assert choice.name == "xla"
-  assert choice.why.startswith("auto: ")
+  assert choice.reason.startswith("auto: ")
   assert choose_attention_kernel(config(attention_kernel="xla")) == ("xla", "set")
-  assert choose_attention_kernel(config(attention_kernel="flash")).why == (
-    "set; interpreted, as there is no GPU: slow"
+  assert choose_attention_kernel(config(attention_kernel="flash")).reason == (
+    "set; interpreted, because there is no GPU: slow"
   )
 
 
 def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
   model = make_model(Transformer(config(attention_kernel="cudnn")))
   with pytest.raises(
-    ValueError, match="'cudnn' needs an NVIDIA GPU, and jax runs on cpu: set it to"
+    ValueError, match="'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set it to"
   ):
     jax.eval_shape(model.eval_fn, params_of(T5_1_1), make_batch())
 
@@ -48,10 +48,14 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
 @pytest.mark.parametrize(
   ("changes", "arguments", "text"),
   [
-    ({"dtype": "float32"}, {}, "computes in bfloat16, but its dtype is float32"),
-    ({"head_dim": 4}, {}, "needs a head_dim that is a multiple of 8, not 4"),
-    ({}, {"query_segments": 1, "key_segments": 1}, "takes no packed examples: set it to 'flash'"),
-    ({}, {"real_keys": jnp.ones((2, 5), bool)}, "at even lengths only, not 6 and 5"),
+    ({"dtype": "float32"}, {}, "computes in bfloat16, but dtype is float32"),
+    ({"head_dim": 4}, {}, "needs a head_dim that is a multiple of 8, got 4"),
+    (
+      {},
+      {"query_segments": 1, "key_segments": 1},
+      "does not support packed examples: set it to 'flash'",
+    ),
+    ({}, {"real_keys": jnp.ones((2, 5), bool)}, "only if lengths are even, got 6 and 5"),
   ],
 )
 def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, text):
@@ -59,7 +63,7 @@ def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, t
   settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
   given = {"real_queries": REAL, "real_keys": REAL} | arguments
   with pytest.raises(ValueError, match=text):
-    segment_mask(config(**settings), **given)
+    make_segment_mask(config(**settings), **given)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +71,11 @@ def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, t
   [
     (
       {"attention_kernel": "flsh"},
-      r"attention_kernel = 'flsh' is unknown \(did you mean 'flash'\?\)",
+      r"attention_kernel must be one of .* got 'flsh' \(did you mean 'flash'\?\)",
     ),
     (
       {"remat_policy": "minimum"},
-      r"remat_policy = 'minimum' is unknown \(did you mean 'minimal'\?\)",
+      r"remat_policy must be one of .* got 'minimum' \(did you mean 'minimal'\?\)",
     ),
     (
       {"fuse_qkv_params": "yes"},
@@ -96,7 +100,7 @@ def test_dropout_s_factor_is_on_the_values():
 
 def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
   ids = jnp.asarray([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-  assert kernel_choice._length(ids).tolist() == [2, 3, 1]
+  assert kernel_choice.row_lengths(ids).tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -106,4 +110,4 @@ def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
 def test_padding_between_tokens_is_nan_where_only_lengths_are_seen(keys, is_nan):
   keys = jnp.asarray(keys)
   for mask in (SegmentMask(keys, jnp.ones_like(keys)), SegmentMask(jnp.ones_like(keys), keys)):
-    assert bool(jnp.isnan(nan_where_padding_has_tokens_after_it(mask))) == is_nan
+    assert bool(jnp.isnan(nan_if_padding_precedes_tokens(mask))) == is_nan

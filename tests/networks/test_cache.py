@@ -42,7 +42,7 @@ def test_prefill_keeps_each_prompt_s_own_positions_and_zeros_after_them():
 @pytest.mark.parametrize("index", [3, (1, 4), (4, 5)])
 def test_step_writes_one_position_and_a_full_sequence_none(index):
   new = jnp.ones((2, 1, 3, 4))
-  old = decoding_cache.keys_kept(KEYS), decoding_cache.values_kept(KEYS)
+  old = decoding_cache.keys_to_cache_layout(KEYS), decoding_cache.values_to_cache_layout(KEYS)
   variables = map(variable, (*old, jnp.asarray(index)))
   keys, values, position, stored_keys, stored_values, following = MultiHeadDotProductAttention(
     num_heads=3, head_dim=4
@@ -62,17 +62,17 @@ def test_step_writes_one_position_and_a_full_sequence_none(index):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_bias_and_mask_of_beams_side_by_side_are_told_by_example(heads):
   of_each = RNG.normal(size=(6, heads, 1, 5))
-  by_example = decoding_cache.by_beam(jnp.asarray(of_each), 2, 3)
+  by_example = decoding_cache.group_by_example(jnp.asarray(of_each), 2, 3)
   for row in range(6):
     np.testing.assert_allclose(by_example[row // 3, :, row % 3], of_each[row, :, 0], rtol=1e-6)
-  of_all = decoding_cache.by_beam(jnp.asarray(of_each[:1]), 2, 3)
+  of_all = decoding_cache.group_by_example(jnp.asarray(of_each[:1]), 2, 3)
   np.testing.assert_allclose(of_all, np.repeat(of_each[:1], 3, axis=2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("index", [2, (2, 2, 4, 4)])
 def test_each_beam_is_the_writer_of_the_position_it_wrote(index):
   before = jnp.full((2, 2, 5), 7)
-  after = np.asarray(decoding_cache.written(before, jnp.asarray(index)))
+  after = np.asarray(decoding_cache.record_writing_beam(before, jnp.asarray(index)))
   for example, at in enumerate(np.broadcast_to(index, 4)[::2]):
     np.testing.assert_array_equal(after[example, :, at], [0, 1])
     assert np.all(np.delete(after[example], at, axis=1) == 7)
@@ -80,4 +80,4 @@ def test_each_beam_is_the_writer_of_the_position_it_wrote(index):
 
 def test_without_beams_no_writer_is_kept():
   writers = jnp.zeros((2, 5), jnp.int32)
-  assert decoding_cache.written(writers, jnp.int32(3)) is writers
+  assert decoding_cache.record_writing_beam(writers, jnp.int32(3)) is writers

@@ -140,7 +140,7 @@ def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_log
 def test_what_cannot_be_trained_or_called_is_refused():
   with pytest.raises(ValueError, match=r"TransformerConfig\.dtype = 'float16' overflows"):
     TransformerConfig(vocab_size=32, dtype="float16")
-  with pytest.raises(ValueError, match=re.escape("'ful' is unknown (did you mean 'full'?)")):
+  with pytest.raises(ValueError, match=re.escape("got 'ful' (did you mean 'full'?)")):
     TransformerConfig(vocab_size=32, remat_policy="ful")
   run = functools.partial(DecoderWrapper(DECODER_ONLY).apply, enable_dropout=False, mutable=True)
   variables = {"params": decoder_only_params(DECODER_ONLY)}

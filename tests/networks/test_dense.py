@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.networks.layers.decoding_cache import KEPT
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import DenseGeneral, MlpBlock, activation_function
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 5)), jnp.float32)
@@ -28,7 +28,7 @@ def test_kernel_joins_the_dimensions_of_each_side(features, axis):
 
 
 def test_only_the_last_dimensions_can_be_summed_over():
-  with pytest.raises(ValueError, match=r"axis = \(0, -1\) of an input of shape \(2, 3, 4, 5\)"):
+  with pytest.raises(ValueError, match=r"axis = \(0, -1\) for an input of shape \(2, 3, 4, 5\)"):
     DenseGeneral(7, axis=(0, -1)).init(jax.random.PRNGKey(0), X)
 
 
@@ -80,8 +80,8 @@ def test_activation_may_be_a_function():
 def test_a_kernel_kept_for_decoding_is_the_one_that_multiplies():
   module = DenseGeneral((2, 3), axis=(-2, -1))
   params = module.init(jax.random.PRNGKey(0), X)["params"]
-  expected, kept = module.apply({"params": params}, X, mutable=[KEPT])
-  np.testing.assert_array_equal(kept[KEPT]["kernel"], params["kernel"].T)
+  expected, kept = module.apply({"params": params}, X, mutable=[PRECOMPUTED])
+  np.testing.assert_array_equal(kept[PRECOMPUTED]["kernel"], params["kernel"].T)
   np.testing.assert_allclose(module.apply({"params": params} | kept, X), expected, atol=1e-6)
   doubled = jax.tree.map(lambda x: 2 * x, kept)
   np.testing.assert_allclose(module.apply({"params": params} | doubled, X), 2 * expected, atol=1e-5)

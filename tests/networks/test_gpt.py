@@ -12,7 +12,7 @@ import pytest
 from tiny_models import GPT, decoder_only_params, stacked
 
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.layers.rotary import rotated
+from rosetta_t5.networks.layers.positions import apply_rotary
 
 ROTARY = GPT.replace(positions="rotary", mlp_activations=("gelu", "linear"))
 TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)
@@ -83,7 +83,7 @@ def test_scanned_layers_are_layers_one_after_another():
 
 
 @pytest.mark.parametrize("config", [GPT, ROTARY], ids=["learned", "rotary"])
-def test_packed_examples_count_their_places_from_0(config):
+def test_packed_examples_count_their_positions_from_0(config):
   params = decoder_only_params(config)
   alone = logits_of(config)(params, INPUTS[:2, :4], TOKENS[:2, :4])
   packed = logits_of(config)(
@@ -99,14 +99,16 @@ def test_packed_examples_count_their_places_from_0(config):
 def test_rotary_positions_turn_pairs_as_complex_numbers_and_tell_distances_alone():
   rng = np.random.default_rng(1)
   q, k = rng.normal(size=(2, 1, 5, 1, 6)).astype(np.float32)
-  places = np.array([[0, 3, 4, 700, 9]])
+  positions = np.array([[0, 3, 4, 700, 9]])
   pairs = (q[..., :3] + 1j * q[..., 3:]) * np.exp(
-    1j * places[0][:, None, None] / 10_000 ** (np.arange(3) / 3)
+    1j * positions[0][:, None, None] / 10_000 ** (np.arange(3) / 3)
   )
-  found = np.asarray(rotated(q, places))
+  found = np.asarray(apply_rotary(q, positions))
   np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-4)
   products = [
-    np.einsum("bthk,bshk->bts", rotated(q, places + shift), rotated(k, places + shift))
+    np.einsum(
+      "bthk,bshk->bts", apply_rotary(q, positions + shift), apply_rotary(k, positions + shift)
+    )
     for shift in (0, 100)
   ]
   np.testing.assert_allclose(*products, atol=1e-3)
@@ -122,7 +124,7 @@ def test_padding_never_follows_where_it_is_said_so():
 
 def test_sequences_longer_than_the_learned_positions_are_refused():
   tokens = np.ones((1, 9), np.int32)
-  text = r"TransformerConfig.max_length = 8 places .* sequences have 9: set it to 9 or more"
+  text = r"TransformerConfig.max_length must be at least the length of the sequences, 9, got 8"
   with pytest.raises(ValueError, match=text):
     logits_of(GPT)(decoder_only_params(GPT), tokens, tokens)
 
@@ -130,18 +132,27 @@ def test_sequences_longer_than_the_learned_positions_are_refused():
 @pytest.mark.parametrize(
   ("wrong", "text"),
   [
-    ({"positions": "rotatory"}, "positions = 'rotatory' is unknown (did you mean 'rotary'?)"),
-    ({"norm": "batch"}, "norm = 'batch' is unknown"),
-    ({"positions": "rotary", "head_dim": 3}, "set head_dim = 3 to an even number"),
+    (
+      {"positions": "rotatory"},
+      "positions must be one of 'relative', 'learned', 'rotary', got 'rotatory' (did you mean 'rotary'?)",
+    ),
+    ({"norm": "batch"}, "norm must be one of 'rms', 'layer', got 'batch'"),
+    (
+      {"positions": "rotary", "head_dim": 3},
+      "head_dim must be even for positions = 'rotary', which rotates pairs of features, got 3",
+    ),
     ({"scan_layers": True}, "set positions = 'learned' or 'rotary', or scan_layers = False"),
     (
       {"scan_layers": True, "positions": "learned", "local_attention_window": 4},
-      "local_attention_window = 4 is every second layer's: set it to None",
+      "local_attention_window = 4 applies to every second layer: set it to None",
     ),
-    ({"local_attention_window": 0}, "local_attention_window = 0 must be 1 or more"),
+    (
+      {"local_attention_window": 0},
+      "local_attention_window must be at least 1 (a token sees itself) or None, got 0",
+    ),
     (
       {"local_attention_window": 4, "attention_kernel": "flash"},
-      "attention_kernel = 'flash' knows no local_attention_window (it is 4): set it to 'xla'",
+      "attention_kernel = 'flash' does not support local_attention_window (it is 4): set it to 'xla'",
     ),
     ({"scale_queries": True, "scale_attn_logits": True}, "would both divide by √head_dim"),
   ],

@@ -228,7 +228,7 @@ def test_dropout_drops_the_same_values_with_the_length_first():
 
 def test_cudnn_is_refused_without_its_gpu_and_the_text_says_what_to_set():
   text = (
-    "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, and jax runs on cpu: set"
+    "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
   )
   model = make_decoder_only_model(GPT.replace(attention_kernel="cudnn"))
   with pytest.raises(ValueError, match=re.escape(text)):

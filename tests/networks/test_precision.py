@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_1, Bigram, adafactor, make_batch, make_model, params_of
 
-from rosetta_t5.networks.computation_summary import computation_text
+from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.training import TrainState, train_step
@@ -143,9 +143,12 @@ def test_hardware_without_fp8_runs_in_dtype_unless_fp8_was_asked_for():
   ("arguments", "text"),
   [
     ({"enabled": 2}, "TransformerEngineConfig.enabled = 2 must be True or False, or 1 or 0"),
-    ({"recipe": "delay"}, r"recipe = 'delay' is unknown \(did you mean 'delayed'\?\)"),
-    ({"backend": "xla"}, "backend = 'xla' is unknown: set it to one of 'auto', 'native', 'te'"),
-    ({"fp8_format": "e4m3"}, "fp8_format = 'e4m3' is unknown: set it to one of 'hybrid'"),
+    (
+      {"recipe": "delay"},
+      r"recipe must be one of 'current', 'delayed', got 'delay' \(did you mean 'delayed'\?\)",
+    ),
+    ({"backend": "xla"}, "backend must be one of 'auto', 'native', 'te', got 'xla'"),
+    ({"fp8_format": "e4m3"}, "fp8_format must be one of 'hybrid', got 'e4m3'"),
     ({"enabled": 1, "enable_fp8": 0}, "enabled = 1 contradicts its other name, enable_fp8 = 0"),
   ],
 )
@@ -161,16 +164,16 @@ def test_backend_that_is_not_installed_and_module_without_fp8_are_refused():
     choose_fp8(TransformerEngineConfig(enabled=1, backend="te", emulate=True))
   choice = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
   with pytest.raises(
-    ValueError, match=r"te_config_cls asks for fp8, but Bigram cannot compute in it"
+    ValueError, match=r"te_config_cls requests fp8, but Bigram does not support it"
   ):
     with_fp8(make_model(Bigram()), choice)
 
 
 def test_header_says_what_is_computed_how_and_why():
   choice = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
-  text = computation_text(fp8_model(fuse_qkv_params=True), choice)
+  text = describe_computation(fp8_model(fuse_qkv_params=True), choice)
   assert text == (
-    "bfloat16; fp8 XLA's own products, current scaling (auto: needs no state and no further package, "
+    "bfloat16; fp8 XLA's own matmuls, current scaling (auto: needs no state and no further package, "
     "emulated); attention by xla (auto: no fused kernel has been measured to be faster yet); fused qkv"
   )
-  assert computation_text(make_model(Bigram()), choice) is None
+  assert describe_computation(make_model(Bigram()), choice) is None

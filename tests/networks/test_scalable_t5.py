@@ -211,9 +211,12 @@ def test_defaults_are_t5x_s():
   [
     (
       {"param_scan_axis": 2},
-      r"T5Config.param_scan_axis = 2 must be 0 or 1: a norm's scale has one",
+      r"T5Config.param_scan_axis must be 0 or 1, got 2: the scale of a norm",
     ),
-    ({"remat_policy": "minimum"}, r"remat_policy = 'minimum' is unknown \(did you mean 'minimal'"),
+    (
+      {"remat_policy": "minimum"},
+      r"remat_policy must be one of .* got 'minimum' \(did you mean 'minimal'",
+    ),
     ({"dtype": "float16"}, r"T5Config.dtype = 'float16' overflows"),
   ],
 )

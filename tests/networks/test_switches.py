@@ -82,16 +82,16 @@ def injected_mask(next_method, arguments, keywords, context):
   return x * jnp.asarray(np.broadcast_to(keep / (1 - dropout.rate), x.shape), x.dtype)
 
 
-def injected_scale(_, rate, k_BSHK, dtype):
-  """Has attention drop the same keys in every layer and example."""
-  batch, length, heads, _ = k_BSHK.shape
+def injected_scale(_, rate, shape_BHS, dtype):
+  """Makes attention drop the same keys in every layer and example."""
+  batch, heads, length = shape_BHS
   keep_HS = np.random.default_rng(0).random((heads, length)) >= rate
   return jnp.broadcast_to(jnp.asarray(keep_HS / (1 - rate), dtype), (batch, heads, length))
 
 
 @pytest.fixture
 def _masks_injected(monkeypatch):
-  monkeypatch.setattr(attention, "_dropout_scale", injected_scale)
+  monkeypatch.setattr(attention, "attention_dropout_scale", injected_scale)
   with nn.intercept_methods(injected_mask):
     yield
 

@@ -1,7 +1,8 @@
-"""Projections: one dense layer, and T5's feed-forward block."""
+"""Dense projections, and T5's feed-forward block."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +13,21 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.layers.decoding_cache import KEPT
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
 Initializer = Callable[..., Array]
-# y_NO = product(x_NI, w_IO); rows and outputs may have several dimensions each.
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+# y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
 
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
 def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
-  """Returns a variance-scaling initialiser whose input and output dimensions are told with the call.
+  """Returns a variance-scaling initialiser that is called with its input and output dimensions.
 
-  It is called as init(key, shape, dtype, in_axis, out_axis), what `nd_kernel=True` asks of one. Joined
-  to a matrix its values are those of `nn.initializers.variance_scaling` for that matrix.
+  It is called as init(key, shape, dtype, in_axis, out_axis), as `nd_kernel=True` requires. Reshaped
+  to a matrix, its values are those of `nn.initializers.variance_scaling` for that matrix.
 
   Args:
     scale: a factor on the variance.
@@ -48,24 +49,25 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class DenseGeneral(nn.Module):
-  """A projection over `axis` onto `features`, both of which may span several dimensions.
+  """A projection of the dimensions `axis` to the dimensions `features`.
 
-  The kernel is stored, and drawn, as a matrix [inputs, outputs] whose sides join those dimensions, as
-  T5X's T5 has it; with `nd_kernel` it keeps them apart, as T5X's scalable T5 has it.
+  The kernel is stored and initialised as a matrix [inputs, outputs], as in T5X's T5. With `nd_kernel`
+  it keeps its separate dimensions, as in T5X's scalable T5.
 
   Attributes:
-    features: the size, or sizes, of the output's last dimensions.
-    axis: the input dimension(s) that are summed over; they must be the last ones.
-    dtype: what the product is computed in; the kernel is kept in float32.
-    kernel_init: called as init(key, [inputs, outputs], float32), with `nd_kernel` as
+    features: the size of the output's last dimension, or the sizes of its last dimensions.
+    axis: the input dimensions that are contracted; they must be the last ones.
+    dtype: the type of the matmul; the kernel is stored in float32.
+    kernel_init: called as init(key, [inputs, outputs], float32), or with `nd_kernel` as
       init(key, [*inputs, *outputs], float32, in_axis, out_axis).
-    kernel_axes: logical names of the kernel's dimensions.
+    kernel_axes: the logical axes of the kernel's dimensions.
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
-    make_product: called once a projection for the function that multiplies rows by kernel; None for
-      `matrix_product`. What it makes may be a linen module, which then keeps its state in this one.
+    make_product: called once per projection, it returns the function that multiplies rows by the
+      kernel; None for `matmul`. It may return a linen module, whose state is then stored in this
+      module.
     transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
-      dimensions: joining them would gather a batch that is split over devices.
-    use_bias: whether a bias [outputs] is added, which starts as zeros. T5 has none.
+      dimensions, because flattening them would gather a batch that is split over devices.
+    use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
   """
 
   features: int | Sequence[int]
@@ -74,7 +76,7 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   kernel_axes: tuple[str, ...] = ()
   nd_kernel: bool = False
-  make_product: Callable[[], Product] | None = None
+  make_product: Callable[[], Matmul] | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
 
@@ -83,54 +85,53 @@ class DenseGeneral(nn.Module):
     """Returns the projection, [..., *features], in `dtype`.
 
     Args:
-      inputs: what is projected.
+      inputs: the input.
       parameters_only: whether to return (kernel [inputs, outputs], bias [*features] or None) in
-        `dtype` instead, for a caller that multiplies by several kernels at once.
+        `dtype` instead, for a caller that stacks several kernels into one matmul.
 
     Raises:
-      ValueError: `axis` is not the input's last dimension(s).
+      ValueError: `axis` is not the input's last dimensions.
     """
     features = _as_tuple(self.features)
     axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
     if axes != tuple(range(inputs.ndim - len(axes), inputs.ndim)):
       raise ValueError(
-        f"DenseGeneral sums over the last dimensions of its input, but axis = {self.axis} of an "
-        f"input of shape {inputs.shape} names others"
+        f"DenseGeneral.axis must name the last dimensions of the input, got axis = {self.axis} for "
+        f"an input of shape {inputs.shape}"
       )
-    kept = inputs.shape[: inputs.ndim - len(axes)]
-    kernel = self._kernel(inputs.shape[len(kept) :], features)
-    kernel = jnp.asarray(kernel, self.dtype)
+    leading = inputs.shape[: inputs.ndim - len(axes)]
+    kernel = jnp.asarray(self._kernel(inputs.shape[len(leading) :], features), self.dtype)
     bias = self._bias(features) if self.use_bias else None
     if parameters_only:
       return kernel, bias
-    row_shape = kept if self.transpose_batch_sequence else (-1,)
+    row_shape = leading if self.transpose_batch_sequence else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
-    product = self.make_product() if self.make_product else self._product
-    outputs = product(rows, kernel).reshape(*kept, *features)
-    return outputs if bias is None else outputs + bias.reshape((1,) * len(kept) + features)
+    multiply = self.make_product() if self.make_product else self._matmul
+    outputs = multiply(rows, kernel).reshape(*leading, *features)
+    return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 
-  def _product(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """Returns x·w; the kernel is kept for the steps of a decode, or taken as it was kept."""
-    if self.has_variable(KEPT, "kernel"):
-      return product_of_few_rows(x_NI, self.get_variable(KEPT, "kernel"))
-    keeps = self.is_mutable_collection(KEPT) and not self.is_initializing()
-    if keeps and jax.default_backend() == "cpu":
-      self.put_variable(KEPT, "kernel", w_IO.T)
-    return matrix_product(x_NI, w_IO)
+  def _matmul(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """Returns x·w; writes or reads the transposed kernel that decoding steps on a CPU use."""
+    if self.has_variable(PRECOMPUTED, "kernel"):
+      return matmul_few_rows(x_NI, self.get_variable(PRECOMPUTED, "kernel"))
+    is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
+    if is_writable and jax.default_backend() == "cpu":
+      self.put_variable(PRECOMPUTED, "kernel", w_IO.T)
+    return matmul(x_NI, w_IO)
 
   def _bias(self, features: tuple[int, ...]) -> jax.Array:
-    """Returns the bias, which is stored as a vector, for each output."""
+    """Returns the bias, which is stored as a vector, in the shape of the features."""
     size, axes = math.prod(features), tuple(self.kernel_axes)[-1:]
     bias_O = param_with_axes("bias", nn.initializers.zeros, (size,), jnp.float32, axes=axes)
     return bias_O.astype(self.dtype).reshape(features)
 
-  def _kernel(self, summed: tuple[int, ...], features: tuple[int, ...]) -> jax.Array:
-    """Returns the kernel as a matrix, however it is stored."""
-    matrix, axes = (math.prod(summed), math.prod(features)), tuple(self.kernel_axes)
+  def _kernel(self, inputs: tuple[int, ...], features: tuple[int, ...]) -> jax.Array:
+    """Returns the kernel as a matrix, whichever way it is stored."""
+    matrix, axes = (math.prod(inputs), math.prod(features)), tuple(self.kernel_axes)
     if not self.nd_kernel:
       return param_with_axes("kernel", self.kernel_init, matrix, jnp.float32, axes=axes)
-    shape = (*summed, *features)
-    in_axis, out_axis = tuple(range(len(summed))), tuple(range(len(summed), len(shape)))
+    shape = (*inputs, *features)
+    in_axis, out_axis = tuple(range(len(inputs))), tuple(range(len(inputs), len(shape)))
     kernel = param_with_axes(
       "kernel", self.kernel_init, shape, jnp.float32, in_axis, out_axis, axes=axes
     )
@@ -138,38 +139,34 @@ class DenseGeneral(nn.Module):
 
 
 @jax.custom_vjp
-def matrix_product(
-  x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]
-) -> Float[Array, "*N ..."]:
-  """Returns x·w. Its gradient for w is written as xᵀ·dy.
+def matmul(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]) -> Float[Array, "*N ..."]:
+  """Returns x·w, with the gradient for w written as xᵀ·dy.
 
-  Differentiated by jax it would be (dyᵀ·x)ᵀ, for which XLA on a CPU computes dy, often a long chain
-  of a gated activation, straight into a transposed array: slower than the product itself.
+  JAX would write that gradient as (dyᵀ·x)ᵀ. XLA on a CPU then computes dy, often a long chain of
+  operations of a gated activation, directly into a transposed array, which is slower than the matmul.
   """
   return jnp.tensordot(x_NI, w_IO, axes=1)
 
 
-def _product_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Array]]:
+def _matmul_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Array]]:
   return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO)
 
 
-def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
+def _matmul_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
   x_NI, w_IO = operands
   w_OI, x_IN = jnp.moveaxis(w_IO, 0, -1), jnp.moveaxis(x_NI, -1, 0)
   dx_NI = jnp.tensordot(dy_NO, w_OI, axes=w_OI.ndim - 1)
   return dx_NI, jnp.tensordot(x_IN, dy_NO, axes=x_IN.ndim - 1)
 
 
-matrix_product.defvjp(_product_forward, _product_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def product_of_few_rows(
-  x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]
-) -> Float[Array, "*N O"]:
-  """Returns x·wᵀ, computed as w·xᵀ: XLA on a CPU rearranges the second of two factors.
+def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Float[Array, "*N O"]:
+  """Returns x·wᵀ, computed as w·xᵀ: XLA on a CPU rearranges the second operand of a matmul.
 
-  Where rows are few, w·xᵀ takes three quarters of the time of x·w. Without the barrier XLA would turn
-  it round again.
+  With few rows, w·xᵀ takes three quarters of the time of x·w. Without the barrier XLA would swap the
+  operands back.
   """
   y_ON = jnp.tensordot(w_OI, x_NI, axes=((-1,), (-1,)))
   return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
@@ -178,6 +175,14 @@ def product_of_few_rows(
 def activation_axes(last: str, transpose_batch_sequence: bool) -> tuple[str, str, str]:
   """Returns the logical axes of activations whose last dimension is `last`."""
   return ("length", "batch", last) if transpose_batch_sequence else ("batch", "length", last)
+
+
+def feature_dropout(
+  rate: float, transpose_batch_sequence: bool = False, name: str | None = None
+) -> nn.Dropout:
+  """Returns T5's dropout of activations: it drops the same features at every position."""
+  length_axis = -3 if transpose_batch_sequence else -2
+  return nn.Dropout(rate=rate, broadcast_dims=(length_axis,), name=name)
 
 
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -204,11 +209,11 @@ class MlpBlock(nn.Module):
 
   Attributes:
     intermediate_dim: the hidden size.
-    activations: one name for each projection into the hidden layer; their results are multiplied.
+    activations: one name for each projection to the hidden layer; their results are multiplied.
     kernel_init: initialiser of all kernels.
-    intermediate_dropout_rate: dropout on the hidden layer, shared along the length.
-    dtype: what the products are computed in.
-    nd_kernel: how `kernel_init` is called, see `DenseGeneral`.
+    intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
+    dtype: the type of the matmuls.
+    nd_kernel: how `kernel_init` is called; see `DenseGeneral`.
     make_product: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs are [length, batch, features].
     use_bias: whether the projections have biases.
@@ -220,7 +225,7 @@ class MlpBlock(nn.Module):
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
   nd_kernel: bool = False
-  make_product: Callable[[], Product] | None = None
+  make_product: Callable[[], Matmul] | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
 
@@ -228,39 +233,25 @@ class MlpBlock(nn.Module):
   def __call__(
     self, inputs: Float[Array, "B T D"], decode: bool = False, deterministic: bool = False
   ) -> Float[Array, "B T D"]:
-    """Returns the block's output; `decode` is taken for T5X's callers and changes nothing."""
+    """Returns the block's output; `decode` is an argument of T5X's and has no effect."""
     del decode
-    hidden_BTF: jax.Array | None = None
-    for index, activation in enumerate(self.activations):
-      name = "wi" if len(self.activations) == 1 else f"wi_{index}"
-      branch_BTF = DenseGeneral(
-        self.intermediate_dim,
-        dtype=self.dtype,
-        kernel_init=self.kernel_init,
-        kernel_axes=("embed", "mlp"),
-        nd_kernel=self.nd_kernel,
-        make_product=self.make_product,
-        transpose_batch_sequence=self.transpose_batch_sequence,
-        use_bias=self.use_bias,
-        name=name,
-      )(inputs)
-      branch_BTF = activation_function(activation)(branch_BTF)
-      hidden_BTF = branch_BTF if hidden_BTF is None else hidden_BTF * branch_BTF
-    length_axis = -3 if self.transpose_batch_sequence else -2
-    hidden_BTF = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(length_axis,))(
-      hidden_BTF, deterministic=deterministic
-    )
-    hidden_BTF = with_sharding_constraint(
-      hidden_BTF, activation_axes("mlp", self.transpose_batch_sequence)
-    )
-    return DenseGeneral(
-      inputs.shape[-1],
+    dense = functools.partial(
+      DenseGeneral,
       dtype=self.dtype,
       kernel_init=self.kernel_init,
-      kernel_axes=("mlp", "embed"),
       nd_kernel=self.nd_kernel,
       make_product=self.make_product,
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
-      name="wo",
-    )(hidden_BTF)
+    )
+    hidden_BTF: jax.Array | None = None
+    for index, activation in enumerate(self.activations):
+      name = "wi" if len(self.activations) == 1 else f"wi_{index}"
+      projection = dense(self.intermediate_dim, kernel_axes=("embed", "mlp"), name=name)
+      branch_BTF = activation_function(activation)(projection(inputs))
+      hidden_BTF = branch_BTF if hidden_BTF is None else hidden_BTF * branch_BTF
+    dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
+    hidden_BTF = dropout(hidden_BTF, deterministic=deterministic)
+    axes = activation_axes("mlp", self.transpose_batch_sequence)
+    hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
+    return dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")(hidden_BTF)

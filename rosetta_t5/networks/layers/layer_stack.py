@@ -1,8 +1,7 @@
-"""A stack of alike layers: one after another, or one program for all of them."""
+"""Calling a stack of layers: one after another or as a scan, with or without rematerialisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,40 +9,85 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
-from rosetta_t5.networks.layers.decoding_cache import KEPT
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+
+_SAVE = jax.checkpoint_policies
+# T5X's three policies, then JAX's own names.
+_REMAT_POLICIES = {
+  "none": None,
+  "minimal": _SAVE.dots_with_no_batch_dims_saveable,
+  "full": _SAVE.nothing_saveable,
+  "dots_saveable": _SAVE.dots_saveable,
+  "dots_with_no_batch_dims_saveable": _SAVE.dots_with_no_batch_dims_saveable,
+  "nothing_saveable": _SAVE.nothing_saveable,
+}
+REMAT_POLICIES = tuple(_REMAT_POLICIES)
 
 
-def scanned_stack(
-  module: nn.Module, layer_cls: Any, name: str, num_layers: int
-) -> Callable[..., jax.Array]:
-  """Returns a function that scans all layers of `module` over activations and arguments they share.
+def remat_layer(
+  layer_cls: type[nn.Module], policy: str, static_argnums: tuple[int, ...], scanned: bool = False
+) -> Any:
+  """Returns the layer's class, rematerialised so that only the values of `policy` are saved.
+
+  `none` saves everything, `minimal` the matmuls with parameters (all but attention's own), `full` only
+  the layer's input; the other policies are those of `jax.checkpoint_policies`. Numbers do not change.
 
   Args:
-    module: the stack; its `config` has `param_scan_axis`.
-    layer_cls: called as layer_cls(config, name=…); a layer returns (activations, None).
-    name: of the stacked parameters.
-    num_layers: how many layers.
+    layer_cls: the layer.
+    policy: one of `REMAT_POLICIES`.
+    static_argnums: the indices of the Python values among the call's arguments; self is 0.
+    scanned: whether the layer is called in a scan, where XLA cannot undo the rematerialisation.
   """
+  if policy == "none":
+    return layer_cls
+  return nn.remat(
+    layer_cls,
+    policy=_REMAT_POLICIES[policy],
+    prevent_cse=not scanned,
+    static_argnums=static_argnums,
+  )
 
-  def scan(x: jax.Array, *arguments: Any) -> jax.Array:
-    config: Any = module.config
-    axis = config.param_scan_axis
-    scanned_cls = scan_with_axes(
-      layer_cls,
-      # Parameters leave the scan only where they are made.
-      variable_axes={
-        "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
-        "cache": 0,
-        KEPT: 0,
-        "intermediates": 0,
-        OVERWRITE_WITH_GRADIENT: 0,
-      },
-      split_rngs={"params": True, "dropout": True},
-      in_axes=(nn.broadcast,) * len(arguments),
-      length=num_layers,
-      axis_name="layers",
-    )
-    x, _ = scanned_cls(config, name=name)(x, *arguments)
+
+def call_layers(
+  module: nn.Module,
+  layer_cls: Any,
+  num_layers: int,
+  x: jax.Array,
+  *arguments: Any,
+  scan_name: str | None = None,
+) -> jax.Array:
+  """Returns the activations after all layers of `module`.
+
+  Args:
+    module: the stack; its `config` is passed to the layers.
+    layer_cls: called as layer_cls(config, name=…).
+    num_layers: the number of layers.
+    x: the activations before the first layer.
+    *arguments: further arguments of every layer's call.
+    scan_name: None calls layers `layers_0`, `layers_1`, … one after another. A name scans one layer,
+      which must return (activations, None). Its parameters are stored under this name, stacked along
+      `config.param_scan_axis`.
+  """
+  config: Any = module.config
+  if scan_name is None:
+    for layer in range(num_layers):
+      x = layer_cls(config, name=f"layers_{layer}")(x, *arguments)
     return x
-
-  return scan
+  axis = config.param_scan_axis
+  scanned_cls = scan_with_axes(
+    layer_cls,
+    # Parameters are outputs of the scan only when they are initialised.
+    variable_axes={
+      "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
+      "cache": 0,
+      PRECOMPUTED: 0,
+      "intermediates": 0,
+      OVERWRITE_WITH_GRADIENT: 0,
+    },
+    split_rngs={"params": True, "dropout": True},
+    in_axes=(nn.broadcast,) * len(arguments),
+    length=num_layers,
+    axis_name="layers",
+  )
+  x, _ = scanned_cls(config, name=scan_name)(x, *arguments)
+  return x

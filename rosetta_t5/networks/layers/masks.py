@@ -1,7 +1,9 @@
-"""Which query may attend to which key."""
+"""Attention masks: which query may attend to which key."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +21,10 @@ def make_attention_mask(
   """Returns the mask whose entry for a query and a key is `pairwise_fn` of their inputs.
 
   Args:
-    query_input: one value a query position, such as "is no padding", or a segment id.
-    key_input: the same a key position.
+    query_input: one value per query position, such as whether it is a token, or its segment id.
+    key_input: one value per key position.
     pairwise_fn: called with [B, T, 1] and [B, 1, S]; nonzero lets the query see the key.
-    extra_batch_dims: dimensions of size 1 to put first.
+    extra_batch_dims: the number of leading dimensions of size 1 to add.
     dtype: the mask's type.
   """
   mask = pairwise_fn(query_input[..., :, None], key_input[..., None, :])
@@ -33,26 +35,21 @@ def make_attention_mask(
 def make_causal_mask(
   x: Shaped[Array, "B T"], extra_batch_dims: int = 0, dtype: Any = jnp.float32
 ) -> Shaped[Array, "... 1 T T"]:
-  """Returns the mask by which a position sees itself and those before it."""
+  """Returns the mask with which a position sees itself and the positions before it."""
   positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
   return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
 
 
 def combine_masks(*masks: Array | None, dtype: Any = jnp.float32) -> Array | None:
-  """Returns the mask of what every given mask allows; None where all are None."""
-  given = [mask for mask in masks if mask is not None]
-  if not given:
-    return None
-  combined = given[0] != 0
-  for mask in given[1:]:
-    combined = jnp.logical_and(combined, mask != 0)
-  return combined.astype(dtype)
+  """Returns the mask that allows what every given mask allows; None if all are None."""
+  given = [mask != 0 for mask in masks if mask is not None]
+  return functools.reduce(jnp.logical_and, given).astype(dtype) if given else None
 
 
 def combine_biases(*biases: Array | None) -> Array | None:
-  """Returns the sum of the given biases; None where all are None."""
+  """Returns the sum of the given biases; None if all are None."""
   given = [bias for bias in biases if bias is not None]
-  return sum(given[1:], given[0]) if given else None
+  return functools.reduce(operator.add, given) if given else None
 
 
 def make_decoder_mask(
@@ -66,16 +63,15 @@ def make_decoder_mask(
   Args:
     decoder_target_tokens: 0 is padding.
     dtype: the mask's type.
-    decoder_causal_attention: 1 where a position belongs to a prefix whose positions all see each
-      other (prefix LM).
-    decoder_segment_ids: which packed example a position belongs to.
+    decoder_causal_attention: 1 for positions of a prefix, which all see each other (prefix LM).
+    decoder_segment_ids: the packed example that each position belongs to.
   """
-  sees = make_causal_mask(decoder_target_tokens, dtype=bool)
+  visible = make_causal_mask(decoder_target_tokens, dtype=bool)
   if decoder_causal_attention is not None:
     prefix = decoder_causal_attention != 0
-    sees = sees | make_attention_mask(prefix, prefix, jnp.logical_and, dtype=bool)
+    visible = visible | make_attention_mask(prefix, prefix, jnp.logical_and, dtype=bool)
   real = decoder_target_tokens > 0
-  mask = sees & make_attention_mask(real, real, jnp.logical_and, dtype=bool)
+  mask = visible & make_attention_mask(real, real, jnp.logical_and, dtype=bool)
   if decoder_segment_ids is not None:
     mask &= make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=bool)
   return mask.astype(dtype)

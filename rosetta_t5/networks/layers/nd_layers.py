@@ -1,6 +1,6 @@
-"""The layers whose kernels are stored with as many dimensions as they span: T5X's scalable ones.
+"""T5X's scalable layers, whose kernels keep heads and head size as separate dimensions.
 
-They compute what those of `attention` and `dense` compute; only their defaults differ.
+They compute the same as the layers of `attention` and `dense`; only their defaults differ.
 """
 
 from __future__ import annotations

@@ -8,11 +8,7 @@ from rosetta_t5.networks.layers.dense import (
   DenseGeneral,
   MlpBlock,
 )
-from rosetta_t5.networks.layers.embedding import (
-  Embed,
-  LayerNorm,
-  RelativePositionBiases,
-)
+from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.masks import (
   combine_biases,
   combine_masks,
@@ -20,3 +16,5 @@ from rosetta_t5.networks.layers.masks import (
   make_causal_mask,
   make_decoder_mask,
 )
+from rosetta_t5.networks.layers.norms import LayerNorm
+from rosetta_t5.networks.layers.positions import RelativePositionBiases

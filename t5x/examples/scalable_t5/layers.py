@@ -2,12 +2,7 @@
 
 from rosetta_t5.networks.layers.attention import dot_product_attention
 from rosetta_t5.networks.layers.dense import nd_dense_init
-from rosetta_t5.networks.layers.embedding import (
-  Embed,
-  LayerNorm,
-  RelativePositionBiases,
-  default_embed_init,
-)
+from rosetta_t5.networks.layers.embedding import Embed, default_embed_init
 from rosetta_t5.networks.layers.masks import (
   combine_biases,
   combine_masks,
@@ -20,3 +15,5 @@ from rosetta_t5.networks.layers.nd_layers import (
   MlpBlock,
   MultiHeadDotProductAttention,
 )
+from rosetta_t5.networks.layers.norms import LayerNorm
+from rosetta_t5.networks.layers.positions import RelativePositionBiases

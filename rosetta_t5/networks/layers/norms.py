@@ -1,0 +1,62 @@
+"""Layer norms: T5's, which divides by the root mean square, and the one with mean and bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.partitioning import param_with_axes
+from jaxtyping import Array, Float
+
+from rosetta_t5.networks.layers.dense import Initializer
+
+
+class LayerNorm(nn.Module):
+  """T5's norm: division by the root mean square, no mean, no bias; statistics in float32.
+
+  Attributes:
+    epsilon: added to the mean square.
+    dtype: the type of the result.
+    scale_init: initialiser of the scale.
+  """
+
+  epsilon: float = 1e-6
+  dtype: Any = jnp.float32
+  scale_init: Initializer = nn.initializers.ones
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Returns the normalised, scaled input."""
+    x_BTD = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
+    normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
+    size = (x_BTD.shape[-1],)
+    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=("embed",))
+    scale_11D = scale_D.astype(self.dtype).reshape((1,) * (x_BTD.ndim - 1) + (-1,))
+    return normed_BTD * scale_11D
+
+
+class StandardLayerNorm(nn.Module):
+  """GPT's norm (Ba et al., 2016): it subtracts the mean and adds a bias; statistics in float32.
+
+  Attributes:
+    epsilon: added to the variance.
+    dtype: the type of the result.
+  """
+
+  epsilon: float = 1e-5
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Returns the normalised, scaled and shifted input."""
+    size = (x.shape[-1],)
+    scale_D = param_with_axes("scale", nn.initializers.ones, size, jnp.float32, axes=("embed",))
+    bias_D = param_with_axes("bias", nn.initializers.zeros, size, jnp.float32, axes=("embed",))
+    x_BTD = x.astype(jnp.float32)
+    x_BTD = x_BTD - jnp.mean(x_BTD, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
+    normed_BTD = x_BTD * jax.lax.rsqrt(variance + self.epsilon)
+    return (normed_BTD * scale_D[None, None] + bias_D[None, None]).astype(self.dtype)

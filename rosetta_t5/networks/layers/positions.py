@@ -1,0 +1,126 @@
+"""Position information for attention: T5's learned relative bias, and rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.partitioning import param_with_axes
+from jaxtyping import Array, Float, Int
+
+from rosetta_t5.networks.layers.dense import Initializer
+from rosetta_t5.networks.layers.embedding import default_embed_init
+
+# XLA counts the elements of a matmul's dimension with 32 bits.
+_MAX_PAIRS = 2**31 - 1
+
+
+def relative_position_bucket(
+  relative_position: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
+  """Returns T5's bucket of each distance key − query: exact when close, logarithmic farther away.
+
+  Half of a direction's buckets are for exact distances. The other half grow up to `max_distance`;
+  larger distances share the last bucket (Raffel et al., 2020, section 2.1).
+
+  Args:
+    relative_position: integers, key position − query position.
+    bidirectional: whether keys after the query have buckets of their own, rather than bucket 0.
+    num_buckets: the total number of buckets.
+    max_distance: the distance at which the last bucket begins.
+  """
+  distance = -relative_position
+  first = np.zeros_like(distance)
+  if bidirectional:
+    num_buckets //= 2
+    first = np.where(distance < 0, num_buckets, 0)
+    distance = np.abs(distance)
+  else:
+    distance = np.maximum(distance, 0)
+  num_exact = num_buckets // 2
+  # float32 and the small constant are T5's: they decide on which side of a boundary a power falls.
+  beyond = np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps)
+  growth = beyond / np.log(max_distance / num_exact) * (num_buckets - num_exact)
+  logarithmic = np.minimum(num_exact + growth.astype(np.int32), num_buckets - 1)
+  return first + np.where(distance < num_exact, distance, logarithmic)
+
+
+class RelativePositionBiases(nn.Module):
+  """A learned bias for each head and each bucket of the distance between query and key.
+
+  Attributes:
+    num_buckets: the number of distance buckets, for both directions together.
+    max_distance: this distance and larger ones share the last bucket.
+    num_heads: the number of attention heads.
+    dtype: the type of the returned bias.
+    embedding_init: initialiser of the table [num_heads, num_buckets].
+  """
+
+  num_buckets: int
+  max_distance: int
+  num_heads: int
+  dtype: Any
+  embedding_init: Initializer = default_embed_init
+
+  @nn.compact
+  def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> Float[Array, "1 H T S"]:
+    """Returns the bias of `qlen` queries and `klen` keys, which is the same for every example.
+
+    Raises:
+      ValueError: there are more pairs than XLA can count.
+    """
+    _check_lengths(qlen, klen)
+    table_HN = param_with_axes(
+      "rel_embedding",
+      self.embedding_init,
+      (self.num_heads, self.num_buckets),
+      jnp.float32,
+      axes=("heads", "relpos_buckets"),
+    )
+    distance_D = np.arange(1 - qlen, klen)
+    bucket_D = relative_position_bucket(
+      distance_D, bidirectional, self.num_buckets, self.max_distance
+    )
+    # The smallest integer type that fits: at a length of 16,384 the pairs then take 0.3 GB.
+    bucket_D = bucket_D.astype(np.min_scalar_type(-self.num_buckets))
+    bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_D, klen)[::-1]
+    # A matmul with one-hot columns gives T5X's numbers to the last bit. The gradient of a gather is a
+    # scatter, and every other way to compute its sums rounds differently.
+    one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), self.num_buckets, dtype=self.dtype, axis=0)
+    bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
+    return bias_HL.reshape(1, self.num_heads, qlen, klen)
+
+
+def _check_lengths(qlen: int, klen: int) -> None:
+  if qlen * klen > _MAX_PAIRS:
+    raise ValueError(
+      f"the relative position bias of {qlen:,} queries and {klen:,} keys has {qlen * klen:,} pairs, "
+      f"but an array's dimension can have at most {_MAX_PAIRS:,} in XLA. Set TASK_FEATURE_LENGTHS to "
+      f"at most {math.isqrt(_MAX_PAIRS):,} tokens (memory runs out long before that)"
+    )
+
+
+def apply_rotary(
+  x_BTHK: Float[Array, "B T H K"], positions_BT: Int[Array, "#B T"], base: float = 10_000.0
+) -> Float[Array, "B T H K"]:
+  """Returns queries or keys with rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
+
+  Features i and i + K/2 form a pair, as in GPT-NeoX and Llama. The pair is rotated by the angle
+  position · base^(−2i/K). Angles are float32, because bfloat16 cannot represent position 257.
+
+  Args:
+    x_BTHK: queries or keys; K is even.
+    positions_BT: the position of each.
+    base: the base of the frequencies; a larger one makes the slowest pair rotate more slowly.
+  """
+  half = x_BTHK.shape[-1] // 2
+  frequency_P = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angle_BT1P = positions_BT[..., None, None].astype(jnp.float32) * frequency_P[None, None, None]
+  cos, sin = jnp.cos(angle_BT1P), jnp.sin(angle_BT1P)
+  first, second = x_BTHK[..., :half].astype(jnp.float32), x_BTHK[..., half:].astype(jnp.float32)
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return rotated.astype(x_BTHK.dtype)
