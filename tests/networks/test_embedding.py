@@ -119,9 +119,7 @@ def test_lengths_whose_pairs_cannot_be_counted_are_refused_with_what_fits():
     ValueError, match=r"65,536 queries and 65,536 keys has 4,294,967,296 pairs"
   ) as e:
     jax.eval_shape(lambda: bias.init(jax.random.PRNGKey(0), 65536, 65536))
-  assert "Set TASK_FEATURE_LENGTHS to at most 46,340 tokens" in str(
-    e.value
-  )
+  assert "Set TASK_FEATURE_LENGTHS to at most 46,340 tokens" in str(e.value)
 
 
 def test_long_lengths_take_a_byte_a_pair_while_a_program_is_traced():
