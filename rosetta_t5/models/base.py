@@ -162,10 +162,15 @@ class BaseTransformerModel(BaseModel):
     self._decode_fn = decode_fn
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
-    self._loss_chunk_length = check_loss_chunk_length(loss_chunk_length)
-    if (
-      loss_chunk_length and type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
-    ):
+    self._loss_chunk_length = loss_chunk_length
+    is_positive = isinstance(loss_chunk_length, int) and loss_chunk_length > 0
+    if loss_chunk_length is not None and not is_positive:
+      raise ValueError(
+        "loss_chunk_length must be a positive number of target positions, such as 16, or None for "
+        f"all at once, got {loss_chunk_length!r}"
+      )
+    overrides_metrics = type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
+    if loss_chunk_length and overrides_metrics:
       raise ValueError(
         f"{type(self).__name__}._compute_metrics needs all logits, which do not exist with "
         f"loss_chunk_length = {loss_chunk_length}: set it to None"
@@ -220,34 +225,33 @@ class BaseTransformerModel(BaseModel):
       flax_mutables: other variable collections. If given, the result is
         (loss, (metrics, new flax_mutables)).
     """
-    options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
+    options: dict[str, Any] = {}
     if flax_mutables:
-      options |= {"mutable": list(flax_mutables), "other_variables": flax_mutables}
-      logits, mutables = self._compute_logits(params, batch, dropout_rng, **options)
-    else:
-      logits, mutables = self._compute_logits(params, batch, dropout_rng, **options), None
-    targets = batch["decoder_target_tokens"]
+      options = {"mutable": list(flax_mutables), "other_variables": flax_mutables}
+    outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
+    logits, mutables = outputs if flax_mutables else (outputs, None)
+    targets, segments = batch["decoder_target_tokens"], self._segment_ids(batch)
     factor, weights = losses.get_loss_normalizing_factor_and_weights(
       self._loss_normalizing_factor, batch
     )
-    segments = self._segment_ids(batch)
     if self._loss_chunk_length:
       token_loss, token_z, correct = chunked_cross_entropy(
         logits, targets, self._z_loss, self._label_smoothing, self._loss_chunk_length
       )
       loss, z_loss, _ = losses.weighted_sums(token_loss, token_z, weights, factor)
       metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
-      return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
-    loss, z_loss, _ = losses.compute_weighted_cross_entropy(
-      logits,
-      targets=targets,
-      weights=weights,
-      label_smoothing=self._label_smoothing,
-      z_loss=self._z_loss,
-      loss_normalizing_factor=factor,
-    )
-    metrics = self._compute_metrics(logits, targets, weights, loss, z_loss, segment_ids=segments)
+    else:
+      loss, z_loss, _ = losses.compute_weighted_cross_entropy(
+        logits, targets, weights, self._label_smoothing, self._z_loss, factor
+      )
+      metrics = self._compute_metrics(logits, targets, weights, loss, z_loss, segment_ids=segments)
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
+
+  def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
+    """Returns the logits, or their two factors if the loss is computed in chunks."""
+    if self._loss_chunk_length:
+      options["return_logits"] = False
+    return self._compute_logits(*args, **options)
 
   def _compute_metrics(
     self,
@@ -280,8 +284,7 @@ class BaseTransformerModel(BaseModel):
     `loss_weights` and `token_scores`, each in a tuple of one.
     """
     mutable: Any = ["intermediates"] if return_intermediates else False
-    options: dict[str, Any] = {"return_logits": False} if self._loss_chunk_length else {}
-    outputs = self._compute_logits(params, batch, mutable=mutable, **options)
+    outputs = self._logits_or_factors(params, batch, mutable=mutable)
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
     targets_BT = batch["decoder_target_tokens"]
     weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
@@ -394,17 +397,3 @@ def get_input_vocabulary(model: BaseTransformerModel) -> Any:
 def get_output_vocabulary(model: BaseTransformerModel) -> Any:
   """Returns the vocabulary of the model's targets."""
   return model.output_vocabulary
-
-
-def check_loss_chunk_length(value: int | None) -> int | None:
-  """Returns `value` if it is a valid loss_chunk_length.
-
-  Raises:
-    ValueError: it is not a positive integer or None.
-  """
-  if value is None or (isinstance(value, int) and value > 0):
-    return value
-  raise ValueError(
-    f"loss_chunk_length must be a positive number of target positions, such as 16, or None for all at "
-    f"once, got {value!r}"
-  )

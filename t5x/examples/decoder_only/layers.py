@@ -1,13 +1,11 @@
 """T5X's `examples.decoder_only.layers`."""
 
-from rosetta_t5.networks.layers.attention import (
-  MultiHeadDotProductAttention,
-  dot_product_attention,
-)
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import (
   DenseGeneral,
   MlpBlock,
 )
+from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
 from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.masks import (
   combine_biases,

@@ -1,7 +1,7 @@
 """T5X's `examples.scalable_t5.layers`."""
 
-from rosetta_t5.networks.layers.attention import dot_product_attention
 from rosetta_t5.networks.layers.dense import nd_dense_init
+from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
 from rosetta_t5.networks.layers.embedding import Embed, default_embed_init
 from rosetta_t5.networks.layers.masks import (
   combine_biases,
