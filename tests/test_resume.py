@@ -1,4 +1,4 @@
-"""A run that is killed and started again goes on as if nothing had happened, bit for bit."""
+"""A run that is killed and restarted computes the same steps, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(
       losses[int(match[1])] = match[2]
       if int(match[1]) == signal_after:
         process.send_signal(sent)
-  # Killed it has no say; told to end it saves, and says so to whoever restarts it.
+  # A terminated run saves and exits with a status that asks the launcher to restart it.
   expected = {None: 0, signal.SIGKILL: -signal.SIGKILL}.get(signal_after and sent, 143)
   assert process.returncode == expected, pathlib.Path(f"{model_dir}.stderr").read_text()[-3000:]
   return losses
@@ -64,7 +64,7 @@ def logged(model_dir: pathlib.Path, names: Sequence[str]) -> dict[tuple[int, str
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[int, str]]:
-  """Returns the folder and losses of a run that nothing happens to."""
+  """Returns the folder and losses of an uninterrupted run."""
   folder = tmp_path_factory.mktemp("unbroken") / "whole"
   return folder, train(folder)
 
@@ -72,30 +72,32 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, di
 @pytest.mark.parametrize(
   "sent", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
 )
-def test_a_run_told_to_end_saves_its_last_step_and_goes_on_from_it(tmp_path, unbroken, sent):
+def test_a_terminated_run_saves_its_last_step_and_its_restart_continues_from_it(
+  tmp_path, unbroken, sent
+):
   whole, losses = unbroken
-  told = tmp_path / "told"
-  shutil.copytree(whole / "checkpoint_0", told / "checkpoint_0")
-  before = train(told, signal_after=13, sent=sent)
-  last = all_steps(told)[-1]
+  terminated = tmp_path / "terminated"
+  shutil.copytree(whole / "checkpoint_0", terminated / "checkpoint_0")
+  before = train(terminated, signal_after=13, sent=sent)
+  last = all_steps(terminated)[-1]
   assert last == max(before)
   assert last in range(13, 30)
-  assert last % 10, "saved between two periods"
-  after = train(told)
+  assert last % 10, "saved between two multiples of the period"
+  after = train(terminated)
   assert min(after) == last + 1
   assert before | after == losses
 
 
 @pytest.mark.slow
-def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path, unbroken):
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, unbroken):
   whole, whole_losses = unbroken
   killed = tmp_path / "killed"
   assert all_steps(whole) == [0, 10, 20, 30]
   assert set(read_run_facts(whole)) >= {"random_seed", "train_dataset_seed"}
 
-  # The seeds were drawn; the second run gets them, as a restart does, from the first checkpoint.
+  # The seeds are random. The second run reads them from the first checkpoint, as a restart does.
   shutil.copytree(whole / "checkpoint_0", killed / "checkpoint_0")
-  # Once step 21 is done, the save of step 20 has begun, and so the one of step 10 has ended.
+  # After step 21, the save of step 20 has started, so the save of step 10 is complete.
   before = train(killed, signal_after=24)
   assert 30 not in all_steps(killed)
   after = train(killed)
@@ -118,7 +120,7 @@ def test_killed_run_equals_an_unkilled_one_bit_for_bit(tmp_path, unbroken):
 
 
 def as_numpy(run: pathlib.Path) -> ocp.args.PyTreeRestore:
-  """Asks Orbax for numpy arrays, so that the devices it was saved on do not matter."""
+  """Returns arguments with which Orbax restores numpy arrays, independent of devices."""
   metadata = ocp.PyTreeCheckpointHandler().metadata(run / "checkpoint_30/state").tree
   return ocp.args.PyTreeRestore(
     restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)

@@ -1,4 +1,4 @@
-"""T5X's assignment maps: names of the model take values of the checkpoint's other names."""
+"""T5X's assignment maps, which assign the checkpoint's values to the model's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.restore import restore
 
 
-def test_first_rule_that_matches_the_whole_name_decides():
+def test_the_first_rule_that_matches_the_whole_name_applies():
   stored = {"target": {"old_0": 1, "old_1": 2, "same": 3, "left": 4}}
   model = {"target": {"new_0": 0, "new_1": 0, "same": 0, "fresh": 0}}
   rules = [
@@ -26,18 +26,18 @@ def test_first_rule_that_matches_the_whole_name_decides():
   assert result == {"target": {"new_0": 1, "new_1": 2, "same": 3, "left": 4}}
 
 
-def test_chains_and_two_names_of_one_value():
+def test_rules_can_form_a_cycle_and_use_one_value_twice():
   stored = {"a": 1, "b": 2, "c": 3}
   rotated = apply_assignment_map(stored, dict(stored), [("a", "b"), ("b", "c"), ("c", "a")])
   assert rotated == {"a": 2, "b": 3, "c": 1}
   assert apply_assignment_map({"a": 1}, {"a": 0, "x": 0}, [("x", "a")]) == {"a": 1, "x": 1}
 
 
-def test_resumed_run_is_left_alone():
+def test_a_resumed_run_is_not_renamed():
   assert apply_assignment_map({"a": 1}, {"b": 0}, [("b", "z")], is_resuming=True) == {"a": 1}
 
 
-def test_typos_are_named_with_what_is_near():
+def test_errors_for_typos_list_similar_names():
   with pytest.raises(ValueError, match=r"assigns 'target/wii' .*similar names in it: target/wi"):
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"w": 0}}, [("target/w", "target/wii")])
   with pytest.raises(
@@ -64,7 +64,7 @@ def restored(setup, path, fallback_state=None, **fields):
   return restore(manager, path, cfg, fallback_state)
 
 
-def test_renamed_parameter_and_its_optimizer_state_are_found(setup, make_setup, saved):
+def test_a_renamed_parameter_is_restored_with_its_optimizer_state(setup, make_setup, saved):
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
   state = restored(renamed, saved, assignment_map=[(r"(.*)/wo_0(.*)", r"\1/wo\2")])
   expected = setup.state(step=4)
@@ -73,7 +73,7 @@ def test_renamed_parameter_and_its_optimizer_state_are_found(setup, make_setup, 
   assert int(state.step) == 4
 
 
-def test_what_is_left_out_has_to_come_from_scratch(setup, saved):
+def test_parameters_that_the_map_omits_need_a_fallback_state(setup, saved):
   rules = [("target/wo", None)]
   with pytest.raises(CheckpointMismatchError, match=r"1 missing"):
     restored(setup, saved, assignment_map=rules)
@@ -83,7 +83,7 @@ def test_what_is_left_out_has_to_come_from_scratch(setup, saved):
   np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
 
 
-def test_functions_change_what_was_stored_after_the_map(setup, saved):
+def test_transformations_change_the_restored_state(setup, saved):
   def doubled(state_dict, target_state_dict):
     assert set(target_state_dict["target"]) == {"wi", "wo"}
     return state_dict | {"target": {n: np.asarray(x) * 2 for n, x in state_dict["target"].items()}}
@@ -92,7 +92,7 @@ def test_functions_change_what_was_stored_after_the_map(setup, saved):
   np.testing.assert_array_equal(state.params["wi"], 2 * setup.state().params["wi"])
 
 
-def test_functions_change_what_is_saved(setup, tmp_path):
+def test_transformations_change_the_saved_state(setup, tmp_path):
   def without_second_moments(state_dict, parameter_infos):
     assert parameter_infos["target"]["wi"].name == "target/wi"
     assert parameter_infos["target"]["wi"].shape == (8, 16)
@@ -101,7 +101,7 @@ def test_functions_change_what_is_saved(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1), state_transformation_fns=[without_second_moments])
   manager.close()
-  # No optimizer state at all is begun afresh; a part of it would be refused.
+  # Optimizer state that is missing as a whole is initialized; a missing part would be an error.
   state = setup.manager(tmp_path).restore()
   np.testing.assert_array_equal(
     state.param_states["wi"].v, np.zeros_like(state.param_states["wi"].v)

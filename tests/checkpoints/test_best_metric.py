@@ -1,4 +1,4 @@
-"""Checkpoints are kept by the values of a metric that TensorBoard's files have."""
+"""Retention of checkpoints by the values of a metric in TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rosetta_t5.checkpoints.model_dir.retention import Retention, pin_checkpoint
 from rosetta_t5.compat.legacy_checkpointer import SaveBestCheckpointer
 
 
-def test_values_are_read_by_run_and_tag(tmp_path, write_scalars):
+def test_metric_values_are_read_by_run_and_tag(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "accuracy", {10: 0.5, 20: 0.25})
   write_scalars(tmp_path / "inference_eval/cola", "eval/accuracy", {20: 0.75})
   assert populate_metrics_for_steps(tmp_path, "train/accuracy", [20, 30]) == {20: 0.25}
@@ -23,7 +23,7 @@ def test_values_are_read_by_run_and_tag(tmp_path, write_scalars):
   assert populate_metrics_for_steps(tmp_path, "absent/loss", [10]) == {}
 
 
-def test_file_that_is_still_written_is_read_as_far_as_it_goes(tmp_path, write_scalars):
+def test_an_incomplete_event_file_is_read_up_to_its_last_record(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "accuracy", {1: 1.0, 2: 2.0})
   (file,) = (tmp_path / "train").iterdir()
   file.write_bytes(file.read_bytes()[:-3])
@@ -34,14 +34,14 @@ def test_file_that_is_still_written_is_read_as_far_as_it_goes(tmp_path, write_sc
   ("mode", "without", "kept"),
   [("max", True, [2, 5, 6]), ("min", True, [1, 5, 6]), ("max", False, [2, 6])],
 )
-def test_best_and_latest_stay(tmp_path, write_scalars, mode, without, kept):
+def test_the_best_and_the_latest_checkpoint_are_kept(tmp_path, write_scalars, mode, without, kept):
   write_scalars(tmp_path / "train", "x", {1: 1.0, 2: 4.0, 3: 2.0, 4: 3.0})
   retention = Retention(tmp_path, keep=1, best=BestMetric("train/x", mode, without))
   steps = [1, 2, 3, 4, 5, 6]  # 5 has no metric, 6 is the latest
   assert sorted(set(steps) - retention.steps_to_delete(steps)) == kept
 
 
-def test_nan_is_never_best_and_of_unknown_ones_the_oldest_go(tmp_path, write_scalars):
+def test_nan_is_worst_and_the_oldest_unknown_checkpoints_are_deleted_first(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "x", {1: float("nan"), 2: 0.0})
   keeps = Retention(tmp_path, keep=1, best=BestMetric("train/x", "max"))
   assert keeps.steps_to_delete([1, 2, 3]) == {1}
@@ -51,7 +51,7 @@ def test_nan_is_never_best_and_of_unknown_ones_the_oldest_go(tmp_path, write_sca
   assert kept_all.steps_to_delete([1, 2, 3, 4]) == set()
 
 
-def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_scalars):
+def test_forced_pinned_and_protected_steps_are_kept_and_do_not_count(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "x", {step: 10.0 - step for step in range(1, 8)})
   for step in range(1, 8):
     (tmp_path / f"checkpoint_{step}").mkdir()
@@ -60,14 +60,14 @@ def test_periods_pins_and_protected_steps_stay_and_do_not_count(tmp_path, write_
   assert retention.steps_to_delete(list(range(1, 8))) == {2}
 
 
-def test_metric_needs_a_run_and_a_known_mode():
+def test_invalid_metric_names_and_modes_are_errors():
   with pytest.raises(ValueError, match=r"must be RUN/TAG, got 'accuracy'"):
     BestMetric("accuracy")
   with pytest.raises(ValueError, match=r"metric_mode must be 'max' or 'min', got 'best'"):
     BestMetric("train/accuracy", "best")
 
 
-def test_t5x_s_bindings_reach_the_manager(setup, tmp_path, write_scalars):
+def test_bindings_of_save_best_checkpointer_configure_the_manager(setup, tmp_path, write_scalars):
   """T5X users bind SaveBestCheckpointer; the checkpoints are Orbax's."""
   write_scalars(tmp_path / "train", "loss", {1: 1.0, 2: 3.0, 3: 2.0})
   best = functools.partial(

@@ -1,4 +1,4 @@
-"""Data that goes on where MODEL_DIR's last checkpoint stands, without a stored position."""
+"""Data that continues at the step of MODEL_DIR's last checkpoint without a stored position."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_checkpoints(folder: pathlib.Path, *steps: int) -> pathlib.Path:
   return folder
 
 
-def test_a_run_goes_on_with_the_batch_of_its_step(tmp_path):
+def test_a_restarted_run_gets_the_batch_of_its_next_step(tmp_path):
   every = targets(12, model_dir=tmp_path / "new", start_step=0)
   assert len({str(batch) for batch in every[: len(PAIRS) // 2]}) == len(PAIRS) // 2
   old = with_checkpoints(tmp_path / "old", 2, 7)
@@ -50,19 +50,19 @@ def test_a_run_goes_on_with_the_batch_of_its_step(tmp_path):
   assert targets(5, model_dir=old, start_step=4) == every[3:8]
 
 
-def test_a_run_may_begin_the_data_again(tmp_path):
+def test_a_run_can_start_the_data_from_its_beginning(tmp_path):
   old = with_checkpoints(tmp_path, 3)
   first = targets(1, model_dir=old, continue_from_last_checkpoint=False)
   assert first == targets(1) != targets(1, model_dir=old)
 
 
-def test_a_checkpoint_from_before_the_data_is_refused(tmp_path):
+def test_a_checkpoint_before_the_start_step_is_an_error(tmp_path):
   old = with_checkpoints(tmp_path, 3)
-  with pytest.raises(ValueError, match=r"of step 3, before .*start_step to 3 or less"):
+  with pytest.raises(ValueError, match=r"of must not exceed .*got 1000: set it to 3 or less"):
     targets(1, model_dir=old, start_step=1000)
 
 
-def test_prepared_data_is_refused():
+def test_prepared_data_is_an_error():
   task = object.__new__(PreparedTask)  # its files would be read at once
   prepared = dataclasses.replace(CONFIG, mixture_or_task_name=task)
   with pytest.raises(ValueError, match=r"leave train\.get_dataset_fn out"):

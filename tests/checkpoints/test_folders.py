@@ -1,4 +1,4 @@
-"""Which folders count as checkpoints, and what is said about paths that are none."""
+"""Checkpoint folders: how they are recognized, and the errors for other paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rosetta_t5.checkpoints import CheckpointConfig, RestoreCheckpointConfig, fi
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
 
-def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
+def test_only_complete_folders_named_checkpoint_step_are_listed(tmp_path):
   for name in ("checkpoint_5", "checkpoint_12", "checkpoint_007", "checkpoint_x", "train"):
     (tmp_path / name).mkdir()
   (tmp_path / "checkpoint_9.orbax-checkpoint-tmp-0").mkdir()
@@ -19,13 +19,13 @@ def test_only_complete_folders_of_the_right_name_are_steps(tmp_path):
   assert checkpoint_folders.latest_step(tmp_path / "absent") is None
 
 
-def test_step_is_read_from_a_folder_s_name(tmp_path):
+def test_the_step_is_parsed_from_the_folder_name(tmp_path):
   assert checkpoint_folders.step_of(tmp_path / "checkpoint_30") == 30
   assert checkpoint_folders.step_of(tmp_path) is None
   assert checkpoint_folders.step_of(checkpoint_folders.checkpoint_path(tmp_path, 4)) == 4
 
 
-def test_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path):
+def test_a_folder_of_checkpoints_is_not_a_checkpoint(tmp_path):
   (tmp_path / "checkpoint_5").mkdir()
   with pytest.raises(
     ValueError,
@@ -35,7 +35,7 @@ def test_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path):
     checkpoint_folders.detect_checkpoint_type(tmp_path)
 
 
-def test_absent_empty_and_other_folders_are_said_to_be_so(tmp_path):
+def test_errors_describe_missing_empty_and_other_folders(tmp_path):
   with pytest.raises(ValueError, match=r"there is no such file or folder"):
     checkpoint_folders.detect_checkpoint_type(tmp_path / "absent")
   with pytest.raises(ValueError, match=r"the folder is empty"):
@@ -47,7 +47,7 @@ def test_absent_empty_and_other_folders_are_said_to_be_so(tmp_path):
     checkpoint_folders.detect_checkpoint_type(tmp_path / "notes")
 
 
-def test_layouts_are_told_apart_by_their_files(tmp_path):
+def test_layouts_are_detected_from_the_files(tmp_path):
   legacy, tensorflow = tmp_path / "legacy", tmp_path / "tensorflow"
   legacy.mkdir()
   (legacy / "checkpoint").write_bytes(b"\x82\xa7version")
@@ -69,7 +69,7 @@ def test_layouts_are_told_apart_by_their_files(tmp_path):
   )
 
 
-def test_unreadable_run_facts_are_named(tmp_path):
+def test_damaged_run_facts_are_reported(tmp_path):
   (tmp_path / "checkpoint_1").mkdir()
   assert checkpoint_folders.read_run_facts(tmp_path) == {}
   (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")

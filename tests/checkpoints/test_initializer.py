@@ -1,4 +1,4 @@
-"""Train states made on the devices: split as the partitioner says, equal on every mesh."""
+"""Train states that are initialized on the devices or restored."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def two_checkpoints(setup, tmp_path):
   return tmp_path
 
 
-def test_shapes_are_known_before_anything_is_computed(setup):
+def test_shapes_are_known_before_initialization(setup):
   shape = setup.initializer.global_train_state_shape
   assert isinstance(shape.params["wi"], jax.ShapeDtypeStruct)
   assert shape.params["wi"].shape == (8, 16)
   assert setup.initializer.train_state_axes.params["wi"] == PartitionSpec(None, "model")
 
 
-def test_state_from_scratch_is_split_over_the_mesh(setup):
+def test_an_initialized_state_is_sharded_over_the_mesh(setup):
   state = setup.initializer.from_scratch(RNG)
   assert state.params["wi"].sharding.spec == PartitionSpec(None, "model")
   assert state.params["wi"].addressable_shards[0].data.shape == (8, 8)
@@ -57,21 +57,21 @@ def test_init_function_gets_shapes_and_types(setup):
 
   def init(rng, input_shapes, input_types):
     seen.append((input_shapes, input_types))
-    return setup._init(rng, input_shapes, input_types)
+    return setup.init_variables(rng, input_shapes, input_types)
 
   types = {"x": np.float32}
   TrainStateInitializer(setup.optimizer, init, {"x": (4, 8)}, setup.partitioner, types)
   assert seen == [({"x": (4, 8)}, types)]
 
 
-def test_checkpoints_are_restored_one_after_another(setup, two_checkpoints):
+def test_several_checkpoints_are_restored_in_order(setup, two_checkpoints):
   cfg = RestoreCheckpointConfig(path=str(two_checkpoints), mode="all")
   found = list(setup.initializer.from_checkpoints([cfg]))
   assert [int(state.step) for state, _ in found] == [1, 2]
   assert [path for _, path in found] == [f"{two_checkpoints}/checkpoint_{step}" for step in (1, 2)]
 
 
-def test_one_checkpoint_is_restored_and_several_are_refused(setup, two_checkpoints):
+def test_from_checkpoint_restores_exactly_one_checkpoint(setup, two_checkpoints):
   latest = RestoreCheckpointConfig(path=str(two_checkpoints))
   assert int(setup.initializer.from_checkpoint([latest]).step) == 2
   every = RestoreCheckpointConfig(path=str(two_checkpoints), mode="all")
@@ -79,7 +79,7 @@ def test_one_checkpoint_is_restored_and_several_are_refused(setup, two_checkpoin
     setup.initializer.from_checkpoint([every])
 
 
-def test_scratch_is_the_last_resort(setup, two_checkpoints, tmp_path):
+def test_a_state_is_initialized_if_no_config_names_a_checkpoint(setup, two_checkpoints, tmp_path):
   latest = RestoreCheckpointConfig(path=str(two_checkpoints))
   absent = RestoreCheckpointConfig(path=str(tmp_path / "absent"))
   from_either = setup.initializer.from_checkpoint_or_scratch

@@ -1,4 +1,4 @@
-"""Real processes killed while they save: whatever is found afterwards is whole."""
+"""Processes that are killed while they save leave only complete checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_every_checkpoint_is_whole(folder: pathlib.Path, layout: str, begun: in
     pytest.param("legacy", 12, marks=pytest.mark.slow),
   ],
 )
-def test_killed_saver_leaves_whole_checkpoints_and_goes_on_from_the_latest(
+def test_a_killed_process_leaves_complete_checkpoints_and_its_restart_continues(
   tmp_path, layout, rounds
 ):
   choose = random.Random(rounds)

@@ -1,4 +1,4 @@
-"""One model in two trees: T5X's plain one and the scalable one with stacked layers."""
+"""Conversion between T5X's plain parameter tree and the scalable one with stacked layers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_way_to_the_scalable_tree_and_back_changes_nothing(axis):
+def test_the_conversion_to_the_scalable_tree_and_back_is_exact(axis):
   plain, target = flat(PLAIN), flat(scalable(param_scan_axis=axis))
   there = convert_layout(plain, target)
   assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in target.items()}
@@ -70,7 +70,7 @@ def test_way_to_the_scalable_tree_and_back_changes_nothing(axis):
     np.testing.assert_array_equal(back[name].get(), array.get(), err_msg=name)
 
 
-def test_trees_for_conversion_are_those_of_the_networks():
+def test_converted_trees_equal_those_of_the_networks():
   plain = flat(PLAIN)
   assert {n: x.shape for n, x in to_scalable_tree(plain).items()} == {
     n: x.shape for n, x in flat(SCANNED).items()
@@ -80,21 +80,21 @@ def test_trees_for_conversion_are_those_of_the_networks():
   }
 
 
-def test_different_biases_are_not_made_one():
+def test_different_biases_cannot_become_a_shared_one():
   scanned = flat(SCANNED)
   plain_decoder = {n: x for n, x in flat(PLAIN).items() if "encoder/relpos" not in n}
   with pytest.raises(LayoutError, match=r"decoder/relpos_bias.*3 that differ \(layer 1 from"):
     convert_layout(scanned, plain_decoder)
 
 
-def test_parts_are_read_without_the_rest():
+def test_a_part_of_a_layer_is_read_from_the_stacked_array():
   whole = as_stored_array(np.arange(24.0).reshape(2, 3, 4))
   apart = unstack_layers({"target/encoder/encoder/mlp/wo/kernel": whole})
   part = apart["target/encoder/layers_2/mlp/wo/kernel"]
   np.testing.assert_array_equal(part.read((slice(0, 1), slice(1, 3))), whole.get()[0:1, 2, 1:3])
 
 
-def test_adafactor_s_means_are_stacked_where_the_layers_axis_stays():
+def test_adafactor_means_are_stacked_on_the_layers_axis():
   kernel = np.zeros((16, 24), np.float32)
   rows, columns = np.arange(16, dtype=np.float32), np.arange(24, dtype=np.float32)
   plain = {}
@@ -123,22 +123,23 @@ def test_adafactor_s_means_are_stacked_where_the_layers_axis_stays():
   }
 
 
-def initializer(module, num_partitions=2):
+PARTITIONER = PjitPartitioner(num_partitions=2)
+
+
+def initializer(module):
   def init(rng, input_shapes, input_types):
     return tiny_models.initialise(module, rng)
 
-  return TrainStateInitializer(
-    tiny_models.adafactor(), init, {}, PjitPartitioner(num_partitions=num_partitions)
-  )
+  return TrainStateInitializer(tiny_models.adafactor(), init, {}, PARTITIONER)
 
 
 def manager(folder, made):
   return OrbaxCheckpointManagerInterface(
-    folder, made.global_train_state_shape, made._partitioner, restore_dtype=None
+    folder, made.global_train_state_shape, PARTITIONER, restore_dtype=None
   )
 
 
-def test_scalable_checkpoint_of_shared_biases_restores_into_the_plain_model(tmp_path):
+def test_a_scalable_checkpoint_with_equal_biases_restores_into_the_plain_model(tmp_path):
   state = tiny_models.make_state(PLAIN).replace_step(jnp.int32(7))
   made = initializer(PLAIN)
   saver = manager(tmp_path / "plain", made)
@@ -146,7 +147,7 @@ def test_scalable_checkpoint_of_shared_biases_restores_into_the_plain_model(tmp_
   saver.close()
 
   into_scanned = initializer(SCANNED)
-  # The optimizer's state of so small a model is factored in one tree only, and starts afresh.
+  # The optimizer's state of such a small model is factored in one tree only, so it is initialized.
   fresh = tiny_models.make_state(SCANNED).state_dict()
   scanned = manager(tmp_path / "plain", into_scanned).restore(fallback_state=fresh)
   assert int(scanned.step) == 7
@@ -159,7 +160,7 @@ def test_scalable_checkpoint_of_shared_biases_restores_into_the_plain_model(tmp_
   jax.tree.map(np.testing.assert_array_equal, back.params, state.params)
 
 
-def test_scalable_checkpoint_of_own_biases_is_refused_by_the_plain_model(tmp_path):
+def test_a_scalable_checkpoint_with_different_biases_does_not_match_the_plain_model(tmp_path):
   scanned = initializer(SCANNED)
   saver = manager(tmp_path, scanned)
   saver.save(tiny_models.make_state(SCANNED))

@@ -1,4 +1,4 @@
-"""Leaf by leaf gives what the whole function gives, with fewer programs."""
+"""Leaf-by-leaf initialization equals the whole function and compiles fewer programs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_same(got, expected):
   jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_equal_initialisers_are_compiled_once_and_give_their_own_values():
+def test_equal_initializers_are_compiled_once_and_draw_different_values():
   module = Stack()
   init = lambda key: module.init(key, jnp.ones((4, 8)))  # noqa: E731
   got, partitioner = run(init)
@@ -64,7 +64,7 @@ def test_equal_initialisers_are_compiled_once_and_give_their_own_values():
   assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == 6
 
 
-def test_constants_keys_arguments_and_closed_over_arrays_come_through():
+def test_outputs_may_be_constants_keys_or_closed_over_arrays():
   table = jnp.arange(6.0).reshape(2, 3)
 
   def fn(key):
@@ -84,7 +84,7 @@ def test_constants_keys_arguments_and_closed_over_arrays_come_through():
   assert_same(got, jax.jit(fn)(KEY))
 
 
-def test_same_shape_with_another_scale_is_another_program():
+def test_initializers_with_different_scales_are_compiled_separately():
   def fn(key):
     return [scale * jax.random.normal(key, (4,)) for scale in (1.5, 2.5, 1.5)]
 
@@ -93,7 +93,7 @@ def test_same_shape_with_another_scale_is_another_program():
   assert partitioner.count == 2
 
 
-def test_initialiser_that_looks_at_data_runs_with_what_it_needs():
+def test_an_initializer_may_depend_on_data():
   module = Stack(looks_at_data=True)
   init = lambda key: module.init(key, jnp.linspace(0.0, 1.0, 32).reshape(4, 8))  # noqa: E731
   got, _ = run(init)
@@ -102,7 +102,7 @@ def test_initialiser_that_looks_at_data_runs_with_what_it_needs():
   assert np.any(got["params"]["mean"])
 
 
-def test_heavily_shared_work_is_done_once_as_one_program():
+def test_outputs_that_share_most_work_are_one_program():
   def fn(key):
     x = jax.random.normal(key, (8,))
     for _ in range(20):
@@ -115,7 +115,7 @@ def test_heavily_shared_work_is_done_once_as_one_program():
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec(None, "model")])
-def test_leaves_lie_where_they_are_told_with_values_that_do_not_depend_on_it(spec):
+def test_leaves_have_the_given_sharding_and_values_independent_of_it(spec):
   fn = lambda key: jax.random.normal(key, (8, 4))  # noqa: E731
   got, _ = run(fn, spec)
   assert got.sharding.spec == spec

@@ -1,4 +1,4 @@
-"""T5X's older layout: read from T5X's own files, written so that T5X reads it; its checkpointers."""
+"""T5X's older layout and its checkpointers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_equal(got, expected):
   jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_saved_state_is_restored_bit_for_bit_and_split(setup, tmp_path):
+def test_a_saved_state_is_restored_exactly_and_sharded(setup, tmp_path):
   state = setup.state(step=3)
   checkpointer(setup, tmp_path).save(state)
   restored = checkpointer(setup, tmp_path).restore()
@@ -42,7 +42,7 @@ def test_saved_state_is_restored_bit_for_bit_and_split(setup, tmp_path):
   assert_equal(setup.manager(tmp_path).restore(), state)
 
 
-def test_files_are_t5x_s(setup, tmp_path, shared):
+def test_the_files_have_the_format_of_t5x(setup, tmp_path, shared):
   checkpointer(setup, tmp_path, save_dtype=jnp.bfloat16).save(setup.state(step=3))
   index = serialization.msgpack_restore((tmp_path / "checkpoint_3/checkpoint").read_bytes())
   theirs = serialization.msgpack_restore(
@@ -60,7 +60,7 @@ def test_files_are_t5x_s(setup, tmp_path, shared):
   assert states["param_states/wi/v"]["dtype"] == "float32", "only parameters are converted"
 
 
-def test_keep_deletes_the_oldest_and_none_is_overwritten(setup, tmp_path):
+def test_keep_deletes_the_oldest_and_existing_checkpoints_are_not_overwritten(setup, tmp_path):
   saver = checkpointer(setup, tmp_path, keep=2)
   for step in (1, 2, 3):
     saver.save(setup.state(step=step, seed=step))
@@ -69,7 +69,7 @@ def test_keep_deletes_the_oldest_and_none_is_overwritten(setup, tmp_path):
   assert_equal(saver.restore(step=3), setup.state(step=3, seed=3))
 
 
-def test_position_in_the_data_is_saved_restored_and_limited(setup, counter, tmp_path):
+def test_dataset_positions_are_saved_restored_and_limited_in_number(setup, counter, tmp_path):
   saver = checkpointer(setup, tmp_path, dataset_iterator=counter, keep_dataset_checkpoints=1)
   for step in (1, 2):
     next(counter)
@@ -80,7 +80,7 @@ def test_position_in_the_data_is_saved_restored_and_limited(setup, counter, tmp_
   assert counter.position == 2
 
 
-def test_killed_save_leaves_no_checkpoint_and_is_cleaned_up(setup, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_no_checkpoint_and_is_cleaned_up(setup, tmp_path, monkeypatch):
   saver = checkpointer(setup, tmp_path)
 
   def fail(*args):
@@ -97,15 +97,15 @@ def test_killed_save_leaves_no_checkpoint_and_is_cleaned_up(setup, tmp_path, mon
   assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint_1"]
 
 
-def test_checkpoint_loads_without_a_model(setup, tmp_path):
+def test_a_checkpoint_loads_without_a_model(setup, tmp_path):
   state = setup.state(step=5)
   checkpointer(setup, tmp_path).save(state)
   file = find_checkpoint(tmp_path)
   assert file == str(tmp_path / "checkpoint_5/checkpoint")
   with pytest.raises(ValueError, match=r"Path is not a valid checkpoint: .*checkpoint_6"):
     find_checkpoint(tmp_path, step=6)
-  for place in (tmp_path, tmp_path / "checkpoint_5", file):
-    loaded = load_t5x_checkpoint(place)
+  for path in (tmp_path, tmp_path / "checkpoint_5", file):
+    loaded = load_t5x_checkpoint(path)
     np.testing.assert_array_equal(loaded["target"]["wi"], state.params["wi"])
   half = load_t5x_checkpoint(tmp_path, restore_dtype=jnp.bfloat16, lazy_parameters=True)
   assert isinstance(half["target"]["wi"], LazyArray)
@@ -113,7 +113,7 @@ def test_checkpoint_loads_without_a_model(setup, tmp_path):
   assert half["state"]["param_states"]["wi"]["v"].dtype == np.float32
 
 
-def test_legacy_manager_saves_and_restores_as_the_configs_say(setup, tmp_path):
+def test_the_legacy_manager_saves_and_restores_as_configured(setup, tmp_path):
   shape = setup.initializer.global_train_state_shape
   manager = LegacyCheckpointManager(
     save_cfg=SaveCheckpointConfig(keep=1),
@@ -130,7 +130,7 @@ def test_legacy_manager_saves_and_restores_as_the_configs_say(setup, tmp_path):
   assert manager.restore([], None) is None
 
 
-def test_best_by_a_metric_stay_with_the_latest(setup, tmp_path, write_scalars):
+def test_save_best_checkpointer_keeps_the_best_and_the_latest(setup, tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "accuracy", {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2})
   saver = checkpointer(setup, tmp_path, SaveBestCheckpointer, keep=1)
   for step in (1, 2, 3, 4):

@@ -1,4 +1,4 @@
-"""Saving and restoring: values, layout, what stays on disk, and what happens when a save fails."""
+"""The checkpoint manager: saving, restoring, retention and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_equal_states(got, expected):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_restored_state_equals_saved_one_bit_for_bit(setup, tmp_path):
+def test_a_restored_state_equals_the_saved_one_exactly(setup, tmp_path):
   state = setup.state(step=3)
   manager = setup.manager(tmp_path)
   assert manager.save(state)
@@ -33,7 +33,7 @@ def test_restored_state_equals_saved_one_bit_for_bit(setup, tmp_path):
   assert_equal_states(setup.manager(tmp_path).restore(), state)
 
 
-def test_optax_state_with_empty_parts_round_trips(adam_setup, tmp_path):
+def test_optax_state_with_empty_nodes_is_restored(adam_setup, tmp_path):
   state = adam_setup.state(step=7)
   manager = adam_setup.manager(tmp_path)
   manager.save(state)
@@ -41,7 +41,7 @@ def test_optax_state_with_empty_parts_round_trips(adam_setup, tmp_path):
   assert_equal_states(adam_setup.manager(tmp_path).restore(), state)
 
 
-def test_restored_arrays_lie_as_the_partitioner_says_on_another_mesh(setup, make_setup, tmp_path):
+def test_arrays_are_restored_onto_another_mesh(setup, make_setup, tmp_path):
   state = setup.state(step=1)
   manager = setup.manager(tmp_path)
   manager.save(state)
@@ -54,9 +54,7 @@ def test_restored_arrays_lie_as_the_partitioner_says_on_another_mesh(setup, make
   np.testing.assert_array_equal(kernel, state.params["wi"])
 
 
-def test_values_are_those_at_the_time_of_save_though_the_state_is_donated_meanwhile(
-  setup, tmp_path
-):
+def test_donating_the_state_during_a_save_does_not_change_the_checkpoint(setup, tmp_path):
   state = setup.state(step=1)
   expected = jax.tree.map(np.array, state)
   add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
@@ -68,7 +66,7 @@ def test_values_are_those_at_the_time_of_save_though_the_state_is_donated_meanwh
   assert_equal_states(setup.manager(tmp_path).restore(), expected)
 
 
-def test_layout_on_disk_is_t5x_s(setup, tmp_path):
+def test_the_layout_on_disk_is_that_of_t5x(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=5))
   manager.close()
@@ -83,7 +81,7 @@ def test_layout_on_disk_is_t5x_s(setup, tmp_path):
   assert set(metadata["item_handlers"]) == {"state"}
 
 
-def test_parameters_are_stored_in_save_dtype_and_optimizer_state_as_it_is(setup, tmp_path):
+def test_save_dtype_converts_parameters_only(setup, tmp_path):
   manager = setup.manager(tmp_path, save_dtype="bfloat16")
   manager.save(setup.state(step=1))
   manager.close()
@@ -94,7 +92,7 @@ def test_parameters_are_stored_in_save_dtype_and_optimizer_state_as_it_is(setup,
   assert setup.manager(tmp_path).restore().params["wi"].dtype == np.float32
 
 
-def test_restore_dtype_casts_parameters_only(setup, tmp_path):
+def test_restore_dtype_converts_parameters_only(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.close()
@@ -104,7 +102,7 @@ def test_restore_dtype_casts_parameters_only(setup, tmp_path):
   assert restored.step.dtype == np.int32
 
 
-def test_keep_deletes_the_oldest_but_not_pinned_nor_forced_ones(setup, tmp_path):
+def test_keep_deletes_the_oldest_but_no_pinned_or_forced_checkpoints(setup, tmp_path):
   manager = setup.manager(tmp_path, keep=2, force_keep_period=4)
   for step in range(1, 8):
     manager.save(setup.state(step=step))
@@ -116,12 +114,12 @@ def test_keep_deletes_the_oldest_but_not_pinned_nor_forced_ones(setup, tmp_path)
   assert manager.all_steps() == [1, 4, 6, 7]
 
 
-def test_keep_below_one_is_refused(setup, tmp_path):
+def test_keep_below_one_is_an_error(setup, tmp_path):
   with pytest.raises(ValueError, match=r"keep must be at least 1, .*got 0"):
     setup.manager(tmp_path, keep=0)
 
 
-def test_save_is_due_at_period_and_checkpoint_steps_once(setup, tmp_path):
+def test_saves_are_due_once_at_the_period_and_at_checkpoint_steps(setup, tmp_path):
   manager = setup.manager(tmp_path, period=10, checkpoint_steps=[13])
   assert [step for step in range(1, 31) if manager.should_save(step)] == [10, 13, 20, 30]
   assert manager.save(setup.state(step=10))
@@ -131,7 +129,7 @@ def test_save_is_due_at_period_and_checkpoint_steps_once(setup, tmp_path):
   assert not any(map(setup.manager(tmp_path, period=None).should_save, range(30)))
 
 
-def test_existing_checkpoint_is_never_overwritten(setup, tmp_path):
+def test_an_existing_checkpoint_is_never_overwritten(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1, seed=0))
   assert not manager.save(setup.state(step=1, seed=1))
@@ -170,7 +168,7 @@ def test_dataset_position_is_saved_at_the_step_and_restored(setup, counter, tmp_
   assert counter.position == 2
 
 
-def test_missing_dataset_position_says_how_to_go_on(setup, counter, tmp_path):
+def test_the_error_for_a_missing_dataset_position_suggests_a_setting(setup, counter, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.close()
@@ -182,7 +180,7 @@ def test_missing_dataset_position_says_how_to_go_on(setup, counter, tmp_path):
     setup.manager(tmp_path, dataset_iterator=counter).restore()
 
 
-def test_old_dataset_positions_go_but_their_parameters_stay(setup, counter, tmp_path):
+def test_old_dataset_positions_are_deleted_without_their_parameters(setup, counter, tmp_path):
   manager = setup.manager(tmp_path, dataset_iterator=counter, keep_dataset_checkpoints=1)
   for step in (1, 2, 3):
     manager.save(setup.state(step=step))
@@ -198,7 +196,7 @@ def test_nothing_is_written_before_the_first_save(setup, tmp_path):
   assert not (tmp_path / "new").exists()
 
 
-def test_failed_background_save_stops_the_run_at_the_next_step(setup, tmp_path, monkeypatch):
+def test_a_failed_background_save_is_raised_at_the_next_step(setup, tmp_path, monkeypatch):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.wait_until_finished()
@@ -213,7 +211,7 @@ def test_failed_background_save_stops_the_run_at_the_next_step(setup, tmp_path, 
   assert latest_step(tmp_path) == 1
 
 
-def test_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, monkeypatch):
+def test_a_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, monkeypatch):
   manager = setup.manager(tmp_path)
   fail_writes(monkeypatch)
   manager.save(setup.state(step=1))
@@ -239,7 +237,7 @@ def fail_writes(monkeypatch):
   monkeypatch.setattr(pathlib.Path, "replace", fail)
 
 
-def test_folder_that_cannot_be_written_is_named(setup, tmp_path):
+def test_the_error_names_a_folder_that_cannot_be_written(setup, tmp_path):
   blocked = tmp_path / "file"
   blocked.write_text("in the way")
   with pytest.raises(
@@ -250,7 +248,7 @@ def test_folder_that_cannot_be_written_is_named(setup, tmp_path):
     setup.manager(blocked / "model").save(setup.state(step=1))
 
 
-def test_missing_step_is_named_beside_those_that_exist(setup, tmp_path):
+def test_the_error_for_a_missing_step_lists_the_existing_ones(setup, tmp_path):
   manager = setup.manager(tmp_path)
   with pytest.raises(ValueError, match=r"no checkpoint of any step in .*: there are none"):
     manager.restore()
@@ -260,9 +258,7 @@ def test_missing_step_is_named_beside_those_that_exist(setup, tmp_path):
     manager.restore(step=2)
 
 
-def test_what_is_saved_is_not_compressed_which_would_take_longer_than_the_disk(
-  make_setup, tmp_path
-):
+def test_checkpoints_are_not_compressed(make_setup, tmp_path):
   setup = make_setup(module=Tiny(width=4096))
   manager = setup.manager(tmp_path)
   manager.save(jax.tree.map(jnp.zeros_like, setup.state()))

@@ -1,4 +1,4 @@
-"""A checkpoint of another model is refused with one table, before anything is read."""
+"""Comparison of a checkpoint with the run's model before anything is read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def saved(setup, path, step=1):
   return path / f"checkpoint_{step}"
 
 
-def test_same_names_shapes_and_kinds_fit():
+def test_equal_names_shapes_and_dtype_kinds_match():
   stored = {"target/a": struct(2, 3, dtype=np.float16), "state/step": struct(dtype=np.int64)}
   expected = {"target/a": struct(2, 3), "state/step": struct(dtype=np.int32)}
   assert mismatch.find_mismatches(stored, expected) == []
 
 
-def test_wrong_kind_of_dtype_is_a_mismatch():
+def test_another_kind_of_dtype_is_a_mismatch():
   stored, expected = {"target/a": struct(2, dtype=np.int8)}, {"target/a": struct(2)}
   assert mismatch.find_mismatches(stored, expected) == [
     mismatch.Mismatch("wrong dtype", "target/a", "(2,) int8", "(2,) float32")
   ]
 
 
-def test_inference_leaves_the_optimizer_s_state_alone():
+def test_inference_ignores_optimizer_state():
   stored = {"target/a": struct(2), "state/param_states/a/v": struct(2)}
   assert mismatch.find_mismatches(stored, {"target/a": struct(2)}) == []
   assert (
@@ -45,7 +45,7 @@ def test_inference_leaves_the_optimizer_s_state_alone():
   )
 
 
-def test_other_width_is_refused_with_a_table(setup, make_setup, tmp_path):
+def test_another_width_is_reported_in_a_table(setup, make_setup, tmp_path):
   path = saved(setup, tmp_path)
   wider = make_setup(module=type(setup.module)(width=32))
   with pytest.raises(CheckpointMismatchError) as caught:
@@ -60,7 +60,7 @@ def test_other_width_is_refused_with_a_table(setup, make_setup, tmp_path):
   assert "config.gin" in lines[-1]
 
 
-def test_renamed_parameter_is_shown_on_both_sides_with_the_near_name(setup, make_setup, tmp_path):
+def test_a_renamed_parameter_is_reported_with_the_similar_name(setup, make_setup, tmp_path):
   saved(setup, tmp_path)
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
   with pytest.raises(CheckpointMismatchError) as caught:
@@ -72,7 +72,7 @@ def test_renamed_parameter_is_shown_on_both_sides_with_the_near_name(setup, make
   assert "(similar: target/wo_0)" in text
 
 
-def test_other_optimizer_is_called_so(setup, adam_setup, tmp_path):
+def test_another_optimizer_is_reported_as_such(setup, adam_setup, tmp_path):
   saved(setup, tmp_path)
   with pytest.raises(
     CheckpointMismatchError, match=r"written with another OPTIMIZER. Bind that optimizer"
@@ -80,7 +80,7 @@ def test_other_optimizer_is_called_so(setup, adam_setup, tmp_path):
     adam_setup.manager(tmp_path).restore()
 
 
-def test_long_tables_are_cut():
+def test_long_tables_are_truncated():
   mismatches = [
     mismatch.Mismatch("missing", f"target/layer_{i}", expected="(2,) float32") for i in range(50)
   ]
@@ -107,7 +107,7 @@ def test_compatibility_is_checked_without_restoring(setup, make_setup, tmp_path)
     checkpoints.check_compatibility(path, wider.state().state_dict(), cfg)
 
 
-def test_missing_names_come_from_the_fallback_and_only_they(setup, make_setup, tmp_path):
+def test_only_missing_names_come_from_the_fallback_state(setup, make_setup, tmp_path):
   saved(setup, tmp_path)
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
   scratch = renamed.state(seed=5)

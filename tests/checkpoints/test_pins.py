@@ -1,4 +1,4 @@
-"""Pinned checkpoints stay."""
+"""Pinned checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make(folder):
   return folder
 
 
-def test_pinned_checkpoint_is_not_removed_until_unpinned(tmp_path):
+def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
   retention.pin_checkpoint(folder)
   assert retention.is_pinned_checkpoint(folder)
@@ -26,7 +26,7 @@ def test_pinned_checkpoint_is_not_removed_until_unpinned(tmp_path):
   retention.remove_checkpoint_dir(folder)
 
 
-def test_dataset_positions_go_from_either_layout_and_nothing_else_does(tmp_path):
+def test_only_dataset_positions_are_removed_from_either_layout(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
   retention.remove_dataset_checkpoint(folder, "train_ds")
   assert sorted(path.name for path in folder.rglob("*")) == ["checkpoint", "dataset"]

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: written together, restored on any number of them."""
+"""Checkpoints of several processes, which are written together and restored on any number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]
 
 @pytest.fixture(scope="module")
 def saved_by_two(tmp_path_factory):
-  """A folder with step 2, in it one with steps 1 and 2, and what the processes said that saved them."""
+  """Returns a folder with step 2, which contains one with steps 1 and 2, and the processes' outputs."""
   folder = tmp_path_factory.mktemp("saved") / "run"
   statuses, outputs = two_processes(folder, "save")
   assert statuses == [0, 0], outputs
@@ -48,7 +48,7 @@ def saved_by_two(tmp_path_factory):
 
 def test_two_processes_save_together_and_one_restores(setup, counter, saved_by_two):
   folder, outputs = saved_by_two
-  # Each process goes on where it was itself.
+  # Each process continues at its own position.
   assert "restored 2 at 2" in outputs[0]
   assert "restored 2 at 12" in outputs[1]
 
@@ -63,7 +63,7 @@ def test_two_processes_save_together_and_one_restores(setup, counter, saved_by_t
     setup.manager(folder, dataset_iterator=counter).restore()
 
 
-def test_processes_go_back_together_though_only_one_finds_its_part_damaged(saved_by_two, tmp_path):
+def test_all_processes_restore_the_older_checkpoint_if_one_finds_damage(saved_by_two, tmp_path):
   folder = shutil.copytree(saved_by_two[0] / "split", tmp_path / "run")
   parts = list((folder / "checkpoint_2/state/ocdbt.process_1/d").iterdir())
   assert parts
@@ -79,7 +79,7 @@ def test_processes_go_back_together_though_only_one_finds_its_part_damaged(saved
 
 
 @pytest.mark.slow
-def test_both_processes_are_told_that_a_folder_is_in_use(saved_by_two):
+def test_both_processes_report_that_a_folder_is_in_use(saved_by_two):
   folder = saved_by_two[0] / "split"
   with lock_model_dir(folder):
     statuses, outputs = two_processes(folder, "restart")
@@ -89,9 +89,7 @@ def test_both_processes_are_told_that_a_folder_is_in_use(saved_by_two):
 
 
 @pytest.mark.slow
-def test_several_processes_each_read_their_parts_of_a_checkpoint_in_t5x_s_older_layout(
-  make_setup, tmp_path
-):
+def test_each_process_reads_its_shards_of_the_older_layout(make_setup, tmp_path):
   setup = make_setup(module=Tiny(width=4096), num_partitions=1)
   state = setup.state(step=7, seed=3)
   Checkpointer(setup.state(), setup.partitioner, tmp_path).save(state)

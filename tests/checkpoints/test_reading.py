@@ -1,4 +1,4 @@
-"""Reading checkpoints: T5X's own, and damaged ones."""
+"""Reading of T5X's checkpoints and of damaged ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def three_steps(setup, tmp_path):
   return tmp_path
 
 
-def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(shared):
+def test_the_reference_checkpoint_of_t5x_is_restored_sharded(shared):
   path = shared / "reference/t5x_orbax/checkpoint_20"
   shapes = read_arrays(path)
   assert len([name for name in shapes if name.startswith("target/")]) == 52
@@ -46,7 +46,7 @@ def test_t5x_checkpoint_restores_sharded_with_the_values_the_reference_has(share
   assert set(mine) == set(shapes)
 
 
-def test_t5x_legacy_checkpoint_has_the_names_and_shapes_of_the_orbax_one(shared):
+def test_both_layouts_of_t5x_have_equal_names_and_shapes(shared):
   path = shared / "reference/t5x_legacy/checkpoint_10"
   assert checkpoint_folders.detect_checkpoint_type(path) is checkpoint_folders.CheckpointTypes.T5X
   legacy = read_arrays(path)
@@ -58,7 +58,7 @@ def test_t5x_legacy_checkpoint_has_the_names_and_shapes_of_the_orbax_one(shared)
 
 
 @pytest.mark.parametrize("victim", ["state/_METADATA", "state/manifest.ocdbt", "state"])
-def test_damaged_newest_checkpoint_names_itself_and_the_older_ones(setup, three_steps, victim):
+def test_the_error_for_a_damaged_checkpoint_lists_the_older_ones(setup, three_steps, victim):
   damaged = three_steps / "checkpoint_3" / victim
   if damaged.is_dir():
     for file in damaged.rglob("*"):
@@ -75,19 +75,19 @@ def test_damaged_newest_checkpoint_names_itself_and_the_older_ones(setup, three_
   assert len(text) < 900
 
 
-def test_checkpoint_that_lost_its_arrays_is_unreadable(setup, three_steps):
+def test_a_checkpoint_without_its_arrays_is_unreadable(setup, three_steps):
   for file in (three_steps / "checkpoint_3/state").rglob("d/*"):
     file.unlink()
   with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_3 cannot be read"):
     setup.manager(three_steps).restore()
 
 
-def test_going_on_after_moving_the_damaged_one_away_works(setup, three_steps):
+def test_the_older_checkpoint_is_restored_once_the_damaged_one_is_moved(setup, three_steps):
   (three_steps / "checkpoint_3").rename(three_steps / "damaged")
   assert int(setup.manager(three_steps).restore().step) == 2
 
 
-def test_only_checkpoint_damaged_says_there_is_no_older_one(setup, tmp_path):
+def test_the_error_for_the_only_checkpoint_reports_that_there_is_no_older_one(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.close()
@@ -96,7 +96,7 @@ def test_only_checkpoint_damaged_says_there_is_no_older_one(setup, tmp_path):
     setup.manager(tmp_path).restore()
 
 
-def test_running_out_of_device_memory_is_not_called_damage(setup, three_steps, monkeypatch):
+def test_running_out_of_device_memory_is_not_reported_as_damage(setup, three_steps, monkeypatch):
   def out_of_memory(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -105,7 +105,7 @@ def test_running_out_of_device_memory_is_not_called_damage(setup, three_steps, m
     setup.manager(three_steps).restore()
 
 
-def test_chunk_that_is_gone_is_damage_not_zeros(setup, tmp_path):
+def test_a_missing_chunk_is_damage_and_not_zeros(setup, tmp_path):
   legacy = Checkpointer(setup.state(), setup.partitioner, tmp_path)
   legacy.save(setup.state(step=1))
   (tmp_path / "checkpoint_1/target.wi/0.0").unlink()
@@ -113,7 +113,7 @@ def test_chunk_that_is_gone_is_damage_not_zeros(setup, tmp_path):
     setup.manager(tmp_path).restore()
 
 
-def test_whole_arrays_are_read_where_a_cpu_device_can_use_them_without_a_copy(setup, tmp_path):
+def test_arrays_are_read_into_aligned_memory_that_cpu_devices_need_not_copy(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.close()
@@ -121,7 +121,7 @@ def test_whole_arrays_are_read_where_a_cpu_device_can_use_them_without_a_copy(se
   assert all(array.get().ctypes.data % 64 == 0 for array in arrays.values())
 
 
-def test_of_a_large_checkpoint_only_so_much_is_read_at_once(monkeypatch):
+def test_the_size_of_concurrent_reads_is_limited(monkeypatch):
   monkeypatch.setattr(restored_state, "MAX_BYTES_IN_FLIGHT", 100)
   reads, most = set(), 0
 

@@ -1,4 +1,4 @@
-"""Old checkpoints lose their name before they are deleted."""
+"""Deletion of old checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_checkpoint(folder: pathlib.Path) -> None:
     (folder / name).write_text(name)
 
 
-def test_a_deletion_that_is_killed_leaves_no_half_checkpoint_and_the_next_one_cleans_up(tmp_path):
+def test_a_killed_deletion_leaves_no_incomplete_checkpoint_and_the_next_one_cleans_up(tmp_path):
   for step in (3, 6):
     make_checkpoint(tmp_path / f"checkpoint_{step}")
   command = [sys.executable, "-c", KILLED, str(tmp_path / "checkpoint_3")]
@@ -44,7 +44,7 @@ def test_a_deletion_that_is_killed_leaves_no_half_checkpoint_and_the_next_one_cl
   assert os.listdir(tmp_path) == ["checkpoint_6"]
 
 
-def test_a_run_deletes_what_keep_lets_go_and_what_a_killed_run_had_put_aside(tmp_path):
+def test_a_run_deletes_its_old_checkpoints_and_those_that_a_killed_run_left(tmp_path):
   make_checkpoint(tmp_path / REMOVED_FOLDER / "checkpoint_1")
   setup = Setup(module=Tiny(), num_partitions=1)
   manager = setup.manager(tmp_path, keep=1)

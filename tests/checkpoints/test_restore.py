@@ -1,4 +1,4 @@
-"""What a run starts from: its own folder first, then what it was given, then scratch."""
+"""The checkpoint a run starts from: its own, the configured one, or none."""
 
 from __future__ import annotations
 
@@ -52,17 +52,19 @@ def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=Non
   )
 
 
-def test_empty_folder_and_no_restore_means_scratch(setup, tmp_path):
+def test_a_run_without_any_checkpoint_starts_from_scratch(setup, tmp_path):
   state, manager = begin(setup, tmp_path, save=SaveCheckpointConfig(period=5))
   assert state is None
   assert manager.should_save(5)
 
 
-def test_nothing_to_save_nor_restore_needs_no_manager(setup, tmp_path):
+def test_no_manager_is_created_if_nothing_is_saved_or_restored(setup, tmp_path):
   assert begin(setup, tmp_path) == (None, None)
 
 
-def test_given_checkpoint_starts_a_new_folder_and_is_left_as_it_is(setup, pretrained, tmp_path):
+def test_a_run_in_a_new_folder_does_not_change_the_checkpoint_it_started_from(
+  setup, pretrained, tmp_path
+):
   model_dir = tmp_path / "model"
   save = SaveCheckpointConfig(period=5, keep=1)
   state, manager = begin(setup, model_dir, save, RestoreCheckpointConfig(path=str(pretrained)))
@@ -74,7 +76,7 @@ def test_given_checkpoint_starts_a_new_folder_and_is_left_as_it_is(setup, pretra
   assert all_steps(pretrained) == [10, 20]
 
 
-def test_own_checkpoint_comes_before_the_given_one(setup, pretrained, tmp_path):
+def test_a_checkpoint_in_model_dir_is_preferred_to_the_configured_one(setup, pretrained, tmp_path):
   model_dir = tmp_path / "model"
   manager = setup.manager(model_dir)
   manager.save(setup.state(step=3))
@@ -83,7 +85,7 @@ def test_own_checkpoint_comes_before_the_given_one(setup, pretrained, tmp_path):
   assert int(state.step) == 3
 
 
-def test_modes_choose_the_latest_every_or_the_named_checkpoint(pretrained):
+def test_the_mode_selects_the_latest_all_or_a_specific_checkpoint(pretrained):
   def paths(path, mode):
     return get_first_valid_restore_config_and_paths([RestoreCheckpointConfig(path, mode)])[1]
 
@@ -96,21 +98,21 @@ def test_modes_choose_the_latest_every_or_the_named_checkpoint(pretrained):
   assert paths("", "specific") == ()
 
 
-def test_mode_with_a_typo_is_refused_with_the_near_one():
+def test_the_error_for_an_unknown_mode_suggests_a_similar_one():
   with pytest.raises(
     ValueError, match=r"mode must be one of .*, got 'lattest'; did you mean 'latest'\?"
   ):
     RestoreCheckpointConfig(path="p", mode="lattest")
 
 
-def test_pretraining_s_empty_restore_path_means_scratch(tmp_path):
+def test_an_empty_restore_path_means_a_start_from_scratch(tmp_path):
   start = find_start_checkpoint(
     CheckpointConfig(restore=RestoreCheckpointConfig(path=[])), tmp_path
   )
   assert start == (None, None)
 
 
-def test_given_folder_without_checkpoints_is_refused_not_trained_from_scratch(tmp_path):
+def test_a_configured_folder_without_checkpoints_is_an_error(tmp_path):
   restore = RestoreCheckpointConfig(path=str(tmp_path / "typo"))
   with pytest.raises(
     ValueError,
@@ -122,25 +124,25 @@ def test_given_folder_without_checkpoints_is_refused_not_trained_from_scratch(tm
   assert find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path) == (None, None)
 
 
-def test_checkpoint_given_in_mode_latest_says_which_mode_to_set(pretrained, tmp_path):
+def test_the_error_for_a_checkpoint_in_mode_latest_suggests_mode_specific(pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=f"{pretrained}/checkpoint_10")
   with pytest.raises(ValueError, match=r"checkpoint_10 is a checkpoint itself: set .*'specific'"):
     find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
 
 
-def test_folder_given_in_mode_specific_says_which_path_to_give(setup, pretrained, tmp_path):
+def test_the_error_for_a_folder_in_mode_specific_suggests_a_path(setup, pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=str(pretrained), mode="specific")
   with pytest.raises(ValueError, match=r"is a folder of checkpoints \(steps 10, 20\): give one"):
     begin(setup, tmp_path, restore=restore)
 
 
-def test_training_from_several_checkpoints_is_refused(pretrained, tmp_path):
+def test_training_from_several_checkpoints_is_an_error(pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=str(pretrained), mode="all")
   with pytest.raises(ValueError, match=r"names 2 checkpoints .*, but training starts from one"):
     find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
 
 
-def test_model_dir_of_another_model_is_refused_and_left_as_it_is(make_setup, setup, pretrained):
+def test_a_model_dir_of_another_model_is_an_error_and_is_not_changed(make_setup, setup, pretrained):
   wider = make_setup(module=type(setup.module)(width=32))
   with pytest.raises(
     CheckpointMismatchError, match=r"checkpoint_20 does not match this run's model"
@@ -149,7 +151,9 @@ def test_model_dir_of_another_model_is_refused_and_left_as_it_is(make_setup, set
   assert all_steps(pretrained) == [10, 20]
 
 
-def test_fallback_fills_in_what_the_checkpoint_lacks(make_setup, setup, pretrained, tmp_path):
+def test_the_fallback_state_provides_what_the_checkpoint_lacks(
+  make_setup, setup, pretrained, tmp_path
+):
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
   restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True, strict=False)
   state, _ = begin(renamed, tmp_path, restore=restore)
@@ -159,7 +163,7 @@ def test_fallback_fills_in_what_the_checkpoint_lacks(make_setup, setup, pretrain
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])
-def test_what_does_not_fit_is_said_before_a_fallback_takes_memory(
+def test_a_mismatch_is_reported_before_the_fallback_state_is_computed(
   make_setup, setup, pretrained, tmp_path, monkeypatch, of_a_run
 ):
   wider = make_setup(module=type(setup.module)(width=32))
@@ -175,7 +179,7 @@ def test_what_does_not_fit_is_said_before_a_fallback_takes_memory(
     starts[of_a_run]()
 
 
-def test_fallback_without_a_key_says_what_to_give(setup):
+def test_the_error_for_a_fallback_without_a_random_key_names_the_argument(setup):
   cfg = RestoreCheckpointConfig(path="p", fallback_to_scratch=True)
   with pytest.raises(ValueError, match=r"give fallback_init_rng"):
     get_fallback_state(cfg, setup.initializer.from_scratch, None)
@@ -184,7 +188,7 @@ def test_fallback_without_a_key_says_what_to_give(setup):
   )
 
 
-def test_resumed_run_goes_on_in_its_data_and_with_its_facts(setup, counter, tmp_path):
+def test_a_resumed_run_continues_its_data_and_keeps_its_facts(setup, counter, tmp_path):
   save = SaveCheckpointConfig(period=1, save_dataset=True)
   _, manager = begin(setup, tmp_path, save, ds_iter=counter, run_facts={"random_seed": 5})
   for _ in range(3):
@@ -196,14 +200,14 @@ def test_resumed_run_goes_on_in_its_data_and_with_its_facts(setup, counter, tmp_
   assert (int(state.step), fresh.position) == (3, 3)
 
 
-def test_dataset_is_neither_saved_nor_restored_unless_asked(setup, counter, tmp_path):
+def test_the_dataset_position_is_saved_and_restored_only_if_configured(setup, counter, tmp_path):
   _, manager = begin(setup, tmp_path, SaveCheckpointConfig(period=1), ds_iter=counter)
   manager.save(setup.state(step=1))
   manager.close()
   assert not (tmp_path / "checkpoint_1/dataset").exists()
 
 
-def test_manager_takes_the_config_s_settings_and_a_class_of_the_user_s(setup, tmp_path):
+def test_the_manager_class_and_its_settings_come_from_the_config(setup, tmp_path):
   class Mine(OrbaxCheckpointManagerInterface):
     pass
 
@@ -218,7 +222,7 @@ def test_manager_takes_the_config_s_settings_and_a_class_of_the_user_s(setup, tm
   assert [step for step in range(15) if manager.should_save(step)] == [0, 3, 7, 14]
 
 
-def test_configs_have_t5x_s_fields_and_defaults():
+def test_configs_have_the_fields_and_defaults_of_t5x():
   save, restore = SaveCheckpointConfig(), RestoreCheckpointConfig("p")
   assert (save.dtype, save.period, save.checkpoint_steps, save.keep) == (
     "float32",
@@ -235,7 +239,7 @@ def test_configs_have_t5x_s_fields_and_defaults():
   assert manager_classes == {OrbaxCheckpointManagerInterface}
 
 
-def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with(setup, pretrained):
+def test_finetuning_in_the_pretraining_folder_keeps_its_base_checkpoint(setup, pretrained):
   given = RestoreCheckpointConfig(path=str(pretrained))
   cfg = CheckpointConfig(save=SaveCheckpointConfig(period=1, keep=1), restore=given)
   start = f"{pretrained}/checkpoint_20"
@@ -250,12 +254,12 @@ def test_finetuning_in_the_pretraining_folder_keeps_the_checkpoint_it_began_with
     assert all_steps(pretrained) == [20, steps[-1]]
 
 
-def test_pretraining_protects_nothing(pretrained):
+def test_pretraining_has_no_base_checkpoint(pretrained):
   cfg = CheckpointConfig(save=SaveCheckpointConfig(keep=1))
   assert find_base_checkpoint(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
 
 
-def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued(
+def test_a_damaged_latest_checkpoint_is_renamed_and_the_run_continues_from_the_older_one(
   setup, pretrained, caplog
 ):
   (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
@@ -267,14 +271,14 @@ def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued(
   assert (pretrained / "damaged_checkpoint_20/state").is_dir()
 
 
-def test_damaged_checkpoint_of_another_folder_is_not_touched(setup, pretrained, tmp_path):
+def test_a_damaged_checkpoint_in_another_folder_is_not_renamed(setup, pretrained, tmp_path):
   (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
   with pytest.raises(UnreadableCheckpointError, match=r"Older steps beside it: 10"):
     begin(setup, tmp_path / "model", restore=RestoreCheckpointConfig(path=str(pretrained)))
   assert all_steps(pretrained) == [10, 20]
 
 
-def test_position_in_data_of_another_batch_size_is_refused(setup, counter, tmp_path):
+def test_a_dataset_position_for_another_batch_size_is_an_error(setup, counter, tmp_path):
   save = SaveCheckpointConfig(period=1, save_dataset=True)
   counter.element_spec = {"inputs": jax.ShapeDtypeStruct((8, 64), np.int32)}
   _, manager = begin(setup, tmp_path, save, ds_iter=counter)
@@ -289,7 +293,9 @@ def test_position_in_data_of_another_batch_size_is_refused(setup, counter, tmp_p
     begin(setup, tmp_path, save, ds_iter=counter)
 
 
-def test_other_optimizer_starts_afresh_when_asked(setup, adam_setup, pretrained, tmp_path):
+def test_the_state_of_another_optimizer_is_initialized_with_fallback_to_scratch(
+  setup, adam_setup, pretrained, tmp_path
+):
   restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True)
   state, _ = begin(adam_setup, tmp_path / "model", restore=restore)
   np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
@@ -298,7 +304,7 @@ def test_other_optimizer_starts_afresh_when_asked(setup, adam_setup, pretrained,
   assert int(state.step) == 20
 
 
-def test_fp8_state_that_the_checkpoint_lacks_or_has_too_much_starts_afresh(setup, tmp_path):
+def test_missing_fp8_state_is_initialized_and_unexpected_fp8_state_is_ignored(setup, tmp_path):
   fp8 = {
     "_overwrite_with_gradient": {
       "wi": {

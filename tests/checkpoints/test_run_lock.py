@@ -1,4 +1,4 @@
-"""Two runs on one MODEL_DIR: the second is refused, unless the first has ended, however it did."""
+"""The lock of a MODEL_DIR, which one run holds at a time."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ ELSEWHERE = dataclasses.replace(current_process(), host="node7", machine="anothe
 
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
-  """A lock that is broken may wait for ever: a test that takes minutes has failed."""
+  """Fails a test that waits for minutes, because a defective lock may wait forever."""
 
   def fail(*_: object) -> None:
-    raise TimeoutError("the lock has been waited for in vain")
+    raise TimeoutError("the lock was not released")
 
   before = signal.signal(signal.SIGALRM, fail)
   signal.alarm(180)
@@ -69,8 +69,8 @@ def ends() -> Iterator[None]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-  """A second of silence is enough."""
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Shortens the timeout of a lock to one second."""
   monkeypatch.setattr(lock, "HEARTBEAT_INTERVAL_S", 0.05)
   monkeypatch.setattr(lock, "HEARTBEAT_TIMEOUT_S", 1.0)
   monkeypatch.setattr(lock, "POLL_INTERVAL_S", 0.05)
@@ -83,7 +83,7 @@ def leave_lock(model_dir: pathlib.Path, owner: LockOwner, age: float = 0.0) -> p
   return path
 
 
-def test_a_folder_is_free_again_after_a_run_and_after_one_that_failed(tmp_path):
+def test_the_lock_is_released_after_a_run_that_ends_or_fails(tmp_path):
   with lock_model_dir(tmp_path / "new"):
     assert json.loads((tmp_path / "new" / LOCK_FILE).read_text())["pid"] == os.getpid()
   with pytest.raises(KeyError), lock_model_dir(tmp_path / "new"):
@@ -91,7 +91,7 @@ def test_a_folder_is_free_again_after_a_run_and_after_one_that_failed(tmp_path):
   assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_killed(tmp_path):
+def test_the_error_names_the_other_run_and_the_lock_is_taken_over_once_that_is_killed(tmp_path):
   command = [sys.executable, "-c", HOLDER, str(tmp_path)]
   with ended_process(command) as process:
     assert process.stdout.readline() == "held\n"
@@ -101,7 +101,7 @@ def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_kil
     assert f"process {process.pid} on {os.uname().nodename}, since 20" in str(refused.value)
     assert "--gin.MODEL_DIR" in str(refused.value)
     os.kill(process.pid, signal.SIGKILL)
-    # Killed, and nobody has asked yet how it ended: a number in the list of processes is no life.
+    # The killed process is still a zombie in the process table, and does not count as running.
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with lock_model_dir(tmp_path):
       pass
@@ -109,7 +109,7 @@ def test_the_second_run_is_told_who_has_the_folder_and_takes_it_once_that_is_kil
 
 @contextlib.contextmanager
 def ended_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-  """Runs a process that does not outlive the `with`, however that is left."""
+  """Runs a process that is killed at the end of the `with` statement at the latest."""
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     try:
       yield process
@@ -117,19 +117,19 @@ def ended_process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
       process.kill()
 
 
-def test_a_process_that_got_the_number_of_a_dead_run_is_not_taken_for_it(tmp_path):
+def test_a_process_that_reuses_the_pid_of_an_ended_run_does_not_hold_its_lock(tmp_path):
   leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
   with lock_model_dir(tmp_path):
     pass
 
 
-def test_one_process_does_not_train_twice_in_a_folder_at_a_time(tmp_path):
+def test_one_process_cannot_lock_a_folder_twice(tmp_path):
   with lock_model_dir(tmp_path), pytest.raises(ModelDirInUseError), lock_model_dir(tmp_path):
     pass
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_run_of_another_machine_that_gives_signs_of_life_keeps_its_folder(tmp_path):
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_run_on_another_machine_that_sends_heartbeats_keeps_its_lock(tmp_path):
   lock = RunLock(tmp_path, ELSEWHERE)
   try:
     with pytest.raises(ModelDirInUseError, match="process 11 on node7"), lock_model_dir(tmp_path):
@@ -139,8 +139,8 @@ def test_a_run_of_another_machine_that_gives_signs_of_life_keeps_its_folder(tmp_
   assert not (tmp_path / LOCK_FILE).exists()
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_run_of_another_machine_that_gives_none_loses_it(tmp_path, caplog):
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_run_on_another_machine_without_heartbeats_loses_its_lock(tmp_path, caplog):
   leave_lock(tmp_path, ELSEWHERE)
   started = time.monotonic()
   with lock_model_dir(tmp_path):
@@ -149,15 +149,13 @@ def test_a_run_of_another_machine_that_gives_none_loses_it(tmp_path, caplog):
   assert "was left by a run that has ended" in caplog.text
 
 
-def test_long_silence_needs_no_waiting(tmp_path, caplog):
+def test_a_lock_whose_timeout_has_passed_is_taken_over_at_once(tmp_path, caplog):
   leave_lock(tmp_path, ELSEWHERE, age=lock.HEARTBEAT_TIMEOUT_S + 5)
   with lock_model_dir(tmp_path):
     assert "Waiting" not in caplog.text
 
 
-def test_a_requeued_job_takes_over_from_itself_at_once_on_any_machine(
-  tmp_path, monkeypatch, caplog
-):
+def test_a_requeued_slurm_job_takes_over_its_own_lock_at_once(tmp_path, monkeypatch, caplog):
   monkeypatch.setenv("SLURM_JOB_ID", "77")
   monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
   leave_lock(tmp_path, dataclasses.replace(ELSEWHERE, job="77", restart=0))
@@ -167,14 +165,14 @@ def test_a_requeued_job_takes_over_from_itself_at_once_on_any_machine(
   assert "Waiting" not in caplog.text
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_lock_cut_off_while_it_was_written_is_no_lock_for_long(tmp_path):
+@pytest.mark.usefixtures("short_timeouts")
+def test_an_incomplete_lock_file_times_out(tmp_path):
   (tmp_path / LOCK_FILE).write_text('{"host": "no')
   with lock_model_dir(tmp_path):
     pass
 
 
-def test_of_many_that_find_a_dead_runs_lock_one_gets_the_folder(tmp_path):
+def test_one_of_several_competitors_gets_the_lock_of_an_ended_run(tmp_path):
   leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
   result = subprocess.run(
     [sys.executable, "-c", CONTENDERS, str(tmp_path)], capture_output=True, text=True, timeout=300
@@ -182,7 +180,7 @@ def test_of_many_that_find_a_dead_runs_lock_one_gets_the_folder(tmp_path):
   assert sorted(result.stdout.split()) == ["got"] + ["refused"] * 7, result.stderr
 
 
-def test_a_run_that_has_lost_its_folder_writes_no_checkpoint(setup, tmp_path):
+def test_a_run_that_has_lost_its_lock_writes_no_checkpoint(setup, tmp_path):
   manager = setup.manager(tmp_path)
   with lock_model_dir(tmp_path):
     manager.save(setup.state(step=1))
@@ -195,7 +193,7 @@ def test_a_run_that_has_lost_its_folder_writes_no_checkpoint(setup, tmp_path):
   assert (tmp_path / LOCK_FILE).exists(), "the other run's lock is not this one's to delete"
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_else(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_run_starts(tmp_path):
   (tmp_path / "file").write_text("")
 
   @exclusive_model_dir

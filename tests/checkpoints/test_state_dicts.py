@@ -1,4 +1,4 @@
-"""Nested and flat state dicts."""
+"""Conversion between nested and flat state dicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax.core import freeze
 from rosetta_t5.checkpoints.arrays import state_dicts
 
 
-def test_flatten_and_unflatten_are_inverse_with_empty_nodes():
+def test_unflattening_restores_empty_nodes():
   nested = {"a": {"b": 1, "c": {}}, "d": 2}
   flat = state_dicts.flatten_state_dict(nested, keep_empty_nodes=True)
   assert set(flat) == {"a/b", "a/c", "d"}
@@ -20,11 +20,11 @@ def test_name_tree_has_a_name_in_place_of_each_leaf():
   assert state_dicts.get_name_tree({"a": {"b": {}}}, keep_empty_nodes=True) == {"a": {"b": {}}}
 
 
-def test_intersection_keeps_values_of_the_first():
+def test_the_intersection_has_the_values_of_the_first_state():
   assert state_dicts.intersect_state({"a": {"b": 1, "c": 2}}, {"a": {"b": 9}}) == {"a": {"b": 1}}
 
 
-def test_merge_fills_in_or_overwrites():
+def test_merging_adds_missing_values_or_overwrites_all():
   mine, scratch = {"a": {"b": 1}}, {"a": {"b": 9, "c": 2}}
   assert state_dicts.merge_state(mine, scratch) == {"a": {"b": 1, "c": 2}}
   assert state_dicts.merge_state(mine, scratch, overwrite=True) == {"a": {"b": 9, "c": 2}}

@@ -44,7 +44,7 @@ def read_raw(folder, name):
   return ts.open({"driver": "zarr", "kvstore": kvstore}).result().read().result()
 
 
-def test_checkpoint_restores_with_the_stored_values_split_over_the_mesh(initializer, shared):
+def test_the_orbax_checkpoint_is_restored_sharded_with_the_stored_values(initializer, shared):
   path = shared / "reference/t5x_orbax/checkpoint_20"
   cfg = RestoreCheckpointConfig(path=str(path), mode="specific")
   state = initializer.from_checkpoint([cfg])
@@ -60,7 +60,7 @@ def test_checkpoint_restores_with_the_stored_values_split_over_the_mesh(initiali
   assert kernel.addressable_shards[0].data.shape == (64, 64)
 
 
-def test_parameters_restore_in_bfloat16_when_asked(initializer, shared):
+def test_parameters_can_be_restored_in_bfloat16(initializer, shared):
   path = str(shared / "reference/t5x_orbax/checkpoint_20")
   cfg = RestoreCheckpointConfig(path=path, mode="specific", dtype="bfloat16")
   state = initializer.from_checkpoint([cfg])
@@ -68,7 +68,7 @@ def test_parameters_restore_in_bfloat16_when_asked(initializer, shared):
   assert {leaf.dtype for leaf in jax.tree.leaves(state.param_states)} == {jnp.dtype(jnp.float32)}
 
 
-def test_legacy_checkpoint_restores_with_the_stored_values_split_over_the_mesh(initializer, shared):
+def test_the_legacy_checkpoint_is_restored_sharded_with_the_stored_values(initializer, shared):
   path = shared / "reference/t5x_legacy/checkpoint_10"
   state = initializer.from_checkpoint([RestoreCheckpointConfig(str(path), "specific")])
   assert int(state.step) == 10
@@ -84,7 +84,7 @@ def test_legacy_checkpoint_restores_with_the_stored_values_split_over_the_mesh(i
   assert kernel.addressable_shards[0].data.shape == (64, 64)
 
 
-def test_forward_pass_that_conversions_are_checked_with_gives_t5x_s_logits(shared):
+def test_the_reference_forward_pass_computes_the_logits_of_t5x(shared):
   reference = np.load(shared / "reference/forward_and_decode.npz")
   inputs, targets, wanted = (
     reference[f"batch/{name}"][:2]

@@ -1,4 +1,4 @@
-"""A train state small enough to save in a moment: two kernels, split over the mesh's model axis."""
+"""A train state that is small enough to save quickly: two kernels sharded over the model axis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adafactor() -> Adafactor:
 
 @dataclasses.dataclass
 class Setup:
-  """What a run has at hand when it saves or restores."""
+  """The objects that a run needs to save and restore."""
 
   module: Tiny = dataclasses.field(default_factory=Tiny)
   num_partitions: int = 2
@@ -50,10 +50,10 @@ class Setup:
   def __post_init__(self) -> None:
     self.partitioner = PjitPartitioner(num_partitions=self.num_partitions)
     self.initializer = TrainStateInitializer(
-      self.optimizer, self._init, {"x": (2, 8)}, self.partitioner
+      self.optimizer, self.init_variables, {"x": (2, 8)}, self.partitioner
     )
 
-  def _init(self, rng: jax.Array, input_shapes: Any, input_types: Any) -> Any:
+  def init_variables(self, rng: jax.Array, input_shapes: Any, input_types: Any) -> Any:
     del input_types
     return self.module.init(rng, jnp.ones(input_shapes["x"]))
 

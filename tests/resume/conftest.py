@@ -1,4 +1,4 @@
-"""Processes that train, for tests that do something to them."""
+"""Processes that train, for tests that kill them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Train = Callable[..., Losses]
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
-  """Trains in a process of its own: train(model_dir, steps, kill=(after so many steps, seconds)).
+  """Trains in a separate process: train(model_dir, steps, kill=(after how many steps, seconds)).
 
-  Returns each step's loss with all its bits (see killable_run.py). A run that ends badly, but not
-  because it was killed, raises ChildProcessError with what it said last.
+  Returns the exact loss of each step (see killable_run.py). A run that fails without being killed
+  raises ChildProcessError with the end of its output.
   """
   folder = tmp_path_factory.mktemp("programs")
   command = [sys.executable, str(pathlib.Path(__file__).parent / "killable_run.py"), str(folder)]
@@ -39,7 +39,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
   ):
 
     def run(model_dir: pathlib.Path, steps: int, kill: tuple[int, float] | None = None) -> Losses:
-      said = len((folder / "stderr").read_text())
+      start = len((folder / "stderr").read_text())
       print(model_dir, steps, file=process.stdin, flush=True)
       pid, losses = 0, {}
       for line in process.stdout:
@@ -50,11 +50,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
             losses[int(step)] = loss
           case ["ended", status]:
             if int(status) != (signal.SIGKILL if kill else 0):
-              raise ChildProcessError((folder / "stderr").read_text()[said:])
+              raise ChildProcessError((folder / "stderr").read_text()[start:])
             return losses
         if kill is not None and pid and len(losses) == kill[0]:
           time.sleep(kill[1])
-          os.kill(pid, signal.SIGKILL)  # it trains on until then
+          os.kill(pid, signal.SIGKILL)  # it continues to train until then
           kill = (-1, 0)
       raise AssertionError((folder / "stderr").read_text())
 

@@ -1,8 +1,8 @@
-"""Trains in processes that a test may kill: killable_run.py CACHE_FOLDER.
+"""Trains in processes that a test can kill: killable_run.py CACHE_FOLDER.
 
 Each line "MODEL_DIR STEPS" on standard input forks a process that trains there with the real run
-page. It says "pid N" first, "step N LOSS" after each step, and "ended STATUS" when it is over. The
-packages are imported once, by the process that forks, which computes nothing itself.
+page. It prints "pid N" first, "step N LOSS" after each step, and "ended STATUS" at the end. The
+packages are imported once, by the parent process, which computes nothing itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH = 4
 
 
 class Network(nn.Module):
-  """Compiles in a moment, has a megabyte of parameters, and draws random bits."""
+  """A network that compiles quickly, has a megabyte of parameters, and uses dropout."""
 
   @nn.compact
   def __call__(self, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, **options):
@@ -44,8 +44,8 @@ class Network(nn.Module):
     return x_BTD @ param_with_axes("out", init, shape[::-1], axes=("mlp", "vocab"))
 
 
-class SayLoss(BaseAction):
-  """Prints each step's loss with all its bits."""
+class PrintLoss(BaseAction):
+  """Prints the exact loss of each step."""
 
   def run(self, train_state, metrics_by_task):
     print("step", int(train_state.step), float(metrics_by_task["train"]["loss"]).hex(), flush=True)
@@ -53,7 +53,7 @@ class SayLoss(BaseAction):
 
 
 class Batches:
-  """Random batches without end, the same at each start."""
+  """Endless random batches, the same in each run."""
 
   def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
     seed = 0
@@ -64,7 +64,7 @@ class Batches:
 
 
 class WithoutSummaries(Trainer):
-  """The trainer, but TensorBoard's files, for which TensorFlow would be imported, are not written."""
+  """A trainer that writes no TensorBoard files, for which it would import TensorFlow."""
 
   def __init__(self, *, summary_dir: str, **arguments):
     super().__init__(summary_dir=None, **arguments)
@@ -76,7 +76,7 @@ def run(model_dir: str, steps: int) -> None:
     train_dataset_cfg=data.DatasetConfig("none", {}, "train", BATCH, shuffle=False, seed=0),
     train_eval_dataset_cfg=None,
     infer_eval_dataset_cfg=None,
-    # Nearly always a save is under way, and so is the deletion of an old checkpoint.
+    # A save and the deletion of an old checkpoint are running almost all the time.
     checkpoint_cfg=checkpoints.CheckpointConfig(
       save=checkpoints.SaveCheckpointConfig(period=1, keep=2, save_dataset=True)
     ),
@@ -92,7 +92,7 @@ def run(model_dir: str, steps: int) -> None:
     summarize_config_fn=lambda model_dir, writer, step: None,
     get_dataset_fn=lambda *arguments: Batches(),
     verify_matching_vocabs_fn=None,
-    actions={ActionMode.TRAIN: [SayLoss()]},
+    actions={ActionMode.TRAIN: [PrintLoss()]},
   )
 
 
@@ -103,7 +103,7 @@ def main(cache: str) -> None:
     model_dir, steps = line.split()
     if pid := os.fork():
       print("pid", pid, flush=True)
-      # A process that was killed may have left half a line.
+      # A killed process may have printed an incomplete line.
       print("\nended", os.waitpid(pid, 0)[1], flush=True)
     else:
       run(model_dir, int(steps))

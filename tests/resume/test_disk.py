@@ -1,4 +1,4 @@
-"""A disk that is full, cannot be written to, or gives back less than was written."""
+"""Training on a disk that is full or read-only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remount(folder: pathlib.Path, options: str) -> None:
   subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_the_run_with_its_reason_and_costs_nothing_that_was_saved(
+def test_a_full_disk_ends_the_run_with_its_reason_and_keeps_saved_checkpoints(
   train, disk, tmp_path
 ):
   whole = train(tmp_path / "whole", 8)
@@ -48,7 +48,7 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_costs_nothing_that_was_sav
   assert not list((disk / "run").glob("*tmp*"))
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_training(train, disk):
+def test_a_read_only_folder_is_an_error_before_training(train, disk):
   with contextlib.ExitStack() as stack:
     remount(disk, "ro")
     stack.callback(remount, disk, "rw")

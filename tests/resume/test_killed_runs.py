@@ -1,4 +1,4 @@
-"""Training processes killed at random moments: the run they leave ends as one that nobody killed."""
+"""Training processes that are killed at random moments and restarted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.checkpoints.reading import read_arrays
 
-# Of a restart that is not killed, without load: importing nothing and compiling nothing, 0.7 s.
+# The time of a restart on an idle machine, where nothing is imported or compiled.
 _SECONDS_TO_START = 0.7
 _SECONDS_A_STEP = 0.2
 
@@ -23,19 +23,19 @@ def final_state(model_dir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_run_killed_again_and_again_ends_as_one_that_nobody_killed(train, tmp_path, kills):
-  # No process gets much further than 4 steps, so the last kill comes before the end.
+def test_a_run_that_is_killed_repeatedly_ends_like_one_that_is_not(train, tmp_path, kills):
+  # No process trains much more than 4 steps, so the last kill happens before the end.
   steps = 3 * kills + 8
   whole = train(tmp_path / "whole", steps)
   choose = random.Random(kills)
   killed = tmp_path / "killed"
   left_unfinished = 0
   for number in range(kills):
-    # A save waits for the one before it: who has said step 3 has step 1 on disk.
+    # A save waits for the previous one, so step 1 is on disk once step 3 is printed.
     after_steps = choose.choice((0, 1, 3, 4))
     longest = _SECONDS_A_STEP if after_steps else _SECONDS_TO_START
     losses = train(killed, steps, kill=(after_steps, choose.uniform(0, longest)))
-    assert losses.items() <= whole.items(), f"process {number} went another way"
+    assert losses.items() <= whole.items(), f"process {number} has other losses"
     left_unfinished += bool(killed.exists() and list(killed.glob("checkpoint_*tmp*")))
   resumed_after = all_steps(killed)[-1]
   assert resumed_after > kills / 2, "nothing was resumed"
