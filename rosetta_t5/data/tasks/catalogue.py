@@ -50,7 +50,7 @@ def register(name: str) -> None:
   registry = seqio.TaskRegistry
   if name not in TASKS or name in registry.names():
     return
-  _replace_on_later_registration(registry)
+  _replace_on_later_registration()
   task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
   registry.add_provider(name, task)
   _registered_here[name] = task
@@ -113,10 +113,10 @@ def map_examples(convert: Callable[..., Any]) -> Callable[[tf.data.Dataset], tf.
   return preprocess
 
 
-def _replace_on_later_registration(registry: Any) -> None:
+@functools.cache
+def _replace_on_later_registration() -> None:
   """Wraps the registry's `add_provider`, so that a later task of the same name replaces a known one."""
-  if hasattr(registry, "add_after_known_tasks"):
-    return
+  registry = import_seqio().TaskRegistry
   add = registry.add_provider
 
   def add_provider(name: str, provider: Any) -> None:
@@ -125,7 +125,7 @@ def _replace_on_later_registration(registry: Any) -> None:
       registry.remove(name)
     add(name, provider)
 
-  registry.add_provider = registry.add_after_known_tasks = add_provider
+  registry.add_provider = add_provider
 
 
 def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:

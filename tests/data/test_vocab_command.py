@@ -1,0 +1,24 @@
+"""The command `rosetta-t5 vocab`."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from rosetta_t5.data.vocabularies.vocab_command import main as vocab
+
+TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
+
+
+def test_vocab_train_writes_a_model_and_prints_how_to_use_it(
+  tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / "a.txt").write_text("\n".join(TEXT))
+  out = tmp_path / "new/pieces.model"
+  assert (
+    vocab(["train", "--input", str(tmp_path / "*.txt"), "--size", "16", "--out", str(out)]) == 0
+  )
+  assert f"sentencepiece_model_file = '{out}'" in capsys.readouterr().out
+  assert vocab(["show", str(out), "the red cat"]) == 0
+  assert "16 pieces" in capsys.readouterr().out
