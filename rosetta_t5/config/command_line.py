@@ -11,11 +11,19 @@ from absl import app, flags
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
 
+# The absl function that defines a flag of each type.
+_DEFINE: dict[str, Callable[..., Any]] = {
+  "bool": flags.DEFINE_bool,
+  "int": flags.DEFINE_integer,
+  "int | None": flags.DEFINE_integer,
+  "str | None": flags.DEFINE_string,
+  "Sequence[str]": flags.DEFINE_list,
+}
 
-def _flag(define: Callable[..., Any], default: Any, text: str, *choices: Any) -> Any:
-  """Returns a field of CommandLine that is the flag of the same name."""
-  flag = {"define": define, "default": default, "choices": choices, "help": text}
-  return dataclasses.field(metadata=flag)
+
+def _flag(default: Any, description: str, **more: Any) -> Any:
+  """Returns a field of CommandLine that is a flag."""
+  return dataclasses.field(metadata={"default": default, "help": description, **more})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,56 +31,38 @@ class CommandLine:
   """The flags of a run and their values. --help prints the descriptions."""
 
   gin_file: Sequence[str] = _flag(
-    flags.DEFINE_multi_string,
     [],
     "A gin file, found through the search paths. Repeat the flag for more files; later files win.",
+    define=flags.DEFINE_multi_string,
   )
   gin_bindings: Sequence[str] = _flag(
-    flags.DEFINE_multi_string,
     [],
-    "One statement as in a gin file. It wins over the files. "
-    "--gin.NAME=VALUE is the same as --gin_bindings='NAME = VALUE'.",
+    "One statement as in a gin file. It wins over the files. --gin.NAME=VALUE is the same as "
+    "--gin_bindings='NAME = VALUE'.",
+    define=flags.DEFINE_multi_string,
   )
   gin_search_paths: Sequence[str] = _flag(
-    flags.DEFINE_list,
-    ["."],
-    "Folders that are searched for gin files and their includes, before the recipes.",
+    ["."], "Folders that are searched for gin files and their includes, before the recipes."
   )
-  tfds_data_dir: str | None = _flag(
-    flags.DEFINE_string, None, "The folder of TensorFlow Datasets' data."
+  tfds_data_dir: str | None = _flag(None, "The folder of TensorFlow Datasets' data.")
+  seqio_additional_cache_dirs: Sequence[str] = _flag([], "Folders with cached SeqIO tasks.")
+  multiprocess_gpu: bool = _flag(False, "This is one of several processes of one run.")
+  coordinator_address: str | None = _flag(None, "HOST:PORT of process 0.")
+  process_count: int | None = _flag(None, "The number of processes.")
+  process_index: int | None = _flag(None, "The index of this process, from 0.")
+  initialization_timeout: int = _flag(1800, "Seconds to wait for all processes.")
+  run_mode: str | None = _flag(
+    None, "What to run; for t5x.main.", define=flags.DEFINE_enum, enum_values=RUN_MODES
   )
-  seqio_additional_cache_dirs: Sequence[str] = _flag(
-    flags.DEFINE_list, [], "Folders with cached SeqIO tasks."
-  )
-  multiprocess_gpu: bool = _flag(
-    flags.DEFINE_bool, False, "This is one of several processes of one run."
-  )
-  coordinator_address: str | None = _flag(flags.DEFINE_string, None, "HOST:PORT of process 0.")
-  process_count: int | None = _flag(flags.DEFINE_integer, None, "The number of processes.")
-  process_index: int | None = _flag(
-    flags.DEFINE_integer, None, "The index of this process, from 0."
-  )
-  initialization_timeout: int = _flag(
-    flags.DEFINE_integer, 1800, "Seconds to wait for all processes."
-  )
-  run_mode: str | None = _flag(flags.DEFINE_enum, None, "What to run; for t5x.main.", RUN_MODES)
   dry_run: bool = _flag(
-    flags.DEFINE_bool,
-    False,
-    "Resolve everything, report all problems, print what would run, and use no device.",
+    False, "Resolve everything, report all problems, print what would run, and use no device."
   )
   devices: int | None = _flag(
-    flags.DEFINE_integer,
-    None,
-    "The number of devices that --dry_run assumes. Default: the devices of this machine.",
+    None, "The number of devices that --dry_run assumes. Default: the devices of this machine."
   )
-  shard_id: int | None = _flag(
-    flags.DEFINE_integer, None, "The shard of the examples to process; for t5x.infer."
-  )
-  debug: bool = _flag(
-    flags.DEFINE_bool, False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1)."
-  )
-  help: bool = _flag(flags.DEFINE_bool, False, "Print this.")
+  shard_id: int | None = _flag(None, "The shard of the examples to process; for t5x.infer.")
+  debug: bool = _flag(False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
+  help: bool = _flag(False, "Print this.")
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -134,7 +124,7 @@ def _rewrite(argument: str) -> str:
 def _define_flags() -> None:
   """Defines our flags once. Flags that a user's script has defined stay as they are."""
   for field in dataclasses.fields(CommandLine):
-    flag = field.metadata
     if field.name not in flags.FLAGS:
-      flag["define"](field.name, flag["default"], *flag["choices"], flag["help"])
+      define = field.metadata.get("define") or _DEFINE[str(field.type)]
+      define(name=field.name, **{k: v for k, v in field.metadata.items() if k != "define"})
   flags.FLAGS.unparse_flags()

@@ -9,8 +9,7 @@ from typing import Any
 import gin
 
 from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
-from rosetta_t5.config.checks.spelling import check_spelling
-from rosetta_t5.config.checks.values import check_calls, check_integers
+from rosetta_t5.config.checks.mistakes import check_calls, check_integers, check_spelling
 from rosetta_t5.config.errors import Problems
 from rosetta_t5.config.language.binding import BindOptions, bind
 from rosetta_t5.config.language.statements import Program, read_program

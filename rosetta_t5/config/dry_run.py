@@ -10,7 +10,7 @@ from typing import Any
 import gin
 
 from rosetta_t5.config.checks.completeness import check_required
-from rosetta_t5.config.checks.unused import unused_bindings
+from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
 from rosetta_t5.config.errors import ConfigError, Problems, strip_gin_notes

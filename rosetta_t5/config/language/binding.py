@@ -63,7 +63,7 @@ def bind(
   if gin.config_is_locked():  # by an earlier run of this process
     gin.clear_config()
   earlier = [namespace_of_run(function)] if function else []
-  for file in (*program.files, program.bindings):
+  for file in program.files:
     _bind_file(file, earlier, options)
 
 

@@ -15,6 +15,7 @@ from gin.config import Configurable
 
 from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
 from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.language.statements import Import, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES, find_run_function
 
 # Fields that flax adds to every module and that no recipe sets.
@@ -138,17 +139,19 @@ def namespace_of_run(function: Callable[..., Any]) -> Namespace:
   """
   name = function.__name__
   setattr(sys.modules["__main__"], name, function)
-  namespace = Namespace()
-  namespace.add_import(_import_statement("__gin__.dynamic_registration", is_from=True))
   alias = ("eval" if name == "evaluate" else name) + "_script"
-  namespace.add_import(_import_statement("__main__", is_from=False, alias=alias))
+  imports = ["from __gin__ import dynamic_registration", f"import __main__ as {alias}"]
+  if name == "train":
+    # NVIDIA's scripts use te_helper in flags, but no gin file imports it.
+    imports.append("from t5x import te_helper")
+  namespace = Namespace()
+  for statement in read_program([], imports, []).statements():
+    if isinstance(statement, Import):
+      namespace.add_import(statement.statement)
   # If several functions have this name, the one that runs now takes it.
   gin_internals.unregister(function)
   with gin.config.interactive_mode():
     namespace.find(f"{alias}.{name}")
-  if name == "train":
-    # NVIDIA's scripts use te_helper in flags, but no gin file imports it.
-    namespace.add_import(_import_statement("t5x.te_helper", is_from=True))
   return namespace
 
 
@@ -201,13 +204,6 @@ def _signature(configurable: Configurable) -> inspect.Signature | None:
 
 def _accepts_any(signature: inspect.Signature) -> bool:
   return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-
-
-def _import_statement(
-  module: str, is_from: bool, alias: str | None = None
-) -> config_parser.ImportStatement:
-  location = config_parser.Location(None, 0, None, "")
-  return config_parser.ImportStatement(module, is_from=is_from, alias=alias, location=location)
 
 
 def _all_names() -> list[str]:

@@ -108,14 +108,13 @@ class GinFile:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """All gin files of a command line, then its bindings. Later statements win."""
+  """The gin files of a command line; the last one contains its bindings. Later statements win."""
 
   files: tuple[GinFile, ...]
-  bindings: GinFile
 
   def statements(self) -> Iterator[Import | Binding]:
     """Yields every import and binding in the order in which it takes effect."""
-    for file in (*self.files, self.bindings):
+    for file in self.files:
       yield from _flatten(file)
 
   def all_bindings(self) -> Iterator[Binding]:
@@ -159,11 +158,12 @@ def read_program(
   """
   found = Problems() if problems is None else problems
   context = _IncludeContext(search_paths, found)
-  parsed = tuple(_read_file(name, context) for name in files)
-  on_command_line = [s for text in bindings for s in _read_binding(text, context)]
+  parsed = [_read_file(name, context) for name in files]
+  on_command_line = (s for text in bindings for s in _read_binding(text, context))
+  parsed.append(GinFile(tuple(on_command_line)))
   if problems is None:
     found.raise_if_any()
-  return Program(parsed, GinFile(tuple(on_command_line)))
+  return Program(tuple(parsed))
 
 
 def leaves(value: Any) -> Iterator[Any]:

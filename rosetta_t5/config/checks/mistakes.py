@@ -1,19 +1,43 @@
-"""Checks that the values of gin files have the right type."""
+"""Likely mistakes in bindings: misspelt names, a missing `()`, numbers that must be integers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from rosetta_t5.config.errors import ConfigError, FollowOnError
+from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
 from rosetta_t5.config.language.gin_internals import configurable_of
 from rosetta_t5.config.language.names import bound_arguments, parameters
-from rosetta_t5.config.language.statements import Program, Reference
+from rosetta_t5.config.language.statements import (
+  COMMAND_LINE,
+  Binding,
+  Program,
+  Reference,
+  leaves,
+)
 
+# The similarity above which one name is surely a misspelling of the other: TRAIN_STEP, TRAIN_STEPS.
+_SAME_NAME_SIMILARITY = 0.85
 # Functions of gin_utils that only gin calls, for their value.
 _CALCULATIONS = ("bool_fn", "steps_of", "string_split_fn", "sum_fn")
 _INTEGER_ANNOTATIONS = ("int", "int | None")
+
+
+def check_spelling(program: Program) -> None:
+  """Raises ConfigError for a misspelt macro or scope on the command line.
+
+  For gin, `--gin.TRAIN_STEP=5` is a new macro and `--gin.trian/…` a new scope: it would set them,
+  and the run would ignore them.
+  """
+  macros, scopes = program.macros_used(), _scopes_used(program)
+  for binding in program.all_bindings():
+    if binding.source.file == COMMAND_LINE:
+      kind, name, known = _macro_or_scope(binding, macros, scopes)
+      is_unused = name and name not in known
+      hint = did_you_mean(name, known, cutoff=_SAME_NAME_SIMILARITY) if is_unused else ""
+      if hint:
+        raise ConfigError(f"the {kind} {name!r} is never used.{hint}\n  {binding.source}")
 
 
 def check_calls(program: Program) -> None:
@@ -47,3 +71,16 @@ def check_integers(function: Callable[..., Any]) -> None:
   if lines:
     # It may be a consequence: a function without its parentheses has been reported already.
     raise FollowOnError("\n".join(lines))
+
+
+def _macro_or_scope(
+  binding: Binding, macros: Collection[str], scopes: Collection[str]
+) -> tuple[str, str, Collection[str]]:
+  if binding.macro is not None:
+    return "macro", binding.macro, macros
+  return "scope", binding.scope, scopes
+
+
+def _scopes_used(program: Program) -> set[str]:
+  values = (value for binding in program.all_bindings() for value in leaves(binding.value))
+  return {value.scope for value in values if isinstance(value, Reference)} - {""}
