@@ -196,20 +196,15 @@ class TrainLoop:
     eval_started = time.monotonic()
     with self.explain_out_of_memory(self.evaluation.cfg, is_scoring=True, scope="train_eval/"):
       values = self.evaluation.run(self.trainer)
-    for task, task_values in values.items():
-      self._progress.report_evaluation(step, task, task_values)
+    self._progress.report_evaluation(step, values)
     self._run_actions(ActionMode.TRAIN_EVAL, values)
     self._collect_predictions()  # The metrics of the previous evaluation.
-    show = functools.partial(self._show_predictions, step)
+    show = functools.partial(self._progress.report_predictions, step)
     with self.explain_out_of_memory(self.predictions.cfg, is_scoring=False, scope="infer_eval/"):
       self.predictions.run(self.trainer.train_state, self.train_state_axes, show)
     if not self.concurrent_metrics:
       self._collect_predictions()
     self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
-
-  def _show_predictions(self, step: int, values: Mapping[str, Mapping[str, float]]) -> None:
-    for task, task_values in values.items():
-      self._progress.report_predictions(step, task, task_values)
 
   def _collect_predictions(self) -> None:
     if (values := self.predictions.collect()) is not None:

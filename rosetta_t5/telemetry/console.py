@@ -19,6 +19,8 @@ from rosetta_t5.telemetry.run_metrics import (
   WEIGHT_NORM,
 )
 
+Metrics = Mapping[str, float]
+
 # The loss per target token comes first: it can be compared between runs with different batches.
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
 _SEQUENCES_PER_SECOND = "timing/seqs_per_second"
@@ -87,7 +89,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     if bar is not None:
       bar.stop()
 
-  def report(self, step: int, values: Mapping[str, float]) -> None:
+  def report(self, step: int, values: Metrics) -> None:
     """Shows the metrics of the steps up to `step`."""
     loss = loss_to_show(values, self._loss_is_sum)
     self.first_loss = loss if self.first_loss is None else self.first_loss
@@ -105,16 +107,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       # A log line has room for more cells than a bar, and grep finds them all in one line.
       self.print_line("  ".join([f"step {step}/{self._total_steps}", *cells, *_log_cells(values)]))
 
-  def report_evaluation(self, step: int, task: str, values: Mapping[str, float]) -> None:
-    """Shows the loss and the accuracy of an evaluation of `task`."""
-    cells = _loss_cells(loss_to_show(values, self._loss_is_sum))
-    cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
-    self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
+  def report_evaluation(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
+    """Shows the loss and the accuracy of each task."""
+    for task, values in values_by_task.items():
+      cells = _loss_cells(loss_to_show(values, self._loss_is_sum))
+      cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
+      self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
 
-  def report_predictions(self, step: int, task: str, values: Mapping[str, float]) -> None:
-    """Shows the metrics of the predictions for `task`."""
-    cells = [f"{name} {value:.4g}" for name, value in values.items()]
-    self.print_line("  ".join([f"predictions at step {step}", task, *cells]))
+  def report_predictions(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
+    """Shows the metrics of each task's predictions."""
+    for task, values in values_by_task.items():
+      cells = [f"{name} {value:.4g}" for name, value in values.items()]
+      self.print_line("  ".join([f"predictions at step {step}", task, *cells]))
 
   def print_line(self, text: str) -> None:
     """Prints a line on the first process, above the bar if there is one."""
@@ -130,7 +134,7 @@ def print_line(text: str, stream: IO[str] | None = None) -> None:
     print(text, file=stream or sys.stdout, flush=True)
 
 
-def loss_to_show(values: Mapping[str, float], loss_is_sum: bool = True) -> float | None:
+def loss_to_show(values: Metrics, loss_is_sum: bool = True) -> float | None:
   """Returns the loss per target token if the loss is a sum and it was measured, else the loss."""
   names = _LOSSES if loss_is_sum else _LOSSES[1:]
   return next((float(values[name]) for name in names if name in values), None)
@@ -172,7 +176,7 @@ def _loss_cells(loss: float | None) -> list[str]:
   return [f"loss {loss:.3g}" if abs(loss) < 0.1 else f"loss {loss:.3f}"]
 
 
-def _log_cells(values: Mapping[str, float]) -> list[str]:
+def _log_cells(values: Metrics) -> list[str]:
   """Returns the cells that only a log line has."""
   cells = []
   if values.get(_TOKENS_PER_SECOND):
@@ -189,7 +193,7 @@ def _log_cells(values: Mapping[str, float]) -> list[str]:
   return cells
 
 
-def _data_cells(values: Mapping[str, float]) -> list[str]:
+def _data_cells(values: Metrics) -> list[str]:
   """Returns how often each dataset was read, and how many of its records could not be used."""
   epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
   cells = [

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, and model FLOPs utilization (MFU)."""
+"""The FLOPs of a training step, and the peak FLOP/s of devices."""
 
 from __future__ import annotations
 
@@ -11,20 +11,7 @@ import jax
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
-def training_flops_per_sequence(
-  *,
-  emb_dim: int,
-  num_heads: int,
-  head_dim: int,
-  mlp_dim: int,
-  num_encoder_layers: int,
-  num_decoder_layers: int,
-  vocab_size: int,
-  encoder_length: int,
-  decoder_length: int,
-  num_mlp_activations: int = 2,
-  cross_attention: bool = True,
-) -> float:
+def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: int) -> float:
   """Returns the FLOPs of a training step for one example.
 
   This is T5X's formula. It counts two FLOPs per multiply-add of each matmul, and the backward pass
@@ -33,58 +20,31 @@ def training_flops_per_sequence(
   (arXiv:2104.04473) without recomputation.
 
   Args:
-    emb_dim: the model's width.
-    num_heads: the number of attention heads.
-    head_dim: the width of a head.
-    mlp_dim: the width of the feed-forward layer.
-    num_encoder_layers: the number of encoder layers; 0 does not remove the cross-attention.
-    num_decoder_layers: the number of decoder layers.
-    vocab_size: the vocabulary size of the logits.
+    config: a `T5Config`, or the `TransformerConfig` of a decoder-only model.
     encoder_length: input tokens, including padding.
     decoder_length: target tokens, including padding.
-    num_mlp_activations: input kernels of the feed-forward layer (2 for gated gelu, 1 for relu).
-    cross_attention: whether the decoder layers attend to an encoder.
   """
-  a = num_heads * head_dim
-  mlp = (num_mlp_activations + 1) * emb_dim * mlp_dim
-  enc, dec = encoder_length, decoder_length
-  encoder_layer = 2 * enc * (4 * emb_dim * a + mlp) + 4 * enc**2 * a
-  decoder_layer = 2 * dec * (4 * emb_dim * a + mlp) + 4 * dec**2 * a
-  if cross_attention:
-    # Query and output are projected for the decoder's tokens, key and value for the encoder's.
-    decoder_layer += 4 * (dec + enc) * emb_dim * a + 4 * dec * enc * a
-  logits = 2 * emb_dim * vocab_size * dec
-  return 3.0 * (num_encoder_layers * encoder_layer + num_decoder_layers * decoder_layer + logits)
-
-
-def model_flops_utilization(
-  flops_per_sequence: float, sequences_per_second: float, peak_flops: float, num_devices: int = 1
-) -> float:
-  """Returns MFU: the model's FLOP/s divided by `num_devices` times `peak_flops` (in FLOP/s)."""
-  if peak_flops <= 0 or num_devices < 1:
-    raise ValueError(
-      "MFU needs peak_flops > 0 and num_devices >= 1, got "
-      f"peak_flops = {peak_flops} and num_devices = {num_devices}"
-    )
-  return flops_per_sequence * sequences_per_second / (peak_flops * num_devices)
-
-
-def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: int) -> float:
-  """Returns `training_flops_per_sequence` for a `T5Config` or a decoder's `TransformerConfig`."""
   has_encoder = hasattr(config, "num_encoder_layers")
-  return training_flops_per_sequence(
-    emb_dim=config.emb_dim,
-    num_heads=config.num_heads,
-    head_dim=config.head_dim,
-    mlp_dim=config.mlp_dim,
-    num_encoder_layers=config.num_encoder_layers if has_encoder else 0,
-    num_decoder_layers=config.num_decoder_layers if has_encoder else config.num_layers,
-    vocab_size=config.vocab_size,
-    encoder_length=encoder_length,
-    decoder_length=decoder_length,
-    num_mlp_activations=len(config.mlp_activations),
-    cross_attention=has_encoder,
-  )
+  num_decoder_layers = config.num_decoder_layers if has_encoder else config.num_layers
+  width, attention_width = config.emb_dim, config.num_heads * config.head_dim
+  mlp_kernels = (len(config.mlp_activations) + 1) * width * config.mlp_dim
+
+  def layer_flops(length: int) -> int:
+    return (
+      2 * length * (4 * width * attention_width + mlp_kernels) + 4 * length**2 * attention_width
+    )
+
+  flops = num_decoder_layers * layer_flops(decoder_length)
+  if has_encoder:
+    flops += config.num_encoder_layers * layer_flops(encoder_length)
+    # In cross-attention, query and output are projected for the decoder's tokens, key and value for
+    # the encoder's.
+    lengths = decoder_length + encoder_length
+    cross_attention = 4 * lengths * width * attention_width
+    cross_attention += 4 * decoder_length * encoder_length * attention_width
+    flops += num_decoder_layers * cross_attention
+  logits = 2 * width * config.vocab_size * decoder_length
+  return 3.0 * (flops + logits)
 
 
 def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:

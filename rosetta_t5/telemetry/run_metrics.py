@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from rosetta_t5.telemetry.flops import flops_of_model, model_flops_utilization, peak_flops
+from rosetta_t5.telemetry.flops import flops_of_model, peak_flops
 
 PyTree = Any
 
@@ -53,7 +53,7 @@ class RunMetrics:
     }
     speed = values.get(_SEQUENCES_PER_SECOND)
     if self._flops and self._peak and speed:
-      metrics[UTILIZATION] = model_flops_utilization(self._flops, speed, self._peak)
+      metrics[UTILIZATION] = self._flops * speed / self._peak
     skipped = skipped_steps(train_state.param_states)
     if skipped is not None:
       metrics[SKIPPED_STEPS] = float(skipped)

@@ -15,19 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class _ScalarWriter:
-  """A clu MetricWriter of numbers and texts, which drops everything else."""
+class _MetricWriter:
+  """A clu MetricWriter that drops everything that a subclass does not write."""
 
   def __init__(self, name: str):
     self._name = name
-
-  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes numbers."""
-    raise NotImplementedError
-
-  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-    """Writes texts."""
-    raise NotImplementedError
 
   def close(self) -> None:
     """Leaves the tracker's run open for other writers; it ends with the process."""
@@ -38,7 +30,7 @@ class _ScalarWriter:
     return lambda *args, **kwargs: None
 
 
-class WandbWriter(_ScalarWriter):
+class WandbWriter(_MetricWriter):
   """Writes to Weights & Biases; all writers of a process share one run.
 
   Attributes:
@@ -78,7 +70,7 @@ class WandbWriter(_ScalarWriter):
     self.run.config.update(dict(texts), allow_val_change=True)
 
 
-class AimWriter(_ScalarWriter):
+class AimWriter(_MetricWriter):
   """Writes to an Aim repository; all writers of a process share one run.
 
   Attributes:

@@ -104,7 +104,7 @@ def test_progress_remembers_first_and_last_loss():
 def test_evaluations_and_messages_have_their_own_lines():
   stream = Flushed()
   progress = console.Progress(0, 10, stream)
-  progress.report_evaluation(5, "pile", {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0})
+  progress.report_evaluation(5, {"pile": {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0}})
   progress.print_line("[bold] is printed as it is")
   assert stream.getvalue() == (
     "evaluation at step 5  pile  loss 2.000  accuracy 0.25\n[bold] is printed as it is\n"
@@ -117,7 +117,7 @@ def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
   stream = Flushed(terminal=True)
   with console.Progress(0, 1000, stream) as progress:
     progress.report(100, VALUES)
-    progress.report_evaluation(100, "pile", {"loss": 2.5})
+    progress.report_evaluation(100, {"pile": {"loss": 2.5}})
   text = stream.getvalue()
   assert "step 100/1000" in text
   assert "loss 3.211  12.34 seq/s  eta 1m20s" in text

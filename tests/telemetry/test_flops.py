@@ -1,4 +1,4 @@
-"""Training FLOPs of the five T5 1.1 sizes, and model FLOPs utilization."""
+"""Training FLOPs of the five T5 1.1 sizes and of decoders, and the peaks of devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import types
 import pytest
 
 from rosetta_t5.networks.decoder import TransformerConfig
-from rosetta_t5.telemetry.flops import (
-  flops_of_lengths,
-  model_flops_utilization,
-  peak_flops,
-  training_flops_of,
-  training_flops_per_sequence,
-)
+from rosetta_t5.networks.t5 import T5Config
+from rosetta_t5.telemetry.flops import flops_of_lengths, peak_flops, training_flops_of
 
 SIZES = {
   "small": ((512, 6, 8, 8, 64, 1024), 109.9),
@@ -32,9 +27,11 @@ FIELDS = (
 )
 
 
-def flops(dims, **overrides):
-  lengths = {"vocab_size": 32128, "encoder_length": 512, "decoder_length": 128}
-  return training_flops_per_sequence(**dict(zip(FIELDS, dims, strict=True)) | lengths | overrides)
+def flops(dims, mlp_activations=("gelu", "linear")):
+  config = T5Config(
+    vocab_size=32128, mlp_activations=mlp_activations, **dict(zip(FIELDS, dims, strict=True))
+  )
+  return training_flops_of(config, encoder_length=512, decoder_length=128)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -45,17 +42,8 @@ def test_flops_per_sequence_at_512_128(size):
 
 def test_relu_mlp_has_one_kernel_fewer():
   dims, _ = SIZES["small"]
-  saved = flops(dims) - flops(dims, num_mlp_activations=1)
+  saved = flops(dims) - flops(dims, mlp_activations=("relu",))
   assert saved == 3 * 2 * (8 * 512 + 8 * 128) * 512 * 1024
-
-
-def test_utilization_is_relative_to_the_peak_of_all_devices():
-  assert model_flops_utilization(100.0, 8.0, peak_flops=400.0, num_devices=4) == 0.5
-
-
-def test_utilization_without_a_peak_is_refused():
-  with pytest.raises(ValueError, match=r"peak_flops > 0 and num_devices >= 1, got peak_flops = 0"):
-    model_flops_utilization(1.0, 1.0, peak_flops=0)
 
 
 @pytest.mark.parametrize(
