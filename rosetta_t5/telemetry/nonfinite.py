@@ -52,7 +52,7 @@ def raise_if_nonfinite(
 ) -> None:
   """Raises NonFiniteError if a step of `record` was not finite.
 
-  A run goes on if `optax.apply_if_finite` has skipped all such steps, so that the parameters are
+  It does not raise if `optax.apply_if_finite` has skipped all such steps, so that the parameters are
   still finite.
 
   Args:

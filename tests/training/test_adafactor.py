@@ -51,7 +51,7 @@ class PlainAdafactor:
 
 
 def run(optimizer, params, grads_by_step, axes=None):
-  """Returns the parameters after one jitted update for each of the gradients, and the state."""
+  """Returns the parameters and the state after one jitted step for each of the gradients."""
   if axes is not None:
     optimizer.set_param_axes(axes)
   state = optimizer.create(params)
@@ -226,7 +226,7 @@ def test_unused_moments_are_zeros_of_shape_1():
 
 
 def test_step_needs_no_memory_besides_its_state():
-  # Where reductions and the update shared an intermediate array, it took twice as long (see _apart).
+  # With an intermediate array that reductions and the update share, the step takes twice as long.
   params = jnp.ones((512, 1024))
   for kwargs in ({}, {"factored": False}, {"beta1": 0.9}):
     optimizer = Adafactor(learning_rate=0.1, **kwargs).create(params)

@@ -1,4 +1,4 @@
-"""How factor rules turn into dimensions, and what is wrong with those that do not."""
+"""How factor rules are resolved to dimensions, and their errors."""
 
 from __future__ import annotations
 

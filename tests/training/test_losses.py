@@ -1,4 +1,4 @@
-"""Weighted cross-entropy and its normalising factors against their definitions."""
+"""Weighted cross-entropy and its normalizing factors compared with their definitions."""
 
 from __future__ import annotations
 

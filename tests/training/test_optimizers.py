@@ -1,4 +1,4 @@
-"""One contract, held by every optimizer: init, jitted steps, checkpoint round trip, logical axes."""
+"""The interface of all optimizers: init, jitted steps, checkpoint round trip, logical axes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AXES = {
 
 
 def traversal(visits):
-  # Flax says that traversals will go; T5X's users have them in their gin files.
+  # Traversals are deprecated in flax, but T5X's users have them in their gin files.
   with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     return traverse_util.ModelParamTraversal(lambda path, _: visits(path))

@@ -124,7 +124,7 @@ def test_microbatches_and_compiling_ahead_do_not_change_the_result(make_trainer)
 def test_trainer_records_the_first_nonfinite_step(make_trainer):
   trainer = make_trainer(learning_rate=np.nan)
   trainer.train(iter(BATCHES), 3).result()
-  # The first update spoils the parameters, so the second step is the first to see it.
+  # The first step makes the parameters NaN, so the second step is the first with a bad loss.
   assert int(trainer.first_nonfinite.step) == 1
   assert bool(trainer.first_nonfinite.compute())
 
