@@ -186,7 +186,7 @@ BAD_INPUT = {
   ),
   "missing length": (
     "TASK_FEATURE_LENGTHS={'inputs': 32}",
-    r"gives no length for 'targets'.* set TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 512}",
+    r"has no length for 'targets'.* set for example TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 512}",
   ),
   "activation that does not exist": (
     "network.T5Config.mlp_activations=('gleu', 'linear')",
@@ -276,6 +276,24 @@ def test_error_of_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tm
   assert status == 1
   assert re.search(r"training is not finite \(NaN or infinity\) at step \d: first in \w+", err)
   assert f"The last good checkpoint is {tmp_path}/run/checkpoint_" in err
+  assert "Traceback" not in err
+
+
+def test_data_that_ends_before_the_run_is_reported(tmp_path):
+  periods = ("eval_period", "stats_period")
+  status, _, err = start(
+    tmp_path / "run",
+    "TRAIN_STEPS=500",
+    "train_script.train.get_dataset_fn=@utils.get_dataset",
+    "utils.get_dataset.num_epochs=1",
+    "train_script.train.train_eval_dataset_cfg=None",
+    *(f"train_script.train.{period}=500" for period in periods),
+    "utils.SaveCheckpointConfig.period=500",
+  )
+  assert status == 1
+  assert re.search(
+    r"the training data ended after step \d\d of 500: train.get_dataset_fn must", err
+  )
   assert "Traceback" not in err
 
 
