@@ -58,7 +58,7 @@ def test_a_run_can_start_the_data_from_its_beginning(tmp_path):
 
 def test_a_checkpoint_before_the_start_step_is_an_error(tmp_path):
   old = with_checkpoints(tmp_path, 3)
-  with pytest.raises(ValueError, match=r"of must not exceed .*got 1000: set it to 3 or less"):
+  with pytest.raises(ValueError, match=r"must not exceed .*got 1000: set it to 3 or less"):
     targets(1, model_dir=old, start_step=1000)
 
 
