@@ -139,16 +139,28 @@ def create_checkpoint_manager_and_restore(
   fallback_state = check_and_init_fallback_state(
     manager, [restore_path], cfg, shapes, init_fn, fallback_init_rng
   )
-  path = restore_path
+  state = _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir)
+  return state, manager
+
+
+def _restore_latest_undamaged(
+  manager: OrbaxCheckpointManagerInterface,
+  path: str,
+  cfg: RestoreCheckpointConfig,
+  fallback_state: Mapping[str, Any] | None,
+  model_dir: str | os.PathLike[str] | None,
+) -> Any:
+  """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:
-    state, failure = None, None
+    state: Any = None
+    failure: ValueError | None = None
     try:
       state = restore(manager, path, cfg, fallback_state)
     except ValueError as error:
       failure = error
     damage = _agree_on_damage(epath.Path(path), failure)
     if damage is None:
-      return state, manager
+      return state
     is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
     if not (is_own and cfg.mode == "latest" and _older_steps(path)):
       raise UnreadableCheckpointError(damage) from failure

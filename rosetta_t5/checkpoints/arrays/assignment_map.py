@@ -44,6 +44,23 @@ def apply_assignment_map(
     return dict(ckpt_optimizer_state)
   stored = flatten_state_dict(ckpt_optimizer_state)
   names = list(flatten_state_dict(optimizer_state))
+  sources, unused = _find_sources(names, assignment_map, stored)
+  if require_all_rules_match and unused:
+    raise ValueError(_unused_rules_text(unused, names))
+  moved = {name: stored[source] for name, source in sources.items() if source is not None}
+  for name in moved:
+    _log.info("assignment_map: %s takes the value of %s", name, sources[name])
+  removed = set(sources.values()) | {name for name, source in sources.items() if source is None}
+  kept = {name: leaf for name, leaf in stored.items() if name not in removed}
+  # A name of the model that no rule matches keeps its value, even if another name uses it as well.
+  unmatched = {name: stored[name] for name in names if name in stored and name not in sources}
+  return unflatten_state_dict({**kept, **unmatched, **moved})
+
+
+def _find_sources(
+  names: Sequence[str], assignment_map: AssignmentMap, stored: Mapping[str, Any]
+) -> tuple[dict[str, str | None], list[tuple[str, str | None]]]:
+  """Returns {name: the stored name that a rule assigns to it, or None}, and the unused rules."""
   rules = [(re.compile(pattern), replacement) for pattern, replacement in assignment_map]
   sources: dict[str, str | None] = {}
   used = set()
@@ -55,17 +72,7 @@ def apply_assignment_map(
       raise ValueError(_missing_source_text(name, source, assignment_map[number], stored))
     used.add(number)
     sources[name] = source
-  unused = [rule for number, rule in enumerate(assignment_map) if number not in used]
-  if require_all_rules_match and unused:
-    raise ValueError(_unused_rules_text(unused, names))
-  moved = {name: stored[source] for name, source in sources.items() if source is not None}
-  for name in moved:
-    _log.info("assignment_map: %s takes the value of %s", name, sources[name])
-  removed = set(sources.values()) | {name for name, source in sources.items() if source is None}
-  kept = {name: leaf for name, leaf in stored.items() if name not in removed}
-  # A name of the model that no rule matches keeps its value, even if another name uses it as well.
-  unmatched = {name: stored[name] for name in names if name in stored and name not in sources}
-  return unflatten_state_dict({**kept, **unmatched, **moved})
+  return sources, [rule for number, rule in enumerate(assignment_map) if number not in used]
 
 
 def _first_match(
