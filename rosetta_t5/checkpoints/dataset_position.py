@@ -32,7 +32,11 @@ class DatasetArgs(ocp.args.CheckpointArgs):
 
 
 class DatasetCheckpointHandler(ocp.CheckpointHandler):
-  """Stores and restores the position of an iterator with `save(filename)`, `restore(filename)`."""
+  """Stores and restores the position of an iterator with `save(filename)` and `restore(filename)`.
+
+  The iterator may also have `is_shard_independent` (default False), which states that every shard has
+  the same position, and `element_spec`, the shapes and dtypes of its batches by feature.
+  """
 
   def __init__(self, checkpoint_filename: str, should_write_dataset_ckpt: bool = True):
     """Creates a handler.

@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import PartitionSpec
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
@@ -60,7 +61,7 @@ def get_local_data(x: Any) -> Any:
 def step_number(train_state: Any) -> int:
   """Returns the step of a train state as a Python integer."""
   step = train_state.step
-  return int(step.get() if hasattr(step, "get_async") else get_local_data(step))
+  return int(step.get() if isinstance(step, LazyArray) else get_local_data(step))
 
 
 def apply_save_transformations(

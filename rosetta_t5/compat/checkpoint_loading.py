@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import t5x_legacy
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
@@ -75,7 +76,7 @@ def load_t5x_checkpoint(
   for name, leaf in flat.items():
     if restore_dtype is not None and hasattr(leaf, "dtype"):
       leaf = leaf.astype(convert_parameter_dtype(name, leaf.dtype, restore_dtype))
-    flat[name] = leaf.get() if hasattr(leaf, "get_async") and not lazy_parameters else leaf
+    flat[name] = leaf.get() if isinstance(leaf, LazyArray) and not lazy_parameters else leaf
   return unflatten_state_dict(flat)
 
 

@@ -162,13 +162,13 @@ def test_the_fallback_state_provides_what_the_checkpoint_lacks(
   np.testing.assert_array_equal(state.params["wi"], setup.state().params["wi"])
 
 
-@pytest.mark.parametrize("of_a_run", [True, False])
+@pytest.mark.parametrize("is_run_start", [True, False])
 def test_a_mismatch_is_reported_before_the_fallback_state_is_computed(
-  make_setup, setup, pretrained, tmp_path, monkeypatch, of_a_run
+  make_setup, setup, pretrained, tmp_path, monkeypatch, is_run_start
 ):
   wider = make_setup(module=type(setup.module)(width=32))
   monkeypatch.setattr(
-    wider.initializer, "_from_scratch", lambda key: pytest.fail("a state was made")
+    wider.initializer, "from_scratch", lambda key: pytest.fail("a state was initialized")
   )
   restore = RestoreCheckpointConfig(str(pretrained), fallback_to_scratch=True)
   starts = {
@@ -176,7 +176,7 @@ def test_a_mismatch_is_reported_before_the_fallback_state_is_computed(
     False: lambda: wider.initializer.from_checkpoint([restore], init_rng=RNG),
   }
   with pytest.raises(CheckpointMismatchError, match=r"wrong shape  target/wi"):
-    starts[of_a_run]()
+    starts[is_run_start]()
 
 
 def test_the_error_for_a_fallback_without_a_random_key_names_the_argument(setup):
