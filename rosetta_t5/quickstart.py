@@ -7,13 +7,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_in_background
 from rosetta_t5.inference.infilling import BlankFiller
+from rosetta_t5.trained_model import open_checkpoint, run_arguments
 
 GIN_FILE = "gin/examples/quickstart.gin"
 RUN_FOLDER = pathlib.Path("quickstart/run")
@@ -96,56 +97,29 @@ def _python() -> str:
 def _show_results(options: Sequence[str]) -> None:
   """Prints losses, filled blanks, where everything is and what to try next."""
   recipe = _read_recipe(options)
-  model, model_dir = recipe["model"], pathlib.Path(recipe["model_dir"])
+  model_dir = pathlib.Path(recipe["model_dir"])
   task = recipe["train_eval_dataset_cfg"].name
   _say("", "Loss, in nats a token:")
   for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
     first, last = _first_and_last_loss(model_dir / name)
     _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
   _say("", "Blanks, filled by the model:")
-  params = _restore_params(recipe)
-  input_length = recipe["train_dataset_cfg"].task_feature_lengths["inputs"]
-  for filled in BlankFiller(model, params, input_length)(SENTENCES):
+  latest = checkpoints.RestoreCheckpointConfig(os.fspath(model_dir.absolute()), mode="latest")
+  opened = open_checkpoint(recipe, latest)
+  fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
+  for filled in fill(SENTENCES):
     _say(f"  {filled}")
   _say("", *_where_and_what_next(model_dir))
-
-
-def train(**arguments: Any) -> dict[str, Any]:
-  """Stands in for the run page where gin configures it, and returns what that would receive."""
-  return arguments
 
 
 def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the run page's arguments as the training command's gin file and options give them."""
   from rosetta_t5.config.command_line import parse_command_line
-  from rosetta_t5.config.configuration import configure
   from rosetta_t5.config.language.statements import read_program
 
   command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])
   program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
-  return configure(program, train)()
-
-
-def _restore_params(recipe: Mapping[str, Any]) -> Any:
-  """Returns the parameters of the run's last checkpoint."""
-  lengths = recipe["train_dataset_cfg"].task_feature_lengths
-  initializer = checkpoints.TrainStateInitializer(
-    optimizer_def=recipe["model"].optimizer_def,
-    init_fn=recipe["model"].get_initial_variables,
-    input_shapes={
-      "encoder_input_tokens": (1, lengths["inputs"]),
-      "decoder_input_tokens": (1, lengths["targets"]),
-    },
-    partitioner=recipe["partitioner"],
-  )
-  where = checkpoints.RestoreCheckpointConfig(os.path.abspath(recipe["model_dir"]), mode="latest")
-  state = initializer.from_checkpoint([where])
-  if state is None:
-    raise ValueError(
-      f"There is no checkpoint in {recipe['model_dir']}: utils.CheckpointConfig.save must not be "
-      "None for the quickstart, which looks at the trained model."
-    )
-  return state.params
+  return run_arguments(program)
 
 
 def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -10,14 +10,14 @@ import json
 import os
 import pathlib
 import signal
-import string
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rosetta_t5.config.errors import exit_on_user_error
 
-Row = str | dict[str, Any]
+# The text or JSON object of a line, and the model's texts: {"input": …, "target": …}.
+Row = tuple[str | dict[str, Any], dict[str, str]]
 _PROMPT = "> "
 _LINE_START = b'{"inputs": '  # of every line of an output
 
@@ -26,15 +26,15 @@ def infer(argv: Sequence[str]) -> int:
   """Read texts or JSON objects, one per line, and write the model's predictions or scores."""
   options = _infer_parser().parse_args(argv)
   with exit_on_user_error(), _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
-    templates = _Templates(options.template, options.targets, options.input)
-    rows = _read_rows(_open_input(options.input, stack), templates)
+    _check_template(options)
+    rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
     completed, size = _completed_rows(options.output)
     _skip_completed(rows, completed, options.output)
     first = next(rows, None)
     if first is not None:
       file = _open_output(options.output, len(completed), size, stack)
       model = _open_model(options.model_dir)
-      for result in _infer_rows(model, itertools.chain([first], rows), templates, options):
+      for result in _infer_rows(model, itertools.chain([first], rows), options):
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
     elif completed:
       print(f"all {len(completed)} rows are in {options.output}", file=sys.stderr, flush=True)
@@ -116,64 +116,13 @@ def _typed_lines() -> Iterator[str]:
       yield text
 
 
-class _Templates:
-  """Makes the model's texts of a row."""
-
-  def __init__(self, inputs: str | None, targets: str | None, path: str):
-    if inputs is None and (targets is not None or path.endswith(".jsonl")):
-      raise ValueError(
-        f"The rows of {path} are JSON objects, which need a template for the model's input: give "
-        "--template, such as --template 'question: {question} context: {context}'"
-      )
-    self.inputs, self.targets = inputs, targets
-    self._templates: dict[str, str] = {}  # by the fields that they contain
-    for template in filter(None, (inputs, targets)):
-      self._templates |= dict.fromkeys(_fields(template), template)
-
-  def parse(self, line: str, number: int) -> Row:
-    """Returns a line as a text, or as an object if there are templates."""
-    if self.inputs is None:
-      return line
-    try:
-      row = json.loads(line)
-    except ValueError as error:
-      raise ValueError(
-        f"Line {number} of the input is invalid JSON ({error}): {line[:80]}"
-      ) from error
-    if not isinstance(row, dict):
-      raise ValueError(f"Line {number} of the input is not a JSON object: {line[:80]}")
-    for field, template in self._templates.items():
-      if field not in row:
-        raise ValueError(
-          f"Line {number} of the input has no field {field!r}, which the template {template!r} "
-          f"contains; it has {', '.join(row)}"
-        )
-    return row
-
-  def example(self, row: Row) -> dict[str, str]:
-    """Returns the model's texts."""
-    if isinstance(row, str):
-      return {"input": row, "target": ""}
-    return {"input": _fill(self.inputs, row), "target": _fill(self.targets, row)}
-
-
-def _fields(template: str) -> list[str]:
-  try:
-    fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-  except ValueError as error:
+def _check_template(options: argparse.Namespace) -> None:
+  has_objects = options.targets is not None or options.input.endswith(".jsonl")
+  if options.template is None and has_objects:
     raise ValueError(
-      f"The template {template!r} is invalid ({error}): write a field in braces, as {{question}}, "
-      "and double a brace that is part of the text"
-    ) from error
-  return [field.split(".")[0].split("[")[0] for field in fields]
-
-
-def _fill(template: str | None, row: dict[str, Any]) -> str:
-  try:
-    return "" if template is None else template.format(**row)
-  except (AttributeError, LookupError, TypeError, ValueError) as error:
-    # For example {text.size}, {text[5]} or {text:d}, which not all values have.
-    raise ValueError(f"The template {template!r} does not fit {row!r}: {error}") from error
+      f"The rows of {options.input} are JSON objects, which need a template for the model's input: "
+      "give --template, such as --template 'question: {question} context: {context}'"
+    )
 
 
 def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
@@ -192,16 +141,46 @@ def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
   return stack.enter_context(open(path, encoding=encoding, errors=errors))
 
 
-def _read_rows(source: IO[str], templates: _Templates) -> Iterator[Row]:
+def _read_rows(source: IO[str], template: str | None, targets: str | None) -> Iterator[Row]:
   for number, line in enumerate(source, 1):
     if not line.isascii() and any("\udc80" <= letter <= "\udcff" for letter in line):
       raise ValueError(f"Line {number} of the input is invalid UTF-8: {line[:80]!r}")
-    if line.strip():
-      yield templates.parse(line.rstrip("\n"), number)
+    text = line.rstrip("\n")
+    if not text.strip():
+      continue
+    if template is None:
+      yield text, {"input": text, "target": ""}
+      continue
+    try:
+      fields = json.loads(text)
+    except ValueError as error:
+      raise ValueError(
+        f"Line {number} of the input is invalid JSON ({error}): {text[:80]}"
+      ) from error
+    if not isinstance(fields, dict):
+      raise ValueError(f"Line {number} of the input is not a JSON object: {text[:80]}")
+    target = "" if targets is None else _fill(targets, fields, number)
+    yield fields, {"input": _fill(template, fields, number), "target": target}
+
+
+def _fill(template: str, fields: dict[str, Any], number: int) -> str:
+  try:
+    return template.format(**fields)
+  except KeyError as error:
+    raise ValueError(
+      f"Line {number} of the input has no field {error}, which the template {template!r} contains; "
+      f"it has {', '.join(fields)}"
+    ) from error
+  except (AttributeError, LookupError, TypeError, ValueError) as error:
+    # For example {text.size}, {text[5]} or {text:d}, which not all values have.
+    raise ValueError(
+      f"The template {template!r} does not fit line {number} of the input, {fields!r}: {error}. "
+      "Write a field in braces, as {question}, and double a brace that is part of the text"
+    ) from error
 
 
 def _infer_rows(
-  model: Any, rows: Iterator[Row], templates: _Templates, options: argparse.Namespace
+  model: Any, rows: Iterator[Row], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}, or only the target's score."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
@@ -216,20 +195,19 @@ def _infer_rows(
     _lengths(model.lengths, options),
     inputs_end="inputs" in model.lengths,
   )
-  is_scoring = templates.targets is not None
+  is_scoring = options.targets is not None
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
   arguments = {} if is_scoring else {"num_decodes": options.num_decodes}
   preprocessors = default_preprocessors()
   while batch := list(itertools.islice(rows, batch_size)):
-    examples = [templates.example(row) for row in batch]
+    examples = [example for _, example in batch]
     results, aux = texts.infer(mode, examples, preprocessors, model.state, **arguments)
-    outputs = [output for _, output in results]
-    if is_scoring:
-      yield from ({"inputs": row, "score": x} for row, x in zip(batch, outputs, strict=True))
-      continue
-    for row, output, score in zip(batch, outputs, aux["scores"], strict=True):
-      text = output.decode("utf-8", errors="replace")
-      yield {"inputs": row, "prediction": text, "score": score}
+    for number, ((inputs, _), (_, output)) in enumerate(zip(batch, results, strict=True)):
+      if is_scoring:
+        yield {"inputs": inputs, "score": output}
+      else:
+        text = output.decode("utf-8", errors="replace")
+        yield {"inputs": inputs, "prediction": text, "score": aux["scores"][number]}
 
 
 def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
@@ -283,7 +261,7 @@ def _completed_row(path: str, line: bytes) -> Any:
 
 def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> None:
   for number, expected in enumerate(completed, 1):
-    if next(rows, None) != expected:
+    if next(rows, (None,))[0] != expected:
       raise ValueError(
         f"{output} exists, and its line {number} does not belong to row {number} of the input: give "
         "another --output, or remove that file"

@@ -32,11 +32,6 @@ class OpenedModel:
   lengths: Mapping[str, int]
 
 
-def train(**arguments: Any) -> dict[str, Any]:
-  """Replaces the run function when gin configures it, and returns the arguments it would receive."""
-  return arguments
-
-
 def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
   """Returns the model of a training run.
 
@@ -46,8 +41,6 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
   Raises:
     ValueError: there is no config.gin or no checkpoint, or config.gin cannot be built.
   """
-  from rosetta_t5.config.configuration import configure
-  from rosetta_t5.config.language.names import temporary_run_function
   from rosetta_t5.config.language.statements import read_program
 
   path = pathlib.Path(model_dir).absolute()
@@ -58,8 +51,37 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
       "config.gin and checkpoint_STEP folders, or one of these folders"
     )
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
+  recipe = run_arguments(read_program([str(config)], [], ["."]))
+  mode = "latest" if config.parent == path else "specific"
+  return open_checkpoint(recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode))
+
+
+def run_arguments(program: Any) -> dict[str, Any]:
+  """Returns the arguments of `train` that a gin program configures (see `config.read_program`)."""
+  from rosetta_t5.config.configuration import configure
+  from rosetta_t5.config.language.names import temporary_run_function
+
   with temporary_run_function(train):
-    recipe = configure(read_program([str(config)], [], ["."]), train)()
+    return configure(program, train)()
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+  """Replaces the run function when gin configures it, and returns the arguments it would receive."""
+  return arguments
+
+
+def open_checkpoint(
+  recipe: Mapping[str, Any], restore_cfg: checkpoints.RestoreCheckpointConfig
+) -> OpenedModel:
+  """Returns the model of a run with the parameters of a checkpoint.
+
+  Args:
+    recipe: the arguments of `train`.
+    restore_cfg: the checkpoint.
+
+  Raises:
+    ValueError: there is no checkpoint.
+  """
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   model_lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
@@ -69,11 +91,9 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
     input_shapes={name: (1, length) for name, length in model_lengths.items()},
     partitioner=partitioner,
   )
-  mode = "latest" if config.parent == path else "specific"
-  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
   state = initializer.from_checkpoint([restore_cfg])
   if state is None:
     raise ValueError(
-      f"There is no checkpoint in {path}: train first, with utils.CheckpointConfig.save"
+      f"There is no checkpoint in {restore_cfg.path}: train first, with utils.CheckpointConfig.save"
     )
   return OpenedModel(model, partitioner, state, initializer.train_state_axes, lengths)

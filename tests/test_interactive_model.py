@@ -198,8 +198,13 @@ def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
   restore = None
   if script is not T5XScriptType.PRETRAINING:
     restore = RestoreCheckpointConfig("runs/one", mode="latest", dtype="bfloat16")
-  setup = {"batch_size": 8, "lengths": LENGTHS, "output_dir": "out", "restore": restore}
-  model = types.SimpleNamespace(setup={**setup, "save": SaveCheckpointConfig(keep=5, period=1000)})
+  model = types.SimpleNamespace(
+    batch_size=8,
+    task_feature_lengths=LENGTHS,
+    output_dir="out",
+    restore_cfg=restore,
+    save_cfg=SaveCheckpointConfig(keep=5, period=1000),
+  )
   text = get_gin_config_from_interactive_model(
     model, script, "a_task", "", "include 't5x/examples/t5/t5_1_1/tiny.gin'", train_steps=9
   )
@@ -214,8 +219,8 @@ def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
 
 
 @pytest.mark.parametrize("add_eos", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_add_eos_says_whether_a_language_models_prompt_ends(tmp_path, add_eos):
-  """As T5X's: both texts end, or none. What goes on from a prompt goes on from one that has not ended."""
+def test_add_eos_decides_whether_a_language_models_prompt_has_an_end_token(tmp_path, add_eos):
+  """As in T5X, both texts have an end token or neither has; only a prompt without one continues."""
   config = TransformerConfig(
     vocab_size=384, emb_dim=16, num_heads=2, num_layers=1, head_dim=8, mlp_dim=32, dropout_rate=0.0
   )

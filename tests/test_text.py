@@ -160,7 +160,10 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
     ),
     (["--input", "/dev/null"], "There is no file '/dev/null'"),
     (["--input", "-"], "Standard input contains no text: give one text or JSON object per line"),
-    (["--template", "q: {question"], "The template 'q: {question' is invalid (expected '}'"),
+    (
+      ["--template", "q: {question"],
+      "The template 'q: {question' does not fit line 1 of the input, {'question': 'what is 0?'",
+    ),
     (["--template", "{question}", "--batch_size", "0"], "must be a positive integer, got '0'"),
     (
       ["--template", "{question}", "--model_dir", "elsewhere"],
@@ -267,7 +270,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_opened(
 def test_a_template_that_does_not_fit_a_row_is_refused(model_dir, rows_file, capfd):
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question.size}")
-  assert "The template '{question.size}' does not fit {'question':" in capfd.readouterr().err
+  assert (
+    "The template '{question.size}' does not fit line 1 of the input, {'question':"
+    in capfd.readouterr().err
+  )
 
 
 @pytest.mark.parametrize("there", ["my notes", "my notes\n", '{"answer": 1}\n', "[1]\n"])

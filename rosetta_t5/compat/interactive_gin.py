@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from rosetta_t5.interactive.model import InteractiveModel
 
@@ -49,18 +48,32 @@ def get_gin_config_from_interactive_model(
   Raises:
     ValueError: INFERENCE or EVALUATION of a model that was not restored from a checkpoint.
   """
-  setup = interactive_model.setup
-  restore = setup["restore"]
   run = _RUNS[script_type]
-  if restore is None and run != "train":
+  restore, output_dir = interactive_model.restore_cfg, interactive_model.output_dir
+  batch_size = interactive_model.batch_size
+  if run == "train":
+    save = interactive_model.save_cfg
+    values = (
+      f"MODEL_DIR = {output_dir!r}\nBATCH_SIZE = {batch_size}\nTRAIN_STEPS = {train_steps}\n"
+      "USE_CACHED_TASKS = False\nSHUFFLE_TRAIN_EXAMPLES = False\n"
+      f"utils.SaveCheckpointConfig:\n  period = {save.period}\n  dtype = {save.dtype!r}\n"
+      f"  keep = {save.keep}\n  save_dataset = {save.save_dataset}\n"
+      "train/utils.DatasetConfig.pack = False\ntrain_eval/utils.DatasetConfig.pack = False\n"
+    )
+  elif restore is None:
     raise ValueError(
       f"A run for {script_type.name} needs a checkpoint: build the InteractiveModel with a "
       "checkpoint_path, such as that of the checkpoint that save_checkpoint() wrote"
     )
-  values = _train_values(setup, train_steps) if run == "train" else _other_values(run, setup)
+  else:
+    values = (
+      f"{run.upper()}_OUTPUT_DIR = {output_dir!r}\nCHECKPOINT_PATH = {restore.path!r}\n"
+      "MIXTURE_OR_TASK_SPLIT = 'validation'\n"
+      f"utils.DatasetConfig.batch_size = {batch_size}\n"
+    )
   values += (
     f"MIXTURE_OR_TASK_NAME = {task_name!r}\n"
-    f"TASK_FEATURE_LENGTHS = {dict(setup['lengths'])!r}\n"
+    f"TASK_FEATURE_LENGTHS = {dict(interactive_model.task_feature_lengths)!r}\n"
     "DROPOUT_RATE = 0.0\n"
   )
   if restore is not None:
@@ -75,28 +88,4 @@ def get_gin_config_from_interactive_model(
   include = f"include 't5x/configs/runs/{'pretrain' if run == 'train' else run}.gin'\n"
   # The values come last, so that they override the bindings of models and partitioners.
   parts = [head, imports_str, include, model_config_str, partitioner_config_str, values]
-  return "\n".join(part for part in parts if part)
-
-
-def _other_values(run: str, setup: dict[str, Any]) -> str:
-  return (
-    f"{run.upper()}_OUTPUT_DIR = {setup['output_dir']!r}\n"
-    f"CHECKPOINT_PATH = {setup['restore'].path!r}\n"
-    "MIXTURE_OR_TASK_SPLIT = 'validation'\n"
-    f"utils.DatasetConfig.batch_size = {setup['batch_size']}\n"
-  )
-
-
-def _train_values(setup: dict[str, Any], train_steps: int) -> str:
-  save = setup["save"]
-  return (
-    f"MODEL_DIR = {setup['output_dir']!r}\n"
-    f"BATCH_SIZE = {setup['batch_size']}\n"
-    f"TRAIN_STEPS = {train_steps}\n"
-    "USE_CACHED_TASKS = False\n"
-    "SHUFFLE_TRAIN_EXAMPLES = False\n"
-    f"utils.SaveCheckpointConfig:\n  period = {save.period}\n  dtype = {save.dtype!r}\n"
-    f"  keep = {save.keep}\n  save_dataset = {save.save_dataset}\n"
-    "train/utils.DatasetConfig.pack = False\n"
-    "train_eval/utils.DatasetConfig.pack = False\n"
-  )
+  return "\n".join(filter(None, parts))

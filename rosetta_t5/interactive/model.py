@@ -55,6 +55,11 @@ class InteractiveModel:
     train_state: the parameters and the optimizer's state.
     train_state_axes: the same with PartitionSpecs in place of arrays.
     features: the `seqio.Feature` of inputs and targets.
+    batch_size: number of examples in a batch.
+    task_feature_lengths: length of each feature.
+    output_dir: folder for checkpoints, metrics and model-info.txt.
+    restore_cfg: the checkpoint that was restored, or None.
+    save_cfg: how checkpoints are saved.
   """
 
   def __init__(
@@ -95,15 +100,15 @@ class InteractiveModel:
       ValueError: there is no checkpoint at `checkpoint_path`, or it belongs to another model.
     """
     self.model, self.partitioner = model, partitioner
-    self._batch_size, self._lengths = batch_size, task_feature_lengths
-    self._output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
+    self.batch_size, self.task_feature_lengths = batch_size, task_feature_lengths
+    self.output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
     self._layout = partitioner.get_data_layout(batch_size)
     self._train_summary: Any = None
-    self._restore_cfg = None
-    if checkpoint_path:
-      self._restore_cfg = checkpoints.RestoreCheckpointConfig(
-        checkpoint_path, mode=restore_mode, dtype=dtype
-      )
+    self.restore_cfg = (
+      checkpoints.RestoreCheckpointConfig(checkpoint_path, mode=restore_mode, dtype=dtype)
+      if checkpoint_path
+      else None
+    )
     init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(init_random_seed), 2)
     initializer = checkpoints.TrainStateInitializer(
       optimizer_def=model.optimizer_def,
@@ -117,52 +122,41 @@ class InteractiveModel:
       model, partitioner, self.train_state_axes, batch_size, task_feature_lengths, add_eos
     )
     self.features = self._texts.features
-    self._save_cfg = checkpoints.SaveCheckpointConfig(
+    self.save_cfg = checkpoints.SaveCheckpointConfig(
       dtype=dtype or "float32", keep=_KEPT_CHECKPOINTS, period=1000
     )
     self._manager = checkpoints.create_orbax_checkpoint_manager(
-      save_cfg=self._save_cfg,
+      save_cfg=self.save_cfg,
       train_state=initializer.global_train_state_shape,
       partitioner=partitioner,
-      model_dir=self._output_dir,
+      model_dir=self.output_dir,
     )
     self.trainer = Trainer(
       model=model,
       train_state=self._first_state(initializer, init_rng),
       partitioner=partitioner,
       eval_names=list(eval_names or ()),
-      summary_dir=self._output_dir,
+      summary_dir=self.output_dir,
       train_state_axes=self.train_state_axes,
       rng=trainer_rng,
       learning_rate_fn=create_learning_rate_scheduler(),
       num_microbatches=None,
     )
-    info_file = os.path.join(self._output_dir, "model-info.txt")
+    info_file = os.path.join(self.output_dir, "model-info.txt")
     log_model_info(info_file, initializer.global_train_state_shape, partitioner)
 
   def _first_state(self, initializer: Any, init_rng: jax.Array) -> Any:
-    if self._restore_cfg is not None:
-      state = initializer.from_checkpoint([self._restore_cfg], init_rng=init_rng)
-      if state is None:
-        raise ValueError(
-          f"There is no checkpoint in {self._restore_cfg.path} (restore_mode = "
-          f"{self._restore_cfg.mode!r}): set checkpoint_path to a checkpoint, or leave it empty to "
-          "start from scratch"
-        )
-      return state
-    own = checkpoints.RestoreCheckpointConfig(self._output_dir, mode="latest")
-    return initializer.from_checkpoint_or_scratch([own], init_rng=init_rng)
-
-  @property
-  def setup(self) -> dict[str, Any]:
-    """The settings that a run with this model needs; see `interactive_gin`."""
-    return {
-      "batch_size": self._batch_size,
-      "lengths": self._lengths,
-      "output_dir": self._output_dir,
-      "restore": self._restore_cfg,
-      "save": self._save_cfg,
-    }
+    if self.restore_cfg is None:
+      latest = checkpoints.RestoreCheckpointConfig(self.output_dir, mode="latest")
+      return initializer.from_checkpoint_or_scratch([latest], init_rng=init_rng)
+    state = initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
+    if state is None:
+      raise ValueError(
+        f"There is no checkpoint in {self.restore_cfg.path} (restore_mode = "
+        f"{self.restore_cfg.mode!r}): set checkpoint_path to a checkpoint, or leave it empty to "
+        "start from scratch"
+      )
+    return state
 
   @property
   def train_state(self) -> Any:
@@ -191,15 +185,15 @@ class InteractiveModel:
     self, examples: Sequence[Example], preprocessors: Preprocessors
   ) -> None:
     """Runs one step on a batch of examples with other preprocessors; see `train_step`."""
-    if len(examples) < self._batch_size:
+    if len(examples) < self.batch_size:
       raise ValueError(
-        f"A training step needs a batch of {self._batch_size} examples, got {len(examples)}: give "
+        f"A training step needs a batch of {self.batch_size} examples, got {len(examples)}: give "
         "more, or build the InteractiveModel with a smaller batch_size"
       )
     _, model_ds = self._texts.datasets(examples, preprocessors)
     # Each host reads its share of the batch.
     shard = model_ds.shard(self._layout.num_shards, self._layout.shard_id)
-    host_batch = self._batch_size // self._layout.num_shards
+    host_batch = self.batch_size // self._layout.num_shards
     self.train_step_from_batch_iterator(shard.batch(host_batch).as_numpy_iterator())
     self.save_checkpoint()
 
