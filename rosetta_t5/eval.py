@@ -120,7 +120,7 @@ def evaluate(
     num_batches=None,
     model=model,
     partitioner=partitioner,
-  ).start()
+  )
   trainer = None
   if training_evaluator_cls is not None:
     trainer = training_evaluator_cls(

@@ -134,7 +134,7 @@ def train(
     num_batches=eval_steps,
     model=model,
     partitioner=partitioner,
-  ).start()
+  )
   predictions = PredictionEvaluation(
     cfg=infer_eval_dataset_cfg,
     evaluator_cls=inference_evaluator_cls,
@@ -142,7 +142,7 @@ def train(
     partitioner=partitioner,
     model_dir=model_dir,
     verify_matching_vocabs_fn=verify_matching_vocabs_fn,
-  ).start()
+  )
 
   # State: restored from MODEL_DIR, else from the checkpoint to start from, else initialized.
   initializer = train_state_initializer_cls(

@@ -116,7 +116,7 @@ def evaluation(name, **fields):
   given = {"task_feature_lengths": None, "split": "validation", "batch_size": 8, "shuffle": False}
   cfg = DatasetConfig(name, **{**given, "seed": 0, **fields})
   partitioner = PjitPartitioner(num_partitions=1)
-  return PredictionEvaluation(cfg, None, byte_model(), partitioner, "unused", None).start()
+  return PredictionEvaluation(cfg, None, byte_model(), partitioner, "unused", None)
 
 
 def test_a_task_without_metrics_is_reported(capsys):

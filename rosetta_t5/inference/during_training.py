@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,79 +36,71 @@ class LossEvaluation:
   model: Any
   partitioner: BasePartitioner
 
-  def start(self) -> LossEvaluation:
-    """Starts to make the batches, and returns the evaluation itself."""
-    self._datasets = _run_in_background(self._make_datasets)
-    return self
+  def __post_init__(self) -> None:
+    self._feeds = _run_in_background(self._make_feeds)
 
-  def _make_datasets(self) -> Mapping[str, Any]:
+  def _make_feeds(self) -> dict[str, Callable[[], Any]]:
+    """Returns for each task a function that starts to feed its batches."""
     if self.cfg is None:
       return {}
     layout = self.partitioner.get_data_layout(self.cfg.batch_size)
     steps = {} if self.num_batches is None else {"eval_steps": self.num_batches}
-    return self.get_datasets(
+    datasets = self.get_datasets(
       self.cfg,
       layout.shard_id,
       layout.num_shards,
       feature_converter_cls=self.model.FEATURE_CONVERTER_CLS,
       **steps,
     )
+    start_feed = functools.partial(
+      data.prepare_train_iter,
+      partitioner=self.partitioner,
+      checkpoint_cfg=None,
+      data_layout=layout,
+    )
+    return {name: functools.partial(start_feed, dataset) for name, dataset in datasets.items()}
 
   def task_names(self) -> list[str]:
     """Waits for the data and returns the tasks."""
-    return list(self._datasets.result())
+    return list(self._feeds.result())
 
   def run(self, trainer: Any) -> Values:
     """Returns each task's metrics for the trainer's current state."""
-    feeds = {}
-    for name, dataset in self._datasets.result().items():
-      layout = self.partitioner.get_data_layout(self.cfg.batch_size)  # type: ignore[union-attr]
-      feeds[name] = data.prepare_train_iter(
-        dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
-      )
-    try:
-      return {name: as_floats(values) for name, values in trainer.eval(feeds).items()}
-    finally:
+    with contextlib.ExitStack() as stack:
+      feeds = {name: start() for name, start in self._feeds.result().items()}
       for feed in feeds.values():
-        feed.close()
+        stack.callback(feed.close)
+      return {name: as_floats(values) for name, values in trainer.eval(feeds).items()}
 
 
-@dataclasses.dataclass
 class PredictionEvaluation:
   """Computes metrics of predictions; a background thread reads the data.
 
   Metrics can be computed while training continues. They are then collected at the next evaluation,
   which is the same step on every process.
-
-  Attributes:
-    cfg: the data; None for no evaluation.
-    evaluator_cls: see `InferenceEvaluator`, as for the other attributes.
   """
 
-  cfg: data.DatasetConfig | None
-  evaluator_cls: Callable[..., Any] | None
-  model: Any
-  partitioner: BasePartitioner
-  model_dir: str
-  verify_matching_vocabs_fn: Callable[..., None] | None
+  def __init__(
+    self,
+    cfg: data.DatasetConfig | None,
+    evaluator_cls: Callable[..., Any] | None,
+    model: Any,
+    partitioner: BasePartitioner,
+    model_dir: str,
+    verify_matching_vocabs_fn: Callable[..., None] | None,
+  ):
+    """Starts to read the data; `cfg` None evaluates nothing. See `InferenceEvaluator`."""
+    self.cfg = cfg
 
-  def start(self) -> PredictionEvaluation:
-    """Starts to read the data, and returns the evaluation itself."""
+    def make_evaluator() -> InferenceEvaluator | None:
+      if cfg is None:
+        return None
+      return InferenceEvaluator(
+        cfg, evaluator_cls, model, partitioner, model_dir, verify_matching_vocabs_fn
+      )
+
+    self._evaluator = _run_in_background(make_evaluator)
     self._pending: concurrent.futures.Future[Any] | None = None
-    self._evaluator = _run_in_background(self._make_evaluator)
-    return self
-
-  def _make_evaluator(self) -> InferenceEvaluator | None:
-    if self.cfg is None:
-      return None
-    return InferenceEvaluator(
-      self.cfg,
-      self.evaluator_cls,
-      self.model,
-      self.partitioner,
-      self.model_dir,
-      self.verify_matching_vocabs_fn,
-    )
 
   def wait_until_read(self) -> None:
     """Waits for the data, so that errors in it are reported before the first step.

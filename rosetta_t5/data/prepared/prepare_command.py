@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--workers", type=int, help="number of processes; one per core by default")
   add("--validation-percent", type=float, default=1.0)
   add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
-  add("--format", choices=sorted(set(FORMATS.values())))
+  add("--format", choices=sorted(FORMATS))
   add("--columns", nargs="+", help="column names of csv or tsv files without a header")
   add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
   add("--on-bad-example", choices=("skip", "refuse"), default="skip")

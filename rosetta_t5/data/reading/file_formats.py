@@ -12,23 +12,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import BinaryIO
 
-# By the suffix that remains when the suffix of a compression is removed.
+# The suffixes of each format, which the suffix of a compression may follow.
 FORMATS = {
-  ".txt": "text",
-  ".text": "text",
-  ".md": "text",
-  ".tokens": "text",
-  ".jsonl": "jsonl",
-  ".json": "jsonl",
-  ".ndjson": "jsonl",
-  ".csv": "csv",
-  ".tsv": "tsv",
-  ".parquet": "parquet",
-  ".arrow": "arrow",
+  "text": (".txt", ".text", ".md", ".tokens"),
+  "jsonl": (".jsonl", ".json", ".ndjson"),
+  "csv": (".csv",),
+  "tsv": (".tsv",),
+  "parquet": (".parquet",),
+  "arrow": (".arrow",),
 }
 COMPRESSIONS = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 TEXT_UNITS = ("line", "paragraph", "file")
-_KNOWN_SUFFIXES = f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
+_FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
+_KNOWN_SUFFIXES = f"{', '.join(_FORMAT_OF_SUFFIX)}, each also with {', '.join(COMPRESSIONS)}"
 # Files that Hugging Face's library stores beside the data.
 _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.json")
 
@@ -38,7 +34,7 @@ class Layout:
   """How a file's bytes become records.
 
   Attributes:
-    format: one of FORMATS' values; None chooses by each file's name.
+    format: a key of FORMATS; None chooses by each file's name.
     columns: column names of csv and tsv files without a header.
     text_unit: one record of a text file: a line, a paragraph (up to an empty line), or the file.
   """
@@ -48,9 +44,8 @@ class Layout:
   text_unit: str = "line"
 
   def __post_init__(self) -> None:
-    formats = sorted(set(FORMATS.values()))
-    if self.format is not None and self.format not in formats:
-      raise ValueError(f"format must be one of {', '.join(formats)}, got {self.format!r}")
+    if self.format not in (None, *FORMATS):
+      raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
     if self.text_unit not in TEXT_UNITS:
       raise ValueError(f"text_unit must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}")
 
@@ -86,7 +81,7 @@ def format_of(path: str, layout: Layout | None = None) -> str:
     ValueError: the name has an unknown suffix.
   """
   name = layout.format if layout is not None else None
-  name = name or FORMATS.get(_data_suffix(pathlib.Path(path)))
+  name = name or _FORMAT_OF_SUFFIX.get(_data_suffix(pathlib.Path(path)))
   if name is None:
     raise ValueError(
       f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
@@ -116,7 +111,7 @@ def _data_suffix(path: pathlib.Path) -> str:
 
 def _data_files(folder: pathlib.Path) -> list[str]:
   files = (path for path in folder.rglob("*") if path.is_file() and path.name not in _METADATA)
-  return [str(path) for path in files if _data_suffix(path) in FORMATS]
+  return [str(path) for path in files if _data_suffix(path) in _FORMAT_OF_SUFFIX]
 
 
 def _nearest(pattern: str) -> str:
