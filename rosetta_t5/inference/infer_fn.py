@@ -142,9 +142,9 @@ def _unstack_result(result: PyTree, keep_aux_as_numpy: bool) -> list[Row]:
   aux_rows: list[PyTree] = [None] * len(index_B)
   if isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[1], Mapping):
     outputs, aux = outputs
-    to_rows = list if keep_aux_as_numpy else _to_lists
+    to_rows = list if keep_aux_as_numpy else array_to_lists
     aux_rows = [row for _, row in _unstack((index_B, dict(aux)), to_rows)]
-  rows = zip(index_B.tolist(), _unstack(outputs, _to_lists), aux_rows, strict=True)
+  rows = zip(index_B.tolist(), _unstack(outputs, array_to_lists), aux_rows, strict=True)
   return [row for row in rows if row[0] != PADDING]
 
 
@@ -175,8 +175,8 @@ def _start_copy_to_host(x: jax.Array) -> jax.Array:
   return copy
 
 
-def _to_lists(x: np.ndarray) -> list[Any]:
-  # numpy leaves the elements of bfloat16 arrays as they are, and JSON cannot encode them.
+def array_to_lists(x: np.ndarray) -> Any:
+  """Returns an array as nested lists of Python numbers, also for bfloat16."""
   return (x.astype(np.float32) if x.dtype == jnp.bfloat16 else x).tolist()
 
 

@@ -64,10 +64,13 @@ class InferenceEvaluator:
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)
-    self._batch_size = infer_eval_dataset_cfg.batch_size
-    self._buckets = check_buckets(input_length_buckets)
     self._model = model
-    self._partitioner = partitioner
+    self._get_infer_fn = functools.partial(
+      get_infer_fn,
+      batch_size=infer_eval_dataset_cfg.batch_size,
+      partitioner=partitioner,
+      input_length_buckets=check_buckets(input_length_buckets),
+    )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
     self._infer_fns: dict[str, InferFn] = {}
     self._evaluator = make_evaluator(
@@ -109,12 +112,9 @@ class InferenceEvaluator:
 
     def infer_fn(method: str, **arguments: Any) -> InferFn:
       if method not in self._infer_fns:
-        self._infer_fns[method] = get_infer_fn(
+        self._infer_fns[method] = self._get_infer_fn(
           getattr(self._model, method),
-          self._batch_size,
-          train_state_axes,
-          self._partitioner,
-          input_length_buckets=self._buckets,
+          train_state_axes=train_state_axes,
           is_scoring=method == "score_batch",
         )
       return functools.partial(self._infer_fns[method], train_state=train_state, **arguments)

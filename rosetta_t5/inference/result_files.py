@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -12,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
+from rosetta_t5.inference.infer_fn import array_to_lists
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -39,11 +40,10 @@ def check_output_dir(binding: str, folder: str) -> None:
   Raises:
     ValueError: nothing can be written there.
   """
-  existing = pathlib.Path(folder).absolute()
-  while not existing.exists():
-    existing = existing.parent
   if "://" in folder:
     return
+  path = pathlib.Path(folder).absolute()
+  existing = next(p for p in (path, *path.parents) if p.exists())
   try:
     # Permissions do not show a full, foreign or read-only file system.
     with tempfile.TemporaryFile(dir=existing):
@@ -126,8 +126,7 @@ def _to_json(value: Any) -> Any:
   if isinstance(value, bytes):
     return value.decode("utf-8", errors="backslashreplace")
   if isinstance(value, np.ndarray | np.generic | jax.Array):
-    array = np.asarray(value)
-    return _to_json((array.astype(np.float32) if array.dtype == jnp.bfloat16 else array).tolist())
+    return _to_json(array_to_lists(np.asarray(value)))
   if isinstance(value, list | tuple):
     return [_to_json(item) for item in value]
   return value
@@ -174,15 +173,11 @@ class ChunkFolder:
 
   def num_complete(self) -> int:
     """Returns the number of complete chunks before the first incomplete one; equal on all processes."""
-    number = 0
-    while self._is_complete(number):
-      number += 1
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
+    from jax.experimental import multihost_utils
 
-      # Only the first process writes, so only it is sure to see all files.
-      number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    return number
+    number = next(n for n in itertools.count() if not self._is_complete(n))
+    # Only the first process writes, so only it is sure to see all files.
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def _check_same_settings(

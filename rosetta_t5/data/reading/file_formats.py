@@ -116,9 +116,8 @@ def _data_files(folder: pathlib.Path) -> list[str]:
 
 def _nearest(pattern: str) -> str:
   """Returns a sentence about the innermost existing folder of a path."""
-  folder = pathlib.Path(pattern).parent
-  while not folder.exists() and folder != folder.parent:
-    folder = folder.parent
+  candidates = (*pathlib.Path(pattern).parents, pathlib.Path())
+  folder = next(path for path in candidates if path.exists())
   names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
   shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
   return f"{folder} contains {shown}" if names else f"{folder} is empty"

@@ -60,10 +60,6 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
 
 
 def _as_text(value: Any) -> str:
-  if value is None:
-    return ""
-  if isinstance(value, str):
-    return value
   if isinstance(value, (list, tuple)):
     return " ".join(map(_as_text, value))
-  return str(value)
+  return "" if value is None else str(value)
