@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import pathlib
 import unicodedata
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer
 
 from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
+  make_tokenizer,
   read_model,
-  tokenizer_json,
 )
 from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 
@@ -74,8 +74,7 @@ def train(lines: list[str], **options: object) -> bytes:
 
 def find_differences(model: bytes, texts: list[str]) -> list[str]:
   """Returns the texts that the two encode differently; decoding must be the same."""
-  tokenizers = pytest.importorskip("tokenizers")
-  theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(read_model(model), start=0)))
+  theirs = Tokenizer.from_str(make_tokenizer(read_model(model), start=0).to_str())
   ours = sentencepiece.SentencePieceProcessor(model_proto=model)
   found = []
   for text in texts:
@@ -135,7 +134,7 @@ def test_models_that_tokenizer_json_cannot_express_are_refused(lines, options, t
   with pytest.raises(
     ValueError, match=f"cannot be written as Transformers' tokenizer.json: {text}"
   ):
-    tokenizer_json(read_model(train(lines, **size, **options)), start=0)
+    make_tokenizer(read_model(train(lines, **size, **options)), start=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a protocol buffer"])

@@ -1,18 +1,18 @@
-"""Writes a SentencePiece model as Transformers' tokenizer.json, which gives the same ids.
+"""Converts a SentencePiece model to a tokenizer of the library `tokenizers`, which gives the same ids.
 
-Transformers has no class that reads a .model file for a decoder. The file tokenizer.json of the library
-`tokenizers` can hold the same: the model is a table of pieces, and the normalizer a sequence of steps.
+Transformers reads such a tokenizer from tokenizer.json. It has no class that reads a .model file for
+a decoder.
 """
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
-# The classes of protocol buffers are created at run time, so their attributes are unknown to mypy.
+# The classes of protocol buffers are created at run time, so mypy does not know their attributes.
 _proto: Any = sentencepiece_model_pb2
 _TrainerSpec = _proto.TrainerSpec
 _Piece = _proto.ModelProto.SentencePiece
@@ -35,40 +35,32 @@ def read_model(model: bytes) -> Model:
   return proto
 
 
-def tokenizer_json(model: Model, start: int) -> dict[str, Any]:
-  """Returns the content of a tokenizer.json that encodes and decodes as SentencePiece does.
+def make_tokenizer(model: Model, start: int) -> Tokenizer:
+  """Returns a tokenizer that encodes and decodes as SentencePiece does.
 
   Args:
     model: of `read_model`.
     start: the token that is put before every text.
 
   Raises:
-    ValueError: tokenizer.json cannot express the model.
+    ValueError: `tokenizers` does not support the model.
   """
   _check_is_supported(model)
-  text = model.pieces[start].piece
   is_unigram = model.trainer_spec.model_type == _TrainerSpec.UNIGRAM
-  return {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [
-      {"id": number, "content": piece.piece, "special": True, "normalized": False}
-      | {"single_word": False, "lstrip": False, "rstrip": False}
-      for number, piece in enumerate(model.pieces)
-      if piece.type == _Piece.CONTROL or number == start
-    ],
-    "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
-    "pre_tokenizer": None,
-    "post_processor": {
-      "type": "TemplateProcessing",
-      "single": [_special(text), _sequence("A")],
-      "pair": [_special(text), _sequence("A"), _sequence("B")],
-      "special_tokens": {text: {"id": text, "ids": [start], "tokens": [text]}},
-    },
-    "decoder": {"type": "Sequence", "decoders": _decoders(model)},
-    "model": _unigram(model) if is_unigram else _bpe(model),
-  }
+  tokenizer = Tokenizer(_make_unigram(model) if is_unigram else _make_bpe(model))
+  tokenizer.normalizer = normalizers.Sequence(_make_normalizers(model))
+  tokenizer.decoder = decoders.Sequence(_make_decoders(model))
+  text = model.pieces[start].piece
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=[text, "$A"], pair=[text, "$A", "$B"], special_tokens=[(text, start)]
+  )
+  special = [
+    AddedToken(piece.piece, normalized=False, special=True)
+    for number, piece in enumerate(model.pieces)
+    if piece.type == _Piece.CONTROL or number == start
+  ]
+  tokenizer.add_special_tokens(special)
+  return tokenizer
 
 
 def _check_is_supported(model: Model) -> None:
@@ -77,10 +69,7 @@ def _check_is_supported(model: Model) -> None:
   is_bpe = trainer.model_type == _TrainerSpec.BPE
   kind = _TrainerSpec.ModelType.Name(trainer.model_type).lower()
   for is_wrong, reason in (
-    (
-      not is_bpe and trainer.model_type != _TrainerSpec.UNIGRAM,
-      f"model_type must be unigram or bpe, got {kind}",
-    ),
+    (kind not in ("unigram", "bpe"), f"model_type must be unigram or bpe, got {kind}"),
     (trainer.treat_whitespace_as_suffix, "treat_whitespace_as_suffix must be false"),
     (is_bpe and _Piece.USER_DEFINED in types, "bpe with user_defined_symbols is not supported"),
     (_Piece.UNUSED in types, "pieces of type UNUSED are not supported"),
@@ -92,83 +81,68 @@ def _check_is_supported(model: Model) -> None:
       )
 
 
-def _special(text: str) -> dict[str, Any]:
-  return {"SpecialToken": {"id": text, "type_id": 0}}
-
-
-def _sequence(name: str) -> dict[str, Any]:
-  return {"Sequence": {"id": name, "type_id": 0}}
-
-
-def _normalizers(model: Model) -> list[dict[str, Any]]:
+def _make_normalizers(model: Model) -> list[normalizers.Normalizer]:
   """Returns SentencePiece's steps, in its order."""
   spec = model.normalizer_spec
-  steps: list[dict[str, Any]] = []
+  steps: list[normalizers.Normalizer] = []
   if spec.precompiled_charsmap:
-    rules = base64.b64encode(spec.precompiled_charsmap).decode()
     if spec.name.removesuffix("_cf").endswith("nfkc"):
       # `tokenizers` considers only a letter and one mark at a time, and drops further marks.
-      steps.append({"type": "NFC"})
-    steps.append({"type": "Precompiled", "precompiled_charsmap": rules})
+      steps.append(normalizers.NFC())
+    steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
   if spec.remove_extra_whitespaces:
-    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
   if spec.add_dummy_prefix:
-    steps.append({"type": "Prepend", "prepend": _SPACE})
-  return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    steps.append(normalizers.Prepend(_SPACE))
+  return [*steps, normalizers.Replace(" ", _SPACE)]
 
 
-def _decoders(model: Model) -> list[dict[str, Any]]:
-  trainer, prefix = model.trainer_spec, model.normalizer_spec.add_dummy_prefix
+def _make_decoders(model: Model) -> list[decoders.Decoder]:
+  trainer = model.trainer_spec
   unknown = model.pieces[trainer.unk_id].piece
-  return [
-    {"type": "Replace", "pattern": {"String": unknown}, "content": trainer.unk_surface},
-    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-    *([{"type": "ByteFallback"}] if trainer.byte_fallback else []),
-    {"type": "Fuse"},
-    *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+  steps: list[decoders.Decoder] = [
+    decoders.Replace(unknown, trainer.unk_surface),
+    decoders.Replace(_SPACE, " "),
   ]
+  if trainer.byte_fallback:
+    steps.append(decoders.ByteFallback())
+  steps.append(decoders.Fuse())
+  if model.normalizer_spec.add_dummy_prefix:
+    steps.append(decoders.Strip(" ", left=1, right=0))
+  return steps
 
 
-def _unigram(model: Model) -> dict[str, Any]:
+def _make_unigram(model: Model) -> models.Unigram:
+  trainer = model.trainer_spec
   best = max(piece.score for piece in model.pieces)
-  return {
-    "type": "Unigram",
-    "unk_id": model.trainer_spec.unk_id,
-    "vocab": [[piece.piece, _score(piece, best)] for piece in model.pieces],
-    "byte_fallback": model.trainer_spec.byte_fallback,
-  }
+  vocabulary = [(piece.piece, _score(piece, best)) for piece in model.pieces]
+  return models.Unigram(vocabulary, trainer.unk_id, trainer.byte_fallback)
 
 
 def _score(piece: Any, best: float) -> float:
   """Returns a piece's score, with the bonus that SentencePiece gives to user-defined symbols."""
   if piece.type == _Piece.USER_DEFINED:
     return len(piece.piece.encode()) * best - 0.1
-  return piece.score
+  return float(piece.score)
 
 
-def _bpe(model: Model) -> dict[str, Any]:
+def _make_bpe(model: Model) -> models.BPE:
   trainer = model.trainer_spec
-  return {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": model.pieces[trainer.unk_id].piece,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": True,
-    "byte_fallback": trainer.byte_fallback,
-    "ignore_merges": False,
-    "vocab": {piece.piece: number for number, piece in enumerate(model.pieces)},
-    "merges": _merges(model),
-  }
+  return models.BPE(
+    vocab={piece.piece: number for number, piece in enumerate(model.pieces)},
+    merges=_merges(model),
+    unk_token=model.pieces[trainer.unk_id].piece,
+    fuse_unk=True,
+    byte_fallback=trainer.byte_fallback,
+  )
 
 
-def _merges(model: Model) -> list[list[str]]:
+def _merges(model: Model) -> list[tuple[str, str]]:
   """Returns every pair that makes up a piece, in SentencePiece's order of merging: by score."""
   normal = [piece for piece in model.pieces if piece.type == _Piece.NORMAL]
   known = {piece.piece for piece in normal}
   return [
-    [piece.piece[:cut], piece.piece[cut:]]
+    (piece.piece[:cut], piece.piece[cut:])
     for piece in sorted(normal, key=lambda piece: -piece.score)
     for cut in range(1, len(piece.piece))
     if piece.piece[:cut] in known and piece.piece[cut:] in known
