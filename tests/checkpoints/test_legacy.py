@@ -16,7 +16,7 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
-from rosetta_t5.checkpoints.formats.t5x_legacy import chunk_shape
+from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
 from rosetta_t5.compat.checkpoint_loading import find_checkpoint, load_t5x_checkpoint
 from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointManager
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer, SaveBestCheckpointer

@@ -1,6 +1,7 @@
-"""Writes a checkpoint as Orbax does, array by array, for conversions that must not hold the model.
+"""Writes an Orbax checkpoint array by array, for conversions of models that do not fit into memory.
 
-Runs save with Orbax itself; what is written here is what it would have written for numpy arrays.
+Runs save with Orbax itself, which needs all arrays of a checkpoint at once. Its experimental partial
+saving could add array after array, but writes another layout and keeps two copies of each.
 """
 
 from __future__ import annotations
@@ -15,80 +16,51 @@ import tensorstore as ts
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats import tensorstores
-from rosetta_t5.checkpoints.formats.t5x_legacy import CHUNK_BYTES, chunk_shape, write_in_parts
+from rosetta_t5.checkpoints.formats.tensorstores import kvstore, limited_cache, write_array
 
 _COMMITTED = "Checkpoint commit was successful"
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _SMALL_BYTES = 100_000
-_CACHE_BYTES = 100_000_000
 _DICT_KEY = 2  # Orbax's number for a key of a dict
 
 
-def write(
-  folder: str | os.PathLike[str],
-  arrays: Mapping[str, StoredArray],
-  custom_metadata: Mapping[str, Any] | None = None,
-) -> None:
-  """Writes the checkpoint `folder`, which is not there yet.
+def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> None:
+  """Writes the checkpoint `folder`, which does not exist yet.
 
   Args:
     folder: the step's folder.
-    arrays: by flat name; one part of one array is in memory at a time.
-    custom_metadata: small JSON facts.
+    arrays: by flat name; a part of one array is in memory at a time.
   """
   root = epath.Path(folder)
   state = root / "state"
   state.mkdir(parents=True)
   started = time.time_ns()
-  # Each commit of the database costs time, so small arrays share one.
-  together, context = (
-    ts.Transaction(),
-    ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}}),
-  )
+  context = limited_cache()
+  # Each commit to the database takes time, so all small arrays are in one.
+  small_arrays = ts.Transaction()
   for name, array in arrays.items():
-    transaction = together if array.nbytes <= _SMALL_BYTES else None
-    _write_array(state, name.replace("/", "."), array, transaction, context)
-  together.commit_sync()
+    database = {
+      "driver": "ocdbt",
+      "base": kvstore(state),
+      "path": name.replace("/", ".") + "/",
+      "config": {"max_inline_value_bytes": 1024},
+    }
+    transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
+    # Runs do not compress either.
+    write_array(database, array, compressor=None, transaction=transaction, context=context)
+  small_arrays.commit_sync()
   (state / "_METADATA").write_text(json.dumps(_tree_metadata(arrays)))
   (state / "commit_success.txt").write_text(_COMMITTED)
-  handler = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
   step = {
-    "item_handlers": {"state": handler},
+    "item_handlers": {"state": _HANDLER},
     "metrics": {},
     "performance_metrics": {},
     "init_timestamp_nsecs": started,
     "commit_timestamp_nsecs": time.time_ns(),
-    "custom_metadata": dict(custom_metadata or {}),
+    "custom_metadata": {},
   }
   (root / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
   (root / "commit_success.txt").write_text(_COMMITTED)
-
-
-def _write_array(
-  state: epath.Path,
-  name: str,
-  array: StoredArray,
-  transaction: ts.Transaction | None,
-  context: ts.Context,
-) -> None:
-  spec = {
-    "driver": "zarr",
-    "dtype": array.dtype.name,
-    "kvstore": {
-      "driver": "ocdbt",
-      "base": tensorstores.url(state),
-      "path": name + "/",
-      "config": {"max_inline_value_bytes": 1024},
-    },
-    "metadata": {
-      "shape": list(array.shape),
-      "chunks": chunk_shape(array.shape, CHUNK_BYTES // array.dtype.itemsize),
-      "compressor": None,  # as runs save
-    },
-  }
-  write_in_parts(
-    ts.open(spec, create=True, transaction=transaction, context=context).result(), array
-  )
 
 
 def _tree_metadata(arrays: Mapping[str, StoredArray]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Arrays in TensorStore: read in part, never filled up with zeros where data is missing."""
+"""Reads and writes arrays in TensorStore, in parts; missing data is an error rather than zeros."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,75 +13,113 @@ import tensorstore as ts
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 
-_GCS = "gs://"
+# T5X's size of chunks: large enough for remote storage, small enough to be read in parts.
+_CHUNK_BYTES = 64 * 1024 * 1024
 _CACHE_BYTES = 100_000_000
 _ALIGNMENT = 64
 
 
 def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns TensorStore's description of a folder, local or on gs://."""
+  """Returns TensorStore's description of a folder, which is local or on gs://."""
   text = os.fspath(path)
-  if text.startswith(_GCS):
-    bucket, _, inner = text.removeprefix(_GCS).partition("/")
+  if text.startswith("gs://"):
+    bucket, _, inner = text.removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": inner.rstrip("/") + "/"}
   return {"driver": "file", "path": os.path.abspath(text).rstrip("/") + "/"}
 
 
-def url(path: str | os.PathLike[str]) -> str:
-  """Returns a folder's URL, as OCDBT wants it."""
-  text = os.fspath(path)
-  return text if text.startswith(_GCS) else f"file://{os.path.abspath(text).rstrip('/')}/"
+def limited_cache() -> ts.Context:
+  """Returns a context whose cache has a bounded size."""
+  return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
 def open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray]:
-  """Returns {name: array} of what TensorStore has at `specs`, all opened at once; values are read later.
+  """Returns {name: array} of the arrays that `specs` describe; their values are read later.
 
   Args:
-    specs: driver and kvstore by name.
+    specs: TensorStore's driver and kvstore by name. All arrays are opened at once.
   """
-  context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-  opening = {name: ts.open(dict(spec), open=True, context=context) for name, spec in specs.items()}
-  stores = {name: future.result() for name, future in opening.items()}
-  # Without a fill value zeros are stored like any others: a chunk that is not there is a loss.
-  whole = [n for n, store in stores.items() if specs[n]["driver"] == "zarr" and _no_fill(store)]
-  strict = {
-    name: ts.open({**specs[name], "fill_missing_data_reads": False}, open=True, context=context)
-    for name in whole
+  context = limited_cache()
+  stores = _open_all(specs, context)
+  # An array without a fill value has all its chunks, so a missing chunk is a loss and not zeros.
+  without_fill = {
+    name: {**specs[name], "fill_missing_data_reads": False}
+    for name, store in stores.items()
+    if specs[name]["driver"] == "zarr" and store.fill_value is None
   }
-  return {
-    **{name: _array(store) for name, store in stores.items()},
-    **{name: _array(future.result()) for name, future in strict.items()},
-  }
+  stores |= _open_all(without_fill, context)
+  return {name: _as_array(store) for name, store in stores.items()}
 
 
-def _no_fill(store: ts.TensorStore) -> bool:
-  return store.fill_value is None
+def _open_all(
+  specs: Mapping[str, Mapping[str, Any]], context: ts.Context
+) -> dict[str, ts.TensorStore]:
+  pending = {name: ts.open(dict(spec), open=True, context=context) for name, spec in specs.items()}
+  return {name: future.result() for name, future in pending.items()}
 
 
-def _array(store: ts.TensorStore) -> StoredArray:
+def _as_array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
-  bits = dtype == np.uint16  # T5X's version 2 wrote bfloat16 so
+  # Version 2 of T5X's layout stores bfloat16 as its bits.
+  is_bfloat16 = dtype == np.uint16
 
-  def begin(index: Index) -> PendingRead:
+  def start_read(index: Index) -> PendingRead:
     part = store[index] if index else store
-    values = _aligned(part.shape, dtype)
+    values = _allocate_aligned(part.shape, dtype)
     written = ts.array(values).write(part)
 
     def finish() -> np.ndarray:
       written.result()
-      return values.view(jnp.bfloat16) if bits else values
+      return values.view(jnp.bfloat16) if is_bfloat16 else values
 
     return finish
 
   def read(index: Index) -> np.ndarray:
-    return begin(index)()
+    return start_read(index)()
 
-  return StoredArray(store.shape, jnp.bfloat16 if bits else dtype, read, start_read_fn=begin)
+  dtype_read = jnp.bfloat16 if is_bfloat16 else dtype
+  return StoredArray(store.shape, dtype_read, read, start_read_fn=start_read)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Returns memory that a CPU's device can use as it is; what is not aligned it would copy."""
+def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Returns an array that JAX's CPU devices can use without a copy, because of its alignment."""
   size = math.prod(shape) * dtype.itemsize
   memory = np.empty(size + _ALIGNMENT, np.uint8)
   start = -memory.ctypes.data % _ALIGNMENT
   return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def write_array(
+  store: Mapping[str, Any], array: StoredArray, compressor: Any, **options: Any
+) -> dict[str, Any]:
+  """Writes an array in zarr's format and returns its spec; one row of chunks is in memory at a time.
+
+  Args:
+    store: TensorStore's description of where to write.
+    array: the array.
+    compressor: zarr's, or None.
+    **options: passed to `tensorstore.open`.
+  """
+  chunks = chunk_shape(array.shape, _CHUNK_BYTES // array.dtype.itemsize)
+  metadata = {"shape": list(array.shape), "chunks": chunks, "compressor": compressor}
+  spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": dict(store), "metadata": metadata}
+  target = ts.open(spec, create=True, **options).result()
+  if not array.shape or not array.sliceable:
+    target.write(array.get()).result()
+    return spec
+  inner = (slice(None),) * (array.ndim - 1)
+  for start in range(0, array.shape[0], max(chunks[0], 1)):
+    values = array.read((slice(start, start + chunks[0]), *inner))
+    target[start : start + len(values)].write(values).result()
+  return spec
+
+
+def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:
+  """Returns the shape of equal chunks of at most `limit` values, split along the largest dimensions."""
+  chunks = list(shape)
+  while math.prod(chunks) > max(limit, 1):
+    largest = max(range(len(chunks)), key=chunks.__getitem__)
+    chunks[largest] = next(
+      size for size in range(chunks[largest] - 1, 0, -1) if shape[largest] % size == 0
+    )
+  return chunks
