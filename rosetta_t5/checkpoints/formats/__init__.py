@@ -1,1 +1,1 @@
-"""The layouts of checkpoints on disk: each is read as {T5X's name: array} without reading values."""
+"""The layouts of checkpoints on disk. Each module reads one as {T5X's name: lazy array}."""
