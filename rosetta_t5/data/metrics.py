@@ -109,7 +109,7 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
 
 def lambada(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
   """Returns {"accuracy"} in percent: the first predicted word is the passage's last word."""
-  return _first_word_accuracy(targets, predictions, _normalized_word)
+  return accuracy([*map(_normalized_word, targets)], [*map(_normalized_word, predictions)])
 
 
 def next_word(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
@@ -117,7 +117,7 @@ def next_word(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, f
 
   Punctuation after the word is ignored, because a prediction continues where the target ends.
   """
-  return _first_word_accuracy(targets, predictions, _bare_word)
+  return accuracy([*map(_bare_word, targets)], [*map(_bare_word, predictions)])
 
 
 def word_perplexity(targets: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
@@ -162,6 +162,7 @@ def rouge(
 
 
 def _percent_equal(targets: Sequence[Any], predictions: Sequence[Any]) -> float:
+  _check_lengths(targets, predictions)
   equal = [bool(t == p) for t, p in zip(targets, predictions, strict=True)]
   return 100 * sum(equal) / len(equal)
 
@@ -172,14 +173,6 @@ def _correlation(targets: Any, predictions: Any) -> float:
   a, b = a - a.mean(), b - b.mean()
   scale = np.sqrt((a @ a) * (b @ b))
   return float(100 * (a @ b) / scale) if scale else float("nan")
-
-
-def _first_word_accuracy(
-  targets: Sequence[str], predictions: Sequence[str], first_word: Callable[[str], str]
-) -> dict[str, float]:
-  _check_lengths(targets, predictions)
-  equal = [first_word(p) == first_word(t) for t, p in zip(targets, predictions, strict=True)]
-  return {"accuracy": 100 * sum(equal) / len(equal)}
 
 
 def _bare_word(text: str) -> str:

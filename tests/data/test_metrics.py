@@ -136,9 +136,10 @@ def test_lambada_compares_the_first_word() -> None:
   assert metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
 
 
-def test_a_metric_without_predictions_is_refused() -> None:
+@pytest.mark.parametrize("metric", [metrics.squad, metrics.accuracy, metrics.lambada])
+def test_a_metric_without_predictions_is_refused(metric: Any) -> None:
   with pytest.raises(ValueError, match="got 0 targets and 0 predictions"):
-    metrics.squad([], [])
+    metric([], [])
 
 
 def test_the_next_word_is_compared_exactly_but_without_following_punctuation() -> None:
