@@ -240,13 +240,13 @@ def test_a_stopped_call_reports_it_and_keeps_its_results(model_dir, tmp_path, ou
     else:
       wait_for_results(tmp_path / output, process)
       process.send_signal(signal.SIGINT)
-    said, status = process.stderr.read(), process.wait(60)
-  assert "Traceback" not in said
+    printed, status = process.stderr.read(), process.wait(60)
+  assert "Traceback" not in printed
   if output == "-":
     assert status == 128 + signal.SIGPIPE
     return
   assert status == 128 + signal.SIGINT
-  assert "stopped: results.jsonl has the results so far; run again to continue" in said
+  assert "stopped: results.jsonl has the results so far; run again to continue" in printed
   rows = [json.loads(line)["inputs"] for line in (tmp_path / output).read_text().splitlines()]
   assert rows == [f"text {n}" for n in range(len(rows))]
 
@@ -292,7 +292,7 @@ def test_chat_fills_blanks_until_an_empty_line(model_dir, monkeypatch, capfd):
   typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
   assert cli.main(["chat", str(model_dir)]) == 0
-  said = capfd.readouterr().out
-  assert "There is no blank to fill" in said
-  assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in said
-  assert said.count("> ") == 3
+  printed = capfd.readouterr().out
+  assert "There is no blank to fill" in printed
+  assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in printed
+  assert printed.count("> ") == 3

@@ -93,13 +93,15 @@ def test_predictions_are_evaluated_before_training_and_at_each_period(tmp_path, 
   assert [row["step"] for row in rows] == [0, 1, 2]
   values = [row["likelihood"] for row in rows]
   assert values[0] < values[1] < values[2], "the model learns these very pairs"
-  # Metrics are computed while training goes on: actions see them one evaluation later.
+  # Metrics are computed while training continues: actions see them one evaluation later.
   assert action.shown == [
     (step, {TASK: {"likelihood": value}}) for step, value in zip((1, 2, 2), values, strict=True)
   ]
-  said = capsys.readouterr().out
+  output = capsys.readouterr().out
   for row in rows:
-    assert f"predictions at step {row['step']}  {TASK}  likelihood {row['likelihood']:.4g}" in said
+    assert (
+      f"predictions at step {row['step']}  {TASK}  likelihood {row['likelihood']:.4g}" in output
+    )
 
 
 @pytest.mark.slow
@@ -121,8 +123,8 @@ def evaluation(name, **fields):
 
 def test_a_task_without_metrics_is_reported(capsys):
   evaluation("pairs_without_a_metric").wait_until_read()
-  said = capsys.readouterr().out
-  assert "no predictions are evaluated: 'pairs_without_a_metric' has no metrics for the s" in said
+  output = capsys.readouterr().out
+  assert "no predictions are evaluated: 'pairs_without_a_metric' has no metrics for the s" in output
 
 
 @pytest.mark.parametrize(

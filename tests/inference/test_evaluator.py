@@ -94,8 +94,8 @@ def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   scores = model.score_batch(state.params, batch)
   np.testing.assert_allclose(seen["scores"][1], scores, rtol=1e-4)
   decodes, aux = model.predict_batch_with_aux(state.params, batch)
-  said = [model.output_vocabulary.decode(row) for row in np.asarray(decodes).tolist()]
-  assert seen["predictions"][1] == seen["aux"][1] == said
+  decoded = [model.output_vocabulary.decode(row) for row in np.asarray(decodes).tolist()]
+  assert seen["predictions"][1] == seen["aux"][1] == decoded
   np.testing.assert_allclose(seen["aux"][2]["scores"], aux["scores"], rtol=1e-4)
   assert set(metrics["pairs_with_metrics"]) == {"exact", "likelihood", "confidence"}
 

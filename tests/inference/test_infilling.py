@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -63,18 +65,20 @@ def test_blanks_are_filled_in_place(fill: BlankFiller) -> None:
   assert "] an [" in filled[1]
 
 
-def test_each_blank_gets_the_span_of_its_sentinel(
-  fill: BlankFiller, vocabulary: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_blank_gets_the_span_of_its_sentinel(vocabulary: Any) -> None:
   seen = []
 
-  def predict(params: Any, batch: Any) -> Any:
-    seen.extend(np.asarray(batch["encoder_input_tokens"])[0].tolist())
-    decode = [198, *vocabulary.encode("object"), 199, *vocabulary.encode("error"), 1]
-    return np.array([decode]), {}
+  def predict(params: Any, batch: Any, **options: Any) -> Any:
+    jax.debug.callback(lambda x: seen.extend(x[0].tolist()), batch["encoder_input_tokens"])
+    target = [198, *vocabulary.encode("object"), 199, *vocabulary.encode("error"), 1]
+    return jnp.array([target]), {}
 
-  monkeypatch.setattr(fill, "_predict", predict)
+  model = types.SimpleNamespace(
+    input_vocabulary=vocabulary, output_vocabulary=vocabulary, predict_batch_with_aux=predict
+  )
+  fill = BlankFiller(model, None, 48)
   assert fill(["the ____ of", "an ____ is"]) == ["the [error] of", "an [object] is"]
+  jax.effects_barrier()
   encode = vocabulary.encode
   text = [*encode("the"), 199, *encode("of"), *encode("an"), 198, *encode("is"), 1]
   assert seen == text + [0] * (48 - len(text))

@@ -77,12 +77,12 @@ def prefix_lm_examples():
     prompt = 4 if row < 8 else {12: 7}.get(row, 3) if row < 16 else LENGTH - 2
     tokens = np.zeros(LENGTH, np.int32)
     tokens[: prompt + 2] = rng.integers(2, VOCAB, prompt + 2)
-    places = np.arange(LENGTH)
+    positions = np.arange(LENGTH)
     rows.append({
       "decoder_target_tokens": tokens,
       "decoder_input_tokens": np.pad(tokens, (1, 0))[:-1],
-      "decoder_causal_attention": (places <= prompt).astype(np.int32),
-      "decoder_loss_weights": ((places >= prompt) & (tokens > 0)).astype(np.int32),
+      "decoder_causal_attention": (positions <= prompt).astype(np.int32),
+      "decoder_loss_weights": ((positions >= prompt) & (tokens > 0)).astype(np.int32),
     })  # fmt: skip
   return rows
 
@@ -112,7 +112,7 @@ def test_a_decoder_only_model_continues_short_prompts_as_at_the_full_length(is_s
   assert shapes == [[LENGTH, LENGTH], *whole, [LENGTH, LENGTH]]
   np.testing.assert_allclose(cut_aux["scores"], full_aux["scores"], rtol=1e-5)
   if not is_scoring:
-    assert cut == full, "a short prompt does not shorten what may follow it"
+    assert cut == full, "a short prompt must not shorten the prediction"
 
 
 def test_default_buckets_are_fractions_of_the_length_and_wrong_ones_are_refused():

@@ -146,8 +146,8 @@ def _fit_denoiser(
 ) -> Objective:
   """Chooses the segment length that fills the features, with one end token in each."""
   if denoiser.mean_length is None:
-    room = {name: size - 1 for name, size in lengths.items()}
-    length, most, density = prefix_lengths(room, len(mode), denoiser.density)
+    without_end = {name: size - 1 for name, size in lengths.items()}
+    length, most, density = prefix_lengths(without_end, len(mode), denoiser.density)
     return Ending(length, density, min(most, length - 1), mode)
   assert denoiser.density is not None
   length = segment_length(

@@ -149,8 +149,8 @@ class _Shard:
     return tokens
 
 
-def _damaged_text(path: pathlib.Path, what: str) -> str:
+def _damaged_text(path: pathlib.Path, reason: str) -> str:
   return (
-    f"The prepared shard {path} is damaged ({what}). To repair it, delete the file and repeat the "
+    f"The prepared shard {path} is damaged ({reason}). To repair it, delete the file and repeat the "
     "command that prepared it; the other shards are kept."
   )

@@ -1,4 +1,4 @@
-"""The prepared feed: no token lost, T5's statistics, the same batches on any number of hosts."""
+"""Prepared batches: no token is lost, T5's statistics, the same batches on any number of hosts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def config(task: Any, **overrides: Any) -> DatasetConfig:
   return DatasetConfig(task, LENGTHS, **{**fields, **overrides})  # type: ignore[arg-type]
 
 
-def test_inputs_and_targets_together_give_back_the_tokens() -> None:
+def test_inputs_and_targets_together_contain_the_tokens() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (64, 40), np.int32)
   inputs, targets = corrupt_spans(tokens, random_keys(1, np.arange(64)), VOCAB_SIZE)
   assert inputs.shape == (64, 40 - 6 + 2)
@@ -74,7 +74,7 @@ def test_inputs_and_targets_together_give_back_the_tokens() -> None:
     assert restored == row.tolist()
 
 
-def test_dropped_tokens_lie_evenly_and_spans_have_t5s_lengths() -> None:
+def test_dropped_tokens_are_evenly_spread_and_spans_have_t5s_lengths() -> None:
   tokens = np.tile(np.arange(3, 571, dtype=np.int32), (2000, 1))
   inputs, targets = corrupt_spans(tokens, random_keys(7, np.arange(2000)), 10_000)
   assert inputs.shape[1] + 1 == 512
@@ -88,7 +88,7 @@ def test_dropped_tokens_lie_evenly_and_spans_have_t5s_lengths() -> None:
   assert np.mean(lengths == 1) == pytest.approx(27 / 84, abs=0.01)
 
 
-def test_rows_depend_on_their_own_key_alone() -> None:
+def test_a_row_depends_on_its_own_key_alone() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (8, 40), np.int32)
   keys = random_keys(1, np.arange(8))
   together = corrupt_spans(tokens, keys, VOCAB_SIZE)
@@ -98,7 +98,9 @@ def test_rows_depend_on_their_own_key_alone() -> None:
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_have_together_the_batch_that_one_has(folders: list[str], hosts: int) -> None:
+def test_several_hosts_together_read_the_batch_of_a_single_host(
+  folders: list[str], hosts: int
+) -> None:
   cfg = config(prepared_task(folders))
   alone = get_dataset(cfg, 0, 1, None)
   feeds = [get_dataset(cfg, host, hosts, None) for host in range(hosts)]
@@ -108,7 +110,7 @@ def test_hosts_have_together_the_batch_that_one_has(folders: list[str], hosts: i
       np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
 
 
-def test_a_mixture_of_denoisers_is_the_same_on_any_hosts_and_mixes_evenly(
+def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
   folders: list[str],
 ) -> None:
   cfg = config(prepared_task(folders, objective="ul2", extra_ids=30), batch_size=16)
@@ -119,8 +121,8 @@ def test_a_mixture_of_denoisers_is_the_same_on_any_hosts_and_mixes_evenly(
     whole, parts = next(alone), [next(feed) for feed in feeds]
     for name, value in whole.items():
       np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
-  places = [alone.batches.mixture.locate(number)[0] for number in range(1000)]
-  of_folders = np.bincount(places).reshape(2, 7)
+  locations = [alone.batches.mixture.locate(number)[0] for number in range(1000)]
+  of_folders = np.bincount(locations).reshape(2, 7)
   assert np.ptp(of_folders, axis=1).max() <= 1
   small, large = (stream.stream.size for stream in alone.batches.segments[::7])
   assert of_folders.sum(axis=1) == pytest.approx(
@@ -128,7 +130,7 @@ def test_a_mixture_of_denoisers_is_the_same_on_any_hosts_and_mixes_evenly(
   )
 
 
-def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: list[str]) -> None:
+def test_each_epoch_has_every_segment_once_in_its_own_order(folders: list[str]) -> None:
   batches = prepared_task(folders[0]).batches(config("", batch_size=1), 0, 1, 5)
   (segments,) = batches.segments
   first, second = (
@@ -140,7 +142,7 @@ def test_an_epoch_has_every_segment_once_in_another_order_each_time(folders: lis
   assert list(batches.measures(segments.count).values()) == [1.0]
 
 
-def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_a_million(
+def test_a_feed_continues_on_other_hosts_and_within_a_second_at_step_a_million(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
   cfg = config(prepared_task(folders))
@@ -163,7 +165,7 @@ def test_a_feed_goes_on_where_it_was_saved_with_other_hosts_and_at_once_at_step_
   )
 
 
-def test_a_checkpoint_of_two_hosts_serves_four(folders: list[str], tmp_path: pathlib.Path) -> None:
+def test_four_hosts_restore_the_position_of_two(folders: list[str], tmp_path: pathlib.Path) -> None:
   cfg = config(prepared_task(folders))
   for host in range(2):
     feed = get_dataset(cfg, host, 2, None)
@@ -179,7 +181,7 @@ def test_a_checkpoint_of_two_hosts_serves_four(folders: list[str], tmp_path: pat
 
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"rates": [1, 2]}, {"objective": "causal_lm"}])
-def test_a_step_among_other_batches_is_refused(
+def test_a_position_of_other_batches_is_refused(
   folders: list[str], tmp_path: pathlib.Path, change: dict[str, Any]
 ) -> None:
   get_dataset(config(prepared_task(folders)), 0, 1, None).save(tmp_path / "position")
@@ -192,18 +194,18 @@ def test_a_step_among_other_batches_is_refused(
     other.restore(tmp_path / "position")
 
 
-def test_seeds_give_other_batches(folders: list[str]) -> None:
+def test_another_seed_gives_other_batches(folders: list[str]) -> None:
   a, b = (next(get_dataset(config(prepared_task(folders), seed=s), 0, 1, None)) for s in (1, 2))
   assert (a["encoder_input_tokens"] != b["encoder_input_tokens"]).any()
 
 
 def test_model_features_are_those_of_seqios_converter(folders: list[str]) -> None:
-  import seqio  # after the feed, which does without
+  import seqio  # after the feed, which does not need it
   import tensorflow as tf
 
   batch = next(get_dataset(config(prepared_task(folders), pack=False), 0, 1, None))
   inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
-  assert (inputs > 0).all()  # full: nothing is lost to padding
+  assert (inputs > 0).all()  # no padding
   assert (inputs[:, -1] == 1).all()
   rows = [{"inputs": i[i > 0], "targets": t[t > 0]} for i, t in zip(inputs, targets, strict=True)]
   dataset = tf.data.Dataset.from_generator(
@@ -225,7 +227,7 @@ def test_packing_adds_segments_and_positions(folders: list[str]) -> None:
   assert batch["encoder_segment_ids"].all()
 
 
-def test_causal_targets_are_the_text(folders: list[str]) -> None:
+def test_targets_of_causal_lm_are_the_text(folders: list[str]) -> None:
   task = prepared_task(folders[0], objective="causal_lm")
   cfg = dataclasses.replace(config(task, shuffle=False), task_feature_lengths={"targets": 20})
   batch = next(get_dataset(cfg, 0, 1, None))
@@ -235,21 +237,25 @@ def test_causal_targets_are_the_text(folders: list[str]) -> None:
   assert not batch["decoder_input_tokens"][:, 0].any()
 
 
-def test_evaluation_ends_alike_everywhere_and_counts_nothing_twice(folders: list[str]) -> None:
+def test_evaluation_has_equally_many_batches_on_all_hosts_and_each_example_once(
+  folders: list[str],
+) -> None:
   cfg = config(prepared_task(folders[0]), split="validation", batch_size=4)
   hosts = [get_training_eval_datasets(cfg, h, 2, 1000, None)["prepared"] for h in range(2)]
   batches = [list(host) for host in hosts]
   assert len(batches[0]) == len(batches[1]) > 1
   rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
   assert len(rows) == sum(segments.count for segments in hosts[0].segments)
-  assert len(rows) % 4  # else the last batch would be full, and nothing shown
-  assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2  # again, for the next time
+  assert len(rows) % 4  # otherwise the last batch would have no empty rows
+  assert [len(list(host)) for host in hosts] == [
+    len(batches[0])
+  ] * 2  # the next evaluation has the same
   short = get_training_eval_datasets(cfg, 0, 2, 1, None)["prepared"]
   assert len(list(short)) == 1
 
 
 @pytest.mark.parametrize("objective", ["span_corruption", "prefix_lm"])
-def test_evaluation_of_several_folders_has_each_segment_once_and_both_from_the_beginning(
+def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folders_evenly(
   folders: list[str], objective: str
 ) -> None:
   task = prepared_task(folders, objective=objective, rates=[1, 1])  # rates are for training
@@ -257,15 +263,15 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_both_from_the_b
   evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
   counts = [segments.count for segments in evaluation.segments]
   assert counts[1] > 2 * counts[0]
-  places = [evaluation.mixture.locate(number) for number in range(len(evaluation.mixture))]
-  assert sorted(places) == [(s, rank) for s in range(2) for rank in range(counts[s])]
-  first = [source for source, _ in places[: len(places) // 2]]
+  locations = [evaluation.mixture.locate(number) for number in range(len(evaluation.mixture))]
+  assert sorted(locations) == [(s, rank) for s in range(2) for rank in range(counts[s])]
+  first = [source for source, _ in locations[: len(locations) // 2]]
   assert np.bincount(first) == pytest.approx(np.array(counts) / 2, abs=1)
   few = get_training_eval_datasets(cfg, 0, 1, 2, None)["prepared"]
-  assert [few.mixture.locate(number) for number in range(8)] == places[:8]
+  assert [few.mixture.locate(number) for number in range(8)] == locations[:8]
 
 
-def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
+def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
   partitioner = PjitPartitioner(num_partitions=1)
@@ -278,7 +284,7 @@ def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
   for _ in range(20):
     next(feed)
   expected = {"data/epochs/a": 80 / small, "data/epochs/b": 80 / large}
-  assert feed.measures() == pytest.approx(expected)  # 160 examples; not those drawn ahead
+  assert feed.measures() == pytest.approx(expected)  # 160 examples, without prefetched ones
   feed.save(tmp_path / "position")
   feed.close()
   restarted = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
@@ -292,16 +298,16 @@ def test_a_runs_metrics_tell_each_folders_epochs_up_to_the_batch_in_use(
 
 def test_rates_hold_in_every_thousand_examples() -> None:
   mixture = RateMixture([1, 3], seed=0)
-  places = [mixture.locate(number) for number in range(2000)]
-  for window in (places[:1000], places[1000:]):
+  locations = [mixture.locate(number) for number in range(2000)]
+  for window in (locations[:1000], locations[1000:]):
     assert sum(source == 0 for source, _ in window) == 250
   for source in (0, 1):
-    assert sorted(rank for s, rank in places if s == source) == list(
-      range(sum(s == source for s, _ in places))
+    assert sorted(rank for s, rank in locations if s == source) == list(
+      range(sum(s == source for s, _ in locations))
     )
 
 
-def test_a_damaged_record_is_replaced_the_same_way_each_time(
+def test_a_damaged_record_is_replaced_by_the_same_segment_each_time(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
   copy = tmp_path / "copy"
@@ -319,7 +325,7 @@ def test_a_damaged_record_is_replaced_the_same_way_each_time(
   assert feeds[0].measures(12)["data/unreadable"] == feeds[0].batches.unreadable
 
 
-def test_what_does_not_fit_is_refused(folders: list[str]) -> None:
+def test_lengths_splits_and_rates_that_do_not_fit_are_refused(folders: list[str]) -> None:
   task = prepared_task(folders[0])
   cfg = config(task)
   short = dataclasses.replace(cfg, task_feature_lengths={"inputs": 32, "targets": 3})

@@ -1,4 +1,4 @@
-"""What becomes of prepared segments: nothing lost, T5's lengths and counts, UL2's denoisers."""
+"""Objectives on prepared segments: no token is lost, T5's lengths and counts, UL2's denoisers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encode(text: str) -> list[int]:
 
 
 def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray, Any, dict]]:
-  """Returns for each objective its segments, itself, and the features that it made of them."""
+  """Returns (segments, objective, features of these segments) for each objective of this name."""
   lengths = options.pop("lengths", BOTH)
   found = []
   for objective in make_objectives(name, lengths, PIECES, EXTRA_IDS, encode, **options):
@@ -34,7 +34,7 @@ def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray
 
 
 def restored(inputs: Sequence[int], targets: Sequence[int]) -> list[int]:
-  """Puts the targets' spans in place of the inputs' sentinels; both end."""
+  """Replaces the inputs' sentinels by the targets' spans; checks both end tokens."""
   assert inputs[-1] == targets[-1] == 1
   spans: dict[int, list[int]] = {}
   for token in targets[:-1]:
@@ -52,7 +52,7 @@ def unpadded(row: np.ndarray) -> np.ndarray:
   return row[:size]
 
 
-def test_a_prefix_lms_two_parts_are_the_segment_and_any_cut_is_as_likely() -> None:
+def test_a_prefix_lm_cuts_a_segment_in_two_and_every_cut_is_equally_likely() -> None:
   ((tokens, objective, made),) = features("prefix_lm", rows=4000)
   assert objective.length == 511
   ends = []
@@ -67,7 +67,7 @@ def test_a_prefix_lms_two_parts_are_the_segment_and_any_cut_is_as_likely() -> No
   np.testing.assert_allclose(quarters, 0.25, atol=0.03)
 
 
-def test_ul2_has_seven_denoisers_that_tell_their_modes_and_lose_nothing() -> None:
+def test_ul2_has_seven_denoisers_with_their_modes_and_loses_no_token() -> None:
   made = features("ul2")
   assert len(made) == 7
   for (tokens, objective, pair), denoiser in zip(made, UL2_DENOISERS.values(), strict=True):
@@ -161,7 +161,7 @@ def test_rows_have_the_lengths_and_counts_of_t5s_own_preprocessor(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(7))
-def test_ul2s_rows_have_the_lengths_and_counts_of_those_made_of_files(number: int) -> None:
+def test_ul2_rows_have_the_lengths_and_counts_of_the_seqio_preprocessors(number: int) -> None:
   tokens, objective, made = features("ul2", rows=120)[number]
   denoiser = list(UL2_DENOISERS.values())[number]
   expected = corrupted_by(denoise_in_mode, tokens, BOTH, denoiser=denoiser)
@@ -176,7 +176,7 @@ def test_ul2s_rows_have_the_lengths_and_counts_of_those_made_of_files(number: in
     assert {inputs + targets - mode for inputs, targets, *_ in found} == {objective.length}
 
 
-def test_more_spans_than_sentinels_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_spans_than_sentinels_are_reported(caplog: pytest.LogCaptureFixture) -> None:
   make_objectives("ul2", BOTH, PIECES, 100, encode)
   assert (
     "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
@@ -195,7 +195,7 @@ def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 23, 32, 64])
-def test_short_rows_hold_what_is_made_of_them(length: int) -> None:
+def test_features_fit_into_short_rows(length: int) -> None:
   for tokens, _, made in features("ul2", lengths={"inputs": length, "targets": length}):
     assert tokens.shape[1] > length // 3
     assert all(values.shape[1] <= length for values in made.values())

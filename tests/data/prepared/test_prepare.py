@@ -113,7 +113,7 @@ def test_a_killed_run_leaves_no_manifest_and_the_next_one_makes_the_remaining_sh
   with pytest.raises(ValueError, match=r"There is no .*manifest\.json: only 2 shards are complete"):
     TokenStream(tmp_path / "out", "train")
   half = tmp_path / "out" / ".train-00003-of-00004.array_record.1"
-  half.write_bytes(b"what a killed worker leaves")
+  half.write_bytes(b"leftover of a killed worker")
   executor = Here()
   run(tmp_path, vocabulary, executor=executor)
   assert executor.ran == 2
