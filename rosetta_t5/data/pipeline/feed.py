@@ -131,7 +131,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     measures: dict[str, float] = {}
     if isinstance(source, StepIndexedIterator):
       measures.update(source.measures(self.batches_handed_out))
-    if bad := BadExamples.total_in_process():
+    if bad := BadExamples.total_in_process:
       measures["data/bad_examples"] = float(bad)
     return measures
 

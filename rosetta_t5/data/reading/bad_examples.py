@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import re
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -61,9 +60,11 @@ class BadExamples:
   Attributes:
     counts: number of bad examples by reason.
     first: the first one, or None.
+    total_in_process: number of bad examples that this process has skipped, in all its readers.
   """
 
-  _instances: ClassVar[weakref.WeakSet[BadExamples]] = weakref.WeakSet()
+  total_in_process: ClassVar[int] = 0
+  _lock: ClassVar[threading.Lock] = threading.Lock()
 
   def __init__(self, policy: str = "skip"):
     """Args: policy: "skip" counts and logs bad examples; "refuse" stops at the first."""
@@ -73,13 +74,6 @@ class BadExamples:
     self.first: BadExample | None = None
     self._policy = policy
     self._last_lines: dict[str, int] = {}  # of each file, whose records come in order
-    self._lock = threading.Lock()
-    BadExamples._instances.add(self)
-
-  @classmethod
-  def total_in_process(cls) -> int:
-    """Returns the number of bad examples that this process has skipped, in all its readers."""
-    return sum(examples.counts.total() for examples in list(cls._instances))
 
   def add(self, bad: BadExample) -> None:
     """Counts a bad example.
@@ -95,6 +89,7 @@ class BadExamples:
       self._last_lines[bad.file] = bad.line
       self.counts[bad.reason] += 1
       self.first = self.first or bad
+      BadExamples.total_in_process += 1
       total = self.counts.total()
     if total <= _FIRST_LOGGED or not total & (total - 1):
       logging.warning("Bad example %d is left out: %s", total, bad)

@@ -124,19 +124,16 @@ def _decode(unit: bytes) -> str:
   return text
 
 
-def _table_rows(delimiter: str) -> Callable[[str, Layout], Iterator[Any]]:
+def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+  is_tsv = format_of(path, layout) == "tsv"
   # Distributed tsv files (GLUE's, MNLI's) contain quotes that are ordinary characters.
-  quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-
-  def read(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    csv.field_size_limit(LONGEST)
-    with open_bytes(path) as file:
-      text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-      rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
-      columns = list(layout.columns or next(rows, []))
-      yield from ((rows.line_num, (columns, row)) for row in rows if row)
-
-  return read
+  quoting: Any = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
+  csv.field_size_limit(LONGEST)
+  with open_bytes(path) as file:
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(text, delimiter="\t" if is_tsv else ",", quoting=quoting)
+    columns = list(layout.columns or next(rows, []))
+    yield from ((rows.line_num, (columns, row)) for row in rows if row)
 
 
 def _parse_row(unit: tuple[list[str], list[str]]) -> Record:
@@ -184,8 +181,8 @@ Parse = Callable[[Any], Record | None]
 _FORMATS: dict[str, tuple[ReadUnits, Parse]] = {
   "text": (_text_units, _parse_text),
   "jsonl": (_json_units, _parse_json),
-  "csv": (_table_rows(","), _parse_row),
-  "tsv": (_table_rows("\t"), _parse_row),
+  "csv": (_table_rows, _parse_row),
+  "tsv": (_table_rows, _parse_row),
   "parquet": (_parquet_rows, dict),
   "arrow": (_arrow_rows, dict),
 }

@@ -226,14 +226,14 @@ def test_bad_examples_are_counted_by_reason(tmp_path: pathlib.Path) -> None:
 def test_a_bad_example_is_counted_once_when_its_file_is_read_repeatedly(
   tmp_path: pathlib.Path,
 ) -> None:
-  before = BadExamples.total_in_process()
+  before = BadExamples.total_in_process
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "a"}\n{"text": ""}\n{"body": 1}\n')
   of_file = reader()
   for _ in range(3):
     list(of_file.examples(str(path)))
   assert of_file.bad_examples.counts.total() == 2
-  assert BadExamples.total_in_process() == before + 2
+  assert BadExamples.total_in_process == before + 2
 
 
 def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
