@@ -1,1 +1,1 @@
-"""A model in a notebook, and the way from there to a run."""
+"""A model in a notebook."""

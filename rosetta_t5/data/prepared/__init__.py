@@ -1,6 +1,7 @@
-"""Text prepared once: tokens in indexed shards, and a feed whose batches are functions of their step.
+"""Text that is tokenized once: indexed shards of tokens, and batches that are functions of the step.
 
-`prepare` writes them (the verb `rosetta-t5 prepare`), `PreparedTask` reads them. No TensorFlow.
+`prepare` (the command `rosetta-t5 prepare`) writes the shards, and `PreparedTask` reads them. Neither
+needs TensorFlow.
 """
 
 from rosetta_t5.data.prepared.prepare import prepare

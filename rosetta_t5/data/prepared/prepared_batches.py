@@ -164,13 +164,9 @@ class PreparedIterator(StepIndexedIterator):
     import grain
 
     self._step = step
-    data = (
-      grain.MapDataset.range(step, sys.maxsize)
-      .map(self.batches.__getitem__)
-      .to_iter_dataset(
-        grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=4 * self._threads)
-      )
-    )
+    batches = grain.MapDataset.range(step, sys.maxsize).map(self.batches.__getitem__)
+    options = grain.ReadOptions(self._threads, prefetch_buffer_size=4 * self._threads)
+    data = batches.to_iter_dataset(options)
     if self._workers:
       data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._workers))
     self._iterator = iter(data)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_in_mode
+from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_with_mode
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.prepared.batch_objectives import make_objectives
 from rosetta_t5.data.prepared.corruption import random_keys
@@ -164,7 +164,7 @@ def test_rows_have_the_lengths_and_counts_of_t5s_own_preprocessor(
 def test_ul2_rows_have_the_lengths_and_counts_of_the_seqio_preprocessors(number: int) -> None:
   tokens, objective, made = features("ul2", rows=120)[number]
   denoiser = list(UL2_DENOISERS.values())[number]
-  expected = corrupted_by(denoise_in_mode, tokens, BOTH, denoiser=denoiser)
+  expected = corrupted_by(denoise_with_mode, tokens, BOTH, denoiser=denoiser)
   theirs = {counts(e["inputs"], e["targets"]) for e in expected}
   pairs = [(unpadded(i)[:-1], unpadded(t)[:-1]) for i, t in zip(*made.values(), strict=True)]
   ours = {counts(*pair) for pair in pairs}
