@@ -193,6 +193,22 @@ def params_of(config: T5Config) -> Any:
   return variables(Transformer(config))["params"]
 
 
+def logits_of(
+  module: nn.Module, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
+) -> jax.Array:
+  """Returns the logits of an encoder-decoder or decoder-only network."""
+  sides = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+  tokens = [batch[name] for name in sides if name in batch]
+  suffixes = ("_segment_ids", "_positions", "_causal_attention")
+  return module.apply(
+    {"params": params},
+    *tokens,
+    **{name: array for name, array in batch.items() if name.endswith(suffixes)},
+    enable_dropout=dropout_rng is not None,
+    rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+  )
+
+
 def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
   zeros = {n: jax.tree.map(jnp.zeros_like, v) for n, v in variables(module).items()}

@@ -16,11 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, set_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
-from rosetta_t5.networks.kernel_choice import SegmentMask, make_segment_mask, uses_fused_kernel
+from rosetta_t5.networks.kernel_choice import SegmentMask, make_mask
 from rosetta_t5.networks.layers.dense import activation_axes, feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
 from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
-from rosetta_t5.networks.layers.masks import make_decoder_mask
 from rosetta_t5.networks.layers.norms import LayerNorm, StandardLayerNorm
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
@@ -144,15 +143,10 @@ class Decoder(nn.Module):
     """
     cfg, deterministic = self.config, not enable_dropout
     embedding = t5.make_token_embedder(cfg, "token_embedder", cfg.init_stddev or 1.0)
-    mask: jax.Array | SegmentMask | None = None
-    if uses_fused_kernel(cfg) and not (decode or prefill):
-      _check_causal(cfg, decoder_causal_attention)
-      real, ids = decoder_target_tokens > 0, decoder_segment_ids
-      mask = make_segment_mask(cfg, real, real, ids, ids, causal=True)
-    elif not decode:
-      mask = make_decoder_mask(
-        decoder_target_tokens, bool, decoder_causal_attention, decoder_segment_ids
-      )
+    mask = None
+    if not decode:
+      real, ids, prefix = decoder_target_tokens > 0, decoder_segment_ids, decoder_causal_attention
+      mask = make_mask(cfg, real, real, ids, ids, True, prefix, use_fused_kernel=not prefill)
     positions = None
     if cfg.positions != "relative" or cfg.local_attention_window:
       positions = self._positions(decoder_input_tokens, decoder_positions, decode, prefill_lengths)
@@ -233,15 +227,10 @@ class Decoder(nn.Module):
       y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, (mask, local_mask)[layer % 2], *call)
     return y
 
-  def _local_mask(
-    self, mask: jax.Array | SegmentMask | None, *call: Any
-  ) -> jax.Array | SegmentMask | None:
+  def _local_mask(self, mask: Any, *call: Any) -> jax.Array | None:
     """Returns the mask of every second layer, which hides keys outside the local window."""
     window = self.config.local_attention_window or 0
-    if isinstance(mask, SegmentMask):
-      raise ValueError(
-        f"TransformerConfig.local_attention_window = {window} needs attention_kernel = 'xla'"
-      )
+    assert not isinstance(mask, SegmentMask)  # the config refuses a window with a fused kernel
     _, decode, max_decode_length, _, _, position_BT = call
     if mask is None and not (decode and max_decode_length):
       return None  # this call only creates the cache
@@ -250,14 +239,6 @@ class Decoder(nn.Module):
       return (distance_BTS < window)[:, None]
     position_T = jnp.arange(mask.shape[-1])
     return mask & (position_T[:, None] - position_T[None] < window)[None, None]
-
-
-def _check_causal(config: TransformerConfig, prefix: jax.Array | None) -> None:
-  if prefix is not None:
-    raise ValueError(
-      f"TransformerConfig.attention_kernel = {config.attention_kernel!r} supports causal attention "
-      "only, but inputs_bidirectional_attention lets the inputs see each other: set it to 'xla'"
-    )
 
 
 class DecoderWrapper(nn.Module):

@@ -66,58 +66,64 @@ def make_mask(
   query_segments: Int[Array, "B T"] | None = None,
   key_segments: Int[Array, "B S"] | None = None,
   causal: bool = False,
-  decode: bool = False,
+  prefix: Int[Array, "B T"] | None = None,
+  use_fused_kernel: bool = True,
 ) -> Bool[Array, "B 1 T S"] | SegmentMask:
   """Returns the mask for the config's kernel: a `SegmentMask` for a fused one, else an array.
 
   Args:
-    config: a `T5Config`.
+    config: a `T5Config` or `TransformerConfig`.
     real_queries: which queries are not padding.
     real_keys: which keys are not padding.
     query_segments: the packed example that each query belongs to; None if rows are not packed.
     key_segments: the packed example that each key belongs to.
     causal: whether a query does not see the keys after it.
-    decode: whether the query is a decoding step, which no fused kernel computes.
+    prefix: nonzero for the positions of a causal mask that all see each other (prefix LM).
+    use_fused_kernel: False for decoding, which no fused kernel computes.
 
   Raises:
     ValueError: the kernel does not support the mask.
   """
-  if uses_fused_kernel(config) and not decode:
-    return make_segment_mask(config, real_queries, real_keys, query_segments, key_segments, causal)
+  if use_fused_kernel and uses_fused_kernel(config):
+    is_packed = query_segments is not None and key_segments is not None
+    _check_segment_mask(config, real_queries.shape[1], real_keys.shape[1], is_packed, prefix)
+    if query_segments is None or key_segments is None:
+      query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
+    query = jnp.where(real_queries, query_segments, 0)
+    key = jnp.where(real_keys, key_segments, 0)
+    return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
   mask: Any = make_attention_mask(real_queries, real_keys, jnp.logical_and, dtype=bool)
   if causal:
-    mask = make_causal_mask(real_queries, dtype=bool) & mask
+    visible: Any = make_causal_mask(real_queries, dtype=bool)
+    if prefix is not None:
+      visible |= make_attention_mask(prefix != 0, prefix != 0, jnp.logical_and, dtype=bool)
+    mask = visible & mask
   if query_segments is not None and key_segments is not None:
     mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
   return mask
 
 
-def make_segment_mask(
-  config: Any,
-  real_queries: Bool[Array, "B T"],
-  real_keys: Bool[Array, "B S"],
-  query_segments: Int[Array, "B T"] | None = None,
-  key_segments: Int[Array, "B S"] | None = None,
-  causal: bool = False,
-) -> SegmentMask:
-  """Returns the mask for the config's fused kernel; see `make_mask`."""
-  is_cudnn, name = choose_attention_kernel(config).name == "cudnn", type(config).__name__
-  if is_cudnn and query_segments is not None and key_segments is not None:
-    raise ValueError(
-      f"{name}.attention_kernel = 'cudnn' does not support packed examples: set it to 'flash', or "
-      "train/DatasetConfig.pack = False"
+def _check_segment_mask(
+  config: Any, queries: int, keys: int, is_packed: bool, prefix: Array | None
+) -> None:
+  kernel = choose_attention_kernel(config).name
+  problem = None
+  if prefix is not None:
+    problem = (
+      "supports causal attention only, but inputs_bidirectional_attention lets the inputs see each "
+      "other: set it to 'xla'"
     )
-  queries, keys = real_queries.shape[1], real_keys.shape[1]
-  if is_cudnn and (queries % 2 or keys % 2):
-    raise ValueError(
-      f"{name}.attention_kernel = 'cudnn' trains with a bias only if lengths are even, got {queries} "
-      f"and {keys}: change TASK_FEATURE_LENGTHS, or set it to 'flash'"
+  elif kernel == "cudnn" and is_packed:
+    problem = (
+      "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False"
     )
-  if query_segments is None or key_segments is None:
-    query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
-  query = jnp.where(real_queries, query_segments, 0)
-  key = jnp.where(real_keys, key_segments, 0)
-  return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
+  elif kernel == "cudnn" and (queries % 2 or keys % 2):
+    problem = (
+      f"trains with a bias only if lengths are even, got {queries} and {keys}: change "
+      "TASK_FEATURE_LENGTHS, or set it to 'flash'"
+    )
+  if problem:
+    raise ValueError(f"{type(config).__name__}.attention_kernel = {kernel!r} {problem}")
 
 
 def fused_attention(

@@ -311,7 +311,9 @@ class Transformer(nn.Module):
     else:
       real_targets = decoder_target_tokens > 0
       mask = make_mask(cfg, real_targets, real_targets, *self_segments, causal=True)
-    cross_mask = make_mask(cfg, real_targets, real_inputs, *cross_segments, decode=decode)
+    cross_mask = make_mask(
+      cfg, real_targets, real_inputs, *cross_segments, use_fused_kernel=not decode
+    )
     logits: jax.Array | LogitFactors = self.decoder(
       encoded,
       decoder_input_tokens,

@@ -1,4 +1,4 @@
-"""A tiny language model whose logits depend on the whole history, which it keeps in its cache.
+"""A tiny language model whose logits depend on the whole history, which it stores in its cache.
 
 Any mistake in the cache (a beam not moved with its sequence, a position skipped) changes its logits.
 """
@@ -46,7 +46,7 @@ class HistoryModel:
     return {"layer": {"cached_key": tokens, "cache_index": index, "cached_bias": jnp.ones(3)}}
 
   def tokens_to_logits(self, state):
-    """Returns the logits after `cur_token`, which is put into the cache."""
+    """Returns the logits after `cur_token`, which is written into the cache."""
     layer = state.cache["layer"]
     assert layer["cached_bias"].shape == (3,)
     tokens = layer["cached_key"]
@@ -61,7 +61,7 @@ class HistoryModel:
     return jnp.asarray(self.table)[(history_BL * self.weights[None]).sum(-1) % _STATES]
 
   def log_probs(self, history: list[int]) -> np.ndarray:
-    """Returns the log probabilities of the token after a history that begins with the dummy 0."""
+    """Returns the log probabilities of the token after a history that begins with the start token 0."""
     padded = np.zeros(self.length, np.int64)
     padded[: len(history)] = history
     logits = self.table[(padded * self.weights).sum() % _STATES].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Beam search against every sequence there is, and against a plain beam search in Python."""
+"""Beam search, compared with an exhaustive search and with a plain beam search in Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_finished(model, length, alpha=0.6):
 
 
 def plain_beam_search(model, prompt, length, beams, alpha=0.6, steps=None, start=0):
-  """One sequence, by lists; `prompt` begins with the dummy. Returns [(score, tokens)], best last."""
+  """Searches one sequence with lists; `prompt` has the start token. Returns [(score, tokens)], best last."""
   live, finished = [(0.0, prompt[: start + 1])], []
   end = length if steps is None else min(length, start + steps)
   for index in range(start, end):
@@ -69,12 +69,12 @@ def search(model, prompts, **kwargs):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
-def test_a_beam_wide_enough_finds_the_best_of_all_sequences(alpha):
+def test_a_wide_enough_beam_search_finds_the_best_of_all_sequences(alpha):
   model = HistoryModel(vocab=4, length=5)
   decodes, scores = search(model, np.zeros((1, 4)), num_decodes=64, alpha=alpha)
   want = all_finished(model, 4, alpha)
   assert len(want) == 40
-  # The search stops where nothing can enter a full set; 64 places are never full.
+  # The search stops when nothing can enter a full set; a set of 64 is never full.
   np.testing.assert_allclose(scores[0, -40:], [score for score, _ in want], rtol=1e-5)
   np.testing.assert_array_equal(decodes[0, -40:], [tokens for _, tokens in want])
   assert (scores[0, :-40] < -1e6).all()
@@ -82,7 +82,7 @@ def test_a_beam_wide_enough_finds_the_best_of_all_sequences(alpha):
 
 @pytest.mark.parametrize("beams", [1, 2, 4])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_narrow_beams_follow_the_plain_search(beams, offset):
+def test_narrow_beams_equal_the_plain_search(beams, offset):
   model = HistoryModel(vocab=7, length=13, offset=offset, eos_bias=1.0)
   prompts = np.zeros((5, 12), np.int32)
   prompts[1, 1:4] = [3, 2, 6]
@@ -96,7 +96,7 @@ def test_narrow_beams_follow_the_plain_search(beams, offset):
   assert (decodes[1, :, :3] == [3, 2, 6]).all()
 
 
-def test_where_nothing_ends_in_time_the_live_sequences_are_returned():
+def test_live_sequences_are_returned_if_none_has_ended():
   model = HistoryModel(vocab=8, length=7, eos_bias=-1e6)
   decodes, scores = search(model, np.zeros((2, 6)), num_decodes=3)
   want = plain_beam_search(model, [0] * 6, 6, 3)
@@ -105,7 +105,7 @@ def test_where_nothing_ends_in_time_the_live_sequences_are_returned():
 
 
 def test_the_search_stops_once_no_live_sequence_can_win():
-  # The bound spares steps, so that a table of steps is shorter than the sequences.
+  # The bound saves steps, so the table of steps is shorter than the sequences.
   model = HistoryModel(vocab=5, length=31, eos_bias=4.0)
   seen = []
 
@@ -123,8 +123,8 @@ def test_the_search_stops_once_no_live_sequence_can_win():
   )
 
 
-def test_the_search_goes_on_while_a_longer_sequence_could_win():
-  # With this model a bound that forgot the longer sequence's larger penalty would stop too early.
+def test_the_search_continues_while_a_longer_sequence_could_win():
+  # With this model, a bound that ignored the longer sequence's larger penalty would stop too early.
   model = HistoryModel(vocab=5, length=13, seed=4, eos_bias=1.0)
   decodes, _ = search(model, np.zeros((1, 12)), num_decodes=2)
   want = plain_beam_search(model, [0] * 12, 12, 2)
@@ -132,7 +132,7 @@ def test_the_search_goes_on_while_a_longer_sequence_could_win():
 
 
 @pytest.mark.parametrize("eos_bias", [0.5, -1e6])
-def test_a_filled_cache_continues_each_sequence_where_it_is(eos_bias):
+def test_decoding_continues_each_sequence_of_a_prefilled_cache(eos_bias):
   model = HistoryModel(vocab=7, length=13, per_sequence_index=True, eos_bias=eos_bias)
   prompts = np.zeros((3, 12), np.int32)
   prompts[0, 1:5] = [3, 2, 6, 5]
@@ -153,7 +153,7 @@ def test_a_filled_cache_continues_each_sequence_where_it_is(eos_bias):
     np.testing.assert_array_equal(decodes[i, -len(want) :], [tokens for _, tokens in want])
 
 
-def test_the_number_of_steps_can_be_bounded():
+def test_the_number_of_steps_can_be_limited():
   model = HistoryModel(vocab=5, length=13, eos_bias=-1e6)
   decodes, scores = search(model, np.zeros((1, 12)), num_decodes=2, max_decode_step=3)
   want = plain_beam_search(model, [0] * 12, 12, 2, steps=3)
@@ -162,7 +162,7 @@ def test_the_number_of_steps_can_be_bounded():
   assert (decodes[0, :, 3:] == 0).all()
 
 
-def test_hopeless_beams_can_end_the_search():
+def test_low_probabilities_can_end_the_search():
   model = HistoryModel(vocab=5, length=13, eos_bias=-1e6)
   bound = plain_beam_search(model, [0] * 12, 12, 2, steps=4)[-1][0]
   decodes, _ = search(model, np.zeros((1, 12)), num_decodes=2, min_log_prob=bound)
@@ -191,7 +191,7 @@ def test_caches_may_be_frozen():
 
 
 @pytest.mark.parametrize("rules", [[("batch", "data")], [("batch", None)]])
-def test_a_batch_split_over_devices_stays_where_it_is(rules):
+def test_a_batch_split_over_devices_is_not_gathered(rules):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
   def split(x):
@@ -206,8 +206,8 @@ def test_a_batch_split_over_devices_stays_where_it_is(rules):
     text = run.lower(*args).compile().as_text()
     got = run(*args)
   moved = re.findall(r"\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", text)
-  # Left to itself XLA brings together what top_k chooses from: all continuations, the best 8, 4 + 8
-  # finished ones.
+  # By default XLA gathers what top_k chooses from: all continuations, the best 8, and 4 + 8 finished
+  # ones.
   assert set(moved) == ({"8,24", "8,8", "8,12"} if rules == [("batch", None)] else set())
   np.testing.assert_array_equal(got[0], want[0])
   np.testing.assert_array_equal(got[1], want[1])

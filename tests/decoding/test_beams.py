@@ -1,4 +1,4 @@
-"""Beam dimensions: added, joined, split and gathered, also in caches of scanned layers."""
+"""Adding, flattening and gathering beam dimensions of arrays and caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = np.arange(24).reshape(2, 3, 4)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_each_sequence_is_repeated_side_by_side(offset):
+def test_repeated_sequences_are_adjacent(offset):
   expanded = decoding.flat_batch_beam_expand(jnp.asarray(X), 5, offset)
   np.testing.assert_array_equal(expanded, np.repeat(X, 5, axis=offset))
   split = decoding.unflatten_beam_dim(expanded, X.shape[offset], 5, offset)
@@ -33,7 +33,7 @@ def test_beams_are_gathered_within_each_sequence(one_hot):
   assert got["b"].dtype == bool
 
 
-def test_caches_are_gathered_but_for_what_has_no_batch():
+def test_cache_entries_without_a_batch_are_not_gathered():
   stacked = jnp.asarray(np.stack([X, X + 100]))  # [layers, batch, beam, ...]
   cache = {"key": stacked, "cache_index": jnp.arange(2), "cached_bias": jnp.arange(3)}
   indices = jnp.array([[2, 0], [1, 1]])
@@ -46,7 +46,7 @@ def test_caches_are_gathered_but_for_what_has_no_batch():
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_keys_stay_where_they_are_if_the_cache_tells_who_wrote_them(offset):
+def test_keys_are_not_moved_if_the_cache_records_the_writing_beams(offset):
   parents = jnp.array([[2, 0, 0], [1, 1, 2]])
   writers = jnp.arange(6).reshape(2, 3, 1)
   layer = {"cached_key": jnp.arange(6), "cached_value": jnp.arange(6), "other": jnp.arange(6)}
@@ -66,7 +66,7 @@ def test_keys_stay_where_they_are_if_the_cache_tells_who_wrote_them(offset):
   assert got["untold"]["cache_index"] == 3
 
 
-def test_the_index_is_mapped_only_if_there_is_one_for_each_sequence():
+def test_the_index_is_mapped_only_if_each_sequence_has_one():
   cache = freeze({"a": {"cache_index": jnp.array([1]), "position_embedder_index": jnp.array([1])}})
 
   def double(x):
@@ -93,7 +93,7 @@ def test_top_k_is_the_same_for_long_rows_with_ties():
   np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(x), want, 1))
 
 
-def test_top_k_of_a_long_row_with_fewer_numbers_than_k_takes_the_first_infinities():
+def test_top_k_of_a_long_row_with_fewer_finite_numbers_than_k_returns_infinities():
   x = np.full((2, 3000), -np.inf, np.float32)
   x[0, [2999, 7]] = 1.0, 2.0
   values, indices = decoding.top_k_two_stage(jnp.asarray(x), 4)
@@ -102,7 +102,7 @@ def test_top_k_of_a_long_row_with_fewer_numbers_than_k_takes_the_first_infinitie
 
 
 @pytest.mark.parametrize("size", [1023, 1024, 1025])
-def test_top_k_tells_of_a_nan_wherever_it_is(size):
+def test_top_k_returns_a_nan_at_any_position(size):
   x = np.zeros((1, size), np.float32)
   x[0, -1] = np.nan
   values, indices = decoding.top_k_two_stage(jnp.asarray(x), 4)

@@ -1,4 +1,4 @@
-"""Sampling: greedy where it must be, by the right distribution where it samples."""
+"""Sampling: greedy decoding and the distribution of samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sample(model, prompts, **kwargs):
 
 
 def greedy(model, prompt, length, steps=None):
-  """The most probable tokens one by one after a prompt that begins with the dummy; 0 after the end."""
+  """The most probable tokens after a prompt that begins with the start token; 0 after the end."""
   tokens, given = [0], sum(t != 0 for t in prompt)
   limit = length if steps is None else min(length, given + steps)
   while len(tokens) - 1 < limit:
@@ -38,7 +38,7 @@ def greedy(model, prompt, length, steps=None):
 
 
 def log_prob_of(model, tokens, given=0):
-  """Log probability of the tokens after the first `given`, up to the end."""
+  """The log probability of the tokens after the first `given` ones, up to the end."""
   ends = tokens.index(EOS, given) + 1 if EOS in tokens[given:] else len(tokens)
   return sum(model.log_probs([0, *tokens[:i]])[tokens[i]] for i in range(given, ends))
 
@@ -51,7 +51,7 @@ PROMPTS[2, 1:4] = [2, EOS, 5]  # an end within the prompt does not end the decod
 @pytest.mark.parametrize(
   "kwargs", [{"temperature": 0.0, "topk": 0}, {"topk": 1}, {"temperature": 5e-5}]
 )
-def test_no_temperature_or_one_candidate_is_greedy(kwargs):
+def test_zero_temperature_or_one_candidate_is_greedy(kwargs):
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   decodes, log_probs = sample(model, PROMPTS, **kwargs)
   assert decodes.shape == (3, 1, LENGTH)
@@ -67,14 +67,14 @@ def test_one_candidate_needs_no_noise(topk, draws_noise):
   assert ("random_bits" in str(program)) == draws_noise
 
 
-def test_log_probs_may_be_the_model_s():
+def test_log_probs_may_be_those_of_the_model():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   decodes, log_probs = sample(model, PROMPTS, temperature=0.0, topk=0, rescale_log_probs=False)
   want = [log_prob_of(model, list(d), g) for d, g in zip(decodes[:, 0], (0, 2, 3), strict=True)]
   np.testing.assert_allclose(log_probs[:, 0], want, rtol=1e-5)
 
 
-def test_samples_have_the_model_s_distribution():
+def test_samples_have_the_distribution_of_the_model():
   model = HistoryModel(vocab=5, length=2)
   decodes, log_probs = sample(
     model, np.zeros((1, 1)), topk=0, num_decodes=4000, decode_rng=jax.random.key(1)
@@ -86,7 +86,7 @@ def test_samples_have_the_model_s_distribution():
   assert (np.diff(log_probs[0]) >= 0).all()
 
 
-def test_every_step_draws_anew_from_t5x_s_stream_of_keys():
+def test_every_step_uses_the_next_key_of_the_stream_of_t5x():
   model = HistoryModel(vocab=50, length=LENGTH + 1, eos_bias=-1e6)
   model.table[:, [0, *range(2, 50)]] = 0.0
   key = jax.random.key(5)
@@ -122,7 +122,7 @@ def test_top_k_and_top_p_sample_from_the_most_probable_only(kwargs, kept):
   np.testing.assert_allclose(log_probs[0], want, rtol=1e-3, atol=1e-5)
 
 
-def test_each_sequence_may_have_its_temperature():
+def test_each_sequence_may_have_its_own_temperature():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   decodes, log_probs = sample(
     model, np.zeros((2, LENGTH)), topk=0, num_decodes=20, temperature=jnp.array([0.0, 1.0])
@@ -135,7 +135,7 @@ def test_each_sequence_may_have_its_temperature():
 
 
 @pytest.mark.parametrize("steps", [1, 3, jnp.int32(3)])
-def test_the_number_of_tokens_after_the_prompt_can_be_bounded(steps):
+def test_the_number_of_tokens_after_the_prompt_can_be_limited(steps):
   model = HistoryModel(vocab=6, length=LENGTH + 1, eos_bias=-1e6)
   decodes, _ = sample(model, PROMPTS, temperature=0.0, topk=0, max_decode_steps=steps)
   want = [greedy(model, list(p), LENGTH, int(steps)) for p in PROMPTS]
@@ -146,7 +146,7 @@ def test_the_number_of_tokens_after_the_prompt_can_be_bounded(steps):
   np.testing.assert_array_equal(bounded[:, 0], [greedy(model, list(p), LENGTH, 2) for p in PROMPTS])
 
 
-def test_a_filled_cache_continues_each_sequence_where_it_is():
+def test_decoding_continues_each_sequence_of_a_prefilled_cache():
   model = HistoryModel(vocab=7, length=LENGTH + 1, per_sequence_index=True, eos_bias=-1e6)
   prompts = np.zeros((3, LENGTH), np.int32)
   prompts[0, 1:5] = [3, 2, 6, 5]
@@ -172,14 +172,14 @@ def test_a_filled_cache_continues_each_sequence_where_it_is():
     state_callback_fn=note_positions,
   )
   jax.effects_barrier()
-  # A full sequence waits at one place behind its end, where the loop writes what nobody needs.
+  # A full sequence stays at the position after its end, where the loop writes discarded tokens.
   assert np.max(positions) == LENGTH + 1
   want = [greedy(model, list(p), LENGTH) for p in prompts]
   np.testing.assert_array_equal(decodes[:, 0], want)
   np.testing.assert_array_equal(decodes[:, 1], want)
 
 
-def test_scanned_layers_have_their_batch_second():
+def test_the_batch_is_the_second_dimension_of_scanned_layers():
   model = HistoryModel(vocab=6, length=LENGTH + 1, offset=1)
   decodes, _ = sample(model, PROMPTS, temperature=0.0, topk=0, num_decodes=3)
   for i, prompt in enumerate(PROMPTS):
@@ -218,7 +218,7 @@ def test_a_callback_changes_the_state_before_each_step_and_at_the_end():
   assert log_probs == LENGTH + 1
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradictory_arguments_are_refused():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   with pytest.raises(ValueError, match=r"topk or topp, not both \(topk=1, topp=0.5\): set topk=0"):
     sample(model, PROMPTS, topp=0.5)

@@ -1,4 +1,4 @@
-"""Binary search over numbers, and the masks made with it."""
+"""Binary search for thresholds, and the top-k and top-p masks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_int32_search_finds_every_kind_of_threshold():
   np.testing.assert_array_equal(found, wanted)
 
 
-def test_int32_search_without_an_answer_gives_the_smallest():
+def test_int32_search_gives_the_smallest_number_if_the_predicate_is_always_true():
   assert int32_bsearch((), lambda x: jnp.bool_(True)) == INT_MIN
 
 
 def test_float32_search_finds_every_kind_of_threshold():
   wanted = jnp.array([-FLOAT_MAX, -1e30, -1.5, -1e-30, 0.0, 1e-30, 3.14, FLOAT_MAX], jnp.float32)
   found = float32_bsearch((2, 4), lambda x: x > wanted.reshape(2, 4))
-  # Denormal numbers count as 0 on the way.
+  # Denormal numbers count as 0 in the search.
   np.testing.assert_allclose(found.reshape(-1), wanted, rtol=0, atol=1.2e-38)
 
 
@@ -42,14 +42,14 @@ def test_topk_keeps_the_k_largest_of_each_row(k):
     np.testing.assert_array_equal(kept, want)
 
 
-def test_topk_keeps_ties_with_the_last():
+def test_topk_keeps_ties_with_the_kth():
   np.testing.assert_array_equal(
     topk_mask(jnp.array([3.0, 1.0, 2.0, 2.0, -1.0]), 2, 0.0), [3.0, 0.0, 2.0, 2.0, 0.0]
   )
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 1.0])
-def test_topp_keeps_the_fewest_that_reach_p(p):
+def test_topp_keeps_the_smallest_set_that_reaches_p(p):
   logits = jnp.asarray(RNG.normal(size=(4, 12)) * 2, jnp.float32)
   masked = np.asarray(topp_mask(logits, p, -99.0))
   probs = np.asarray(jax.nn.softmax(logits))

@@ -1,4 +1,4 @@
-"""Attention and its gradients against float64 numpy."""
+"""Attention and its gradients, compared with float64 numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs(seed=0):
 
 
 def reference(weight_of_output, q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS, value_scale_BHS):
-  """Returns the output and the gradients of its product with `weight_of_output`, by hand."""
+  """Returns the output and the gradients of its dot product with `weight_of_output`."""
   logits = np.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) + bias_1HTS
   logits = np.where(mask_B1TS, logits, -1e10)
   weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -81,14 +81,14 @@ def test_output_and_gradients_equal_float64(left_out):
     np.testing.assert_allclose(grad, expected_grads[name], atol=1e-5, err_msg=name)
 
 
-def test_query_that_sees_no_key_gets_the_mean_of_all_values():
+def test_a_query_that_sees_no_key_gets_the_mean_of_all_values():
   arrays = inputs()
   arrays.pop("value_scale_BHS")
   output = xla_attention(**as_jax(arrays))
   np.testing.assert_allclose(output[1, 2], arrays["v_BSHK"][1].mean(0), atol=1e-6)
 
 
-def test_masked_keys_have_no_influence_at_all():
+def test_masked_keys_have_no_influence():
   arrays = inputs()
   arrays["mask_B1TS"][..., 3:] = False
   arrays["mask_B1TS"][..., 0] = True
@@ -97,7 +97,7 @@ def test_masked_keys_have_no_influence_at_all():
   np.testing.assert_array_equal(xla_attention(**as_jax(arrays)), before)
 
 
-def test_dropping_values_is_dropping_weights_for_all_queries():
+def test_dropping_values_equals_dropping_weights_for_all_queries():
   arrays = as_jax(inputs())
   scale_BHS = arrays.pop("value_scale_BHS")
   got = xla_attention(**arrays, value_scale_BHS=scale_BHS)
@@ -110,7 +110,7 @@ def test_dropping_values_is_dropping_weights_for_all_queries():
   )
 
 
-def test_float32_logits_bring_bfloat16_near_float32():
+def test_float32_logits_reduce_the_error_of_bfloat16():
   exact = {name: inputs()[name] for name in ("q_BTHK", "k_BSHK", "v_BSHK")}
   exact["q_BTHK"] = exact["q_BTHK"] * 8
   halves = {name: jnp.asarray(a, jnp.bfloat16) for name, a in exact.items()}
@@ -121,5 +121,5 @@ def test_float32_logits_bring_bfloat16_near_float32():
     assert output.dtype == jnp.bfloat16
     return float(jnp.max(jnp.abs(output.astype(jnp.float32) - expected)))
 
-  # What is left is the rounding of weights and output to bfloat16, 8 bits.
+  # The remaining error is the rounding of weights and output to bfloat16, 8 bits.
   assert error(True) < 0.02 < 2 * error(True) < error(False)

@@ -1,4 +1,4 @@
-"""A decoding step's attention against the reference, with its past in one place or in several beams'."""
+"""A decoding step's attention, with and without beams, compared with the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def normal(*shape):
   return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-def test_keys_and_values_as_they_are_kept_give_what_the_reference_gives():
+def test_the_cache_layout_gives_the_results_of_the_reference():
   queries, keys, values = normal(B, M, H, K), normal(B, S, H, K), normal(B, S, H, K)
   bias, mask = normal(1, H, M, S), jnp.asarray(RNG.random((B, 1, M, S)) < 0.7)
   got = cached_attention(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), bias, mask)
@@ -25,7 +25,7 @@ def test_keys_and_values_as_they_are_kept_give_what_the_reference_gives():
 
 
 def test_float32_logits_are_not_rounded_to_bfloat16():
-  # 256 and 257 are one number in bfloat16, but e apart in a softmax.
+  # bfloat16 rounds 257 to 256, but their softmax weights differ by a factor of e.
   query, keys = jnp.ones((1, 1, 1, 2)), jnp.asarray([[256.0, 256.0], [0.0, 1.0]])[None, None]
   half = [
     x.astype(jnp.bfloat16) for x in (query, keys, jnp.asarray([0.0, 1.0])[None, None, :, None])
@@ -35,7 +35,7 @@ def test_float32_logits_are_not_rounded_to_bfloat16():
 
 
 @pytest.mark.parametrize("batch_of_bias", [1, B])
-def test_a_beam_sees_what_its_forerunners_wrote_as_if_it_had_been_moved_to_it(batch_of_bias):
+def test_a_beam_sees_the_past_of_its_parents_as_if_it_had_been_moved(batch_of_bias):
   queries, keys, values = normal(B, M, H, K), normal(B * M, H, K, S), normal(B * M, H, S, K)
   bias, mask = normal(batch_of_bias, H, M, S), jnp.asarray(RNG.random((B, 1, M, S)) < 0.7)
   writers = RNG.integers(0, M, (B, M, S))
@@ -44,7 +44,7 @@ def test_a_beam_sees_what_its_forerunners_wrote_as_if_it_had_been_moved_to_it(ba
   for example in range(B):
     for beam in range(M):
       rows, places = writers[example, beam], np.arange(S)
-      # Advanced indices apart from each other bring the positions to the front.
+      # Separated advanced indices move the positions to the front.
       moved_keys = keys_BMHKS[example, rows, :, :, places].transpose(1, 2, 0)
       moved_values = values_BMHSK[example, rows, :, places].swapaxes(0, 1)
       alone = cached_attention(

@@ -1,4 +1,4 @@
-"""The output layer and loss in chunks against the plain formula in float64, and what memory it saves."""
+"""The chunked output layer and loss, compared with the plain formula in float64, and its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRAD_LOSS, GRAD_Z = RNG.normal(size=(2, 3, 7))
 
 
 def plain(hidden, kernel, z_loss, smoothing):
-  """A mix of loss and z-loss by the formula, in the type of its arguments."""
+  """A weighted sum of loss and z-loss by the formula, in the type of its arguments."""
   logits = hidden @ kernel
   lse = jax.nn.logsumexp(logits, -1, keepdims=True)
   off = smoothing / 10
@@ -55,7 +55,7 @@ def test_loss_and_gradients_follow_the_formula(smoothing, chunk):
     np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5)
 
 
-def test_a_token_that_never_follows_has_no_part_in_loss_and_gradients():
+def test_an_excluded_token_does_not_affect_loss_and_gradients():
   hidden, kernel = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
   targets = jnp.asarray(np.where(TARGETS == 4, 5, TARGETS))
 
@@ -73,7 +73,7 @@ def test_a_token_that_never_follows_has_no_part_in_loss_and_gradients():
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_it_says_which_targets_have_the_highest_logit():
+def test_targets_with_the_highest_logit_are_correct():
   logits = HIDDEN @ KERNEL
   targets = np.where(RNG.random(TARGETS.shape) < 0.5, np.argmax(logits, -1), TARGETS)
   parts = chunked_cross_entropy(
@@ -83,7 +83,7 @@ def test_it_says_which_targets_have_the_highest_logit():
   assert 0 < np.sum(parts.correct_BT) < targets.size
 
 
-def test_all_logits_are_never_there():
+def test_all_logits_never_exist_at_once():
   hidden = jax.ShapeDtypeStruct((8, 64, 32), jnp.bfloat16)
   kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
   targets = jnp.zeros((8, 64), jnp.int32)

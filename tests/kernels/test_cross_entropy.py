@@ -1,4 +1,4 @@
-"""The fused cross-entropy against the gradient of the plain formula in float64."""
+"""The fused cross-entropy, compared with the gradient of the plain formula in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_loss(logits, z_loss, smoothing):
 
 
 def gradients(loss_of, logits, z_loss, smoothing):
-  """Gradients for logits and z_loss of a mix of both results."""
+  """Gradients for logits and z_loss of a weighted sum of both results."""
 
   def total(logits, z_loss):
     loss, z_term = loss_of(logits, z_loss, smoothing)
@@ -76,8 +76,8 @@ def test_large_logits_do_not_overflow():
   np.testing.assert_allclose(loss, plain_loss(jnp.asarray(LOGITS), 0.0, 0.0)[0], atol=2e-2)
 
 
-def test_the_backward_pass_makes_one_array_of_the_logits_size():
-  # Of this size only the gradient: no one-hot targets, no softmax, no copies.
+def test_the_backward_pass_allocates_one_array_of_the_logits_size():
+  # Only the gradient has this size: there are no one-hot targets, no softmax and no copies.
   logits = jax.ShapeDtypeStruct((8, 16, 4096), jnp.float32)
   targets = jnp.zeros((8, 16), jnp.int32)
 

@@ -1,4 +1,4 @@
-"""The one-pass kernel, interpreted, against the XLA reference and its gradients in float64."""
+"""The fused kernel, interpreted, compared with the XLA reference and its gradients in float64."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rosetta_t5.kernels.xla_attention import xla_attention
 
 
 def make_case(batch, queries, keys, size, bias, causal):
-  """Returns operands, the gradient of the result, segments and the mask that they stand for."""
+  """Returns operands, the gradient of the result, segments and the equivalent mask."""
   rng = np.random.default_rng(7)
 
   def segments(length):
-    # Rows of two examples and padding; the first has none of the second example.
+    # Rows have two examples and padding; the first row has only one example.
     ids = np.sort(rng.integers(0, 3, (batch, length)))[:, ::-1]
     ids[0] = np.minimum(ids[0], 1)
     return np.ascontiguousarray(ids, np.int32)
@@ -47,7 +47,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_those_of_the_reference(case):
+def test_results_and_gradients_equal_the_reference(case):
   causal = CASES[case][-1]
   operands, do, segments, mask = make_case(*CASES[case])
 
@@ -67,14 +67,14 @@ def test_results_and_gradients_are_those_of_the_reference(case):
     return flash_attention(*operands[:3], bias, segments, causal, True)
 
   got, gradients = jax.vjp(fused, *(jnp.asarray(array, jnp.float32) for array in operands))
-  # Rows of padding see all alike, in both.
+  # In both, padding attends to all keys equally.
   assert not mask.any(-1).all()
   np.testing.assert_allclose(got, want, atol=5e-6)
   for mine, theirs in zip(gradients(jnp.asarray(do, jnp.float32)), want_gradients, strict=True):
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-5)
 
 
-def test_bfloat16_is_rounded_less_than_by_the_reference():
+def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
   operands, _, segments, mask = make_case(*CASES["short, bias"])
   q, k, v, bias = (jnp.asarray(array, jnp.bfloat16) for array in operands)
   exact = xla_attention(
@@ -104,7 +104,7 @@ def test_it_lowers_to_triton_for_a_gpu(with_bias):
   assert lowered.as_text().count("xla.gpu.triton") == (4 if with_bias else 3)
 
 
-def test_logits_are_never_written():
+def test_logits_are_never_stored():
   shape = jax.ShapeDtypeStruct((8, 256, 2, 16), jnp.float32)
   ids = jnp.ones((8, 256), jnp.int32)
 

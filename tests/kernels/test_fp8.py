@@ -1,4 +1,4 @@
-"""Products in eight bits: rounding, scaling, and gradients against float32."""
+"""fp8 matmuls: rounding, scaling and gradients, compared with float32."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def relative_error(got, want):
 
 @pytest.mark.parametrize("factor", [1e-20, 1e-3, 1.0, 7e8])
 @pytest.mark.parametrize(("dtype", "half_step"), [(FORWARD, 2**-4), (GRADIENT, 2**-3)])
-def test_values_are_rounded_to_the_nearest_of_eight_bits_whatever_their_size(
-  factor, dtype, half_step
-):
+def test_values_are_rounded_to_the_nearest_fp8_number_at_every_scale(factor, dtype, half_step):
   x = np.linspace(1 / 64, 1, 200, dtype=np.float32) * np.float32(factor)
   quantized, scale = quantize(jnp.asarray(x), dtype)
   assert quantized.dtype == dtype
@@ -35,7 +33,7 @@ def test_values_are_rounded_to_the_nearest_of_eight_bits_whatever_their_size(
   assert np.max(np.abs(back - x) / x) <= half_step * 1.001
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_comes_out_as_nan():
+def test_zeros_stay_zeros_and_non_finite_values_become_nan():
   assert not np.asarray(fp8_matmul(jnp.zeros((4, 32)), jnp.asarray(W))).any()
   for bad in (np.inf, np.nan):
     x = X.copy()
@@ -44,12 +42,12 @@ def test_zeros_stay_zeros_and_what_is_not_finite_comes_out_as_nan():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_product_and_gradients_are_those_of_float32_but_for_the_rounding(dtype):
+def test_matmul_and_gradients_equal_float32_up_to_rounding(dtype):
   x, w, dy = (jnp.asarray(array, dtype) for array in (X, W, DY))
   y, gradients = jax.vjp(fp8_matmul, x, w)
   dx, dw = gradients(dy)
   assert {array.dtype for array in (y, dx, dw)} == {jnp.dtype(dtype)}
-  # Rounding is by up to 1/16 forward and 1/8 backward; its errors are random.
+  # Relative rounding errors are random, up to 1/16 forward and 1/8 backward.
   for got, want in ((y, X @ W), (dx, DY @ W.T), (dw, X.T @ DY)):
     assert 0.01 < relative_error(got, want) < 0.07
 
@@ -64,7 +62,7 @@ def test_forward_operands_are_e4m3_and_gradients_e5m2():
   assert product.count("f8E4M3FN") == 2
 
 
-def test_several_dimensions_of_rows_and_outputs_give_the_same_numbers():
+def test_rows_and_outputs_may_have_several_dimensions():
   y, gradients = jax.vjp(fp8_matmul, jnp.asarray(X), jnp.asarray(W))
   rows, outputs = X.reshape(6, 8, 32), W.reshape(32, 3, 8)
   split, split_gradients = jax.vjp(fp8_matmul, jnp.asarray(rows), jnp.asarray(outputs))

@@ -1,4 +1,4 @@
-"""What any model offers to the code around it, also one that a user brings."""
+"""The interface that every model offers, including a user's."""
 
 import flax.linen as nn
 import pytest

@@ -1,4 +1,4 @@
-"""The decoder-only model: loss and scores of targets, and decodes that go on from the inputs."""
+"""The decoder-only model: loss, scores, and decodes that continue the inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import DECODER_ONLY, VOCAB, decoder_only_params, make_decoder_only_model
+from tiny_models import (
+  DECODER_ONLY,
+  VOCAB,
+  decoder_only_params,
+  logits_of,
+  make_decoder_only_model,
+)
 
 from rosetta_t5 import decoding
 from rosetta_t5.models import remove_prefix
@@ -21,7 +27,7 @@ PARAMS = decoder_only_params(DECODER_ONLY)
 
 
 def features(inputs, targets):
-  """Returns what SeqIO's PrefixLMFeatureConverter makes of examples, unpacked."""
+  """Returns the unpacked batch that SeqIO's PrefixLMFeatureConverter makes of examples."""
   rows = {name: np.zeros((len(inputs), LENGTH), np.int32) for name in ("target", "mask", "weight")}
   for row, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
     end = len(given) + len(wanted)
@@ -44,16 +50,20 @@ SCORE = jax.jit(make().score_batch)
 
 
 @functools.cache
-def logits_of(is_prefix):
-  """Returns a function of a batch: its logits by teacher forcing."""
-  model = make(inputs_bidirectional_attention=is_prefix)
-  return jax.jit(functools.partial(model._compute_logits, PARAMS))
+def logits_fn(is_prefix):
+  """Returns a function from a batch to its logits with teacher forcing."""
+
+  def logits(batch):
+    hidden = () if is_prefix else ("decoder_causal_attention",)
+    return logits_of(make().module, PARAMS, {n: x for n, x in batch.items() if n not in hidden})
+
+  return jax.jit(logits)
 
 
 @pytest.mark.parametrize("is_prefix", [True, False])
-def test_loss_and_scores_are_of_the_targets_alone(is_prefix):
+def test_loss_and_scores_exclude_the_inputs(is_prefix):
   model = make(inputs_bidirectional_attention=is_prefix)
-  logits = np.asarray(logits_of(is_prefix)(BATCH), np.float64)
+  logits = np.asarray(logits_fn(is_prefix)(BATCH), np.float64)
   log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   expected = np.zeros(3)
   for row, (given, wanted) in enumerate(zip(INPUTS, TARGETS, strict=True)):
@@ -64,7 +74,7 @@ def test_loss_and_scores_are_of_the_targets_alone(is_prefix):
   np.testing.assert_allclose(jax.jit(model.score_batch)(PARAMS, BATCH), expected, rtol=1e-5)
 
 
-def test_scores_by_chunks_of_the_length_are_those_of_all_logits_at_once():
+def test_chunked_scores_equal_those_of_all_logits():
   chunked = make(loss_chunk_length=3)  # ten positions: the last chunk is not full
   program, whole = (f.lower(PARAMS, BATCH) for f in (jax.jit(chunked.score_batch), SCORE))
   all_logits = f"3x{LENGTH}x{VOCAB}xf32"
@@ -77,7 +87,7 @@ def test_scores_by_chunks_of_the_length_are_those_of_all_logits_at_once():
   assert sown["decoder"]["token_scores"][0].shape == (3, LENGTH)
 
 
-def test_scores_by_chunks_leave_padding_without_probability_too():
+def test_chunked_scores_give_padding_probability_0_too():
   config = DECODER_ONLY.replace(padding_never_follows=True)
   chunked, whole = (make(config, loss_chunk_length=n) for n in (4, None))
   scores = jax.jit(chunked.score_batch)(PARAMS, BATCH)
@@ -86,16 +96,16 @@ def test_scores_by_chunks_leave_padding_without_probability_too():
 
 
 def greedy_by_teacher_forcing(is_prefix):
-  """Returns the most probable continuations, found by a whole pass for each token."""
+  """Returns the most probable continuations, computed with a full forward pass per token."""
   found = [list(given) for given in INPUTS]
   for _ in range(LENGTH):
     batch = features([f[:LENGTH] for f in found], [[]] * 3)
     batch["decoder_causal_attention"] = BATCH["decoder_causal_attention"]
-    # The next token's place must count as no padding to be computed at all.
+    # The next token's position must not be padding, or it would not be computed.
     targets = np.array(batch["decoder_target_tokens"])
     for row, tokens in enumerate(found):
       targets[row, len(tokens) : len(tokens) + 1] = 2
-    logits = logits_of(is_prefix)(batch | {"decoder_target_tokens": jnp.asarray(targets)})
+    logits = logits_fn(is_prefix)(batch | {"decoder_target_tokens": jnp.asarray(targets)})
     for row, tokens in enumerate(found):
       if len(tokens) < LENGTH and 1 not in tokens:
         tokens.append(int(np.argmax(logits[row, len(tokens)])))
@@ -107,18 +117,18 @@ GREEDY = functools.partial(decoding.temperature_sample, temperature=0.0)
 
 
 @pytest.mark.parametrize("is_prefix", [True, False])
-def test_greedy_decodes_go_on_from_inputs_of_different_lengths(is_prefix):
+def test_greedy_decodes_continue_inputs_of_different_lengths(is_prefix):
   model = make(decode_fn=GREEDY, inputs_bidirectional_attention=is_prefix)
   predict = jax.jit(model.predict_batch)
   expected = greedy_by_teacher_forcing(is_prefix)
   np.testing.assert_array_equal(predict(PARAMS, BATCH), expected)
   others = features(INPUTS, ([20, 1], [21, 22, 1], [1]))
-  np.testing.assert_array_equal(predict(PARAMS, others), expected)  # the targets are not looked at
+  np.testing.assert_array_equal(predict(PARAMS, others), expected)  # the targets are ignored
   assert predict._cache_size() == 1, "one program for all batches"
 
 
 @pytest.mark.slow
-def test_samples_come_best_last_each_with_its_log_probability():
+def test_samples_are_sorted_by_log_probability_with_the_best_last():
   model = make(
     decode_fn=functools.partial(decoding.temperature_sample, topk=0, rescale_log_probs=False)
   )
@@ -138,7 +148,7 @@ def test_samples_come_best_last_each_with_its_log_probability():
   np.testing.assert_array_equal(best_aux["scores"], scores_BN[:, -1])
 
 
-def test_beam_search_goes_on_from_the_inputs_too():
+def test_beam_search_continues_the_inputs_too():
   model = make(decode_fn=decoding.beam_search)
   predict = functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True)
   tokens_BNT, aux = jax.jit(predict)(PARAMS, BATCH)
@@ -151,7 +161,7 @@ def test_beam_search_goes_on_from_the_inputs_too():
     np.testing.assert_allclose(aux["scores"][:, number], likelihood / penalty, rtol=1e-4)
 
 
-def test_batches_that_do_not_tell_inputs_from_targets_are_refused():
+def test_batches_that_do_not_mark_the_inputs_are_refused():
   batch = {n: v for n, v in BATCH.items() if n != "decoder_causal_attention"}
   with pytest.raises(
     ValueError, match="must have decoder_causal_attention, which distinguishes inputs from targets"
@@ -162,7 +172,7 @@ def test_batches_that_do_not_tell_inputs_from_targets_are_refused():
     make(inputs_bidirectional_attention=True).eval_fn(PARAMS, batch)
 
 
-def test_decode_function_that_cannot_start_in_the_middle_is_refused():
+def test_a_decode_function_without_initial_index_is_refused():
   def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
     raise AssertionError("must not be called")
 

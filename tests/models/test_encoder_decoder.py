@@ -1,4 +1,4 @@
-"""The model around a network: its loss, its scores, and what it hands to the decoder."""
+"""The encoder-decoder model: loss, scores and the call of the decode function."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiny_models import (
   VOCAB,
   Bigram,
   decoder_only_params,
+  logits_of,
   make_batch,
   make_decoder_only_model,
   make_model,
@@ -34,7 +35,7 @@ TABLE = variables(Bigram())["params"]["table"]
 
 
 def token_losses(smoothing=0.0, z_loss=0.0):
-  """Returns each target's loss and z-loss under the table of pairs, in float64."""
+  """Returns each target's loss and z-loss with the bigram table, in float64."""
   logits = np.asarray(TABLE, np.float64)[np.asarray(BATCH["decoder_input_tokens"])]
   lse = np.log(np.exp(logits).sum(-1))
   off = smoothing / (VOCAB - 1)
@@ -63,7 +64,7 @@ def test_loss_is_the_sum_over_weighted_targets(smoothing, z_loss):
   assert float(metrics["cross_ent_loss"].compute()) == pytest.approx(loss - expected_z, rel=1e-6)
 
 
-def test_without_weights_padding_counts_too_unless_a_special_factor_leaves_it_out():
+def test_without_weights_padding_counts_unless_a_special_factor_excludes_it():
   unweighted = {name: BATCH[name] for name in BATCH if name != "decoder_loss_weights"}
   terms, _ = token_losses()
   assert loss_of(unweighted)[0] == pytest.approx(terms.sum(), rel=1e-6)
@@ -76,7 +77,7 @@ def per_sequence(rows):
   return weights, weights.sum()
 
 
-# What each factor makes of some rows of the batch: the weights and what their sum is divided by.
+# The weights of some rows of the batch, and their divisor, for each factor.
 FACTORS = {
   None: lambda rows: (REAL[rows], 1.0),
   7.0: lambda rows: (REAL[rows], 7.0),
@@ -102,14 +103,14 @@ def test_each_microbatch_is_divided_by_its_own_factor_and_the_parts_are_summed(
   assert float(metrics["loss"].compute()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_factor_that_does_not_exist_is_refused_when_the_model_is_made():
+def test_an_unknown_factor_is_refused_when_the_model_is_built():
   with pytest.raises(
     ValueError, match=r"'NUM_REAL_TOKENS' \(did you mean 'NUM_REAL_TARGET_TOKENS'"
   ):
     make_model(Bigram(), loss_normalizing_factor="NUM_REAL_TOKENS")
 
 
-def test_score_is_the_log_likelihood_of_the_targets_without_padding():
+def test_the_score_is_the_log_likelihood_of_the_targets_without_padding():
   model = make_model(Bigram())
   expected = -(token_losses()[0] * REAL).sum(1)
   np.testing.assert_allclose(model.score_batch({"table": TABLE}, BATCH), expected, rtol=1e-5)
@@ -156,7 +157,7 @@ def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
   model = make_model()
   decode = jax.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3))
   text = decode.lower(params_of(T5_1_1), BATCH).compile().as_text()
-  # Per layer: one key and one value of 4 examples with 3 beams, 4 heads of size 4, 6 positions.
+  # Each layer has one key and one value for 4 examples with 3 beams, 4 heads of size 4, 6 positions.
   kept = r"f32\[(?:12|4,3),4,(?:4,6|6,4)\]"
   bodies = [part for part in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-update-slice" in part]
   (step,) = [
@@ -176,16 +177,16 @@ def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
   ],
   ids=["encoder-decoder", "decoder-only"],
 )
-def test_every_projection_of_a_step_has_its_kernel_as_it_was_kept(model, params, kernels):
+def test_every_projection_of_a_step_uses_its_precomputed_kernel(model, params, kernels):
   batch = BATCH | {"decoder_causal_attention": jnp.zeros((4, 6), jnp.int32).at[:, :2].set(1)}
   text = jax.jit(model.predict_batch_with_aux).lower(params, batch).as_text()
-  # [outputs, rows] of the few rows' product; the encoder's and the prompts' are [rows, outputs].
+  # The matmuls of few rows are [outputs, rows]; those of encoder and prompts are [rows, outputs].
   products = re.findall(r"optimization_barrier %\S+ : tensor<\d+x4(?:x1)?xf32>", text)
   assert len(products) == kernels
 
 
 def handed_to_decoder(**options):
-  """Returns what `predict_batch_with_aux` calls its decode_fn with; nothing is computed."""
+  """Returns the arguments that `predict_batch_with_aux` passes to its decode_fn, without computing."""
   given = {}
 
   def decode(**arguments):
@@ -200,7 +201,7 @@ def handed_to_decoder(**options):
   return given, decoded.shape, aux["scores"].shape
 
 
-def test_decoder_is_told_the_end_token_and_the_caller_s_options():
+def test_the_decode_function_receives_the_end_token_and_the_options_of_the_caller():
   given, decodes, scores = handed_to_decoder(
     num_decodes=3, rng=jax.random.PRNGKey(0), decoder_params={"alpha": 0.5, "topk": 7}
   )
@@ -213,7 +214,7 @@ def test_decoder_is_told_the_end_token_and_the_caller_s_options():
 
 
 @pytest.mark.parametrize("prompted", [True, False])
-def test_targets_begin_the_decodes_only_where_asked(prompted):
+def test_targets_begin_the_decodes_only_on_request(prompted):
   seen = {}
 
   def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
@@ -226,7 +227,7 @@ def test_targets_begin_the_decodes_only_where_asked(prompted):
   np.testing.assert_array_equal(got, expected)
 
 
-def test_end_token_of_a_prompt_is_left_out_as_there_the_decode_goes_on():
+def test_the_end_token_of_a_prompt_is_removed():
   given = {}
 
   def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
@@ -242,14 +243,14 @@ def test_end_token_of_a_prompt_is_left_out_as_there_the_decode_goes_on():
 
 
 class Scanned(Transformer):
-  """A network that tells what T5X's scanned ones tell."""
+  """A network with the attribute of T5X's scanned ones."""
 
   @property
   def scan_layers(self):
     return True
 
 
-def test_decode_function_of_the_user_s_is_told_only_what_it_takes():
+def test_a_custom_decode_function_receives_only_arguments_that_it_accepts():
   def plain(inputs, cache, tokens_to_logits, eos_id, num_decodes):
     logits, _ = tokens_to_logits(
       DecodingState(jnp.int32(0), inputs, jnp.zeros((4, 1), jnp.int32), cache)
@@ -259,7 +260,7 @@ def test_decode_function_of_the_user_s_is_told_only_what_it_takes():
   tokens, aux = make_model(decode_fn=plain).predict_batch_with_aux(
     params_of(T5_1_1), BATCH, rng=jax.random.PRNGKey(0)
   )
-  logits = make_model()._compute_logits(params_of(T5_1_1), BATCH)[:, 0]
+  logits = logits_of(Transformer(T5_1_1), params_of(T5_1_1), BATCH)[:, 0]
   np.testing.assert_array_equal(tokens[:, 0], np.argmax(logits, -1))
   np.testing.assert_allclose(aux["scores"], np.max(logits, -1), rtol=1e-5)
   scanned = make_model(Scanned(T5_1_1), decode_fn=plain)
@@ -269,7 +270,7 @@ def test_decode_function_of_the_user_s_is_told_only_what_it_takes():
     jax.eval_shape(functools.partial(scanned.predict_batch, params_of(T5_1_1)), BATCH)
 
 
-def test_scanned_layers_tell_the_decode_function_where_the_batch_lies():
+def test_the_decode_function_receives_the_batch_dimension_of_a_scanned_cache():
   given = {}
 
   def decode(**arguments):
@@ -296,13 +297,13 @@ def test_scanned_layers_tell_the_decode_function_where_the_batch_lies():
     ),
   ],
 )
-def test_options_that_the_decode_function_does_not_take_are_refused(arguments, text):
+def test_unknown_options_of_the_decode_function_are_refused(arguments, text):
   predict = functools.partial(make_model().predict_batch_with_aux, params_of(T5_1_1), **arguments)
   with pytest.raises(ValueError, match=text):
     jax.eval_shape(predict, BATCH)
 
 
-def test_one_program_serves_all_batches_of_a_shape_and_options_are_heard():
+def test_one_program_serves_all_batches_of_a_shape_and_traced_options():
   model = make_model(decode_fn=functools.partial(beam_search, alpha=0.0))
   predict = jax.jit(
     lambda batch, alpha: model.predict_batch_with_aux(
@@ -319,7 +320,7 @@ def test_one_program_serves_all_batches_of_a_shape_and_options_are_heard():
     assert not row[end + 1 :].any()
 
 
-def test_vocabularies_and_converter_are_those_given():
+def test_the_model_has_the_given_vocabularies_and_converter():
   model = make_model()
   assert get_input_vocabulary(model) is model.input_vocabulary
   assert get_output_vocabulary(model) is model.output_vocabulary

@@ -1,4 +1,4 @@
-"""What a model reports about a batch, against plain counts."""
+"""The metrics of a batch, compared with plain counts."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_packed_examples_are_counted_row_by_row(segment_ids, examples):
   assert count_packed_examples(jnp.array(segment_ids)) == examples
 
 
-def test_of_several_highest_logits_the_first_counts():
+def test_the_first_of_several_highest_logits_counts():
   logits = jnp.array([[[1.0, 5.0, 5.0], [0.0, 0.0, 0.0], [-1.0, -3.0, -1.0], [0.0, 1.0, 2.0]]])
   assert correct_predictions(logits, jnp.array([[1, 0, 0, 2]])).tolist() == [[True] * 4]
   assert correct_predictions(logits, jnp.array([[2, 1, 2, 1]])).tolist() == [[False] * 4]
 
 
-def test_metrics_are_those_of_t5x_over_weighted_and_all_tokens():
+def test_metrics_equal_those_of_t5x_over_weighted_and_all_tokens():
   metrics = compute_base_metrics(
     LOGITS, TARGETS, MASK, jnp.float32(12.0), jnp.float32(3.0), segment_ids=PACKED
   )
@@ -84,7 +84,7 @@ def test_metrics_are_those_of_t5x_over_weighted_and_all_tokens():
   )
 
 
-def test_without_weights_every_target_counts_and_without_z_loss_nothing_is_said_of_it():
+def test_without_weights_every_target_counts_and_without_z_loss_it_is_not_reported():
   metrics = compute_base_metrics(LOGITS, TARGETS, None, jnp.float32(12.0))
   assert float(metrics["non_padding_fraction/loss_weights"].compute()) == 1.0
   assert float(metrics["loss_per_nonpadding_target_token"].compute()) == pytest.approx(1.2)
@@ -92,7 +92,7 @@ def test_without_weights_every_target_counts_and_without_z_loss_nothing_is_said_
   assert not [name for name in metrics if "effective" in name or "overall" in name]
 
 
-def test_merged_batches_weigh_by_their_tokens():
+def test_merged_batches_are_weighted_by_their_tokens():
   def metrics(mask, loss):
     return compute_base_metrics(LOGITS, TARGETS, jnp.array(mask), jnp.float32(loss))
 
@@ -126,7 +126,7 @@ def test_older_metrics_are_plain_sums():
     compute_weighted_accuracy(logits, targets[0])
 
 
-def test_packed_batches_have_t5x_s_names():
+def test_metrics_of_packed_batches_have_the_names_of_t5x():
   batch = make_batch(2) | {
     "encoder_segment_ids": jnp.ones((2, 10), jnp.int32),
     "decoder_segment_ids": jnp.array([[1, 1, 2, 2, 3, 0]] * 2),

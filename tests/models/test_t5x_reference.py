@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from tiny_models import adafactor, feature
+from tiny_models import adafactor, feature, logits_of
 
 from rosetta_t5.checkpoints import TrainStateInitializer
 from rosetta_t5.models import EncoderDecoderModel
@@ -51,7 +51,7 @@ def batch(numbers):
 
 @pytest.fixture(scope="module")
 def initial(shared):
-  """The train state that a run with seed 0 starts from, made as the run makes it."""
+  """The initial train state of a run with seed 0, created as the run creates it."""
   shapes = dict.fromkeys(("encoder_input_tokens", "decoder_input_tokens"), (16, 64))
   initializer = TrainStateInitializer(
     adafactor(), MODEL.get_initial_variables, shapes, PjitPartitioner(num_partitions=1)
@@ -62,7 +62,7 @@ def initial(shared):
 
 @pytest.fixture(scope="module")
 def params(shared, initial):
-  """Parameters by step: those of seed 0, and those that T5X had after 20 steps."""
+  """Parameters by step: the initial ones of seed 0, and T5X's after 20 steps."""
   return {0: initial.params, 20: stored(shared, 20)}
 
 
@@ -80,12 +80,12 @@ def forward():
   def run(params, batch):
     (loss, _), grads = jax.value_and_grad(MODEL.loss_fn, has_aux=True)(params, batch, None)
     norms = jax.tree.map(lambda grad: jnp.linalg.norm(grad.reshape(-1)), grads)
-    return loss, MODEL._compute_logits(params, batch), norms, MODEL.score_batch(params, batch)
+    return loss, logits_of(MODEL.module, params, batch), norms, MODEL.score_batch(params, batch)
 
   return jax.jit(run)
 
 
-def test_seed_gives_t5x_s_initial_parameters(shared, initial):
+def test_the_seed_gives_the_initial_parameters_of_t5x(shared, initial):
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
     initial.params,
@@ -94,7 +94,7 @@ def test_seed_gives_t5x_s_initial_parameters(shared, initial):
 
 
 @pytest.mark.parametrize("step", [0, 20])
-def test_loss_logits_gradients_and_scores_are_t5x_s(numbers, batch, params, step):
+def test_loss_logits_gradients_and_scores_equal_those_of_t5x(numbers, batch, params, step):
   loss, logits, norms, scores = forward()(params[step], batch)
   np.testing.assert_allclose(loss, numbers[f"loss_step{step}"], rtol=1e-6)
   np.testing.assert_allclose(logits[:2], numbers[f"logits_step{step}"], atol=1e-4)
@@ -108,12 +108,12 @@ def test_loss_logits_gradients_and_scores_are_t5x_s(numbers, batch, params, step
     np.testing.assert_allclose(norm, expected[name], rtol=1e-4, err_msg=name)
 
 
-def test_greedy_decodes_are_t5x_s(numbers, batch, params):
+def test_greedy_decodes_equal_those_of_t5x(numbers, batch, params):
   got = jax.jit(MODEL.predict_batch)(params[20], batch)
   np.testing.assert_array_equal(got, numbers["greedy_step20"])
 
 
-def test_beam_search_gives_t5x_s_decodes_and_scores(numbers, batch, params):
+def test_beam_search_gives_the_decodes_and_scores_of_t5x(numbers, batch, params):
   search = functools.partial(MODEL.predict_batch_with_aux, num_decodes=4, return_all_decodes=True)
   decodes, aux = jax.jit(search)(params[20], batch)
   np.testing.assert_array_equal(decodes, numbers["beam4_step20"])
@@ -142,7 +142,7 @@ def test_fifteen_steps_give_every_metric_of_t5x(shared, initial, batch):
   step = jax.jit(functools.partial(train_step, loss_fn=MODEL.loss_fn, learning_rate_fn=schedule))
   _, key = jax.random.split(jax.random.PRNGKey(0), 2)
   state, feed = jax.device_put(initial), batches(shared)
-  # The last five are for tests/test_run.py: from there on the run makes much of the last bit.
+  # The last five are for tests/test_run.py: from there on, small differences grow.
   for number in range(1, 16):
     drawn = next(feed)
     if number == 1:
@@ -152,6 +152,6 @@ def test_fifteen_steps_give_every_metric_of_t5x(shared, initial, batch):
     wanted = expected[str(number)]
     assert got.keys() - wanted.keys() == {
       "weight_gradient_norm"
-    }  # T5X's with a computer of weights
+    }  # T5X's metrics that compute weights
     for name, value in wanted.items():
       np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=f"{name}, step {number}")

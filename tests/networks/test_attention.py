@@ -1,4 +1,4 @@
-"""The attention module: its scales, its dropout and its cache."""
+"""The attention module: scales, dropout and cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def params():
   return jax.jit(lambda key: MODULE.init(key, X, X))(jax.random.PRNGKey(0))["params"]
 
 
-def test_queries_alone_start_smaller_by_the_root_of_the_head_size():
+def test_only_the_initial_query_kernel_is_divided_by_the_root_of_the_head_size():
   wide = dataclasses.replace(MODULE, num_heads=64, head_dim=16)
   x = jnp.ones((1, 1, 256))
   kernels = jax.jit(lambda key: wide.init(key, x, x))(jax.random.PRNGKey(0))["params"]
@@ -31,7 +31,7 @@ def test_queries_alone_start_smaller_by_the_root_of_the_head_size():
   assert spread == pytest.approx(expected, rel=0.02)
 
 
-def test_scale_attn_logits_divides_the_logits_once_more(params):
+def test_scale_attn_logits_divides_the_logits_a_second_time(params):
   scaled = dataclasses.replace(MODULE, scale_attn_logits=True)
   smaller = params | {"query": {"kernel": params["query"]["kernel"] / np.sqrt(K)}}
   got = scaled.apply({"params": params}, X, X)
@@ -39,7 +39,7 @@ def test_scale_attn_logits_divides_the_logits_once_more(params):
   assert not np.allclose(got, MODULE.apply({"params": params}, X, X), atol=1e-3)
 
 
-def test_float32_logits_is_handed_to_the_kernel(params):
+def test_float32_logits_is_passed_to_the_kernel(params):
   half = dataclasses.replace(MODULE, dtype=jnp.bfloat16)
   exact = dataclasses.replace(half, float32_logits=True)
   steep = params | {"query": {"kernel": params["query"]["kernel"] * 40}}
@@ -56,7 +56,7 @@ def weights_seen_through(module, key):
   return module.apply({"params": params}, X, one_hot, rngs={"dropout": key})
 
 
-def test_dropout_drops_the_same_keys_for_all_queries_and_others_in_each_example():
+def test_dropout_drops_the_same_keys_for_all_queries_but_different_ones_per_example():
   module = MultiHeadDotProductAttention(num_heads=1, head_dim=D, dropout_rate=0.5)
   weights = np.asarray(weights_seen_through(module, jax.random.PRNGKey(1)))
   np.testing.assert_array_equal(weights, np.broadcast_to(weights[:, :1], weights.shape))
@@ -73,7 +73,7 @@ def test_dropout_is_off_when_deterministic():
   np.testing.assert_array_equal(module.apply(params, X, X, deterministic=True), expected)
 
 
-def test_cached_steps_equal_the_whole_sequence_with_bias_and_mask(params):
+def test_decoding_steps_equal_the_full_sequence_with_bias_and_mask(params):
   bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, H, T, T)), jnp.float32)
   causal = jnp.tril(jnp.ones((1, 1, T, T), bool))
   expected = MODULE.apply({"params": params}, X, X, causal.repeat(B, 0), bias)

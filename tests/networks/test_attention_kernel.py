@@ -1,4 +1,4 @@
-"""Which attention kernel is taken, and what it is refused with."""
+"""The choice of the attention kernel, and the errors for unsupported settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
   choose_attention_kernel,
   fused_attention,
-  make_segment_mask,
+  make_mask,
   nan_if_padding_precedes_tokens,
 )
 from rosetta_t5.networks.t5 import T5Config, Transformer
@@ -27,7 +27,7 @@ def config(**changes):
   return dataclasses.replace(T5_1_1, **changes)
 
 
-def test_default_takes_the_reference_and_says_why():
+def test_the_default_kernel_is_the_reference_with_a_reason():
   choice = choose_attention_kernel(T5_1_1)
   assert choice.name == "xla"
   assert choice.reason.startswith("auto: ")
@@ -63,7 +63,7 @@ def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, t
   settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
   given = {"real_queries": REAL, "real_keys": REAL} | arguments
   with pytest.raises(ValueError, match=text):
-    make_segment_mask(config(**settings), **given)
+    make_mask(config(**settings), **given)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, t
     ),
   ],
 )
-def test_unknown_switches_are_refused(changes, text):
+def test_unknown_settings_are_refused(changes, text):
   with pytest.raises(ValueError, match=text):
     T5Config(vocab_size=8, **changes)
 
 
-def test_dropout_s_factor_is_on_the_values():
+def test_dropout_scales_the_values():
   q, k, v = jax.random.normal(jax.random.PRNGKey(0), (3, 2, 6, 2, 4))
   factor = jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, (2, 2, 6)).astype(jnp.float32) * 2
   ids = jnp.ones((2, 6), jnp.int32)
@@ -107,7 +107,7 @@ def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
   ("keys", "is_nan"),
   [([[1, 1, 0], [0, 0, 0]], False), ([[1, 1, 0], [1, 0, 1]], True), ([[0, 1, 1]], True)],
 )
-def test_padding_between_tokens_is_nan_where_only_lengths_are_seen(keys, is_nan):
+def test_padding_before_tokens_gives_nan_with_a_kernel_that_takes_lengths(keys, is_nan):
   keys = jnp.asarray(keys)
   for mask in (SegmentMask(keys, jnp.ones_like(keys)), SegmentMask(jnp.ones_like(keys), keys)):
     assert bool(jnp.isnan(nan_if_padding_precedes_tokens(mask))) == is_nan

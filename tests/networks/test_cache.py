@@ -1,4 +1,4 @@
-"""What decoding keeps: its layout, prompts of different lengths, which beam wrote what."""
+"""The decoding cache: its layout, prompts of different lengths, the table of writing beams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def variable(value):
   return types.SimpleNamespace(value=value)
 
 
-def test_prefill_keeps_each_prompt_s_own_positions_and_zeros_after_them():
+def test_prefill_writes_each_prompt_and_zeros_after_it():
   empty = jnp.zeros((2, 3, 4, 7)), jnp.zeros((2, 3, 7, 4))
   lengths = jnp.array([2, 5])
   key, value, filled, keys, values, index = MultiHeadDotProductAttention(
@@ -40,7 +40,7 @@ def test_prefill_keeps_each_prompt_s_own_positions_and_zeros_after_them():
 
 
 @pytest.mark.parametrize("index", [3, (1, 4), (4, 5)])
-def test_step_writes_one_position_and_a_full_sequence_none(index):
+def test_a_step_writes_one_position_unless_the_sequence_is_full(index):
   new = jnp.ones((2, 1, 3, 4))
   old = decoding_cache.keys_to_cache_layout(KEYS), decoding_cache.values_to_cache_layout(KEYS)
   variables = map(variable, (*old, jnp.asarray(index)))
@@ -60,7 +60,7 @@ def test_step_writes_one_position_and_a_full_sequence_none(index):
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_bias_and_mask_of_beams_side_by_side_are_told_by_example(heads):
+def test_bias_and_mask_of_beams_are_grouped_by_example(heads):
   of_each = RNG.normal(size=(6, heads, 1, 5))
   by_example = decoding_cache.group_by_example(jnp.asarray(of_each), 2, 3)
   for row in range(6):
@@ -70,7 +70,7 @@ def test_bias_and_mask_of_beams_side_by_side_are_told_by_example(heads):
 
 
 @pytest.mark.parametrize("index", [2, (2, 2, 4, 4)])
-def test_each_beam_is_the_writer_of_the_position_it_wrote(index):
+def test_each_beam_is_recorded_for_the_position_that_it_writes(index):
   before = jnp.full((2, 2, 5), 7)
   after = np.asarray(decoding_cache.record_writing_beam(before, jnp.asarray(index)))
   for example, at in enumerate(np.broadcast_to(index, 4)[::2]):
@@ -78,6 +78,6 @@ def test_each_beam_is_the_writer_of_the_position_it_wrote(index):
     assert np.all(np.delete(after[example], at, axis=1) == 7)
 
 
-def test_without_beams_no_writer_is_kept():
+def test_without_beams_no_writing_beam_is_recorded():
   writers = jnp.zeros((2, 5), jnp.int32)
   assert decoding_cache.record_writing_beam(writers, jnp.int32(3)) is writers

@@ -1,4 +1,4 @@
-"""The decoder-only network: T5X's tree, packing, prefixes, and prompts put into the cache at once."""
+"""The decoder-only network: T5X's parameter tree, packing, prefixes and prefilled caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _apply(names: tuple[str, ...] = (), tied: bool = False):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_have_t5x_s_names_and_shapes(tied):
+def test_parameters_have_the_names_and_shapes_of_t5x(tied):
   params = decoder_only_params(DECODER_ONLY.replace(logits_via_embedding=tied))
   paths = jax.tree_util.tree_leaves_with_path(params)
   shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in paths}
@@ -49,7 +49,7 @@ def test_parameters_have_t5x_s_names_and_shapes(tied):
   assert shapes == {f"decoder/{name}": shape for name, shape in expected.items()}
 
 
-def test_tied_logits_are_products_with_the_embedding_over_the_root_of_the_width():
+def test_tied_logits_are_dot_products_with_the_embedding_divided_by_the_root_of_the_width():
   params = decoder_only_params(DECODER_ONLY)
   table = params["decoder"]["token_embedder"]["embedding"]
   tied = decoder_only_params(DECODER_ONLY.replace(logits_via_embedding=True))
@@ -64,7 +64,7 @@ def _without_logits(params):
   return {"decoder": {n: v for n, v in params["decoder"].items() if n != "logits_dense"}}
 
 
-def test_positions_see_only_those_before_them_but_a_prefix_sees_all_of_itself():
+def test_attention_is_causal_except_within_a_prefix():
   params = decoder_only_params(DECODER_ONLY)
   changed = INPUTS.copy()
   changed[:, 3] = (changed[:, 3] + 1) % 30 + 2
@@ -103,10 +103,10 @@ def test_packed_examples_do_not_see_each_other():
     pytest.param(8, True, marks=pytest.mark.slow),
   ],
 )
-def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_logits(
+def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(
   prompt_length, is_prefix
 ):
-  """Prompts may come in a shorter array than the cache is long."""
+  """The array of prompts may be shorter than the cache."""
   module, params = DecoderWrapper(DECODER_ONLY), decoder_only_params(DECODER_ONLY)
   lengths = np.array([1, 4, 2])
   prefix = jnp.asarray(np.arange(8) <= lengths[:, None], jnp.int32)
@@ -137,7 +137,7 @@ def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_log
     np.testing.assert_allclose(logits[:, 0], expected[at], atol=1e-5)
 
 
-def test_what_cannot_be_trained_or_called_is_refused():
+def test_unsupported_settings_and_arguments_are_refused():
   with pytest.raises(ValueError, match=r"TransformerConfig\.dtype = 'float16' overflows"):
     TransformerConfig(vocab_size=32, dtype="float16")
   with pytest.raises(ValueError, match=re.escape("got 'ful' (did you mean 'full'?)")):

@@ -1,4 +1,4 @@
-"""Projections: joined kernels, gated feed-forward blocks, and what they refuse."""
+"""Projections and feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_kernel_joins_the_dimensions_of_each_side(features, axis):
   np.testing.assert_allclose(got, expected.reshape(*kept, *np.ravel(features)), atol=1e-5)
 
 
-def test_only_the_last_dimensions_can_be_summed_over():
+def test_only_the_last_dimensions_can_be_contracted():
   with pytest.raises(ValueError, match=r"axis = \(0, -1\) for an input of shape \(2, 3, 4, 5\)"):
     DenseGeneral(7, axis=(0, -1)).init(jax.random.PRNGKey(0), X)
 
 
-def test_product_is_computed_in_dtype_from_a_float32_kernel():
+def test_the_matmul_uses_dtype_and_the_kernel_is_float32():
   module = DenseGeneral(7, dtype=jnp.bfloat16)
   variables = module.init(jax.random.PRNGKey(0), X)
   assert variables["params"]["kernel"].dtype == jnp.float32
@@ -46,7 +46,7 @@ def block(params, **arguments):
   )
 
 
-def test_two_activations_are_multiplied_and_one_has_a_kernel_of_its_own_name():
+def test_two_activations_are_multiplied_and_one_has_the_kernel_wi():
   rng = np.random.default_rng(1)
   a, b = (jnp.asarray(rng.normal(size=(5, 6)), jnp.float32) for _ in range(2))
   out = jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)
@@ -65,7 +65,7 @@ def test_dropout_drops_the_same_hidden_features_at_every_position():
   assert len(np.unique(output[:, 0], axis=0)) == 3, "every example has its own dropped features"
 
 
-def test_activation_that_does_not_exist_is_named_with_others():
+def test_an_unknown_activation_is_refused_with_known_ones():
   text = (
     "T5Config.mlp_activations names 'gleu', which flax.linen does not have: use 'linear', 'gelu'"
   )
@@ -73,11 +73,11 @@ def test_activation_that_does_not_exist_is_named_with_others():
     activation_function("gleu")
 
 
-def test_activation_may_be_a_function():
+def test_an_activation_may_be_a_function():
   assert activation_function(jnp.tanh) is jnp.tanh
 
 
-def test_a_kernel_kept_for_decoding_is_the_one_that_multiplies():
+def test_a_precomputed_kernel_replaces_the_parameter():
   module = DenseGeneral((2, 3), axis=(-2, -1))
   params = module.init(jax.random.PRNGKey(0), X)["params"]
   expected, kept = module.apply({"params": params}, X, mutable=[PRECOMPUTED])

@@ -1,4 +1,4 @@
-"""Embedding, relative position bias and norm against plain formulas."""
+"""Embedding, relative position bias and norm, compared with plain formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_hot_product(table, ids):
   return (ids[..., None] == jnp.arange(10)[None, None]).astype(table.dtype) @ table
 
 
-def test_gather_equals_the_product_with_one_hot_rows_also_outside_the_table():
+def test_the_gather_equals_a_one_hot_matmul_also_for_ids_outside_the_table():
   embed = Embed(num_embeddings=10, features=4)
   table = jnp.asarray(np.random.default_rng(0).normal(size=(10, 4)), jnp.float32)
 
@@ -38,7 +38,7 @@ def test_gather_equals_the_product_with_one_hot_rows_also_outside_the_table():
   np.testing.assert_allclose(grad, expected, rtol=1e-6)
 
 
-def test_table_stays_float32_and_its_gradient_is_summed_in_float32():
+def test_the_table_and_the_sum_of_its_gradient_are_float32():
   embed = Embed(num_embeddings=10, features=4, dtype=jnp.bfloat16)
   table = embed.init(jax.random.PRNGKey(0), IDS)["params"]["embedding"]
   assert table.dtype == jnp.float32
@@ -53,7 +53,7 @@ def test_table_stays_float32_and_its_gradient_is_summed_in_float32():
   np.testing.assert_array_equal(jax.grad(total)(table)[0], 1000.0)
 
 
-def test_ids_that_are_no_integers_are_refused():
+def test_ids_must_be_integers():
   with pytest.raises(ValueError, match="token ids must be integers, got float32"):
     Embed(10, 4, cast_input_dtype=jnp.float32).init(jax.random.PRNGKey(0), IDS)
 
@@ -79,7 +79,7 @@ def t5_bucket(distance, bidirectional, num_buckets=32):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_buckets_follow_t5_s_definition_at_every_distance(bidirectional):
+def test_buckets_follow_the_definition_of_t5_at_every_distance(bidirectional):
   distances = np.arange(-300, 301)
   expected = [t5_bucket(int(d), bidirectional) for d in distances]
   got = relative_position_bucket(distances, bidirectional, num_buckets=32, max_distance=128)
@@ -113,7 +113,7 @@ def test_relative_bias_is_a_gather_from_the_table_and_so_is_its_gradient(
   np.testing.assert_allclose(grad, expected, atol=1e-4)
 
 
-def test_lengths_whose_pairs_cannot_be_counted_are_refused_with_what_fits():
+def test_too_many_pairs_of_positions_are_refused_with_the_longest_length():
   bias = RelativePositionBiases(32, 128, 12, jnp.bfloat16)
   with pytest.raises(
     ValueError, match=r"65,536 queries and 65,536 keys has 4,294,967,296 pairs"
@@ -122,7 +122,7 @@ def test_lengths_whose_pairs_cannot_be_counted_are_refused_with_what_fits():
   assert "Set TASK_FEATURE_LENGTHS to at most 46,340 tokens" in str(e.value)
 
 
-def test_long_lengths_take_a_byte_a_pair_while_a_program_is_traced():
+def test_tracing_long_sequences_needs_one_byte_per_pair_of_positions():
   bias = RelativePositionBiases(32, 128, 2, jnp.float32)
   tracemalloc.start()
   shape = jax.eval_shape(lambda: bias.init_with_output(jax.random.PRNGKey(0), 2048, 4096)[0])

@@ -1,6 +1,6 @@
-"""One training step of each family of T5, held to recorded numbers.
+"""One training step of each T5 family, compared with recorded numbers.
 
-`python tests/networks/test_golden_steps.py` records them anew, after a change that is meant.
+Run `python tests/networks/test_golden_steps.py` to record them again after an intended change.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def initial_norm(config: T5Config) -> float:
   return float(jax.jit(lambda key: optax.tree.norm(initial(key)["params"]))(jax.random.PRNGKey(0)))
 
 
-def test_seed_gives_the_recorded_parameters():
+def test_the_seed_gives_the_recorded_parameters():
   assert initial_norm(T5_1_1) == pytest.approx(json.loads(GOLDEN.read_text())["initial_norm"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_step_gives_the_recorded_numbers(name):
+def test_a_step_gives_the_recorded_numbers(name):
   assert step(name) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-5)
 
 

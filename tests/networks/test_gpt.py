@@ -1,4 +1,4 @@
-"""GPT's options of the decoder-only network: positions, norm, biases, windows, scanned layers."""
+"""GPT's settings of the decoder-only network: positions, norm, biases, windows, scanned layers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decoded_logits(config, params, lengths):
   [GPT, ROTARY.replace(local_attention_window=3), ROTARY.replace(scan_layers=True)],
   ids=["learned", "rotary-local", "rotary-scan"],
 )
-def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_logits(config):
+def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(config):
   loop = config.replace(scan_layers=False)
   params = decoder_only_params(loop)
   expected = logits_of(loop)(params, INPUTS, TOKENS)
@@ -72,7 +72,7 @@ def test_decoding_after_prompts_of_different_lengths_gives_teacher_forcing_s_log
     )
 
 
-def test_scanned_layers_are_layers_one_after_another():
+def test_scanned_layers_equal_a_loop_over_layers():
   params = decoder_only_params(GPT)
   scanned = logits_of(GPT.replace(scan_layers=True, remat_policy="minimal", fuse_qkv_params=True))
   np.testing.assert_allclose(
@@ -83,7 +83,7 @@ def test_scanned_layers_are_layers_one_after_another():
 
 
 @pytest.mark.parametrize("config", [GPT, ROTARY], ids=["learned", "rotary"])
-def test_packed_examples_count_their_positions_from_0(config):
+def test_positions_of_packed_examples_start_from_0(config):
   params = decoder_only_params(config)
   alone = logits_of(config)(params, INPUTS[:2, :4], TOKENS[:2, :4])
   packed = logits_of(config)(
@@ -96,7 +96,7 @@ def test_packed_examples_count_their_positions_from_0(config):
   np.testing.assert_allclose(packed.reshape(2, 4, -1), alone, rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_positions_turn_pairs_as_complex_numbers_and_tell_distances_alone():
+def test_rotary_embeddings_rotate_pairs_and_depend_only_on_distances():
   rng = np.random.default_rng(1)
   q, k = rng.normal(size=(2, 1, 5, 1, 6)).astype(np.float32)
   positions = np.array([[0, 3, 4, 700, 9]])
@@ -114,7 +114,7 @@ def test_rotary_positions_turn_pairs_as_complex_numbers_and_tell_distances_alone
   np.testing.assert_allclose(*products, atol=1e-3)
 
 
-def test_padding_never_follows_where_it_is_said_so():
+def test_padding_never_follows_gives_padding_probability_0():
   params = decoder_only_params(GPT)
   plain = logits_of(GPT)(params, INPUTS, TOKENS)
   without = logits_of(GPT.replace(padding_never_follows=True))(params, INPUTS, TOKENS)
@@ -157,6 +157,6 @@ def test_sequences_longer_than_the_learned_positions_are_refused():
     ({"scale_queries": True, "scale_attn_logits": True}, "would both divide by √head_dim"),
   ],
 )
-def test_configs_that_contradict_themselves_are_refused(wrong, text):
+def test_contradictory_configs_are_refused(wrong, text):
   with pytest.raises(ValueError, match=re.escape(text)):
     TransformerConfig(vocab_size=32, **wrong)

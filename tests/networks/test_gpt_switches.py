@@ -1,4 +1,4 @@
-"""Every switch of the decoder-only network, in company of the others, against the plain numbers."""
+"""Combinations of the decoder-only network's settings, compared with the network without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SWITCHES = {
 REMAT = ("none", "minimal", "full")
 MESHES = {"1": None, "tensor 2": {"data": 4, "tensor": 2}, "fsdp 2": {"data": 4, "fsdp": 2}}
 COMPANIES = list(itertools.product((False, True), (1, 2), MESHES))
-# Every combination of switches, each in one of the twelve companies.
+# Every combination of switches, each with one of the twelve combinations of other settings.
 TABLE = {}
 for index, values in enumerate(itertools.product(*SWITCHES.values())):
   packed, microbatches, mesh = COMPANIES[index * 5 % 12]
@@ -49,7 +49,7 @@ for index, values in enumerate(itertools.product(*SWITCHES.values())):
   row |= {"remat_policy": REMAT[index // 3 % 3], "packed": packed}
   row |= {"microbatches": microbatches, "mesh": mesh}
   TABLE[", ".join(map(str, row.values()))] = row
-# Each setting is met in these; the whole table is a slow test.
+# These rows contain each setting; the whole table is a slow test.
 FEW = (
   "1, 1, flash, 4, True, minimal, True, 2, fsdp 2",
   "1, 0, xla, None, True, full, False, 1, tensor 2",
@@ -58,7 +58,7 @@ FEW = (
 
 @functools.cache
 def make_batch(packed):
-  """Returns 8 rows of one text each, or of two; each with padding after it."""
+  """Returns 8 rows of one or two texts, followed by padding."""
   rng = np.random.default_rng(0)
   tokens = rng.integers(2, GPT.vocab_size, (8, LENGTH)).astype(np.int32)
   real = np.arange(LENGTH) < rng.integers(LENGTH - 3, LENGTH, (8, 1))
@@ -132,41 +132,41 @@ def check(row, plain, tolerance, fp8=None):
 
 
 def distance(got, want):
-  """Returns the length of all gradients' difference beside that of `want`."""
+  """Returns the norm of the gradients' difference relative to that of `want`."""
   squares = jax.tree.map(lambda x, y: (np.sum((x - y) ** 2), np.sum(y**2)), got, want)
   error, size = np.sum(jax.tree.leaves(squares, is_leaf=lambda x: isinstance(x, tuple)), axis=0)
   return np.sqrt(error / size)
 
 
 @pytest.mark.parametrize("row", FEW)
-def test_switches_change_no_number(row):
+def test_settings_do_not_change_the_numbers(row):
   check(TABLE[row], GPT, 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE)
-def test_all_switches_in_every_company_change_no_number(row):
+def test_no_combination_of_settings_changes_the_numbers(row):
   check(TABLE[row], GPT, 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
 @pytest.mark.parametrize("row", list(TABLE)[::3])
-def test_all_switches_change_no_number_of_other_positions(row, positions):
-  # One bias that all layers share is not for scanned ones.
+def test_settings_do_not_change_the_numbers_with_other_positions(row, positions):
+  # Scanned layers cannot share a bias.
   row = TABLE[row] | ({"scan_layers": False} if positions == "relative" else {})
   check(row, CONFIGS[positions], 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", list(TABLE)[::4])
-def test_in_fp8_switches_change_numbers_by_its_rounding(row):
+def test_in_fp8_settings_change_numbers_only_by_rounding(row):
   check(TABLE[row], GPT, 0.1, fp8="current")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", FEW)
-def test_in_bfloat16_switches_change_numbers_by_its_rounding(row):
+def test_in_bfloat16_settings_change_numbers_only_by_rounding(row):
   """As near to float32 as the plain network, but for twice its rounding.
 
   One array's gradient may be off by more: the plain network's queries, whose gradients are small
@@ -182,7 +182,7 @@ def test_in_bfloat16_switches_change_numbers_by_its_rounding(row):
 
 @functools.cache
 def losses(recipe, scan_layers=False, steps=6):
-  """Returns the losses of a short training in bfloat16, its projections in fp8 by a recipe or not."""
+  """Returns the losses of a short bfloat16 training run, with projections in fp8 if there is a recipe."""
   config = GPT.replace(dtype="bfloat16", scan_layers=scan_layers)
   model = with_fp8(make_decoder_only_model(config, z_loss=1e-4), choose_fp8(te_config(recipe)))
   batch = make_batch(True)
@@ -216,7 +216,7 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe, scan_layers):
   assert found != plain
 
 
-def test_dropout_drops_the_same_values_with_the_length_first():
+def test_dropout_drops_the_same_values_when_the_length_is_first():
   config = GPT.replace(dropout_rate=0.3)
   found = []
   for changes in ({}, {"transpose_batch_sequence": 1}):
@@ -226,7 +226,7 @@ def test_dropout_drops_the_same_values_with_the_length_first():
   np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-def test_cudnn_is_refused_without_its_gpu_and_the_text_says_what_to_set():
+def test_cudnn_without_a_gpu_is_refused_with_the_setting_to_change():
   text = (
     "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
   )
@@ -235,7 +235,7 @@ def test_cudnn_is_refused_without_its_gpu_and_the_text_says_what_to_set():
     model.eval_fn(decoder_only_params(GPT), make_batch(False))
 
 
-def test_parameters_are_those_of_the_plain_network_under_every_switch():
+def test_settings_do_not_change_the_parameters():
   def shapes(**changes):
     module = DecoderWrapper(GPT.replace(**changes))
     tokens = jnp.ones((1, 4), jnp.int32)
@@ -248,7 +248,7 @@ def test_parameters_are_those_of_the_plain_network_under_every_switch():
   assert shapes(scan_layers=True) == jax.tree.map(jnp.shape, stacked(decoder_only_params(GPT)))
 
 
-def test_config_takes_the_ones_and_zeros_of_scripts_and_nothing_else():
+def test_boolean_settings_accept_only_booleans_and_the_1_and_0_of_scripts():
   config = TransformerConfig(vocab_size=8, transpose_batch_sequence=1, fuse_qkv_params=0)
   assert (config.transpose_batch_sequence, config.fuse_qkv_params) == (True, False)
   with pytest.raises(ValueError, match=r"TransformerConfig.fuse_qkv_params = 'no' must be True"):

@@ -1,4 +1,4 @@
-"""Who sees whom."""
+"""Attention masks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOKENS = jnp.array([[7, 8, 9, 5, 0]])
 
 
 def rows(mask):
-  """Returns one text a query, with x for every key it sees."""
+  """Returns one text per query, with x for every key that it sees."""
   return ["".join("x" if seen else "." for seen in row) for row in np.asarray(mask)[0, 0]]
 
 
-def test_decoder_sees_itself_and_what_came_before_but_no_padding():
+def test_a_decoder_position_sees_itself_and_earlier_positions_but_not_padding():
   assert rows(make_decoder_mask(TOKENS, bool)) == ["x....", "xx...", "xxx..", "xxxx.", "....."]
 
 
@@ -37,7 +37,7 @@ def test_positions_of_a_prefix_all_see_each_other():
   assert rows(mask) == ["xxx..", "xxx..", "xxx..", "xxxx.", "....."]
 
 
-def test_masks_have_the_type_and_dimensions_asked_for():
+def test_masks_have_the_requested_type_and_dimensions():
   mask = make_attention_mask(TOKENS > 0, TOKENS[:, :3] > 0, extra_batch_dims=1, dtype=jnp.bfloat16)
   assert (mask.shape, mask.dtype) == ((1, 1, 1, 5, 3), jnp.bfloat16)
   causal = make_causal_mask(TOKENS, extra_batch_dims=2)
@@ -45,7 +45,7 @@ def test_masks_have_the_type_and_dimensions_asked_for():
   np.testing.assert_array_equal(causal[0, 0, 0, 0], np.tril(np.ones((5, 5))))
 
 
-def test_masks_combine_by_and_biases_by_sum_and_none_counts_as_nothing():
+def test_masks_are_combined_by_and_and_biases_by_sum_ignoring_none():
   assert combine_masks(None, None) is None
   assert combine_biases(None, None) is None
   a, b = jnp.array([0.0, 2.0, 1.0]), jnp.array([1.0, 1.0, 0.0])

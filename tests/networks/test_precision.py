@@ -1,4 +1,4 @@
-"""fp8 in the network: which products, what is trained, what its switch accepts and refuses."""
+"""fp8 in the network: which matmuls use it, what is trained, and which settings are accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fp8_model(recipe="current", **switches):
 
 @functools.cache
 def start(recipe, microbatches=None):
-  """Returns a compiled training step and the state to begin with."""
+  """Returns a compiled training step and the initial state."""
   model = fp8_model(recipe) if recipe else make_model(bfloat16(), z_loss=1e-4)
   shapes = jax.eval_shape(lambda key: model.get_initial_variables(key, SHAPES), KEY)
   variables = {"params": params_of(T5_1_1), "params_axes": shapes["params_axes"]}
@@ -52,7 +52,7 @@ def start(recipe, microbatches=None):
 
 @functools.cache
 def trained(recipe, steps=8, microbatches=None):
-  """Returns the losses and the last state of a short training."""
+  """Returns the losses and the final state of a short training run."""
   step, state = start(recipe, microbatches)
   losses = []
   for _ in range(steps):
@@ -78,17 +78,17 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe):
   assert losses != plain
 
 
-def test_projections_are_in_fp8_and_logits_and_attention_s_own_products_are_not():
+def test_projections_use_fp8_but_logits_and_attention_do_not():
   model, params = fp8_model(), params_of(T5_1_1)
   text = jax.jit(lambda p: model.eval_fn(p, BATCH)[0]).lower(params).as_text()
   products = [line for line in text.splitlines() if "dot_general" in line]
   # Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
   assert sum("f8E4M3FN" in line for line in products) == 18
-  # Two products of each of three attentions, two biases, and the logits.
+  # Two matmuls in each of three attentions, two biases, and the logits.
   assert sum("f8" not in line for line in products) == 9
 
 
-def test_delayed_scales_are_replaced_each_microbatch_never_summed_or_trained():
+def test_delayed_scales_are_replaced_in_each_microbatch_and_not_trained():
   _, whole = trained("delayed", steps=1)
   _, parts = trained("delayed", steps=1, microbatches=2)
   for state in (whole, parts):
@@ -107,26 +107,26 @@ def _leaves(tree):
   return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def test_delayed_scaling_evaluates_without_its_state_by_each_array_s_own_maximum():
+def test_evaluation_with_delayed_scaling_uses_the_maximum_of_each_array():
   programs = [jax.make_jaxpr(fp8_model(r).eval_fn)(params_of(T5_1_1), BATCH) for r in RECIPES]
   assert str(programs[0]) == str(programs[1])
   assert "f8_e4m3fn" in str(programs[0])
 
 
-def test_parameters_are_those_of_bfloat16():
+def test_fp8_does_not_change_the_parameters():
   shapes = jax.eval_shape(lambda key: fp8_model().get_initial_variables(key, SHAPES), KEY)
   plain = jax.eval_shape(lambda key: make_model(bfloat16()).get_initial_variables(key, SHAPES), KEY)
   assert shapes == plain
 
 
-def test_fused_projections_differ_from_single_ones_by_rounding_alone():
+def test_fused_projections_differ_only_by_rounding():
   loss, _ = jax.jit(fp8_model().eval_fn)(params_of(T5_1_1), BATCH)
   fused, _ = jax.jit(fp8_model(fuse_qkv_params=True).eval_fn)(params_of(T5_1_1), BATCH)
   np.testing.assert_allclose(fused, loss, rtol=5e-3)
 
 
-def test_hardware_without_fp8_runs_in_dtype_unless_fp8_was_asked_for():
-  choice = choose_fp8(TransformerEngineConfig)  # the class, as gin hands it over
+def test_hardware_without_fp8_uses_dtype_unless_fp8_is_required():
+  choice = choose_fp8(TransformerEngineConfig)  # the class, as gin passes it
   assert choice.make_product is None
   assert choice.warning
   assert re.search("off: a cpu has no fp8 .*; running in T5Config.dtype", choice.text)
@@ -157,7 +157,7 @@ def test_unknown_values_are_refused(arguments, text):
     TransformerEngineConfig(**arguments)
 
 
-def test_backend_that_is_not_installed_and_module_without_fp8_are_refused():
+def test_a_missing_backend_and_a_module_without_fp8_are_refused():
   with pytest.raises(
     ValueError, match="Transformer Engine is not installed: set backend = 'native'"
   ):
@@ -169,7 +169,7 @@ def test_backend_that_is_not_installed_and_module_without_fp8_are_refused():
     with_fp8(make_model(Bigram()), choice)
 
 
-def test_header_says_what_is_computed_how_and_why():
+def test_the_header_describes_the_computation():
   choice = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
   text = describe_computation(fp8_model(fuse_qkv_params=True), choice)
   assert text == (

@@ -1,4 +1,4 @@
-"""A scanned T5 in use: decoding, Adafactor, fp8, and programs that do not grow with the layers."""
+"""Scanned T5 in use: decoding, Adafactor, fp8 and the size of compiled programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
 KEY = jax.random.PRNGKey(0)
 
 
-def test_beams_are_those_of_plain_t5():
+def test_beams_equal_those_of_plain_t5():
   batch, plain = make_batch(2, inputs=6, targets=5), params_of(PLAIN)
   unscanned = to_unscanned(plain)
   (tokens, scores), *others = (
@@ -49,7 +49,7 @@ def train_state(config, params):
   return TrainState.create(adafactor(), {"params": params, "params_axes": shapes["params_axes"]})
 
 
-def test_adafactor_updates_scanned_layers_each_as_if_it_were_alone():
+def test_adafactor_treats_each_scanned_layer_as_a_separate_parameter():
   # From 128 on, Adafactor factors matrices whether they are stacked or not.
   wide = dataclasses.replace(PLAIN, emb_dim=128, mlp_dim=256)
   plain, grads = params_of(wide), jax.tree.map(jnp.cos, params_of(wide))
@@ -64,7 +64,7 @@ def test_adafactor_updates_scanned_layers_each_as_if_it_were_alone():
   apart, _ = updated(train_state(scalable(wide, scan_layers=False), trees[0]), trees[1])
   params, moments = updated(train_state(scalable(wide), to_scanned(trees[0])), to_scanned(trees[1]))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, to_scanned(apart))
-  # Layers are no dimension to average over: 2 of them, of 128 rows and 4 heads of 4.
+  # Adafactor must not average over the 2 layers of 128 rows and 4 heads of size 4.
   query = moments["decoder"]["decoder"]["self_attention"]["query"]["kernel"]
   assert query.v.size == 1
   assert {query.v_row.size, query.v_col.size} == {2 * 128, 2 * 16}
@@ -72,7 +72,7 @@ def test_adafactor_updates_scanned_layers_each_as_if_it_were_alone():
 
 
 def program_size(config, layers):
-  """Returns how long the program of a training step's gradients is."""
+  """Returns the length of the program of a training step's gradients."""
   config = dataclasses.replace(config, num_encoder_layers=layers, num_decoder_layers=layers)
   model = make_model(Transformer(config))
   params = jax.eval_shape(lambda: initialise(model.module, KEY)["params"])
@@ -80,10 +80,10 @@ def program_size(config, layers):
   return len(step.lower(params).as_text())
 
 
-def test_program_of_scanned_layers_does_not_grow_with_their_number():
+def test_the_program_of_scanned_layers_does_not_grow_with_their_number():
   scanned = [program_size(SCANNED, layers) for layers in (2, 24)]
   assert scanned[1] < 1.02 * scanned[0]
-  # Six layers apart have a longer program already.
+  # Six separate layers already have a longer program.
   assert program_size(UNSCANNED, 6) > 1.5 * scanned[1]
 
 
@@ -91,7 +91,7 @@ def test_program_of_scanned_layers_does_not_grow_with_their_number():
 def test_fp8_scales_each_scanned_layer_by_its_own_maxima(recipe):
   fp8 = choose_fp8(TransformerEngineConfig(enabled=1, recipe=recipe, emulate=True))
   apart = to_unscanned(params_of(PLAIN))
-  # A first layer of large weights, which would drown the second's under one scale.
+  # The first layer has large weights; with a shared scale the second's would be rounded to zero.
   apart["encoder"]["layers_0"] = jax.tree.map(lambda w: 64 * w, apart["encoder"]["layers_0"])
   results = [
     one_step(scalable(scan_layers=scan), fp8, to_scanned(apart) if scan else apart)
@@ -113,7 +113,7 @@ def test_fp8_scales_each_scanned_layer_by_its_own_maxima(recipe):
 
 
 def one_step(config, fp8, params):
-  """Returns loss and gradients of a batch, and the maxima that fp8's next step is scaled by."""
+  """Returns loss and gradients of a batch, and the maxima that scale the next fp8 step."""
   model = with_fp8(make_model(Transformer(config)), fp8)
   variables = jax.eval_shape(lambda: initialise(model.module, KEY))
   zeros = {

@@ -1,4 +1,4 @@
-"""The scalable T5 computes what plain T5 computes, scanned or not, from the parameters T5X would draw."""
+"""Scalable T5, scanned or not, equals plain T5 and has T5X's initial parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from flax.core.scope import LazyRng
 from flax.traverse_util import flatten_dict
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
-from tiny_models import initialise, make_batch, make_model, pack, params_of
+from tiny_models import initialise, logits_of, make_batch, make_model, pack, params_of
 
 from rosetta_t5.networks.scalable_t5 import T5Config, Transformer
 from rosetta_t5.networks.t5 import Transformer as PlainTransformer
@@ -21,12 +21,12 @@ from rosetta_t5.networks.t5 import Transformer as PlainTransformer
 UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
 LAYERS = {"encoder": PLAIN.num_encoder_layers, "decoder": PLAIN.num_decoder_layers}
 KEY = jax.random.PRNGKey(0)
-# Packed, so that segments are part of every comparison; long, so that buckets are of many distances.
+# The batch is packed, so that every comparison includes segments, and long, to cover many buckets.
 BATCH = pack(make_batch(2, inputs=40, targets=40))
 
 
 def params_for(config):
-  """Returns one and the same model's parameters in the tree of `config`."""
+  """Returns the test model's parameters in the tree of `config`."""
   plain = params_of(PLAIN)
   if not isinstance(config, T5Config):
     return plain
@@ -40,12 +40,12 @@ def model_of(config):
 
 @functools.cache
 def results(config):
-  """Returns the batch's logits, a gradient through them, and the memory that these took."""
+  """Returns the batch's logits, a gradient through them, and the memory for both."""
   model, params = model_of(config), params_for(config)
   key = KEY if config.dropout_rate else None
 
   def weighted(params):
-    logits = model._compute_logits(params, BATCH, dropout_rng=key)
+    logits = logits_of(model.module, params, BATCH, dropout_rng=key)
     return jnp.vdot(logits, jnp.cos(jnp.arange(logits.size))), logits
 
   compiled = jax.jit(jax.grad(weighted, has_aux=True)).lower(params).compile()
@@ -54,7 +54,7 @@ def results(config):
 
 
 def assert_close(got, expected, tolerance):
-  """Holds each array to `tolerance` of its largest entry: sums that cancel round as their terms do."""
+  """Fails if an array differs by more than `tolerance` of its largest entry."""
 
   def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
@@ -62,7 +62,7 @@ def assert_close(got, expected, tolerance):
   jax.tree.map(close, got, expected)
 
 
-def test_unscanned_computes_what_plain_t5_computes_and_draws_the_same_dropout():
+def test_unscanned_layers_equal_plain_t5_including_dropout():
   logits, grads, _ = results(dataclasses.replace(PLAIN, dropout_rate=0.3))
   got_logits, got_grads, _ = results(dataclasses.replace(UNSCANNED, dropout_rate=0.3))
   np.testing.assert_allclose(got_logits, logits, atol=1e-5)
@@ -73,18 +73,18 @@ def test_unscanned_computes_what_plain_t5_computes_and_draws_the_same_dropout():
     if "relpos_bias" not in path:
       np.testing.assert_allclose(got[path], expected[path], 1e-5, 1e-4, err_msg=str(path))
   for stack, layers in LAYERS.items():
-    # A bias that layers share has the sum of the gradients of layers' own.
+    # The gradient of a shared bias is the sum of the gradients of separate ones.
     name = ("relpos_bias", "rel_embedding")
     apart = sum(got[(stack, f"layers_{i}", *name)] for i in range(layers))
     np.testing.assert_allclose(apart, flatten_dict(grads)[(stack, *name)], 1e-5, 1e-4)
 
 
-# Stacked in front, with switches of plain T5, which change no number either.
+# Stacked along axis 0, with settings of plain T5.
 SWITCHED = {"param_scan_axis": 0, "transpose_batch_sequence": True, "fuse_qkv_params": True}
 
 
 @pytest.mark.parametrize("changes", [{}, SWITCHED])
-def test_scanned_computes_what_unscanned_computes(changes):
+def test_scanned_layers_equal_unscanned_layers(changes):
   config = dataclasses.replace(SCANNED, **changes)
   logits, grads, _ = results(UNSCANNED)
   got_logits, got_grads, _ = results(config)
@@ -93,8 +93,8 @@ def test_scanned_computes_what_unscanned_computes(changes):
 
 
 @pytest.mark.slow
-def test_rematerialisation_saves_memory_and_changes_no_number():
-  # With dropout, whose masks the second forward pass must draw again.
+def test_rematerialisation_saves_memory_without_changing_the_numbers():
+  # With dropout, whose masks the recomputed forward pass must draw again.
   changes = {"dropout_rate": 0.3}
   policies = ("none", "minimal", "full")
   runs = [results(dataclasses.replace(SCANNED, **changes, remat_policy=p)) for p in policies]
@@ -109,7 +109,7 @@ def initial(config):
   return initialise(model_of(config).module, KEY)["params"]
 
 
-def test_unscanned_parameters_are_plain_t5_s_but_for_a_bias_of_each_layer():
+def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
   got = flatten_dict(initial(UNSCANNED))
   expected = flatten_dict(to_unscanned(initial(PLAIN)))
   assert got.keys() == expected.keys()
@@ -122,7 +122,7 @@ def test_unscanned_parameters_are_plain_t5_s_but_for_a_bias_of_each_layer():
       np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=str(path))
 
 
-def test_scanned_layers_are_drawn_each_by_its_part_of_the_split_key():
+def test_each_scanned_layer_is_initialised_with_its_part_of_the_split_key():
   drawn = flatten_dict(jax.jit(lambda: initial(SCANNED))()["encoder"]["encoder"])
   scaling, dims = nn.initializers.variance_scaling, (PLAIN.emb_dim, PLAIN.num_heads, PLAIN.head_dim)
   matrices = {
@@ -133,14 +133,14 @@ def test_scanned_layers_are_drawn_each_by_its_part_of_the_split_key():
   }
   for layer, key in enumerate(jax.random.split(KEY, LAYERS["encoder"])):
     for path, draw in matrices.items():
-      # Flax counts draws by tracing: the body of a scan is traced twice, and the second one stays.
+      # Flax counts random draws during tracing, and the body of a scan is traced twice.
       own = LazyRng.create(key, "encoder", "encoder", *path, 2).as_jax_rng()
       name = "rel_embedding" if path == ("relpos_bias",) else "kernel"
       got = drawn[(*path, name)][:, layer]
       np.testing.assert_allclose(got, draw(own).reshape(got.shape), atol=1e-6, err_msg=str(path))
 
 
-def test_scanned_layers_drop_each_its_own_features_at_every_position():
+def test_each_scanned_layer_drops_its_own_features_at_every_position():
   module = model_of(dataclasses.replace(SCANNED, dropout_rate=0.5)).module
   encode = functools.partial(
     module.apply,
@@ -167,7 +167,7 @@ def layer_axes(config):
   return {path[2:]: names for path, names in axes.items() if path[0] == "encoder"}
 
 
-def test_axes_name_each_dimension_and_layers_where_they_are_stacked():
+def test_logical_axes_include_layers_where_parameters_are_stacked():
   axes = layer_axes(UNSCANNED)
   assert axes[("attention", "query", "kernel_axes")] == ("embed", "heads", "kv")
   assert axes[("attention", "out", "kernel_axes")] == ("heads", "kv", "embed")
@@ -179,7 +179,7 @@ def test_axes_name_each_dimension_and_layers_where_they_are_stacked():
         assert stacked[path] == (*names[:axis], "layers", *names[axis:])
 
 
-def test_names_are_t5x_s():
+def test_parameter_names_are_those_of_t5x():
   scanned, unscanned = (
     {"/".join(path[:-1]) for path in flatten_dict(jax.eval_shape(lambda: initial(config)))}  # noqa: B023
     for config in (SCANNED, UNSCANNED)
@@ -199,7 +199,7 @@ def test_names_are_t5x_s():
   assert "token_embedder" in scanned
 
 
-def test_defaults_are_t5x_s():
+def test_defaults_are_those_of_t5x():
   config = T5Config(vocab_size=8)
   assert (config.remat_policy, config.scan_layers, config.param_scan_axis) == ("none", True, 1)
   assert Transformer(config).scan_layers
@@ -220,6 +220,6 @@ def test_defaults_are_t5x_s():
     ({"dtype": "float16"}, r"T5Config.dtype = 'float16' overflows"),
   ],
 )
-def test_values_that_cannot_work_are_refused(changes, text):
+def test_invalid_values_are_refused(changes, text):
   with pytest.raises(ValueError, match=text):
     T5Config(vocab_size=8, **changes)

@@ -1,7 +1,8 @@
-"""Every combination of the network's switches against the numbers without them.
+"""Every combination of the network's settings, compared with the network without them.
 
-All 96 combinations of `SWITCHES` are rows of the table. Each has one of the 32 companies (packing,
-dropout, microbatches, devices, chunks of the loss), so that any three settings meet in some row.
+All 96 combinations of `SWITCHES` are rows of the table. Each row has one of the 32 combinations of the
+other settings (packing, dropout, microbatches, devices, chunked loss), such that any three settings occur
+together in some row.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ COMPANY = {
 SETTINGS = SWITCHES | COMPANY
 COMPANIES = list(itertools.product(*COMPANY.values()))
 COMBINATIONS = list(itertools.product(*SWITCHES.values()))
-# Every combination of switches, each in one company: all companies come three times, shuffled.
+# Every combination of switches with one of the other combinations, each of which occurs three times.
 SHUFFLED = np.concatenate([np.random.default_rng(seed).permutation(32) for seed in range(3)])
 ROWS = [(*row, *COMPANIES[n]) for row, n in zip(COMBINATIONS, SHUFFLED, strict=True)]
 TABLE = {" ".join(map(str, row)): dict(zip(SETTINGS, row, strict=True)) for row in ROWS}
-# Most settings are met in these, which share one plain network; the whole table is a slow test.
+# These rows contain most settings and share one plain network; the whole table is a slow test.
 FEW = (
   "none 1 1 xla False False 4 True 1 8 0.5",
   "full 1 0 flash False False None True 2 1 0.5",
@@ -63,7 +64,7 @@ SEGMENTS = {
 
 @functools.cache
 def two_examples_a_row():
-  """Returns a batch whose rows hold two examples each."""
+  """Returns a batch with two examples per row."""
   batch = dict(make_batch())
   for name, tokens in SEGMENTS.items():
     length = batch[tokens].shape[1]
@@ -73,7 +74,7 @@ def two_examples_a_row():
 
 
 def injected_mask(next_method, arguments, keywords, context):
-  """Has each dropout drop features by its own name: what no switch, scan or microbatch changes."""
+  """Makes each dropout's mask depend on its name only, whatever the settings."""
   dropout = context.module
   if not isinstance(dropout, nn.Dropout) or dropout.rate == 0:
     return next_method(*arguments, **keywords)
@@ -132,16 +133,16 @@ def numbers(config, loss_chunk_length=None, packed=False, microbatches=1, device
 
 
 def tolerance_of(row):
-  """Returns how far a row may be off, as `assert_close` measures it."""
+  """Returns the tolerance of a row for `assert_close`."""
   if row["fp8"]:
-    return 0.1  # It rounds to 3 bits of mantissa or 2; fused projections share a scale.
-  # Two layers with dropout: float32 without switches is 8e-5 off float64, in which all rows agree to
-  # 1e-13; float32 in the other rows is 6e-6 off.
+    return 0.1  # fp8 has 3 or 2 bits of mantissa, and fused projections share a scale
+  # Two layers with dropout: float32 without switches differs from float64 by 8e-5. In float64 all rows
+  # agree to 1e-13. In the other rows float32 differs by 6e-6.
   return 1e-4 if row["scan_layers"] and row["dropout_rate"] else 1e-5
 
 
 def check(row, tolerance, **changes):
-  """Holds a row to the network without switches, from the same parameters and with the same masks."""
+  """Compares a row with the network without switches, with the same parameters and masks."""
   row = dict(row)
   scanned = row.pop("scan_layers")
   config = scalable(scan_layers=False) if scanned else T5_1_1
@@ -153,7 +154,7 @@ def check(row, tolerance, **changes):
   assert_close(numbers(dataclasses.replace(plain, **row), **company), (loss, grads), tolerance)
 
 
-def test_any_three_settings_meet_in_the_table():
+def test_any_three_settings_occur_together_in_the_table():
   for names in itertools.combinations(SETTINGS, 3):
     met = {tuple(row[name] for name in names) for row in TABLE.values()}
     assert met == set(itertools.product(*(SETTINGS[name] for name in names)))
@@ -161,26 +162,26 @@ def test_any_three_settings_meet_in_the_table():
 
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", FEW)
-def test_switches_change_no_number(row):
+def test_settings_do_not_change_the_numbers(row):
   check(TABLE[row], tolerance_of(TABLE[row]))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", TABLE)
-def test_every_combination_of_switches_gives_the_numbers_without_them(row):
+def test_every_combination_of_settings_gives_the_same_numbers(row):
   check(TABLE[row], tolerance_of(TABLE[row]))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", FEW)
-def test_in_bfloat16_switches_change_numbers_by_its_rounding(row):
-  # The type has 8 bits of mantissa; sums are in another order, and fused kernels round less.
+def test_in_bfloat16_settings_change_numbers_only_by_rounding(row):
+  # bfloat16 has 8 bits of mantissa; the order of sums differs, and fused kernels round less.
   check(TABLE[row], 0.12, dtype="bfloat16")
 
 
-def test_dropout_drops_the_same_values_with_the_length_first():
+def test_dropout_drops_the_same_values_when_the_length_is_first():
   losses = []
   for switch in (0, 1):
     config = dataclasses.replace(T5_1_1, dropout_rate=0.3, transpose_batch_sequence=switch)
@@ -201,25 +202,25 @@ def test_attention_with_fused_projections_has_the_same_initial_values_and_result
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_fused_projections_are_one_product_each():
+def test_fused_projections_use_one_matmul():
   def products(config):
     model = make_model(Transformer(config))
     return str(jax.make_jaxpr(model.eval_fn)(params_of(T5_1_1), make_batch())).count("dot_general")
 
   fused = dataclasses.replace(T5_1_1, fuse_qkv_params=True)
-  # Two self-attentions save two products each, the cross-attention one.
+  # The two self-attentions save two matmuls each, the cross-attention one.
   assert products(T5_1_1) - products(fused) == 5
 
 
-def test_a_split_batch_stays_split_with_the_length_first():
+def test_a_split_batch_stays_split_when_the_length_is_first():
   config = dataclasses.replace(T5_1_1, transpose_batch_sequence=True, fuse_qkv_params=True)
   step, arguments = step_of(config, None, False, 1, 8)
   text = step.lower(*arguments).compile().as_text()
   moved = re.findall(r"= [a-z0-9]+\[(\S*?)\]\S* (?:all-gather|all-to-all|collective-permute)", text)
-  # Activations have three dimensions or more; what is moved are kernels, at most.
+  # Activations have three or more dimensions; only kernels may be moved.
   assert not [shape for shape in moved if shape.count(",") >= 2 and "8," in shape], moved
 
 
-def test_config_takes_the_ones_and_zeros_of_scripts():
+def test_boolean_settings_accept_the_1_and_0_of_scripts():
   config = T5Config(vocab_size=8, transpose_batch_sequence=1, fuse_qkv_params=0)
   assert (config.transpose_batch_sequence, config.fuse_qkv_params) == (True, False)

@@ -1,4 +1,4 @@
-"""T5 as a whole: padding, packing, cached decoding, dropout, precision and what its config refuses."""
+"""T5 as a whole: padding, packing, cached decoding, dropout, precision and invalid configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from tiny_models import T5_1_0, T5_1_1, initialise, make_batch, make_model, pack, params_of
+from tiny_models import (
+  T5_1_0,
+  T5_1_1,
+  initialise,
+  logits_of,
+  make_batch,
+  make_model,
+  pack,
+  params_of,
+)
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.masks import make_causal_mask
@@ -22,7 +31,7 @@ from rosetta_t5.networks.t5 import Encoder, T5Config, Transformer
 def loss_and_logits(config):
   """Returns the compiled function (params, batch) → (loss, logits)."""
   model = make_model(Transformer(config))
-  return jax.jit(lambda p, b: (model.eval_fn(p, b)[0], model._compute_logits(p, b)))
+  return jax.jit(lambda p, b: (model.eval_fn(p, b)[0], logits_of(model.module, p, b)))
 
 
 def pad(batch, inputs, targets):
@@ -44,7 +53,7 @@ def real_logits(batch, logits):
   return np.asarray(logits)[np.asarray(batch["decoder_target_tokens"]) > 0]
 
 
-def test_padding_changes_nothing(alone):
+def test_padding_does_not_change_the_results(alone):
   batch, loss, logits = alone
   padded = pad(batch, inputs=3, targets=2)
   got_loss, got_logits = loss_and_logits(T5_1_1)(params_of(T5_1_1), padded)
@@ -52,7 +61,7 @@ def test_padding_changes_nothing(alone):
   np.testing.assert_allclose(real_logits(padded, got_logits), real_logits(batch, logits), atol=1e-5)
 
 
-def test_packed_examples_have_the_loss_and_logits_of_each_alone(alone):
+def test_packed_examples_have_the_loss_and_logits_of_separate_ones(alone):
   batch, loss, logits = alone
   packed = pack(batch)
   got_loss, got_logits = loss_and_logits(T5_1_1)(params_of(T5_1_1), packed)
@@ -80,7 +89,9 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
     )  # fmt: skip
 
   tokens = batch["decoder_input_tokens"]
-  cache, _ = model._compute_kv_cache(params, encoded, batch["encoder_input_tokens"], tokens)
+  create_cache = functools.partial(module.apply, decode=True, enable_dropout=False)
+  _, created = create_cache({"params": params}, inputs, tokens, tokens, mutable=["cache"])
+  cache = created["cache"]
   for position in range(6):
     token_B1 = batch["decoder_input_tokens"][:, position, None]
     got, changed = step(cache, token_B1)
@@ -90,7 +101,7 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_tied_to_the_embedding_and_scaled_or_a_projection_of_their_own(tied):
+def test_logits_use_the_scaled_embedding_or_a_separate_projection(tied):
   config = dataclasses.replace(T5_1_1, num_encoder_layers=0, num_decoder_layers=0)
   config = dataclasses.replace(config, logits_via_embedding=tied)
   params, batch = params_of(config), make_batch(2)
@@ -105,7 +116,7 @@ def test_logits_are_tied_to_the_embedding_and_scaled_or_a_projection_of_their_ow
   np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_parameters_have_t5x_s_names():
+def test_parameters_have_the_names_of_t5x():
   def names(config):
     paths = jax.tree_util.tree_leaves_with_path(params_of(config))
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths}
@@ -139,7 +150,9 @@ def attentions_of(config):
     return call(*args, **kwargs)
 
   with nn.intercept_methods(record):
-    jax.eval_shape(make_model(Transformer(config))._compute_logits, params_of(config), make_batch())
+    jax.eval_shape(
+      functools.partial(logits_of, Transformer(config)), params_of(config), make_batch()
+    )
   return called
 
 
@@ -147,13 +160,13 @@ def attentions_of(config):
   ("switch", "field"),
   [("scale_attn_logits", "scale_attn_logits"), ("float32_attention_logits", "float32_logits")],
 )
-def test_switches_of_the_logits_reach_every_attention(switch, field):
+def test_settings_of_attention_logits_apply_to_every_attention(switch, field):
   for on in (True, False):
     modules = attentions_of(dataclasses.replace(T5_1_1, **{switch: on})).values()
     assert [getattr(module, field) for module in modules] == [on] * 3
 
 
-def test_bfloat16_keeps_parameters_and_logits_in_float32(alone):
+def test_parameters_and_logits_are_float32_under_bfloat16(alone):
   batch, _, logits = alone
   config = dataclasses.replace(T5_1_1, dtype="bfloat16")
   shapes = jax.eval_shape(lambda key: initialise(Transformer(config), key), jax.random.PRNGKey(0))
@@ -164,7 +177,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32(alone):
   assert 1e-5 < difference.max() < 0.1
 
 
-def test_float16_is_refused_with_what_to_use():
+def test_float16_is_refused_with_alternatives():
   for dtype in ("float16", jnp.float16):
     with pytest.raises(ValueError, match=r"T5Config.dtype = 'float16' overflows .* 'bfloat16'"):
       T5Config(vocab_size=8, dtype=dtype)
@@ -181,7 +194,7 @@ def test_dropout_depends_on_its_key_and_is_off_in_evaluation(alone):
   assert str(programs[0]) == str(programs[1])
 
 
-def test_embedding_dropout_is_shared_along_the_length_and_the_encoder_s_last_is_not():
+def test_embedding_dropout_is_shared_by_positions_but_the_last_encoder_dropout_is_not():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=0, dropout_rate=0.5, emb_dim=256)
   encoder = Encoder(config, nn.Embed(8, 256, embedding_init=nn.initializers.ones))
   tokens = jnp.ones((2, 16), jnp.int32)
@@ -203,4 +216,4 @@ def test_batch_whose_features_differ_in_length_is_refused(alone):
   batch, *_ = alone
   shorter = batch | {"decoder_target_tokens": batch["decoder_target_tokens"][:, :4]}
   with pytest.raises(jaxtyping.TypeCheckError, match="decoder_target_tokens"):
-    make_model()._compute_logits(params_of(T5_1_1), shorter)
+    logits_of(Transformer(T5_1_1), params_of(T5_1_1), shorter)

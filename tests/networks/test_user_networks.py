@@ -1,4 +1,4 @@
-"""Networks of a user's own: modules that name their parameters' axes, and subclasses of ours."""
+"""A user's networks: modules with their own logical axes, and subclasses of T5."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place(state, partitioner):
   return jax.device_put(state, shardings)
 
 
-def test_axes_that_a_user_names_decide_how_parameters_are_split_and_factored():
+def test_the_axes_of_a_user_network_determine_sharding_and_factoring():
   model = make_model(Mixture())
   variables = initialise_for_six(model)
   state = TrainState.create(Adafactor(logical_factor_rules=factor_rules()), variables)
@@ -82,7 +82,7 @@ def initialise_for_six(model):
   return model.get_initial_variables(jax.random.PRNGKey(0), input_shapes=shapes)
 
 
-def test_axis_of_a_user_without_a_factor_rule_is_named():
+def test_an_axis_without_a_factor_rule_is_named():
   with pytest.raises(ValueError, match="experts"):
     TrainState.create(
       Adafactor(logical_factor_rules=standard_logical_factor_rules()),
@@ -91,7 +91,7 @@ def test_axis_of_a_user_without_a_factor_rule_is_named():
 
 
 class LoudEncoder(network.Encoder):
-  """Doubles what T5's encoder says."""
+  """Doubles the output of T5's encoder."""
 
   @nn.compact
   def __call__(self, encoder_input_tokens, encoder_mask=None, deterministic=False):
@@ -110,7 +110,7 @@ class LoudTransformer(network.Transformer):
     self.decoder = network.Decoder(config=cfg, shared_embedding=self.token_embedder)
 
 
-def test_subclass_of_t5_keeps_its_parameters_and_adds_its_own():
+def test_a_subclass_of_t5_can_add_parameters():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=1)
   module, tokens = LoudTransformer(config), make_batch(2)["encoder_input_tokens"]
   variables = initialise(module, jax.random.PRNGKey(0))

@@ -113,6 +113,8 @@ class MultiHeadDotProductAttention(nn.Module):
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
     mode = self._mode(decode, prefill)
+    if mask is not None and not isinstance(mask, SegmentMask):
+      mask = mask != 0
     q_BTHK, keys, values = self._project(inputs_q, inputs_kv, mode)
     if self.scale_queries:
       q_BTHK = q_BTHK / jnp.sqrt(self.head_dim).astype(q_BTHK.dtype)
@@ -246,7 +248,6 @@ class MultiHeadDotProductAttention(nn.Module):
     """Returns the attention of whole sequences, [B, T, H, K]."""
     if isinstance(mask, SegmentMask):
       return fused_attention(self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS)
-    mask = None if mask is None else mask != 0
     return xla_attention(q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS, self.float32_logits)
 
   def _attend_step(
@@ -266,7 +267,6 @@ class MultiHeadDotProductAttention(nn.Module):
     each position.
     """
     assert not isinstance(mask, SegmentMask)  # fused kernels only compute whole sequences
-    mask = None if mask is None else mask != 0
     if scale_BHS is not None:
       v_BHSK = v_BHSK * scale_BHS[..., None]
     num_queries, _, heads, size = q_N1HK.shape
@@ -358,7 +358,7 @@ class MultiHeadDotProductAttention(nn.Module):
     if prefill_lengths is None:
       if mask is None:
         raise ValueError("prefill needs prefill_lengths, or a mask that shows where prompts end")
-      prefill_lengths = jnp.sum(mask[:, 0, 0] != 0, axis=-1, dtype=index.value.dtype)
+      prefill_lengths = jnp.sum(mask[:, 0, 0], axis=-1, dtype=index.value.dtype)
     new = self.update_cache_prefill(k_BSHK, v_BSHK, keys, values, index, prefill_lengths)
     *_, keys.value, values.value, index.value = new
 
@@ -376,7 +376,7 @@ class MultiHeadDotProductAttention(nn.Module):
     new = self.update_cache_decode(k_B1HK, v_B1HK, keys, values, index)
     _, _, position, keys.value, values.value, index.value = new
     visible = decoding_cache.visible_positions(position, values.value.shape[2])
-    mask = visible if mask is None else visible & (mask != 0)
+    mask = visible if mask is None else visible & mask
     bias = None if bias is None else decoding_cache.bias_row(bias, position)
     # Beam search gives the table of writing beams a dimension for the beams: [batch, beam, length].
     is_beam_search = beam.value.ndim == 3
