@@ -2,7 +2,6 @@
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   LazyArray,
-  LazyAwaitableArray,
   LazyThreadPoolArray,
 )
 from rosetta_t5.checkpoints.formats.mesh_tf import (
@@ -20,3 +19,4 @@ from rosetta_t5.checkpoints.formats.mesh_tf import (
   shared_embeddings,
   t5_importer,
 )
+from rosetta_t5.compat.checkpoint_loading import LazyAwaitableArray

@@ -3,7 +3,6 @@
 from rosetta_t5.checkpoints import CheckpointSaveError, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   LazyArray,
-  LazyAwaitableArray,
   LazyThreadPoolArray,
 )
 from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
@@ -11,6 +10,7 @@ from rosetta_t5.checkpoints.model_dir.best_metric import populate_metrics_for_st
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, latest_step
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.compat.checkpoint_loading import (
+  LazyAwaitableArray,
   fake_param_info,
   find_checkpoint,
   get_checkpoint_dir,

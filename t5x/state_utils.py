@@ -3,8 +3,7 @@
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.arrays.state_dicts import (
   flatten_state_dict,
-  get_name_tree,
-  intersect_state,
   merge_state,
   tensorstore_leaf,
 )
+from rosetta_t5.compat.checkpoint_loading import get_name_tree, intersect_state

@@ -1,15 +1,19 @@
-"""T5X's functions that find and load checkpoints without a model."""
+"""T5X's functions that find, load and describe checkpoints without a model."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from flax import traverse_util
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
@@ -78,6 +82,64 @@ def load_t5x_checkpoint(
       leaf = leaf.astype(convert_parameter_dtype(name, leaf.dtype, restore_dtype))
     flat[name] = leaf.get() if isinstance(leaf, LazyArray) and not lazy_parameters else leaf
   return unflatten_state_dict(flat)
+
+
+class LazyAwaitableArray(LazyArray):
+  """A lazy array whose `get_fn` is asynchronous, as TensorStore's reads are."""
+
+  def get_async(self) -> asyncio.Future:
+    """Starts to read the values. It requires a running event loop."""
+    return asyncio.ensure_future(self._read())
+
+  def get(self) -> np.ndarray:
+    """Reads and returns the values. It must not be called within an event loop."""
+    return asyncio.run(self._read())
+
+  async def _read(self) -> np.ndarray:
+    return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
+
+  @classmethod
+  def from_tensor_store_spec(
+    cls, ts_spec: ts.Spec, get_fn: Callable[[], Any], dtype: Any = None
+  ) -> LazyAwaitableArray:
+    """Returns the array that `ts_spec` describes; its dtype is the spec's if `dtype` is None."""
+    spec = ts_spec.to_json()
+    on_disk = jnp.dtype(spec["dtype"] if dtype is None else dtype)
+    # Version 2 of T5X's layout stored bfloat16 as its 16 bits.
+    on_disk = jnp.dtype(jnp.bfloat16) if on_disk == np.uint16 else on_disk
+    return cls(spec["metadata"]["shape"], on_disk, get_fn)
+
+  @classmethod
+  def from_array(
+    cls, array: np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
+  ) -> LazyAwaitableArray:
+    """Returns a lazy array with the shape of `array`, and its dtype if `dtype` is None."""
+    return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
+
+  @classmethod
+  def from_tensor_store_spec_or_array(
+    cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
+  ) -> LazyAwaitableArray:
+    """Returns a lazy array that is described by a TensorStore spec or by an array."""
+    if isinstance(maybe_ts_spec, ts.Spec):
+      return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype=dtype)
+    return cls.from_array(maybe_ts_spec, get_fn, dtype=dtype)
+
+
+def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
+  """Returns the same nested dict with each leaf replaced by its flat name."""
+  flat = flatten_state_dict(state_dict, keep_empty_nodes)
+  empty = traverse_util.empty_node
+  return unflatten_state_dict({n: leaf if leaf is empty else n for n, leaf in flat.items()})
+
+
+def intersect_state(
+  state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the part of `state_dict` whose names `intersect_state_dict` also has."""
+  kept = flatten_state_dict(intersect_state_dict, keep_empty_nodes=True)
+  flat = flatten_state_dict(state_dict, keep_empty_nodes=True)
+  return unflatten_state_dict({name: leaf for name, leaf in flat.items() if name in kept})
 
 
 def fake_param_info(maybe_tspec: Any) -> ParameterInfo | None:

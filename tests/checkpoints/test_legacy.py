@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from flax import serialization
 
 from rosetta_t5.checkpoints import (
@@ -17,7 +18,11 @@ from rosetta_t5.checkpoints import (
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
-from rosetta_t5.compat.checkpoint_loading import find_checkpoint, load_t5x_checkpoint
+from rosetta_t5.compat.checkpoint_loading import (
+  LazyAwaitableArray,
+  find_checkpoint,
+  load_t5x_checkpoint,
+)
 from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointManager
 from rosetta_t5.compat.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
 
@@ -142,3 +147,18 @@ def test_chunks_divide_the_array_and_stay_below_the_limit():
   assert chunk_shape((8, 6), 100) == [8, 6]
   assert chunk_shape((8, 6), 12) == [4, 3]
   assert chunk_shape((7, 3), 2) == [1, 1]
+
+
+def test_lazy_arrays_are_described_by_a_tensorstore_spec_or_an_array(tmp_path):
+  values = np.arange(6, dtype=np.float32).reshape(2, 3)
+  spec = {
+    "driver": "zarr",
+    "kvstore": {"driver": "file", "path": str(tmp_path)},
+    "dtype": "float32",
+  }
+  store = ts.open({**spec, "metadata": {"shape": [2, 3]}}, create=True).result()
+  store.write(values).result()
+  for described in (store.spec(), values):
+    lazy = LazyAwaitableArray.from_tensor_store_spec_or_array(described, store.read, jnp.bfloat16)
+    assert (lazy.shape, lazy.dtype) == ((2, 3), jnp.bfloat16)
+    np.testing.assert_array_equal(lazy.get(), values.astype(jnp.bfloat16))

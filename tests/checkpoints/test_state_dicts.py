@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax.core import freeze
 
 from rosetta_t5.checkpoints.arrays import state_dicts
+from rosetta_t5.compat.checkpoint_loading import get_name_tree, intersect_state
 
 
 def test_unflattening_restores_empty_nodes():
@@ -16,12 +17,12 @@ def test_unflattening_restores_empty_nodes():
 
 
 def test_name_tree_has_a_name_in_place_of_each_leaf():
-  assert state_dicts.get_name_tree({"a": {"b": 1}}) == {"a": {"b": "a/b"}}
-  assert state_dicts.get_name_tree({"a": {"b": {}}}, keep_empty_nodes=True) == {"a": {"b": {}}}
+  assert get_name_tree({"a": {"b": 1}}) == {"a": {"b": "a/b"}}
+  assert get_name_tree({"a": {"b": {}}}, keep_empty_nodes=True) == {"a": {"b": {}}}
 
 
 def test_the_intersection_has_the_values_of_the_first_state():
-  assert state_dicts.intersect_state({"a": {"b": 1, "c": 2}}, {"a": {"b": 9}}) == {"a": {"b": 1}}
+  assert intersect_state({"a": {"b": 1, "c": 2}}, {"a": {"b": 9}}) == {"a": {"b": 1}}
 
 
 def test_merging_adds_missing_values_or_overwrites_all():

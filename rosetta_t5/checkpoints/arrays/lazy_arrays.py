@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
 Index = tuple[slice, ...]
 # Waits for values that are being read, and returns them.
@@ -79,48 +78,6 @@ class LazyThreadPoolArray(LazyArray):
   def get(self) -> np.ndarray:
     """Reads and returns the values."""
     return np.asarray(self._get_fn()).astype(self.dtype, copy=False)
-
-
-class LazyAwaitableArray(LazyArray):
-  """A lazy array whose `get_fn` is asynchronous, as TensorStore's reads are."""
-
-  def get_async(self) -> asyncio.Future:
-    """Starts to read the values. It requires a running event loop."""
-    return asyncio.ensure_future(self._read())
-
-  def get(self) -> np.ndarray:
-    """Reads and returns the values. It must not be called within an event loop."""
-    return asyncio.run(self._read())
-
-  async def _read(self) -> np.ndarray:
-    return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
-
-  @classmethod
-  def from_tensor_store_spec(
-    cls, ts_spec: ts.Spec, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns the array that `ts_spec` describes; its dtype is the spec's if `dtype` is None."""
-    spec = ts_spec.to_json()
-    on_disk = jnp.dtype(spec["dtype"] if dtype is None else dtype)
-    # Version 2 of T5X's layout stored bfloat16 as its 16 bits.
-    on_disk = jnp.dtype(jnp.bfloat16) if on_disk == np.uint16 else on_disk
-    return cls(spec["metadata"]["shape"], on_disk, get_fn)
-
-  @classmethod
-  def from_array(
-    cls, array: np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns a lazy array with the shape of `array`, and its dtype if `dtype` is None."""
-    return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
-
-  @classmethod
-  def from_tensor_store_spec_or_array(
-    cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns a lazy array that is described by a TensorStore spec or by an array."""
-    if isinstance(maybe_ts_spec, ts.Spec):
-      return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype=dtype)
-    return cls.from_array(maybe_ts_spec, get_fn, dtype=dtype)
 
 
 class StoredArray(LazyThreadPoolArray):

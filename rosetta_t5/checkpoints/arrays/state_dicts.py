@@ -45,22 +45,6 @@ def select_arrays(flat: Mapping[str, Any]) -> dict[str, Any]:
   return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
 
 
-def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-  """Returns the same nested dict with each leaf replaced by its flat name."""
-  flat = flatten_state_dict(state_dict, keep_empty_nodes)
-  empty = traverse_util.empty_node
-  return unflatten_state_dict({n: leaf if leaf is empty else n for n, leaf in flat.items()})
-
-
-def intersect_state(
-  state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns the part of `state_dict` whose names `intersect_state_dict` also has."""
-  kept = flatten_state_dict(intersect_state_dict, keep_empty_nodes=True)
-  flat = flatten_state_dict(state_dict, keep_empty_nodes=True)
-  return unflatten_state_dict({name: leaf for name, leaf in flat.items() if name in kept})
-
-
 def merge_state(
   state_dict: Mapping[str, Any], from_scratch_state: Mapping[str, Any], overwrite: bool = False
 ) -> dict[str, Any]:
