@@ -226,7 +226,7 @@ def _memory(plan: Plan) -> Rows:
     return []
   if not plan.is_training:
     return [_memory_row(state_bytes(plan.state, plan.specs, plan.mesh))]
-  lines = fitting.advice(plan.state, plan.specs, plan.work)
+  lines = fitting.changes_that_fit(plan.state, plan.specs, plan.work)
   labels = [f"for {size_text(fitting.GPU.memory)}", *[""] * len(lines)]
   memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
   return [*_flops(plan), memory, *zip(labels, lines, strict=False)]

@@ -16,7 +16,7 @@ USABLE = 0.9
 _POLICIES = ("none", "minimal", "full")
 
 
-def advice(state: Any, specs: Any, work: Workload) -> list[str]:
+def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   """Returns changes with which a step fits, one per line; none if it fits already or is unknown.
 
   Args:
@@ -28,31 +28,28 @@ def advice(state: Any, specs: Any, work: Workload) -> list[str]:
   if "activations" not in now or sum(now.values()) <= USABLE * GPU.memory:
     return []
   fixed = sum(now.values()) - now["activations"]
-
-  def needed(microbatches: int, policy: str) -> float:
-    return fixed + (
-      activation_bytes(work.replace(microbatches=microbatches, remat_policy=policy)) or 0
-    )
-
   is_known = hasattr(work.config, "remat_policy") and work.policy in _POLICIES
   policies = _POLICIES[_POLICIES.index(work.policy) :] if is_known else (work.policy,)
   lines: list[str] = []
   fewest = int(work.examples) + 1
   for policy in policies:
-    fitting = (n for n in possible_microbatches(work) if needed(n, policy) <= USABLE * GPU.memory)
-    parts = next(fitting, fewest)
-    if parts >= fewest:  # the policy costs more and saves nothing
+    # A policy that costs more must need fewer microbatches.
+    numbers = (n for n in possible_microbatches(work) if n < fewest)
+    options = (work.replace(microbatches=n, remat_policy=policy) for n in numbers)
+    sizes = ((option, fixed + (activation_bytes(option) or 0)) for option in options)
+    best, needed = next((fit for fit in sizes if fit[1] <= USABLE * GPU.memory), (None, 0.0))
+    if best is None:
       continue
-    fewest = parts
-    changes = [f"trainer.Trainer.num_microbatches = {parts}"] * (parts != work.microbatches)
+    fewest = best.microbatches
+    changes = [f"trainer.Trainer.num_microbatches = {fewest}"] * (fewest != work.microbatches)
     if policy != work.policy:
       changes += [f"network.{type(work.config).__name__}.remat_policy = {policy!r}"]
-    lines.append(f"{' and '.join(changes)}: about {size_text(needed(parts, policy))}")
+    lines.append(f"{' and '.join(changes)}: about {size_text(needed)}")
   return lines or [_shard_the_state(now, fixed)]
 
 
 def possible_microbatches(work: Workload) -> Iterator[int]:
-  """Yields the numbers of microbatches that divide the examples of a device, from today's on."""
+  """Yields the numbers of microbatches that divide the examples of a device, from the configured number on."""
   for parts in range(work.microbatches, int(work.examples) + 1):
     if work.examples % parts == 0:
       yield parts

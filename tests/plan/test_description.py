@@ -116,6 +116,17 @@ def test_a_training_run_is_described_row_by_row(check):
   assert "gradients 2.07 MB, activations " in rows["memory"]
 
 
+def test_a_check_asks_jax_for_no_device(check, monkeypatch):
+  def fail(*_):
+    raise AssertionError("a check must not use a device")
+
+  for name in ("devices", "local_devices", "device_count", "local_device_count"):
+    monkeypatch.setattr(jax, name, fail)
+  status, rows, output = check()
+  assert status == 0, output
+  assert "unknown" not in rows, output
+
+
 def test_microbatches_and_model_parallelism_are_described(check):
   arguments = (
     "--gin.trainer.Trainer.num_microbatches=2",

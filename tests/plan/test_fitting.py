@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.plan.fitting import advice
+from rosetta_t5.plan.fitting import changes_that_fit
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
 
@@ -40,7 +40,7 @@ def apply_line(line: str) -> Workload:
 
 
 def test_each_proposed_change_fits_and_half_its_microbatches_do_not():
-  lines = advice(*state(783_000_000), WORK)
+  lines = changes_that_fit(*state(783_000_000), WORK)
   assert len(lines) == 3
   fewest = 256
   for line in lines:
@@ -56,11 +56,11 @@ def test_each_proposed_change_fits_and_half_its_microbatches_do_not():
 
 
 def test_a_step_that_fits_gets_no_advice():
-  assert not advice(*state(783_000_000), WORK.replace(examples=8))
+  assert not changes_that_fit(*state(783_000_000), WORK.replace(examples=8))
 
 
 def test_a_state_that_is_too_large_must_be_sharded():
-  (line,) = advice(*state(11_000_000_000), WORK)
+  (line,) = changes_that_fit(*state(11_000_000_000), WORK)
   assert line.startswith(
     "microbatches and rematerialization do not suffice: 88 GB are params, gradients. Shard them"
   )
@@ -68,18 +68,18 @@ def test_a_state_that_is_too_large_must_be_sharded():
 
 def test_a_configured_remat_policy_is_kept():
   full = WORK.replace(config=dataclasses.replace(LARGE, remat_policy="full"))
-  (line,) = advice(*state(783_000_000), full.replace(examples=1024))
+  (line,) = changes_that_fit(*state(783_000_000), full.replace(examples=1024))
   assert re.fullmatch(r"trainer\.Trainer\.num_microbatches = \d+: about .* GB", line)
 
 
 def test_unknown_networks_get_no_advice():
   unknown = WORK.replace(config=types.SimpleNamespace())
-  assert not advice(*state(100_000_000_000), unknown)
+  assert not changes_that_fit(*state(100_000_000_000), unknown)
 
 
 @pytest.mark.parametrize("examples", [125, 243, 250])
 def test_proposed_microbatches_divide_the_examples_of_a_device(examples):
-  lines = advice(*state(783_000_000), WORK.replace(examples=examples))
+  lines = changes_that_fit(*state(783_000_000), WORK.replace(examples=examples))
   found = [apply_line(line).microbatches for line in lines]
   assert found[0] > 1
   assert all(examples % parts == 0 for parts in found)

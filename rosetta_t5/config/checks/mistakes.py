@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
@@ -11,7 +11,6 @@ from rosetta_t5.config.language.gin_internals import configurable_of
 from rosetta_t5.config.language.names import bound_arguments, parameters
 from rosetta_t5.config.language.statements import (
   COMMAND_LINE,
-  Binding,
   Program,
   Reference,
   leaves,
@@ -32,12 +31,16 @@ def check_spelling(program: Program) -> None:
   """
   macros, scopes = program.macros_used(), _scopes_used(program)
   for binding in program.all_bindings():
-    if binding.source.file == COMMAND_LINE:
-      kind, name, known = _macro_or_scope(binding, macros, scopes)
-      is_unused = name and name not in known
-      hint = did_you_mean(name, known, cutoff=_SAME_NAME_SIMILARITY) if is_unused else ""
-      if hint:
-        raise ConfigError(f"the {kind} {name!r} is never used.{hint}\n  {binding.source}")
+    if binding.source.file != COMMAND_LINE:
+      continue
+    if binding.macro is not None:
+      kind, name, known = "macro", binding.macro, set(macros)
+    else:
+      kind, name, known = "scope", binding.scope, scopes
+    is_unused = name and name not in known
+    hint = did_you_mean(name, known, cutoff=_SAME_NAME_SIMILARITY) if is_unused else ""
+    if hint:
+      raise ConfigError(f"the {kind} {name!r} is never used.{hint}\n  {binding.source}")
 
 
 def check_calls(program: Program) -> None:
@@ -71,14 +74,6 @@ def check_integers(function: Callable[..., Any]) -> None:
   if lines:
     # It may be a consequence: a function without its parentheses has been reported already.
     raise FollowOnError("\n".join(lines))
-
-
-def _macro_or_scope(
-  binding: Binding, macros: Collection[str], scopes: Collection[str]
-) -> tuple[str, str, Collection[str]]:
-  if binding.macro is not None:
-    return "macro", binding.macro, macros
-  return "scope", binding.scope, scopes
 
 
 def _scopes_used(program: Program) -> set[str]:

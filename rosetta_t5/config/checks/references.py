@@ -47,7 +47,24 @@ def reached_from(function: Callable[..., Any], with_methods: bool = False) -> It
     function: the run.
     with_methods: whether to follow the bindings of the methods of classes too.
   """
-  yield from _follow(configurable_of(function), [], True, set(), with_methods)
+  seen: set[tuple[str, ...]] = set()
+
+  def follow(
+    configurable: Configurable, scopes: Sequence[str], is_called: bool
+  ) -> Iterator[Reached]:
+    key = (configurable.selector, *scopes)
+    if key in seen:
+      return
+    seen.add(key)
+    bound = bound_arguments(configurable, scopes)
+    yield Reached(configurable, scopes, bound, is_called)
+    for reference in gin.config.iterate_references(bound):
+      yield from follow(reference.configurable, reference.scopes or scopes, reference.evaluate)
+    for method in registered_configurables() if with_methods else ():
+      if method.is_method and method.module == configurable.selector:
+        yield from follow(method, scopes, False)
+
+  yield from follow(configurable_of(function), [], True)
 
 
 def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Binding]:
@@ -78,27 +95,6 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
     return key in read or _is_decorated(key[1])
 
   return [binding for binding in program.effective_bindings().values() if not is_read(binding)]
-
-
-def _follow(
-  configurable: Configurable,
-  scopes: Sequence[str],
-  is_called: bool,
-  seen: set[tuple[str, ...]],
-  with_methods: bool,
-) -> Iterator[Reached]:
-  key = (configurable.selector, *scopes)
-  if key in seen:
-    return
-  seen.add(key)
-  bound = bound_arguments(configurable, scopes)
-  yield Reached(configurable, scopes, bound, is_called)
-  for reference in gin.config.iterate_references(bound):
-    inner = reference.scopes or scopes
-    yield from _follow(reference.configurable, inner, reference.evaluate, seen, with_methods)
-  for method in registered_configurables() if with_methods else ():
-    if method.is_method and method.module == configurable.selector:
-      yield from _follow(method, scopes, False, seen, with_methods)
 
 
 def _is_decorated(selector: str) -> bool:

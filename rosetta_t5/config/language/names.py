@@ -183,10 +183,9 @@ def check_argument(configurable: Configurable, argument: str) -> None:
 def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
   """Returns the arguments of a function or class that gin may set, by name."""
   signature = _signature(configurable)
+  found = signature.parameters if signature else {}
   kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  return (
-    {name: p for name, p in signature.parameters.items() if p.kind in kinds} if signature else {}
-  )
+  return {name: parameter for name, parameter in found.items() if parameter.kind in kinds}
 
 
 def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
