@@ -83,5 +83,5 @@ def _scaled_dot(
   """Returns the matmul of two quantized arrays over the dimensions `contracting`, unscaled."""
   # The operands are not converted back to a wider type first: XLA could then simplify the conversions
   # away and multiply the numbers before rounding.
-  product = jax.lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=dtype)
-  return product * (1.0 / a_scale).astype(dtype) * (1.0 / b_scale).astype(dtype)
+  y = jax.lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=dtype)
+  return y * (1.0 / a_scale).astype(dtype) * (1.0 / b_scale).astype(dtype)

@@ -50,8 +50,8 @@ def test_keys_are_not_moved_if_the_cache_records_the_writing_beams(offset):
   parents = jnp.array([[2, 0, 0], [1, 1, 2]])
   writers = jnp.arange(6).reshape(2, 3, 1)
   layer = {"cached_key": jnp.arange(6), "cached_value": jnp.arange(6), "other": jnp.arange(6)}
-  told, untold = layer | {"cached_beam": writers}, layer | {"cache_index": jnp.int32(3)}
-  cache = {"told": told, "untold": untold}
+  recorded, unrecorded = layer | {"cached_beam": writers}, layer | {"cache_index": jnp.int32(3)}
+  cache = {"recorded": recorded, "unrecorded": unrecorded}
   if offset:
     cache = jax.tree.map(lambda x: x[None], cache)
   got = beams.flat_cache_gather_beams(cache, parents, offset)
@@ -59,11 +59,11 @@ def test_keys_are_not_moved_if_the_cache_records_the_writing_beams(offset):
     got = jax.tree.map(lambda x: x[0], got)
   moved = np.array([2, 0, 0, 4, 4, 5])
   for name in ("cached_key", "cached_value"):
-    np.testing.assert_array_equal(got["told"][name], np.arange(6))
-    np.testing.assert_array_equal(got["untold"][name], moved)
-  np.testing.assert_array_equal(got["told"]["other"], moved)
-  np.testing.assert_array_equal(got["told"]["cached_beam"], moved.reshape(2, 3, 1))
-  assert got["untold"]["cache_index"] == 3
+    np.testing.assert_array_equal(got["recorded"][name], np.arange(6))
+    np.testing.assert_array_equal(got["unrecorded"][name], moved)
+  np.testing.assert_array_equal(got["recorded"]["other"], moved)
+  np.testing.assert_array_equal(got["recorded"]["cached_beam"], moved.reshape(2, 3, 1))
+  assert got["unrecorded"]["cache_index"] == 3
 
 
 def test_the_index_is_mapped_only_if_each_sequence_has_one():

@@ -143,7 +143,7 @@ class MultiHeadDotProductAttention(nn.Module):
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:
       raise ValueError(
-        "prefill and decode exclude each other: first fill the cache with prefill=True, then decode "
+        "prefill and decode cannot both be True: first fill the cache with prefill=True, then decode "
         "position by position with decode=True"
       )
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
