@@ -24,10 +24,9 @@ class StepIndexedIterator(dataset_iterator.DatasetIterator):
   def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
     """Writes the position of `steps_back` batches ago."""
 
+  @abc.abstractmethod
   def measures(self, step: int) -> dict[str, float]:
     """Returns metrics of the data at the beginning of a step, by name."""
-    del step
-    return {}
 
 
 def as_batch_iterator(data: Any) -> dataset_iterator.DatasetIterator:
