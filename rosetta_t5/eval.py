@@ -144,10 +144,7 @@ def evaluate(
     for state, path in _restore_each(states, memory_advisor):
       started = time.monotonic()
       if trainer is not None:
-        trainer.train_state = state
-        scoring = dataclasses.replace(memory_advisor, is_scoring=True)
-        with scoring.explain_out_of_memory():
-          loss_evaluation.run(trainer)
+        _evaluate_loss(loss_evaluation, trainer, state, memory_advisor)
       with memory_advisor.explain_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
@@ -191,6 +188,18 @@ def _restore_each(
     if restored is None:
       return
     yield restored
+
+
+def _evaluate_loss(
+  loss_evaluation: LossEvaluation,
+  trainer: Any,
+  state: Any,
+  memory_advisor: InferenceMemoryAdvisor,
+) -> None:
+  """Evaluates the loss with `state`; the trainer writes it to TensorBoard."""
+  trainer.train_state = state
+  with dataclasses.replace(memory_advisor, is_scoring=True).explain_out_of_memory():
+    loss_evaluation.run(trainer)
 
 
 def _select_checkpoints(

@@ -30,7 +30,6 @@ def rate(step):
   return 0.1 / (step + 1)
 
 
-@functools.cache
 def gradients(num_microbatches):
   """Returns gradients, loss and the metrics' values of a T5 for BATCH."""
   model = make_model(Transformer(T5_1_1), z_loss=1e-4)
@@ -40,10 +39,9 @@ def gradients(num_microbatches):
   return grads, loss, {name: float(metric.compute()) for name, metric in timed.items()}
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4])
-def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step(num_microbatches):
-  whole_grads, whole_loss, whole_metrics = gradients(None)
-  grads, loss, metrics = gradients(num_microbatches)
+def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
+  whole_grads, whole_loss, whole_metrics = gradients(num_microbatches=None)
+  grads, loss, metrics = gradients(num_microbatches=4)
   largest = max(float(jnp.max(jnp.abs(grad))) for grad in jax.tree.leaves(whole_grads))
   compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * largest)
   jax.tree.map(compare, grads, whole_grads)
