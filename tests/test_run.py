@@ -279,23 +279,6 @@ def test_error_of_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tm
   assert "Traceback" not in err
 
 
-def test_data_that_ends_before_the_run_is_reported(tmp_path):
-  periods = ("eval_period", "stats_period")
-  status, _, err = start(
-    tmp_path / "run",
-    "TRAIN_STEPS=500",
-    "BATCH_SIZE=128",
-    "train_script.train.get_dataset_fn=@utils.get_dataset",
-    "utils.get_dataset.num_epochs=1",
-    "train_script.train.train_eval_dataset_cfg=None",
-    *(f"train_script.train.{period}=500" for period in periods),
-    "utils.SaveCheckpointConfig.period=500",
-  )
-  assert status == 1
-  assert re.search(r"the training data ended after step \d of 500: train.get_dataset_fn must", err)
-  assert "Traceback" not in err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_run_can_be_resumed_in_fp8_and_in_bfloat16(tmp_path, recipe):

@@ -1,0 +1,125 @@
+"""The training loop with a trainer, data and evaluations that do nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import types
+
+import pytest
+
+from rosetta_t5.distributed import RunInterrupted
+from rosetta_t5.train_loop import TrainLoop
+
+
+class Feed:
+  """Yields numbers in place of batches."""
+
+  element_spec = ()
+
+  def __init__(self, numbers):
+    self.numbers = iter(numbers)
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    return next(self.numbers)
+
+  def measures(self):
+    return {}
+
+  def close(self):
+    pass
+
+
+class Trainer:
+  """Records the batches of each range of steps, and calls `after_batch` with each batch."""
+
+  first_nonfinite = None
+  stop_training = False
+
+  def __init__(self, after_batch=lambda batch: None):
+    self.ranges, self.after_batch = [], after_batch
+    self.train_state = types.SimpleNamespace(step=0)
+    self.train_metrics_manager = types.SimpleNamespace(
+      write_scalar=lambda *args: None, write_scalars=lambda *args: None
+    )
+
+  def train(self, batch_iter, num_steps, start_step):
+    batches = []
+    for batch in itertools.islice(batch_iter, num_steps):
+      batches.append(batch)
+      self.after_batch(batch)
+    self.ranges.append(batches)
+    self.train_state.step += len(batches)
+    return types.SimpleNamespace(result=dict)
+
+  def close(self):
+    pass
+
+
+def make_loop(trainer, numbers, total_steps=10):
+  """Returns a loop from step 0 that evaluates nothing and saves nothing."""
+  return TrainLoop(
+    trainer=trainer,
+    train_state_axes=None,
+    feed=Feed(numbers),
+    evaluation=types.SimpleNamespace(
+      model=types.SimpleNamespace(loss_normalizing_factor=None), cfg=None, run=lambda trainer: {}
+    ),
+    predictions=types.SimpleNamespace(
+      cfg=None, run=lambda *args: None, collect=lambda: None, close=lambda: None
+    ),
+    concurrent_metrics=True,
+    manager=None,
+    actions=None,
+    run_metrics=lambda step, values, state: {},
+    explain_out_of_memory=lambda *args, **kwargs: contextlib.nullcontext(),
+    model_dir="/runs/a",
+    first_step=0,
+    total_steps=total_steps,
+    run_started=0.0,
+  )
+
+
+def run(loop):
+  loop.run(
+    save_cfg=None, eval_period=5, stats_period=4, gc_period=0, run_eval_before_training=False
+  )
+  return loop.finish()
+
+
+def test_loop_trains_in_ranges_between_reports_and_evaluations():
+  trainer = Trainer()
+  steps, _ = run(make_loop(trainer, itertools.count()))
+  assert steps == 10
+  assert trainer.ranges == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]]
+
+
+def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_drawn():
+  def send_signal(batch):
+    if batch == 5:
+      os.kill(os.getpid(), signal.SIGUSR1)
+
+  trainer = Trainer(send_signal)
+  loop = make_loop(trainer, itertools.count())
+  with pytest.raises(RunInterrupted) as interrupted:
+    run(loop)
+  assert interrupted.value.step == 6
+  assert trainer.ranges[-1] == [5]
+  assert next(loop.feed) == 6
+
+
+def test_trainer_can_end_the_run():
+  trainer = Trainer(lambda batch: setattr(trainer, "stop_training", batch == 4))
+  assert run(make_loop(trainer, itertools.count()))[0] == 5
+
+
+def test_data_that_ends_before_the_run_is_an_error():
+  with pytest.raises(
+    ValueError, match=r"training data ended after step 7 of 10: train.get_dataset_fn must return"
+  ):
+    run(make_loop(Trainer(), range(7)))
