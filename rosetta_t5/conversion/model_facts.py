@@ -22,8 +22,8 @@ from rosetta_t5.checkpoints.formats.hugging_face import (
 from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
-_ACTIVATIONS = re.compile(r"T5Config\.mlp_activations\s*=\s*(\(.*?\)|\[.*?\])", re.DOTALL)
-_FIELD = re.compile(r"^(?:[\w.]+\.)?TransformerConfig\.(\w+)\s*=\s*\\?\s*(.+)$", re.MULTILINE)
+# A binding in a config.gin; only a value in brackets may continue on further lines.
+_BINDING = r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|.+)$"
 # The vocabulary whose ids are one higher than those of the tokenizer's files.
 _SHIFTED_VOCABULARY = "gpt2_vocabulary()"
 
@@ -81,9 +81,8 @@ def read_facts(
   if file.suffix == ".json":
     base = folder.read_config(file, t5_names.FAMILIES)
     return ModelFacts(activations or t5_reader.activations(base), base=base)
-  match = _ACTIVATIONS.search(file.read_text())
-  found = tuple(ast.literal_eval(match[1])) if match else numpy_t5.default_activations(arrays)
-  return ModelFacts(activations or found)
+  found = _read_literals(file.read_text(), "T5Config").get("mlp_activations")
+  return ModelFacts(activations or tuple(found or numpy_t5.default_activations(arrays)))
 
 
 def _read_gpt_facts(file: epath.Path) -> ModelFacts:
@@ -92,7 +91,7 @@ def _read_gpt_facts(file: epath.Path) -> ModelFacts:
     network = TransformerConfig(**gpt_reader.network_values(base))
     return ModelFacts((), network, not base.get(gpt_reader.KEEPS_IDS), base)
   text = file.read_text()
-  values = _read_literals(text)
+  values = _read_literals(text, "TransformerConfig")
   if "num_heads" not in values:
     raise ValueError(
       f"{file} does not bind TransformerConfig.num_heads: set --config to the config.gin of the run "
@@ -103,10 +102,11 @@ def _read_gpt_facts(file: epath.Path) -> ModelFacts:
   return ModelFacts((), network, network.padding_never_follows or _SHIFTED_VOCABULARY in text)
 
 
-def _read_literals(text: str) -> dict[str, Any]:
-  """Returns the literal values that a config.gin binds to TransformerConfig's fields."""
+def _read_literals(text: str, configurable: str) -> dict[str, Any]:
+  """Returns the literal values that a config.gin binds to the arguments of a configurable."""
   values = {}
-  for name, value in _FIELD.findall(text):
+  pattern = _BINDING.format(configurable=configurable)
+  for name, value in re.findall(pattern, text, re.MULTILINE):
     try:
       values[name] = ast.literal_eval(value)
     except (ValueError, SyntaxError):  # a macro or a reference

@@ -1,4 +1,4 @@
-"""A folder converted for Hugging Face says in Transformers what the run says here, text for text."""
+"""A converted folder generates the same texts in Transformers as the run generates here."""
 
 from __future__ import annotations
 
@@ -116,12 +116,18 @@ def surroundings(monkeypatch):
 
 
 def write_run(folder, module, *tokens, lines, lengths, first=None):
-  """Writes what a run leaves: config.gin, and a checkpoint, here of random parameters.
+  """Writes a run's config.gin and a checkpoint of random parameters.
 
-  With `first`, the embedding's first row is a copy of that one.
+  Args:
+    folder: the run's.
+    module: the network.
+    tokens: inputs to initialise it with.
+    lines: of config.gin, about the vocabulary.
+    lengths: of the features.
+    first: copy this row of the embedding table to its first row.
   """
   init = jax.jit(lambda key: module.init(key, *tokens, enable_dropout=False)["params"])
-  # Sharp enough for texts that differ.
+  # Large enough for different texts.
   params = {
     f"target/{name}": as_stored_array(np.asarray(array) * 2)
     for name, array in flatten_dict(init(jax.random.PRNGKey(1)), sep="/").items()
@@ -146,12 +152,12 @@ def write_run(folder, module, *tokens, lines, lengths, first=None):
   (folder / "config.gin").write_text(text)
 
 
-def said_here(folder, tmp_path):
-  """Returns what `rosetta-t5 infer` writes about the prompts."""
+def generated_here(folder, tmp_path):
+  """Returns the predictions of `rosetta-t5 infer` for the prompts."""
   (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" for text in PROMPTS))
-  files = ["--input", f"{tmp_path}/prompts.txt", "--output", f"{tmp_path}/said.jsonl"]
+  files = ["--input", f"{tmp_path}/prompts.txt", "--output", f"{tmp_path}/predictions.jsonl"]
   assert cli.main(["infer", "--model_dir", str(folder), *files]) == 0
-  rows = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
+  rows = map(json.loads, (tmp_path / "predictions.jsonl").read_text().splitlines())
   return [row["prediction"] for row in rows]
 
 
@@ -173,15 +179,15 @@ def test_t5_generates_the_same_texts(tmp_path):
   found = []
   for prompt in PROMPTS:
     ids = tokenizer(prompt, return_tensors="pt")
-    said = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-    found.append(tokenizer.decode(said[0], skip_special_tokens=True))
-  assert found == said_here(run, tmp_path)
-  assert len(set(found)) > 3, "the texts tell prompts apart"
+    generated = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    found.append(tokenizer.decode(generated[0], skip_special_tokens=True))
+  assert found == generated_here(run, tmp_path)
+  assert len(set(found)) > 3, "different prompts must give different texts"
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_gpt_s_pipeline_says_the_same_texts(tmp_path, is_trained):
-  """Also where training has made the start of a text another token than the end of one."""
+def test_the_pipeline_of_a_gpt_generates_the_same_texts(tmp_path, is_trained):
+  """Training may have made the start token different from the end token."""
   import tokenizers
   import transformers
 
@@ -205,13 +211,13 @@ def test_gpt_s_pipeline_says_the_same_texts(tmp_path, is_trained):
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)
     for prompt in PROMPTS
   ]
-  texts = [said["generated_text"] for (said,) in found]
-  assert texts == said_here(run, tmp_path)
-  assert len(set(texts)) > 3, "the texts tell prompts apart"
+  texts = [result["generated_text"] for (result,) in found]
+  assert texts == generated_here(run, tmp_path)
+  assert len(set(texts)) > 3, "different prompts must give different texts"
 
 
-def test_gpt_s_pipeline_says_the_same_texts_by_sentencepiece(tmp_path):
-  """As Pax's recipes train: Transformers has no class that reads spiece.model for a decoder."""
+def test_the_pipeline_of_a_decoder_with_sentencepiece_generates_the_same_texts(tmp_path):
+  """Pax's recipes train such decoders."""
   import transformers
 
   run = tmp_path / "run"
@@ -232,6 +238,6 @@ def test_gpt_s_pipeline_says_the_same_texts_by_sentencepiece(tmp_path):
     for prompt in PROMPTS
   ]
   # SentencePiece drops the space before a text, Transformers keeps the one after the prompt.
-  texts = [said["generated_text"].removeprefix(" ") for (said,) in found]
-  assert texts == said_here(run, tmp_path)
-  assert len(set(texts)) > 3, "the texts tell prompts apart"
+  texts = [result["generated_text"].removeprefix(" ") for (result,) in found]
+  assert texts == generated_here(run, tmp_path)
+  assert len(set(texts)) > 3, "different prompts must give different texts"

@@ -1,1 +1,1 @@
-"""Hugging Face folders of the T5 and GPT families: read and written."""
+"""Reads and writes Transformers' folders of the T5 and GPT families."""

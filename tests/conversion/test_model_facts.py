@@ -1,0 +1,32 @@
+"""Facts about a model that its weights do not show are read from the config beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.conversion.model_facts import read_facts
+
+GATED = {"target/encoder/layers_0/mlp/wi_1/kernel": as_stored_array(np.zeros((2, 2), np.float32))}
+
+
+@pytest.mark.parametrize(
+  "binding",
+  [
+    "network.T5Config.mlp_activations = ('silu', 'linear')",
+    "network.T5Config.mlp_activations = \\\n    ('silu', 'linear')  # a comment",
+    "decoder/t5.T5Config.mlp_activations = [\n  'silu',\n  'linear',\n]",
+  ],
+)
+def test_activations_are_read_from_the_config_of_the_run(tmp_path, binding):
+  (tmp_path / "config.gin").write_text(f"T5Config.emb_dim = %WIDTH\n{binding}\nWIDTH = 8\n")
+  facts = read_facts(tmp_path / "checkpoint_1", GATED)
+  assert facts.activations == ("silu", "linear")
+
+
+def test_activations_are_derived_from_the_weights_where_the_config_has_none(tmp_path):
+  assert read_facts(tmp_path / "checkpoint_1", GATED).activations == ("gelu", "linear")
+  (tmp_path / "config.gin").write_text("network.T5Config.mlp_activations = %ACTIVATIONS\n")
+  assert read_facts(tmp_path / "checkpoint_1", GATED).activations == ("gelu", "linear")
+  assert read_facts(tmp_path / "checkpoint_1", GATED, ("relu",)).activations == ("relu",)
