@@ -51,6 +51,15 @@ def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
   assert list(steps) == [1]
 
 
+@pytest.mark.parametrize("name", ["a%20b", "what?", "a b"])
+def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path, name):
+  arrays = {"target/kernel": as_stored_array(np.ones((2, 3), np.float32))}
+  orbax_writer.write(tmp_path / name / "checkpoint_1", arrays)
+  assert [folder.name for folder in tmp_path.iterdir()] == [name]
+  read = read_arrays(tmp_path / name / "checkpoint_1")
+  np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
+
+
 def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_path):
   quiet = {"report": lambda _: None}
   scalable = convert.convert(MESH_TF, tmp_path / "a", "t5x-legacy", tree="scalable", **quiet)
