@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -63,22 +62,22 @@ def prepare(
       documents and bytes of text so far.
 
   Raises:
-    ValueError: there are no files, no vocabulary, no documents in the files, or `out` contains
-      something else.
+    ValueError: there are no files, no valid vocabulary, no documents in the files, or `out`
+      contains something else.
   """
   files = find_files(inputs)
   folder = pathlib.Path(out)
-  model = pathlib.Path(local_path(vocabulary))
+  model = pathlib.Path(local_path(vocabulary)).read_bytes()
+  pieces = _count_pieces(vocabulary, model)
   (folder / "shards").mkdir(parents=True, exist_ok=True)
   _check_folder(folder)
   copy = folder / VOCABULARY
-  if not (copy.exists() and copy.read_bytes() == model.read_bytes()):
-    shutil.copyfile(model, copy)
+  write_atomically(copy, model)
   jobs = _plan(
     files,
     out=str(folder.absolute()),
     vocabulary=str(copy.absolute()),
-    vocabulary_sha256=hashlib.sha256(model.read_bytes()).hexdigest(),
+    vocabulary_sha256=hashlib.sha256(model).hexdigest(),
     text=text,
     layout=layout or Layout(),
     validation_percent=validation_percent,
@@ -91,9 +90,18 @@ def prepare(
     _process_pool(workers, jobs) if executor is None else contextlib.nullcontext(executor) as pool
   ):
     shards = _run(jobs, pool, progress)
-  manifest = _manifest(jobs[0], shards)
+  manifest = _manifest(jobs[0], pieces, shards)
   write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
   return manifest
+
+
+def _count_pieces(vocabulary: str, model: bytes) -> int:
+  import sentencepiece
+
+  try:
+    return sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
+  except RuntimeError as error:
+    raise ValueError(f"{vocabulary} is not a SentencePiece model: give another file") from error
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
@@ -180,10 +188,7 @@ def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tupl
   return documents, text_bytes
 
 
-def _manifest(job: ShardJob, shards: Sequence[Facts]) -> dict[str, Any]:
-  import sentencepiece
-
-  pieces = sentencepiece.SentencePieceProcessor(model_file=job.vocabulary).get_piece_size()
+def _manifest(job: ShardJob, pieces: int, shards: Sequence[Facts]) -> dict[str, Any]:
   splits = {split: _split_facts(shards, split) for split in SPLITS}
   sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
   bad_examples: Counter[str] = sum((Counter(shard["bad_examples"]) for shard in shards), Counter())

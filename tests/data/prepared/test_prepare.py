@@ -181,6 +181,15 @@ def test_input_without_training_documents_is_refused_with_counts(
     run(tmp_path, vocabulary)
 
 
+def test_a_vocabulary_that_is_not_a_sentencepiece_model_is_refused(
+  tmp_path: pathlib.Path, corpus: list[str]
+) -> None:
+  (tmp_path / "notes.txt").write_text("not a model")
+  with pytest.raises(ValueError, match=r"notes\.txt is not a SentencePiece model"):
+    run(tmp_path, str(tmp_path / "notes.txt"))
+  assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_foreign_files_is_refused(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
