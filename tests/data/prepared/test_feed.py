@@ -329,7 +329,7 @@ def test_lengths_splits_and_rates_that_do_not_fit_are_refused(folders: list[str]
   task = prepared_task(folders[0])
   cfg = config(task)
   short = dataclasses.replace(cfg, task_feature_lengths={"inputs": 32, "targets": 3})
-  with pytest.raises(ValueError, match=r"set 'targets' to at least \d"):
+  with pytest.raises(ValueError, match=r"Set it to at least \d"):
     get_dataset(short, 0, 1, None)
   with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train', 'validation'"):
     get_dataset(dataclasses.replace(cfg, split="test"), 0, 1, None)

@@ -188,7 +188,7 @@ def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
     prepared_task("folder", objective="spans")
   with pytest.raises(ValueError, match=r"features \['inputs', 'targets'\] for the objective ul2"):
     features("ul2", lengths={"targets": 512})
-  with pytest.raises(ValueError, match=r"noise density 0\.5, .*set 'targets' to at least \d+"):
+  with pytest.raises(ValueError, match=r"noise density 0\.5, .*Set it to at least \d+"):
     features("ul2", lengths={"inputs": 512, "targets": 114})
   with pytest.raises(ValueError, match="is too short for any text: set longer ones"):
     features("ul2", lengths={"inputs": 7, "targets": 7})
