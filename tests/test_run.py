@@ -228,7 +228,7 @@ def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
   assert re.search(
     r"wrong shape +target/decoder/layers_0/mlp/wi_0/kernel +\(16, 32\).*\(16, 64\)", err
   )
-  assert "To train this model, give an empty folder (--gin.MODEL_DIR=" in err
+  assert "To train this model, set an empty folder (--gin.MODEL_DIR=" in err
   assert "Traceback" not in err
   assert files(continued) == before
 
@@ -253,7 +253,7 @@ def test_run_restores_the_previous_checkpoint_if_the_latest_is_damaged(continued
   status, _, err = start(continued, "TRAIN_STEPS=5")
   assert status == 0, err
   assert f"checkpoint {continued}/checkpoint_3 cannot be read" in caplog.text + err
-  assert f"the run goes on from {continued}/checkpoint_2" in caplog.text + err
+  assert f"the run continues from {continued}/checkpoint_2" in caplog.text + err
   assert all_steps(continued)[-1] == 5
 
 
