@@ -47,10 +47,12 @@ class Setting:
 
   def model(self):
     config = CONFIGS[self.family]
-    make = make_decoder_only_model if self.family == "GPT" else make_model
-    model = make(config if self.family == "GPT" else Transformer(config))
-    model._loss_chunk_length = self.loss_chunk_length
-    # As gin binds an argument.
+    chunk = {"loss_chunk_length": self.loss_chunk_length}
+    if self.family == "GPT":
+      model = make_decoder_only_model(config, **chunk)
+    else:
+      model = make_model(Transformer(config), **chunk)
+    # Gin binds arguments in the same way.
     model.predict_batch_with_aux = functools.partial(
       model.predict_batch_with_aux, num_decodes=self.num_decodes
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pkgutil
 import sys
 import sysconfig
@@ -98,10 +99,7 @@ def _bind_statement(statement: Binding, namespace: Namespace, options: BindOptio
         return
       check_argument(configurable, statement.argument)
       key = (statement.scope, configurable.selector, statement.argument)
-
-    def resolve(leaf: Any) -> Any:
-      return _as_gin_reference(leaf, namespace)
-
+    resolve = functools.partial(_as_gin_reference, namespace=namespace)
     gin.bind_parameter(key, map_leaves(resolve, statement.value))
 
 
@@ -120,9 +118,9 @@ def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
 
 def _import(statement: Import, namespace: Namespace, options: BindOptions) -> None:
   """Imports a module for one gin file."""
-  module = statement.statement.module
+  module = statement.gin_statement.module
   try:
-    namespace.add_import(statement.statement)
+    namespace.add_import(statement.gin_statement)
   except ModuleNotFoundError as error:
     if not options.may_skip(module):
       raise ConfigError(f"{_missing_module_text(module, error)}\n  {statement.source}") from error

@@ -147,7 +147,7 @@ def namespace_of_run(function: Callable[..., Any]) -> Namespace:
   namespace = Namespace()
   for statement in read_program([], imports, []).statements():
     if isinstance(statement, Import):
-      namespace.add_import(statement.statement)
+      namespace.add_import(statement.gin_statement)
   # If several functions have this name, the one that runs now takes it.
   gin_internals.unregister(function)
   with gin.config.interactive_mode():

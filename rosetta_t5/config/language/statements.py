@@ -64,7 +64,7 @@ class SourceLine:
 class Import:
   """`import X` or `from X import Y`, as gin's parser represents it."""
 
-  statement: config_parser.ImportStatement
+  gin_statement: config_parser.ImportStatement
   source: SourceLine
 
 

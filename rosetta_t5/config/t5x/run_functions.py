@@ -50,8 +50,8 @@ def runs_bound_by(program: Program) -> list[str]:
 def _names_from_main(program: Program) -> Iterable[str]:
   aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
   for statement in program.statements():
-    if isinstance(statement, Import) and statement.statement.module == "__main__":
-      aliases.add(statement.statement.bound_name())
+    if isinstance(statement, Import) and statement.gin_statement.module == "__main__":
+      aliases.add(statement.gin_statement.bound_name())
     elif isinstance(statement, Binding):
       first, *rest = statement.selector.split(".")
       # On the command line, train.X reaches the run without an import.
