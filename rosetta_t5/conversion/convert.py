@@ -28,7 +28,7 @@ from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
 Arrays = dict[str, StoredArray]
-STEP = "state/step"
+_STEP = "state/step"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -140,14 +140,14 @@ def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
 def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Arrays:
   """Returns the arrays to write, in the tree in which they are written."""
   if encoder_only:
-    kept = ("target/encoder/", EMBEDDING, STEP)
+    kept = ("target/encoder/", EMBEDDING, _STEP)
     arrays = {name: array for name, array in arrays.items() if name.startswith(kept)}
   if to == "hf":
     return to_plain_tree(arrays)
   if tree is None:
     return arrays
   plain = to_plain_tree(arrays)
-  step = {STEP: arrays[STEP]} if STEP in arrays else {}
+  step = {_STEP: arrays[_STEP]} if _STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
 
 
@@ -180,7 +180,7 @@ def _prepare_destination(
   """Returns the folder to write, which does not exist."""
   final = epath.Path(destination).absolute()
   if to != "hf" and checkpoint_folders.step_of(final) is None:
-    step = int(arrays[STEP].get()) if STEP in arrays else 0
+    step = int(arrays[_STEP].get()) if _STEP in arrays else 0
     final = checkpoint_folders.checkpoint_path(final, step)
   if final.exists() and (not final.is_dir() or any(final.iterdir())):
     raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
@@ -190,7 +190,7 @@ def _prepare_destination(
 
 
 def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
-  arrays = {STEP: as_stored_array(np.int32(0)), **arrays}
+  arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
   folder.rmdir()
   if to == "t5x-legacy":
     writer = t5x_legacy.LegacyWriter(folder)
