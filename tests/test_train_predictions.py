@@ -129,7 +129,10 @@ def test_a_task_without_metrics_is_reported(capsys):
 
 @pytest.mark.parametrize(
   ("fields", "text"),
-  [({"pack": True}, "pack = True for the task"), ({"batch_size": 6}, "batch size 6 cannot be spl")],
+  [
+    ({"pack": True}, "DatasetConfig.pack must be False"),
+    ({"batch_size": 6}, "batch size 6 cannot be spl"),
+  ],
 )
 def test_data_that_cannot_be_evaluated_is_refused_when_the_run_waits_for_it(fields, text):
   with pytest.raises(ValueError, match=text):
@@ -139,7 +142,7 @@ def test_data_that_cannot_be_evaluated_is_refused_when_the_run_waits_for_it(fiel
 @pytest.mark.slow
 def test_data_that_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path):
   action = Record()
-  with pytest.raises(ValueError, match="pack = True for the task"):
+  with pytest.raises(ValueError, match="DatasetConfig.pack must be False"):
     run(tmp_path, infer_eval={"pack": True}, actions={ActionMode.TRAIN: [action]})
   assert action.shown == []
 
