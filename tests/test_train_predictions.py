@@ -142,7 +142,7 @@ def test_data_that_cannot_be_evaluated_is_refused_when_the_run_waits_for_it(fiel
 @pytest.mark.slow
 def test_data_that_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path):
   action = Record()
-  with pytest.raises(ValueError, match="DatasetConfig.pack must be False"):
+  with pytest.raises(ValueError, match="pack must be False"):
     run(tmp_path, infer_eval={"pack": True}, actions={ActionMode.TRAIN: [action]})
   assert action.shown == []
 
