@@ -18,17 +18,19 @@ from rosetta_t5.bench.workload import write_result
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 
-# Queries, keys, whether there is a bias, whether it is causal.
-PLACES = {
+# Name → (queries, keys, whether there is a bias, whether it is causal).
+ATTENTIONS = {
   "encoder": (512, 512, True, False),
   "decoder": (128, 128, True, True),
   "cross": (128, 512, False, False),
 }
 
 
-def measure(place: str, kernel: str, batch: int, heads: int, packed: bool, repeats: int) -> float:
+def measure(
+  attention: str, kernel: str, batch: int, heads: int, packed: bool, repeats: int
+) -> float:
   """Returns the milliseconds of one forward and backward pass, the median of `repeats`."""
-  queries, keys, has_bias, causal = PLACES[place]
+  queries, keys, has_bias, causal = ATTENTIONS[attention]
   rng = np.random.default_rng(0)
 
   def draw(*shape: int) -> jax.Array:
@@ -66,29 +68,29 @@ def measure(place: str, kernel: str, batch: int, heads: int, packed: bool, repea
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-  """Prints a line for each place and kernel; a kernel that cannot do it is named with its error."""
+  """Prints a line for each attention and kernel, with the time or the error."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--batch", type=int, default=64)
   parser.add_argument("--heads", type=int, default=12)
   parser.add_argument("--repeats", type=int, default=20)
-  parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+  parser.add_argument("--places", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
   parser.add_argument("--kernels", nargs="+", default=["xla", "cudnn", "flash"])
   parser.add_argument("--pack", action="store_true")
   parser.add_argument("--json", metavar="OUT")
   args = parser.parse_args(argv)
   rows: list[dict[str, Any]] = []
-  for place in args.places:
+  for attention in args.places:
     for kernel in args.kernels:
-      row = {"place": place, "kernel": kernel, "batch": args.batch, "heads": args.heads}
+      row = {"place": attention, "kernel": kernel, "batch": args.batch, "heads": args.heads}
       row["packed"] = args.pack
       try:
         if kernel == "cudnn" and args.pack:
-          raise ValueError("cuDNN takes no segments")
-        row["ms"] = measure(place, kernel, args.batch, args.heads, args.pack, args.repeats)
-        print(f"{place} {kernel}: {row['ms']:.2f} ms", flush=True)
-      except Exception as error:  # a row that fails must not cost the others
+          raise ValueError("cuDNN does not support segments")
+        row["ms"] = measure(attention, kernel, args.batch, args.heads, args.pack, args.repeats)
+        print(f"{attention} {kernel}: {row['ms']:.2f} ms", flush=True)
+      except Exception as error:  # one failed row must not prevent the others
         row["error"] = str(error).splitlines()[0][:200]
-        print(f"{place} {kernel}: {row['error']}", flush=True)
+        print(f"{attention} {kernel}: {row['error']}", flush=True)
       rows.append(row)
   write_result(rows, args.json)
   return rows

@@ -1,12 +1,12 @@
 """Times saving and restoring T5 1.1 with AdamW's state: 0.9 GB for the size small.
 
-  python benchmarks/checkpoint.py --folder runs/benchmark     # on the disk to be measured
+  python -m benchmarks.checkpoint --folder runs/benchmark     # on the disk to be measured
 
-A save blocks the training loop until `save` returns; a synchronous one until everything is on disk.
-Between saves the state changes in place, as a training step changes it. A restore ends when the whole
-state is on the devices; beside it the checkpoint's files are read in the plainest way, one after the
-other into one buffer of 64 MB. Both with and without the files in the system's memory, from which they
-are dropped before (posix_fadvise). A virtual disk may still have them in its host's.
+A save blocks the training loop until `save` returns; a synchronous one would block it until everything
+is on disk. Between saves the state is updated in place, as by a training step. A restore ends when the
+whole state is on the devices. It is compared with reading the checkpoint's files one after another into
+a buffer of 64 MB. Both are timed with the files in the page cache and without (posix_fadvise drops
+them). The host of a virtual disk may still cache them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import adamw
 
 _BUFFER = 64 << 20
-# More saves than are needed: the first has threads and folders to make.
+# The first save is not timed: it creates threads and folders.
 _WARMUP = 1
 
 
@@ -43,7 +43,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def make_state(size: str, partitioner: PjitPartitioner) -> tuple[TrainStateInitializer, TrainState]:
-  """Returns a state of random numbers: fresh moments are zeros, which no run's are for long."""
+  """Returns a state of random numbers. Moments of zeros, as in a new run, would compress well."""
   vocabulary = types.SimpleNamespace(eos_id=1)
   model = EncoderDecoderModel(
     Transformer(model_config(size)), vocabulary, vocabulary, adamw(learning_rate=1e-3)
@@ -67,7 +67,7 @@ def make_state(size: str, partitioner: PjitPartitioner) -> tuple[TrainStateIniti
 
 
 def files(folder: pathlib.Path) -> list[pathlib.Path]:
-  # Not what is being removed beside them.
+  # Files of a checkpoint that is being deleted have another prefix.
   return [path for path in sorted(folder.glob("checkpoint_*/**/*")) if path.is_file()]
 
 
@@ -90,9 +90,9 @@ def drop_from_memory(folder: pathlib.Path) -> None:
 def measure_saves(
   manager: OrbaxCheckpointManagerInterface, state: TrainState, repeats: int
 ) -> tuple[list[float], list[float]]:
-  """Returns the seconds for which saves blocked, and those until all was on disk."""
+  """Returns the seconds for which saves blocked, and the seconds until everything was on disk."""
   next_step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
-  blocked, whole = [], []
+  blocked, complete = [], []
   for _ in range(_WARMUP + repeats):
     state = jax.block_until_ready(next_step(state))
     os.sync()
@@ -100,14 +100,14 @@ def measure_saves(
     manager.save(state)
     blocked.append(time.perf_counter() - started)
     manager.wait_until_finished()
-    whole.append(time.perf_counter() - started)
-  return blocked[_WARMUP:], whole[_WARMUP:]
+    complete.append(time.perf_counter() - started)
+  return blocked[_WARMUP:], complete[_WARMUP:]
 
 
 def measure_restores(
   manager: OrbaxCheckpointManagerInterface, folder: pathlib.Path, repeats: int, cached: bool
 ) -> tuple[list[float], list[float]]:
-  """Returns the seconds that reading the files took, and those that restoring took, in turns."""
+  """Returns the seconds that reading the files and restoring took, measured in turns."""
   times: tuple[list[float], list[float]] = [], []
   for _ in range(_WARMUP + repeats):
     for action, taken in zip((lambda: read_bytes(folder), manager.restore), times, strict=True):
@@ -123,12 +123,13 @@ def row(name: str, taken: list[float], of: list[float], goal: str) -> str:
   return f"| {name} | {spread[0]} | {spread[1]} | {share:.2f} | {goal} |"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+  """Measures saves and restores and prints a table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--size", choices=SIZES, default="small")
   parser.add_argument("--folder", type=pathlib.Path, help="default: a temporary one")
   parser.add_argument("--repeats", type=int, default=5)
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
   keep_freed_memory()  # as the `rosetta-t5` command does
   folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
   try:
@@ -139,14 +140,14 @@ def main() -> None:
     manager = OrbaxCheckpointManagerInterface(
       folder, initializer.global_train_state_shape, partitioner, keep=1
     )
-    print("| | taken | beside it | ratio | goal |\n| --- | --- | --- | --- | --- |")
+    print("| | time | compared with | ratio | goal |\n| --- | --- | --- | --- | --- |")
     saves = measure_saves(manager, state, args.repeats)
     del state
-    print(row("save: blocks the loop, beside a synchronous one", *saves, "< 0.10"))
+    print(row("save: blocks the loop, compared with a synchronous save", *saves, "< 0.10"))
     for cached in (False, True):
       read, restored = measure_restores(manager, folder, args.repeats, cached)
       where = "memory" if cached else "disk"
-      print(row(f"restore from {where}, beside reading the bytes", restored, read, "< 1.5"))
+      print(row(f"restore from {where}, compared with reading the bytes", restored, read, "< 1.5"))
     manager.close()
   finally:
     shutil.rmtree(folder)

@@ -1,24 +1,24 @@
-"""Times decoding with T5 1.1 on this machine's CPU, beside Hugging Face's `generate` if it is installed.
+"""Times decoding with T5 1.1 on this machine's CPU, and Hugging Face's `generate` if it is installed.
 
-  python benchmarks/decode.py                    # ours: greedy and beam 4, batch 16, 512/64 tokens
-  python benchmarks/decode.py --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python -m benchmarks.decode                    # ours: greedy and beam 4, batch 16, 512/64 tokens
+  python -m benchmarks.decode --beside-hf        # and Hugging Face's on PyTorch, in turns
 
-Both sides have the same random weights and inputs and write the same number of tokens for each input:
-no token ends a sequence. Each side has a process of its own, and they take turns, so that a change in
-the machine's speed meets all of them. A side's time is the median over its runs, the encoder included.
-Where both sides run, it is also told how many of the tokens are the same.
+Both implementations have the same random weights and inputs and generate the same number of tokens for
+each input: no token ends a sequence. Each runs in a process of its own, and they take turns, so that a
+change in the machine's speed affects both. The result is the median over the runs, encoder included,
+and the fraction of tokens that are equal to ours.
 """
 
 import argparse
 import statistics
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from cpu_step import Worker
 
+from benchmarks.worker import Worker
 from rosetta_t5.bench.hugging_face import hugging_face_config
 from rosetta_t5.bench.workload import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
@@ -29,7 +29,7 @@ Params = dict[str, Any]
 
 
 def random_params(size: str) -> Params:
-  """Returns parameters as numpy arrays; the same for each call."""
+  """Returns random parameters as numpy arrays, the same for each call."""
   module = Transformer(model_config(size))
   tokens = jax.ShapeDtypeStruct((1, 1), "int32")
   shapes = jax.eval_shape(
@@ -40,7 +40,7 @@ def random_params(size: str) -> Params:
   def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     if leaf.ndim == 1:
       return np.ones(leaf.shape, np.float32)
-    # Queries are small, as T5's are: attention does not scale its logits.
+    # Query kernels are small, as in T5, which does not scale the logits of attention.
     scale = np.sqrt(leaf.shape[0]) * (8.0 if "query" in jax.tree_util.keystr(path) else 1.0)
     return (rng.standard_normal(leaf.shape, np.float32) / scale).astype(np.float32)
 
@@ -50,7 +50,7 @@ def random_params(size: str) -> Params:
 def our_decode(
   size: str, inputs: np.ndarray, new_tokens: int, beams: int
 ) -> Callable[[], np.ndarray]:
-  """Returns a function that decodes the inputs and returns the best tokens, [batch, new_tokens]."""
+  """Returns a function that decodes the inputs and returns the best sequences, [batch, new_tokens]."""
   keep_freed_memory()  # as the `rosetta-t5` command does
   vocabulary = types.SimpleNamespace(eos_id=-1)  # No token ends a sequence.
   model = EncoderDecoderModel(Transformer(model_config(size)), vocabulary, vocabulary, None)
@@ -68,13 +68,13 @@ def our_decode(
 def hugging_face_decode(
   size: str, inputs: np.ndarray, new_tokens: int, beams: int
 ) -> Callable[[], np.ndarray]:
-  """Returns the same by transformers' T5ForConditionalGeneration.generate."""
+  """Returns the same function for transformers' T5ForConditionalGeneration.generate."""
   import torch
   import transformers
 
   config = hugging_face_config(size, use_cache=True, eos_token_id=None)
   module = transformers.T5ForConditionalGeneration(config).eval()
-  # transformers 5 ties the output layer to the embedding whatever the configuration says.
+  # transformers 5 ties the output layer to the embedding regardless of the configuration.
   module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
   module.load_state_dict(hugging_face_weights(random_params(size)))
   module.generation_config.eos_token_id = None
@@ -95,7 +95,7 @@ def hugging_face_decode(
 
 
 def hugging_face_weights(params: Params) -> dict[str, Any]:
-  """Returns the same weights under transformers' names."""
+  """Returns the parameters under the names that transformers uses."""
   import torch
 
   named = {
@@ -131,18 +131,18 @@ def _block_weights(prefix: str, layer: Params) -> dict[str, np.ndarray]:
   return weights
 
 
-def main() -> None:
-  """Times the sides in turns and prints a line each."""
+def main(argv: Sequence[str] | None = None) -> None:
+  """Times the implementations in turns and prints one line for each."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--size", choices=SIZES, default="small")
   parser.add_argument("--batch-size", type=int, default=16)
   parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), metavar=("ENC", "DEC"))
   parser.add_argument("--beams", type=int, nargs="+", default=(1, 4), help="1 is greedy decoding")
-  parser.add_argument("--runs", type=int, default=3, help="timed runs of each side")
+  parser.add_argument("--runs", type=int, default=3, help="timed runs of each implementation")
   parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
   if min(args.runs, args.batch_size, *args.lengths, *args.beams) < 1:
-    parser.error("--runs, --batch-size, --lengths and --beams take positive numbers")
+    parser.error("--runs, --batch-size, --lengths and --beams must be positive")
 
   shape = (args.batch_size, args.lengths[0])
   inputs = np.random.default_rng(1).integers(2, 32000, shape, dtype=np.int32)
@@ -150,11 +150,11 @@ def main() -> None:
   makers["ours"] = our_decode
   for beams in args.beams:
     arguments = (args.size, inputs, args.lengths[1], beams)
-    workers = {name: Worker(make, arguments) for name, make in makers.items()}
+    workers = {name: Worker(name, make, arguments) for name, make in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     for _ in range(args.runs):
       for name, worker in workers.items():
-        seconds[name].append(worker.time_step())
+        seconds[name].append(worker.time_run())
     decodes = {name: worker.last_result() for name, worker in workers.items()}
     for name, times in seconds.items():
       workers[name].close()
@@ -162,7 +162,7 @@ def main() -> None:
       rate = args.batch_size * args.lengths[1] / median
       same = np.mean(decodes[name] == decodes["ours"])
       print(
-        f"beam {beams} {name}: {median:.2f} s, {rate:.0f} tokens/s, {same:.1%} of tokens as ours",
+        f"beam {beams} {name}: {median:.2f} s, {rate:.0f} tokens/s, {same:.1%} of tokens equal ours",
         flush=True,
       )
 

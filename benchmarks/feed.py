@@ -1,9 +1,10 @@
-"""Tokens a second of SeqIO's feed and of the prepared feed, and of what prepares it.
+"""Measures SeqIO's feed, the feed of prepared text, and the preparation.
 
-  python benchmarks/feed.py --books 'books/*.md' --vocab spiece.model [--seconds 20] [--batch 128]
+  python -m benchmarks.feed --books 'books/*.md' --vocab spiece.model [--seconds 20] [--batch 128]
 
-Span corruption at 512/128 on the same text, one after the other in one process. CPU seconds are of the
-whole process, threads included, so they are the same on a busy machine; the wall clock is not.
+Both feeds do span corruption at 512/128 tokens on the same text, one after the other in one process.
+CPU seconds are those of the whole process with all its threads; unlike wall-clock time, they do not
+depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 LENGTHS = {"inputs": 512, "targets": 128}
 
 
 def measure(batches: Iterator[Any], rows: int, seconds: float) -> dict[str, float]:
-  """Draws batches for some seconds, after a first few, and returns sequences a second."""
+  """Returns sequences and tokens per second, after three batches of warm-up."""
   for _ in range(3):
     next(batches)
   wall, cpu, count = time.perf_counter(), time.process_time(), 0
@@ -38,13 +39,13 @@ def measure(batches: Iterator[Any], rows: int, seconds: float) -> dict[str, floa
 
 
 def documents(books: list[str]) -> list[str]:
-  """Returns the books' text in documents as long as the Pile's are on average, 6 kB."""
+  """Returns the books' text as documents of 6 kB, the average length in the Pile."""
   text = "\n\n".join(pathlib.Path(book).read_text() for book in books)
   return [text[start : start + 6000] for start in range(0, len(text), 6000)]
 
 
 def tokenizer_ceiling(texts: list[str], model: str) -> float:
-  """Returns SentencePiece's own MB a CPU second, on pieces of documents as they are prepared."""
+  """Returns the MB per CPU second of SentencePiece alone, on the same documents."""
   import sentencepiece
 
   tokenizer = sentencepiece.SentencePieceProcessor(model_file=model, num_threads=1)
@@ -55,30 +56,32 @@ def tokenizer_ceiling(texts: list[str], model: str) -> float:
 
 
 def job_speed(files: list[str], model: str, folder: str) -> float:
-  """Returns MB a CPU second of one process that prepares shards."""
+  """Returns the MB per CPU second of one process that prepares shards."""
   from concurrent.futures import Executor, Future
 
   from rosetta_t5.data.prepared import prepare
 
-  class Here(Executor):
+  class InlineExecutor(Executor):
+    """Runs jobs in the calling thread."""
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
       future: Future[Any] = Future()
       future.set_result(fn(*args, **kwargs))
       return future
 
   start = time.process_time()
-  manifest = prepare(files, model, folder, executor=Here())
+  manifest = prepare(files, model, folder, executor=InlineExecutor())
   return manifest["text_bytes"] / 1e6 / (time.process_time() - start)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
   """Runs the benchmark and prints one JSON object."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--books", required=True)
   parser.add_argument("--vocab", required=True)
   parser.add_argument("--seconds", type=float, default=20)
   parser.add_argument("--batch", type=int, default=128)
-  arguments = parser.parse_args()
+  arguments = parser.parse_args(argv)
   texts = documents(sorted(glob.glob(arguments.books)))
   result: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
   with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +97,7 @@ def main() -> None:
 
 
 def feeds(arguments: argparse.Namespace, files: list[str], folder: str) -> dict[str, Any]:
-  """Measures both feeds."""
+  """Returns the rates of both feeds."""
   from rosetta_t5.data import DatasetConfig, file_task, get_dataset, prepared_task
   from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 

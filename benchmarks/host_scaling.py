@@ -1,12 +1,12 @@
-"""What the host does in a run of 1, 2 and 4 processes on this machine: feed, checkpoints, metrics.
+"""Measures the host's work in a run of 1, 2 and 4 processes: feed, checkpoints and metrics.
 
   python -m benchmarks.host_scaling [--folder DISK] [--size small] [--counts 1 2 4]
 
-The processes are those of a run, with four CPU devices together. Each of them draws 128 sequences of
-512/128 for a batch (prepared text, span corruption), saves and restores its part of a T5 1.1 with
-AdamW's state that is split by FSDP, and writes summaries of metrics. The wall clock is process 0's,
-between two barriers; CPU seconds are those of all processes and threads. They tell what a process
-costs where there are fewer cores than processes, as the wall clock cannot.
+The processes form one run with four CPU devices in total. Each of them draws 128 sequences of 512/128
+tokens for a batch (prepared text, span corruption), saves and restores its part of a T5 1.1 with
+AdamW's state under FSDP, and writes summaries of metrics. Wall-clock time is that of process 0 between
+two barriers. CPU seconds are those of all processes and threads: they show the cost of a process even
+on a machine with fewer cores than processes.
 """
 
 from __future__ import annotations
@@ -22,35 +22,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 DEVICES = 4
 LENGTHS = {"inputs": 512, "targets": 128}
-ROWS = 128  # sequences a process draws for a batch
-BATCHES = 40
+ROWS = 128  # sequences that a process draws for a batch
 SUMMARIES = 20
 METRICS = 20
-WORDS = 400_000  # of the text that is prepared
 
 
-def write_text(folder: pathlib.Path) -> None:
-  """Prepares made-up text: what a feed does to tokens does not depend on what they say."""
+def write_text(folder: pathlib.Path, word_count: int) -> None:
+  """Prepares random text: the speed of a feed does not depend on the content."""
   from rosetta_t5.data.prepared import prepare
   from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
   rng = np.random.default_rng(0)
   words = ["".join(rng.choice(list("abcdefghij"), 4)) for _ in range(500)]
-  text = "\n".join(" ".join(rng.choice(words, 1000)) for _ in range(WORDS // 1000))
+  text = "\n".join(" ".join(rng.choice(words, 1000)) for _ in range(word_count // 1000))
   (folder / "text.txt").write_text(text)
   (folder / "pieces.model").write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=300))
   prepare(str(folder / "text.txt"), str(folder / "pieces.model"), folder / "tokens")
 
 
 def timed(action: Callable[[], object]) -> dict[str, float]:
-  """Runs what all processes do together; returns the wall's seconds and those of all their CPUs."""
+  """Runs an action on all processes; returns wall-clock seconds and the sum of CPU seconds."""
   import jax
   from jax.experimental import multihost_utils
 
@@ -64,8 +62,8 @@ def timed(action: Callable[[], object]) -> dict[str, float]:
   return {"wall": wall, "cpu": float(np.sum(cpus))}
 
 
-def time_feed(partitioner: Any, folder: pathlib.Path, count: int) -> dict[str, float]:
-  """Draws batches onto the devices."""
+def time_feed(partitioner: Any, folder: pathlib.Path, count: int, batches: int) -> dict[str, float]:
+  """Draws batches onto the devices; returns sequences per second."""
   from rosetta_t5 import data
 
   layout = partitioner.get_data_layout(ROWS * count)
@@ -77,15 +75,15 @@ def time_feed(partitioner: Any, folder: pathlib.Path, count: int) -> dict[str, f
   )
   for _ in range(3):
     next(feed)
-  taken = timed(lambda: [next(feed) for _ in range(BATCHES)])
+  taken = timed(lambda: [next(feed) for _ in range(batches)])
   feed.close()
-  return {name: ROWS * count * BATCHES / seconds for name, seconds in taken.items()}
+  return {name: ROWS * count * batches / seconds for name, seconds in taken.items()}
 
 
 def time_checkpoint(
   partitioner: Any, folder: pathlib.Path, size: str
 ) -> dict[str, dict[str, float]]:
-  """Saves and restores, the second time each: the first has threads and folders to make."""
+  """Saves and restores twice each; the first time, which creates threads and folders, is not counted."""
   from benchmarks.checkpoint import make_state
   from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface
 
@@ -105,7 +103,7 @@ def time_checkpoint(
 
 
 def time_metrics(partitioner: Any, folder: pathlib.Path) -> dict[str, float]:
-  """Computes and writes summaries, as after each stretch of steps; returns seconds for one."""
+  """Computes and writes summaries, as a run does at each stats_period; returns the seconds for one."""
   import jax
   import jax.numpy as jnp
   from jax.sharding import NamedSharding, PartitionSpec
@@ -123,29 +121,31 @@ def time_metrics(partitioner: Any, folder: pathlib.Path) -> dict[str, float]:
   def summarize(step: int) -> object:
     return manager.write_metrics_summary(make(jnp.float32(step)), step, 1).result()
 
-  summarize(0)  # Makes the writer.
+  summarize(0)  # Creates the writer.
   taken = timed(lambda: [summarize(step) for step in range(1, SUMMARIES + 1)])
   manager.close()
   return {name: seconds / SUMMARIES for name, seconds in taken.items()}
 
 
-def work(folder: pathlib.Path, size: str, address: str, count: int, index: int) -> None:
-  """Is one of the processes; the first prints what was measured."""
+def run_process(
+  folder: pathlib.Path, size: str, batches: int, address: str, count: int, index: int
+) -> None:
+  """Runs one of the processes; process 0 prints the results."""
   import jax
 
   from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
   from rosetta_t5.distributed.join import join_processes
   from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
 
-  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax, on how long a save is waited for.
-  import_tensorflow()  # TensorBoard's writer needs it; its start-up notes go.
+  logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs how long it waits for a save.
+  import_tensorflow()  # TensorBoard's writer needs it; this mutes its startup messages.
   keep_freed_memory()  # as the `rosetta-t5` command does
   jax.config.update("jax_num_cpu_devices", DEVICES // count)
   if count > 1:
     join_processes(True, address, count, index)
   partitioner = PjitPartitioner(mesh={"fsdp": DEVICES})
   result = {
-    "feed": time_feed(partitioner, folder, count),
+    "feed": time_feed(partitioner, folder, count, batches),
     **time_checkpoint(partitioner, folder / str(count), size),
     "summary": time_metrics(partitioner, folder / str(count)),
   }
@@ -153,12 +153,15 @@ def work(folder: pathlib.Path, size: str, address: str, count: int, index: int) 
     print(json.dumps(result))
 
 
-def measure(folder: pathlib.Path, size: str, count: int) -> dict[str, dict[str, float]]:
-  """Starts so many processes and returns what the first of them measured."""
+def measure(
+  folder: pathlib.Path, size: str, batches: int, count: int
+) -> dict[str, dict[str, float]]:
+  """Starts `count` processes and returns the results of process 0."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
   command = (sys.executable, "-m", "benchmarks.host_scaling", "--size", size)
+  command += ("--batches", str(batches))
   started = [
     subprocess.Popen(
       [*command, "--worker", str(folder), address, str(count), str(index)],
@@ -168,15 +171,15 @@ def measure(folder: pathlib.Path, size: str, count: int) -> dict[str, dict[str, 
     )
     for index in range(count)
   ]
-  said = [process.communicate()[0] for process in started]
+  outputs = [process.communicate()[0] for process in started]
   if failed := [process.returncode for process in started if process.returncode]:
-    raise SystemExit(f"{len(failed)} of {count} processes failed")
-  result: dict[str, dict[str, float]] = json.loads(said[0].splitlines()[-1])
+    raise SystemExit(f"error: {len(failed)} of {count} processes failed")
+  result: dict[str, dict[str, float]] = json.loads(outputs[0].splitlines()[-1])
   return result
 
 
 def row(count: int, result: dict[str, dict[str, float]]) -> str:
-  """Returns a line of the table."""
+  """Returns a row of the table."""
   feed, save, restore, summary = (result[n] for n in ("feed", "save", "restore", "summary"))
   cells = [f"{feed['wall']:,.0f} | {feed['cpu']:,.0f}"]
   cells += [f"{part['wall']:.2f} s | {part['cpu']:.2f} s" for part in (save, restore)]
@@ -184,25 +187,28 @@ def row(count: int, result: dict[str, dict[str, float]]) -> str:
   return f"| {count} | {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
   """Runs the benchmark and prints a table."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-  parser.add_argument("--size", default="small", help="of the model that is saved")
+  parser.add_argument("--size", default="small", help="size of the model that is saved")
   parser.add_argument("--folder", type=pathlib.Path, help="the disk; default: a temporary folder")
   parser.add_argument("--counts", type=int, nargs="+", choices=(1, 2, 4), default=(1, 2, 4))
+  parser.add_argument("--batches", type=int, default=40, help="batches that are timed")
+  parser.add_argument("--words", type=int, default=400_000, help="length of the prepared text")
   parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-  args = parser.parse_args()
+  args = parser.parse_args(argv)
   if args.worker:
     folder, address, count, index = args.worker
-    return work(pathlib.Path(folder), args.size, address, int(count), int(index))
+    run_process(pathlib.Path(folder), args.size, args.batches, address, int(count), int(index))
+    return
   folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
   try:
-    write_text(folder)
+    write_text(folder, args.words)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, T5 1.1 {args.size}\n")
-    print("| processes | sequences/s | a CPU s | save | CPU | restore | CPU | summary | CPU |")
+    print("| processes | sequences/s | per CPU s | save | CPU | restore | CPU | summary | CPU |")
     print("|" + " --- |" * 9)
     for count in args.counts:
-      print(row(count, measure(folder, args.size, count)), flush=True)
+      print(row(count, measure(folder, args.size, args.batches, count)), flush=True)
       shutil.rmtree(folder / str(count))
   finally:
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Prints the rows that benchmarks/gpu.sh measured as one Markdown table.
+"""Prints the results of benchmarks/gpu.sh as Markdown tables.
 
 python -m benchmarks.results_table benchmarks/results/gpu
 """
@@ -12,17 +12,17 @@ import sys
 from typing import Any
 
 STEP_HEAD = (
-  "row | batch | ms a step | seq/s a device | TFLOP/s | MFU | GB at most | GB of temporaries | "
-  "by plan | compiled, s | switches | HLO"
+  "row | batch | ms/step | seq/s per device | TFLOP/s | MFU | peak GB | temporaries, GB | "
+  "as planned | compilation, s | switches | HLO"
 )
 TEMPORARIES = ("temporaries_gb", "planned_temporaries_gb")
-FP8_HEAD = "row | steps of | loss | nudged by rounding | in fp8 | fp8 | noise | speed | recommended"
-FAILED_HEAD = "failed | its last line"
-ATTENTION_HEAD = "where | kernel | packed | batch x heads | ms forward and backward"
+FP8_HEAD = "row | steps | loss | perturbed | in fp8 | fp8 | noise | speed | recommendation"
+FAILED_HEAD = "failed row | last line of output"
+ATTENTION_HEAD = "attention | kernel | packed | batch x heads | ms forward and backward"
 
 
 def step_row(name: str, row: dict[str, Any]) -> str:
-  """Returns the table's row of one training step."""
+  """Returns the table row of one training step."""
   cells = [
     name,
     f"{row['batch']} x {row['lengths'][0]}/{row['lengths'][1]}",
@@ -40,13 +40,13 @@ def step_row(name: str, row: dict[str, Any]) -> str:
 
 
 def fp8_row(name: str, result: dict[str, Any]) -> str:
-  """Returns the table's row of one comparison of fp8 with what it replaces."""
-  other, nudged, fp8 = (run["final_loss"] for run in result["runs"].values())
+  """Returns the table row of one comparison of fp8 with bfloat16."""
+  plain, perturbed, fp8 = (run["final_loss"] for run in result["runs"].values())
   cells = [
     name,
     f"{result['steps']} of {result['batch']} x {result['lengths'][0]}/{result['lengths'][1]}",
-    f"{other:.4f}",
-    f"{nudged:.4f}",
+    f"{plain:.4f}",
+    f"{perturbed:.4f}",
     f"{fp8:.4f}",
     f"{result['loss_ratio'] - 1:+.2%}",
     f"{result['noise']:.2%}",
@@ -57,30 +57,30 @@ def fp8_row(name: str, result: dict[str, Any]) -> str:
 
 
 def attention_row(row: dict[str, Any]) -> str:
-  """Returns the table's row of one attention kernel."""
+  """Returns the table row of one attention kernel."""
   time = f"{row['ms']:.2f}" if "ms" in row else row["error"]
   size = f"{row['batch']} x {row['heads']}"
   return f"{row['place']} | {row['kernel']} | {'yes' if row['packed'] else 'no'} | {size} | {time}"
 
 
 def failed_rows(folder: pathlib.Path) -> list[str]:
-  """Returns what failed, each with the last line it printed."""
+  """Returns the rows that failed, each with the last line that it printed."""
   rows = []
   for path in sorted(folder.glob("*.failed")):
-    said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-    rows.append(f"{path.stem} | {said[-1][:200].replace('|', '/')}")
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    rows.append(f"{path.stem} | {lines[-1][:200].replace('|', '/')}")
   return rows
 
 
 def tests_line(folder: pathlib.Path) -> list[str]:
-  """Returns what pytest's last line says of the tests on this machine; nothing if they have not run."""
+  """Returns pytest's summary of the GPU tests; nothing if they have not run."""
   log = folder / "tests.log"
-  said = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
-  return [f"Tests marked `gpu`: {said[-1].strip('= ')}.", ""] if said else []
+  lines = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
+  return [f"Tests marked `gpu`: {lines[-1].strip('= ')}.", ""] if lines else []
 
 
 def table(head: str, rows: list[str]) -> list[str]:
-  """Returns the lines of a Markdown table; none without rows."""
+  """Returns the lines of a Markdown table; none if there are no rows."""
   if not rows:
     return []
   rule = "| " + " | ".join("---" for _ in head.split(" | ")) + " |"
@@ -88,7 +88,7 @@ def table(head: str, rows: list[str]) -> list[str]:
 
 
 def main(folder: str) -> None:
-  """Prints devices, versions, date and the tables."""
+  """Prints devices, versions, the date and the tables."""
   kernels: list[dict[str, Any]] = []
   results: dict[str, dict[str, Any]] = {}
   for path in sorted(pathlib.Path(folder).glob("*.json")):

@@ -1,4 +1,4 @@
-"""The `rosetta-t5` command: its verbs, and what the doctor sees."""
+"""The command `rosetta-t5`: its verbs, and the report of `doctor`."""
 
 from __future__ import annotations
 
@@ -10,54 +10,65 @@ from rosetta_t5 import cli, doctor
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
-def test_help_lists_each_verb_with_one_line(arguments, capsys):
+def test_help_prints_one_line_for_each_verb(arguments, capsys):
   assert cli.main(arguments) == 0
   shown = capsys.readouterr().out.splitlines()
   for verb in cli.VERBS:
     assert len([line for line in shown if line.split()[:1] == [verb]]) == 1
 
 
-def test_unknown_verb_names_a_near_one(capsys):
+def test_an_unknown_verb_is_an_error_that_suggests_a_similar_one(capsys):
   assert cli.main(["trian"]) == 2
-  said = capsys.readouterr().err
-  assert "rosetta-t5 has no verb 'trian'. Did you mean train?" in said
-  assert f"its verbs: {', '.join(cli.VERBS)}" in said
+  error = capsys.readouterr().err
+  assert "rosetta-t5 has no verb 'trian'. Did you mean train?" in error
+  assert f"verbs: {', '.join(cli.VERBS)}" in error
 
 
-def test_verbs_hand_their_arguments_on(monkeypatch):
-  monkeypatch.setitem(cli.VERBS, "train", lambda arguments: len(arguments))
+def test_version_is_that_of_the_package(capsys):
+  assert cli.main(["--version"]) == 0
+  assert capsys.readouterr().out == f"rosetta-t5 {metadata.version('rosetta-t5')}\n"
+
+
+def test_a_verb_receives_the_remaining_arguments(monkeypatch):
+  monkeypatch.setitem(cli.VERBS, "train", (len, "help"))
   assert cli.main(["train", "--gin_file=a", "--gin.X=1"]) == 2
 
 
-def test_train_takes_t5x_flags(capsys):
+def test_train_accepts_the_flags_of_t5x(capsys):
   with pytest.raises(SystemExit) as ended:
     cli.main(["train", "--gin_fil=a.gin"])
   assert ended.value.code == 2
   assert "Did you mean: gin_file" in capsys.readouterr().err
 
 
-def test_doctor_finds_this_environment_well(capsys):
-  assert doctor.examine() == 0, capsys.readouterr().out
+def test_doctor_finds_no_problem_in_this_environment(capsys):
+  assert doctor.main() == 0, capsys.readouterr().out
   shown = capsys.readouterr().out
   assert f"jax                   {metadata.version('jax')}" in shown
   assert shown.count("device ") == 8
-  assert "Nothing is wrong." in shown
+  assert "No problems found." in shown
 
 
-def test_doctor_names_what_is_missing_and_what_is_too_old(monkeypatch, capsys):
+def test_doctor_reports_missing_and_outdated_packages(monkeypatch, capsys):
   versions = {"optax": "", "flax": "0.10.0"}
-  real = doctor._version
-  monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
-  assert doctor.examine() == 1
+  installed = metadata.version
+
+  def version(name):
+    if versions.get(name) == "":
+      raise metadata.PackageNotFoundError(name)
+    return versions.get(name) or installed(name)
+
+  monkeypatch.setattr(metadata, "version", version)
+  assert doctor.main() == 1
   shown = capsys.readouterr().out
   assert "optax is missing: pip install 'optax" in shown
   assert "flax 0.10.0 is not " in shown
 
 
-def test_doctor_knows_another_t5x(monkeypatch, tmp_path, capsys):
+def test_doctor_reports_another_package_named_t5x(monkeypatch, tmp_path, capsys):
   (tmp_path / "t5x").mkdir()
   (tmp_path / "t5x/__init__.py").write_text("")
   monkeypatch.delitem(__import__("sys").modules, "t5x", raising=False)
   monkeypatch.syspath_prepend(tmp_path)
-  assert doctor.examine() == 1
-  assert "t5x is another package than ours" in capsys.readouterr().out
+  assert doctor.main() == 1
+  assert "t5x is a different package" in capsys.readouterr().out
