@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Pulls an image and opens a shell in it, with this machine's GPUs, the data sets and a workspace.
+# Pulls an image and opens a shell in it, with this machine's GPUs, the datasets and a workspace.
 #
 # usage: docker/interactive_pull_and_launch.sh CONTAINER DATASET_PATH
 #
 #   CONTAINER       the image
-#   DATASET_PATH    the folder of the data sets; the container sees it as /t5x_home/datasets
+#   DATASET_PATH    the folder of the datasets, mounted at /t5x_home/datasets
 #
-# environment: WORKSPACE_PATH (where runs are written, by default workspace/ where you are; the container sees it
-#   as /t5x_home/workspace). The folder that you are in is /t5x_home.
+# environment: WORKSPACE_PATH (the folder of the runs, mounted at /t5x_home/workspace; by default workspace/ in the
+#   current folder). The current folder is mounted at /t5x_home.
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../scripts_gpu" && pwd)
 # shellcheck source=../scripts_gpu/training.sh
 source "$SCRIPTS_DIR/training.sh"
 help_if_asked "$@"
-(($# == 2)) || die "$# arguments are given, but CONTAINER and DATASET_PATH must be" "See $(basename "$0") --help."
-[[ -n $1 ]] || die "CONTAINER is empty" "Give the image that docker/build.sh made, or another."
-[[ -d $2 ]] || die "DATASET_PATH=$2 is no folder" "It holds the data sets, one folder each (docs/data.md)."
-command -v docker >/dev/null || die "docker is not installed here" "docs/install.md has the other ways."
+(($# == 2)) || die "expected 2 arguments, CONTAINER and DATASET_PATH, got $#" "See $(basename "$0") --help."
+[[ -n $1 ]] || die "CONTAINER is empty" "Give the image that docker/build.sh built, or another one."
+[[ -d $2 ]] || die "DATASET_PATH=$2 is not a folder" "It must contain one folder for each dataset (docs/data.md)."
+command -v docker >/dev/null || die "docker is not installed" "See docs/install.md for other methods."
 WORKSPACE_PATH=${WORKSPACE_PATH:-$PWD/workspace}
 
 docker pull "$1"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints where LAMBADA is, and copies a local file to where the task `lambada` finds it.
+"""Prints where to get LAMBADA, and copies a local file to the folder that the task `lambada` reads.
 
 python scripts_gpu/download_lambada.py                                  print where to get the file
 python scripts_gpu/download_lambada.py --file lambada_test.jsonl --data_dir DIR

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Says how to get the Pile today, and checks and indexes a copy that is on this machine.
+"""Prints how to get the Pile today, and checks and indexes a local copy.
 
-python scripts_gpu/download_the_pile.py                 what there is to do
-python scripts_gpu/download_the_pile.py --data_dir DIR  look at a copy: which files, whole or not, how much
+python scripts_gpu/download_the_pile.py                 print what to do
+python scripts_gpu/download_the_pile.py --data_dir DIR  check a copy: its files, their sizes, and whether they are complete
 """
 
 import sys

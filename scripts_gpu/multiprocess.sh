@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the two multiprocess scripts share: this process among those of the job. To be sourced.
+# Functions for the multiprocess scripts: the identity of this process in the job. To be sourced.
 
-# Where process 0 listens: on the job's first node, at a port that no other job on it has.
+# Prints the address of process 0: the job's first node, with a port that no other job uses there.
 coordinator_address() {
   local host
   if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
@@ -12,23 +12,23 @@ coordinator_address() {
   echo "$host:${COORDINATOR_PORT:-$((12345 + (${SLURM_JOB_ID:-0} * 16 + ${SLURM_STEP_ID:-0} % 16) % 20000))}"
 }
 
-# How many processes the job has, as its launcher says: Slurm, Open MPI, PBS's and other mpiexecs.
+# Prints the number of the job's processes, from the variables of Slurm, Open MPI, or PBS's and other mpiexecs.
 count_processes() {
   echo "${SLURM_NTASKS:-${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${PALS_SIZE:-1}}}}"
 }
 
-# Adds to COMMAND that this is one of several processes. Under mpiexec the training finds the others itself.
+# Adds the multiprocess flags to COMMAND. Under mpiexec the training finds the other processes itself.
 join_processes() {
   [[ ${WITH_MP:-0} == 1 ]] || return 0
   COMMAND+=(--multiprocess_gpu)
   if [[ -n ${SLURM_PROCID:-} ]]; then
     COMMAND+=(--coordinator_address="$(coordinator_address)" --process_count="$(count_processes)" --process_index="$SLURM_PROCID")
   elif [[ -z ${OMPI_COMM_WORLD_RANK:-}${PMI_RANK:-}${PALS_RANKID:-} ]]; then
-    die "WITH_MP=1, but nothing says which process this is" "Start it by srun or mpiexec."
+    die "WITH_MP=1, but no launcher has numbered this process" "Start it with srun or mpiexec."
   fi
 }
 
-# prepare_process: sets what is not given, checks all of it, and sets BSIZE, MODEL_DIR and COMMAND.
+# prepare_process: sets defaults, checks all variables, and sets BSIZE, MODEL_DIR and COMMAND.
 prepare_process() {
   : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
   : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
@@ -44,7 +44,7 @@ prepare_process() {
   check_number DEC_SL "$DEC_SL" 1
   check_choice CHECKPOINT_DISABLE "$CHECKPOINT_DISABLE" 0 1
   ((tasks % TP_SIZE == 0)) ||
-    die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "A copy of the model is split over TP_SIZE of them."
+    die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "TP_SIZE processes share one copy of the model."
   check_data
   find_python
   (($(count_gpus) > 0)) || export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
@@ -63,7 +63,7 @@ prepare_process() {
   join_processes
 }
 
-# run_process: instead of this shell, so that Slurm's signals reach the training.
+# run_process: replaces this shell by the training, so that Slurm's signals reach it.
 run_process() {
   local profile=()
   [[ ${WITH_NSYS:-0} != 1 ]] ||

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Zero-shot LAMBADA by the GPT that run_pile_singlenode.sh has pretrained; the arguments are Pax's.
+# Evaluates the GPT that run_pile_singlenode.sh pretrained on LAMBADA, zero-shot; the arguments are Pax's.
 #
 # usage: run_lambada_singlenode.sh TFDS_DATA_DIR VOCAB_PATH LOGDIR
 #
-#   TFDS_DATA_DIR  the folder of the data sets: lambada as made by TFDS, or lambada/lambada_test.jsonl
-#   VOCAB_PATH     the SentencePiece model of the pretraining
-#   LOGDIR         the pretraining's; its latest checkpoint is evaluated, into LOGDIR/lambada
+#   TFDS_DATA_DIR  the folder of the datasets: lambada as prepared by TFDS, or lambada/lambada_test.jsonl
+#   VOCAB_PATH     the SentencePiece model of the pretraining run
+#   LOGDIR         LOGDIR of the pretraining run; its latest checkpoint is evaluated, with results in LOGDIR/lambada
 #
-# environment: GPT_SIZE (the pretraining's; default 126m), PYTHON, XLA_FLAGS (yours win), EVAL_ARGS (more flags,
+# environment: GPT_SIZE (that of the pretraining run; default 126m), PYTHON, XLA_FLAGS (take precedence), EVAL_ARGS (further flags,
 #   e.g. "--gin.utils.DatasetConfig.batch_size=8")
 #
-# It ends in a table: accuracy, in percent, of the last word by greedy decoding, and the word's perplexity.
+# It prints a table with the accuracy (in percent) of the last word under greedy decoding, and its perplexity.
 # Pax's 126M reached an accuracy of 39.7 ± 1.2.
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -18,7 +18,7 @@ SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 source "$SCRIPTS_DIR/training.sh"
 help_if_asked "$@"
 
-(($# == 3)) || die "$# arguments are given, but there are 3" "See $(basename "$0") --help."
+(($# == 3)) || die "expected 3 arguments, got $#" "See $(basename "$0") --help."
 TFDS_DATA_DIR=$1
 VOCAB_PATH=$2
 LOGDIR=$3

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Pretrains GPT on the Pile: one of a job's processes, each with a GPU; the arguments are Pax's. It is started
-# once for each of them, by srun (see example_slurm_pile.sub).
+# Runs one of a job's processes, each with one GPU, that pretrain GPT on the Pile; the arguments are Pax's. srun
+# starts it once for each process (see example_slurm_pile.sub).
 #
 # usage: run_pile_multinode.sh [TFDS_DATA_DIR [VOCAB_PATH [PREC [GPUS_PER_NODE [PERCORE_BATCH_SIZE [LOGDIR]]]]]]
 #
-#   TFDS_DATA_DIR       the folder of the data sets; default the variable of this name
+#   TFDS_DATA_DIR       the folder of the datasets; default the variable of the same name
 #   VOCAB_PATH          a SentencePiece model; default the variable GPT_VOCAB_PATH
 #   PREC                bfloat16 or float32; default bfloat16
-#   GPUS_PER_NODE       for Pax's callers: the job's processes are counted
-#   PERCORE_BATCH_SIZE  sequences of 2048 tokens a GPU; default 4
-#   LOGDIR              checkpoints and metrics, under T5X_WORKSPACE_DIR (by default where you are), or absolute;
+#   GPUS_PER_NODE       ignored, exists for Pax's callers: the job's processes are counted
+#   PERCORE_BATCH_SIZE  sequences of 2048 tokens per GPU; default 4
+#   LOGDIR              checkpoints and metrics, under T5X_WORKSPACE_DIR (by default the current folder), or absolute;
 #                       default the variable MODEL_DIR, else test_logdir
 #
 # environment: GPT_SIZE (a size in gin/models/gpt; default 126m), TP_SIZE (GPUs that share one copy of the model;
 #   default 1), ENABLE_FP8=0, TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as
-#   multiprocess_pretrain_pile.sh's), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win), TRAIN_ARGS
+#   multiprocess_pretrain_pile.sh's), TRAIN_STEPS, PYTHON, XLA_FLAGS (take precedence), TRAIN_ARGS
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # shellcheck source=training.sh
@@ -23,7 +23,7 @@ source "$SCRIPTS_DIR/training.sh"
 source "$SCRIPTS_DIR/multiprocess.sh"
 help_if_asked "$@"
 
-(($# <= 6)) || die "$# arguments are given, but there are 6" "See $(basename "$0") --help."
+(($# <= 6)) || die "expected at most 6 arguments, got $#" "See $(basename "$0") --help."
 TFDS_DATA_DIR=${1:-${TFDS_DATA_DIR:-}}
 VOCAB_PATH=${2:-${GPT_VOCAB_PATH:-}}
 PREC=${3:-${PREC:-bfloat16}}
@@ -32,12 +32,12 @@ LOGDIR=${6:-${MODEL_DIR:-test_logdir}}
 : "${TP_SIZE:=1}" "${T5X_WORKSPACE_DIR:=$PWD}"
 tasks=$(count_processes)
 
-[[ -n $VOCAB_PATH ]] || die "VOCAB_PATH is not given" "A SentencePiece model; see $(basename "$0") --help."
+[[ -n $VOCAB_PATH ]] || die "VOCAB_PATH is missing" "Give a SentencePiece model; see $(basename "$0") --help."
 check_gpt
 check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
 check_number TP_SIZE "$TP_SIZE" 1
 ((tasks % TP_SIZE == 0)) ||
-  die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "A copy of the model is split over TP_SIZE of them."
+  die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "TP_SIZE processes share one copy of the model."
 check_data
 check_vocabulary "$VOCAB_PATH"
 find_python

@@ -7,21 +7,21 @@
 #   FT_TASK           mnli2 or squad1; default mnli2
 #   T5_SIZE           tiny, small, base, large, xl or xxl, as pretrained; default small
 #   PREC              bfloat16 or float32; default bfloat16
-#   NUM_GPUS          default all; where there is no GPU, so many devices on the CPU (default 1)
+#   NUM_GPUS          default all; without a GPU, the number of devices on the CPU (default 1)
 #   BSIZE_PER_GPU     sequences; default 16
-#   LOG_DIR           where the log goes, after what is there (it is shown too); default logs
-#   MODEL_DIR         where the pretrained checkpoints lie, under the folder you are in, or absolute;
-#                     default model_dir. Finetuning goes on there, and keeps what it started from
-#   NUM_MICROBATCHES  parts a batch is worked through in, to save memory; default 0, all at once
+#   LOG_DIR           the folder of the log, which is appended to and also printed; default logs
+#   MODEL_DIR         the folder of the pretrained checkpoints, absolute or relative to the current folder;
+#                     default model_dir. Finetuning continues there, and keeps the pretrained checkpoint
+#   NUM_MICROBATCHES  microbatches per batch, which saves memory; default 0, the whole batch at once
 #   MAKE_FT_DIR       true or false; true copies the last checkpoint to a new folder ft_MODEL_DIR_DATE and
 #                     finetunes there; default false
-#   ENABLE_FP8        1 or 0; default 1 where the GPU has FP8, else a warning. Given as 1, it must be there
+#   ENABLE_FP8        1 or 0; default 1 if the GPU supports FP8, else a warning; an explicit 1 requires it
 #   TRANSPOSE_BS      1 or 0: sequence before batch in memory; default 1
-#   FUSE_QKV          1 or 0: one product for queries, keys and values; default 1
-#   PACK              1 or 0: several texts a sequence; default 0
+#   FUSE_QKV          1 or 0: one matmul for queries, keys and values; default 1
+#   PACK              1 or 0: several texts per sequence; default 0
 #
-# environment: TFDS_DATA_DIR (the folder of the data sets), TRAIN_STEPS, PYTHON, XLA_FLAGS (yours win),
-#   TRAIN_ARGS (more flags for the training command)
+# environment: TFDS_DATA_DIR (the folder of the datasets), TRAIN_STEPS, PYTHON, XLA_FLAGS (take precedence),
+#   TRAIN_ARGS (further flags for the training command)
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # shellcheck source=training.sh
@@ -41,7 +41,7 @@ ENABLE_FP8=${10:-}
 TRANSPOSE_BS=${11:-1}
 FUSE_QKV=${12:-1}
 PACK=${13:-0}
-(($# <= 13)) || die "$# arguments are given, but there are 13" "See $(basename "$0") --help."
+(($# <= 13)) || die "expected at most 13 arguments, got $#" "See $(basename "$0") --help."
 
 [[ $NUM_GPUS != 0 || -n ${4:-} ]] || NUM_GPUS=1
 check_choice FT_TASK "$FT_TASK" mnli2 squad1

@@ -295,10 +295,11 @@ def test_a_script_runs_to_its_last_line(script, toy_data, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", [script, *arguments])
   # The allocator's settings would stay for all later tests of this process.
   monkeypatch.setattr("rosetta_t5.parallel.keep_freed_memory", lambda: False)
-  try:
+  if script == "train_step":
+    with pytest.raises(SystemExit, match=r"^0$"):
+      runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+  else:
     runpy.run_module(f"benchmarks.{script}", run_name="__main__")
-  except SystemExit as ended:
-    assert not ended.code
   assert capsys.readouterr().out.strip()
 
 

@@ -33,11 +33,11 @@ def job(run, tmp_path):
 @pytest.mark.parametrize(
   ("fails", "text"),
   [
-    ("--dry_run", "the finetuning could not begin"),
+    ("--dry_run", "the finetuning cannot start"),
     ("inspect", "the data of squad_v010_allanswers"),
   ],
 )
-def test_a_run_that_cannot_begin_copies_no_checkpoint(run, tmp_path, fails, text):
+def test_a_run_that_cannot_start_copies_no_checkpoint(run, tmp_path, fails, text):
   (tmp_path / "pre/checkpoint_1000").mkdir(parents=True)
   status, out, err = run("singlenode_ft_frompile.sh", *_IN_A_COPY, FAILS=fails)
   assert (status, out) == (2, "")
@@ -50,13 +50,13 @@ def test_a_run_that_cannot_begin_copies_no_checkpoint(run, tmp_path, fails, text
   assert not list(tmp_path.glob("ft_*"))
 
 
-def test_a_job_that_cannot_begin_copies_no_checkpoint(job, tmp_path):
+def test_a_job_that_cannot_start_copies_no_checkpoint(job, tmp_path):
   nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
   for problem, text in [
-    ({"BASE_TFDS_DATA_DIR": "/nowhere"}, "TFDS_DATA_DIR=/nowhere is no folder"),
+    ({"BASE_TFDS_DATA_DIR": "/nowhere"}, "TFDS_DATA_DIR=/nowhere is not a folder"),
     ({"TP_SIZE": "3"}, "TP_SIZE=3 does not divide the job's 16 processes"),
-    ({"DATASET_MAP": "/data:/t5x_home/datasets"}, "DATASET_MAP is for containers"),
-    ({"FAILS": "--devices=16 --dry_run"}, "the finetuning could not begin"),
+    ({"DATASET_MAP": "/data:/t5x_home/datasets"}, "DATASET_MAP is only for containers"),
+    ({"FAILS": "--devices=16 --dry_run"}, "the finetuning cannot start"),
   ]:
     status, _, err = job(_SRUN, **nodes, **problem)
     assert (status, not list(tmp_path.glob("ft_*"))) == (2, True)
@@ -76,7 +76,7 @@ def test_finetuning_in_a_new_folder_starts_from_a_copy_of_the_last_checkpoint(ru
   assert "small_squad1_finetune_adam.gin" in out
 
 
-def test_finetuning_needs_a_checkpoint_in_model_dir_or_one_that_is_named(run, tmp_path):
+def test_finetuning_requires_a_checkpoint_in_model_dir_or_an_explicit_one(run, tmp_path):
   status, out, err = run("singlenode_ft_frompile.sh", "mnli2", "small")
   assert (status, out) == (2, "")
   assert f"error: MODEL_DIR={tmp_path}/model_dir has no checkpoint to finetune\n" in err
@@ -89,7 +89,7 @@ def test_finetuning_needs_a_checkpoint_in_model_dir_or_one_that_is_named(run, tm
   assert status == 0
 
 
-def test_a_job_that_comes_back_from_the_queue_goes_on_in_the_folder_that_it_copied(job, tmp_path):
+def test_a_requeued_job_resumes_in_the_folder_that_it_copied(job, tmp_path):
   says = '#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n'
   for _ in range(2):
     status, out, _ = job(says, SLURM_JOB_NUM_NODES="1")

@@ -1,4 +1,4 @@
-"""Pax's scripts: the commands that they end in, and what they refuse."""
+"""Pax's scripts: the commands that they run, and the errors that they report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 @pytest.mark.parametrize(
   "arguments", [("logs/gpt", "float32", "2", "3"), ("float32", "2", "3", "logs/gpt")]
 )
-def test_pretraining_takes_both_orders_that_pax_has_had(run, tmp_path, arguments):
+def test_pretraining_accepts_both_argument_orders_of_pax(run, tmp_path, arguments):
   status, out, _ = run(
     "run_pile_singlenode.sh", str(tmp_path), "spm.model", *arguments, GPT_SIZE="tiny"
   )
@@ -34,7 +34,7 @@ _SWITCHES = {"TRANSPOSE_BS": "1", "FUSE_QKV": "0", "PACK": "0", "NUM_MICROBATCHE
 
 
 @pytest.mark.parametrize("script", ["run_pile_singlenode.sh", "run_pile_multinode.sh"])
-def test_pretraining_takes_the_switches_of_the_t5_scripts(run, tmp_path, script):
+def test_pretraining_accepts_the_switches_of_the_t5_scripts(run, tmp_path, script):
   status, out, err = run(script, str(tmp_path), "spm.model", SLURM_NTASKS="1", **_SWITCHES)
   assert status == 0, err
   assert set(out.splitlines()) >= {
@@ -46,10 +46,10 @@ def test_pretraining_takes_the_switches_of_the_t5_scripts(run, tmp_path, script)
   }
   status, _, err = run(script, str(tmp_path), "spm.model", SLURM_NTASKS="1", TRANSPOSE_BS="yes")
   assert status == 2
-  assert "TRANSPOSE_BS is 'yes', but must be one of: 0 1" in err
+  assert "TRANSPOSE_BS must be one of: 0 1, got 'yes'" in err
 
 
-def test_lambada_is_judged_from_the_last_checkpoint_of_the_pretraining(run, tmp_path):
+def test_lambada_is_evaluated_with_the_last_checkpoint_of_the_pretraining_run(run, tmp_path):
   arguments = (str(tmp_path), "spm.model", "run")
   status, _, err = run("run_lambada_singlenode.sh", *arguments)
   assert status == 2
@@ -67,13 +67,17 @@ def test_lambada_is_judged_from_the_last_checkpoint_of_the_pretraining(run, tmp_
 @pytest.mark.parametrize(
   ("arguments", "environment", "text"),
   [
-    ((), {}, "0 arguments are given, but TFDS_DATA_DIR and VOCAB_PATH must be"),
-    ((".", "no.model"), {}, "VOCAB_PATH=no.model is no file"),
-    ((".", "spm.model"), {"GPT_SIZE": "6b"}, "GPT_SIZE is '6b', but must be one of: tiny 126m"),
-    ((".", "spm.model", "logs", "float16"), {}, "PREC is 'float16', but must be one of"),
+    ((), {}, "expected at least TFDS_DATA_DIR and VOCAB_PATH, got 0 arguments"),
+    ((".", "no.model"), {}, "VOCAB_PATH=no.model is not a file"),
+    ((".", "spm.model"), {"GPT_SIZE": "6b"}, "GPT_SIZE must be one of: tiny 126m"),
+    (
+      (".", "spm.model", "logs", "float16"),
+      {},
+      "PREC must be one of: float32 bfloat16, got 'float16'",
+    ),
   ],
 )
-def test_what_cannot_be_meant_is_refused(run, arguments, environment, text):
+def test_wrong_arguments_are_errors(run, arguments, environment, text):
   status, _, err = run("run_pile_singlenode.sh", *arguments, **environment)
   assert status == 2
   assert text in err

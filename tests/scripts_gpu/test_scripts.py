@@ -1,4 +1,4 @@
-"""NVIDIA's scripts: what they refuse, and the command that they end in."""
+"""NVIDIA's scripts: the commands that they run, and the errors in their arguments that they report."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_a_pbs_job_starts_a_process_for_each_slot_of_its_nodes(run, tmp_path):
   ]
 
 
-def test_fp8_that_is_not_asked_for_is_left_to_the_gpu_and_asks_for_bfloat16(run):
+def test_by_default_fp8_depends_on_the_gpu_and_requires_bfloat16(run):
   _, out, err = run("singlenode_pretrain_pile.sh", "small", "float32", "1", "8", "out")
   assert "TransformerEngineConfig.enabled" not in out
   assert '--gin.network.T5Config.dtype="bfloat16"' in out
-  assert "FP8 needs PREC=bfloat16, which is used; ENABLE_FP8=0 keeps float32" in err
+  assert "FP8 requires PREC=bfloat16, which is used now; set ENABLE_FP8=0 to keep float32" in err
 
 
 def test_without_arguments_the_documented_defaults_run(run, tmp_path):
@@ -105,7 +105,7 @@ def test_without_arguments_the_documented_defaults_run(run, tmp_path):
 
 
 @pytest.mark.parametrize("has_pyxis", [True, False])
-def test_a_container_is_asked_of_srun_where_it_can_run_one(run, tmp_path, has_pyxis):
+def test_a_container_is_passed_to_srun_if_it_supports_containers(run, tmp_path, has_pyxis):
   srun = tmp_path / "srun"
   option = "--container-image=IMAGE" if has_pyxis else "--nodes=N"
   srun.write_text(f'#!/usr/bin/env bash\n[[ $1 != --help ]] || exec echo {option}\necho "$@"\n')
@@ -119,7 +119,7 @@ def test_a_container_is_asked_of_srun_where_it_can_run_one(run, tmp_path, has_py
     assert "--container-image=here.sqsh --container-mounts=/data:/t5x_home/datasets,/" in out
   else:
     assert status == 2
-    assert "CONTAINER is set, but this cluster's srun has no --container-image" in err
+    assert "CONTAINER is set, but srun has no --container-image on this cluster" in err
 
 
 def test_only_as_many_of_the_visible_gpus_are_used_as_asked_for(run, tmp_path):
@@ -131,14 +131,14 @@ def test_only_as_many_of_the_visible_gpus_are_used_as_asked_for(run, tmp_path):
   assert "GPUS=3,5\n" in out
 
 
-def test_gpus_that_are_hidden_stay_hidden(run):
+def test_hidden_gpus_are_not_used(run):
   status, out, err = run("singlenode_pretrain_pile.sh", CUDA_VISIBLE_DEVICES="")
   assert status == 0
   assert "CPUS=1" in out
-  assert "no GPU here" in err
+  assert "no GPU found: using the CPU as 1 device(s)" in err
 
 
-def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path):
+def test_a_process_of_a_job_is_configured_by_its_environment(run, tmp_path):
   status, out, _ = run(
     "multiprocess_pretrain_pile.sh",
     T5_SIZE="xl",
@@ -172,7 +172,7 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
     "--process_index=3",
   } <= set(out.splitlines())
   flags = re.search("XLA_FLAGS=(.*)", out)[1].split()
-  assert flags[-1] == "--xla_force_host_platform_device_count=1", "the user's come last, and win"
+  assert flags[-1] == "--xla_force_host_platform_device_count=1", "the user's flags come last"
   assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags
 
 
@@ -183,53 +183,63 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       "singlenode_pretrain_pile.sh",
       ["smal"],
       {},
-      "T5_SIZE is 'smal', but must be one of: tiny small",
+      "T5_SIZE must be one of: tiny small base large xl xxl, got 'smal'",
     ),
-    ("singlenode_pretrain_pile.sh", ["small", "float16"], {}, "in which T5's activations overflow"),
+    (
+      "singlenode_pretrain_pile.sh",
+      ["small", "float16"],
+      {},
+      "PREC=float16 is not supported, because T5's activations overflow",
+    ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "two"],
       {},
-      "NUM_GPUS is 'two', but must be",
+      "NUM_GPUS must be an integer of at least 1, got 'two'",
     ),
-    ("singlenode_pretrain_pile.sh", ["x"] * 12, {}, "12 arguments are given, but there are 11"),
+    ("singlenode_pretrain_pile.sh", ["x"] * 12, {}, "expected at most 11 arguments, got 12"),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "3"],
       {"CUDA_VISIBLE_DEVICES": "0,1"},
-      "NUM_GPUS is 3, but this machine shows 2 GPU(s)",
+      "NUM_GPUS is 3, but this machine has 2 visible GPU(s)",
     ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "08"],
       {},
-      "NUM_GPUS is '08', but must be a whole number, at least 1\n  See",
+      "NUM_GPUS must be an integer of at least 1, got '08'\n  See",
     ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "1", "9" * 20],
       {},
-      f"BSIZE_PER_GPU is '{'9' * 20}', but must be",
+      f"BSIZE_PER_GPU must be an integer of at least 1, got '{'9' * 20}'",
     ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "4096"],
       {"CUDA_VISIBLE_DEVICES": "-1"},
-      "there is no GPU here, and the CPU stands in as at most 64 devices",
+      "NUM_GPUS is 4096, but without a GPU it must be at most 64 devices on the CPU",
     ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "1", "8", "/proc/logs"],
       {},
-      "LOG_DIR=/proc/logs cannot be made, or not be written",
+      "LOG_DIR=/proc/logs cannot be created or is not writable",
     ),
     (
       "singlenode_pretrain_pile.sh",
       ["small", "bfloat16", "1", "8", "logs", "python/run"],
       {},
-      "python is no folder that you may write in",
+      "python is not a folder that you may write to",
     ),
-    ("singlenode_pretrain_pile.sh", [], {"TRAIN_STEPS": "many"}, "TRAIN_STEPS is 'many', but"),
+    (
+      "singlenode_pretrain_pile.sh",
+      [],
+      {"TRAIN_STEPS": "many"},
+      "TRAIN_STEPS must be an integer of at least 1, got 'many'",
+    ),
     (
       "multiprocess_ft_frompile.sh",
       [],
@@ -240,20 +250,25 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       "singlenode_pretrain_pile.sh",
       [],
       {"TFDS_DATA_DIR": "/nowhere"},
-      "TFDS_DATA_DIR=/nowhere is no folder",
+      "TFDS_DATA_DIR=/nowhere is not a folder",
     ),
-    ("singlenode_pretrain_pile.sh", [], {"PYTHON": "/bin/false"}, "/bin/false has no rosetta_t5"),
+    (
+      "singlenode_pretrain_pile.sh",
+      [],
+      {"PYTHON": "/bin/false"},
+      "/bin/false cannot import rosetta_t5",
+    ),
     (
       "singlenode_ft_frompile.sh",
       ["mnli"],
       {},
-      "FT_TASK is 'mnli', but must be one of: mnli2 squad1",
+      "FT_TASK must be one of: mnli2 squad1, got 'mnli'",
     ),
     (
       "singlenode_ft_frompile.sh",
       ["mnli2", "small", "bfloat16", "1", "8", "out", "empty", "0", "true"],
       {},
-      "but there is no folder",
+      "/empty does not exist",
     ),
     (
       "multiprocess_pretrain_pile.sh",
@@ -261,7 +276,7 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       {"SLURM_NTASKS": "6", "TP_SIZE": "4"},
       "TP_SIZE=4 does not divide the job's 6 processes",
     ),
-    ("example_slurm_pretrain_pile.sub", [], {}, "this is a job for sbatch"),
+    ("example_slurm_pretrain_pile.sub", [], {}, "this script must be submitted with sbatch"),
     (
       "example_slurm_pretrain_pile.sub",
       [],
@@ -274,21 +289,26 @@ def test_a_process_of_a_job_learns_everything_from_its_environment(run, tmp_path
       {"SLURM_JOB_ID": "1", "SCRIPTS_DIR": str(_SCRIPTS)},
       "BASE_VOCAB_PATH is not set",
     ),
-    ("example_pbs_pretrain_pile.sh", [], {}, "this is a job for qsub"),
-    ("run_pile_multinode.sh", [], {}, "VOCAB_PATH is not given"),
-    ("multiprocess_pretrain_pile.sh", [], {"WITH_MP": "1"}, "WITH_MP=1, but nothing says which"),
-    ("../docker/build.sh", [], {}, "the image's name is not given"),
-    ("../docker/build.sh", [""], {}, "the image's name is not given"),
+    ("example_pbs_pretrain_pile.sh", [], {}, "this script must be submitted with qsub"),
+    ("run_pile_multinode.sh", [], {}, "VOCAB_PATH is missing"),
+    (
+      "multiprocess_pretrain_pile.sh",
+      [],
+      {"WITH_MP": "1"},
+      "WITH_MP=1, but no launcher has numbered this process",
+    ),
+    ("../docker/build.sh", [], {}, "NAME, the name of the image, is missing"),
+    ("../docker/build.sh", [""], {}, "NAME, the name of the image, is missing"),
     ("../docker/interactive_pull_and_launch.sh", ["", "/tmp"], {}, "CONTAINER is empty"),
     (
       "../docker/interactive_pull_and_launch.sh",
       ["image"],
       {},
-      "CONTAINER and DATASET_PATH must be",
+      "expected 2 arguments, CONTAINER and DATASET_PATH, got 1",
     ),
   ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(
+def test_wrong_settings_are_errors_before_anything_is_created(
   run, tmp_path, script, arguments, environment, text
 ):
   before = set(tmp_path.iterdir())
