@@ -34,7 +34,7 @@ def create_preprocessor(
   """
   tf, seqio = import_tensorflow(), import_seqio()
 
-  def one(text: Any, name: str) -> Any:
+  def encode(text: Any, name: str) -> Any:
     feature, length = output_features[name], task_feature_lengths[name]
     tokens = text if tokenized_inputs else feature.vocabulary.encode_tf(text)
     if feature.add_eos:
@@ -42,9 +42,9 @@ def create_preprocessor(
     tokens = tokens[:length]
     return tf.ensure_shape(tf.pad(tokens, [[0, length - tf.shape(tokens)[0]]]), [length])
 
-  def batch_of(texts: Any, name: str) -> Any:
+  def encode_batch(texts: Any, name: str) -> Any:
     spec = tf.TensorSpec([task_feature_lengths[name]], tf.int32)
-    tokens = tf.map_fn(functools.partial(one, name=name), texts, fn_output_signature=spec)
+    tokens = tf.map_fn(functools.partial(encode, name=name), texts, fn_output_signature=spec)
     buckets = sorted((bucket_keys or {}).get(name, ()))
     return _truncate_to_bucket(tf, tokens, buckets) if buckets else tokens
 
@@ -55,10 +55,10 @@ def create_preprocessor(
       parts = tf.strings.split(texts, sep=split_separator, maxsplit=1)
       pairs = parts.to_tensor(shape=[None, 2])
       inputs, targets = pairs[:, 0], pairs[:, 1]
-    targets_BT = batch_of(targets, "targets")
+    targets_BT = encode_batch(targets, "targets")
     shifted = tf.map_fn(seqio.feature_converters.autoregressive_inputs, targets_BT)
     return {
-      "encoder_input_tokens": batch_of(inputs, "inputs"),
+      "encoder_input_tokens": encode_batch(inputs, "inputs"),
       "decoder_target_tokens": targets_BT,
       "decoder_input_tokens": shifted,
       "decoder_loss_weights": seqio.feature_converters.non_padding_position(targets_BT),
