@@ -119,7 +119,7 @@ def test_out_of_memory_error_of_evaluation_suggests_what_to_change(model_dir, tm
   output = str(raised.value)
   assert output.startswith("a device is out of memory: RESOURCE_EXHAUSTED: Out of memory")
   assert (
-    'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # cuts longer ones off: saves'
+    'TASK_FEATURE_LENGTHS = {"inputs": 2048, "targets": 16}   # truncates longer texts: saves'
     in output
   )
   assert "utils.DatasetConfig.batch_size = " in output
