@@ -96,7 +96,8 @@ def make_mask(
   if causal:
     visible: Any = make_causal_mask(real_queries, dtype=bool)
     if prefix is not None:
-      visible |= make_attention_mask(prefix != 0, prefix != 0, jnp.logical_and, dtype=bool)
+      in_prefix = prefix != 0
+      visible |= make_attention_mask(in_prefix, in_prefix, jnp.logical_and, dtype=bool)
     mask = visible & mask
   if query_segments is not None and key_segments is not None:
     mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
