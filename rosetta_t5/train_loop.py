@@ -152,8 +152,11 @@ class TrainLoop:
   def _train_until(self, stop: int) -> None:
     """Trains until step `stop` or an interruption, and reports the metrics of these steps."""
     start = self._step
-    result = self.trainer.train(self._draw_batches(), stop - start, start_step=start)
-    values = as_floats(result.result())
+    try:
+      result = self.trainer.train(self._draw_batches(), stop - start, start_step=start)
+      values = as_floats(result.result())
+    except StopIteration:  # A trainer's own loop, as T5X's, draws a batch for each of its steps.
+      values = {}
     if self._step < stop and not self._is_interrupted:
       raise ValueError(
         f"the training data ended after step {self._step} of {self.total_steps}: "

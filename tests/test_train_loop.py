@@ -113,6 +113,20 @@ def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_dra
   assert next(loop.feed) == 6
 
 
+def test_signal_ends_the_loop_also_with_a_trainer_that_expects_a_batch_for_each_step():
+  class T5xTrainer(Trainer):
+    def train(self, batch_iter, num_steps, start_step):
+      for _ in range(num_steps):
+        self.after_batch(next(batch_iter))
+        self.train_state.step += 1
+      return types.SimpleNamespace(result=dict)
+
+  trainer = T5xTrainer(lambda batch: batch == 5 and os.kill(os.getpid(), signal.SIGUSR1))
+  with pytest.raises(RunInterrupted) as interrupted:
+    run(make_loop(trainer, itertools.count()))
+  assert interrupted.value.step == trainer.train_state.step == 6
+
+
 def test_trainer_can_end_the_run():
   trainer = Trainer(lambda batch: setattr(trainer, "stop_training", batch == 4))
   assert run(make_loop(trainer, itertools.count()))[0] == 5
