@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rosetta_t5 import __version__
@@ -17,14 +18,6 @@ def _run_page(module: str, arguments: Sequence[str]) -> int:
   sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
   importlib.import_module(f"rosetta_t5.{module}").main([f"rosetta-t5 {module}", *arguments])
   return 0
-
-
-def _train(arguments: Sequence[str]) -> int:
-  return _run_page("train", arguments)
-
-
-def _eval(arguments: Sequence[str]) -> int:
-  return _run_page("eval", arguments)
 
 
 def _infer(arguments: Sequence[str]) -> int:
@@ -58,8 +51,14 @@ def _call(target: str, arguments: Sequence[str]) -> Any:
 
 # Verb → (the function that runs it, or its MODULE:FUNCTION; help text).
 VERBS: dict[str, tuple[str | Callable[[Sequence[str]], int], str]] = {
-  "train": (_train, "Train a model; takes the flags of `python -m t5x.train`."),
-  "eval": (_eval, "Evaluate checkpoints; takes the flags of `python -m t5x.eval`."),
+  "train": (
+    partial(_run_page, "train"),
+    "Train a model; takes the flags of `python -m t5x.train`.",
+  ),
+  "eval": (
+    partial(_run_page, "eval"),
+    "Evaluate checkpoints; takes the flags of `python -m t5x.eval`.",
+  ),
   "infer": (
     _infer,
     "Write predictions or scores, with the flags of `python -m t5x.infer`; or use texts from a file: "

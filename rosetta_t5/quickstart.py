@@ -1,4 +1,4 @@
-"""The quickstart: text, vocabulary, a training run, and a look at what came of it."""
+"""The quickstart: prepares text and a vocabulary, trains a small T5, and shows the result."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SENTENCES = (
   "This method is called ____ the connection is closed.",
 )
 _INTERRUPTED = 130
-_STOPPED = "Stopped. The same command goes on from the last checkpoint."
-_FAILED = "Training ended with the exit status {}; what went wrong stands above."
+_STOPPED = "Stopped. The same command resumes from the last checkpoint."
+_FAILED = "Training ended with exit status {}; see the error above."
 _USAGE = """usage: rosetta-t5 quickstart [--gin.NAME=VALUE …]
 
-Trains a small T5 on the text of Python's own library, in ./quickstart, and shows what it learnt.
-A second call goes on with an unfinished run. Arguments are those of `python -m t5x.train`."""
+Trains a small T5 on the text of Python's standard library, in ./quickstart, and shows the result.
+A second call resumes an unfinished run. The arguments are those of `python -m t5x.train`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Trains a small T5 on text that this machine has, and shows what it learnt.
+  """Trains a small T5 on the text of Python's standard library, and shows the result.
 
-  A second call goes on with an unfinished run, and leaves a finished one as it is.
+  A second call resumes an unfinished run, and leaves a finished one unchanged.
 
   Args:
     argv: further arguments for the training command, such as --gin.TRAIN_STEPS=1000.
 
   Returns:
-    The exit status: the training command's, if that failed.
+    The exit status of the training command.
   """
   options = list(argv or ())
   if {"-h", "--help"} & set(options):
@@ -51,69 +51,69 @@ def main(argv: Sequence[str] | None = None) -> int:
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
     f"{facts['characters'] / 1e6:.1f} MB: {facts['source']}",
-    f"In {_shown(stdlib_corpus.data_folder())}, with a vocabulary of "
+    f"In {_relative(stdlib_corpus.data_folder())}, with a vocabulary of "
     f"{stdlib_corpus.VOCAB_SIZE:,} tokens trained on it.",
   )
   started_at = checkpoints.latest_step(RUN_FOLDER)
   if started_at:
-    _say(f"There is a run in {RUN_FOLDER} already, at step {started_at}; it is continued.")
+    _say(f"The run in {RUN_FOLDER} resumes from step {started_at}.")
   status = _train(options)
   if status:
     return status
   if started_at and checkpoints.latest_step(RUN_FOLDER) == started_at:
-    _say(f"The run in {RUN_FOLDER} was finished: nothing was trained.")
+    _say(f"The run in {RUN_FOLDER} was already finished, so nothing was trained.")
   _show_results(options)
   return 0
 
 
 def _train(options: Sequence[str]) -> int:
-  """Runs the training command as a user would, and returns its exit status."""
+  """Runs the training command in a process of its own, and returns its exit status."""
   command = ["-m", "t5x.train", f"--gin_file={GIN_FILE}", *options]
-  _say("Training, by this command:", f"  {_python()} {' '.join(command)}", "")
+  _say("Training with this command:", f"  {_python()} {' '.join(command)}", "")
   with subprocess.Popen([sys.executable, *command]) as training:
-    # Needed once training has ended, and free now: the command is busy with the same import, on
-    # one core. Not before the command starts, which would inherit the import's muted stderr.
+    # TensorFlow is needed after training; a second core can import it now. It must not be imported
+    # before the command starts, which would inherit the stderr that the import mutes.
     importing = import_in_background()
     try:
       status = training.wait()
     except KeyboardInterrupt:
-      training.wait()  # The terminal has interrupted it too.
+      training.wait()  # The terminal interrupts that process too.
       status = _INTERRUPTED
-  importing.join()  # A thread that imports while Python ends can crash it.
+  importing.join()  # A thread that still imports can crash Python as it exits.
   if status:
     _say("", _STOPPED if status == _INTERRUPTED else _FAILED.format(status))
   return status
 
 
 def _python() -> str:
-  """Returns this Python as one would type it: `make` runs a virtual environment's, not activated."""
+  """Returns the command for this Python; `make` uses a virtual environment without activating it."""
   in_path = shutil.which("python")
-  # Links are not followed: a virtual environment's Python is a link to one without its packages.
+  # Symbolic links are not resolved: they lead out of a virtual environment.
   if in_path is not None and os.path.abspath(in_path) == os.path.abspath(sys.executable):
     return "python"
   return os.path.relpath(sys.executable)
 
 
 def _show_results(options: Sequence[str]) -> None:
-  """Prints losses, filled blanks, where everything is and what to try next."""
+  """Prints losses, filled blanks, the files of the run, and commands to try next."""
   recipe = _read_recipe(options)
   model_dir = pathlib.Path(recipe["model_dir"])
   task = recipe["train_eval_dataset_cfg"].name
-  _say("", "Loss, in nats a token:")
+  _say("", "Loss in nats per token:")
   for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
     first, last = _first_and_last_loss(model_dir / name)
     _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
-  _say("", "Blanks, filled by the model:")
+  _say("", "Blanks filled by the model:")
   latest = checkpoints.RestoreCheckpointConfig(os.fspath(model_dir.absolute()), mode="latest")
   opened = open_checkpoint(recipe, latest)
   fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
   for filled in fill(SENTENCES):
     _say(f"  {filled}")
-  _say("", *_where_and_what_next(model_dir))
+  _say("", *_closing_lines(model_dir))
 
 
 def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
-  """Returns the run page's arguments as the training command's gin file and options give them."""
+  """Returns the arguments that the gin file and the options give to the training run."""
   from rosetta_t5.config.command_line import parse_command_line
   from rosetta_t5.config.language.statements import read_program
 
@@ -123,7 +123,7 @@ def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
 
 
 def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:
-  """Returns (step, loss a token) of the first and the last entry of TensorBoard's files."""
+  """Returns (step, loss per token) of the first and the last entry in TensorBoard's files."""
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
   from tensorboard.util import tensor_util
 
@@ -135,22 +135,22 @@ def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple
   return losses[0], losses[-1]
 
 
-def _where_and_what_next(model_dir: pathlib.Path) -> list[str]:
+def _closing_lines(model_dir: pathlib.Path) -> list[str]:
   step = checkpoints.latest_step(model_dir)
   command = f"{_python()} -m t5x.train --gin_file={GIN_FILE}"
   return [
-    f"Everything is in {_shown(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
+    f"The files of the run are in {_relative(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
     "config.gin, model-info.txt.",
     "",
-    "Next, for example:",
-    f"  {command} --gin.TRAIN_STEPS=2000  # train on",
+    "Commands to try next:",
+    f"  {command} --gin.TRAIN_STEPS=2000  # train for more steps",
     f"  {command} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
-    f"  tensorboard --logdir={_shown(model_dir)}",
+    f"  tensorboard --logdir={_relative(model_dir)}",
   ]
 
 
-def _shown(path: pathlib.Path) -> str:
-  """A path as a user would type it."""
+def _relative(path: pathlib.Path) -> str:
+  """Returns a path relative to the current folder."""
   return os.path.relpath(path)
 
 

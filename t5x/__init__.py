@@ -1,1 +1,1 @@
-"""T5X's names: each module here is a door to the rooms of `rosetta_t5` that do the work."""
+"""T5X's module names. Each module re-exports names from the packages of `rosetta_t5`."""

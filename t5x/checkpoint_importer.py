@@ -1,4 +1,4 @@
-"""T5X's `checkpoint_importer`: Mesh TensorFlow's T5 checkpoints under T5X's names, lazily."""
+"""T5X's `checkpoint_importer`: lazily read T5 checkpoints of Mesh TensorFlow, under T5X's names."""
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   LazyArray,

@@ -1,4 +1,4 @@
-"""T5X's `checkpoint_utils`: pins, removal, and what layout a checkpoint has."""
+"""T5X's `checkpoint_utils`: pins, removal, and detection of a checkpoint's format."""
 
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   CheckpointTypes,

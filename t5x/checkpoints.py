@@ -1,4 +1,4 @@
-"""T5X's `checkpoints`: managers and checkpointers, what they store, and loading without a model."""
+"""T5X's `checkpoints`: managers, checkpointers, their data, and loading without a model."""
 
 from rosetta_t5.checkpoints import CheckpointSaveError, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (

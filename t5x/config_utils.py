@@ -1,4 +1,4 @@
-"""T5X's `config_utils`: `run`, and Fiddle's functions, which say that it is not supported."""
+"""T5X's `config_utils`: `run`, and functions for Fiddle, which raise because it is not supported."""
 
 from rosetta_t5.compat.fiddle import (
   config_with_fiddle,

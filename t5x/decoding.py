@@ -1,4 +1,4 @@
-"""T5X's `decoding`: beam search, temperature sampling, and what handles beams."""
+"""T5X's `decoding`: beam search, temperature sampling, and functions on beams."""
 
 from rosetta_t5.decoding import (
   MIN_TEMPERATURE,

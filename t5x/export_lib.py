@@ -1,4 +1,4 @@
-"""T5X's `export_lib`: a trained model for other programs."""
+"""T5X's `export_lib`: exports a trained model for other programs."""
 
 from rosetta_t5.export.inference_function import CustomInferenceMode, create_inference_function
 from rosetta_t5.export.saved_model import (

@@ -1,4 +1,4 @@
-"""T5X's `gin_utils`: parsing gin flags, writing the configuration down, functions for gin files."""
+"""T5X's `gin_utils`: parsing of gin flags, summaries of the configuration, functions for gin files."""
 
 from rosetta_t5.config import (
   bool_fn,

@@ -1,4 +1,4 @@
-"""T5X's `interactive_model`: a model for examples that are typed in."""
+"""T5X's `interactive_model`: a model for interactive use, such as in a notebook."""
 
 from rosetta_t5.compat.interactive_gin import (
   T5XScriptType,

@@ -1,4 +1,4 @@
-"""T5X's `losses`: weighted cross-entropy with z-loss and label smoothing, and its normalising factors."""
+"""T5X's `losses`: weighted cross-entropy with z-loss and label smoothing, and its normalizing factors."""
 
 from rosetta_t5.training.losses import (
   SpecialLossNormalizingFactor,

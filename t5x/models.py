@@ -1,4 +1,4 @@
-"""T5X's `models`."""
+"""T5X's `models`: encoder-decoder and decoder-only models."""
 
 from rosetta_t5.models import (
   BaseModel,

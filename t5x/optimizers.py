@@ -1,4 +1,4 @@
-"""T5X's `optimizers`: the optimizer contract and optax's optimizers under it."""
+"""T5X's `optimizers`: the interface of an optimizer, and optax's optimizers with this interface."""
 
 from rosetta_t5.training.optimizers import (
   MultiOptimizer,

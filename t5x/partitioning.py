@@ -1,4 +1,4 @@
-"""T5X's `partitioning`: partitioners, meshes, logical axis rules, and which part is whose."""
+"""T5X's `partitioning`: partitioners, meshes, logical axis rules, and each process's data."""
 
 from rosetta_t5.compat.meshes import (
   AxisNames,

@@ -1,4 +1,4 @@
-"""T5X's `precompile`: compiles a train step ahead of its run."""
+"""T5X's `precompile`: compiles the training step before a run."""
 
 from rosetta_t5.precompile import (
   main,

@@ -1,4 +1,4 @@
-"""T5X's `state_utils`: nested state dicts as flat ones, their union, intersection and renaming."""
+"""T5X's `state_utils`: flattening, union, intersection and renaming of nested state dicts."""
 
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.arrays.state_dicts import (

@@ -1,4 +1,4 @@
-"""NVIDIA's `te_helper`."""
+"""NVIDIA's `te_helper`: the configuration of FP8."""
 
 from rosetta_t5.networks.precision import (
   TransformerEngineConfig,

@@ -1,4 +1,4 @@
-"""T5X's `train_state`."""
+"""T5X's `train_state`: the train state of training and inference."""
 
 from rosetta_t5.training.train_state import (
   InferenceState,

@@ -1,4 +1,4 @@
-"""T5X's `trainer`: trainers, what they are made of, actions, and the metrics' manager."""
+"""T5X's `trainer`: trainers, their functions, actions, and the metrics manager."""
 
 from rosetta_t5.compat.protocols import (
   ArrayMapFuture,

@@ -1,4 +1,4 @@
-"""T5X's `utils`: dataset and checkpoint configurations, schedules, the train state's initialiser."""
+"""T5X's `utils`: dataset and checkpoint configurations, schedules, the train-state initializer."""
 
 from rosetta_t5.checkpoints import (
   CheckpointConfig,

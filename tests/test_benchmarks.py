@@ -1,4 +1,4 @@
-"""The benchmarks at toy size: a row comes out of each and gets into the table."""
+"""The benchmarks at toy size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
 TIMING = ["--group", "1", "--warmup", "1"]
 
 
-def test_training_step_is_measured_and_tabled(tmp_path, capsys):
+def test_a_training_step_is_measured_and_appears_in_the_table(tmp_path, capsys):
   path = tmp_path / "tiny-fp8.json"
   more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
   main(["bench", *TOY, *TIMING, *more, "--json", str(path)])
@@ -42,7 +42,7 @@ def test_training_step_is_measured_and_tabled(tmp_path, capsys):
   assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
 
 
-# In place of python3: says which rows are asked for, and does in no time what a test wants of them.
+# Replaces python3: records the requested rows, and succeeds, fails or hangs at once.
 STAND_IN = """#!/usr/bin/env bash
 [[ $* == *results_table* ]] && exec {python} "$@"
 for word in "$@"; do [[ $word == *.json ]] && out=$word; done
@@ -56,7 +56,7 @@ cp {row} "$out"
 
 @pytest.fixture
 def gpu_sh(tmp_path):
-  """Starts `gpu.sh small base` with a stand-in for python3; returns the process and its folder."""
+  """Returns a function that starts `gpu.sh base small` with a stand-in for python3, and its folder."""
   row = {"size": "x", "batch": 1, "lengths": [8, 4], "device": "1 toy", "versions": "jax 0"}
   row |= {"step_ms": 1.0, "seq_per_s_per_device": 1.0, "tflops_per_device": 1.0, "mfu": None}
   row |= {"peak_memory_gb": None, "compile_s": 1.0, "switches": "", "hlo": {}}
@@ -76,7 +76,7 @@ def gpu_sh(tmp_path):
   return start, tmp_path
 
 
-def test_rows_go_on_after_a_kill_and_past_one_that_fails(gpu_sh):
+def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
   start, folder = gpu_sh
   calls, results = folder / "calls", folder / "results"
   (folder / "hang").touch()
@@ -87,7 +87,7 @@ def test_rows_go_on_after_a_kill_and_past_one_that_fails(gpu_sh):
     os.killpg(killed.pid, signal.SIGKILL)
   kinds = "bf16-xla", "bf16-fused", "fp8-cudnn"
   asked = [f"{size}-{kind}" for kind in kinds for size in ("small", "base")]
-  assert calls.read_text().split() == asked[:5]  # what matters most first, of each size
+  assert calls.read_text().split() == asked[:5]  # the most important rows first, for each size
   table = (results / "results.md").read_text()
   assert "| base-bf16-xla |" in table
   assert "| base-bf16-fused | ValueError: no / kernel |" in table
@@ -106,21 +106,21 @@ def test_rows_go_on_after_a_kill_and_past_one_that_fails(gpu_sh):
     assert {f"./{name}.json" for name in rows} < set(packed.getnames())
 
 
-def test_a_call_without_time_left_measures_nothing(gpu_sh):
+def test_gpu_sh_measures_nothing_without_time_left(gpu_sh):
   start, folder = gpu_sh
   said = start(BUDGET_S="59").communicate()[0]
   assert said.count("no time left; call again") == 16
   assert not (folder / "calls").exists()
 
 
-def test_an_unknown_row_is_refused():
+def test_an_unknown_row_is_an_error():
   command = ["bash", "benchmarks/gpu.sh", "small", "huge"]
   said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert said.returncode == 2
   assert "unknown row 'huge': tests attention small base large xl fp8-loss hf smoke" in said.stderr
 
 
-def test_a_kernel_that_fails_does_not_cost_the_others(tmp_path):
+def test_a_failing_kernel_does_not_prevent_the_others(tmp_path):
   path = tmp_path / "attention.json"
   toy = ["--batch", "1", "--heads", "1", "--repeats", "1", "--places", "decoder"]
   attention_kernels.main([*toy, "--kernels", "cudnn", "xla", "--pack", "--json", str(path)])
@@ -131,7 +131,7 @@ def test_a_kernel_that_fails_does_not_cost_the_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_kind_of_row_runs_without_a_gpu_and_is_not_measured_twice(tmp_path):
+def test_every_kind_of_row_runs_without_a_gpu_and_only_once(tmp_path):
   command = ["bash", "benchmarks/gpu.sh", "smoke"]
   env = os.environ | {"RESULTS": str(tmp_path), "PYTHON": sys.executable}
   out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -144,7 +144,7 @@ def test_every_kind_of_row_runs_without_a_gpu_and_is_not_measured_twice(tmp_path
   assert (tmp_path / "results.md").read_text().count("| smoke-") >= 4
 
 
-def test_text_batches_hold_whole_windows_and_depend_on_their_number_alone():
+def test_text_batches_keep_every_token_and_depend_only_on_their_number():
   text = np.arange(3, 3 + 500, dtype=np.int32)
   batches = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
   again = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
@@ -156,32 +156,38 @@ def test_text_batches_hold_whole_windows_and_depend_on_their_number_alone():
     for row in range(2):
       tokens = np.concatenate([inputs[row], targets[row]])
       own = np.sort(tokens[(tokens > 1) & (tokens < 900)])
-      assert np.array_equal(own, np.arange(own[0], own[0] + len(own)))  # nothing lost or doubled
+      assert np.array_equal(
+        own, np.arange(own[0], own[0] + len(own))
+      )  # no token is lost or repeated
   assert not np.array_equal(batches[0]["encoder_input_tokens"], batches[1]["encoder_input_tokens"])
 
 
-def test_targets_that_cannot_hold_what_is_dropped_are_refused():
-  with pytest.raises(
-    ValueError, match="--lengths 40 8: span corruption of 40 tokens makes targets"
-  ):
+def test_targets_that_are_too_short_are_an_error():
+  with pytest.raises(ValueError, match="--lengths 40 8: the second length must be at least"):
     next(fp8.text_batches(np.arange(500), 2, (40, 8), 1024))
 
 
 @pytest.mark.parametrize(
   ("loss_ratio", "noise", "speedup", "emulated", "text"),
   [
-    (1.002, 0.001, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
-    (0.980, 0.001, 1.2, False, "use fp8: 1.20x bfloat16's speed"),
-    (1.002, 0.001, 1.01, False, "leave fp8 off: 1.01x"),
-    (1.021, 0.010, 1.5, False, "leave fp8 off: its loss is 2.1% above"),
-    (1.300, 0.100, 1.5, False, "leave fp8 off: its loss is 30.0% above"),
-    (1.019, 0.010, 1.5, False, "cannot tell: fp8's loss is +1.9% from bfloat16's"),
-    (0.982, 0.024, 1.5, False, "two runs in bfloat16 are 2.4% apart by rounding alone"),
-    (float("nan"), 0.001, 1.5, False, "leave fp8 off"),
-    (0.99, 0.001, 0.5, True, "its speed shows only on hardware"),
+    (1.002, 0.001, 1.2, False, "use fp8: 1.20x the speed of bfloat16"),
+    (0.980, 0.001, 1.2, False, "use fp8: 1.20x the speed of bfloat16"),
+    (1.002, 0.001, 1.01, False, "do not use fp8: it runs at only 1.01x"),
+    (1.021, 0.010, 1.5, False, "do not use fp8: its loss is 2.1% above"),
+    (1.300, 0.100, 1.5, False, "do not use fp8: its loss is 30.0% above"),
+    (
+      1.019,
+      0.010,
+      1.5,
+      False,
+      "inconclusive: the loss of fp8 differs by +1.9% from that of bfloat16",
+    ),
+    (0.982, 0.024, 1.5, False, "two bfloat16 runs differ by 2.4% because of rounding alone"),
+    (float("nan"), 0.001, 1.5, False, "do not use fp8"),
+    (0.99, 0.001, 0.5, True, "its speed can be measured only on hardware"),
   ],
 )
-def test_fp8_is_recommended_where_it_is_faster_and_learns_as_well_beyond_noise(
+def test_fp8_is_recommended_if_it_is_faster_and_learns_as_well_within_the_noise(
   loss_ratio, noise, speedup, emulated, text
 ):
   assert text in fp8.recommendation(loss_ratio, noise, speedup, emulated)
@@ -196,7 +202,7 @@ def test_noise_is_the_larger_difference_of_the_last_two_quarters():
 
 
 @pytest.mark.slow
-def test_runs_learn_the_same_and_part_by_rounding(capsys, tmp_path):
+def test_runs_learn_the_same_and_differ_by_rounding(capsys, tmp_path):
   path = tmp_path / "fp8.json"
   size = ["--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "40"]
   main(["bench", "fp8", *size, "--emulate", "--json", str(path)])
@@ -208,7 +214,7 @@ def test_runs_learn_the_same_and_part_by_rounding(capsys, tmp_path):
     np.testing.assert_allclose(other, plain, rtol=0.02)
   assert plain[-10:].mean() < plain[0] - 2
   assert 0 < result["noise"] < 0.01
-  assert result["recommendation"].startswith("fp8 learns as bfloat16 does")
+  assert result["recommendation"].startswith("fp8 learns as well as bfloat16")
   assert "noise 0.0" in capsys.readouterr().out
 
 
@@ -233,15 +239,15 @@ def test_fused_attention_leaves_scores_out_of_memory():
 @pytest.mark.parametrize(
   ("arguments", "status", "text"),
   [
-    (["--batch", "0"], 2, "argument --batch: 0 is not a positive number"),
+    (["--batch", "0"], 2, "argument --batch: must be a positive integer, got 0"),
     (["--size", "huge"], 2, "argument --size: invalid choice: 'huge'"),
-    (["--loss-chunk", "0"], 2, "argument --loss-chunk: 0 is not a positive number"),
-    (["--json", "nowhere/out.json"], 2, "argument --json: there is no folder nowhere"),
+    (["--loss-chunk", "0"], 2, "argument --loss-chunk: must be a positive integer, got 0"),
+    (["--json", "nowhere/out.json"], 2, "argument --json: folder nowhere does not exist"),
     (["--fp8"], 1, "but a cpu has no fp8"),
     (["--kernel", "cudnn"], 1, "error: T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU"),
   ],
 )
-def test_a_step_that_cannot_be_is_refused_before_anything_compiles(arguments, status, text, capsys):
+def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, text, capsys):
   with pytest.raises(SystemExit) as ended:
     main(["bench", *TOY, *arguments])
   assert ended.value.code == status
@@ -297,9 +303,9 @@ def test_a_script_runs_to_its_last_line(script, toy_data, monkeypatch, capsys):
   monkeypatch.setattr("rosetta_t5.parallel.keep_freed_memory", lambda: False)
   if script == "train_step":
     with pytest.raises(SystemExit, match=r"^0$"):
-      runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+      runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
   else:
-    runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+    runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
   assert capsys.readouterr().out.strip()
 
 

@@ -1,4 +1,4 @@
-"""The quickstart's parts on small things, and (slow) the whole of it on a small text."""
+"""The quickstart: its parts on small inputs, and (slow) the whole of it on a small text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
   output = capfd.readouterr()
   assert status != 0
   assert "python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.TRAIN_ST" in output.out
-  assert f"ended with the exit status {status}" in output.out
+  assert f"ended with exit status {status}" in output.out
   assert "TRAIN_STEPS" in output.err  # the near name
 
 
@@ -86,6 +86,6 @@ def test_the_whole_twice_in_an_empty_folder(tmp_path: pathlib.Path) -> None:
   assert "checkpoint_4" in first
   files = {path: path.stat().st_mtime_ns for path in (tmp_path / "quickstart/data").iterdir()}
   second = run()
-  assert "at step 4; it is continued" in second
-  assert "was finished: nothing was trained" in second
+  assert "resumes from step 4" in second
+  assert "was already finished, so nothing was trained" in second
   assert {path: path.stat().st_mtime_ns for path in files} == files

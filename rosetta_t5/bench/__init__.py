@@ -1,1 +1,1 @@
-"""Benchmarks that a user runs on a machine of their own: no data, no recipe, no TensorFlow."""
+"""Benchmarks for a user's own machine. They need no data, recipe or TensorFlow."""

@@ -1,13 +1,13 @@
-"""Trains one model in bfloat16, again, and in fp8, and says whether fp8 pays on this machine.
+"""Trains one model twice in bfloat16 and once in fp8, and recommends whether to use fp8 here.
 
   rosetta-t5 bench fp8 --size small --batch 128
   rosetta-t5 bench fp8 --size small --batch 8 --lengths 128 32 --emulate    # without fp8 hardware
 
-All learn span corruption from the same batches: the docstrings of Python's own library, byte by byte. The
-losses that are compared are the means over the last quarter. Two runs part by rounding alone, the more the
-larger the learning rate and the smaller the batch: so the second run in bfloat16 begins with parameters that
-are moved by as much as bfloat16 rounds, and how far it comes from the first is the noise that fp8's
-difference is held against. fp8 begins with the first run's parameters.
+All runs learn span corruption from the same batches: the docstrings of Python's standard library, as
+bytes. Their losses are compared by the mean over the last quarter of the steps. Rounding alone makes two
+runs diverge, the more the larger the learning rate and the smaller the batch. The second bfloat16 run
+therefore starts from parameters perturbed by bfloat16's rounding error. Its difference from the first run
+is the noise with which fp8's difference is compared. The fp8 run starts from the first run's parameters.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import OptaxWrapper
 
-# More than this above bfloat16's loss is too much.
+# The largest acceptable relative increase of the loss over bfloat16.
 MAX_EXCESS = 0.01
-# A difference that is more than this many times the noise is none of its making.
+# A difference above this multiple of the noise is not caused by rounding.
 NOISE_FACTOR = 2.0
-# A gain below this is not worth a change.
+# A smaller speedup is not worth the change.
 MIN_SPEEDUP = 1.03
-_SPECIAL_IDS = 3  # padding, end, unknown: bytes come after them, as in T5's ByteVocabulary
+_SPECIAL_IDS = 3  # padding, EOS, unknown; then the bytes, as in T5's ByteVocabulary
 _EOS = 1
 
 
 def text_batches(
   tokens: np.ndarray, batch_size: int, lengths: tuple[int, int], vocab_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-  """Yields batches of span corruption without end; each depends on its number alone.
+  """Yields batches of span corruption without end; each depends only on its number.
 
   Args:
     tokens: int32 [N], the text.
-    batch_size: rows of a batch.
-    lengths: of the encoder's inputs and of the decoder's targets.
-    vocab_size: sentinels are the ids from the last one down.
+    batch_size: rows per batch.
+    lengths: the lengths of inputs and targets.
+    vocab_size: the sentinels are the last ids, in decreasing order.
 
   Raises:
-    ValueError: the targets are too short for what is dropped from the inputs.
+    ValueError: the targets are too short for the tokens that are removed from the inputs.
   """
   window, targets_length = random_spans_helper(lengths[0])
   if targets_length > lengths[1]:
     raise ValueError(
-      f"--lengths {lengths[0]} {lengths[1]}: span corruption of {lengths[0]} tokens makes targets "
-      f"of {targets_length}."
+      f"--lengths {lengths[0]} {lengths[1]}: the second length must be at least {targets_length}, because "
+      f"span corruption of {lengths[0]} tokens produces that many targets."
     )
   step = 0
   while True:
     keys_B = random_keys(step, np.arange(batch_size))
     starts_B1 = (keys_B % np.uint64(len(tokens) - window)).astype(np.int64)[:, None]
     corrupted = corrupt_spans(tokens[starts_B1 + np.arange(window)], keys_B, vocab_size)
-    inputs_BL, targets_BT = (_ended(x, n) for x, n in zip(corrupted, lengths, strict=True))
+    inputs_BL, targets_BT = (_append_eos(x, n) for x, n in zip(corrupted, lengths, strict=True))
     yield {
       "encoder_input_tokens": inputs_BL,
       "decoder_target_tokens": targets_BT,
@@ -76,13 +76,13 @@ def text_batches(
     step += 1
 
 
-def _ended(tokens_BL: np.ndarray, length: int) -> np.ndarray:
-  ended_BL = np.pad(tokens_BL, ((0, 0), (0, 1)), constant_values=_EOS)
-  return np.pad(ended_BL, ((0, 0), (0, length - ended_BL.shape[1])))
+def _append_eos(tokens_BL: np.ndarray, length: int) -> np.ndarray:
+  with_eos_BL = np.pad(tokens_BL, ((0, 0), (0, 1)), constant_values=_EOS)
+  return np.pad(with_eos_BL, ((0, 0), (0, length - with_eos_BL.shape[1])))
 
 
 class Program(NamedTuple):
-  """A compiled step and what its runs begin with, kept on the host."""
+  """A compiled step, and the initial state of its runs on the host."""
 
   compiled: Any
   state: TrainState
@@ -92,16 +92,18 @@ class Program(NamedTuple):
 
 
 def compile_program(args: argparse.Namespace, fp8: bool) -> Program:
-  """Returns the step of a model in fp8 or in `args.dtype`, with AdamW after a tenth of warm-up."""
+  """Returns the step in fp8 or in `args.dtype`, with AdamW and a warmup over a tenth of the steps."""
   args.fp8 = fp8
   schedule = optax.linear_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
-  ready = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
-  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (ready.state, ready.batch))
-  return Program(ready.step, jax.device_get(ready.state), of_state, of_batch, ready.computation)
+  compiled = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
+  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (compiled.state, compiled.batch))
+  return Program(
+    compiled.step, jax.device_get(compiled.state), of_state, of_batch, compiled.computation
+  )
 
 
-def nudged(state: TrainState) -> TrainState:
-  """Returns a state on the host whose parameters are moved by up to bfloat16's rounding, 2^-9."""
+def nudge_params(state: TrainState) -> TrainState:
+  """Returns the state with parameters perturbed by up to bfloat16's rounding error, 2^-9."""
   rng = np.random.default_rng(0)
 
   def nudge(x: np.ndarray) -> np.ndarray:
@@ -113,17 +115,17 @@ def nudged(state: TrainState) -> TrainState:
 def train(
   program: Program, state: TrainState, args: argparse.Namespace, tokens: np.ndarray, name: str
 ) -> dict[str, Any]:
-  """Returns the losses of all steps, the median milliseconds of one, and what computed them."""
+  """Returns the losses of all steps, the median time of a step, and what computed it."""
   state = jax.device_put(state, program.state_shardings)
   rng = jax.random.PRNGKey(1)
   losses, seconds = [], []
   batches = text_batches(tokens, args.batch, tuple(args.lengths), SIZES[args.size][-1])
   for step in range(1, args.steps + 1):
-    begun = time.perf_counter()
+    started = time.perf_counter()
     batch = jax.device_put(next(batches), program.batch_shardings)
     state, metrics = program.compiled(state, batch, rng)
     losses.append(float(metrics["loss_per_nonpadding_target_token"].compute()))
-    seconds.append(time.perf_counter() - begun)
+    seconds.append(time.perf_counter() - started)
     if step % max(1, args.steps // 4) == 0:
       print(f"{name} step {step}: loss {losses[-1]:.4f}", flush=True)
   return {
@@ -135,9 +137,9 @@ def train(
 
 
 def noise_between(losses: Sequence[float], again: Sequence[float]) -> float:
-  """Returns how far apart two runs' losses are, relative, in the last quarters of their steps.
+  """Returns the relative difference of two runs' mean losses, the larger of the last two quarters.
 
-  It is the larger difference of the two last quarters: one of them alone may be small by chance.
+  The difference in one quarter alone may be small by chance.
   """
   quarter = max(1, len(losses) // 4)
   means = [
@@ -148,48 +150,48 @@ def noise_between(losses: Sequence[float], again: Sequence[float]) -> float:
 
 
 def recommendation(loss_ratio: float, noise: float, speedup: float, emulated: bool) -> str:
-  """Returns what to do with fp8 here, and why.
+  """Returns whether to use fp8 on this machine, and why.
 
   Args:
-    loss_ratio: fp8's loss by bfloat16's.
-    noise: how far apart, relative, two runs in bfloat16 are.
-    speedup: bfloat16's time by fp8's.
-    emulated: whether there was no fp8 hardware, so that the speedup says nothing.
+    loss_ratio: the loss of fp8 divided by that of bfloat16.
+    noise: the relative difference of two bfloat16 runs.
+    speedup: the time of bfloat16 divided by that of fp8.
+    emulated: whether fp8 was emulated, so that the speedup is meaningless.
   """
   excess = loss_ratio - 1
-  # Written so that NaN leaves fp8 off.
+  # The comparison is also false for NaN, which must not recommend fp8.
   if not excess <= max(MAX_EXCESS, NOISE_FACTOR * noise):
-    return f"leave fp8 off: its loss is {excess:.1%} above bfloat16's"
+    return f"do not use fp8: its loss is {excess:.1%} above that of bfloat16"
   if noise > MAX_EXCESS or excess > MAX_EXCESS:
     return (
-      f"this run cannot tell: fp8's loss is {excess:+.1%} from bfloat16's, but two runs in bfloat16 "
-      f"are {noise:.1%} apart by rounding alone. A larger --batch, a lower --learning-rate or more "
-      "--steps makes that less"
+      f"inconclusive: the loss of fp8 differs by {excess:+.1%} from that of bfloat16, but two bfloat16 runs "
+      f"differ by {noise:.1%} because of rounding alone. A larger --batch, a lower --learning-rate or more "
+      "--steps reduces this noise"
     )
   if emulated:
-    return "fp8 learns as bfloat16 does; its speed shows only on hardware that has fp8"
+    return "fp8 learns as well as bfloat16; its speed can be measured only on hardware with fp8"
   if speedup < MIN_SPEEDUP:
-    return f"leave fp8 off: {speedup:.2f}x bfloat16's speed at this size is no gain"
+    return f"do not use fp8: it runs at only {speedup:.2f}x the speed of bfloat16 at this size"
   return (
-    f"use fp8: {speedup:.2f}x bfloat16's speed at the same loss "
+    f"use fp8: {speedup:.2f}x the speed of bfloat16 at the same loss "
     "(te_helper.TransformerEngineConfig.enabled = 1)"
   )
 
 
 def compare(args: argparse.Namespace, tokens: np.ndarray) -> dict[str, dict[str, Any]]:
-  """Returns the three runs by their names: the plain one, the plain one again, and fp8."""
+  """Returns the results of the three runs by name: plain, perturbed, and fp8."""
   plain, again = args.dtype, f"{args.dtype}, nudged"
   program = compile_program(args, fp8=False)
   runs = {
     plain: train(program, program.state, args, tokens, plain),
-    again: train(program, nudged(program.state), args, tokens, again),
+    again: train(program, nudge_params(program.state), args, tokens, again),
   }
   program = compile_program(args, fp8=True)
   return runs | {"fp8": train(program, program.state, args, tokens, "fp8")}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Trains all three, prints losses and times, and recommends."""
+  """Runs all three, prints losses and times, and prints the recommendation."""
   parser = argument_parser("rosetta-t5 bench fp8", __doc__ or "", steps=200)
   add_switches(parser)
   parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   text = "\n\n".join(stdlib_paragraphs()).encode()
   tokens = np.frombuffer(text, np.uint8).astype(np.int32) + _SPECIAL_IDS
   runs = compare(args, tokens)
-  other, again, fp8 = runs.values()
+  plain, again, fp8 = runs.values()
   device = jax.devices()[0]
   result = {
     "size": args.size,
@@ -208,9 +210,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     "versions": f"jax {jax.__version__}",
     "date": datetime.date.today().isoformat(),
     "switches": switches(args),
-    "loss_ratio": fp8["final_loss"] / other["final_loss"],
-    "noise": noise_between(other["losses"], again["losses"]),
-    "speedup": other["step_ms"] / fp8["step_ms"],
+    "loss_ratio": fp8["final_loss"] / plain["final_loss"],
+    "noise": noise_between(plain["losses"], again["losses"]),
+    "speedup": plain["step_ms"] / fp8["step_ms"],
     "runs": runs,
   }
   result["recommendation"] = recommendation(
@@ -218,11 +220,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   )
   for name, run in runs.items():
     print(
-      f"{name:<16} loss {run['losses'][0]:.4f} at first, {run['final_loss']:.4f} over the last "
-      f"quarter of {args.steps} steps; {run['step_ms']:.1f} ms a step; {run['computation']}"
+      f"{name:<16} loss {run['losses'][0]:.4f} at the start, {run['final_loss']:.4f} over the last "
+      f"quarter of {args.steps} steps; {run['step_ms']:.1f} ms/step; {run['computation']}"
     )
   print(
-    f"{result['device']}, {result['versions']}: fp8's loss {result['loss_ratio'] - 1:+.2%}, "
+    f"{result['device']}, {result['versions']}: loss of fp8 {result['loss_ratio'] - 1:+.2%}, "
     f"noise {result['noise']:.2%}; {result['speedup']:.2f}x the speed"
   )
   print(result["recommendation"], flush=True)

@@ -1,9 +1,10 @@
-"""Times the same training step by Hugging Face's T5 on PyTorch: what ours is compared with.
+"""Times the same training step of Hugging Face's T5 on PyTorch, for comparison.
 
   rosetta-t5 bench hugging-face --size base --batch 128
 
-Forward, backward and AdamW's update of float32 parameters, no dropout, the batch of `rosetta-t5 bench`;
-bfloat16 by autocast, compiled unless --eager. It needs torch and transformers.
+A step is the forward pass, the backward pass and an AdamW step on float32 parameters, without dropout,
+on the batch of `rosetta-t5 bench`. bfloat16 uses autocast. The model is compiled unless --eager is given.
+torch and transformers must be installed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 from rosetta_t5.bench.workload import (
   SIZES,
   add_timing,
-  announce,
   argument_parser,
   make_batch,
-  row,
+  make_row,
+  report_row,
   time_steps,
 )
 
 
 def hugging_face_config(size: str, **more: Any) -> Any:
-  """Returns the `transformers.T5Config` of T5 1.1 of a size, without dropout."""
+  """Returns the `transformers.T5Config` of a size of T5 1.1, without dropout."""
   import transformers
 
   emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
@@ -46,7 +47,7 @@ def hugging_face_config(size: str, **more: Any) -> Any:
 
 
 def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], Any]:
-  """Returns a function that makes one step and returns the loss, a tensor where the model is."""
+  """Returns a function that makes one step and returns the loss, a tensor on the model's device."""
   import torch
   import transformers
 
@@ -77,18 +78,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
   import transformers
 
   on_gpu = torch.cuda.is_available()
-  begun = time.perf_counter()
+  started = time.perf_counter()
   step = hugging_face_step(args, compiled=not args.eager)
   loss = step()
   float(loss)  # waits for the device
-  compile_seconds = time.perf_counter() - begun
+  compile_seconds = time.perf_counter() - started
 
   def run() -> None:
     nonlocal loss
     loss = step()
 
   seconds = time_steps(run, lambda: float(loss), args)
-  return row(
+  return make_row(
     args,
     seconds,
     device=torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -104,9 +105,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Measures, prints the row, and writes it where --json says."""
+  """Measures the step, prints the result, and writes it to the file that --json gives."""
   parser = argument_parser("rosetta-t5 bench hugging-face", __doc__ or "", steps=40)
   add_timing(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
   args = parser.parse_args(argv)
-  return announce(measure(args), args.json)
+  return report_row(measure(args), args.json)

@@ -1,12 +1,12 @@
-"""Times T5 1.1's training step on this machine's devices: the one to run on a GPU.
+"""Times the training step of T5 1.1 on this machine's devices.
 
   rosetta-t5 bench --size base --batch 128
   rosetta-t5 bench --size large --batch 96 --fp8 --kernel cudnn --json out.json
 
-Forward, backward and AdamW's update of all parameters, donated state, random tokens without padding
-(with --pack, two examples a row), no dropout. It needs neither TensorFlow nor seqio nor gin. Time is the
-median over groups of steps, compilation and first steps left out; a group ends when its last step's
-parameters are there.
+A step is the forward pass, the backward pass and an AdamW step on all parameters, with a donated state and
+without dropout. The batch is random tokens without padding (with --pack, two examples per row). The
+benchmark needs neither TensorFlow nor seqio nor gin. The time is the median over groups of steps, without
+compilation and warmup; a group ends when the parameters of its last step are computed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import optax
 
 from rosetta_t5.bench.workload import (
   add_timing,
-  announce,
   argument_parser,
   make_batch,
+  make_row,
   model_config,
   positive,
-  row,
+  report_row,
   time_steps,
 )
 from rosetta_t5.models import EncoderDecoderModel
@@ -43,7 +43,7 @@ from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
 
-# What to count in the compiled program, and how the compiler writes it.
+# What is counted in the compiled program → how the compiler writes it.
 HLO_FACTS = {
   "fp8 products": '"__cublas$lt$matmul$f8"',
   "cuDNN attentions": '"__cudnn$fmha',
@@ -54,14 +54,14 @@ HLO_FACTS = {
 
 
 class CompiledStep(NamedTuple):
-  """A step that is ready to run.
+  """A compiled step and its first arguments.
 
   Attributes:
     step: the compiled program: (state, batch, rng) → (state, metrics).
-    state: the first state, on the devices.
+    state: the initial state, on the devices.
     batch: a batch, on the devices.
-    computation: what is computed how.
-    planned: bytes on each device by what they hold, as `rosetta-t5 plan` estimates them.
+    computation: a description of the kernels and precisions.
+    planned: bytes per device by category, as `rosetta-t5 plan` estimates them.
   """
 
   step: Any
@@ -72,11 +72,11 @@ class CompiledStep(NamedTuple):
 
 
 def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None) -> CompiledStep:
-  """Returns the compiled training step, and what it begins with.
+  """Returns the compiled training step and its first arguments.
 
   Args:
-    args: what `argument_parser` reads, and `fp8`.
-    optimizer: AdamW by default.
+    args: the arguments of `argument_parser` and `add_switches`, and `fp8`.
+    optimizer: the optimizer; AdamW by default.
   """
   config = model_config(
     args.size,
@@ -127,7 +127,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns one row of the table."""
+  """Returns the result as one row of the table."""
   started = time.perf_counter()
   compiled, state, batch, computation, planned = compile_step(args)
   compile_seconds = time.perf_counter() - started
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
   seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
   devices = jax.devices()
-  return row(
+  return make_row(
     args,
     seconds,
     device=devices[0].device_kind,
@@ -158,14 +158,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def switches(args: argparse.Namespace) -> str:
-  """Returns what was asked for, in words."""
-  words = [args.dtype, f"kernel={args.kernel}", "fp8" if args.fp8 else ""]
-  words += [f"{args.recipe}/{args.fp8_backend}" if args.fp8 else ""]
-  words += ["fuse_qkv" if args.fuse_qkv else "", "transpose" if args.transpose else ""]
-  words += ["pack" if args.pack else "", f"remat={args.remat}" if args.remat != "none" else ""]
-  words += [f"loss_chunk={args.loss_chunk}" if args.loss_chunk else ""]
-  words += [f"microbatches={args.microbatches}" if args.microbatches else ""]
-  return " ".join(word for word in words if word)
+  """Returns the switches as text."""
+  words = {
+    args.dtype: True,
+    f"kernel={args.kernel}": True,
+    f"fp8 {args.recipe}/{args.fp8_backend}": args.fp8,
+    "fuse_qkv": args.fuse_qkv,
+    "transpose": args.transpose,
+    "pack": args.pack,
+    f"remat={args.remat}": args.remat != "none",
+    f"loss_chunk={args.loss_chunk}": args.loss_chunk,
+    f"microbatches={args.microbatches}": args.microbatches,
+  }
+  return " ".join(word for word, is_set in words.items() if is_set)
 
 
 def _hlo_facts(compiled: Any) -> dict[str, int]:
@@ -174,7 +179,7 @@ def _hlo_facts(compiled: Any) -> dict[str, int]:
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-  """Adds what a step of ours can be told."""
+  """Adds the switches of our training step."""
   parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
   parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
   parser.add_argument("--loss-chunk", type=positive, default=None, metavar="POSITIONS")
@@ -186,7 +191,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  """Returns the command line's arguments."""
+  """Returns the arguments of the command line."""
   parser = argument_parser("rosetta-t5 bench", __doc__ or "", steps=40)
   add_timing(parser)
   add_switches(parser)
@@ -195,6 +200,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Measures, prints the row, and writes it where --json says."""
+  """Measures the step, prints the result, and writes it to the file that --json gives."""
   args = parse(argv)
-  return announce(measure(args), args.json)
+  return report_row(measure(args), args.json)

@@ -1,4 +1,4 @@
-"""What a benchmark of a training step works on, how it is timed, and the row that it makes."""
+"""The workload of the training-step benchmarks: arguments, model, batch, timing and result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 
-# emb_dim, num_heads, head_dim, layers of encoder and of decoder, mlp_dim, vocabulary
+# Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
 SIZES = {
   "tiny": (64, 2, 16, 2, 128, 1024),
   "small": (512, 6, 64, 8, 1024, 32128),
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
-  """Returns a parser of the workload: the model's size and the batch."""
+  """Returns a parser of the arguments of the workload: the model's size and the batch."""
   parser = argparse.ArgumentParser(prog, description=doc.splitlines()[0])
   parser.add_argument("--size", choices=SIZES, default="small")
   parser.add_argument("--batch", type=positive, default=128)
@@ -36,33 +36,33 @@ def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
   parser.add_argument("--steps", type=positive, default=steps)
-  parser.add_argument("--json", type=_writable, metavar="OUT", help="a file for the result")
-  parser.add_argument("--debug", action="store_true", help="show where an error was raised")
+  parser.add_argument("--json", type=_writable, metavar="OUT", help="file for the result")
+  parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
   return parser
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
-  """Adds how steps are timed."""
-  parser.add_argument("--group", type=positive, default=5, help="steps that are timed as one")
+  """Adds the arguments of the timing."""
+  parser.add_argument("--group", type=positive, default=5, help="steps that are timed together")
   parser.add_argument("--warmup", type=positive, default=5, help="steps before the first group")
 
 
 def _writable(path: str) -> str:
-  # Told now, not when the measurement is made and lost.
+  # Checked at the start, so that no measurement is lost.
   if not pathlib.Path(path).absolute().parent.is_dir():
-    raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(path).parent}")
+    raise argparse.ArgumentTypeError(f"folder {pathlib.Path(path).parent} does not exist")
   return path
 
 
 def positive(text: str) -> int:
-  """Returns a number from 1 on, as an argument's type."""
+  """Returns a positive integer; the type of an argument."""
   if (number := int(text)) < 1:
-    raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    raise argparse.ArgumentTypeError(f"must be a positive integer, got {number}")
   return number
 
 
 def model_config(size: str, **switches: Any) -> T5Config:
-  """Returns T5 1.1 of a size, without dropout, with other fields as given."""
+  """Returns the configuration of a size of T5 1.1, without dropout, with other fields as given."""
   emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
   return T5Config(
     vocab_size=vocab_size,
@@ -81,7 +81,7 @@ def model_config(size: str, **switches: Any) -> T5Config:
 def make_batch(
   batch_size: int, lengths: tuple[int, int], vocab_size: int, pack: bool
 ) -> dict[str, np.ndarray]:
-  """Returns random tokens without padding; packed, two examples share a row."""
+  """Returns random tokens without padding; with `pack`, each row contains two examples."""
   draw = np.random.default_rng(0).integers
   targets = draw(2, vocab_size, (batch_size, lengths[1]), dtype=np.int32)
   batch = {
@@ -99,26 +99,26 @@ def make_batch(
 def time_steps(
   step: Callable[[], Any], wait: Callable[[], Any], args: argparse.Namespace
 ) -> list[float]:
-  """Returns the seconds a step takes, one number for each group of steps; warm-up is left out.
+  """Returns the seconds per step for each group of steps, without the warmup.
 
   Args:
-    step: begins one step.
-    wait: returns when the last one is done.
+    step: starts one step.
+    wait: returns when the last step is finished.
     args: `steps`, `group` and `warmup`.
   """
 
   def run_group(steps: int) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(steps):
       step()
     wait()
-    return (time.perf_counter() - begun) / steps
+    return (time.perf_counter() - started) / steps
 
   run_group(args.warmup)
   return [run_group(args.group) for _ in range(max(1, args.steps // args.group))]
 
 
-def row(
+def make_row(
   args: argparse.Namespace,
   seconds: Sequence[float],
   *,
@@ -127,7 +127,7 @@ def row(
   peak_memory: int | None,
   **facts: Any,
 ) -> dict[str, Any]:
-  """Returns one row of the table: rates by T5X's formula for FLOPs, memory in GB, and `facts`."""
+  """Returns the result: rates with T5X's formula for FLOPs, memory in GB, and `facts`."""
   step_seconds = statistics.median(seconds)
   rate = args.batch / step_seconds / devices
   encoder_length, decoder_length = args.lengths
@@ -151,14 +151,14 @@ def row(
   }
 
 
-def announce(row: dict[str, Any], path: str | None) -> dict[str, Any]:
-  """Prints a row, writes it to `path` if there is one, and returns it."""
+def report_row(row: dict[str, Any], path: str | None) -> dict[str, Any]:
+  """Prints a result, writes it to `path` if one is given, and returns it."""
   mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
   memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
   print(f"{row['device']}, {row['versions']}; {row['computation']}")
   print(
     f"{row['size']} {row['switches']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
-    f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s a device, "
+    f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s per device, "
     f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; compiled in {row['compile_s']:.0f} s"
     + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
     flush=True,
@@ -168,7 +168,7 @@ def announce(row: dict[str, Any], path: str | None) -> dict[str, Any]:
 
 
 def write_result(result: Any, path: str | None) -> None:
-  """Writes a result as JSON to `path`, if there is one: all of it or nothing, also when killed."""
+  """Writes a result as JSON to `path`, if one is given; a killed process leaves no partial file."""
   if path:
     unfinished = pathlib.Path(f"{path}.unfinished")
     unfinished.write_text(json.dumps(result, indent=2), encoding="utf-8")

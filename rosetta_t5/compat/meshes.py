@@ -1,4 +1,4 @@
-"""T5X's functions around meshes, for code that calls them; runs use `default_mesh`."""
+"""T5X's functions for meshes, for users' code that calls them; runs use `default_mesh`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ PyTree = Any
 
 
 class AxisNames(tuple):
-  """Axis names that jax takes for one leaf of a tree, where it would open a tuple (T5X)."""
+  """Axis names that jax treats as one leaf of a tree, unlike a tuple (T5X)."""
 
   def __new__(cls, *names: Any) -> AxisNames:
-    """Returns the names as one tuple."""
+    """Returns the names as one object."""
     return tuple.__new__(cls, names)
 
   def __repr__(self) -> str:
-    """The names, marked as such."""
+    """Returns the names with the name of the class."""
     return f"AxisNames{tuple(self)!r}"
 
 
 def global_mesh_defined() -> bool:
-  """Whether this code runs, or is traced, under a mesh."""
+  """Returns whether this code runs, or is traced, under a mesh."""
   return not jax.sharding.get_abstract_mesh().empty
 
 
 def with_sharding_constraint(x: PyTree, axis_resources: Any) -> PyTree:
-  """Tells the compiler how an array lies on the mesh; where there is no mesh, does nothing."""
+  """Constrains the sharding of the arrays; without a mesh, returns them unchanged."""
   if not global_mesh_defined():
     return x
   return jax.lax.with_sharding_constraint(x, axis_resources)
@@ -47,7 +47,7 @@ def bounds_from_last_device(last_device: Any) -> tuple[int, ...]:
 
 
 def get_coords(device: Any) -> tuple[int, ...]:
-  """Returns a device's place in that grid."""
+  """Returns the coordinates of a device in that grid."""
   if hasattr(device, "coords"):
     return (*device.coords, device.core_on_chip)
   return (device.process_index, device.id % jax.local_device_count())
@@ -60,17 +60,17 @@ def get_mesh(
   tile_by_host_if_needed: bool = True,
   backend: str | None = None,
 ) -> Mesh:
-  """Returns a mesh whose axis `model` is as large as the submesh; `data` takes the other devices.
+  """Returns a mesh whose axis `model` has the size of the submesh; `data` has the remaining factor.
 
   Args:
-    model_parallel_submesh: T5X's TPU submesh; only its product counts.
-    input_devices: the devices; none for all.
-    input_local_devices: for T5X's tiling on TPUs; not read.
-    tile_by_host_if_needed: the same.
-    backend: whose devices to take if none are given.
+    model_parallel_submesh: T5X's TPU submesh; only the product of its sizes is used.
+    input_devices: the devices; empty for all.
+    input_local_devices: ignored; T5X uses it for tiling on TPUs.
+    tile_by_host_if_needed: ignored, for the same reason.
+    backend: the backend whose devices are used if none are given.
 
   Raises:
-    ValueError: the product does not divide the devices.
+    ValueError: the product does not divide the number of devices.
   """
   del input_local_devices, tile_by_host_if_needed
   if not input_devices:
@@ -79,8 +79,8 @@ def get_mesh(
   devices = sorted(input_devices, key=get_coords)
   if len(devices) % size:
     raise ValueError(
-      f"model_parallel_submesh = {tuple(model_parallel_submesh)} needs a multiple of {size} devices, "
-      f"but get_mesh was given {len(devices)}"
+      f"get_mesh with model_parallel_submesh = {tuple(model_parallel_submesh)} needs a multiple of {size} "
+      f"devices, got {len(devices)}"
     )
   grid = np.array(devices, dtype=object).reshape(-1, size)
   return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)
@@ -95,12 +95,12 @@ def get_cpu_mesh() -> Mesh:
 
 
 def get_gpu_mesh(num_partitions: int) -> Mesh:
-  """Returns a mesh whose axis `model` lies within a node, where links are fast, as far as it can."""
+  """Returns a mesh whose axis `model` stays within a node, where links are fast, if possible."""
   return default_mesh(num_partitions)
 
 
 def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTree) -> PyTree:
-  """Returns the global arrays of which each process gives its part; a spec of None replicates."""
+  """Returns global arrays from each process's part of them; a spec of None replicates."""
   from jax.experimental import multihost_utils
 
   specs = jax.tree.map(

@@ -1,1 +1,1 @@
-"""T5X's contributed parts."""
+"""T5X's contributed packages."""

@@ -1,1 +1,1 @@
-"""NVIDIA's scripts, under the path that T5X had for them before contrib."""
+"""NVIDIA's scripts, at the path that T5X used before contrib."""
