@@ -37,11 +37,12 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("source", metavar="SRC", help="a checkpoint of any layout, or a MODEL_DIR")
   parser.add_argument("destination", metavar="DST", help="the folder to write")
   parser.add_argument("--to", required=True, choices=LAYOUTS, help="the layout to write")
-  parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
   parser.add_argument("--tree", choices=("plain", "scalable"), help="T5X's tree; default: SRC's")
   parser.add_argument("--encoder-only", action="store_true", help="leave the decoder out")
-  families = hugging_face_folder.FAMILIES
-  parser.add_argument("--model-type", choices=families, help="the family in Transformers")
+  parser.add_argument(
+    "--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers"
+  )
   parser.add_argument("--activations", help="T5Config.mlp_activations, such as gelu,linear")
   parser.add_argument("--config", help="the run's config.gin, or a config.json; default: SRC's own")
   parser.add_argument("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
@@ -80,7 +81,7 @@ def convert(
     destination: the folder to write. T5X's layouts are written to a folder `checkpoint_STEP` in it,
       unless it has such a name itself.
     to: one of LAYOUTS. 't5x' and 'rosetta' are the same layout, Orbax's.
-    dtype: of the floating-point parameters; None for the source's.
+    dtype: dtype of the floating-point parameters; None for the source's.
     tree: 'plain' or 'scalable' (layers stacked); None for the source's. Not used for 'hf', which has
       a tree of its own.
     encoder_only: leave out the decoder and the optimizer's state.
@@ -103,12 +104,12 @@ def convert(
     tokenizer = path
   final = _prepare_destination(destination, to, arrays)
   unfinished = final.parent / f"{final.name}.unfinished"
-  if unfinished.exists():
-    unfinished.rmtree()
-  unfinished.mkdir(parents=True)
-  report(f"converting {path} ({_count_parameters(arrays)}) to {final}, layout {to}")
+  unfinished.rmtree(missing_ok=True)
+  params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
+  report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   try:
     if to == "hf":
+      unfinished.mkdir(parents=True)
       weights, their_config = _for_transformers(arrays, facts, model_type)
       hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
@@ -191,7 +192,6 @@ def _prepare_destination(
 
 def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
   arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
-  folder.rmdir()
   if to == "t5x-legacy":
     writer = t5x_legacy.LegacyWriter(folder)
     for name, array in arrays.items():
@@ -199,8 +199,3 @@ def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
     writer.finish()
   else:
     orbax_writer.write(folder, arrays)
-
-
-def _count_parameters(arrays: Arrays) -> str:
-  count = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
-  return f"{count / 1e6:.1f} million parameters"

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -45,11 +45,6 @@ class ModelFacts:
   base: Mapping[str, Any] | None = None
 
 
-def is_gpt(names: Iterable[str]) -> bool:
-  """Returns whether parameters are those of a decoder with learned positions."""
-  return gpt_names.POSITIONS in names
-
-
 def read_facts(
   path: str | os.PathLike[str],
   arrays: Mapping[str, StoredArray],
@@ -61,9 +56,9 @@ def read_facts(
   Args:
     path: the checkpoint. Its config is the folder's config.json or, for a run's checkpoint, the
       config.gin in the folder above.
-    arrays: the checkpoint's.
+    arrays: the checkpoint's arrays.
     activations: T5Config.mlp_activations, if the user sets them.
-    config: another config.json or config.gin.
+    config: a config.json or config.gin to read instead.
 
   Raises:
     ValueError: `config` does not exist, or does not describe such a model.
@@ -76,7 +71,7 @@ def read_facts(
     if config is not None:
       raise ValueError(f"--config {file}: there is no such file")
     return ModelFacts(activations or numpy_t5.default_activations(arrays))
-  if is_gpt(arrays):
+  if gpt_names.POSITIONS in arrays:
     return _read_gpt_facts(file)
   if file.suffix == ".json":
     base = folder.read_config(file, t5_names.FAMILIES)

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array, transpose
+from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD
 
 Arrays = Mapping[str, StoredArray]
 
-_EMBEDDING = "target/token_embedder/embedding"
-_HEAD = "target/decoder/logits_dense/kernel"
-_VOCABULARY_AT_ONCE = 8192
+_TOKENS_AT_ONCE = 8192
 
 
 def as_float(values: np.ndarray) -> np.ndarray:
@@ -64,9 +63,7 @@ def embed(arrays: Arrays, side: str, tokens_BT: np.ndarray) -> np.ndarray:
     side: 'encoder' or 'decoder', which may have a table of its own.
     tokens_BT: token ids.
   """
-  table = _readable_in_parts(
-    arrays.get(f"target/{side}/token_embedder/embedding") or arrays[_EMBEDDING]
-  )
+  table = _readable_in_parts(_embedding_table(arrays, side))
   tokens, positions = np.unique(tokens_BT, return_inverse=True)
   rows = [table.read((slice(int(token), int(token) + 1), slice(None))) for token in tokens]
   return as_float(np.concatenate(rows))[positions.reshape(tokens_BT.shape)]
@@ -80,17 +77,19 @@ def output_layer(arrays: Arrays, y_BTD: np.ndarray, divide_tied_logits: bool = T
     y_BTD: the decoder's last activations.
     divide_tied_logits: whether logits from the embedding table are divided by √D.
   """
-  tied = arrays.get("target/decoder/token_embedder/embedding") or arrays.get(_EMBEDDING)
-  table_VD = transpose(arrays[_HEAD]) if _HEAD in arrays else tied
-  assert table_VD is not None, "a model without an output layer has an embedding table"
-  scale = math.sqrt(y_BTD.shape[-1]) if _HEAD not in arrays and divide_tied_logits else 1.0
+  is_tied = HEAD not in arrays
+  table_VD = _embedding_table(arrays, "decoder") if is_tied else transpose(arrays[HEAD])
+  divisor = math.sqrt(y_BTD.shape[-1]) if is_tied and divide_tied_logits else 1.0
   table_VD = _readable_in_parts(table_VD)
   parts = []
-  for start in range(0, table_VD.shape[0], _VOCABULARY_AT_ONCE):
-    rows = slice(start, start + _VOCABULARY_AT_ONCE)
-    part_VD = as_float(table_VD.read((rows, slice(None))))
-    parts.append(y_BTD @ (part_VD.T / scale))
+  for start in range(0, table_VD.shape[0], _TOKENS_AT_ONCE):
+    part_VD = as_float(table_VD.read((slice(start, start + _TOKENS_AT_ONCE), slice(None))))
+    parts.append(y_BTD @ (part_VD.T / divisor))
   return np.concatenate(parts, -1)
+
+
+def _embedding_table(arrays: Arrays, side: str) -> StoredArray:
+  return arrays.get(f"target/{side}/token_embedder/embedding") or arrays[EMBEDDING]
 
 
 def _readable_in_parts(array: StoredArray) -> StoredArray:

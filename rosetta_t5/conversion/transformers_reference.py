@@ -35,10 +35,10 @@ def transformers_outputs(
   """Returns the logits of the model in a folder, or an encoder's outputs, in the order of our ids.
 
   Args:
-    folder: of Transformers' layout.
+    folder: a folder of Transformers' layout.
     tokens: our ids for the encoder [1, S] and for the decoder [1, T].
-    facts: about the folder's model.
-    dtype: to compute in, float32 or float64.
+    facts: facts about the folder's model.
+    dtype: the dtype to compute in, float32 or float64.
   """
   import torch
   import transformers
@@ -67,7 +67,7 @@ def transformers_outputs(
 
 
 def _compute_in_float64() -> Any:
-  """Returns a context that also computes norms and softmaxes in float64; models force float32 there."""
+  """Returns a context that also computes norms and softmaxes in float64; models request float32 there."""
   import torch
   from torch.overrides import TorchFunctionMode
 

@@ -15,7 +15,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import gpt_names, t5_names
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import numpy_gpt, numpy_t5
-from rosetta_t5.conversion.model_facts import ModelFacts, is_gpt, read_facts
+from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.conversion.sample_text import text_tokens
 from rosetta_t5.conversion.transformers_reference import can_run_transformers, transformers_outputs
 
@@ -46,18 +46,20 @@ def check(
   Args:
     source: the arrays that were converted.
     folder: what was written, of any layout.
-    facts: about the source's model.
+    facts: facts about the source's model.
     tokenizer: where the tokenizer's files are, for the text.
     report: receives the differences.
   """
   written = read_arrays(folder)
-  if not _has_known_forward_pass(source, facts):
+  plain = to_plain_tree(source)
+  is_t5 = any(name.endswith("relpos_bias/rel_embedding") for name in plain)
+  if not is_t5 and facts.gpt is None:
     count = compare_arrays(source, written)
     report(f"both checkpoints read again: all {count} parameters are equal (no logits compared)")
     return
   is_theirs = is_hugging_face(folder)
   written_facts = read_facts(folder, written) if is_theirs else facts
-  tokens = _tokens(to_plain_tree(source), facts, tokenizer)
+  tokens = _tokens(plain, facts, tokenizer)
   before = functools.cache(lambda dtype: outputs(source, tokens, facts, dtype))
   after = functools.partial(outputs, written, tokens, written_facts)
   report(compare("both checkpoints read again", before, after, facts.ids_are_shifted))
@@ -70,12 +72,6 @@ def check(
   theirs = functools.partial(transformers_outputs, folder, tokens, written_facts)
   may_use_float64 = can_run_transformers(params, np.float64)
   report(compare("by Transformers", before, theirs, facts.ids_are_shifted, may_use_float64))
-
-
-def _has_known_forward_pass(arrays: Arrays, facts: ModelFacts) -> bool:
-  if any(name.endswith("relpos_bias/rel_embedding") for name in to_plain_tree(arrays)):
-    return True
-  return facts.gpt is not None and is_gpt(arrays)
 
 
 def compare_arrays(before: Arrays, after: Arrays) -> int:
@@ -110,10 +106,10 @@ def outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np
   """Returns the logits of a checkpoint's model, or an encoder's outputs if it has no decoder.
 
   Args:
-    arrays: the checkpoint's.
-    tokens: of the encoder and of the decoder.
-    facts: about the model.
-    dtype: to compute in, float32 or float64.
+    arrays: the checkpoint's arrays.
+    tokens: the inputs of the encoder and of the decoder.
+    facts: facts about the model.
+    dtype: the dtype to compute in, float32 or float64.
   """
   # Values are converted as they are read; `astype` would first round them to the array's own dtype.
   plain = {

@@ -9,26 +9,26 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
-  ATTENTION_MATRICES,
-  NORMS,
-  rename_shared_biases,
+from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_state_dict,
+  select_arrays,
+  unflatten_state_dict,
 )
+from rosetta_t5.checkpoints.formats.hugging_face import t5_names
 from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
 Rule = Callable[..., tuple[str | None, Any]]
 
+# Suffixes of the variables that hold Adafactor's state.
 _SLOTS = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
-_NORMS = {**NORMS, "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm")}
+# `transformer` is the name of a decoder without an encoder.
+_NORMS = {**t5_names.NORMS, "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm")}
 _SIDES = "(encoder|decoder|transformer)"
 _LAYERS = _SIDES + r"/block_(\d+)"
-_LATEST = re.compile(r'^model_checkpoint_path:\s*"(.*)"', re.MULTILINE)
 
 
 class CheckpointTranslator:
@@ -65,30 +65,28 @@ class CheckpointTranslator:
     Raises:
       ValueError: some names match no rule.
     """
-    renamed: dict[str, Any] = {}
+    renamed: list[tuple[str | None, Any]] = []
     unmatched = []
     for key, value in flatdict.items():
-      found = next(((rule, m) for p, rule in self.rules if (m := p.match(key))), None)
-      if found is None:
+      for pattern, rule in self.rules:
+        if match := pattern.match(key):
+          renamed.append(rule(opts, key, value, *match.groups()))
+          break
+      else:
         unmatched.append(key)
-        continue
-      rule, match = found
-      new_key, new_value = rule(opts, key, value, *match.groups())
-      if new_key is not None:
-        renamed[new_key] = new_value
     if unmatched:
       raise ValueError(
         f"Unmapped tensor keys exist: {', '.join(sorted(unmatched)[:10])} "
         f"({len(unmatched)} in all): add a rule for them with CheckpointTranslator.add"
       )
-    return renamed
+    return {name: value for name, value in renamed if name is not None}
 
 
 t5_importer = CheckpointTranslator()
 
 
-def _name(inner: str, slot: str | None) -> str:
-  """Returns T5X's name of a parameter or, if `slot` is given, of a part of its Adafactor state."""
+def _name(inner: str, slot: str) -> str:
+  """Returns T5X's name of a parameter or, if `slot` is not empty, of a part of its Adafactor state."""
   return f"state/param_states/{inner}/{_SLOTS[slot]}" if slot else f"target/{inner}"
 
 
@@ -133,7 +131,8 @@ def attention_layers(
   """Renames a matrix of an attention block."""
   names = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
   block = "attention" if encdec == "encoder" else names[attntype]
-  return _name(f"{_layer(encdec, blocknum)}/{block}/{ATTENTION_MATRICES[qkvo]}/kernel", slot), val
+  matrix = t5_names.ATTENTION_MATRICES[qkvo]
+  return _name(f"{_layer(encdec, blocknum)}/{block}/{matrix}/kernel", slot), val
 
 
 @t5_importer.add(_LAYERS + r"/layer_\d+/DenseReluDense/(wi|wo)(?:_(\d+))?/kernel(\w*)")
@@ -185,8 +184,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
   prefix = _find_prefix(path)
   tf = import_tensorflow()
-  # A reader must not be used by several threads at once.
-  lock = threading.Lock()
+  lock = threading.Lock()  # A reader must not be used by several threads at once.
 
   def call(function: Callable[[str], Any], argument: str) -> Any:
     try:
@@ -215,23 +213,23 @@ def _find_prefix(path: str | os.PathLike[str]) -> str:
     return os.fspath(given)
   folder = given if given.is_dir() else given.parent
   state = folder / "checkpoint"
-  if state.exists() and (match := _LATEST.search(state.read_bytes().decode("utf-8", "replace"))):
-    # Not the whole path: the folder may have been moved.
+  text = state.read_bytes().decode("utf-8", "replace") if state.exists() else ""
+  if match := re.search(r'^model_checkpoint_path:\s*"(.*)"', text, re.MULTILINE):
+    # Only the name in this path is used, because the folder may have been moved.
     prefix = folder / os.path.basename(match[1])
     if epath.Path(f"{prefix}.index").exists():
       return os.fspath(prefix)
   # A folder that was copied in part may lack the file that names the latest checkpoint.
-  found = sorted(folder.glob("*.ckpt-*.index"), key=_step_in_name)
+  found = sorted(
+    folder.glob("*.ckpt-*.index"),
+    key=lambda file: max(map(int, re.findall(r"ckpt-(\d+)", file.name)), default=0),
+  )
   if not found:
     raise ValueError(
       f"{path} is not a TensorFlow checkpoint: there is no file PREFIX.index such as "
       "model.ckpt-1000000.index"
     )
   return os.fspath(found[-1]).removesuffix(".index")
-
-
-def _step_in_name(file: epath.Path) -> int:
-  return max(map(int, re.findall(r"ckpt-(\d+)", file.name)), default=0)
 
 
 def read_arrays(
@@ -244,7 +242,8 @@ def read_arrays(
     translator: the rules; None for those of T5 1.0 and 1.1.
   """
   translated = (translator or t5_importer).apply(load_tf_ckpt(path))
-  return _add_unused_slots(rename_shared_biases(translated))
+  arrays = t5_names.rename_shared_biases(translated)
+  return arrays | _unused_slots(arrays)
 
 
 def restore_from_t5_checkpoint(
@@ -267,7 +266,7 @@ def restore_from_t5_checkpoint(
     CheckpointMismatchError: names or shapes differ.
   """
   arrays = read_arrays(path, translator)
-  expected = {n: x for n, x in flatten_state_dict(state_dict).items() if hasattr(x, "shape")}
+  expected = select_arrays(flatten_state_dict(state_dict))
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
   # As in T5X, names that only the model has are left to the train state to report.
@@ -275,21 +274,18 @@ def restore_from_t5_checkpoint(
   if mismatches:
     raise mismatch_error(path, mismatches)
   if not lazy_parameters:
-    arrays = jax.tree.map(lambda x: x.get() if isinstance(x, LazyArray) else x, arrays)
+    arrays = {n: x.get() if isinstance(x, LazyArray) else x for n, x in arrays.items()}
   return unflatten_state_dict(arrays)
 
 
-def _add_unused_slots(arrays: dict[str, Any]) -> dict[str, Any]:
-  """Adds the zero of shape [1] that Adafactor's state holds for each slot a parameter does not use."""
-  unused_slots = {}
-  for name in arrays:
-    if not name.startswith("target/"):
-      continue
-    slots = name.replace("target/", "state/param_states/", 1)
-    unused = ["m"]
+def _unused_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the zeros [1] that T5X's Adafactor stores for the slots that a parameter does not use."""
+  unused = []
+  for parameter in (name for name in arrays if name.startswith("target/")):
+    slots = parameter.replace("target/", "state/param_states/", 1)
+    unused.append(f"{slots}/m")
     if f"{slots}/v" in arrays:
-      unused += ["v_row", "v_col"]
+      unused += [f"{slots}/v_row", f"{slots}/v_col"]
     elif f"{slots}/v_row" in arrays:
-      unused += ["v"]
-    unused_slots.update({f"{slots}/{slot}": np.zeros((1,), np.float32) for slot in unused})
-  return {**arrays, **unused_slots}
+      unused.append(f"{slots}/v")
+  return {name: np.zeros((1,), np.float32) for name in unused}

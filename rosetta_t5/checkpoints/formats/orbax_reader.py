@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats.tensorstores import kvstore, open_arrays
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
+# The file of older versions, which contains small values and, for each array, this text and its path.
 _AGGREGATE = "checkpoint"
 _PLACEHOLDER = "PLACEHOLDER://"
 _METADATA = "_METADATA"
-_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -50,7 +49,8 @@ def _read_metadata(folder: epath.Path) -> dict[str, dict[str, Any]]:
     keys = [str(key["key"]) for key in entry["key_metadata"]]
     value = entry["value_metadata"]
     # Empty parts of an optimizer's state, None and text are not arrays.
-    if value["value_type"] not in _ARRAYS or value.get("skip_deserialize"):
+    is_array = value["value_type"] in ("jax.Array", "np.ndarray", "scalar")
+    if not is_array or value.get("skip_deserialize"):
       continue
     inner = ".".join(keys)
     database = {"driver": "ocdbt", "base": kvstore(folder), "path": inner + "/"}
@@ -64,7 +64,9 @@ def _read_aggregate(
 ) -> tuple[dict[str, StoredArray], dict[str, dict[str, Any]]]:
   """Returns the values, and TensorStore's specs of arrays, in the msgpack file of older versions."""
   values, specs = {}, {}
-  tree = _without_wrapper(serialization.msgpack_restore((folder / _AGGREGATE).read_bytes()))
+  tree = serialization.msgpack_restore((folder / _AGGREGATE).read_bytes())
+  if "_optimizer" in tree:  # T5X's first versions with Orbax stored the whole train state.
+    tree = {**tree["_optimizer"], "flax_mutables": tree.get("flax_mutables")}
   for name, value in flatten_state_dict(tree).items():
     if isinstance(value, str) and value.startswith(_PLACEHOLDER):
       store = kvstore(folder / value.removeprefix(_PLACEHOLDER))
@@ -72,11 +74,3 @@ def _read_aggregate(
     elif isinstance(value, np.ndarray | int | float):
       values[name] = as_stored_array(value)
   return values, specs
-
-
-def _without_wrapper(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Returns the state dict in the tree, in which T5X's first Orbax versions stored the train state."""
-  if "_optimizer" in tree:
-    mutables = tree.get("flax_mutables") or {}
-    return {**tree["_optimizer"], **({"flax_mutables": mutables} if mutables else {})}
-  return tree

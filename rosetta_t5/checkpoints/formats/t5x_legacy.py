@@ -48,14 +48,13 @@ def _spec(folder: epath.Path, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LegacyWriter:
-  """Writes one checkpoint array by array; its folder gets its name in `finish`."""
+  """Writes one checkpoint array by array, under a temporary name until `finish` renames its folder."""
 
   def __init__(self, folder: str | os.PathLike[str]):
     """Starts to write the checkpoint `folder` under a temporary name."""
     self.folder = epath.Path(folder)
     self.unfinished = self.folder.parent / f"{self.folder.name}.tmp-{os.getpid()}"
-    if self.unfinished.exists():
-      self.unfinished.rmtree()
+    self.unfinished.rmtree(missing_ok=True)
     self.unfinished.mkdir(parents=True)
     self._index: dict[str, Any] = {}
 

@@ -74,11 +74,12 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
 
     return finish
 
-  def read(index: Index) -> np.ndarray:
-    return start_read(index)()
-
-  dtype_read = jnp.bfloat16 if is_bfloat16 else dtype
-  return StoredArray(store.shape, dtype_read, read, start_read_fn=start_read)
+  return StoredArray(
+    store.shape,
+    jnp.bfloat16 if is_bfloat16 else dtype,
+    lambda index: start_read(index)(),
+    start_read_fn=start_read,
+  )
 
 
 def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -97,7 +98,7 @@ def write_array(
   Args:
     store: TensorStore's description of where to write.
     array: the array.
-    compressor: zarr's, or None.
+    compressor: zarr's description of a compressor, or None.
     **options: passed to `tensorstore.open`.
   """
   chunks = chunk_shape(array.shape, _CHUNK_BYTES // array.dtype.itemsize)
@@ -117,7 +118,7 @@ def write_array(
 def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:
   """Returns the shape of equal chunks of at most `limit` values, split along the largest dimensions."""
   chunks = list(shape)
-  while math.prod(chunks) > max(limit, 1):
+  while math.prod(chunks) > limit:
     largest = max(range(len(chunks)), key=chunks.__getitem__)
     chunks[largest] = next(
       size for size in range(chunks[largest] - 1, 0, -1) if shape[largest] % size == 0

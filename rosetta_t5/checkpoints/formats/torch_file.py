@@ -95,8 +95,14 @@ class _TensorUnpickler(pickle.Unpickler):
   ) -> StoredArray:
     dtype, key = storage
     offset = self._find_storage(key) + first * dtype.itemsize
-    steps = tuple(step * dtype.itemsize for step in strides)
-    return _map_array(self._path, offset, tuple(shape), dtype, steps)
+    byte_strides = [stride * dtype.itemsize for stride in strides]
+
+    def read(index: Index) -> np.ndarray:
+      # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
+      memory = np.memmap(self._path, np.uint8, "r", offset)
+      return np.array(np.ndarray(shape, dtype, memory, 0, byte_strides)[index])
+
+    return StoredArray(shape, dtype, read)
 
   def _find_storage(self, key: str) -> int:
     """Returns the byte of the file at which a storage begins."""
@@ -109,23 +115,3 @@ class _TensorUnpickler(pickle.Unpickler):
       file.seek(info.header_offset)
       name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return info.header_offset + _LOCAL_HEADER.size + name + extra
-
-
-def _map_array(
-  path: str | os.PathLike[str],
-  offset: int,
-  shape: tuple[int, ...],
-  dtype: np.dtype,
-  strides: tuple[int, ...],
-) -> StoredArray:
-  """Returns the array at `offset` of a file; offset and strides are in bytes."""
-
-  def read(index: Index) -> np.ndarray:
-    if 0 in shape:
-      return np.zeros(shape, dtype)[index]
-    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
-    # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
-    raw = np.memmap(path, np.uint8, "r", offset, (span,))
-    return np.array(np.ndarray(shape, dtype, raw, 0, strides)[index])
-
-  return StoredArray(shape, dtype, read)

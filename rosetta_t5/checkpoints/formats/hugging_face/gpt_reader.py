@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, as_stored_array
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import (
-  EMBEDDING,
-  FAMILIES,
-  unsupported_biases,
-  weight_table,
-)
+from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import from_transformers
 
 KEEPS_IDS = "padding_is_token_0"
@@ -37,7 +32,7 @@ def network_values(config: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: local attention is not in every second layer.
   """
   is_neo = config["model_type"] == "gpt_neo"
-  family = FAMILIES[config["model_type"]]
+  family = gpt_names.FAMILIES[config["model_type"]]
   sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in family.sizes.items()}
   sizes["mlp_dim"] = sizes["mlp_dim"] or 4 * sizes["emb_dim"]
   keeps_ids = bool(config.get(KEEPS_IDS))
@@ -88,7 +83,7 @@ def read_arrays(
   listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
   _log.info("Transformers' %s needs network.TransformerConfig: %s", family, listed)
   weights = {name: x for name, x in weights.items() if not _NOT_WEIGHTS.fullmatch(name)}
-  table = weight_table(family, values["num_layers"])
+  table = gpt_names.weight_table(family, values["num_layers"])
   arrays = from_transformers(weights, table, family)
   missing = [row.theirs for row in table if row.theirs not in weights]
   if missing:
@@ -97,8 +92,9 @@ def read_arrays(
       f"{', '.join(missing[:8])}"
     )
   if not config.get(KEEPS_IDS):
-    arrays[EMBEDDING] = _prepend_row(arrays[EMBEDDING], start_token(config))
-  for name in unsupported_biases(family, values["num_layers"]):
+    table_VD = arrays[gpt_names.EMBEDDING]
+    arrays[gpt_names.EMBEDDING] = _prepend_row(table_VD, start_token(config))
+  for name in gpt_names.unsupported_biases(family, values["num_layers"]):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
     arrays[name] = as_stored_array(np.zeros(size, np.float32))
   return arrays
@@ -106,9 +102,11 @@ def read_arrays(
 
 def start_token(config: Mapping[str, Any]) -> int:
   """Returns the token that starts a text; 0 if config.json names none that is in the vocabulary."""
-  named = (config.get("bos_token_id"), config.get("eos_token_id"))
-  tokens = (token for token in named if token is not None and 0 <= token < config["vocab_size"])
-  return int(next(tokens, 0))
+  for name in ("bos_token_id", "eos_token_id"):
+    token = config.get(name)
+    if token is not None and 0 <= token < config["vocab_size"]:
+      return int(token)
+  return 0
 
 
 def _prepend_row(table: StoredArray, row: int) -> StoredArray:

@@ -46,16 +46,14 @@ def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str
 def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
   """Writes the model as tokenizer.json, because no class of Transformers reads it for a decoder."""
   # Reading checkpoints must not import SentencePiece.
-  from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
-    make_tokenizer,
-    read_model,
-  )
+  from rosetta_t5.checkpoints.formats.hugging_face import sentencepiece_tokenizer
 
-  model = read_model((root / SENTENCEPIECE).read_bytes())
+  model = sentencepiece_tokenizer.read_model((root / SENTENCEPIECE).read_bytes())
   end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
   for name in ("special_tokens_map.json", "added_tokens.json"):
     (root / name).unlink(missing_ok=True)
-  make_tokenizer(model, _PADDING).save(str(root / "tokenizer.json"), pretty=False)
+  tokenizer = sentencepiece_tokenizer.make_tokenizer(model, _PADDING)
+  tokenizer.save(str(root / "tokenizer.json"), pretty=False)
   ids = {"bos_token": _PADDING, "pad_token": _PADDING, "eos_token": end}
   _write_json(
     root / "tokenizer_config.json",

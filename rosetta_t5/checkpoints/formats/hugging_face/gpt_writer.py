@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, scale
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import (
-  EMBEDDING,
-  FAMILIES,
-  POSITIONS,
-  unsupported_biases,
-  weight_table,
-)
+from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import EMBEDDING
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS, start_token
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import to_transformers
 from rosetta_t5.networks.decoder_config import TransformerConfig
@@ -24,13 +19,13 @@ from rosetta_t5.networks.decoder_config import TransformerConfig
 _GPT2_END = 50256
 # Parameters that neither architecture has, by a pattern of their names.
 _UNSUPPORTED = {
-  r".*relpos_bias.*": "T5's relative bias (positions = 'relative')",
-  r".*mlp/wi_\d/.*": "a gated feed-forward block (mlp_activations of several)",
-  r".*logits_dense.*": "a separate output layer (logits_via_embedding = False)",
+  r"/relpos_bias/": "T5's relative bias (positions = 'relative')",
+  r"/mlp/wi_\d/": "a gated feed-forward block (several mlp_activations)",
+  r"/logits_dense/": "a separate output layer (logits_via_embedding = False)",
 }
 # Parameters that both architectures have.
 _REQUIRED = {
-  POSITIONS: "no learned positions (positions = 'rotary' or 'relative')",
+  gpt_names.POSITIONS: "no learned positions (positions = 'rotary' or 'relative')",
   "target/decoder/decoder_norm/bias": "T5's norm (norm = 'rms')",
   "target/decoder/layers_0/mlp/wo/bias": "no biases (use_bias = False)",
 }
@@ -40,7 +35,8 @@ def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
   """Raises ValueError, with all reasons, unless weights in the plain tree are those of a GPT."""
   reasons = [reason for name, reason in _REQUIRED.items() if name not in arrays]
   for pattern, reason in _UNSUPPORTED.items():
-    reasons += [reason] if any(re.fullmatch(pattern, name) for name in arrays) else []
+    if any(re.search(pattern, name) for name in arrays):
+      reasons.append(reason)
   if reasons:
     raise ValueError(
       "decoders are written for Transformers as GPT-2 or GPT-Neo, but this one is neither: it has "
@@ -64,8 +60,8 @@ def make_config(
   """Returns the content of config.json for weights in the plain tree.
 
   Args:
-    arrays: by our names.
-    config: of the network.
+    arrays: the weights by our names.
+    config: the network's config.
     family: 'gpt2' or 'gpt_neo'.
     ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
     base: the config.json that the model came with, whose other entries are kept.
@@ -75,14 +71,14 @@ def make_config(
   """
   _check_config(arrays, config, family)
   dtype = arrays[EMBEDDING].dtype.name
-  dropped = {"_name_or_path", "torch_dtype", KEEPS_IDS}
   kept = base if base and base["model_type"] == family else {}
+  names = gpt_names.FAMILIES[family]
   return {
-    **{key: value for key, value in kept.items() if key not in dropped},
-    **{theirs: getattr(config, ours) for ours, theirs in FAMILIES[family].sizes.items()},
+    **{key: value for key, value in kept.items() if key not in ("_name_or_path", KEEPS_IDS)},
+    **{theirs: getattr(config, ours) for ours, theirs in names.sizes.items()},
     **(_attention_types(config) if family == "gpt_neo" else {}),
     **_ids(arrays[EMBEDDING], ids_are_shifted, base),
-    "architectures": [FAMILIES[family].architecture],
+    "architectures": [names.architecture],
     "model_type": family,
     "activation_function": "gelu_new",
     "layer_norm_epsilon": config.norm_epsilon,
@@ -116,7 +112,7 @@ def _check_config(
   ):
     if is_wrong:
       raise ValueError(f"this model cannot be written as Transformers' {family}: {reason}")
-  names = unsupported_biases(family, config.num_layers)
+  names = gpt_names.unsupported_biases(family, config.num_layers)
   if present := [name for name in names if np.any(arrays[name].get())]:
     advice = "" if window else ". --model-type gpt2 has them"
     raise ValueError(
@@ -168,18 +164,17 @@ def weights(
   """Returns {Transformers' name: array} for weights in the plain tree.
 
   Args:
-    arrays: by our names.
-    config: of the network.
+    arrays: the weights by our names.
+    config: the network's config.
     their_config: the config.json that `make_config` returned.
   """
   family = their_config["model_type"]
-  dropped = unsupported_biases(family, config.num_layers)
+  dropped = gpt_names.unsupported_biases(family, config.num_layers)
   kept = {name: array for name, array in arrays.items() if name not in dropped}
   kept |= _scale_weights(kept, config, family)
   if not their_config.get(KEEPS_IDS):
     kept[EMBEDDING] = _move_first_row(arrays[EMBEDDING], their_config["vocab_size"])
-  table = weight_table(family, config.num_layers)
-  theirs = to_transformers(kept, table, family)
+  theirs = to_transformers(kept, gpt_names.weight_table(family, config.num_layers), family)
   return {f"transformer.{name}": array for name, array in theirs.items()}
 
 

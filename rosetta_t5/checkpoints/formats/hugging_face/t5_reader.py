@@ -9,20 +9,10 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
-from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
-  EMBEDDING,
-  HEAD,
-  HF_EMBEDDING,
-  HF_EMBEDDING_COPIES,
-  rename_shared_biases,
-  weight_table,
-)
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import (
-  count_layers,
-  from_transformers,
-)
+from rosetta_t5.checkpoints.formats.hugging_face import t5_names, weight_mapping
+from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_EMBEDDING
 
-_COMPARED_AT_ONCE = 16_000_000
+_VALUES_COMPARED_AT_ONCE = 16_000_000
 
 
 def read_arrays(
@@ -42,14 +32,17 @@ def read_arrays(
     ValueError: weights are missing, or belong to another architecture.
   """
   weights = dict(weights)
-  copies = [weights.pop(name) for name in HF_EMBEDDING_COPIES if name in weights]
+  copies = [weights.pop(name) for name in t5_names.HF_EMBEDDING_COPIES if name in weights]
   if HF_EMBEDDING not in weights:
     if not copies:
       raise ValueError(f"the embedding table ({HF_EMBEDDING}) is missing: the folder is incomplete")
     weights[HF_EMBEDDING] = copies[0]
-  layers = [count_layers(weights, rf"{side}\.block\.") for side in ("encoder", "decoder")]
-  arrays = rename_shared_biases(from_transformers(weights, weight_table(*layers), "T5X's T5"))
-  return _with_head(arrays, config) if layers[1] else arrays
+  encoder_layers = weight_mapping.count_layers(weights, r"encoder\.block\.")
+  decoder_layers = weight_mapping.count_layers(weights, r"decoder\.block\.")
+  table = t5_names.weight_table(encoder_layers, decoder_layers)
+  arrays = weight_mapping.from_transformers(weights, table, "T5X's T5")
+  arrays = t5_names.rename_shared_biases(arrays)
+  return _with_head(arrays, config) if decoder_layers else arrays
 
 
 def activations(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -64,7 +57,7 @@ def activations(config: Mapping[str, Any]) -> tuple[str, ...]:
       "feed_forward_proj must be an activation such as 'relu', or one such as 'gated-gelu', got "
       f"{config['feed_forward_proj']!r}"
     )
-  name = {"gelu_new": "gelu"}.get(name, name)
+  name = "gelu" if name == "gelu_new" else name
   return (name, "linear") if gate else (name,)
 
 
@@ -100,6 +93,6 @@ def _are_equal(a: StoredArray, b: StoredArray) -> bool:
   """Compares two matrices in parts, so that tables of gigabytes are never in memory as a whole."""
   if a.shape != b.shape:
     return False
-  columns = max(1, _COMPARED_AT_ONCE // a.shape[0])
+  columns = max(1, _VALUES_COMPARED_AT_ONCE // a.shape[0])
   parts = [(slice(None), slice(n, n + columns)) for n in range(0, a.shape[1], columns)]
   return all(np.array_equal(a.read(part), b.read(part)) for part in parts)

@@ -8,13 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale
-from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
-  EMBEDDING,
-  HEAD,
-  HF_EMBEDDING,
-  HF_HEAD,
-  weight_table,
-)
+from rosetta_t5.checkpoints.formats.hugging_face import t5_names
+from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_HEAD
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers, to_transformers
 
 _MT5_VOCABULARY = 250112
@@ -47,7 +42,7 @@ def make_config(
   """Returns the content of config.json for weights in T5X's plain tree.
 
   Args:
-    arrays: by T5X's names, with 2-D kernels.
+    arrays: the weights by T5X's names, with 2-D kernels.
     family: 't5', 'mt5' or 'umt5'.
     activations: flax's names, such as ('gelu', 'linear').
     base: the config.json that the model came with, whose other entries are kept.
@@ -64,21 +59,21 @@ def make_config(
   vocabulary, width = arrays[EMBEDDING].shape
   heads, buckets = next(x for n, x in arrays.items() if n.endswith("rel_embedding")).shape
   heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape[1]
-  hidden = next(x for n, x in arrays.items() if n.endswith("/mlp/wo/kernel")).shape[0]
   encoder_layers, decoder_layers = _layer_counts(arrays)
   has_decoder = decoder_layers > 0
   class_suffix = "ForConditionalGeneration" if has_decoder else "EncoderModel"
   dtype = arrays[EMBEDDING].dtype.name
-  config = {
+  dropped = ("_name_or_path", "scale_decoder_outputs")
+  return {
     "dropout_rate": 0.1,
     "initializer_factor": 1.0,
-    **{k: v for k, v in (base or {}).items() if k not in ("_name_or_path", "torch_dtype")},
+    **{key: value for key, value in (base or {}).items() if key not in dropped},
     "architectures": [_ARCHITECTURES[family] + class_suffix],
     "model_type": family,
     "vocab_size": vocabulary,
     "d_model": width,
     "d_kv": heads_width // heads,
-    "d_ff": hidden,
+    "d_ff": arrays["target/encoder/layers_0/mlp/wo/kernel"].shape[0],
     "num_heads": heads,
     "num_layers": encoder_layers,
     "num_decoder_layers": decoder_layers or encoder_layers,
@@ -93,14 +88,13 @@ def make_config(
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
     "use_cache": has_decoder,
+    # Transformers 4 decides by this entry whether logits are divided by √d_model, as in T5 1.0.
+    # Transformers 5 decides by `scale_decoder_outputs`, whose default is this entry's value.
+    "tie_word_embeddings": HEAD not in arrays or family == "umt5",
     "dtype": dtype,
     "torch_dtype": dtype,
     "transformers_version": "5.0.0",
   }
-  config.pop("scale_decoder_outputs", None)
-  # Transformers 4 decides by this, 5 by `scale_decoder_outputs`; T5 1.0 needs True in both.
-  config["tie_word_embeddings"] = HEAD not in arrays or family == "umt5"
-  return config
 
 
 def weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredArray]:
@@ -113,14 +107,14 @@ def weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredA
   own = {
     _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
   }
-  theirs = to_transformers(own, weight_table(*_layer_counts(arrays)), "T5")
+  theirs = to_transformers(own, t5_names.weight_table(*_layer_counts(arrays)), "T5")
   width = math.sqrt(arrays[EMBEDDING].shape[1])
   if family == "umt5" and HF_HEAD in theirs:
     # Transformers 5 divides the input of UMT5's head by √d_model, whatever its config contains.
     theirs[HF_HEAD] = scale(theirs[HF_HEAD], width)
   if family == "mt5" and HF_HEAD not in theirs and any("decoder" in name for name in theirs):
     # Transformers' mT5 never divides, so tied logits need a head of their own.
-    theirs[HF_HEAD] = scale(theirs[HF_EMBEDDING], 1 / width)
+    theirs[HF_HEAD] = scale(theirs[t5_names.HF_EMBEDDING], 1 / width)
   return theirs
 
 
