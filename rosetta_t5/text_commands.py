@@ -18,8 +18,7 @@ from rosetta_t5.config.errors import exit_on_user_error
 
 # The text or JSON object of a line, and the model's texts: {"input": …, "target": …}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
-_PROMPT = "> "
-_LINE_START = b'{"inputs": '  # of every line of an output
+_LINE_START = b'{"inputs": '  # Each line of an output begins so.
 
 
 def infer(argv: Sequence[str]) -> int:
@@ -112,7 +111,7 @@ def _typed_lines() -> Iterator[str]:
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 is shown and can be typed again
   with contextlib.suppress(EOFError, KeyboardInterrupt):
-    while text := input(_PROMPT).strip():
+    while text := input("> ").strip():
       yield text
 
 

@@ -161,18 +161,20 @@ def _for_transformers(
     ValueError: Transformers has no architecture for the model.
   """
   if any(name.startswith("target/encoder/") for name in arrays):
-    family = family or t5_writer.model_type(arrays)
-    config = t5_writer.make_config(arrays, family, facts.activations, facts.base)
-    return t5_writer.weights(arrays, family), config
+    family = family or t5_writer.find_family(arrays)
+    config = t5_writer.make_config(arrays, family, facts.activations, facts.source_config)
+    return t5_writer.make_weights(arrays, family), config
   gpt_writer.check_is_gpt(arrays)
   if facts.gpt is None:
     raise ValueError(
       "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
       "config.gin of the run that trained it, or to the config.json that it came with"
     )
-  family = family or gpt_writer.model_type(facts.gpt)
-  config = gpt_writer.make_config(arrays, facts.gpt, family, facts.ids_are_shifted, facts.base)
-  return gpt_writer.weights(arrays, facts.gpt, config), config
+  family = family or gpt_writer.find_family(facts.gpt)
+  config = gpt_writer.make_config(
+    arrays, facts.gpt, family, facts.ids_are_shifted, facts.source_config
+  )
+  return gpt_writer.make_weights(arrays, facts.gpt, config), config
 
 
 def _prepare_destination(

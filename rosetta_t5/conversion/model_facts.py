@@ -36,13 +36,13 @@ class ModelFacts:
     activations: T5Config.mlp_activations; a decoder's are in `gpt`.
     gpt: the network's config, if it is a GPT's; None for other models, or if there is no config.
     ids_are_shifted: whether ids are one higher than the tokenizer's, whose id 0 is not padding.
-    base: the content of config.json, if the model came with one.
+    source_config: the content of the config.json that the model came with; {} if there is none.
   """
 
   activations: tuple[str, ...]
   gpt: TransformerConfig | None = None
   ids_are_shifted: bool = False
-  base: Mapping[str, Any] | None = None
+  source_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_facts(
@@ -74,17 +74,18 @@ def read_facts(
   if gpt_names.POSITIONS in arrays:
     return _read_gpt_facts(file)
   if file.suffix == ".json":
-    base = folder.read_config(file, t5_names.FAMILIES)
-    return ModelFacts(activations or t5_reader.activations(base), base=base)
+    contents = folder.read_config(file, t5_names.FAMILIES)
+    activations = activations or t5_reader.read_activations(contents)
+    return ModelFacts(activations, source_config=contents)
   found = _read_literals(file.read_text(), "T5Config").get("mlp_activations")
   return ModelFacts(activations or tuple(found or numpy_t5.default_activations(arrays)))
 
 
 def _read_gpt_facts(file: epath.Path) -> ModelFacts:
   if file.suffix == ".json":
-    base = folder.read_config(file, gpt_names.FAMILIES)
-    network = TransformerConfig(**gpt_reader.network_values(base))
-    return ModelFacts((), network, not base.get(gpt_reader.KEEPS_IDS), base)
+    contents = folder.read_config(file, gpt_names.FAMILIES)
+    network = TransformerConfig(**gpt_reader.network_values(contents))
+    return ModelFacts((), network, not contents.get(gpt_reader.KEEPS_IDS), contents)
   text = file.read_text()
   values = _read_literals(text, "TransformerConfig")
   if "num_heads" not in values:

@@ -7,20 +7,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rosetta_t5.conversion.numpy_layers import (
-  Arrays,
-  as_float,
-  attend,
-  embed,
-  output_layer,
-  tanh_gelu,
-)
+from rosetta_t5.conversion import numpy_layers
+from rosetta_t5.conversion.numpy_layers import Arrays
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
 Params = Mapping[str, np.ndarray]
 
 
-def logits(arrays: Arrays, config: TransformerConfig, tokens_BT: np.ndarray) -> np.ndarray:
+def compute_logits(arrays: Arrays, config: TransformerConfig, tokens_BT: np.ndarray) -> np.ndarray:
   """Returns the logits [B, T, V], including padding's, of sequences without padding.
 
   Args:
@@ -30,7 +24,7 @@ def logits(arrays: Arrays, config: TransformerConfig, tokens_BT: np.ndarray) -> 
   """
   length = tokens_BT.shape[1]
   positions_TD = arrays["target/decoder/position_embedding"].read((slice(0, length), slice(None)))
-  x_BTD = embed(arrays, "decoder", tokens_BT) + as_float(positions_TD)
+  x_BTD = numpy_layers.embed(arrays, "decoder", tokens_BT) + numpy_layers.as_float(positions_TD)
   distance_TS = np.arange(length)[:, None] - np.arange(length)
   for layer in range(config.num_layers):
     window = config.local_attention_window if layer % 2 else None
@@ -40,13 +34,13 @@ def logits(arrays: Arrays, config: TransformerConfig, tokens_BT: np.ndarray) -> 
     x_BTD = x_BTD + _mlp(params, config, x_BTD)
   last = _read(arrays, "target/decoder/", "decoder_norm/")
   y_BTD = _norm(last, "decoder_norm", x_BTD, config)
-  return output_layer(arrays, y_BTD, config.divide_tied_logits)
+  return numpy_layers.output_layer(arrays, y_BTD, config.divide_tied_logits)
 
 
 def _read(arrays: Arrays, prefix: str, start: str = "") -> dict[str, np.ndarray]:
   """Returns the parameters whose names are `prefix` and then something that begins with `start`."""
   names = [name for name in arrays if name.startswith(prefix + start)]
-  return {name.removeprefix(prefix): as_float(arrays[name].get()) for name in names}
+  return {name.removeprefix(prefix): numpy_layers.as_float(arrays[name].get()) for name in names}
 
 
 def _attention(
@@ -58,13 +52,13 @@ def _attention(
   )
   if config.scale_queries or config.scale_attn_logits:
     q_BTE = q_BTE / math.sqrt(config.head_dim)
-  mixed_BTE = attend(q_BTE, k_BTE, v_BTE, config.num_heads, allowed_TS)
+  mixed_BTE = numpy_layers.attend(q_BTE, k_BTE, v_BTE, config.num_heads, allowed_TS)
   return _dense(params, "self_attention/out", mixed_BTE)
 
 
 def _mlp(params: Params, config: TransformerConfig, x_BTD: np.ndarray) -> np.ndarray:
   y_BTD = _norm(params, "pre_mlp_layer_norm", x_BTD, config)
-  return _dense(params, "mlp/wo", tanh_gelu(_dense(params, "mlp/wi", y_BTD)))
+  return _dense(params, "mlp/wo", numpy_layers.tanh_gelu(_dense(params, "mlp/wi", y_BTD)))
 
 
 def _dense(params: Params, name: str, x_BTD: np.ndarray) -> np.ndarray:

@@ -12,19 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers
-from rosetta_t5.conversion.numpy_layers import (
-  Arrays,
-  as_float,
-  attend,
-  embed,
-  output_layer,
-  tanh_gelu,
-)
+from rosetta_t5.conversion import numpy_layers
+from rosetta_t5.conversion.numpy_layers import Arrays
 
 _MAX_DISTANCE = 128
 _EPSILON = 1e-6
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-  "gelu": tanh_gelu,
+  "gelu": numpy_layers.tanh_gelu,
   "linear": lambda x: x,
   "relu": lambda x: np.maximum(x, 0),
   "silu": lambda x: x / (1 + np.exp(-x)),
@@ -53,14 +47,14 @@ def encode(
   """
   is_token_BS = inputs_BS > 0
   allowed_B1SS = is_token_BS[:, None, None, :] & is_token_BS[:, None, :, None]
-  x_BSD = embed(arrays, "encoder", inputs_BS)
+  x_BSD = numpy_layers.embed(arrays, "encoder", inputs_BS)
   for layer in _layers(arrays, "encoder", activations):
     x_BSD = x_BSD + layer.self_attention(x_BSD, allowed_B1SS)
     x_BSD = x_BSD + layer.mlp(x_BSD)
   return _norm(x_BSD, _read(arrays, "target/encoder/encoder_norm/scale"))
 
 
-def logits(
+def compute_logits(
   arrays: Arrays,
   inputs_BS: np.ndarray | None,
   targets_BT: np.ndarray,
@@ -80,13 +74,15 @@ def logits(
   length = targets_BT.shape[1]
   causal_TT = np.tril(np.ones((length, length), bool))
   encoded_BSD = None if inputs_BS is None else encode(arrays, inputs_BS, activations)
-  x_BTD = embed(arrays, "decoder", targets_BT)
+  x_BTD = numpy_layers.embed(arrays, "decoder", targets_BT)
   for layer in _layers(arrays, "decoder", activations):
     x_BTD = x_BTD + layer.self_attention(x_BTD, causal_TT)
     if inputs_BS is not None and encoded_BSD is not None:
       x_BTD = x_BTD + layer.cross_attention(x_BTD, encoded_BSD, inputs_BS > 0)
     x_BTD = x_BTD + layer.mlp(x_BTD)
-  return output_layer(arrays, _norm(x_BTD, _read(arrays, "target/decoder/decoder_norm/scale")))
+  return numpy_layers.output_layer(
+    arrays, _norm(x_BTD, _read(arrays, "target/decoder/decoder_norm/scale"))
+  )
 
 
 def _layers(arrays: Arrays, side: str, activations: Sequence[str] | None) -> list[_Layer]:
@@ -140,7 +136,7 @@ class _Layer:
     q_BTE = y_BTD @ self._read(f"{name}/query/kernel")
     k_BSE = kv_BSD @ self._read(f"{name}/key/kernel")
     v_BSE = kv_BSD @ self._read(f"{name}/value/kernel")
-    mixed_BTE = attend(q_BTE, k_BSE, v_BSE, len(self._bias_table()), allowed, bias)
+    mixed_BTE = numpy_layers.attend(q_BTE, k_BSE, v_BSE, len(self._bias_table()), allowed, bias)
     return mixed_BTE @ self._read(f"{name}/out/kernel")
 
   def _bias_table(self) -> np.ndarray:
@@ -156,7 +152,7 @@ class _Layer:
 def _read(arrays: Arrays, name: str) -> np.ndarray:
   if name not in arrays:
     raise ValueError(f"the model lacks {name}: its forward pass is not that of a T5")
-  return as_float(arrays[name].get())
+  return numpy_layers.as_float(arrays[name].get())
 
 
 def _norm(x_BTD: np.ndarray, scale_D: np.ndarray) -> np.ndarray:

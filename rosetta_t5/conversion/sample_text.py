@@ -17,7 +17,7 @@ _INPUT = (
 _TARGET = "and see the watery part of the world. It is a way I have of driving off the spleen"
 
 
-def text_tokens(
+def encode_sample_text(
   vocabulary_size: int, tokenizer: str | os.PathLike[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns a sentence as token ids [1, S], and its continuation shifted right [1, T].

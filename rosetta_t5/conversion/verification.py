@@ -16,7 +16,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import numpy_gpt, numpy_t5
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
-from rosetta_t5.conversion.sample_text import text_tokens
+from rosetta_t5.conversion.sample_text import encode_sample_text
 from rosetta_t5.conversion.transformers_reference import can_run_transformers, transformers_outputs
 
 Arrays = Mapping[str, StoredArray]
@@ -59,10 +59,10 @@ def check(
     return
   is_theirs = is_hugging_face(folder)
   written_facts = read_facts(folder, written) if is_theirs else facts
-  tokens = _tokens(plain, facts, tokenizer)
-  before = functools.cache(lambda dtype: outputs(source, tokens, facts, dtype))
-  after = functools.partial(outputs, written, tokens, written_facts)
-  report(compare("both checkpoints read again", before, after, facts.ids_are_shifted))
+  tokens = _make_tokens(plain, facts, tokenizer)
+  before = functools.cache(lambda dtype: compute_outputs(source, tokens, facts, dtype))
+  after = functools.partial(compute_outputs, written, tokens, written_facts)
+  report(compare_outputs("both checkpoints read again", before, after, facts.ids_are_shifted))
   if not is_theirs:
     return
   params = sum(array.size for array in written.values())
@@ -71,7 +71,7 @@ def check(
     return
   theirs = functools.partial(transformers_outputs, folder, tokens, written_facts)
   may_use_float64 = can_run_transformers(params, np.float64)
-  report(compare("by Transformers", before, theirs, facts.ids_are_shifted, may_use_float64))
+  report(compare_outputs("by Transformers", before, theirs, facts.ids_are_shifted, may_use_float64))
 
 
 def compare_arrays(before: Arrays, after: Arrays) -> int:
@@ -92,9 +92,11 @@ def compare_arrays(before: Arrays, after: Arrays) -> int:
   return len(ours)
 
 
-def _tokens(arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str] | None) -> Tokens:
+def _make_tokens(
+  arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str] | None
+) -> Tokens:
   table = arrays.get(t5_names.EMBEDDING) or arrays[gpt_names.EMBEDDING]
-  inputs_1S, targets_1T = text_tokens(table.shape[0], tokenizer)
+  inputs_1S, targets_1T = encode_sample_text(table.shape[0], tokenizer)
   if facts.gpt is None:
     return inputs_1S, targets_1T
   # One text of as many tokens as there are positions, which is longer than local attention's window.
@@ -102,7 +104,7 @@ def _tokens(arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str]
   return inputs_1S, np.array(text)[:, : arrays[gpt_names.POSITIONS].shape[0]]
 
 
-def outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np.ndarray:
+def compute_outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np.ndarray:
   """Returns the logits of a checkpoint's model, or an encoder's outputs if it has no decoder.
 
   Args:
@@ -118,14 +120,16 @@ def outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np
   }
   inputs_1S, targets_1T = tokens
   if facts.gpt is not None:
-    return numpy_gpt.logits(plain, facts.gpt, targets_1T)
+    return numpy_gpt.compute_logits(plain, facts.gpt, targets_1T)
   if not any(name.startswith("target/decoder/") for name in plain):
     return numpy_t5.encode(plain, inputs_1S, facts.activations)
   has_encoder = any(name.startswith("target/encoder/") for name in plain)
-  return numpy_t5.logits(plain, inputs_1S if has_encoder else None, targets_1T, facts.activations)
+  return numpy_t5.compute_logits(
+    plain, inputs_1S if has_encoder else None, targets_1T, facts.activations
+  )
 
 
-def compare(
+def compare_outputs(
   name: str,
   before: ComputeOutputs,
   after: ComputeOutputs,
@@ -148,15 +152,16 @@ def compare(
     ConversionError: the difference exceeds the tolerance.
   """
   differences: list[str] = []
-  for dtype in (np.float32, np.float64) if may_use_float64 else (np.float32,):
-    one, other = before(dtype), after(dtype)
-    other = other[..., : one.shape[-1]] if may_add_row else other
-    if one.shape != other.shape:
-      raise ConversionError(f"{name}: the shape must be {one.shape}, got {other.shape}")
-    difference = float(np.max(np.abs(one - other)))
+  for dtype in [np.float32, np.float64] if may_use_float64 else [np.float32]:
+    expected, actual = before(dtype), after(dtype)
+    if may_add_row:
+      actual = actual[..., : expected.shape[-1]]
+    if actual.shape != expected.shape:
+      raise ConversionError(f"{name}: the shape must be {expected.shape}, got {actual.shape}")
+    difference = float(np.max(np.abs(expected - actual)))
     # Larger logits have larger rounding errors.
-    limit = TOLERANCE * max(1.0, float(np.max(np.abs(one))) / 10)
-    differences.append(f"{difference:.1e} in {np.dtype(dtype).name}")
+    limit = TOLERANCE * max(1.0, float(np.max(np.abs(expected))) / 10)
+    differences.append(f"{difference:.1e} in {dtype.__name__}")
     if difference <= limit:
       return f"logits of real text, {name}: largest difference {', '.join(differences)}"
   raise ConversionError(

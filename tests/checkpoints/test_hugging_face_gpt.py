@@ -130,7 +130,7 @@ def test_the_forward_pass_of_the_verification_equals_the_independent_one(kind, t
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
   config = TransformerConfig(**network_values(CONFIGS[kind]))
-  logits = numpy_gpt.logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
+  logits = numpy_gpt.compute_logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
   np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-5)
 
 

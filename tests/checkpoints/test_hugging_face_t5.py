@@ -37,7 +37,7 @@ def by_torch():
 
 def logits_of(path, by_torch):
   arrays = read_arrays(path)
-  return numpy_t5.logits(arrays, by_torch["inputs"], by_torch["decoder_inputs"])
+  return numpy_t5.compute_logits(arrays, by_torch["inputs"], by_torch["decoder_inputs"])
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -54,7 +54,7 @@ def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
   )
   apply = functools.partial(SCANNED.apply, enable_dropout=False)
   logits = jax.jit(apply)({"params": unflatten_dict(params, sep="/")}, inputs, given, wanted)
-  expected = numpy_t5.logits(plain, np.asarray(inputs), np.asarray(given))
+  expected = numpy_t5.compute_logits(plain, np.asarray(inputs), np.asarray(given))
   real = np.asarray(wanted) > 0
   np.testing.assert_allclose(np.asarray(logits)[real], expected[real], atol=1e-5)
 

@@ -92,6 +92,6 @@ def test_the_reference_forward_pass_computes_the_logits_of_t5x(shared):
   )
   for step in (0, 20):
     arrays = read_arrays(shared / f"reference/t5x_orbax/checkpoint_{step}")
-    logits = numpy_t5.logits(arrays, inputs, targets)
+    logits = numpy_t5.compute_logits(arrays, inputs, targets)
     real = wanted > 0
     np.testing.assert_allclose(logits[real], reference[f"logits_step{step}"][real], atol=1e-4)

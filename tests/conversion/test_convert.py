@@ -15,7 +15,7 @@ from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.formats.hugging_face import folder, t5_writer
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import convert, numpy_t5, verification
-from rosetta_t5.conversion.sample_text import text_tokens
+from rosetta_t5.conversion.sample_text import encode_sample_text
 
 MESH_TF = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/mesh_tf"
 
@@ -86,14 +86,14 @@ def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_pat
 def test_a_conversion_that_changes_the_model_fails_and_leaves_nothing(
   tmp_path, monkeypatch, capsys
 ):
-  correct = t5_writer.weights
+  correct = t5_writer.make_weights
 
   def wrong(arrays, family):
     theirs = correct(arrays, family)
     k, v = (f"encoder.block.0.layer.0.SelfAttention.{letter}.weight" for letter in "kv")
     return theirs | {k: theirs[v], v: theirs[k]}
 
-  monkeypatch.setattr(t5_writer, "weights", wrong)
+  monkeypatch.setattr(t5_writer, "make_weights", wrong)
   assert run("convert", MESH_TF, tmp_path / "hf", "--to", "hf") == 1
   assert "the logits of real text differ by" in capsys.readouterr().err
   assert not (tmp_path / "hf").exists()
@@ -108,7 +108,7 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
 
 
 def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):
-  theirs = t5_writer.weights(
+  theirs = t5_writer.make_weights(
     {n: x for n, x in read_arrays(MESH_TF).items() if n.startswith("target/")}, "t5"
   )
   config = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
@@ -124,7 +124,7 @@ def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):
 
 def test_token_ids_of_the_sample_text_are_below_the_vocabulary_size():
   for size in (32, 384, 32128):
-    inputs, targets = text_tokens(size)
+    inputs, targets = encode_sample_text(size)
     assert targets[0, 0] == 0
     assert 0 < inputs.min() <= inputs.max() < size
     assert targets[0, 1:].min() > 0
@@ -193,14 +193,16 @@ def test_outputs_that_differ_by_rounding_in_float32_are_compared_in_float64():
   def in_order(order):
     return lambda dtype: np.add.accumulate(numbers.astype(dtype)[order])[-1:]
 
-  message = verification.compare("by hand", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]))
+  message = verification.compare_outputs("by hand", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]))
   assert message.endswith("by hand: largest difference 1.0e+00 in float32, 0.0e+00 in float64")
   with pytest.raises(verification.ConversionError, match=r"by 1\.0e\+00 in float32 \(at most"):
-    verification.compare("x", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]), may_use_float64=False)
+    verification.compare_outputs(
+      "x", in_order([0, 1, 2, 3]), in_order([0, 2, 1, 3]), may_use_float64=False
+    )
   with pytest.raises(
     verification.ConversionError, match=r"by 2\.0e\+00 in float32, 1\.0e\+00 in float64"
   ):
-    verification.compare("x", in_order([0, 1, 2]), lambda dtype: dtype([2.0]))
+    verification.compare_outputs("x", in_order([0, 1, 2]), lambda dtype: dtype([2.0]))
 
 
 def test_a_model_with_an_unknown_forward_pass_is_compared_by_its_parameters(tmp_path, capsys):

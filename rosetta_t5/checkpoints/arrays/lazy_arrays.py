@@ -179,6 +179,40 @@ def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   return StoredArray(shape, arrays[0].dtype, read, arrays[0].sliceable)
 
 
+def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
+  """Returns arrays joined along an axis; only the arrays that contain a requested part are read."""
+  shape = list(arrays[0].shape)
+  shape[axis] = sum(array.shape[axis] for array in arrays)
+
+  def read(index: Index) -> np.ndarray:
+    part = list(index)
+    parts = []
+    offset = 0
+    for array in arrays:
+      start = max(index[axis].start - offset, 0)
+      stop = min(index[axis].stop - offset, array.shape[axis])
+      offset += array.shape[axis]
+      if start < stop:
+        part[axis] = slice(start, stop)
+        parts.append(array.read(tuple(part)))
+    return np.concatenate(parts, axis)
+
+  return StoredArray(shape, arrays[0].dtype, read, all(array.sliceable for array in arrays))
+
+
+def slice_axis(array: StoredArray, axis: int, start: int, stop: int) -> StoredArray:
+  """Returns the positions from `start` to `stop` of an axis."""
+  shape = list(array.shape)
+  shape[axis] = stop - start
+
+  def read(index: Index) -> np.ndarray:
+    part = list(index)
+    part[axis] = slice(index[axis].start + start, index[axis].stop + start)
+    return array.read(tuple(part))
+
+  return StoredArray(shape, array.dtype, read, array.sliceable)
+
+
 def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
   """Returns the part of an array at one position of an axis, without that axis."""
   shape = array.shape[:axis] + array.shape[axis + 1 :]

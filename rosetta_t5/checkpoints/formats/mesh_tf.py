@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_state_dict,
-  select_arrays,
-  unflatten_state_dict,
-)
 from rosetta_t5.checkpoints.formats.hugging_face import t5_names
 from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
@@ -266,7 +262,7 @@ def restore_from_t5_checkpoint(
     CheckpointMismatchError: names or shapes differ.
   """
   arrays = read_arrays(path, translator)
-  expected = select_arrays(flatten_state_dict(state_dict))
+  expected = state_dicts.select_arrays(state_dicts.flatten_state_dict(state_dict))
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
   # As in T5X, names that only the model has are left to the train state to report.
@@ -275,7 +271,7 @@ def restore_from_t5_checkpoint(
     raise mismatch_error(path, mismatches)
   if not lazy_parameters:
     arrays = {n: x.get() if isinstance(x, LazyArray) else x for n, x in arrays.items()}
-  return unflatten_state_dict(arrays)
+  return state_dicts.unflatten_state_dict(arrays)
 
 
 def _unused_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats.tensorstores import kvstore, open_arrays
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 
-# The file of older versions, which contains small values and, for each array, this text and its path.
+# Older versions wrote a msgpack file of small values and, for each array, a prefix and its path.
 _AGGREGATE = "checkpoint"
 _PLACEHOLDER = "PLACEHOLDER://"
 _METADATA = "_METADATA"

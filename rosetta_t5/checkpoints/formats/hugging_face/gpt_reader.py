@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import from_transformers
 
@@ -92,11 +93,12 @@ def read_arrays(
       f"{', '.join(missing[:8])}"
     )
   if not config.get(KEEPS_IDS):
-    table_VD = arrays[gpt_names.EMBEDDING]
-    arrays[gpt_names.EMBEDDING] = _prepend_row(table_VD, start_token(config))
+    table_VD, start = arrays[gpt_names.EMBEDDING], start_token(config)
+    start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
+    arrays[gpt_names.EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
   for name in gpt_names.unsupported_biases(family, values["num_layers"]):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
-    arrays[name] = as_stored_array(np.zeros(size, np.float32))
+    arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
 
 
@@ -107,16 +109,3 @@ def start_token(config: Mapping[str, Any]) -> int:
     if token is not None and 0 <= token < config["vocab_size"]:
       return int(token)
   return 0
-
-
-def _prepend_row(table: StoredArray, row: int) -> StoredArray:
-  """Returns a table that begins with a copy of its row number `row`."""
-
-  def read(index: Index) -> np.ndarray:
-    start, stop = index[0].start, index[0].stop
-    parts = [table.read((slice(row, row + 1), index[1]))] if start == 0 < stop else []
-    parts.append(table.read((slice(max(start - 1, 0), max(stop - 1, 0)), index[1])))
-    return np.concatenate(parts)
-
-  shape = (table.shape[0] + 1, *table.shape[1:])
-  return StoredArray(shape, table.dtype, read, table.sliceable)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, scale
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, concatenate, scale, slice_axis
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import EMBEDDING
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS, start_token
@@ -44,7 +44,7 @@ def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
     )
 
 
-def model_type(config: TransformerConfig) -> str:
+def find_family(config: TransformerConfig) -> str:
   """Returns the family of a decoder: GPT-Neo if it has local layers or does not scale queries."""
   is_neo = config.local_attention_window is not None or not _scales_queries(config)
   return "gpt_neo" if is_neo else "gpt2"
@@ -55,7 +55,7 @@ def make_config(
   config: TransformerConfig,
   family: str,
   ids_are_shifted: bool,
-  base: Mapping[str, Any] | None = None,
+  source_config: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Returns the content of config.json for weights in the plain tree.
 
@@ -64,20 +64,20 @@ def make_config(
     config: the network's config.
     family: 'gpt2' or 'gpt_neo'.
     ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
-    base: the config.json that the model came with, whose other entries are kept.
+    source_config: the config.json that the model came with, whose other entries are kept; or {}.
 
   Raises:
     ValueError: the family does not support the config, or the config is not of these weights.
   """
   _check_config(arrays, config, family)
   dtype = arrays[EMBEDDING].dtype.name
-  kept = base if base and base["model_type"] == family else {}
+  kept = source_config if source_config.get("model_type") == family else {}
   names = gpt_names.FAMILIES[family]
   return {
     **{key: value for key, value in kept.items() if key not in ("_name_or_path", KEEPS_IDS)},
     **{theirs: getattr(config, ours) for ours, theirs in names.sizes.items()},
     **(_attention_types(config) if family == "gpt_neo" else {}),
-    **_ids(arrays[EMBEDDING], ids_are_shifted, base),
+    **_ids(arrays[EMBEDDING], ids_are_shifted, source_config),
     "architectures": [names.architecture],
     "model_type": family,
     "activation_function": "gelu_new",
@@ -133,22 +133,22 @@ def _attention_types(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _ids(
-  table: StoredArray, ids_are_shifted: bool, base: Mapping[str, Any] | None
+  table: StoredArray, ids_are_shifted: bool, source_config: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the vocabulary size and the special tokens in config.json."""
   size = table.shape[0]
   if not ids_are_shifted:
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     return {"vocab_size": size, KEEPS_IDS: True, **ids}
-  end = (base or {}).get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
-  expected = end if base is None else start_token({"vocab_size": size - 1, **base})
-  start = find_start_token(table, expected)
+  end = source_config.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
+  expected = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
+  start = _find_start_token(table, expected)
   ids = {"vocab_size": max(size - 1, start + 1), "eos_token_id": end}
   # The bos_token_id that the model came with is kept if it is still right.
-  return ids if base is not None and start == expected else {**ids, "bos_token_id": start}
+  return ids if source_config and start == expected else {**ids, "bos_token_id": start}
 
 
-def find_start_token(table: StoredArray, expected: int) -> int:
+def _find_start_token(table: StoredArray, expected: int) -> int:
   """Returns which of Transformers' ids starts a text.
 
   This is `expected` if our row 0, which starts texts here, is still a copy of that token's row. If
@@ -158,7 +158,7 @@ def find_start_token(table: StoredArray, expected: int) -> int:
   return expected if np.array_equal(first, same) else table.shape[0] - 1
 
 
-def weights(
+def make_weights(
   arrays: Mapping[str, StoredArray], config: TransformerConfig, their_config: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree.
@@ -173,7 +173,12 @@ def weights(
   kept = {name: array for name, array in arrays.items() if name not in dropped}
   kept |= _scale_weights(kept, config, family)
   if not their_config.get(KEEPS_IDS):
-    kept[EMBEDDING] = _move_first_row(arrays[EMBEDDING], their_config["vocab_size"])
+    table_VD = arrays[EMBEDDING]
+    parts = [slice_axis(table_VD, 0, 1, table_VD.shape[0])]
+    if their_config["vocab_size"] == table_VD.shape[0]:
+      # Row 0 is no longer a copy of another token's row, so it becomes the last one.
+      parts.append(slice_axis(table_VD, 0, 0, 1))
+    kept[EMBEDDING] = concatenate(parts, 0)
   theirs = to_transformers(kept, gpt_names.weight_table(family, config.num_layers), family)
   return {f"transformer.{name}": array for name, array in theirs.items()}
 
@@ -195,15 +200,3 @@ def _scale_weights(
 
 def _scales_queries(config: TransformerConfig) -> bool:
   return config.scale_queries or config.scale_attn_logits
-
-
-def _move_first_row(table: StoredArray, size: int) -> StoredArray:
-  """Returns `size` rows of a table without its first row, which follows them if `size` includes it."""
-
-  def read(index: Index) -> np.ndarray:
-    start, stop = index[0].start + 1, index[0].stop + 1
-    parts = [table.read((slice(start, min(stop, table.shape[0])), index[1]))]
-    parts += [table.read((slice(0, 1), index[1]))] if stop > table.shape[0] else []
-    return np.concatenate(parts)
-
-  return StoredArray((size, table.shape[1]), table.dtype, read, table.sliceable)

@@ -65,14 +65,14 @@ def make_tokenizer(model: Model, start: int) -> Tokenizer:
 
 def _check_is_supported(model: Model) -> None:
   trainer = model.trainer_spec
-  piece_types = {piece.type for piece in model.pieces}
+  types = {piece.type for piece in model.pieces}
   is_bpe = trainer.model_type == _TrainerSpec.BPE
   kind = _TrainerSpec.ModelType.Name(trainer.model_type).lower()
   for is_wrong, reason in (
     (kind not in ("unigram", "bpe"), f"model_type must be unigram or bpe, got {kind}"),
     (trainer.treat_whitespace_as_suffix, "treat_whitespace_as_suffix must be false"),
-    (is_bpe and _Piece.USER_DEFINED in piece_types, "bpe with user_defined_symbols is not supported"),
-    (_Piece.UNUSED in piece_types, "pieces of type UNUSED are not supported"),
+    (is_bpe and _Piece.USER_DEFINED in types, "bpe with user_defined_symbols is not supported"),
+    (_Piece.UNUSED in types, "pieces of type UNUSED are not supported"),
   ):
     if is_wrong:
       raise ValueError(

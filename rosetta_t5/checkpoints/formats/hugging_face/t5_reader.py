@@ -45,7 +45,7 @@ def read_arrays(
   return _with_head(arrays, config) if decoder_layers else arrays
 
 
-def activations(config: Mapping[str, Any]) -> tuple[str, ...]:
+def read_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns T5Config.mlp_activations for a config.json.
 
   Raises:

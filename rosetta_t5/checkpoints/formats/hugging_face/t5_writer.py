@@ -26,7 +26,7 @@ _PROJECTIONS = {
 }
 
 
-def model_type(arrays: Mapping[str, StoredArray]) -> str:
+def find_family(arrays: Mapping[str, StoredArray]) -> str:
   """Returns the family of weights: UMT5 has a bias in each layer, mT5 a vocabulary of its size."""
   if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
     return "umt5"
@@ -37,7 +37,7 @@ def make_config(
   arrays: Mapping[str, StoredArray],
   family: str,
   activations: Sequence[str],
-  base: Mapping[str, Any] | None = None,
+  source_config: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Returns the content of config.json for weights in T5X's plain tree.
 
@@ -45,7 +45,7 @@ def make_config(
     arrays: the weights by T5X's names, with 2-D kernels.
     family: 't5', 'mt5' or 'umt5'.
     activations: flax's names, such as ('gelu', 'linear').
-    base: the config.json that the model came with, whose other entries are kept.
+    source_config: the config.json that the model came with, whose other entries are kept; or {}.
 
   Raises:
     ValueError: Transformers has no name for the activations.
@@ -67,7 +67,7 @@ def make_config(
   return {
     "dropout_rate": 0.1,
     "initializer_factor": 1.0,
-    **{key: value for key, value in (base or {}).items() if key not in dropped},
+    **{key: value for key, value in source_config.items() if key not in dropped},
     "architectures": [_ARCHITECTURES[family] + class_suffix],
     "model_type": family,
     "vocab_size": vocabulary,
@@ -97,7 +97,7 @@ def make_config(
   }
 
 
-def weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredArray]:
+def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in T5X's plain tree.
 
   Raises:

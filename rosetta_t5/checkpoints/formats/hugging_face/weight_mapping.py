@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, transpose
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 
 _NAMES_SHOWN = 8
 
@@ -77,8 +76,9 @@ def to_transformers(
   weights = {}
   for row in table:
     if row.ours[0] in arrays:
-      joined = _concatenate([arrays[name] for name in row.ours])
-      weights[row.theirs] = transpose(joined) if row.is_transposed else joined
+      parts = [arrays[name] for name in row.ours]
+      joined = parts[0] if len(parts) == 1 else lazy_arrays.concatenate(parts, -1)
+      weights[row.theirs] = lazy_arrays.transpose(joined) if row.is_transposed else joined
   return weights
 
 
@@ -89,30 +89,11 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def _split(row: WeightMapping, weight: StoredArray) -> dict[str, StoredArray]:
-  array = transpose(weight) if row.is_transposed else weight
+  array = lazy_arrays.transpose(weight) if row.is_transposed else weight
   if len(row.ours) == 1:
     return {row.ours[0]: array}
   size = array.shape[-1] // len(row.ours)
-  return {name: _columns(array, number * size, size) for number, name in enumerate(row.ours)}
-
-
-def _columns(array: StoredArray, start: int, size: int) -> StoredArray:
-  """Returns `size` columns of a matrix, or elements of a vector."""
-
-  def read(index: Index) -> np.ndarray:
-    last = slice(index[-1].start + start, index[-1].stop + start)
-    return array.read((*index[:-1], last))
-
-  return StoredArray((*array.shape[:-1], size), array.dtype, read, array.sliceable)
-
-
-def _concatenate(parts: Sequence[StoredArray]) -> StoredArray:
-  """Returns arrays joined along the last axis."""
-  if len(parts) == 1:
-    return parts[0]
-
-  def read(index: Index) -> np.ndarray:
-    return np.concatenate([part.get() for part in parts], axis=-1)[index]
-
-  size = sum(part.shape[-1] for part in parts)
-  return StoredArray((*parts[0].shape[:-1], size), parts[0].dtype, read, sliceable=False)
+  return {
+    name: lazy_arrays.slice_axis(array, -1, number * size, (number + 1) * size)
+    for number, name in enumerate(row.ours)
+  }
