@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# What a GPU is asked first: are the kernels right here, how fast is a step, by which of them.
+# Tests the kernels on this GPU, and measures the training step with each of them.
 #
-#   benchmarks/gpu.sh                                all rows, results in benchmarks/results/gpu
-#   benchmarks/gpu.sh tests attention small base large    these rows, meant for one nine-minute call
-#   benchmarks/gpu.sh xl fp8-loss hf                 the rest, another call
-#   benchmarks/gpu.sh smoke                          every kind of row at toy size, also on a CPU
+#   benchmarks/gpu.sh                                     all rows, results in benchmarks/results/gpu
+#   benchmarks/gpu.sh tests attention small base large    these rows, which fit in one call of nine minutes
+#   benchmarks/gpu.sh xl fp8-loss hf                      the remaining rows, for another call
+#   benchmarks/gpu.sh smoke                               every kind of row at toy size, also on a CPU
 #
-# A row is measured once: one that has NAME.json is not measured again, one that failed has its output
-# in NAME.failed and is left alone until that file is deleted, one that was killed begins anew. Call
-# again until nothing is left. Of several sizes the rows that matter most come first. After each row
-# results.md is written anew.
+# A row is measured once. A row with a file NAME.json is skipped. A row that failed has its output in
+# NAME.failed and is skipped until that file is deleted. A row that was killed is measured again. Call the
+# script until no rows remain. The most important rows of all sizes come first. results.md is rewritten
+# after each row.
 #
-# RESULTS=folder PYTHON=python3 BUDGET_S=540 ROW_S=240 change the defaults (seconds of a call and of a
-# row); PACK=file.tar.gz gets the whole folder after each row, for machines that give few files back.
-# It needs jax, flax, optax, orbax, etils and wrapt, and neither TensorFlow nor seqio; pytest for the row
-# tests; torch and transformers for the rows hf. The rest is pure Python and can be carried along:
+# RESULTS=folder PYTHON=python3 BUDGET_S=540 ROW_S=240 change the defaults (seconds per call and per row).
+# PACK=file.tar.gz archives the whole folder after each row, for machines that return few files.
+# The script needs jax, flax, optax, orbax, etils and wrapt, but neither TensorFlow nor seqio. The row `tests`
+# needs pytest; the rows `hf` need torch and transformers. The other packages are pure Python and can be
+# installed in a folder:
 #   pip install --no-deps --target carried clu ml-collections jaxtyping wadler-lindig gin-config beartype
 set -u
 cd "$(dirname "$0")/.." || exit
@@ -27,7 +28,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/carried
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-/tmp/rosetta_t5_xla_cache}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
 
-# The most telling first: a call that ends early has those of every size.
+# The most important kinds come first, so that a call that ends early has measured them for every size.
 KINDS=(
   "bf16-xla --kernel xla"
   "bf16-fused --kernel cudnn --fuse-qkv --transpose"
@@ -51,25 +52,25 @@ for row in $ASKED; do
 done
 mkdir -p "$RESULTS" || exit
 
-asked() {  # ROW: is it one of those asked for?
+asked() {  # ROW: was this row requested?
   [[ $ASKED == *" $1 "* ]]
 }
 
-left() {  # seconds of this call
+left() {  # prints the remaining seconds of this call
   echo $((BUDGET_S - SECONDS))
 }
 
-tabled() {  # the table as it stands, and all of it in one file
+tabled() {  # writes the table, and the archive of the folder
   "$PYTHON" -m benchmarks.results_table "$RESULTS" > "$RESULTS/results.new" \
     && mv "$RESULTS/results.new" "$RESULTS/results.md"
   [[ -z ${PACK:-} ]] || tar -czf "$PACK" -C "$RESULTS" .
 }
 
-run() {  # NAME COMMAND...: one row, unless it is there, has failed, or the time is up
+run() {  # NAME COMMAND...: measures a row, unless it is measured, has failed, or no time is left
   local name=$1 limit began=$SECONDS status
   shift
   if [[ -s $RESULTS/$name.json ]]; then
-    echo "== $name: there already"
+    echo "== $name: already measured"
     return
   elif [[ -e $RESULTS/$name.failed ]]; then
     echo "== $name: failed before; delete $RESULTS/$name.failed to try again"
@@ -93,13 +94,13 @@ run() {  # NAME COMMAND...: one row, unless it is there, has failed, or the time
   tabled
 }
 
-step() {  # NAME ARGUMENTS...: a training step
+step() {  # NAME ARGUMENTS...: measures a training step
   local name=$1
   shift
   run "$name" "$PYTHON" -m benchmarks.train_step "$@"
 }
 
-# The repository's own pytest options (types checked, warnings are errors) are for its own environment.
+# The repository's pytest options (type checks, warnings as errors) are meant for its own environment.
 if asked tests; then
   echo "== tests"
   timeout -k 10 "$(left)" "$PYTHON" -m pytest -q -m gpu tests/test_on_gpu.py -p no:cacheprovider \
@@ -113,7 +114,7 @@ if asked attention; then
 fi
 for kind in "${KINDS[@]}"; do
   for size in small base large xl; do
-    # Words are meant to be split.
+    # The words must be split.
     # shellcheck disable=SC2086
     asked $size && step "$size-${kind%% *}" --size $size ${WORKLOADS[$size]} ${kind#* }
   done

@@ -3,7 +3,7 @@
   python -m benchmarks.roofline --size base --batch 128
   python -m benchmarks.roofline --size large --batch 64 --products 790 --bandwidth 4.3
 
-The bound for a part is its floating-point operations at the rate of matrix products, or its bytes to and
+The bound for a part is its floating-point operations at the rate of matmuls, or its bytes to and
 from memory at the memory bandwidth, whichever takes longer. Parts run one after another. Everything is
 computed from shapes; nothing runs. Attention is counted both as XLA computes it, with scores in memory,
 and fused.

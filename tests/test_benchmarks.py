@@ -94,12 +94,12 @@ def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
   assert "small-fp8-cudnn" not in table
 
   (folder / "hang").unlink()
-  said = start(PACK=str(folder / "all.tgz")).communicate()[0]
+  output = start(PACK=str(folder / "all.tgz")).communicate()[0]
   again = calls.read_text().split()[5:]
   assert again[:2] == ["small-fp8-cudnn", "base-fp8-cudnn"]
   assert not set(again) & set(asked[:4])
-  assert said.count("there already") == 3
-  assert "== base-bf16-fused: failed before; delete" in said
+  assert output.count("already measured") == 3
+  assert "== base-bf16-fused: failed before; delete" in output
   rows = {path.stem for path in results.glob("*.json")}
   assert len(rows) == 15
   with tarfile.open(folder / "all.tgz") as packed:
@@ -108,16 +108,18 @@ def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
 
 def test_gpu_sh_measures_nothing_without_time_left(gpu_sh):
   start, folder = gpu_sh
-  said = start(BUDGET_S="59").communicate()[0]
-  assert said.count("no time left; call again") == 16
+  output = start(BUDGET_S="59").communicate()[0]
+  assert output.count("no time left; call again") == 16
   assert not (folder / "calls").exists()
 
 
 def test_an_unknown_row_is_an_error():
   command = ["bash", "benchmarks/gpu.sh", "small", "huge"]
-  said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-  assert said.returncode == 2
-  assert "unknown row 'huge': tests attention small base large xl fp8-loss hf smoke" in said.stderr
+  output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert output.returncode == 2
+  assert (
+    "unknown row 'huge': tests attention small base large xl fp8-loss hf smoke" in output.stderr
+  )
 
 
 def test_a_failing_kernel_does_not_prevent_the_others(tmp_path):
@@ -140,7 +142,7 @@ def test_every_kind_of_row_runs_without_a_gpu_and_only_once(tmp_path):
   kinds = {"bf16-xla", "fp8", "bf16-pack", "attention", "fp8-loss"}
   assert {f"smoke-{kind}" for kind in kinds} <= rows
   again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-  assert again.stdout.count("there already") == len(rows)
+  assert again.stdout.count("already measured") == len(rows)
   assert (tmp_path / "results.md").read_text().count("| smoke-") >= 4
 
 

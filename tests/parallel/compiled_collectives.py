@@ -1,4 +1,4 @@
-"""The collectives that stand in a compiled program, by kind and mesh axes."""
+"""Finds the collectives in a compiled program, by kind and mesh axes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ITEMSIZE = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}
 
 
 def collectives(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-  """Returns how many arrays a program's collectives move, and their bytes, by (kind, mesh axes).
+  """Returns (number of arrays, bytes) that a program's collectives move, by (kind, mesh axes).
 
-  Single numbers (losses, weights, norms) are left out: every mesh needs their sums. Arrays that
-  XLA has combined into one operation count each.
+  Scalars (losses, weights, norms) are not counted, because every mesh needs their sums. Arrays that XLA
+  has combined into one operation are counted separately.
 
   Args:
     text: the compiled program, in HLO.
-    mesh: the mesh that it was compiled for.
+    mesh: the mesh for which it was compiled.
   """
   counts: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
   sizes: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
@@ -37,22 +37,22 @@ def collectives(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], tupl
         if shape
       ]
       if arrays:
-        # An all-to-all's result is one array, cut in a part for each device.
+        # The result of an all-to-all is one array with one part per device.
         counts[kind, _axes(line, mesh)] += 1 if kind == "all-to-all" else len(arrays)
         sizes[kind, _axes(line, mesh)] += sum(arrays)
   return {key: (counts[key], sizes[key]) for key in counts}
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-  """The mesh axes whose devices take part."""
+  """Returns the mesh axes whose devices take part."""
   groups = {frozenset(group) for group in _groups(line)}
   ids = np.arange(mesh.size).reshape(mesh.devices.shape)
   names = [name for name, size in mesh.shape.items() if size > 1]
   for count in range(1, len(names) + 1):
     for axes in itertools.combinations(names, count):
-      places = [mesh.axis_names.index(axis) for axis in axes]
+      positions = [mesh.axis_names.index(axis) for axis in axes]
       width = math.prod(mesh.shape[axis] for axis in axes)
-      rows = np.moveaxis(ids, places, range(-count, 0)).reshape(-1, width)
+      rows = np.moveaxis(ids, positions, range(-count, 0)).reshape(-1, width)
       if {frozenset(row.tolist()) for row in rows} == groups:
         return axes
   raise AssertionError(f"no axes of {mesh.shape} make the groups of {line[:300]}")
@@ -63,7 +63,7 @@ def _groups(line: str) -> list[list[int]]:
     sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", match[1])}
     inside = [list(sizes).index(name) for name in match[3].split(",")]
     ids = _ids(match[2] or f"[{math.prod(sizes.values())}]").reshape(list(sizes.values()))
-    width = math.prod(ids.shape[place] for place in inside)
+    width = math.prod(ids.shape[axis] for axis in inside)
     return np.moveaxis(ids, inside, range(-len(inside), 0)).reshape(-1, width).tolist()
   if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\S+?\]\S*?),? ", line):
     return _ids(match[3]).reshape(int(match[1]), int(match[2])).tolist()
@@ -73,7 +73,7 @@ def _groups(line: str) -> list[list[int]]:
 
 
 def _ids(iota: str) -> np.ndarray:
-  """Numbers as XLA writes them: [2,4]T(1,0), counted along [2,4], then transposed."""
+  """Returns device ids from XLA's notation: [2,4]T(1,0) is an iota of shape [2,4], transposed."""
   match = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?,?", iota)
   assert match, iota
   dims = [int(n) for n in match[1].split(",")]

@@ -1,4 +1,4 @@
-"""Programs here are run a few times each: they are compiled in a fifth of the time, and run slower."""
+"""Compiles programs in a fifth of the time; they run slower, but these tests run each only a few times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_compilation() -> Iterator[None]:
-  """Turns most of XLA's optimisations off; how arrays are split and summed over devices stays."""
+  """Disables most of XLA's optimizations; the partitioning of arrays and the collectives stay the same."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)

@@ -1,4 +1,4 @@
-"""Compiled training steps have the collectives that theory asks for, of its sizes, and no others."""
+"""Compiled training steps contain exactly the collectives, with the sizes, that theory requires."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 
 
 def packed_rows():
-  """Returns a decoder-only model's batch: rows of two examples each, whose places begin anew."""
+  """Returns a decoder-only model's batch: rows of two examples each, whose positions restart at 0."""
   names = ("input_tokens", "target_tokens", "loss_weights", "segment_ids")
-  place_T = jnp.arange(TARGETS, dtype=jnp.int32) % (TARGETS // 2)
+  position_T = jnp.arange(TARGETS, dtype=jnp.int32) % (TARGETS // 2)
   rows = {f"decoder_{name}": jnp.ones((EXAMPLES, TARGETS), jnp.int32) for name in names}
-  return rows | {"decoder_positions": jnp.tile(place_T, (EXAMPLES, 1))}
+  return rows | {"decoder_positions": jnp.tile(position_T, (EXAMPLES, 1))}
 
 
 def compiled_step(partitioner, config=T5_1_1):
-  """Returns a compiled step of AdamW, the state's shapes and splits, and the batch."""
+  """Returns a compiled step of AdamW, the state's shapes and PartitionSpecs, and the batch."""
   if isinstance(config, TransformerConfig):
     model, batch = make_decoder_only_model(config), packed_rows()
   else:
@@ -86,7 +86,7 @@ MESHES = {
   "two nodes": {"num_partitions": 1, "ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)},
 }
 QUICK = "data, fsdp, tensor"
-# What layers share is read by each of them: the bias of positions, what the encoder has come to.
+# Every layer reads the shared arrays: the relative bias and the output of the encoder.
 DEEP = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=3)
 NETWORKS = {
   "deep": ("data, tensor", DEEP),
@@ -104,13 +104,13 @@ FAMILIES = {
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in MESHES]
 )
-def test_a_step_has_the_collectives_that_theory_asks_for(name):
+def test_a_step_has_the_collectives_that_theory_requires(name):
   check_collectives(MESHES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_so_have_steps_of_other_networks(name):
+def test_steps_of_deeper_networks_have_the_required_collectives(name):
   mesh, config = NETWORKS[name]
   check_collectives(MESHES[mesh], config)
 
@@ -123,15 +123,15 @@ def test_so_have_steps_of_other_networks(name):
     for n in MESHES
   ],
 )
-def test_so_have_steps_of_other_families(family, name, capfd):
+def test_steps_of_other_model_families_have_the_required_collectives(family, name, capfd):
   check_collectives(MESHES[name], FAMILIES[family])
-  # XLA of jax 0.11 says so of a table's gradient with activations over embed, and it is counted.
+  # XLA of jax 0.11 prints this for the gradient of an embedding with activations over embed; it is counted.
   is_known = jax.__version_info__ >= (0, 11) and name.startswith("activations over embed")
   assert is_known or "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
 def check_collectives(arguments, config=T5_1_1):
-  """Asserts that a compiled step has what `plan` counts, and holds what `plan` says it does."""
+  """Asserts that a compiled step has the collectives and the argument bytes that `plan` computes."""
   partitioner = PjitPartitioner(**arguments)
   compiled, state, splits, batch = compiled_step(partitioner, config)
   is_gpt = isinstance(config, TransformerConfig)
@@ -146,7 +146,7 @@ def check_collectives(arguments, config=T5_1_1):
   counts: collections.Counter = collections.Counter()
   sizes: collections.Counter = collections.Counter()
   for each in step_collectives(state.params, splits.params, work):
-    # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and sums nothing beforehand.
+    # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and does not combine terms first.
     kind = ALL_REDUCE if each.kind == REDUCE_SCATTER else each.kind
     terms = each.terms if kind == ALL_REDUCE else 1
     counts[kind, each.axes] += each.count * terms
@@ -159,7 +159,7 @@ def check_collectives(arguments, config=T5_1_1):
 
 
 def argument_bytes(state, splits, batch, partitioner):
-  """Returns what `plan` says that a device holds of state, step and batch."""
+  """Returns the bytes of state, step and batch per device, as `plan` computes them."""
   parts = memory.state_bytes(state, splits, partitioner.mesh.shape)
   examples = sum(value.nbytes for value in batch.values()) // partitioner.data_mesh_size
   return sum(parts.values()) + examples + state.step.dtype.itemsize
@@ -167,7 +167,7 @@ def argument_bytes(state, splits, batch, partitioner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["small", "base", "large"])
-def test_real_sizes_hold_what_plan_says(size):
+def test_published_sizes_need_the_argument_bytes_that_plan_computes(size):
   partitioner = PjitPartitioner(mesh={"fsdp": 4, "tensor": 2})
   compiled, state, splits, batch = compiled_step(partitioner, model_config(size))
   expected = argument_bytes(state, splits, batch, partitioner)
@@ -175,7 +175,7 @@ def test_real_sizes_hold_what_plan_says(size):
 
 
 @pytest.mark.slow
-def test_what_is_split_by_position_takes_less_room_by_at_least_what_plan_says(monkeypatch):
+def test_sequence_parallelism_saves_at_least_the_memory_that_plan_computes(monkeypatch):
   for name in ("INPUTS", "TARGETS"):
     monkeypatch.setattr(f"{__name__}.{name}", 128)
   wide = dataclasses.replace(T5_1_1, emb_dim=256, num_encoder_layers=3, num_decoder_layers=3)
@@ -186,6 +186,6 @@ def test_what_is_split_by_position_takes_less_room_by_at_least_what_plan_says(mo
     split = activation_split(partitioner)
     work = Workload(wide, lengths, 4, partitioner.mesh.shape, activation_split=split)
     sizes.append(memory.activation_bytes(work))
-  # XLA needs room besides for what it works on, that of jax 0.11 more.
+  # XLA also needs workspace memory, with jax 0.11 more than with 0.10.
   least = 0.25 if jax.__version_info__ >= (0, 11) else 0.4
   assert least < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1

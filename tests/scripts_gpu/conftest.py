@@ -1,4 +1,4 @@
-"""Runs NVIDIA's and Pax's scripts up to the command that they end in."""
+"""Runs NVIDIA's and Pax's scripts, but prints the command that they would run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 import pytest
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
-# Stands in for Python where only the command matters; what else the scripts ask of it, it is asked. A command
-# with $FAILS in it fails.
+# Prints the arguments of `python -u` instead of running them, or fails if they contain $FAILS. Any other call
+# runs Python.
 _PYTHON = """#!/usr/bin/env bash
 [[ $1 == -u ]] || exec "{python}" "$@"
 [[ -z ${{FAILS:-}} || "$*" != *$FAILS* ]] || exit 2

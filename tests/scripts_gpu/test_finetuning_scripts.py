@@ -90,9 +90,9 @@ def test_finetuning_requires_a_checkpoint_in_model_dir_or_an_explicit_one(run, t
 
 
 def test_a_requeued_job_resumes_in_the_folder_that_it_copied(job, tmp_path):
-  says = '#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n'
+  script = '#!/usr/bin/env bash\necho "$MODEL_DIR" "$MAKE_FT_DIR"\n'
   for _ in range(2):
-    status, out, _ = job(says, SLURM_JOB_NUM_NODES="1")
+    status, out, _ = job(script, SLURM_JOB_NUM_NODES="1")
     assert status == 0
     assert out.splitlines()[-1] == "./ft_pre_7 false"
     (tmp_path / "ft_pre_7/checkpoint_1005").mkdir(exist_ok=True)

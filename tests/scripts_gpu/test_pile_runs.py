@@ -1,4 +1,4 @@
-"""NVIDIA's scripts run to the end on a Pile in small: in one process and in two, and the finetuning after it."""
+"""NVIDIA's scripts pretrain on a tiny Pile, in one process and in two, and finetune afterwards."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Scripts:
 
 
 def _losses(process: subprocess.Popen) -> dict[int, float]:
-  said, _ = process.communicate(timeout=600)
-  assert process.returncode == 0, said[-3000:]
-  return {int(step): float(loss) for step, loss in _STEP.findall(said)}
+  output, _ = process.communicate(timeout=600)
+  assert process.returncode == 0, output[-3000:]
+  return {int(step): float(loss) for step, loss in _STEP.findall(output)}
 
 
 @pytest.fixture

@@ -44,9 +44,9 @@ def test_pretraining_passes_its_positional_arguments_on(run, tmp_path):
 def test_a_run_that_goes_on_writes_its_log_after_what_is_there(run, tmp_path):
   (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
   for script in (("singlenode_pretrain_pile.sh",), ("singlenode_ft_frompile.sh", "mnli2")):
-    said = "".join(run(*script, "small")[1] for _ in range(2))
-    assert said
-    assert [log.read_text() for log in (tmp_path / "logs").iterdir()].count(said) == 1
+    output = "".join(run(*script, "small")[1] for _ in range(2))
+    assert output
+    assert [log.read_text() for log in (tmp_path / "logs").iterdir()].count(output) == 1
 
 
 def test_a_process_of_a_gpt_job_takes_paxs_arguments(run, tmp_path):

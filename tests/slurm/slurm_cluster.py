@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this one machine, for as long as a `with` lasts."""
+"""Runs a real Slurm with two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ PartitionName=here Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-  """Returns why no Slurm can run here, or None if one can; installs the packages where it may."""
+  """Returns why Slurm cannot run here, or None; installs the packages if that is possible."""
   if os.geteuid() != 0:
-    return "a Slurm of one's own needs root"
+    return "starting Slurm requires root"
   if any(shutil.which(name) is None for name in _DAEMONS):
     if shutil.which("apt-get") is None:
-      return "Slurm is not installed, and there is no apt-get"
+      return "Slurm is not installed, and apt-get is not available"
     _install("slurm-wlm", "munge")
   absent = [name for name in _DAEMONS if shutil.which(name) is None]
-  return f"not installed, nor to be installed by apt-get: {', '.join(absent)}" if absent else None
+  return f"not installed, and apt-get could not install: {', '.join(absent)}" if absent else None
 
 
 def _install(*packages: str) -> None:
-  # Where nothing answers, apt-get would try for minutes what this gives up in seconds.
+  # Without a network, apt-get would otherwise retry for minutes.
   apt = ("apt-get", "-q", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10")
   environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
   for command in ((*apt, "update"), (*apt, "install", "-y", *packages)):
@@ -67,14 +67,14 @@ def _install(*packages: str) -> None:
 
 
 class Cluster:
-  """Two nodes, and what a user types at them."""
+  """A cluster of two nodes, and the commands of a user."""
 
   def __init__(self, folder: pathlib.Path) -> None:
     self._folder = folder
     self._environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
   def run(self, *command: str, cwd: pathlib.Path | None = None, **variables: str) -> str:
-    """Returns what a command prints; `variables` go into its environment."""
+    """Returns the output of a command; `variables` are added to its environment."""
     done = subprocess.run(
       command,
       env=self._environment | variables,
@@ -94,7 +94,7 @@ class Cluster:
     cwd: pathlib.Path,
     environment: Mapping[str, str],
   ) -> str:
-    """Returns the number of the job."""
+    """Submits a job and returns its number."""
     command = ("sbatch", "--parsable", *options, str(script), *arguments)
     return self.run(*command, cwd=cwd, **environment).strip()
 
@@ -104,7 +104,7 @@ class Cluster:
     return text.split("JobState=")[1].split()[0]
 
   def wait(self, job: str, *states: str, seconds: float = 300) -> str:
-    """Returns the state once it is one of these; fails when the time is over."""
+    """Waits until the job is in one of these states and returns it; fails at the timeout."""
     end = time.monotonic() + seconds
     while (state := self.state(job)) not in states:
       assert time.monotonic() < end, f"job {job} is {state} after {seconds} s\n{self.logs()}"
@@ -112,7 +112,7 @@ class Cluster:
     return state
 
   def logs(self) -> str:
-    """Returns the ends of the daemons' logs."""
+    """Returns the last lines of the daemons' logs."""
     return "\n".join(
       f"== {path.name}\n{path.read_text()[-1500:]}" for path in self._folder.glob("*.log")
     )
@@ -120,7 +120,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: pathlib.Path) -> Iterator[Cluster]:
-  """Starts munge, the controller and the nodes; ends them and what they run afterwards."""
+  """Starts munge, the controller and the nodes, and ends them and their jobs afterwards."""
   _make_names_known()
   (folder / "state").mkdir(parents=True)
   (folder / "munge.key").write_bytes(os.urandom(128))
@@ -166,7 +166,7 @@ def _ready(started: Cluster) -> Cluster:
 def _wait_for(path: pathlib.Path) -> None:
   end = time.monotonic() + 20
   while not path.exists():
-    assert time.monotonic() < end, f"{path} is not there after 20 s"
+    assert time.monotonic() < end, f"{path} does not exist after 20 s"
     time.sleep(0.1)
 
 

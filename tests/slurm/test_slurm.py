@@ -26,14 +26,14 @@ _STEP = re.compile(r"^step (\d+)/\d+  loss ([\d.]+)", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-  """Yields a running cluster; skips where none can run, and says why."""
+  """Yields a running cluster; skips with the reason where none can run."""
   if (why := missing()) is not None:
     pytest.skip(why)
   with cluster(tmp_path_factory.mktemp("slurm") / "cluster") as started:
     yield started
 
 
-# Text of a SeqIO task belongs to as many processes as began to read it; prepared text to any number.
+# A SeqIO task must be read by a fixed number of processes; prepared text by any number.
 _TASK = (
   "--gin.MIXTURE_OR_TASK_NAME='resume_upper_case'",
   "--gin.MIXTURE_OR_TASK_MODULE='resume_task'",
@@ -49,7 +49,7 @@ def submit(
   data: tuple[str, ...] = _TASK,
   steps: int = 30,
 ) -> str:
-  """Submits the job as a user would: tiny, on the CPU, with text that is here; 8 examples a step."""
+  """Submits the job as a user would, but tiny and on the CPU, with 8 examples per step."""
   changes = (
     *data,
     "--gin.train.train_eval_dataset_cfg=None",
@@ -80,14 +80,14 @@ def submit(
 
 
 def losses(workspace: pathlib.Path, job: str) -> dict[int, str]:
-  """Returns {step: loss} as process 0 of a job has printed them."""
+  """Returns {step: loss} as printed by process 0 of a job."""
   (output,) = workspace.glob(f"outputs/multinode/*/output-{job}-0.txt")
   return {int(step): loss for step, loss in _STEP.findall(output.read_text())}
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-  """What a job is told so that it reads prepared text."""
+  """Returns the flags that make a job read prepared text."""
   folder = tmp_path_factory.mktemp("prepared")
   words, random = ("red", "old", "cat", "hat", "sea", "sun"), np.random.default_rng(0)
   lines = (" ".join(random.choice(words, 30)) for _ in range(400))
@@ -99,8 +99,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   return (f"--gin_file={folder}/prepared.gin",)
 
 
-def test_two_nodes_train_as_one_to_the_end(slurm, tmp_path, prepared):
-  """Quick, for prepared text needs no TensorFlow, of which two processes would wait for the import."""
+def test_a_job_on_two_nodes_trains_to_the_end(slurm, tmp_path, prepared):
+  """Prepared text keeps this test quick: it needs no import of TensorFlow."""
   job = submit(slurm, tmp_path, "quick", data=prepared, steps=4)
   assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   assert sorted(losses(tmp_path, job)) == [1, 2, 3, 4]
@@ -110,14 +110,14 @@ def test_two_nodes_train_as_one_to_the_end(slurm, tmp_path, prepared):
   )
   assert "2 processes on 1 host with 2 devices" in first
   assert "mesh data=2 model=1" in first
-  assert "step " not in second  # Process 0 speaks for all.
+  assert "step " not in second  # Only process 0 prints progress.
 
 
 @pytest.fixture(scope="module")
-def unbroken(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-  """The losses of a run on two nodes that nothing interrupts."""
-  folder = tmp_path_factory.mktemp("unbroken")
-  job = submit(slurm, folder, "unbroken")
+def uninterrupted(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+  """Returns the losses of an uninterrupted run on two nodes."""
+  folder = tmp_path_factory.mktemp("uninterrupted")
+  job = submit(slurm, folder, "uninterrupted")
   assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", show(folder)
   return losses(folder, job)
 
@@ -132,21 +132,23 @@ def interrupt(slurm: Cluster, workspace: pathlib.Path, job: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_job_saves_is_requeued_and_ends_with_the_unbroken_curve(
-  slurm, tmp_path, unbroken
+def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
+  slurm, tmp_path, uninterrupted
 ):
   preempted = submit(slurm, tmp_path, "preempted")
   interrupt(slurm, tmp_path, preempted)
   assert all_steps(tmp_path / "preempted")[-1] in range(12, 30)
   assert slurm.wait(preempted, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   assert all_steps(tmp_path / "preempted")[-1] == 30
-  assert losses(tmp_path, preempted) == unbroken
+  assert losses(tmp_path, preempted) == uninterrupted
 
 
 @pytest.mark.slow
-def test_a_run_that_grows_from_one_node_to_two_has_the_unbroken_curve(slurm, tmp_path, prepared):
-  unbroken = submit(slurm, tmp_path, "unbroken", data=prepared)
-  assert slurm.wait(unbroken, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
+def test_a_run_that_grows_from_one_node_to_two_has_the_losses_of_an_uninterrupted_run(
+  slurm, tmp_path, prepared
+):
+  uninterrupted = submit(slurm, tmp_path, "uninterrupted", data=prepared)
+  assert slurm.wait(uninterrupted, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   small = submit(slurm, tmp_path, "grown", nodes=1, data=prepared)
   interrupt(slurm, tmp_path, small)
   slurm.run("scancel", small)
@@ -155,20 +157,20 @@ def test_a_run_that_grows_from_one_node_to_two_has_the_unbroken_curve(slurm, tmp
   assert slurm.wait(grown, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   before, after = losses(tmp_path, small), losses(tmp_path, grown)
   assert (max(before), min(after), max(after)) == (saved, saved + 1, 30)
-  # Sums over two processes are made in another order: the last digit that is shown may differ.
-  expected = {step: float(loss) for step, loss in losses(tmp_path, unbroken).items()}
+  # Two processes sum in another order, so the last printed digit may differ.
+  expected = {step: float(loss) for step, loss in losses(tmp_path, uninterrupted).items()}
   both = {step: float(loss) for step, loss in (before | after).items()}
   assert both == pytest.approx(expected, rel=1e-3)
 
 
 def has_reached(workspace: pathlib.Path, job: str, step: int) -> bool:
-  """Whether the job's process 0 has printed this step or a later one."""
+  """Returns whether process 0 of the job has printed this step or a later one."""
   if not list(workspace.glob(f"outputs/multinode/*/output-{job}-0.txt")):
     return False
   return max(losses(workspace, job), default=0) >= step
 
 
 def show(workspace: pathlib.Path) -> str:
-  """Returns the ends of all output."""
+  """Returns the last lines of all output files."""
   files = [*workspace.glob("slurm-*.out"), *workspace.glob("outputs/multinode/*/*.txt")]
   return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in files)
