@@ -115,11 +115,9 @@ def _show_results(options: Sequence[str]) -> None:
 def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the arguments that the gin file and the options give to the training run."""
   from rosetta_t5.config.command_line import parse_command_line
-  from rosetta_t5.config.language.statements import read_program
 
   command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])
-  program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
-  return run_arguments(program)
+  return run_arguments(command.read_program())
 
 
 def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -51,7 +51,7 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
       "config.gin and checkpoint_STEP folders, or one of these folders"
     )
   sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
-  recipe = run_arguments(read_program([str(config)], [], ["."]))
+  recipe = run_arguments(read_program([str(config)]))
   mode = "latest" if config.parent == path else "specific"
   return open_checkpoint(recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode))
 

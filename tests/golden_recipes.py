@@ -19,7 +19,7 @@ import jax
 from gin.config import ConfigurableReference
 
 from rosetta_t5.config.checks.completeness import EXAMPLES
-from rosetta_t5.config.language.binding import BindOptions, bind
+from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Macro, read_program
@@ -94,7 +94,7 @@ def write_golden() -> None:
 
 def _run_of(name: str) -> str:
   """The run that an example includes last."""
-  bindings = read_program([str(RECIPES / f"{name}.gin")], [], []).all_bindings()
+  bindings = read_program([str(RECIPES / f"{name}.gin")]).all_bindings()
   files = [b.source.file for b in bindings]
   return [f for f in files if f.startswith("gin/runs/")][-1].removeprefix("gin/")[: -len(".gin")]
 
@@ -110,11 +110,10 @@ def resolve(*names: str) -> None:
   import_seqio()  # quietly, and before a recipe does
   gin.clear_config()
   files = [str(RECIPES / f"{name}.gin") for name in names]
-  effective = read_program(files, [], []).effective_bindings().values()
+  effective = read_program(files).effective_bindings().values()
   left_open = [b.name for b in effective if b.value == Macro("gin.REQUIRED")]
-  options = BindOptions()
-  bind(read_program(files, [f"{name} = {GIVEN[name]}" for name in left_open], []), options)
-  options.problems.raise_if_any()
+  program = read_program(files, [f"{name} = {GIVEN[name]}" for name in left_open])
+  bind(program).raise_if_any()
 
 
 def _bound() -> list[str]:

@@ -210,7 +210,7 @@ def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
   )
   path = tmp_path / "run.gin"
   path.write_text(text)
-  program = read_program([str(path)], [], ["."])
+  program = read_program([str(path)])
   check_required(program)
   bound = {binding.name: binding.value for binding in program.effective_bindings().values()}
   assert bound["MIXTURE_OR_TASK_NAME"] == "a_task"

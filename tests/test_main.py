@@ -40,7 +40,7 @@ def test_run_modes_include_those_of_t5x():
 
 def test_gin_files_determine_the_run():
   named = {
-    file: runs_bound_by(read_program([f"t5x/configs/runs/{file}.gin"], [], ["."]))
+    file: runs_bound_by(read_program([f"t5x/configs/runs/{file}.gin"]))
     for file in (
       "pretrain",
       "finetune",
@@ -60,7 +60,7 @@ def test_gin_files_determine_the_run():
     "precompile": ["precompile"],
     "export": ["save"],
   }
-  assert runs_bound_by(read_program([], ["train.gc_period = 1"], ["."])) == ["train"]
+  assert runs_bound_by(read_program([], ["train.gc_period = 1"])) == ["train"]
 
 
 def test_run_functions_are_found_by_name(monkeypatch):

@@ -154,7 +154,7 @@ def _written(value: Any) -> Any:
 
 
 def test_pretraining_keeps_t5x_defaults():
-  program = read_program([str(RECIPES / "runs/pretrain.gin")], [], ["."])
+  program = read_program([str(RECIPES / "runs/pretrain.gin")])
   written = {binding.name: _written(binding.value) for binding in program.all_bindings()}
   facts = pathlib.Path(__file__).with_name("pretrain_defaults.txt").read_text().splitlines()
   golden = {

@@ -1,4 +1,4 @@
-"""The command line and gin files: parsed, checked and bound. The only package that imports gin."""
+"""Parses, checks and binds the command line and gin files. No other package imports gin."""
 
 from __future__ import annotations
 

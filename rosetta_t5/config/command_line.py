@@ -1,4 +1,4 @@
-"""T5X's command line as plain values."""
+"""T5X's command line: the flags of a run and their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from absl import app, flags
 
-from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError
+from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems
+from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
 
 # The absl function that defines a flag of each type.
@@ -22,7 +23,7 @@ _DEFINE: dict[str, Callable[..., Any]] = {
 
 
 def _flag(default: Any, description: str, **more: Any) -> Any:
-  """Returns a field of CommandLine that is a flag."""
+  """Returns a field of CommandLine with all that defines its flag."""
   return dataclasses.field(metadata={"default": default, "help": description, **more})
 
 
@@ -64,6 +65,10 @@ class CommandLine:
   debug: bool = _flag(False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
   help: bool = _flag(False, "Print this.")
 
+  def read_program(self, problems: Problems | None = None) -> Program:
+    """Reads the gin files and bindings; see `statements.read_program`."""
+    return read_program(self.gin_file, self.gin_bindings, self.gin_search_paths, problems)
+
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
   """Parses the arguments of a run; `argv[0]` is the program.
@@ -71,7 +76,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
   Flags that other code has defined (absl's --alsologtostderr, --jax_…) are parsed too.
 
   Raises:
-    ConfigError: a flag is unknown, has a value of the wrong type, or an argument is not a flag.
+    ConfigError: a flag is unknown or has a value of the wrong type, or an argument is not a flag.
   """
   _define_flags()
   if any(argument.startswith("--jax_") for argument in argv):
@@ -92,13 +97,17 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def usage(program: str) -> str:
-  """Returns what --help prints."""
+  """Returns the text of --help, in which `program` is the command that the user runs."""
   example = f"{program} --gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100"
   return f"Usage, as with T5X:\n  {example}\n{flags.FLAGS.module_help(__name__)}"
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
-  """Turns each --gin.NAME=VALUE into --gin_bindings=NAME = VALUE (T5X: rewrite_gin_args)."""
+  """Returns the arguments with each --gin.NAME=VALUE as --gin_bindings=NAME = VALUE (T5X's function).
+
+  Raises:
+    ConfigError: an argument --gin.NAME has no value.
+  """
   return [_rewrite(argument) for argument in args]
 
 
@@ -122,7 +131,7 @@ def _rewrite(argument: str) -> str:
 
 
 def _define_flags() -> None:
-  """Defines our flags once. Flags that a user's script has defined stay as they are."""
+  """Defines the flags, except those that this function or a user's script has defined before."""
   for field in dataclasses.fields(CommandLine):
     if field.name not in flags.FLAGS:
       define = field.metadata.get("define") or _DEFINE[str(field.type)]

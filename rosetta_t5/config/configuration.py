@@ -11,7 +11,7 @@ import gin
 from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
 from rosetta_t5.config.checks.mistakes import check_calls, check_integers, check_spelling
 from rosetta_t5.config.errors import Problems
-from rosetta_t5.config.language.binding import BindOptions, bind
+from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.statements import Program, read_program
 
 
@@ -35,13 +35,12 @@ def parse_gin_flags(
     ConfigError: something is missing, misspelt or invalid. The text names the file and the line.
   """
   program = read_program(gin_files, gin_bindings, gin_search_paths)
-  options = BindOptions(skip_unknown)
   if finalize_config:
     check_required(program)
-  bind(program, options)
+  problems = bind(program, skip_unknown=skip_unknown)
   if finalize_config:
-    check_bound(program, None, options.problems)
-  options.problems.raise_if_any()
+    check_bound(program, None, problems)
+  problems.raise_if_any()
   if finalize_config:
     gin.finalize()
   for line in gin.config_str().splitlines():
@@ -54,10 +53,9 @@ def configure(program: Program, function: Callable[..., Any]) -> Callable[..., A
   Raises:
     ConfigError: lists all that is wrong.
   """
-  options = BindOptions()
-  bind(program, options, function)
-  check_bound(program, function, options.problems)
-  options.problems.raise_if_any()
+  problems = bind(program, function)
+  check_bound(program, function, problems)
+  problems.raise_if_any()
   gin.finalize()
   return gin.get_configurable(function)
 

@@ -14,10 +14,10 @@ from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
 from rosetta_t5.config.errors import ConfigError, Problems, strip_gin_notes
-from rosetta_t5.config.language.binding import BindOptions, bind
+from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, parameters
-from rosetta_t5.config.language.statements import Binding, Program, SourceLine, read_program
+from rosetta_t5.config.language.statements import Binding, Program, SourceLine
 
 Rows = list[tuple[str, str]]
 
@@ -28,22 +28,22 @@ class ResolvedRun:
 
   Attributes:
     run: the name of the function that would be called; "" if there is none.
-    arguments: its arguments, as far as they could be built.
+    program: the gin files and the bindings of the command line.
+    problems: all that is wrong. Later checks add to it.
+    unused: the bindings that nothing reads.
+    devices: the number of devices that the run will have, if the command line specifies it.
+    arguments: the arguments of the run that could be built.
     settings: for each argument that is a function or class to be called later, the arguments that gin
-      will pass to it, defaults included.
-    program: the gin files.
-    problems: what is wrong. Later checks add to it.
-    unused: bindings that nothing reads.
-    devices: how many devices the run will have, if the command line specifies it.
+      will pass to it, including defaults.
   """
 
   run: str
-  arguments: dict[str, Any]
-  settings: dict[str, dict[str, Any]]
   program: Program
   problems: Problems
   unused: list[Binding]
   devices: int | None = None
+  arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+  settings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
   def source_of(self, argument: str) -> SourceLine | None:
     """Returns the line that sets an argument of the run, or a macro."""
@@ -61,8 +61,8 @@ def dry_run(
 
   Args:
     command: the command line.
-    function: the run; None if the gin files name none.
-    describe: returns a description of the resolved run and adds to its problems.
+    function: the run function; None if the gin files bind none.
+    describe: returns a description of the resolved run, and adds to its problems.
 
   Raises:
     ConfigError: lists all that is wrong.
@@ -74,28 +74,25 @@ def dry_run(
     gin.clear_config()  # a run in this process starts afresh
   unused = _unused_text(resolved.unused)
   if resolved.problems.messages:
-    raise ConfigError("\n\n".join([str(resolved.problems), *unused]))
+    raise ConfigError(_paragraphs(str(resolved.problems), unused))
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-  return "\n\n".join([*([table] if table else []), *unused, "Nothing is wrong."])
+  return _paragraphs(table, unused, "Nothing is wrong.")
 
 
 def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
   """Reads, binds and builds all that a command line asks for. Errors are collected, not raised."""
   problems = Problems()
-  program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths, problems)
+  program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
     check_required(program)
-  binding_problems = Problems()
-  bind(program, BindOptions(problems=binding_problems), function)
+  binding_problems = bind(program, function)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
   problems.messages += binding_problems.messages
   resolved = ResolvedRun(
     run=function.__name__ if function else "",
-    arguments={},
-    settings={},
     program=program,
     problems=problems,
     unused=unused_bindings(program, function) if function and not problems.messages else [],
@@ -119,7 +116,7 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
       for name, p in parameters(configurable).items()
       if p.default not in (p.empty, gin.REQUIRED)
     }
-  # A missing value has been reported, and would make what needs it fail too.
+  # If a value is missing, which has been reported, the arguments that need it cannot be built.
   had_problems = bool(resolved.problems.messages)
   for name, value in values.items():
     try:
@@ -147,8 +144,12 @@ def _build_error_text(name: str, error: Exception, source: SourceLine | None) ->
   return f"{name} cannot be built: {kind}{strip_gin_notes(str(error))}{where}"
 
 
-def _unused_text(unused: list[Binding]) -> list[str]:
+def _unused_text(unused: list[Binding]) -> str:
   if not unused:
-    return []
+    return ""
   head = f"{len(unused)} binding{'s are' if len(unused) > 1 else ' is'} never used:"
-  return ["\n".join([head, *(f"  {binding.source}" for binding in unused)])]
+  return "\n".join([head, *(f"  {binding.source}" for binding in unused)])
+
+
+def _paragraphs(*texts: str) -> str:
+  return "\n\n".join(text for text in texts if text)

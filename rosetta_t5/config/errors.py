@@ -1,4 +1,4 @@
-"""Errors of users: collected, and printed without a traceback."""
+"""Errors that users cause: collected, and printed without a traceback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
@@ -15,11 +16,11 @@ _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in s
 
 
 class ConfigError(ValueError):
-  """The command line or a gin file is wrong: what was given, where, and the line to change."""
+  """The command line or a gin file is wrong. The text names the line to change."""
 
 
 class FollowOnError(ConfigError):
-  """A consequence of an error that has been collected, such as a name of a failed import."""
+  """Probably the consequence of an error that is reported already, such as a failed import."""
 
 
 class Problems:
@@ -34,7 +35,11 @@ class Problems:
 
   @contextlib.contextmanager
   def collect(self, *more: object) -> Iterator[None]:
-    """Collects a ConfigError of the body, with more lines such as where it comes from."""
+    """Collects a ConfigError that the body raises.
+
+    Args:
+      *more: lines to add to the message, such as the location of the error.
+    """
     try:
       yield
     except ConfigError as error:
@@ -42,11 +47,11 @@ class Problems:
         self._add("\n".join([str(error), *(f"  {line}" for line in more)]))
 
   def _add(self, text: str) -> None:
-    """Adds a message. The same problem at several lines becomes one message with all of them."""
+    """Adds a message. If the same problem occurs at several lines, one message lists them all."""
     head, *rest = text.split("\n")
     for n, message in enumerate(self.messages):
       lines = message.split("\n")
-      # A head that ends in a colon contains the number of the lines that follow.
+      # A head such as "2 values are missing:" counts the lines below it, so no line can be added.
       if lines[0] == head and not head.endswith(":"):
         self.messages[n] = "\n".join([*lines, *(line for line in rest if line not in lines)])
         return
@@ -73,11 +78,11 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-  """User errors are printed without a traceback and end the program.
+  """Prints user errors of the body without a traceback, and ends the program.
 
   The exit status is 2 if the command line or a gin file is wrong, and 1 if the run refused its
-  input. Errors that this package did not raise itself keep their traceback. All errors do with
-  --debug or ROSETTA_T5_DEBUG=1.
+  input. Errors that this package did not raise itself keep their traceback. With --debug or
+  ROSETTA_T5_DEBUG=1 all errors do.
   """
   try:
     yield
@@ -93,16 +98,16 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def strip_gin_notes(text: str) -> str:
-  """Returns an error's text without the lines that gin appends for each configured function."""
+  """Returns an error's text without the lines that gin adds for each configured function."""
   return _GIN_CALL_NOTE.sub("", text).strip()
 
 
 def _is_user_error(error: Exception) -> bool:
-  """Returns whether a user caused the error: all our error classes, and each ValueError of ours."""
-  if type(error).__module__.startswith("rosetta_t5."):
-    return True
-  traceback = error.__traceback__
-  while traceback is not None and traceback.tb_next is not None:
-    traceback = traceback.tb_next
-  module = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
-  return isinstance(error, ValueError) and module.startswith("rosetta_t5.")
+  """Returns whether a user caused the error.
+
+  These are the errors whose class is defined here, and each ValueError that was raised here.
+  """
+  *_, (innermost_frame, _) = traceback.walk_tb(error.__traceback__)
+  raised_in = innermost_frame.f_globals.get("__name__", "")
+  is_ours = isinstance(error, ValueError) and raised_in.startswith("rosetta_t5.")
+  return is_ours or type(error).__module__.startswith("rosetta_t5.")

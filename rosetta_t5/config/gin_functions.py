@@ -26,25 +26,25 @@ def string_split_fn(
   maxsplit: int = -1,
   index: int | None = None,
 ) -> list[str] | str:
-  """Returns the parts of a text between separators, or the part at `index`."""
+  """Returns the parts of a text between separators, or only the part at `index`."""
   parts = text.split(separator, maxsplit)
   return parts if index is None else parts[index]
 
 
 @gin.configurable(module="t5x.gin_utils")
 def steps_of(samples: float = gin.REQUIRED, batch_size: int | None = None) -> int:
-  """Returns the number of whole steps that a number of examples makes.
+  """Returns the number of full batches in a number of examples.
 
-  T5X does not have this. It allows any number of steps to be given as a number of examples:
-  `TRAIN_STEPS = @total/gin_utils.steps_of()` with `total/gin_utils.steps_of.samples = 1e9`. Each
-  such number needs a scope of its own, here `total`.
+  T5X does not have this function. With it, gin files can give any number of steps as a number of
+  examples: `TRAIN_STEPS = @total/gin_utils.steps_of()`, `total/gin_utils.steps_of.samples = 1e9`.
+  Each such number needs its own scope, here `total`.
 
   Args:
     samples: the number of examples.
-    batch_size: the examples of one step; None for the run's BATCH_SIZE.
+    batch_size: the number of examples of a step; None for the run's BATCH_SIZE.
 
   Raises:
-    ValueError: `samples` is not an integer or less than one batch, or BATCH_SIZE is not set.
+    ValueError: `samples` is not an integer or is less than one batch, or BATCH_SIZE is not set.
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
   batch_size = _run_batch_size(scope) if batch_size is None else batch_size

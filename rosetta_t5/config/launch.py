@@ -1,4 +1,4 @@
-"""From the command line to the run page."""
+"""Starts the run that a command line and its gin files describe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rosetta_t5.config.command_line import CommandLine, parse_command_line, usag
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
 from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems, exit_on_user_error
-from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
 
 
@@ -29,10 +28,10 @@ def run_from_command_line(
   configuration before a device is touched. User errors are printed without a traceback.
 
   Args:
-    function: a run page such as `train`. Gin files refer to it as `train_script.train`. None selects
-      the run that --run_mode names, or else the one whose arguments the gin files bind.
+    function: a run function such as `train`. Gin files refer to it as `train_script.train`. None for
+      the function that --run_mode names, or else the one whose arguments the gin files bind.
     argv: the program's name and its arguments; None for those of this process.
-    describe: returns a description of a resolved run, for --dry_run.
+    describe: returns the description of a run that --dry_run prints.
 
   Returns:
     What `function` returns; None for --help and --dry_run.
@@ -57,21 +56,18 @@ def run_from_command_line(
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Set --run_mode={'|'.join(RUN_MODES)}")
-    program = read_program(command.gin_file, command.gin_bindings, command.gin_search_paths)
+    program = command.read_program()
     check_required(program)
-    _prepare(command)
+    _join_run(command)
     run = configure(program, function)
     return run() if command.shard_id is None else run(shard_id=command.shard_id)
 
 
 def _select_run(command: CommandLine) -> Callable[..., Any] | None:
-  """Returns the run that --run_mode names, or else the only one that the gin files bind."""
+  """Returns the run that --run_mode names, or else the only one that the gin files bind, or None."""
   if command.run_mode:
     return find_run_function(RUN_MODES[command.run_mode])
-  program = read_program(
-    command.gin_file, command.gin_bindings, command.gin_search_paths, Problems()
-  )
-  names = runs_bound_by(program)
+  names = runs_bound_by(command.read_program(Problems()))  # errors are reported later
   if len(names) > 1:
     modes = "|".join(mode for mode, name in RUN_MODES.items() if name in names)
     raise ConfigError(
@@ -88,10 +84,10 @@ def _prepare_dry_run(command: CommandLine) -> None:
   _import_seqio(command)
 
 
-def _prepare(command: CommandLine) -> None:
-  """Joins the other processes of the run and imports TensorFlow.
+def _join_run(command: CommandLine) -> None:
+  """Joins the other processes of the run, and then imports TensorFlow.
 
-  TensorFlow is imported in this thread. In a thread beside one that imports jax or parses gin it
+  TensorFlow is imported in this thread. Beside a thread that imports jax or parses gin the import
   takes longer (9.3 s instead of 8.3 s on two cores), because both need Python's interpreter lock.
   """
   from rosetta_t5.distributed import join_processes
@@ -110,7 +106,7 @@ def _prepare(command: CommandLine) -> None:
 
 
 def _import_seqio(command: CommandLine) -> None:
-  """Imports TensorFlow and SeqIO, before a gin file does: TensorFlow must not find a GPU."""
+  """Imports TensorFlow and SeqIO before a gin file does, so that TensorFlow does not take a GPU."""
   if not find_spec("seqio"):
     return
   from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio

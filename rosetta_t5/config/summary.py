@@ -44,7 +44,7 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
 
 
 def _binding_scope(scope: str, selector: str, bound: Container[ScopeAndName]) -> ScopeAndName:
-  """Returns the innermost enclosing scope that binds an argument of a function, else the outermost.
+  """Returns the innermost enclosing scope in which a function has bindings, else the outermost.
 
   Gin opens a scope for each macro and would write OPTIMIZER/adafactor.Adafactor.decay_rate. In a
   file that repeats the run, that would silently win over adafactor.Adafactor.decay_rate.

@@ -29,7 +29,7 @@ def changes(write, run):
   write("run/config.gin", BEFORE.lstrip())
 
   def _changes(now: str) -> list[str]:
-    return changes_since("run", read_program([write("now.gin", now)], [], ["."]))
+    return changes_since("run", read_program([write("now.gin", now)]))
 
   return _changes
 

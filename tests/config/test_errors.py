@@ -33,7 +33,7 @@ def _fails(run, *parts: str, text: str = GOOD, bindings: tuple[str, ...] = ()):
 
 def test_a_missing_file_error_has_similar_names_and_the_searched_folders(write, tmp_path):
   write("finetune_my_task.gin", "")
-  message = _text(read_program, ["finetune_my_tsk.gin"], [], ["."])
+  message = _text(read_program, ["finetune_my_tsk.gin"])
   assert "there is no gin file 'finetune_my_tsk.gin'. Did you mean finetune_my_task.gin" in message
   assert f"searched: {tmp_path}" in message
   assert "--gin_search_paths=" in message
@@ -41,7 +41,7 @@ def test_a_missing_file_error_has_similar_names_and_the_searched_folders(write, 
 
 def test_a_missing_include_error_names_the_including_file(write):
   write("main.gin", "A = 1\ninclude 't5x/configs/runs/pretain.gin'")
-  message = _text(read_program, ["main.gin"], [], ["."])
+  message = _text(read_program, ["main.gin"])
   assert "'t5x/configs/runs/pretain.gin'. Did you mean t5x/configs/runs/pretrain.gin" in message
   assert "included from main.gin, line 2:  include 't5x/configs/runs/pretain.gin'" in message
 
@@ -49,7 +49,7 @@ def test_a_missing_include_error_names_the_including_file(write):
 def test_a_file_that_includes_itself_is_refused(write):
   write("a.gin", "include 'b.gin'")
   write("b.gin", "include 'a.gin'")
-  message = _text(read_program, ["a.gin"], [], ["."])
+  message = _text(read_program, ["a.gin"])
   assert "the file includes itself" in message
   assert "included from b.gin, line 1" in message
   assert "included from a.gin, line 1" in message
@@ -71,12 +71,12 @@ def test_a_file_that_includes_itself_is_refused(write):
 )
 def test_a_syntax_error_contains_the_line(write, text, parts):
   write("main.gin", text)
-  message = _text(read_program, ["main.gin"], [], ["."])
+  message = _text(read_program, ["main.gin"])
   assert all(part in message for part in parts), message
 
 
 def test_an_unquoted_string_on_the_command_line_gets_a_hint(write):
-  message = _text(read_program, [], ["MODEL_DIR = /tmp/run"], ["."])
+  message = _text(read_program, [], ["MODEL_DIR = /tmp/run"])
   assert "a string needs quotes that the shell keeps: --gin.MODEL_DIR=\"'/tmp/run'\"" in message
 
 
@@ -261,7 +261,7 @@ def test_gin_notes_are_removed_from_the_errors_of_a_run(run, capsys, monkeypatch
 
   def refuse(**kwargs):
     # A ValueError of this package, which a run page does not catch.
-    read_program(["missing.gin"], [], ["."])
+    read_program(["missing.gin"])
 
   refuse.__name__ = "train"
   monkeypatch.setattr(toy, "train", refuse)
@@ -287,5 +287,5 @@ def test_configure_checks_arguments_without_calling_the_function(write):
     called.append(steps)
 
   with pytest.raises(ConfigError, match="train needs steps"):
-    configure(read_program([], [], ["."]), train)
+    configure(read_program([]), train)
   assert not called

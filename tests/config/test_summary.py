@@ -50,7 +50,7 @@ def test_the_summary_repeats_the_run(run, write):
   first = run(RUN)
   write("config.gin", get_gin_config_str())
   gin.clear_config()
-  again = configure(read_program(["config.gin"], [], ["."]), toy.train)()
+  again = configure(read_program(["config.gin"]), toy.train)()
   assert again["model"].width == first["model"].width
   assert again["dataset_cfg"]().lengths == {"inputs": 64}
   assert get_gin_config_str().count("\n") >= 20

@@ -91,4 +91,4 @@ def test_gins_own_parser_finds_recipes(write, tmp_path, monkeypatch):
 @pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_every_recipe_can_be_read_from_any_folder(recipe, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert list(read_program([str(recipe)], [], ["."]).all_bindings())
+  assert list(read_program([str(recipe)]).all_bindings())

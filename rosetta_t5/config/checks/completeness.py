@@ -1,4 +1,4 @@
-"""Checks that a run has everything it needs. All that is missing is reported at once."""
+"""Checks that a run has all values that it needs, and reports all missing ones at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rosetta_t5.config.language.gin_internals import is_macro_set
 from rosetta_t5.config.language.names import parameters
 from rosetta_t5.config.language.statements import Macro, Program, Reference, SourceLine
 
-# Example values of the macros that T5X's recipes leave open.
+# Example values, for messages, of the macros that T5X's recipes leave open.
 EXAMPLES = {
   "CHECKPOINT_PATH": "'/path/to/checkpoint_1000000'",
   "DROPOUT_RATE": "0.0",
@@ -29,7 +29,7 @@ EXAMPLES = {
   "TARGETS": "'label'",
   "TRAIN_STEPS": "10000",
 }
-# Macros and runs that users set by including a whole file.
+# Macros and runs that users usually set by including a whole file, with an example of the file.
 FILES = {
   "MODEL": "t5x/examples/t5/t5_1_1/small.gin",
   "OPTIMIZER": "t5x/examples/t5/t5_1_1/small.gin",
@@ -41,7 +41,7 @@ FILES = {
 def check_required(program: Program) -> None:
   """Raises ConfigError with every value that is `%gin.REQUIRED` and set nowhere.
 
-  It imports nothing, so a run that lacks a value fails at once.
+  Nothing is imported for this check, so a run that lacks a value fails at once.
   """
   missing = {
     binding.name: binding.source
@@ -59,7 +59,7 @@ def check_macros(program: Program) -> None:
 
 
 def check_arguments(program: Program, function: Callable[..., object]) -> None:
-  """Raises ConfigError with every required argument that is missing, of all that gin will call."""
+  """Raises ConfigError with every required argument that is missing from a call that gin will make."""
   messages = []
   for reached in reached_from(function):
     required = _required_arguments(reached.configurable) if reached.is_called else []

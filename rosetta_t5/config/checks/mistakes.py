@@ -9,16 +9,11 @@ from typing import Any
 from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
 from rosetta_t5.config.language.gin_internals import configurable_of
 from rosetta_t5.config.language.names import bound_arguments, parameters
-from rosetta_t5.config.language.statements import (
-  COMMAND_LINE,
-  Program,
-  Reference,
-  leaves,
-)
+from rosetta_t5.config.language.statements import COMMAND_LINE, Program, Reference, leaves
 
-# The similarity above which one name is surely a misspelling of the other: TRAIN_STEP, TRAIN_STEPS.
+# The similarity above which a name is taken for a misspelling, such as TRAIN_STEP of TRAIN_STEPS.
 _SAME_NAME_SIMILARITY = 0.85
-# Functions of gin_utils that only gin calls, for their value.
+# Functions of gin_utils. They exist for the values that they return.
 _CALCULATIONS = ("bool_fn", "steps_of", "string_split_fn", "sum_fn")
 _INTEGER_ANNOTATIONS = ("int", "int | None")
 
@@ -26,10 +21,12 @@ _INTEGER_ANNOTATIONS = ("int", "int | None")
 def check_spelling(program: Program) -> None:
   """Raises ConfigError for a misspelt macro or scope on the command line.
 
-  For gin, `--gin.TRAIN_STEP=5` is a new macro and `--gin.trian/…` a new scope: it would set them,
-  and the run would ignore them.
+  Gin would accept `--gin.TRAIN_STEP=5` as a new macro and `--gin.trian/…` as a new scope, and the run
+  would ignore both.
   """
-  macros, scopes = program.macros_used(), _scopes_used(program)
+  values = (value for binding in program.all_bindings() for value in leaves(binding.value))
+  scopes = {value.scope for value in values if isinstance(value, Reference)} - {""}
+  macros = program.macros_used()
   for binding in program.all_bindings():
     if binding.source.file != COMMAND_LINE:
       continue
@@ -56,7 +53,7 @@ def check_calls(program: Program) -> None:
 
 
 def check_integers(function: Callable[..., Any]) -> None:
-  """Raises ConfigError for arguments of a run, such as total_steps, that must be integers."""
+  """Raises ConfigError if an argument of a run, such as total_steps, must be an integer but is not."""
   configurable = configurable_of(function)
   bound = bound_arguments(configurable)
   lines = []
@@ -65,17 +62,12 @@ def check_integers(function: Callable[..., Any]) -> None:
       continue
     try:
       value = copy.deepcopy(bound[name])  # gin calls @f() when it is copied
-    except Exception:  # the run itself will report it
+    except Exception:  # building the argument for the run will report it
       continue
     if not isinstance(value, int | None):
       is_whole = isinstance(value, float) and value.is_integer()
       advice = f": write {int(value)}" if is_whole else ""
       lines.append(f"{function.__name__}.{name} must be an integer, got {value!r}{advice}")
   if lines:
-    # It may be a consequence: a function without its parentheses has been reported already.
+    # A function without its parentheses is not an integer either, and has been reported already.
     raise FollowOnError("\n".join(lines))
-
-
-def _scopes_used(program: Program) -> set[str]:
-  values = (value for binding in program.all_bindings() for value in leaves(binding.value))
-  return {value.scope for value in values if isinstance(value, Reference)} - {""}

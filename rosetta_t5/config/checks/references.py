@@ -1,4 +1,4 @@
-"""Follows references from the run to all that gin builds for it, and finds bindings that nothing reads."""
+"""Follows gin's references from a run to all that it uses, and finds bindings that nothing reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rosetta_t5.config.language.gin_internals import (
 )
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Binding, Program
-from rosetta_t5.config.t5x.retired_arguments import is_retired
+from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Reached:
     configurable: the function or class, as gin knows it.
     scopes: the gin scopes in which it is called.
     bound: the arguments that gin binds there.
-    is_called: whether gin calls it. If not, it is passed on uncalled, and its caller may give more
-      arguments.
+    is_called: whether gin calls it. If not, the run receives it uncalled, and the code that calls
+      it may pass more arguments.
   """
 
   configurable: Configurable
@@ -41,7 +41,7 @@ class Reached:
 
 
 def reached_from(function: Callable[..., Any], with_methods: bool = False) -> Iterator[Reached]:
-  """Yields `function` and all that its bindings refer to, directly or not.
+  """Yields `function` and all that its bindings refer to, directly or indirectly.
 
   Args:
     function: the run.
@@ -70,9 +70,9 @@ def reached_from(function: Callable[..., Any], with_methods: bool = False) -> It
 def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Binding]:
   """Returns the effective bindings that neither `function` nor anything built for it reads.
 
-  Only functions that gin files refer to count as called. Gin passes nothing to a function that
-  Python code calls itself, unless the function is decorated as configurable where it is defined.
-  Bindings of decorated functions are never reported.
+  Only functions that gin files refer to count as readers. Gin passes nothing to a function that
+  Python code calls itself, unless the function is decorated with `gin.configurable` where it is
+  defined. Bindings of decorated functions are never reported.
   """
   read = {
     ("/".join(reached.scopes[:n]), reached.configurable.selector)
@@ -91,14 +91,14 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
       return binding.macro in macros
     key = bound_at.get(binding.key)
     if key is None:
-      return not is_retired(*binding.key[1:])
+      return binding.key[1:] not in RETIRED_ARGUMENTS
     return key in read or _is_decorated(key[1])
 
   return [binding for binding in program.effective_bindings().values() if not is_read(binding)]
 
 
 def _is_decorated(selector: str) -> bool:
-  """Returns whether the function in its module is gin's wrapper, so that every call reads bindings."""
+  """Returns whether a function's module contains gin's wrapper of it, so that every call reads bindings."""
   (configurable,) = find_configurables(selector)
   module = sys.modules.get(getattr(configurable.wrapped, "__module__", ""))
   name = getattr(configurable.wrapped, "__name__", "")

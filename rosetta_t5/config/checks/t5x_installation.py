@@ -18,10 +18,9 @@ def check_t5x_installation() -> None:
 
   Raises:
     ConfigError: `import t5x` finds the other one, or it has overwritten files of this one. Gin files
-      would reach its classes.
+      would use its classes.
   """
   found, other = _imported_t5x(), _other_distribution()
-  name = f"{other.metadata['Name']} {other.version}" if other else ""
   fix = f"pip uninstall {other.metadata['Name']} && {_REINSTALL}" if other else _REINSTALL
   if found != T5X_PACKAGE:
     if found is not None and not other:
@@ -32,10 +31,9 @@ def check_t5x_installation() -> None:
     )
   if other is None:
     return
-  folders = {
-    pathlib.Path(str(other.locate_file(file))).parent.resolve() for file in other.files or ()
-  }
-  if T5X_PACKAGE in folders:
+  name = f"{other.metadata['Name']} {other.version}"
+  files = (pathlib.Path(str(other.locate_file(file))) for file in other.files or ())
+  if T5X_PACKAGE in {file.parent.resolve() for file in files}:
     raise ConfigError(f"{name} has overwritten files in {T5X_PACKAGE}\n  {fix}")
   print(
     f"note: {name} is installed too. `import t5x` finds this distribution's package "
@@ -45,13 +43,12 @@ def check_t5x_installation() -> None:
 
 
 def _imported_t5x() -> pathlib.Path | None:
-  """Returns the folder that `import t5x` finds."""
+  """Returns the folder or file that `import t5x` finds."""
   spec = importlib.util.find_spec("t5x")
   if spec is None:
     return None
-  folders = [*([str(pathlib.Path(spec.origin).parent)] if spec.origin else [])]
-  folders += spec.submodule_search_locations or ()
-  return pathlib.Path(folders[0]).resolve() if folders else None
+  locations = [*(spec.submodule_search_locations or ()), spec.origin]
+  return pathlib.Path(locations[0] or "").resolve()
 
 
 def _other_distribution() -> metadata.Distribution | None:

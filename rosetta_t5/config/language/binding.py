@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
+from gin.config_parser import ImportStatement
 
-from rosetta_t5.config.errors import ConfigError, FollowOnError, Problems, did_you_mean
+from rosetta_t5.config.errors import ConfigError, Problems, did_you_mean
 from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
 from rosetta_t5.config.language.statements import (
@@ -28,79 +28,103 @@ from rosetta_t5.config.language.statements import (
   map_leaves,
 )
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
-from rosetta_t5.config.t5x.retired_arguments import is_retired
+from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
 
-# Programs that call gin's own parser can include recipes too.
-gin.config.register_file_reader(open_recipe, lambda path: find_recipe(path) is not None)
-
-
-@dataclasses.dataclass(frozen=True)
-class BindOptions:
-  """How to treat statements that cannot be bound.
-
-  Attributes:
-    skip_unknown: skip imports and bindings of names that do not exist: all, or only these names.
-    problems: collects the errors.
-  """
-
-  skip_unknown: bool | Sequence[str] = False
-  problems: Problems = dataclasses.field(default_factory=Problems)
-
-  def may_skip(self, name: str) -> bool:
-    """Returns whether `name` may be unknown."""
-    return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
+# Other programs may parse gin files with gin's own parser: their includes find the recipes too.
+gin.config.register_file_reader(open_recipe, find_recipe)
 
 
 def bind(
-  program: Program, options: BindOptions, function: Callable[..., Any] | None = None
-) -> None:
-  """Binds every statement in order: the files, then the command line.
+  program: Program,
+  function: Callable[..., Any] | None = None,
+  skip_unknown: bool | Sequence[str] = False,
+) -> Problems:
+  """Binds every statement in order: the files, then the command line. Returns the problems.
 
   Args:
     program: the statements.
-    options: how to treat statements that cannot be bound.
     function: the function that will run, if known. Gin files find it in `__main__`.
+    skip_unknown: skip imports and bindings of names that do not exist: all, or only these names.
   """
   if gin.config_is_locked():  # by an earlier run of this process
     gin.clear_config()
-  earlier = [namespace_of_run(function)] if function else []
+  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown)
   for file in program.files:
-    _bind_file(file, earlier, options)
+    binder.bind_file(file)
+  return binder.problems
 
 
-def _bind_file(file: GinFile, earlier: list[Namespace], options: BindOptions) -> None:
-  """Binds one file's statements and adds its namespace to those of the earlier files."""
-  namespace = Namespace(earlier)
-  for statement in file.statements:
-    with options.problems.collect():
+@dataclasses.dataclass
+class _Binder:
+  """Binds files one after another.
+
+  Attributes:
+    namespaces: the names that each file bound so far imports.
+    skip_unknown: see `bind`.
+    problems: the errors so far.
+  """
+
+  namespaces: list[Namespace]
+  skip_unknown: bool | Sequence[str]
+  problems: Problems = dataclasses.field(default_factory=Problems)
+
+  def bind_file(self, file: GinFile) -> None:
+    """Binds a file and all files that it includes."""
+    namespace = Namespace(self.namespaces)
+    for statement in file.statements:
       if isinstance(statement, GinFile):
-        _bind_file(statement, earlier, options)
-      elif isinstance(statement, Import):
-        _import(statement, namespace, options)
-      else:
-        _bind_statement(statement, namespace, options)
-  record_imports(namespace.imports)
-  earlier.append(namespace)
+        self.bind_file(statement)
+        continue
+      with self.problems.collect(statement.source):
+        if isinstance(statement, Import):
+          self._import(statement.gin_statement, namespace)
+        else:
+          self._bind_value(statement, namespace)
+    record_imports(namespace.imports)
+    self.namespaces.append(namespace)
 
+  def _import(self, statement: ImportStatement, namespace: Namespace) -> None:
+    """Imports a module for one file."""
+    try:
+      namespace.add_import(statement)
+    except ModuleNotFoundError as error:
+      if not self._may_skip(statement.module):
+        raise ConfigError(_missing_module_text(statement.module, error)) from error
+    except Exception as error:
+      raise ConfigError(
+        f"importing {statement.module} failed: {type(error).__name__}: {error}\n"
+        f"  {_last_line_of_user(error)}"
+      ) from error
 
-def _bind_statement(statement: Binding, namespace: Namespace, options: BindOptions) -> None:
-  """Sets one argument or macro."""
-  with _adding_source(statement.source):
-    if statement.macro is not None:
-      key = (statement.macro, "gin.macro", "value")
-    else:
-      try:
-        configurable = namespace.find(statement.selector)
-      except ConfigError:
-        if options.may_skip(statement.selector):
-          return
-        raise
-      if is_retired(configurable.name, statement.argument):
-        return
-      check_argument(configurable, statement.argument)
-      key = (statement.scope, configurable.selector, statement.argument)
+  def _bind_value(self, binding: Binding, namespace: Namespace) -> None:
+    """Sets one argument or macro."""
     resolve = functools.partial(_as_gin_reference, namespace=namespace)
-    gin.bind_parameter(key, map_leaves(resolve, statement.value))
+    try:
+      key = self._gin_key(binding, namespace)
+      if key is not None:
+        gin.bind_parameter(key, map_leaves(resolve, binding.value))
+    except ConfigError:
+      raise
+    except Exception as error:  # one of gin's own
+      raise ConfigError(str(error)) from error
+
+  def _gin_key(self, binding: Binding, namespace: Namespace) -> tuple[str, str, str] | None:
+    """Returns what gin calls the argument or macro that is set; None if it is to be skipped."""
+    if binding.macro is not None:
+      return binding.macro, "gin.macro", "value"
+    try:
+      configurable = namespace.find(binding.selector)
+    except ConfigError:
+      if self._may_skip(binding.selector):
+        return None
+      raise
+    if (configurable.name, binding.argument) in RETIRED_ARGUMENTS:
+      return None
+    check_argument(configurable, binding.argument)
+    return binding.scope, configurable.selector, binding.argument
+
+  def _may_skip(self, name: str) -> bool:
+    return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
 
 
 def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
@@ -116,22 +140,8 @@ def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
       return value
 
 
-def _import(statement: Import, namespace: Namespace, options: BindOptions) -> None:
-  """Imports a module for one gin file."""
-  module = statement.gin_statement.module
-  try:
-    namespace.add_import(statement.gin_statement)
-  except ModuleNotFoundError as error:
-    if not options.may_skip(module):
-      raise ConfigError(f"{_missing_module_text(module, error)}\n  {statement.source}") from error
-  except Exception as error:
-    raise ConfigError(
-      f"importing {module} failed: {type(error).__name__}: {error}\n"
-      f"  {_last_line_of_user(error)}\n  {statement.source}"
-    ) from error
-
-
 def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
+  """Returns which module is missing, `module` or one that it imports, and how to get it."""
   missing = error.name or module
   if missing == "t5" or missing.startswith("t5."):
     return (
@@ -142,27 +152,14 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
     return f"importing {module} needs the module {missing!r}: pip install {missing.split('.')[0]}"
   parent, _, name = missing.rpartition(".")
   folders = getattr(sys.modules.get(parent), "__path__", [])
-  hint = did_you_mean(
-    name, [found.name for found in pkgutil.iter_modules(folders)] if parent else []
-  )
+  hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders)])
   return f"there is no module {missing!r}.{hint or ' Is its folder on PYTHONPATH?'}"
 
 
 def _last_line_of_user(error: Exception) -> SourceLine:
-  """Returns the last line of the traceback that is not in an installed package."""
+  """Returns the last line of the traceback that is in the user's code, not in an installed package."""
   frames = traceback.extract_tb(error.__traceback__)
   installed = ("<frozen", *sysconfig.get_paths().values())
   own = [frame for frame in frames if not frame.filename.startswith(installed)]
   last = (own or frames)[-1]
   return SourceLine(last.filename, last.lineno or 0, last.line or "")
-
-
-@contextlib.contextmanager
-def _adding_source(source: SourceLine) -> Iterator[None]:
-  """Adds the line to the text of any error in a statement."""
-  try:
-    yield
-  except FollowOnError:
-    raise
-  except Exception as error:
-    raise ConfigError(f"{error}\n  {source}") from error

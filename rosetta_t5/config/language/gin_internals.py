@@ -34,7 +34,7 @@ def shortest_name(configurable: Configurable) -> str:
 
 
 def configurable_of(function: Callable[..., Any]) -> Configurable:
-  """Returns what gin knows of a registered function.
+  """Returns gin's record of a registered function.
 
   Raises:
     KeyError: it is not registered.
@@ -43,7 +43,7 @@ def configurable_of(function: Callable[..., Any]) -> Configurable:
 
 
 def unregister(function: Callable[..., Any]) -> None:
-  """Makes gin forget a function, if it is registered."""
+  """Removes a function from gin's registry, if it is there."""
   configurable = gin.config._INVERSE_REGISTRY.pop(function, None)
   if configurable is not None:
     gin.config._REGISTRY.pop(configurable.selector)
@@ -55,7 +55,7 @@ def all_bindings() -> dict[ScopeAndName, dict[str, Any]]:
 
 
 def arguments_in_use() -> dict[ScopeAndName, dict[str, Any]]:
-  """Returns the arguments, with gin's values or by default, of every function called so far."""
+  """Returns the arguments, bound or default, of every registered function called so far."""
   with gin.config._OPERATIVE_CONFIG_LOCK:
     return {key: dict(used) for key, used in gin.config._OPERATIVE_CONFIG.items()}
 
@@ -66,7 +66,7 @@ def format_bindings(bindings: Mapping[ScopeAndName, Mapping[str, Any]]) -> str:
 
 
 def is_macro_set(name: str) -> bool:
-  """Returns whether a macro has a value, or a gin constant of this name exists."""
+  """Returns whether a macro of this name has a value, or a gin constant of this name exists."""
   is_constant = bool(gin.config._CONSTANTS.matching_selectors(name))
   return is_constant or (name, "gin.macro") in gin.config._CONFIG
 

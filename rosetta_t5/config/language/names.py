@@ -1,4 +1,4 @@
-"""Resolves gin's names: which function `utils.DatasetConfig` is, and which arguments it accepts."""
+"""Resolves names in gin files: which class `utils.DatasetConfig` is, and which arguments it accepts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _FLAX_FIELDS = {"parent", "name"}
 
 
 class Namespace:
-  """The names that one gin file can use: those that it imports, else those that code registered.
+  """The names that one gin file can use.
 
-  A file may also use the imports of the files before it: of the files that it includes, of earlier
-  files, and on the command line of all files. Gin itself asks a file to import every name, unless
-  an earlier file has used the name. Some of T5X's own files therefore do not bind with plain gin.
+  A file with `from __gin__ import dynamic_registration` can use the names that it imports. Other
+  files can use all functions and classes that are registered with gin. Both can also use the imports
+  of earlier files, which include the files that they include. The command line comes after all files.
+
+  Gin itself requires a file to import every name, unless an earlier file has used the name. That is
+  why gin alone cannot bind some of T5X's own files.
 
   Args:
     earlier: the namespaces of the files before this one, the latest last.
@@ -36,9 +39,9 @@ class Namespace:
   def __init__(self, earlier: Sequence[Namespace] = ()):
     self._context = gin.config.ParseContext()
     self._modules: dict[str, ModuleType] = {}
-    self._failed: set[str] = set()
+    self._failed: set[str] = set()  # names whose import failed
     self._earlier = earlier
-    self._dynamic = False
+    self._is_dynamic = False
 
   @property
   def imports(self) -> list[config_parser.ImportStatement]:
@@ -51,7 +54,7 @@ class Namespace:
     self._failed.add(name)  # until the import has succeeded
     self._context.process_import(statement)
     if statement.module == "__gin__.dynamic_registration":
-      self._dynamic = True
+      self._is_dynamic = True
     else:
       is_whole_name = statement.is_from or statement.alias  # `import a.b` binds only `a`
       self._modules[name] = sys.modules[statement.module if is_whole_name else name]
@@ -63,12 +66,12 @@ class Namespace:
     Raises:
       ConfigError: there is none, or more than one.
     """
-    if self._dynamic:
+    if self._is_dynamic:
       return self._find_imported(selector)
     known = gin_internals.find_configurables(selector)
     if len(known) == 1:
       return known[0]
-    # Another run in this process may have registered some of them: prefer what the files import.
+    # An earlier run in this process may have registered some of them: the files' imports decide.
     imported = self._find_in_earlier_files(selector)
     if len(imported) == 1:
       return imported[0]
@@ -86,7 +89,7 @@ class Namespace:
     namespaces = {
       id(n._modules[first]): n
       for n in reversed(self._earlier)
-      if n._dynamic and first in n._modules
+      if n._is_dynamic and first in n._modules
     }
     found: dict[str, Configurable] = {}
     first_error = None
@@ -101,6 +104,7 @@ class Namespace:
     return list(found.values())
 
   def _find_imported(self, selector: str) -> Configurable:
+    """Returns what a file with dynamic registration calls `selector`."""
     first, *rest = selector.split(".")
     if first == "gin":
       return self._context.get_configurable(selector)
@@ -119,6 +123,7 @@ class Namespace:
     return self._context.get_configurable(selector)
 
   def _find_not_imported(self, selector: str) -> Configurable:
+    """Returns what earlier files call `selector`, of which this file does not import the first part."""
     first = selector.split(".")[0]
     found = self._find_in_earlier_files(selector)
     if len(found) > 1:
@@ -134,8 +139,8 @@ class Namespace:
 def namespace_of_run(function: Callable[..., Any]) -> Namespace:
   """Registers `function` as what `import __main__ as train_script` finds.
 
-  `__main__` is another program under the console script, under pytest and in a notebook. Once
-  registered, `--gin.train.X` reaches the function even if no gin file binds anything of it.
+  Under the console script, pytest and in a notebook, `__main__` is another module. Once the function
+  is registered, `--gin.train.X` reaches it even if no gin file binds any of its arguments.
   """
   name = function.__name__
   setattr(sys.modules["__main__"], name, function)
@@ -157,7 +162,7 @@ def namespace_of_run(function: Callable[..., Any]) -> Namespace:
 
 @contextlib.contextmanager
 def temporary_run_function(function: Callable[..., Any]) -> Iterator[None]:
-  """Inside the `with`, gin files may find `function` in `__main__`. Afterwards it is forgotten."""
+  """Lets gin files find `function` in `__main__` inside the `with`, and unregisters it afterwards."""
   main, name = vars(sys.modules["__main__"]), function.__name__
   before = {name: main[name]} if name in main else {}
   try:
@@ -171,7 +176,9 @@ def temporary_run_function(function: Callable[..., Any]) -> Iterator[None]:
 def check_argument(configurable: Configurable, argument: str) -> None:
   """Raises ConfigError, with similar names, if `configurable` accepts no such argument."""
   signature = _signature(configurable)
-  if signature is None or argument in signature.parameters or _accepts_any(signature):
+  if signature is None or argument in signature.parameters:
+    return
+  if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
     return
   names = [name for name in parameters(configurable) if name not in _FLAX_FIELDS]
   raise ConfigError(
@@ -181,11 +188,10 @@ def check_argument(configurable: Configurable, argument: str) -> None:
 
 
 def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
-  """Returns the arguments of a function or class that gin may set, by name."""
+  """Returns the arguments of a function or class that gin can set, by name."""
   signature = _signature(configurable)
   found = signature.parameters if signature else {}
-  kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  return {name: parameter for name, parameter in found.items() if parameter.kind in kinds}
+  return {n: p for n, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
@@ -201,15 +207,10 @@ def _signature(configurable: Configurable) -> inspect.Signature | None:
     return None
 
 
-def _accepts_any(signature: inspect.Signature) -> bool:
-  return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-
-
 def _all_names() -> list[str]:
-  """Returns the names of everything registered, in full and as short as they are unique."""
-  known = gin_internals.registered_configurables()
-  users = [configurable for configurable in known if configurable.module != "gin"]
-  return [c.selector for c in users] + [gin_internals.shortest_name(c) for c in users]
+  """Returns the full name and the shortest unique name of everything registered, except gin's own."""
+  known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
+  return [c.selector for c in known] + [gin_internals.shortest_name(c) for c in known]
 
 
 def _ambiguous(selector: str, known: Sequence[Configurable]) -> ConfigError:

@@ -1,9 +1,10 @@
-"""Gin files as statements that know their file and line, read before anything is imported."""
+"""Reads gin files as statements with their file and line. Nothing that they name is imported."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import pathlib
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ class Reference:
 
   @property
   def scope(self) -> str:
-    """The scope, or ""."""
+    """The scope; "" if there is none."""
     return self.name.rpartition("/")[0]
 
   @property
@@ -49,7 +50,7 @@ class Macro:
 
 @dataclasses.dataclass(frozen=True)
 class SourceLine:
-  """The location of a statement: its file as the user named it, the line's number and its text."""
+  """The line of a statement: its file as the user named it, its number and its text."""
 
   file: str
   line: int
@@ -70,7 +71,7 @@ class Import:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-  """`scope/selector.argument = value`. Without an argument it sets the macro `scope/selector`."""
+  """`scope/selector.argument = value`. If `argument` is "", it sets the macro `scope/selector`."""
 
   scope: str
   selector: str
@@ -80,7 +81,7 @@ class Binding:
 
   @property
   def macro(self) -> str | None:
-    """The name of the macro that this sets, or None."""
+    """The name of the macro that this binding sets; None if it sets an argument."""
     if not self.argument:
       return f"{self.scope}/{self.selector}" if self.scope else self.selector
     is_macro = self.selector in ("macro", "gin.macro") and self.argument == "value"
@@ -88,12 +89,13 @@ class Binding:
 
   @property
   def name(self) -> str:
-    """What this sets, as written on the left of the equals sign."""
+    """The text on the left of the equals sign."""
     return self.macro or f"{self.scope}{'/' if self.scope else ''}{self.selector}.{self.argument}"
 
   @property
   def key(self) -> tuple[str, ...]:
-    """Equal for two bindings of one argument, whatever each file calls its module."""
+    """The macro, or scope, function and argument. The function's module is left out, because each
+    file may import it under another name."""
     if self.macro is not None:
       return (self.macro,)
     return (self.scope, self.selector.rpartition(".")[2], self.argument)
@@ -101,14 +103,14 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True)
 class GinFile:
-  """The statements of one file in order. An included file is one of them."""
+  """The statements of one file in order. In place of each include is the included file."""
 
   statements: tuple[Import | Binding | GinFile, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The gin files of a command line; the last one contains its bindings. Later statements win."""
+  """The gin files of a command line, then its --gin bindings as a last file. Later statements win."""
 
   files: tuple[GinFile, ...]
 
@@ -126,7 +128,7 @@ class Program:
     return {binding.key: binding for binding in self.all_bindings()}
 
   def values(self) -> Iterator[tuple[Any, Binding]]:
-    """Yields each reference, macro, number and text of the effective bindings, with its binding."""
+    """Yields the leaves (see `leaves`) of all effective bindings, each with its binding."""
     for binding in self.effective_bindings().values():
       yield from ((leaf, binding) for leaf in leaves(binding.value))
 
@@ -141,8 +143,8 @@ class Program:
 
 def read_program(
   files: Sequence[str],
-  bindings: Sequence[str],
-  search_paths: Sequence[str],
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (".",),
   problems: Problems | None = None,
 ) -> Program:
   """Reads gin files, all files that they include, and the bindings of the command line.
@@ -151,7 +153,8 @@ def read_program(
     files: gin files, each a path, or found in a search path or among the recipes.
     bindings: single statements.
     search_paths: folders.
-    problems: collects the errors, and what could be read is returned; None to raise them.
+    problems: where errors are collected; the program then lacks what could not be read. None to
+      raise the errors.
 
   Raises:
     ConfigError: files are missing, include themselves, or have invalid syntax.
@@ -167,7 +170,7 @@ def read_program(
 
 
 def leaves(value: Any) -> Iterator[Any]:
-  """Yields the leaves of nested dicts, lists and tuples, keys of dicts included."""
+  """Yields the leaves of nested dicts, lists and tuples, including the keys of dicts."""
   if isinstance(value, dict):
     value = [*value.keys(), *value.values()]
   if not isinstance(value, (list, tuple)):
@@ -178,7 +181,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-  """Returns nested dicts, lists and tuples with `function` applied to each leaf."""
+  """Returns nested dicts, lists and tuples with `function` applied to each leaf and key."""
   if isinstance(value, dict):
     return {map_leaves(function, k): map_leaves(function, v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
@@ -195,7 +198,7 @@ def _flatten(file: GinFile) -> Iterator[Import | Binding]:
 
 
 class _KeepNames(config_parser.ParserDelegate):
-  """Keeps names as text. Gin's own delegate would look them up."""
+  """Makes gin's parser keep names as text. Its usual delegate would look them up."""
 
   def configurable_reference(self, name: str, evaluate: bool) -> Reference:
     return Reference(name, evaluate)
@@ -206,23 +209,30 @@ class _KeepNames(config_parser.ParserDelegate):
 
 @dataclasses.dataclass(frozen=True)
 class _IncludeContext:
-  """The files being read, outermost first, and their include statements, innermost first."""
+  """How to read a file, and the files that include it.
+
+  Attributes:
+    search_paths: folders.
+    problems: where errors are collected.
+    files: the files being read, outermost first.
+    includes: their include statements, innermost first.
+  """
 
   search_paths: Sequence[str]
   problems: Problems
-  files: tuple[str, ...] = ()
+  files: tuple[pathlib.Path, ...] = ()
   includes: tuple[SourceLine, ...] = ()
 
 
 def _read_file(name: str, context: _IncludeContext) -> GinFile:
-  """Reads a file as far as possible. Errors are collected."""
+  """Reads a file up to its first invalid statement. Errors are collected."""
   statements: list[Import | Binding | GinFile] = []
   with context.problems.collect(*(f"included from {line}" for line in context.includes)):
     path = find_gin_file(name, context.search_paths)
-    if str(path.resolve()) in context.files:
+    if path.resolve() in context.files:
       raise ConfigError("the file includes itself: remove one of the includes.")
-    inner = dataclasses.replace(context, files=(*context.files, str(path.resolve())))
-    # One by one: if a line is invalid, the statements before it are kept.
+    inner = dataclasses.replace(context, files=(*context.files, path.resolve()))
+    # One by one: if a statement is invalid, those before it are kept.
     for statement in _parse_statements(path.read_text(encoding="utf-8"), name, inner):
       statements.append(statement)
   return GinFile(tuple(statements))

@@ -1,4 +1,4 @@
-"""Finds gin files: first the user's own, then the recipes, also by T5X's paths."""
+"""Finds gin files: the user's own first, then the recipes, by their paths or T5X's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rosetta_t5.config.errors import ConfigError, did_you_mean
 # The repository's folder gin/: a symbolic link in a checkout, a copy in an installed wheel.
 RECIPES = pathlib.Path(__file__).resolve().parents[2] / "recipes"
 
-# Folders as T5X and this repository name them, and the folder of RECIPES that has their files. The
-# first row with the file wins, because T5X keeps a family's runs, models and examples in one folder.
+# Folders by T5X's paths or this repository's, and the folder of RECIPES that contains their files. The
+# first row that has a file wins: T5X keeps a family's runs, models and examples in one folder.
 FOLDERS = (
   ("gin", ""),
   ("t5x/configs/runs", "runs"),
@@ -33,7 +33,7 @@ FOLDERS = (
 
 
 def find_recipe(path: str) -> pathlib.Path | None:
-  """Returns the recipe that T5X or this repository knows as `path`, or None."""
+  """Returns the recipe whose path is `path` in T5X or in this repository, or None."""
   name = pathlib.PurePosixPath(path)
   if name.parts[:2] == ("t5x", "t5x"):  # in gin files written beside a checkout of T5X
     name = pathlib.PurePosixPath(*name.parts[1:])
@@ -46,26 +46,26 @@ def find_recipe(path: str) -> pathlib.Path | None:
 
 
 def open_recipe(path: str) -> TextIO:
-  """Opens a recipe by T5X's path or ours."""
+  """Opens the recipe that `find_recipe` finds."""
   found = find_recipe(path)
   assert found is not None, path
   return found.open(encoding="utf-8")
 
 
 def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
-  """Returns the gin file called `path`: that path itself, or in a search path, or a recipe.
+  """Returns the gin file `path`: in the working directory, in a search path, or among the recipes.
 
   Raises:
-    ConfigError: there is none. The text names the searched folders and files with similar names.
+    ConfigError: there is none. The text lists the searched folders and files with similar names.
   """
   for folder in ("", *search_paths):
     candidate = pathlib.Path(folder, path)
     if candidate.is_file():
       return candidate
-  found = None if pathlib.Path(path).is_absolute() else find_recipe(path)
-  if found is not None:
-    return found
-  raise ConfigError(_not_found_text(path, search_paths))
+  found = find_recipe(path)
+  if found is None:
+    raise ConfigError(_not_found_text(path, search_paths))
+  return found
 
 
 def _not_found_text(path: str, search_paths: Sequence[str]) -> str:
@@ -91,7 +91,7 @@ def _recipe_at_the_end(path: str) -> str:
 
 
 def _candidates(path: str, search_paths: Sequence[str]) -> Iterator[str]:
-  """Yields the paths of the gin files that `path` may have meant."""
+  """Yields the paths of all gin files for which `path` may be a misspelling."""
   for folder, ours in FOLDERS:
     for file in (RECIPES / ours).rglob("*.gin"):
       yield f"{folder}/{file.relative_to(RECIPES / ours)}"

@@ -1,10 +1,10 @@
-"""The run functions that gin files find in `__main__`, also if `__main__` is another program."""
+"""The run functions that gin files find in `__main__`, whichever program is running."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rosetta_t5.config.language.statements import Binding, Import, Program
@@ -47,7 +47,8 @@ def runs_bound_by(program: Program) -> list[str]:
   return [name for name in names if name in RUN_MODES.values()]
 
 
-def _names_from_main(program: Program) -> Iterable[str]:
+def _names_from_main(program: Program) -> Iterator[str]:
+  """Yields the name of each function that a binding may refer to in `__main__`."""
   aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
   for statement in program.statements():
     if isinstance(statement, Import) and statement.gin_statement.module == "__main__":
