@@ -69,7 +69,7 @@ class InferenceMemoryAdvisor:
     mesh = dict(self.partitioner.mesh.shape)
     work = batch_workload(self.model, self.partitioner, self.shapes, mesh)
     state, specs = self.initializer.global_train_state_shape, self.initializer.train_state_axes
-    held = {name: float(size) for name, size in state_bytes(state, specs, mesh).items()}
+    held = state_bytes(state, specs, mesh)
     if self.dtype is not None:
       held["params"] *= jnp.dtype(self.dtype).itemsize / jnp.dtype(jnp.float32).itemsize
     changes = [*self._dtype_change(held["params"], work.itemsize)]

@@ -1,8 +1,8 @@
 """The collectives of a training step and their bytes, derived from the mesh and the shapes.
 
-Matmuls are sharded over `model` as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), states over
-`data` and `fsdp` as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). tests/parallel/test_collectives.py
-compares this with compiled steps.
+Matmuls are sharded over `model` as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), and states
+over `data` and `fsdp` as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+tests/parallel/test_collectives.py compares these collectives with those of compiled steps.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
 
+# Parameters without the logical axis `embed`.
 _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One kind of collective over the same axes for the same purpose.
+  """Collectives of one kind over the same axes for the same purpose.
 
   Attributes:
     kind: all-reduce, all-gather, reduce-scatter or all-to-all.
     axes: the mesh axes whose devices take part.
-    size: bytes per step on each device of the whole array; for an all-to-all, of the device's shard.
+    size: the bytes of the whole arrays on each device per step; for an all-to-all, of the device's
+      shards.
     why: what is sent: "gradients", "parameters", "activations", "loss" or "norms".
-    terms: the number of arrays that can be summed first and sent as one. XLA does so on GPUs
+    terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
       (AllReduceReassociate). On CPUs it sends each of them.
     count: the number of arrays whose bytes `size` adds up.
   """
@@ -55,10 +57,10 @@ class Collective:
 
 
 def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective]:
-  """Returns the collectives of one training step.
+  """Returns the collectives of a training step.
 
   Args:
-    params: the parameters' shapes.
+    params: the shapes of the parameters.
     specs: the same tree with a PartitionSpec for each.
     work: what the step computes.
   """
@@ -75,18 +77,17 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
 
 
 def _merge(collectives: Sequence[Collective]) -> list[Collective]:
-  """Adds up the collectives that differ in nothing but their size and count."""
+  """Adds up the sizes and counts of collectives that are otherwise the same."""
   merged: dict[tuple[Any, ...], Collective] = {}
   for each in collectives:
     key = (each.kind, each.axes, each.why, each.terms)
-    if (same := merged.get(key)) is not None:
-      size, count = same.size + each.size, same.count + each.count
-      each = dataclasses.replace(each, size=size, count=count)
-    merged[key] = each
+    total = merged.get(key, dataclasses.replace(each, size=0.0, count=0))
+    size, count = total.size + each.size, total.count + each.count
+    merged[key] = dataclasses.replace(each, size=size, count=count)
   return list(merged.values())
 
 
-# Collectives of parameters and their gradients.
+# The collectives of parameters and their gradients.
 
 
 def _parameter_collectives(
@@ -95,9 +96,8 @@ def _parameter_collectives(
   """Yields how a parameter is gathered and how its gradient is summed."""
   batch_axes = _batch_axes_of(spec, work.mesh)
   model_spec = [part if part == MODEL_AXIS else None for part in spec]
-  gathered = array_bytes(
-    param, model_spec, work.mesh
-  )  # the bytes once gathered over the batch axes
+  # The bytes of the parameter when it is gathered over the batch axes.
+  gathered = array_bytes(param, model_spec, work.mesh)
   lookups = _num_lookups(name, work.config)
   # A tied embedding table is also the kernel of the matmul that computes the logits.
   is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
@@ -132,16 +132,16 @@ def _split_activation_gradients(
   is_table = name.endswith("position_embedding")
   is_sharded = MODEL_AXIS in spec
   if work.activation_split == "length" and not is_sharded and (param.ndim == 1 or is_table):
-    # Each device has the gradient of its own positions only.
+    # Each device computes the gradient of its own positions only.
     yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient, "gradients")
   if is_table and is_sharded:
-    # A table sharded by `embed` is gathered for the lookup, and so is its gradient.
+    # A table that is sharded along `embed` is gathered for the lookup, and its gradient too.
     table = math.prod(param.shape) * param.dtype.itemsize * work.microbatches
     yield Collective(ALL_GATHER, (MODEL_AXIS,), 2 * table, "parameters", count=2)
 
 
 def _is_fused_into_another(name: str, config: Any) -> bool:
-  """Returns whether a kernel and its gradient are sent in one array with another kernel's."""
+  """Returns whether a kernel and its gradient are sent in the same array as another kernel's."""
   if not getattr(config, "fuse_qkv_params", False):
     return False
   is_cross = "encoder_decoder_attention" in name
@@ -156,8 +156,8 @@ def _num_gathers(
     return 1 if is_bias else 2  # Forward and backward. The gradient of a sum needs no bias.
   if not is_tied:
     return 1  # The gradient of a lookup does not need the table.
-  # The matmul with a table whose vocabulary is sharded gathers it again for the backward pass, if the
-  # gradient is summed over another axis too.
+  # If the vocabulary is sharded and the gradient is summed over another axis too, the matmul with the
+  # table gathers it again for the backward pass.
   others = set(_batch_axes(work.mesh)) - set(batch_axes)
   return 2 + (work.model_shards > 1 and bool(others))
 
@@ -174,8 +174,8 @@ def _gradient_sums(
 
   Args:
     gradient: its bytes.
-    terms: the number of arrays whose sum it is.
-    other_terms: how many of them are not the result of a matmul.
+    terms: the number of arrays whose sum the gradient is.
+    other_terms: how many of these arrays are not the result of a matmul.
     batch_axes: the batch axes that the parameter is sharded over.
     zero1: whether the parameter's optimizer state is sharded over `data`.
     work: what the step computes.
@@ -184,7 +184,7 @@ def _gradient_sums(
   others = tuple(axis for axis in all_axes if axis not in batch_axes)
   size = gradient * work.microbatches
   if batch_axes and others and other_terms:
-    # XLA sums these over all axes at once, and each device keeps its shard.
+    # XLA sums these over all batch axes at once, and each device keeps its shard.
     yield Collective(ALL_REDUCE, all_axes, size, "gradients", other_terms)
     terms = max(terms - other_terms, 0)
   shards = math.prod(work.mesh[axis] for axis in batch_axes)
@@ -203,7 +203,7 @@ def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _batch_axes_of(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the batch axes that a parameter is sharded over."""
+  """Returns the batch axes over which a parameter is sharded."""
   named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
   return tuple(axis for axis in _batch_axes(mesh) if axis in named)
 
@@ -216,9 +216,9 @@ def _num_lookups(name: str, config: Any) -> int:
 
 
 def _position_bias(name: str, work: Workload) -> tuple[float, int]:
-  """Returns the bytes of a relative position bias and the number of layers that use it; else (0, 1).
+  """Returns the bytes of a relative position bias and the number of its layers; (0, 1) for others.
 
-  Each layer's gradient is summed as [heads, T, T], before it is sorted into buckets.
+  Each layer's gradient is summed as [heads, T, T], before its elements are added up by bucket.
   """
   if "rel_embedding" not in name:
     return 0, 1
@@ -227,12 +227,14 @@ def _position_bias(name: str, work: Workload) -> tuple[float, int]:
   return heads * work.lengths[side] ** 2 * work.itemsize, work.layers[side]
 
 
-# Collectives of activations, over `model`.
+# The collectives of activations, over `model`.
 
 
 def _activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator[Collective]:
   """Yields the sums over heads, feed-forward units and vocabulary, forward and backward."""
-  residuals = _residual_bytes(work)
+  # The bytes of the activations between blocks, for encoder and decoder.
+  width = work.config.emb_dim * work.itemsize * work.examples
+  residuals = {side: length * width for side, length in work.lengths.items()}
   for size, matmuls, layers in _matmul_inputs(work, residuals):
     yield from _input_collectives(size, matmuls, layers, work.activation_split)
   # The gathered input of the matmul with a tied embedding table is kept.
@@ -254,16 +256,10 @@ def _activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator
     yield from _norm_collectives(work)
 
 
-def _residual_bytes(work: Workload) -> dict[str, float]:
-  """Returns the bytes of the activations between blocks, for encoder and decoder."""
-  width = work.config.emb_dim * work.itemsize * work.examples
-  return {side: length * width for side, length in work.lengths.items()}
-
-
 def _matmul_inputs(
   work: Workload, residuals: Mapping[str, float]
 ) -> Iterator[tuple[float, int, int]]:
-  """Yields the inputs of matmuls with sharded results: bytes, number of matmuls, number of layers."""
+  """Yields each input of matmuls whose results are sharded: bytes, number of matmuls and of layers."""
   qkv, kv = (1, 1) if getattr(work.config, "fuse_qkv_params", False) else (3, 2)
   branches = len(work.config.mlp_activations)
   for side, layers in work.layers.items():
@@ -277,11 +273,12 @@ def _matmul_inputs(
 def _input_collectives(
   size: float, matmuls: int, layers: int, activation_split: str | None, is_kept: bool = False
 ) -> Iterator[Collective]:
+  """Yields how the gradient of an input is summed, and how an input that is sharded is gathered."""
   axes, kind = (MODEL_AXIS,), REDUCE_SCATTER if activation_split else ALL_REDUCE
   yield Collective(kind, axes, layers * size, "activations", matmuls, layers)
   if activation_split:
-    # Sharded by "length", the input is gathered once and kept. Sharded by "embed", XLA gathers it for
-    # each matmul, and again for the parameter's gradient.
+    # XLA gathers an input that is sharded along "length" once and keeps it. It gathers one that is
+    # sharded along "embed" for each matmul, and again for the gradient of the matmul's parameter.
     gathers = 2 * matmuls * layers if activation_split == "embed" and not is_kept else 1
     yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
 
@@ -289,6 +286,7 @@ def _input_collectives(
 def _output_collectives(
   size: float, activation_split: str | None, gathers: int = 1
 ) -> Iterator[Collective]:
+  """Yields how the output of a sharded matmul is summed, and how its gradient is gathered."""
   axes = (MODEL_AXIS,)
   if not activation_split:
     yield Collective(ALL_REDUCE, axes, size, "activations")
@@ -298,13 +296,13 @@ def _output_collectives(
 
 
 def _lookup_collectives(size: float, work: Workload) -> Iterator[Collective]:
-  """Yields the sum of a lookup: each device looks up the tokens of its part of the vocabulary."""
+  """Yields how lookups are summed: each device looks up the tokens of its part of the vocabulary."""
   if work.activation_split != "embed":
     yield from _output_collectives(size, work.activation_split)
     return
   yield Collective(REDUCE_SCATTER, (MODEL_AXIS,), size, "activations")
-  # The table's gradient is computed by shards of `embed` and needed by shards of the vocabulary. XLA of
-  # jax 0.11 gathers all of it for that.
+  # The table's gradient is computed in shards of `embed` and needed in shards of the vocabulary. The
+  # XLA of jax 0.11 gathers the whole gradient for that.
   table = 4 * work.config.vocab_size * work.config.emb_dim * work.microbatches
   if jax.__version_info__ >= (0, 11):
     yield Collective(ALL_GATHER, (MODEL_AXIS,), table, "gradients")
@@ -315,7 +313,7 @@ def _lookup_collectives(size: float, work: Workload) -> Iterator[Collective]:
 def _norm_collectives(work: Workload) -> Iterator[Collective]:
   """Yields the float32 sums over a sharded `embed`: a norm's mean square, and one for its gradient.
 
-  A LayerNorm sums twice as many.
+  A LayerNorm needs four sums, because it subtracts the mean.
   """
   sums = 4 if getattr(work.config, "norm", "rms") == "layer" else 2
   norms = {"encoder": 2, "decoder": 3 if "encoder" in work.lengths else 2}

@@ -1,15 +1,14 @@
-"""What a run reads: its datasets and vocabulary, checked without reading any example."""
+"""Describes and checks a run's datasets and vocabulary without reading any example."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 
-Rows = list[tuple[str, str]]
-
-# The run's arguments that are datasets, and how the run uses each.
+# The arguments of runs that are datasets, and what a run does with each.
 _DATASETS = {
   "train_dataset_cfg": "trains on",
   "train_eval_dataset_cfg": "loss on",
@@ -45,7 +44,7 @@ def _dataset_text(cfg: Any) -> str:
 
 
 def _check_vocabulary_file(vocabulary: Any) -> None:
-  """Raises ValueError if the file of a SentencePiece model should be on this machine but is not."""
+  """Raises ValueError if the path of a SentencePiece model is local and there is no such file."""
   if type(vocabulary).__name__ != "SentencePieceVocabulary":
     return  # a subclass may create its file when it is first used
   path = vocabulary.sentencepiece_model_file

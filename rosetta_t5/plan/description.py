@@ -1,15 +1,16 @@
-"""The description of a run that `--dry_run` prints: data, model, mesh, batch, optimizer, FLOPs, memory."""
+"""Describes a run for `--dry_run`: data, model, mesh, batch, optimizer, checkpoints, FLOPs, memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from rosetta_t5.config import ResolvedRun, changes_since
+from rosetta_t5.config.changes import changes_since
+from rosetta_t5.config.dry_run import ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
@@ -23,44 +24,41 @@ from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, work
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.model_info import count_parameters
 
-Rows = list[tuple[str, str]]
-
 
 def describe_run(resolved: ResolvedRun) -> Rows:
   """Returns a description of a resolved run as rows (label, text), and adds to its problems.
 
-  Each row is computed from what could be built. Rows whose arguments are missing are left out.
+  Rows that need an argument that is missing or could not be built are left out.
   """
-  rows: Rows = [("run", resolved.run)] if resolved.run else []
-  plan = Plan(resolved)
-  for section in _SECTIONS:
-    rows += section_rows(section, plan)
-  return rows
+  rows = [("run", resolved.run)] if resolved.run else []
+  return rows + rows_of_sections(_SECTIONS, Plan(resolved))
 
 
-def section_rows(section: Callable[[Plan], Rows], plan: Plan) -> Rows:
-  """Returns the rows of a section. A ValueError, which a user can fix, becomes a problem."""
+def rows_of_sections(sections: Sequence[Callable[[Plan], Rows]], plan: Plan) -> Rows:
+  """Returns the rows of all sections. ValueErrors, which a user can fix, become problems of the run."""
+  rows: Rows = []
   problems = plan.resolved.problems.messages
-  try:
-    return section(plan)
-  except ValueError as error:
-    if str(error) not in problems:
-      problems.append(str(error))
-  except Exception as error:
-    # A model with its own inputs, for example; or a missing argument, which has been reported.
-    if not problems:
-      return [("unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")]
-  return []
+  for section in sections:
+    try:
+      rows += section(plan)
+    except ValueError as error:
+      if str(error) not in problems:
+        problems.append(str(error))
+    except Exception as error:
+      # The cause may be a missing argument, which is a problem already, or a model with other inputs.
+      if not problems:
+        rows.append(("unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+  return rows
 
 
 @dataclasses.dataclass
 class Plan:
-  """A resolved run and what follows from it, computed on first use."""
+  """A resolved run, and what follows from it."""
 
   resolved: ResolvedRun
 
   def __getitem__(self, name: str) -> Any:
-    """Returns an argument of the run, or None."""
+    """Returns an argument of the run; None if it is absent."""
     return self.resolved.arguments.get(name)
 
   @property
@@ -70,7 +68,7 @@ class Plan:
 
   @property
   def dataset_cfg(self) -> Any:
-    """The dataset that the run reads most."""
+    """The dataset for training, or else the only one."""
     return self["train_dataset_cfg"] or self["dataset_cfg"]
 
   @property
@@ -80,18 +78,18 @@ class Plan:
 
   @functools.cached_property
   def lengths(self) -> dict[str, int]:
-    """The lengths of the model's inputs."""
+    """The lengths of the model's inputs; see `input_lengths`."""
     return input_lengths(self["model"], getattr(self.dataset_cfg, "task_feature_lengths", None))
 
   @functools.cached_property
   def state(self) -> Any:
-    """The train state's shapes."""
+    """The shapes of the train state."""
     batch_size = getattr(self.dataset_cfg, "batch_size", 1)
     return state_shapes(self["model"], batch_size, self.lengths, self.is_training)
 
   @functools.cached_property
   def devices(self) -> tuple[int, str]:
-    """The number of devices, and their kind if they are this machine's."""
+    """The number of devices; and their kind, or "" if the command line specifies the number."""
     return (self.resolved.devices, "") if self.resolved.devices else expected_devices()
 
   @functools.cached_property
@@ -121,7 +119,7 @@ class Plan:
 
   @property
   def flops(self) -> tuple[float, bool]:
-    """The FLOPs of a step on all devices, and whether T5X's formula for the network gave them."""
+    """The FLOPs of a step on all devices, and whether there is an exact formula for the network."""
     of_sequence = flops_of_lengths(self["model"].network_config, self.lengths)
     is_exact = of_sequence is not None
     if of_sequence is None:
@@ -129,7 +127,7 @@ class Plan:
     return self.dataset_cfg.batch_size * of_sequence, is_exact
 
 
-def _model(plan: Plan) -> Rows:
+def _model_rows(plan: Plan) -> Rows:
   model = plan["model"]
   if model is None:
     return []
@@ -140,7 +138,7 @@ def _model(plan: Plan) -> Rows:
   return [("model", text + (f", computed in {jnp.dtype(dtype).name}" if dtype else ""))]
 
 
-def _mesh(plan: Plan) -> Rows:
+def _mesh_rows(plan: Plan) -> Rows:
   if plan["partitioner"] is None:
     return []
   count, kind = plan.devices
@@ -151,7 +149,7 @@ def _mesh(plan: Plan) -> Rows:
 
 
 def _unsharded_heads(plan: Plan) -> Rows:
-  """Returns a note if attention is not sharded, because the heads do not divide over `model`."""
+  """Returns a note if attention is not sharded because `model` does not divide the heads."""
   config = plan["model"].network_config if plan["model"] is not None else None
   heads, shards = getattr(config, "num_heads", 0), plan.mesh.get(MODEL_AXIS, 1)
   if heads % shards == 0:
@@ -164,7 +162,7 @@ def _unsharded_heads(plan: Plan) -> Rows:
   return [("", text)]
 
 
-def _batch(plan: Plan) -> Rows:
+def _batch_rows(plan: Plan) -> Rows:
   if plan.dataset_cfg is None:
     return []
   size, parts = plan.dataset_cfg.batch_size, plan.microbatches
@@ -180,7 +178,7 @@ def _batch(plan: Plan) -> Rows:
   return [("batch", text)]
 
 
-def _optimizer(plan: Plan) -> Rows:
+def _optimizer_rows(plan: Plan) -> Rows:
   if not plan.is_training:
     return []
   optimizer = getattr(plan["model"], "optimizer_def", None)
@@ -199,7 +197,7 @@ def _optimizer(plan: Plan) -> Rows:
 
 
 def _reference_names(value: Any, bindings: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
-  """Yields what a gin value builds, such as `Adafactor` or `chain(clip_by_global_norm, adamw)`."""
+  """Yields the names of what a gin value builds: `Adafactor`, `chain(clip_by_global_norm, adamw)`."""
   for leaf in leaves(value):
     if isinstance(leaf, Macro) and (leaf.name,) in bindings:
       yield from _reference_names(bindings[leaf.name,].value, bindings)
@@ -209,7 +207,7 @@ def _reference_names(value: Any, bindings: Mapping[tuple[str, ...], Any]) -> Ite
       yield f"{leaf.last_name}({inner})" if inner else leaf.last_name
 
 
-def _steps(plan: Plan) -> Rows:
+def _step_rows(plan: Plan) -> Rows:
   if not plan.is_training or plan["total_steps"] is None:
     return []
   relative = plan["relative_steps"]
@@ -220,8 +218,8 @@ def _steps(plan: Plan) -> Rows:
   return [("steps", ", ".join([total, *periods]))]
 
 
-def _memory(plan: Plan) -> Rows:
-  """Returns FLOPs and memory, and what to set if a training step needs more than a GPU has."""
+def _memory_rows(plan: Plan) -> Rows:
+  """Returns FLOPs and memory, and what to set if a training step needs more memory than a GPU has."""
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   if not plan.is_training:
@@ -229,7 +227,7 @@ def _memory(plan: Plan) -> Rows:
   lines = fitting.changes_that_fit(plan.state, plan.specs, plan.work)
   labels = [f"for {size_text(fitting.GPU.memory)}", *[""] * len(lines)]
   memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
-  return [*_flops(plan), memory, *zip(labels, lines, strict=False)]
+  return [*flops_rows(plan), memory, *zip(labels, lines, strict=False)]
 
 
 def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:
@@ -237,7 +235,8 @@ def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:
   return "memory", f"about {size_text(sum(parts.values()))} per device: {each}"
 
 
-def _flops(plan: Plan) -> Rows:
+def flops_rows(plan: Plan) -> Rows:
+  """Returns the FLOPs of a training step."""
   number, is_exact = plan.flops
   units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
   unit, size = next((unit for unit in units if number >= unit[1]), units[-1])
@@ -245,7 +244,7 @@ def _flops(plan: Plan) -> Rows:
   return [("FLOPs", text if is_exact else f"about {text} (6 per parameter and token)")]
 
 
-def _changes(plan: Plan) -> Rows:
+def _change_rows(plan: Plan) -> Rows:
   folder = plan["model_dir"] or plan["output_dir"]
   changes = changes_since(folder, plan.resolved.program) if folder else []
   if not changes:
@@ -253,16 +252,6 @@ def _changes(plan: Plan) -> Rows:
   return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]
 
 
-# The sections that determine what a training step computes, for `rosetta-t5 plan`.
-STEP_SECTIONS = (_model, _mesh, _batch, _optimizer, _flops)
-_SECTIONS = (
-  data_rows,
-  _model,
-  _mesh,
-  _batch,
-  _optimizer,
-  _steps,
-  checkpoint_rows,
-  _memory,
-  _changes,
-)
+# The rows about what a training step computes, besides its FLOPs.
+STEP_SECTIONS = (_model_rows, _mesh_rows, _batch_rows, _optimizer_rows)
+_SECTIONS = (data_rows, *STEP_SECTIONS, _step_rows, checkpoint_rows, _memory_rows, _change_rows)

@@ -12,8 +12,9 @@ from rosetta_t5.plan.hardware import Gpu, seconds_on_links
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
 
-# The share of the compute time, the backward pass, during which gradients and parameters can be sent.
+# The backward pass as a share of the compute time.
 _BACKWARD_SHARE = 2 / 3
+# What devices can send during the backward pass.
 _CAN_OVERLAP = ("gradients", "parameters")
 
 
@@ -25,7 +26,7 @@ class Traffic:
     collective: the collective.
     sent: bytes that each device sends in a step.
     seconds: how long that takes.
-    leaves_node: whether it uses the network between nodes, or NVLink alone.
+    leaves_node: whether it uses the network between nodes, and not only NVLink.
   """
 
   collective: Collective
@@ -36,12 +37,12 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """What a step needs.
+  """What a training step needs.
 
   Attributes:
-    memory: bytes on each device, by what they hold.
-    compute_seconds: the compute time at the MFU that one GPU reaches alone.
-    traffic: what devices send each other.
+    memory: the bytes on each device, by part.
+    compute_seconds: the compute time at the MFU that a GPU reaches alone.
+    traffic: what the devices send to each other.
   """
 
   memory: Mapping[str, float]
@@ -77,7 +78,7 @@ def estimate_step(
     work: what the step computes.
     flops: the floating-point operations of a step, on all devices together.
     gpu: the GPU.
-    mfu: the share of its peak that one GPU reaches if it waits for no other.
+    mfu: the share of its peak FLOP/s that a GPU reaches if it never waits for others.
   """
   traffic = []
   for each in step_collectives(state.params, specs.params, work):

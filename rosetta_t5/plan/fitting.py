@@ -1,4 +1,4 @@
-"""What to set so that a step fits into a GPU's memory: microbatches and rematerialization."""
+"""Finds the microbatches and rematerialization with which a step fits into a GPU's memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from rosetta_t5.plan.memory import activation_bytes, size_text, step_memory
 from rosetta_t5.plan.workload import Workload
 
 GPU = GPUS["h100"]
-# The share of a device's memory that XLA and the communication between GPUs leave to the arrays.
+# The share of a device's memory that arrays can use. XLA and NCCL need the rest.
 USABLE = 0.9
 # In order of cost: `full` computes the forward pass twice.
 _POLICIES = ("none", "minimal", "full")
 
 
 def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
-  """Returns changes with which a step fits, one per line; none if it fits already or is unknown.
+  """Returns alternative changes with which a step fits, one per line.
+
+  The list is empty if the step fits already, or if its network is unknown.
 
   Args:
     state: the train state's shapes.
@@ -49,10 +51,9 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
 
 
 def possible_microbatches(work: Workload) -> Iterator[int]:
-  """Yields the numbers of microbatches that divide the examples of a device, from the configured number on."""
-  for parts in range(work.microbatches, int(work.examples) + 1):
-    if work.examples % parts == 0:
-      yield parts
+  """Returns the divisors of the examples of a device that are at least the number of microbatches."""
+  numbers = range(work.microbatches, int(work.examples) + 1)
+  return (number for number in numbers if work.examples % number == 0)
 
 
 def _shard_the_state(now: Mapping[str, float], fixed: float) -> str:

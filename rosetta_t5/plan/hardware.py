@@ -1,4 +1,4 @@
-"""The GPUs that a run is planned for, from their data sheets, and the devices of this machine."""
+"""The data sheets of the GPUs for which runs are planned, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Gpu:
     name: as NVIDIA writes it.
     peak_flops: dense bfloat16, FLOP/s.
     memory: bytes.
-    nvlink: bytes/s that it can send to others of its node.
-    network: bytes/s that its card can send to other nodes.
+    nvlink: bytes/s that it can send to other GPUs of its node.
+    network: bytes/s that its network card can send to other nodes.
   """
 
   name: str
@@ -47,13 +47,13 @@ GPUS = {
 def seconds_on_links(
   wire_bytes: float, axes: Sequence[str], mesh: Mapping[str, int], gpu: Gpu
 ) -> tuple[float, bool]:
-  """Returns how long a collective takes, and whether it leaves the node.
+  """Returns how long a collective takes, and whether it uses the network between nodes.
 
-  Within a node NVLink carries it. Between nodes, a ring through the group leaves each node as often as
-  the group has members in it, through their network cards.
+  Within a node, devices send over NVLink. A ring over several nodes leaves each node as many times as
+  the group has members there, through the members' network cards.
 
   Args:
-    wire_bytes: what each device sends.
+    wire_bytes: the bytes that each device sends.
     axes: the mesh axes of the group.
     mesh: the size of each axis, outermost first; the innermost devices are neighbors.
     gpu: the GPU.
@@ -65,7 +65,7 @@ def seconds_on_links(
 
 
 def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-  """Returns how many devices of a group over these axes are in one node."""
+  """Returns how many devices of a group over these mesh axes are in the same node."""
   remaining, members = GPUS_PER_NODE, 1
   for name, size in reversed(list(mesh.items())):
     in_node = math.gcd(size, remaining) if size > remaining else size
@@ -77,7 +77,7 @@ def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
 def expected_devices() -> tuple[int, str]:
   """Returns the number of this machine's devices and their kind, "GPU" or "CPU".
 
-  It does not ask jax, which would initialize them.
+  JAX is not asked, because it would initialize the devices.
   """
   wants_cpu = os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu"
   gpus = 0 if wants_cpu else _visible_gpus()

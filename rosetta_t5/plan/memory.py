@@ -1,7 +1,8 @@
-"""How much memory a run needs on each device, estimated from shapes."""
+"""Estimates the memory that a run needs on each device, from shapes."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,8 @@ _KEEP_NOTHING = ("full", "nothing_saveable")
 _KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 
 
-def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-  """Returns the bytes per device of a train state's parts: "params" and "optimizer".
+def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
+  """Returns the bytes per device of a train state's parts, "params" and, if it has one, "optimizer".
 
   Args:
     state: the train state's shapes.
@@ -25,15 +26,12 @@ def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, in
   parts = {"params": (state.params, specs.params)}
   if hasattr(state, "optimizer_def"):
     parts["optimizer"] = (state.param_states, specs.param_states)
-  sizes = {
-    name: jax.tree.map(lambda array, spec: array_bytes(array, spec, mesh), *trees)
-    for name, trees in parts.items()
-  }
-  return {name: sum(jax.tree.leaves(tree)) for name, tree in sizes.items()}
+  count = functools.partial(array_bytes, mesh=mesh)
+  return {name: sum(jax.tree.leaves(jax.tree.map(count, *trees))) for name, trees in parts.items()}
 
 
 def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int]) -> int:
-  """Returns the bytes of one device's shard of an array. Dimensions that do not divide are padded.
+  """Returns the bytes of one device's shard of an array. Sizes that are not divisible are padded.
 
   Args:
     array: anything with shape and dtype.
@@ -53,28 +51,28 @@ def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
 
 
 def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
-  """Returns the bytes per device of a training step, by what they hold.
+  """Returns the bytes per device of the parts of a training step.
 
-  There are no "activations" if the network is unknown.
+  The parts are "params", "optimizer", "gradients" and, unless the network is unknown, "activations".
 
   Args:
     state: the train state's shapes.
     specs: the same tree with a PartitionSpec for each array.
     work: what the step computes.
   """
-  parts: dict[str, float] = dict(state_bytes(state, specs, work.mesh))
+  parts = state_bytes(state, specs, work.mesh)
   parts["gradients"] = parts["params"]
   activations = activation_bytes(work)
-  return parts | ({} if activations is None else {"activations": activations})
+  return parts if activations is None else {**parts, "activations": activations}
 
 
 def activation_bytes(work: Workload) -> int | None:
-  """Returns an estimate of what a training step keeps for its backward pass; None if unknown.
+  """Estimates the bytes per device that a training step keeps for its backward pass; None if unknown.
 
-  Counted per device are the inputs of each layer's matmuls and nonlinearities in the compute dtype,
-  the attention probabilities, and the logits with their gradient in float32. With rematerialization
-  only what its policy keeps is counted, and one layer that is recomputed. XLA recomputes some of
-  these anyway, and needs space for others.
+  They hold the inputs of each layer's matmuls and nonlinearities in the compute dtype, the attention
+  probabilities, and the logits with their gradient in float32. With rematerialization they hold only
+  what its policy keeps, and one layer that is recomputed. In practice, XLA recomputes some of these
+  arrays in any case, and needs memory for temporary ones.
   """
   try:
     layers = work.layers
@@ -91,18 +89,19 @@ def activation_bytes(work: Workload) -> int | None:
 
 
 def inference_bytes(work: Workload) -> dict[str, float]:
-  """Returns an estimate of what predicting or scoring needs besides parameters, by what it holds.
+  """Estimates the bytes per device that predicting or scoring needs besides the parameters, by part.
 
-  It is the larger of two phases: the largest layer's activations; or the logits in float32, for
-  predictions with the keys and values of inputs and decodes. With more than one decode the keys and
-  values exist twice, while they are reordered.
+  They are those of the larger of two phases. The first computes the activations, of which those of
+  the largest layer are counted. The second computes the logits in float32; a prediction then also
+  holds the keys and values of inputs and decodes. With more than one decode, there are two copies of
+  the keys and values while they are reordered.
 
   Raises:
     AttributeError: the network is unknown.
   """
   target = work.lengths["decoder"]
   encoder, decoder = _numbers_kept_per_layer(work, "none")
-  # XLA computes log probabilities in place of the logits, unless devices must sum for them first.
+  # XLA overwrites the logits with log probabilities, unless devices must communicate for them.
   copies = 1 + (work.model_shards > 1)
   position_logits = copies * 4 * work.examples * work.config.vocab_size / work.model_shards
   if work.decodes is None:
@@ -111,9 +110,8 @@ def inference_bytes(work: Workload) -> dict[str, float]:
       {"logits": position_logits * _logit_positions(work)},
     )
   cached = target * work.decodes * (1 + (work.decodes > 1)) + work.lengths.get("encoder", 0)
-  key_and_value = (
-    2 * work.config.num_heads / work.model_shards * work.config.head_dim * work.itemsize
-  )
+  heads = work.config.num_heads / work.model_shards
+  key_and_value = 2 * heads * work.config.head_dim * work.itemsize
   prompt = work.examples * work.itemsize * (encoder if "encoder" in work.lengths else decoder)
   cache = work.examples * cached * key_and_value * work.layers["decoder"]
   return _largest(
@@ -122,28 +120,28 @@ def inference_bytes(work: Workload) -> dict[str, float]:
 
 
 def _logit_positions(work: Workload) -> int:
-  """Returns the number of target positions whose logits exist at a time."""
+  """Returns the number of target positions whose logits exist at the same time."""
   target = work.lengths["decoder"]
   return min(work.loss_chunk_length or target, target)
 
 
 def _largest(*phases: dict[str, float]) -> dict[str, float]:
-  """Returns the phase that needs most memory. The phases follow one another."""
+  """Returns the phase that needs the most memory."""
   return max(phases, key=lambda phase: sum(phase.values()))
 
 
 def _numbers_kept_per_layer(work: Workload, policy: str) -> tuple[float, float]:
-  """Returns how many numbers an encoder's and a decoder's layer keep for one example."""
+  """Returns how many numbers a layer of the encoder and one of the decoder keep for one example."""
   config, shards = work.config, work.model_shards
   heads, units = config.num_heads / shards, config.mlp_dim / shards
   inner, branches = heads * config.head_dim, len(config.mlp_activations)
   target, source = work.lengths["decoder"], work.lengths.get("encoder", 0)
-  # If `embed` is sharded, XLA keeps the gathered activations unless it rematerializes them.
+  # If `embed` is sharded, XLA keeps the gathered activations, unless they are rematerialized.
   is_split = work.activation_split == "length" or (
     work.activation_split == "embed" and policy != "none"
   )
   residual = config.emb_dim / shards if is_split else config.emb_dim
-  # Each matmul has a normalized input, gathered for it; the input of the norm itself is float32.
+  # Each block has a normalized input, gathered for its matmuls, and the float32 input of the norm.
   normed = config.emb_dim + residual * 4 / work.itemsize
   mlp, attention, cross = normed + units * (branches + 1), normed + 4 * inner, normed + 2 * inner
   pairs = 2 * heads  # the attention probabilities, and their logits
@@ -161,7 +159,7 @@ def _numbers_kept_per_layer(work: Workload, policy: str) -> tuple[float, float]:
 
 
 def size_text(number: float) -> str:
-  """Returns a number of bytes as text: 310 MB, 11.4 GB."""
+  """Returns a number of bytes as text, such as 310 MB or 11.4 GB."""
   for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
     if number >= size:
       return f"{number / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""`rosetta-t5 plan RECIPE --devices N`: what a training run needs on GPUs that need not be installed."""
+"""`rosetta-t5 plan RECIPE --devices N`: what a training run would need on N GPUs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from rosetta_t5 import config
-from rosetta_t5.config import ResolvedRun
-from rosetta_t5.plan.description import STEP_SECTIONS, Plan, Rows, section_rows
+from rosetta_t5.config import run_from_command_line
+from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.hardware import GPUS, Gpu
 from rosetta_t5.plan.memory import size_text
@@ -51,17 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     f"--devices={args.devices}",
   ]
   describe = functools.partial(_describe, gpu=GPUS[args.gpu], mfu=args.mfu)
-  config.run_from_command_line(None, argv, describe)
+  run_from_command_line(None, argv, describe)
   return 0
 
 
 def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float) -> Rows:
-  plan = Plan(resolved)
-  sections = (*STEP_SECTIONS, functools.partial(_estimate, gpu=gpu, mfu=mfu))
-  return [row for section in sections for row in section_rows(section, plan)]
+  estimate = functools.partial(_estimate_rows, gpu=gpu, mfu=mfu)
+  return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate), Plan(resolved))
 
 
-def _estimate(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
+def _estimate_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
   if plan.resolved.problems.messages or not plan.is_training:
     return []
   flops, _ = plan.flops
@@ -73,8 +72,9 @@ def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
   """Returns a table of what each GPU holds."""
   total = sum(estimate.memory.values())
   fits = "fits" if total < 0.92 * gpu.memory else "DOES NOT FIT"
-  rows = [("memory", f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}")]
-  return [*rows, *(("", f"{size_text(size):>8}  {name}") for name, size in estimate.memory.items())]
+  parts = [("", f"{size_text(size):>8}  {name}") for name, size in estimate.memory.items()]
+  text = f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}"
+  return [("memory", text), *parts]
 
 
 def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:

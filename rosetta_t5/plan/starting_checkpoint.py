@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from, whether it fits the model, and the checkpoints it saves."""
+"""Describes the checkpoints that a run reads and saves, and checks that they match the model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rosetta_t5 import checkpoints
+from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
-
-Rows = list[tuple[str, str]]
 
 
 def checkpoint_rows(plan: Any) -> Rows:
-  """Returns what a run starts from and what it saves. Compares a checkpoint's names and shapes.
+  """Returns the checkpoints from which a run starts, and those that it saves.
 
   Raises:
-    ValueError: the checkpoint does not exist, or is of another model.
+    ValueError: a checkpoint does not exist, or its names or shapes are not those of the run's model.
   """
   with _adding_source(plan):
     if plan["checkpoint_cfg"] is not None and plan["model_dir"]:
@@ -32,11 +31,11 @@ def checkpoint_rows(plan: Any) -> Rows:
 
 @contextmanager
 def _adding_source(plan: Any) -> Iterator[None]:
-  """Adds to an error the line that sets the checkpoint's path."""
+  """Adds the line that sets the checkpoint's path to an error of the body."""
   try:
     yield
   except checkpoints.CheckpointMismatchError:
-    raise  # The checkpoint may be MODEL_DIR's own; the lines to change are those of the model.
+    raise  # the lines to change are those of the model, and the checkpoint may be in MODEL_DIR
   except ValueError as error:
     bindings = plan.resolved.program.effective_bindings()
     paths = (b for key, b in bindings.items() if key[1:] == ("RestoreCheckpointConfig", "path"))
@@ -49,10 +48,10 @@ def _adding_source(plan: Any) -> Iterator[None]:
 def _training_start(plan: Any) -> Rows:
   """Returns the start of a training run: MODEL_DIR's checkpoint, else the given one, else scratch."""
   cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
-  own = dataclasses.replace(cfg, restore=None)
-  found, path = (
-    (None, None) if _is_remote(folder) else checkpoints.find_start_checkpoint(own, folder)
-  )
+  found, path = None, None
+  if not _is_remote(folder):
+    without_restore = dataclasses.replace(cfg, restore=None)
+    found, path = checkpoints.find_start_checkpoint(without_restore, folder)
   if path is None and cfg.restore is not None:
     if any(map(_is_remote, _paths([cfg.restore]))):
       return _unchecked([cfg.restore])
@@ -62,7 +61,7 @@ def _training_start(plan: Any) -> Rows:
 
 
 def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
-  """Returns the checkpoints that an evaluation or inference reads."""
+  """Returns the checkpoints that an evaluation, inference or export restores."""
   if any(map(_is_remote, _paths(cfgs))):
     return _unchecked(cfgs)
   cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
@@ -78,6 +77,7 @@ def _unchecked(cfgs: Sequence[Any]) -> Rows:
 
 
 def _paths(cfgs: Sequence[Any]) -> list[str]:
+  """Returns the paths of several RestoreCheckpointConfigs, each of which has one or more."""
   paths: list[str] = []
   for cfg in cfgs:
     given = [cfg.path] if isinstance(cfg.path, str | os.PathLike) else list(cfg.path or ())

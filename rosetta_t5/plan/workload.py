@@ -1,4 +1,4 @@
-"""What a step computes: the network's sizes, the lengths, the batch, the sharding and the state's shapes."""
+"""What a step computes: the network's sizes, lengths, batch, sharding, and the shapes of the state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax.linen.partitioning import logical_to_mesh_axes
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 from rosetta_t5.training import InferenceState, TrainState
 
-# Stands in for an unknown length: the parameters do not depend on it.
+# Used for unknown lengths. The parameters do not depend on it.
 _ANY_LENGTH = 8
 
 
@@ -31,9 +31,10 @@ class Workload:
     zero1: whether the optimizer's state is sharded over `data` and the parameters are not.
     activation_split: the dimension of the activations between blocks that is sharded over `model`:
       "length" with `sequence_parallel`, "embed" with T5X's `activation_partitioning_dims = 2`, or None.
-    loss_chunk_length: the target positions whose logits exist at a time; None for all.
-    remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the config's.
-    decodes: beams or samples per example of a prediction; None for training and scoring.
+    loss_chunk_length: the number of target positions whose logits exist at the same time; None for all.
+    remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the policy of
+      the network's config.
+    decodes: the beams or samples per example of a prediction; None for training and scoring.
   """
 
   config: Any
@@ -88,7 +89,7 @@ def workload_of(
     model: the model.
     partitioner: the partitioner.
     lengths: see `Workload`.
-    batch_size: the examples of the global batch.
+    batch_size: the number of examples in the global batch.
     mesh: the size of each mesh axis.
     microbatches: the number of microbatches.
   """
@@ -111,7 +112,7 @@ def batch_workload(
   mesh: Mapping[str, int],
   microbatches: int | None = None,
 ) -> Workload:
-  """Returns what a step on a batch computes.
+  """Returns what a step on a batch of these shapes computes.
 
   Args:
     model: the model.
@@ -127,16 +128,16 @@ def batch_workload(
 
 
 def activation_split(partitioner: Any) -> str | None:
-  """Returns the dimension of activations that a partitioner shards over `model`; see `Workload`."""
+  """Returns the dimension of activations that a partitioner shards over `model` (see `Workload`)."""
   names = ("batch", "length", "embed")
   spec = logical_to_mesh_axes(names, getattr(partitioner, "logical_axis_rules", ())) or ()
   return next((name for name, axis in zip(names, spec, strict=False) if axis == MODEL_AXIS), None)
 
 
 def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[str, int]:
-  """Returns the lengths of the model's inputs: {"encoder": S, "decoder": T}, or {"decoder": T}.
+  """Returns the lengths of a model's inputs: {"encoder": S, "decoder": T}, or {"decoder": T}.
 
-  Without an encoder, T5X's feature converters concatenate inputs and targets.
+  If the model has no encoder, T5X's feature converters concatenate inputs and targets.
   """
   lengths = dict(task_lengths or {})
   if _has_encoder(model):
@@ -152,9 +153,9 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
 
   Args:
     model: the model.
-    batch_size: examples in a batch.
+    batch_size: the number of examples in a batch.
     lengths: see `input_lengths`.
-    trained: whether the state includes the optimizer's.
+    trained: whether the state includes that of the optimizer.
   """
   shapes = {
     f"{side}_{kind}_tokens": (batch_size, lengths.get(side, lengths["decoder"]))
@@ -168,7 +169,7 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
       return InferenceState.create(variables)
     return TrainState.create(model.optimizer_def, variables)
 
-  # The shape of a key: a real key would initialize a device.
+  # Only the shape of a key: a real key would initialize a device.
   return jax.eval_shape(make, jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
