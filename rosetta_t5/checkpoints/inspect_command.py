@@ -6,7 +6,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
   checkpoint_path,
   detect_checkpoint_type,
+  find_checkpoint_type,
   read_run_facts,
   resolve_checkpoint,
 )
@@ -39,8 +39,6 @@ _LAYOUT_NAMES = {
   CheckpointTypes.HUGGING_FACE: "Hugging Face",
 }
 
-Path = str | os.PathLike[str]
-
 
 def main(arguments: Sequence[str]) -> int:
   """Runs `rosetta-t5 ckpt`; returns the exit status: 1 for a difference or damage."""
@@ -52,36 +50,33 @@ def main(arguments: Sequence[str]) -> int:
   diff = verbs.add_parser("diff", help="the differences between two checkpoints")
   verify = verbs.add_parser("verify", help="read everything and compare with stored checksums")
   verify.add_argument("--write", action="store_true", help=f"store the checksums ({CHECKSUMS})")
-  for verb in (ls, show, diff, verify):
+  functions = {ls: list_steps, show: show_arrays, diff: show_difference, verify: verify_arrays}
+  for verb, function in functions.items():
     verb.add_argument("path", metavar="PATH")
+    verb.set_defaults(run=function)
   diff.add_argument("other", metavar="OTHER")
-  ls.set_defaults(run=lambda options: list_steps(options.path))
-  show.set_defaults(run=lambda options: show_arrays(options.path, with_state=options.state))
-  diff.set_defaults(run=lambda options: show_difference(options.path, options.other))
-  verify.set_defaults(run=lambda options: verify_arrays(options.path, write=options.write))
-  options = parser.parse_args(arguments)
+  options = vars(parser.parse_args(arguments))
+  run = options.pop("run")
   try:
-    return int(options.run(options))
+    return run(**options)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
 
 
-def list_steps(path: Path) -> int:
+def list_steps(path: epath.PathLike) -> int:
   """Prints a line for each checkpoint in a folder."""
   steps = all_steps(path)
   if not steps:
-    layout = _LAYOUT_NAMES[detect_checkpoint_type(path)]
-    print(f"{path} is one checkpoint ({layout}), {_format_size(_disk_bytes(epath.Path(path)))}")
+    name = _LAYOUT_NAMES[detect_checkpoint_type(path)]
+    print(f"{path} is one checkpoint ({name}), {_format_size(_disk_bytes(epath.Path(path)))}")
     return 0
   print(f"{'step':>10}  {'size':>10}  {'saved':<19}  layout")
   for step in steps:
     folder = checkpoint_path(path, step)
-    saved = datetime.datetime.fromtimestamp(os.stat(folder).st_mtime).isoformat(" ", "seconds")
-    try:
-      notes = [_LAYOUT_NAMES[detect_checkpoint_type(folder)]]
-    except ValueError:
-      notes = ["NOT A CHECKPOINT: unknown layout or damaged"]
+    saved = datetime.datetime.fromtimestamp(folder.stat().mtime).isoformat(" ", "seconds")
+    layout = find_checkpoint_type(folder)
+    notes = [_LAYOUT_NAMES[layout] if layout else "NOT A CHECKPOINT: unknown layout or damaged"]
     if (folder / DATASET_ITEM).is_dir():
       notes.append("with the position in the data")
     if is_pinned_checkpoint(folder):
@@ -91,12 +86,12 @@ def list_steps(path: Path) -> int:
   return 0
 
 
-def show_arrays(path: Path, with_state: bool = False) -> int:
-  """Prints a line for each parameter of a checkpoint, and totals."""
+def show_arrays(path: epath.PathLike, state: bool = False) -> int:
+  """Prints a line for each parameter of a checkpoint (with `state`, for each array), and totals."""
   folder = resolve_checkpoint(path)
   arrays = read_arrays(folder)
   params = {name: array for name, array in arrays.items() if name.startswith("target/")}
-  shown = arrays if with_state else params
+  shown = arrays if state else params
   width = max(map(len, shown), default=0)
   for name in sorted(shown, key=_sort_key):
     array = shown[name]
@@ -114,7 +109,7 @@ def show_arrays(path: Path, with_state: bool = False) -> int:
   return 0
 
 
-def show_difference(path: Path, other: Path) -> int:
+def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
   """Prints the differences between the parameters of two checkpoints; returns 1 if there are any.
 
   The parameters are compared in T5X's plain tree, so the layouts may differ.
@@ -134,7 +129,7 @@ def show_difference(path: Path, other: Path) -> int:
   return 1 if lines else 0
 
 
-def verify_arrays(path: Path, write: bool = False) -> int:
+def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   """Reads every array, checks that its values are finite, and compares it with its checksum.
 
   Returns:

@@ -17,7 +17,6 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
 )
 from rosetta_t5.checkpoints.dataset_position import (
   BATCH_FACT,
-  DATASET_PREFIX,
   DatasetArgs,
   DatasetCheckpointHandler,
   batch_shapes,
@@ -49,8 +48,6 @@ from rosetta_t5.checkpoints.saved_state import (
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
-PyTree = Any
-
 
 class OrbaxCheckpointManagerInterface:
   """The checkpoints of one folder, `checkpoint_STEP` each (T5X's class of this name).
@@ -68,7 +65,7 @@ class OrbaxCheckpointManagerInterface:
 
   def __init__(
     self,
-    directory: str | os.PathLike[str],
+    directory: epath.PathLike,
     train_state: TrainState,
     partitioner: BasePartitioner,
     dataset_iterator: Any = None,
@@ -218,7 +215,7 @@ class OrbaxCheckpointManagerInterface:
     self.reload()
     self._remover.start()
     if self._keep_dataset is not None and jax.process_index() == 0:
-      remove_old_dataset_positions(self.directory, self._keep_dataset, DATASET_PREFIX)
+      remove_old_dataset_positions(self.directory, self._keep_dataset)
 
   def check_for_errors(self) -> None:
     """Raises CheckpointSaveError if the last save has failed. It does not wait for a running save."""
@@ -238,7 +235,7 @@ class OrbaxCheckpointManagerInterface:
   def restore(
     self,
     step: int | None = None,
-    path: str | os.PathLike[str] | None = None,
+    path: epath.PathLike | None = None,
     fallback_state: Mapping[str, Any] | None = None,
     state_transformation_fns: Sequence[RestoreTransformation] = (),
     lazy_parameters: bool = False,
@@ -285,7 +282,7 @@ class OrbaxCheckpointManagerInterface:
 
   def restore_from_tf_checkpoint(
     self,
-    path_or_dir: str | os.PathLike[str],
+    path_or_dir: epath.PathLike,
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
   ) -> TrainState:
@@ -317,7 +314,7 @@ class OrbaxCheckpointManagerInterface:
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
 
-  def _state_args(self, state_dict: PyTree) -> ocp.args.PyTreeSave:
+  def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
     leaves = select_arrays(flatten_state_dict(state_dict))
     save_args = {
       name: ocp.SaveArgs(dtype=convert_parameter_dtype(name, leaf.dtype, self._save_dtype))

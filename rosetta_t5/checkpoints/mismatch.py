@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import logging
@@ -18,7 +19,6 @@ FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8
 _log = logging.getLogger(__name__)
 
 _MAX_ROWS = 20
-_SIMILARITY = 0.8
 
 
 class CheckpointMismatchError(ValueError):
@@ -36,7 +36,7 @@ class Mismatch:
 
 
 def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
-  """Returns every difference between two flat dicts of values with `shape` and `dtype`.
+  """Returns all differences between two flat dicts of leaves with `shape` and `dtype`.
 
   Args:
     stored: the checkpoint's arrays, by name.
@@ -50,11 +50,11 @@ def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> l
   mismatches = [Mismatch("missing", name, expected=_describe(expected[name])) for name in missing]
   mismatches += [Mismatch("unexpected", n, stored=_describe(stored[n])) for n in unexpected]
   for name in sorted(set(stored) & set(expected)):
-    mine, theirs = expected[name], stored[name]
-    if tuple(mine.shape) != tuple(theirs.shape):
-      mismatches.append(Mismatch("wrong shape", name, _describe(theirs), _describe(mine)))
-    elif _dtype_kind(mine.dtype) != _dtype_kind(theirs.dtype):
-      mismatches.append(Mismatch("wrong dtype", name, _describe(theirs), _describe(mine)))
+    ours, theirs = expected[name], stored[name]
+    if tuple(ours.shape) != tuple(theirs.shape):
+      mismatches.append(Mismatch("wrong shape", name, _describe(theirs), _describe(ours)))
+    elif _dtype_kind(ours.dtype) != _dtype_kind(theirs.dtype):
+      mismatches.append(Mismatch("wrong dtype", name, _describe(theirs), _describe(ours)))
   return mismatches
 
 
@@ -90,24 +90,15 @@ def find_restorable(
   omitted = {mismatch.name for mismatch in mismatches}
   # The optimizer's state of one parameter is restored as a whole or not at all.
   incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
-  return {
-    name
-    for name in expected
-    if name not in omitted
-    and not (_is_optimizer_state(name) and name.rpartition("/")[0] in incomplete)
-  }
+  return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
 
 
 def mismatch_error(path: Any, mismatches: list[Mismatch]) -> CheckpointMismatchError:
   """Returns the error that shows the mismatches of the checkpoint at `path` in one table."""
-  problems = [mismatch.problem for mismatch in mismatches]
-  counts = [
-    f"{problems.count(problem)} {problem}"
-    for problem in ("missing", "unexpected", "wrong shape", "wrong dtype")
-    if problem in problems
-  ]
+  counts = collections.Counter(mismatch.problem for mismatch in mismatches)
+  summary = ", ".join(f"{count} {problem}" for problem, count in counts.items())
   return CheckpointMismatchError(
-    f"checkpoint {path} does not match this run's model: {', '.join(counts)}\n"
+    f"checkpoint {path} does not match this run's model: {summary}\n"
     f"{_table(mismatches)}\n{_advice(path, mismatches)}"
   )
 
@@ -124,8 +115,8 @@ def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
   unused = [m.name for m in mismatches if _is_optimizer_state(m.name) and m.problem != "missing"]
   if unused:
     _log.warning(
-      "checkpoint %s: %d arrays of its optimizer state do not match and are not used (such as %s)",
-      *(path, len(unused), unused[0]),
+      f"checkpoint {path}: {len(unused)} arrays of its optimizer state do not match and are not used "
+      f"(such as {unused[0]})"
     )
 
 
@@ -164,7 +155,7 @@ def _similar_name(mismatch: Mismatch, mismatches: list[Mismatch]) -> str:
   """Returns a hint at the unexpected name that a missing one may have, or the reverse."""
   opposite = {"missing": "unexpected", "unexpected": "missing"}.get(mismatch.problem)
   others = [other.name for other in mismatches if other.problem == opposite]
-  close = difflib.get_close_matches(mismatch.name, others, n=1, cutoff=_SIMILARITY)
+  close = difflib.get_close_matches(mismatch.name, others, n=1, cutoff=0.8)
   return f"(similar: {close[0]})" if close else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ class UnreadableCheckpointError(ValueError):
   """A checkpoint exists but cannot be read."""
 
 
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {flat name: array} of the checkpoint at `path`, under T5X's names. No value is read yet.
 
   Args:
@@ -52,7 +51,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     raise unreadable_error(path, error) from error
 
 
-def unreadable_error(path: str | os.PathLike[str], error: Exception) -> UnreadableCheckpointError:
+def unreadable_error(path: epath.PathLike, error: Exception) -> UnreadableCheckpointError:
   """Returns the error for a damaged checkpoint, which names the reason and the older checkpoints."""
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

@@ -25,6 +25,8 @@ from rosetta_t5.training.train_state import TrainState
 
 # The run fact that names the checkpoint with which a finetuning run began.
 STARTED_FROM = "started_from"
+# Layouts that have no folders of steps, so RestoreCheckpointConfig.mode has no effect on them.
+_LAYOUTS_WITHOUT_STEPS = (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF)
 
 
 def get_first_valid_restore_config_and_paths(
@@ -71,7 +73,7 @@ def restore(
 
 
 def check_compatibility(
-  path: str | os.PathLike[str], expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
+  path: epath.PathLike, expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
 ) -> None:
   """Raises CheckpointMismatchError unless the checkpoint at `path` can be restored.
 
@@ -147,7 +149,7 @@ def create_orbax_checkpoint_manager(
   train_state: TrainState,
   partitioner: BasePartitioner,
   ds_iter: Any = None,
-  model_dir: str | os.PathLike[str] | None = None,
+  model_dir: epath.PathLike | None = None,
   run_facts: Mapping[str, Any] | None = None,
 ) -> OrbaxCheckpointManagerInterface:
   """Returns a manager that saves into `model_dir`, restores, or both.
@@ -222,19 +224,8 @@ def _protect_base_checkpoint(manager: OrbaxCheckpointManagerInterface) -> None:
 
 def _checkpoints_at(path: str, mode: str) -> list[str]:
   """Returns the checkpoints that a path names in a mode."""
-  if mode == "specific" or _has_no_steps(path):
+  if mode == "specific" or checkpoint_folders.find_checkpoint_type(path) in _LAYOUTS_WITHOUT_STEPS:
     return [path]
   steps = checkpoint_folders.all_steps(path)
   chosen = steps[-1:] if mode == "latest" else steps
   return [os.fspath(checkpoint_folders.checkpoint_path(path, step)) for step in chosen]
-
-
-def _has_no_steps(path: str) -> bool:
-  """Returns whether a path has a layout without folders of steps, for which the mode has no effect."""
-  try:
-    found = checkpoint_folders.detect_checkpoint_type(path)
-  except checkpoint_folders.UnreachableError:
-    raise
-  except ValueError:
-    return False
-  return found in (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF)

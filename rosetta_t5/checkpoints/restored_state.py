@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
@@ -37,7 +37,6 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 
 PyTree = Any
-Path = str | os.PathLike[str]
 RestoreTransformation = Callable[..., Any]
 
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
@@ -49,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 def restore_train_state(
-  path: Path,
+  path: epath.PathLike,
   train_state: Any,
   partitioner: BasePartitioner,
   *,
@@ -79,7 +78,7 @@ def restore_train_state(
 
 
 def read_state(
-  path: Path,
+  path: epath.PathLike,
   expected: Mapping[str, Any],
   shardings: Mapping[str, Any],
   *,
@@ -115,7 +114,7 @@ def read_state(
 
 
 def find_matching_arrays(
-  path: Path,
+  path: epath.PathLike,
   expected: Mapping[str, Any],
   *,
   arrays: Mapping[str, Any] | None = None,
@@ -158,7 +157,7 @@ def find_matching_arrays(
 
 
 def add_missing_state(
-  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any], path: Path
+  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any], path: epath.PathLike
 ) -> dict[str, Any]:
   """Returns a restored state dict with initial optimizer state, step and fp8 state where it has none.
 

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_start_checkpoint(
-  checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str]
+  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike
 ) -> tuple[RestoreCheckpointConfig | None, str | None]:
   """Returns what a training run in `model_dir` restores: a config and the path of one checkpoint.
 
@@ -72,7 +72,7 @@ def find_start_checkpoint(
 
 
 def find_base_checkpoint(
-  checkpoint_cfg: CheckpointConfig, model_dir: str | os.PathLike[str], restore_path: str | None
+  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike, restore_path: str | None
 ) -> str | None:
   """Returns the checkpoint with which a finetuning run began, which must not be deleted; else None.
 
@@ -96,7 +96,7 @@ def create_checkpoint_manager_and_restore(
   restore_path: str | None,
   fallback_init_rng: jax.Array | None,
   save_checkpoint_cfg: SaveCheckpointConfig | None = None,
-  model_dir: str | os.PathLike[str] | None = None,
+  model_dir: epath.PathLike | None = None,
   ds_iter: Any = None,
   use_orbax: bool = False,
   run_facts: Mapping[str, Any] | None = None,
@@ -148,7 +148,7 @@ def _restore_latest_undamaged(
   path: str,
   cfg: RestoreCheckpointConfig,
   fallback_state: Mapping[str, Any] | None,
-  model_dir: str | os.PathLike[str] | None,
+  model_dir: epath.PathLike | None,
 ) -> Any:
   """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:

@@ -20,8 +20,6 @@ from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
-PyTree = Any
-
 
 class TrainStateInitializer:
   """Knows a train state's shapes and sharding before the state exists (T5X's class).
@@ -84,7 +82,7 @@ class TrainStateInitializer:
 
     Args:
       restore_cfgs: configs in order of preference.
-      ds_iter: iterator whose position is also restored if the config says so.
+      ds_iter: the iterator whose position is also restored if the config has restore_dataset = True.
       init_rng: for values that the checkpoint lacks, if the config allows that.
     """
     cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)

@@ -27,7 +27,7 @@ PyTree = Any
 
 
 def get_checkpoint_dir(
-  checkpoints_dir: str | os.PathLike[str],
+  checkpoints_dir: epath.PathLike,
   step: int,
   step_prefix: str = checkpoint_folders.STEP_PREFIX,
 ) -> str:
@@ -35,7 +35,7 @@ def get_checkpoint_dir(
   return os.path.join(os.fspath(checkpoints_dir), f"{step_prefix}_{step}")
 
 
-def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> str:
+def find_checkpoint(path: epath.PathLike, step: int | None = None) -> str:
   """Returns the msgpack file of a checkpoint in T5X's older layout.
 
   Args:
@@ -56,7 +56,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> st
 
 
 def load_t5x_checkpoint(
-  path: str | os.PathLike[str],
+  path: epath.PathLike,
   step: int | None = None,
   state_transformation_fns: Sequence[RestoreTransformation] = (),
   remap: bool = True,
@@ -152,7 +152,7 @@ def fake_param_info(maybe_tspec: Any) -> ParameterInfo | None:
   return ParameterInfo("", shape=shape, ts_spec=maybe_tspec)
 
 
-def get_restore_parameters(directory: str | os.PathLike[str], structure: PyTree) -> PyTree:
+def get_restore_parameters(directory: epath.PathLike, structure: PyTree) -> PyTree:
   """Returns a tree of Orbax's ParamInfo for the arrays of a checkpoint.
 
   Args:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
+from etils import epath
 
 from rosetta_t5 import data
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import latest_step
@@ -23,7 +23,7 @@ def get_deterministic_dataset(
   num_epochs: int | None = None,
   continue_from_last_checkpoint: bool = True,
   *,
-  model_dir: str | os.PathLike[str] | None = None,
+  model_dir: epath.PathLike | None = None,
   start_step: int = 0,
 ) -> tf.data.Dataset:
   """Returns the batches of `get_dataset`, starting with the one for the run's next step.

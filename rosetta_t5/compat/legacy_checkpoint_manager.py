@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from rosetta_t5.checkpoints.restored_state import RestoreTransformation
@@ -39,7 +40,7 @@ class LegacyCheckpointer(ocp.Checkpointer):
 
   def save(
     self,
-    path: str | os.PathLike[str],
+    path: epath.PathLike,
     item: Any,
     force: bool = False,
     custom_metadata: Mapping[str, Any] | None = None,
@@ -67,7 +68,7 @@ class LegacyCheckpointer(ocp.Checkpointer):
 
   def restore(
     self,
-    path: str | os.PathLike[str],
+    path: epath.PathLike,
     item: Any = None,
     state_transformation_fns: Sequence[RestoreTransformation] = (),
     fallback_state: Mapping[str, Any] | None = None,
@@ -109,7 +110,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     train_state_shape: Any,
     partitioner: BasePartitioner,
     ds_iter: Any = None,
-    model_dir: str | os.PathLike[str] | None = None,
+    model_dir: epath.PathLike | None = None,
   ):
     """Creates a manager without writing anything.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,7 +56,7 @@ class Checkpointer:
     self,
     train_state: Any,
     partitioner: BasePartitioner,
-    checkpoints_dir: str | os.PathLike[str],
+    checkpoints_dir: epath.PathLike,
     dataset_iterator: Any = None,
     *,
     keep: int | None = None,
@@ -134,7 +133,7 @@ class Checkpointer:
   def restore(
     self,
     step: int | None = None,
-    path: str | os.PathLike[str] | None = None,
+    path: epath.PathLike | None = None,
     state_transformation_fns: Sequence[RestoreTransformation] = (),
     fallback_state: Mapping[str, Any] | None = None,
     lazy_parameters: bool = False,
@@ -154,7 +153,7 @@ class Checkpointer:
       ValueError: there is no such checkpoint.
     """
     if step is not None and path is not None:
-      raise ValueError("At most one of `step` or `path` may be provided.")
+      raise ValueError(f"restore takes a step or a path, not both; got {step = } and {path = !s}")
     if path is None:
       path = checkpoint_folders.find_step(self.checkpoints_dir, step)
     if lazy_parameters:
@@ -176,7 +175,7 @@ class Checkpointer:
 
   def restore_from_tf_checkpoint(
     self,
-    path_or_dir: str | os.PathLike[str],
+    path_or_dir: epath.PathLike,
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
   ) -> Any:
@@ -198,7 +197,7 @@ class Checkpointer:
 
   def convert_from_tf_checkpoint(
     self,
-    path_or_dir: str | os.PathLike[str],
+    path_or_dir: epath.PathLike,
     *,
     state_transformation_fns: Sequence[SaveTransformation] = (),
     concurrent_gb: int = 16,
@@ -239,12 +238,12 @@ class Checkpointer:
       multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
 
   def _remove_old(self) -> None:
-    folder = functools.partial(checkpoint_folders.checkpoint_path, self.checkpoints_dir)
+    root = self.checkpoints_dir
     for step in sorted(self._retention.steps_to_delete(self.all_steps())):
-      remove_checkpoint_dir(folder(step))
+      remove_checkpoint_dir(checkpoint_folders.checkpoint_path(root, step))
     if self.keep_dataset_checkpoints:
       for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:
-        remove_dataset_checkpoint(folder(step), DATASET_PREFIX)
+        remove_dataset_checkpoint(checkpoint_folders.checkpoint_path(root, step), DATASET_PREFIX)
 
   def _dataset_file(self) -> str:
     layout = self._partitioner.get_data_layout()
@@ -265,7 +264,7 @@ class SaveBestCheckpointer(Checkpointer):
     self,
     train_state: Any,
     partitioner: BasePartitioner,
-    checkpoints_dir: str | os.PathLike[str],
+    checkpoints_dir: epath.PathLike,
     dataset_iterator: Any = None,
     *,
     keep: int | None = None,
@@ -305,7 +304,7 @@ class SaveBestCheckpointer(Checkpointer):
     }
 
 
-def all_dataset_checkpoint_steps(checkpoints_dir: str | os.PathLike[str]) -> list[int]:
+def all_dataset_checkpoint_steps(checkpoints_dir: epath.PathLike) -> list[int]:
   """Returns the steps whose checkpoints have a position in the data, in ascending order."""
 
   def has_position(step: int) -> bool:

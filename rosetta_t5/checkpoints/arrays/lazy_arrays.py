@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -231,21 +232,20 @@ def start_device_transfer(
 
   A shard that several devices hold is read once.
   """
-  indices = sharding.addressable_devices_indices_map(array.shape).values()
-  shards: dict[Any, Index] = {_key(index): index for index in indices if index is not None}
-  pending: dict[Any, PendingRead] = {}
-  whole: PendingRead | None = None
+  indices: Any = sharding.addressable_devices_indices_map(array.shape).values()
+  shards = {_key(index): index for index in indices}
   if array.sliceable:
     pending = {key: array.start_read(index) for key, index in shards.items()}
   else:
-    whole = array.start_read(tuple(slice(None) for _ in array.shape))
+    wait_for_all = array.start_read((slice(None),) * array.ndim)
+
+    def wait_for(index: Index) -> np.ndarray:
+      return wait_for_all()[index]
+
+    pending = {key: functools.partial(wait_for, index) for key, index in shards.items()}
 
   def finish() -> jax.Array:
-    if whole is None:
-      parts = {key: wait() for key, wait in pending.items()}
-    else:
-      values = whole()
-      parts = {key: values[index] for key, index in shards.items()}
+    parts = {key: wait() for key, wait in pending.items()}
     # Devices may keep using the memory, so each part is a contiguous array of its own.
     parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in parts.items()}
     return jax.make_array_from_callback(
@@ -255,7 +255,6 @@ def start_device_transfer(
   return finish
 
 
-def _key(index: Index | None) -> tuple[tuple[int | None, int | None], ...]:
+def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
   """Returns a hashable key; Python's slices are not hashable before version 3.12."""
-  assert index is not None
   return tuple((part.start, part.stop) for part in index)

@@ -8,8 +8,6 @@ from typing import Any
 from flax import traverse_util
 from flax.core import unfreeze
 
-PyTree = Any
-
 _SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
 
 

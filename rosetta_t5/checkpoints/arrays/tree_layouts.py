@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, reshape, stack
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _SCANNED = re.compile(r"(.*/)(encoder|decoder)/(?:\2|layers)/(.+)")
 _LAYER = re.compile(r"(.*/)(encoder|decoder)/layers_(\d+)/(.+)")
+_LAYER_BIAS = re.compile(r"(.*/(?:encoder|decoder)/)layers_\d+/(relpos_bias/.+)")
 _SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
 _HEADS_KERNEL = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
 # The first name of the bias in T5X's scalable T5.
@@ -55,8 +57,8 @@ def convert_layout(
   model_scan_axis = scan_axis(expected)
   converted, used = {}, set()
   for name, leaf in expected.items():
-    sources = _sources(name, unstacked)
-    if sources is None:
+    sources = _find_sources(name, unstacked)
+    if not sources:
       continue
     is_scanned = _SCANNED.fullmatch(name) is not None
     axis = _layer_axis(name, leaf, expected, model_scan_axis) if is_scanned else None
@@ -129,19 +131,17 @@ def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray
     inner = _shape_by_heads(name, array, arrays, side)
     layers = _num_layers(arrays, "target/", side)
     shape = (*inner[:SCAN_AXIS], layers, *inner[SCAN_AXIS:])
-    expected[f"target/{side}/{side}/{rest}"] = np.broadcast_to(np.zeros((), array.dtype), shape)
+    expected[f"target/{side}/{side}/{rest}"] = jax.ShapeDtypeStruct(shape, array.dtype)
   return convert_layout(arrays, expected)
 
 
 def _has_same_layout(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
-  """Returns whether all parameters have the expected names, and none another shape of equal size."""
-  for name, leaf in expected.items():
-    if not name.startswith("target/"):
-      continue
-    array = arrays.get(name)
-    if array is None or (array.shape != tuple(leaf.shape) and array.size == math.prod(leaf.shape)):
-      return False
-  return True
+  """Returns whether the parameters have the expected names, and none has to be reshaped."""
+  params = {name: leaf for name, leaf in expected.items() if name.startswith("target/")}
+  return params.keys() <= arrays.keys() and not any(
+    arrays[name].shape != tuple(leaf.shape) and arrays[name].size == math.prod(leaf.shape)
+    for name, leaf in params.items()
+  )
 
 
 def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int | None:
@@ -185,22 +185,27 @@ def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
   return next((arrays[f"target/{c}"] for c in candidates if f"target/{c}" in arrays), None)
 
 
-def _sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str] | None:
-  """Returns the arrays of which the model's `name` consists, one or one per layer; None if missing."""
+def _find_sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str]:
+  """Returns the names of the stored arrays that make up the model's array `name`.
+
+  There is one name, or one per layer of a stacked array or of a bias that the layers share. The list
+  is empty if an array is missing.
+  """
   if name in unstacked:
     return [name]
   if match := _SCANNED.fullmatch(name):
     prefix, side, rest = match.groups()
     layers = range(_num_layers(unstacked, prefix, side))
-    names = [_layer_source(f"{prefix}{side}/layers_{n}/{rest}", unstacked) for n in layers]
-    found = [name for name in names if name is not None]
-    return found if found and len(found) == len(names) else None
+    sources = [_find_sources(f"{prefix}{side}/layers_{n}/{rest}", unstacked) for n in layers]
+    return [source for (source,) in sources] if all(sources) else []
   if match := _SHARED_BIAS.fullmatch(name):
     prefix, side, rest = match.groups()
     pattern = re.compile(rf"{re.escape(prefix)}{side}/layers_\d+/{re.escape(rest)}")
-    return sorted(filter(pattern.fullmatch, unstacked)) or None
-  source = _layer_source(name, unstacked)
-  return None if source is None else [source]
+    return sorted(filter(pattern.fullmatch, unstacked))
+  if match := _LAYER_BIAS.fullmatch(name):
+    shared = f"{match[1]}{match[2]}"
+    return [shared] if shared in unstacked else []
+  return []
 
 
 def _num_layers(arrays: Mapping[str, Any], prefix: str, side: str) -> int:
@@ -208,17 +213,6 @@ def _num_layers(arrays: Mapping[str, Any], prefix: str, side: str) -> int:
   matches = filter(None, map(_LAYER.fullmatch, arrays))
   numbers = [int(m[3]) for m in matches if (m[1], m[2]) == (prefix, side)]
   return max(numbers, default=-1) + 1
-
-
-def _layer_source(name: str, unstacked: Mapping[str, StoredArray]) -> str | None:
-  """Returns the name of a layer's array; for a relative bias, this may be the stack's shared one."""
-  if name in unstacked:
-    return name
-  match = _LAYER.fullmatch(name)
-  if match is None or not match[4].startswith("relpos_bias/"):
-    return None
-  shared = f"{match[1]}{match[2]}/{match[4]}"
-  return shared if shared in unstacked else None
 
 
 def _assemble(name: str, leaf: Any, sources: list[StoredArray], axis: int | None) -> StoredArray:
@@ -229,8 +223,8 @@ def _assemble(name: str, leaf: Any, sources: list[StoredArray], axis: int | None
     parts = [_reshape_heads(name, source, inner) for source in sources]
     # Layers of another shape are left as they are, so that the comparison shows them.
     return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
-  if len(sources) > 1 and not _is_placeholder(name, leaf):
-    _require_equal(name, sources)
+  if len(sources) > 1 and name.startswith("target/"):
+    _check_biases_are_equal(name, sources)
   return _reshape_heads(name, sources[0], shape)
 
 
@@ -241,9 +235,7 @@ def _reshape_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> Sto
   return array
 
 
-def _require_equal(name: str, biases: list[StoredArray]) -> None:
-  if not name.startswith("target/"):
-    return
+def _check_biases_are_equal(name: str, biases: list[StoredArray]) -> None:
   first = biases[0].get()
   differing = [i for i, bias in enumerate(biases) if not np.array_equal(bias.get(), first)]
   if differing:

@@ -34,9 +34,7 @@ class BestMetric:
         "'train/accuracy' or 'training_eval/TASK/loss_per_nonpadding_target_token'"
       )
 
-  def steps_to_delete(
-    self, directory: str | os.PathLike[str], steps: Sequence[int], keep: int
-  ) -> set[int]:
+  def steps_to_delete(self, directory: epath.PathLike, steps: Sequence[int], keep: int) -> set[int]:
     """Returns the steps to delete: all but the latest and the `keep` best ones.
 
     Args:
@@ -62,7 +60,7 @@ class BestMetric:
 
 
 def populate_metrics_for_steps(
-  checkpoints_dir: str | os.PathLike[str], metric_name: str, steps: Iterable[int]
+  checkpoints_dir: epath.PathLike, metric_name: str, steps: Iterable[int]
 ) -> dict[int, float]:
   """Returns {step: value} of a metric for those of `steps` that have a value (T5X's function).
 

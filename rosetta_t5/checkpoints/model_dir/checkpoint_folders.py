@@ -42,18 +42,18 @@ class UnreachableError(ValueError):
   """The checkpoint is in remote storage, such as gs://, that this machine cannot read."""
 
 
-def checkpoint_path(directory: str | os.PathLike[str], step: int) -> epath.Path:
+def checkpoint_path(directory: epath.PathLike, step: int) -> epath.Path:
   """Returns the folder of step `step` under `directory`."""
   return epath.Path(directory) / f"{STEP_PREFIX}_{step}"
 
 
-def step_of(path: str | os.PathLike[str]) -> int | None:
+def step_of(path: epath.PathLike) -> int | None:
   """Returns the step in the name of a checkpoint's folder, or None for any other path."""
   match = _STEP_NAME.fullmatch(epath.Path(path).name)
   return int(match.group(1)) if match else None
 
 
-def all_steps(directory: str | os.PathLike[str]) -> list[int]:
+def all_steps(directory: epath.PathLike) -> list[int]:
   """Returns the steps of the complete checkpoints under `directory`, in ascending order.
 
   A checkpoint is written into a folder of another name, which is renamed at the end. A save that was
@@ -66,12 +66,12 @@ def all_steps(directory: str | os.PathLike[str]) -> list[int]:
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)
 
 
-def latest_step(directory: str | os.PathLike[str]) -> int | None:
+def latest_step(directory: epath.PathLike) -> int | None:
   """Returns the last complete step under `directory`, or None."""
   return max(all_steps(directory), default=None)
 
 
-def find_step(directory: str | os.PathLike[str], step: int | None) -> epath.Path:
+def find_step(directory: epath.PathLike, step: int | None) -> epath.Path:
   """Returns the checkpoint of `step` under `directory`, or the latest one for None.
 
   Raises:
@@ -85,7 +85,7 @@ def find_step(directory: str | os.PathLike[str], step: int | None) -> epath.Path
   return checkpoint_path(directory, steps[-1] if step is None else step)
 
 
-def resolve_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> epath.Path:
+def resolve_checkpoint(path: epath.PathLike, step: int | None = None) -> epath.Path:
   """Returns the checkpoint at `path`, or if it is a folder of checkpoints, one of them.
 
   Args:
@@ -99,7 +99,7 @@ def resolve_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
   return epath.Path(path) if is_checkpoint else find_step(path, step)
 
 
-def state_path(path: str | os.PathLike[str]) -> epath.Path:
+def state_path(path: epath.PathLike) -> epath.Path:
   """Returns the folder that contains the arrays of the Orbax checkpoint at `path`.
 
   `path` may be the checkpoint's folder or, as in T5X's tools, the folder of its item `state`.
@@ -109,7 +109,7 @@ def state_path(path: str | os.PathLike[str]) -> epath.Path:
 
 
 def detect_checkpoint_type(
-  checkpoint_path: str | os.PathLike[str], expected: CheckpointTypes | None = None
+  checkpoint_path: epath.PathLike, expected: CheckpointTypes | None = None
 ) -> CheckpointTypes:
   """Returns the layout of the checkpoint at `checkpoint_path`, detected from its files.
 
@@ -121,39 +121,43 @@ def detect_checkpoint_type(
     ValueError: there is no checkpoint of a known layout.
     UnreachableError: the checkpoint is in remote storage that cannot be read.
   """
-  try:
-    found = _detect_layout(epath.Path(checkpoint_path))
-  except Exception as error:  # raised by the library that reads gs:// or s3://
-    if "://" not in os.fspath(checkpoint_path):
-      raise
-    raise UnreachableError(
-      f"{checkpoint_path} cannot be read from this machine ({type(error).__name__}: "
-      f"{str(error).splitlines()[0][:160]}). Copy it to a local folder and give that path"
-    ) from error
+  found = find_checkpoint_type(checkpoint_path)
   if found is None:
-    raise ValueError(
-      f"{checkpoint_path} is not a checkpoint: {_describe_path(epath.Path(checkpoint_path))}"
-    )
+    raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
   if expected not in (None, found):
     _log.warning("%s was expected to be %s, but is %s", checkpoint_path, expected, found)
   return found
 
 
+def find_checkpoint_type(path: epath.PathLike) -> CheckpointTypes | None:
+  """Returns the layout of the checkpoint at `path`; None if there is no checkpoint.
+
+  Raises:
+    UnreachableError: the path is in remote storage that cannot be read.
+  """
+  try:
+    return _detect_layout(epath.Path(path))
+  except Exception as error:  # raised by the library that reads gs:// or s3://
+    if "://" not in os.fspath(path):
+      raise
+    raise UnreachableError(
+      f"{path} cannot be read from this machine ({type(error).__name__}: "
+      f"{str(error).splitlines()[0][:160]}). Copy it to a local folder and give that path"
+    ) from error
+
+
 def check_checkpoints_exist(paths: Sequence[str]) -> None:
   """Raises ValueError unless all paths are checkpoints. Runs call it before they write anything."""
   for path in paths:
-    try:
-      detect_checkpoint_type(path)
-    except UnreachableError:
-      raise
-    except ValueError as error:
+    if find_checkpoint_type(path) is None:
       raise ValueError(
-        f"{error}. Set CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint_STEP folder, or "
-        "set mode = 'latest' and the path to its parent folder"
-      ) from None
+        f"{_not_a_checkpoint_text(epath.Path(path))}. Set CHECKPOINT_PATH "
+        "(RestoreCheckpointConfig.path) to a checkpoint_STEP folder, or set mode = 'latest' and the "
+        "path to its parent folder"
+      )
 
 
-def read_run_facts(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   """Returns the facts a run stored with a checkpoint (see OrbaxCheckpointManagerInterface).
 
   Args:
@@ -202,16 +206,18 @@ def _detect_by_index(index: epath.Path) -> CheckpointTypes | None:
   return CheckpointTypes.ORBAX if b"PLACEHOLDER://" in start else CheckpointTypes.T5X
 
 
-def _describe_path(path: epath.Path) -> str:
+def _not_a_checkpoint_text(path: epath.Path) -> str:
   """Describes what is at `path` instead of a checkpoint, and which path to give."""
   if not path.exists():
-    return "there is no such file or folder"
-  if not path.is_dir():
-    return "it is a file of another kind"
-  if steps := all_steps(path):
-    return (
+    found = "there is no such file or folder"
+  elif not path.is_dir():
+    found = "it is a file of another kind"
+  elif steps := all_steps(path):
+    found = (
       f"it is a folder of checkpoints (steps {', '.join(map(str, steps))}): give one of them, such "
       f"as {checkpoint_path(path, steps[-1])}, or set RestoreCheckpointConfig.mode = 'latest'"
     )
-  names = sorted(entry.name for entry in path.iterdir())
-  return f"the folder contains {', '.join(names[:8])}" if names else "the folder is empty"
+  else:
+    names = sorted(entry.name for entry in path.iterdir())
+    found = f"the folder contains {', '.join(names[:8])}" if names else "the folder is empty"
+  return f"{path} is not a checkpoint: {found}"

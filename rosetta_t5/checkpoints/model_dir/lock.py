@@ -54,7 +54,7 @@ def exclusive_model_dir(run_page: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def lock_model_dir(model_dir: str | os.PathLike[str]) -> Iterator[None]:
+def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
   """Locks `model_dir` for this run inside a `with` statement. All processes of a run share the lock.
 
   The lock of a run that has ended is taken over. This happens at once if the run was on this machine
@@ -81,7 +81,7 @@ def lock_model_dir(model_dir: str | os.PathLike[str]) -> Iterator[None]:
       lock.release()
 
 
-def check_lock_is_held(directory: str | os.PathLike[str]) -> None:
+def check_lock_is_held(directory: epath.PathLike) -> None:
   """Raises ModelDirInUseError if this process locked `directory` and another run took it over."""
   lock = _locks_held.get(os.fspath(epath.Path(directory)))
   if lock is not None and (other := lock.new_owner()):
@@ -94,7 +94,7 @@ def check_lock_is_held(directory: str | os.PathLike[str]) -> None:
 class RunLock:
   """The lock of one MODEL_DIR, held from its construction until `release`."""
 
-  def __init__(self, model_dir: str | os.PathLike[str], owner: LockOwner):
+  def __init__(self, model_dir: epath.PathLike, owner: LockOwner):
     """Acquires the lock for `owner`.
 
     Raises:
@@ -254,7 +254,7 @@ class RunLock:
         self._write_aside(beat).replace(self._path)
 
 
-def _refusal(model_dir: str | os.PathLike[str], error: Exception) -> str:
+def _refusal(model_dir: epath.PathLike, error: Exception) -> str:
   if not isinstance(error, ModelDirInUseError):
     return (
       f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   DATASET_ITEM,
@@ -40,7 +41,7 @@ class Retention:
     protected: steps that are always kept, such as the one that a run started from.
   """
 
-  directory: str | os.PathLike[str]
+  directory: epath.PathLike
   keep: int | None = None
   force_keep_period: int | None = None
   best: BestMetric | None = None
@@ -54,7 +55,7 @@ class Retention:
       )
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    """Returns for each checkpoint (with an attribute `step`, in ascending order) if it is kept."""
+    """Returns whether each checkpoint is kept; they have an attribute `step`, in ascending order."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     deleted = self.steps_to_delete(steps)
@@ -76,27 +77,27 @@ class Retention:
     return step in self.protected or is_multiple or is_pinned
 
 
-def pinned_checkpoint_filepath(ckpt_dir: str | os.PathLike[str]) -> str:
+def pinned_checkpoint_filepath(ckpt_dir: epath.PathLike) -> str:
   """Returns the path of the file whose existence pins the checkpoint in `ckpt_dir`."""
   return os.fspath(epath.Path(ckpt_dir) / _PIN_FILE)
 
 
-def is_pinned_checkpoint(ckpt_dir: str | os.PathLike[str]) -> bool:
+def is_pinned_checkpoint(ckpt_dir: epath.PathLike) -> bool:
   """Returns whether the checkpoint in `ckpt_dir` is kept regardless of `keep`."""
   return epath.Path(pinned_checkpoint_filepath(ckpt_dir)).exists()
 
 
-def pin_checkpoint(ckpt_dir: str | os.PathLike[str], txt: str = "1") -> None:
+def pin_checkpoint(ckpt_dir: epath.PathLike, txt: str = "1") -> None:
   """Pins the checkpoint in `ckpt_dir` and stores the note `txt`."""
   epath.Path(pinned_checkpoint_filepath(ckpt_dir)).write_text(txt)
 
 
-def unpin_checkpoint(ckpt_dir: str | os.PathLike[str]) -> None:
+def unpin_checkpoint(ckpt_dir: epath.PathLike) -> None:
   """Allows `keep` to delete the checkpoint in `ckpt_dir` again."""
   epath.Path(pinned_checkpoint_filepath(ckpt_dir)).unlink(missing_ok=True)
 
 
-def remove_checkpoint_dir(ckpt_dir: str | os.PathLike[str]) -> None:
+def remove_checkpoint_dir(ckpt_dir: epath.PathLike) -> None:
   """Deletes the checkpoint in `ckpt_dir` unless it is pinned."""
   folder = epath.Path(ckpt_dir)
   if is_pinned_checkpoint(folder) or not folder.exists():
@@ -111,7 +112,7 @@ def remove_checkpoint_dir(ckpt_dir: str | os.PathLike[str]) -> None:
   BackgroundRemover(folder.parent).finish()
 
 
-def remove_dataset_checkpoint(ckpt_dir: str | os.PathLike[str], train_ds_prefix: str) -> None:
+def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) -> None:
   """Deletes the dataset positions of the checkpoint in `ckpt_dir` unless it is pinned.
 
   They are in the checkpoint's folder (T5X's older layout) or in its item `dataset` (Orbax).
@@ -119,24 +120,24 @@ def remove_dataset_checkpoint(ckpt_dir: str | os.PathLike[str], train_ds_prefix:
   folder = epath.Path(ckpt_dir)
   if is_pinned_checkpoint(folder):
     return
-  for place in (folder, folder / DATASET_ITEM):
-    for position in place.glob(f"{train_ds_prefix}*"):
+  for parent in (folder, folder / DATASET_ITEM):
+    for position in parent.glob(f"{train_ds_prefix}*"):
       if position.is_dir():
         position.rmtree()
       else:
         position.unlink()
 
 
-def remove_old_dataset_positions(directory: str | os.PathLike[str], keep: int, prefix: str) -> None:
+def remove_old_dataset_positions(directory: epath.PathLike, keep: int) -> None:
   """Deletes the dataset positions of all but the last `keep` complete checkpoints."""
   for step in all_steps(directory)[: -keep or None]:
-    remove_dataset_checkpoint(checkpoint_path(directory, step), prefix)
+    remove_dataset_checkpoint(checkpoint_path(directory, step), DATASET_PREFIX)
 
 
 class BackgroundRemover:
   """Deletes the checkpoints that this run or an earlier one moved to `.removed`, in a thread."""
 
-  def __init__(self, directory: str | os.PathLike[str]):
+  def __init__(self, directory: epath.PathLike):
     self._folder = epath.Path(directory) / REMOVED_FOLDER
     self._thread: threading.Thread | None = None
 
@@ -154,7 +155,7 @@ class BackgroundRemover:
       self._folder.rmdir()
 
   def _delete(self) -> bool:
-    """Empties the folder; returns False where there is nothing to do."""
+    """Empties the folder; returns False if there is nothing to do."""
     if jax.process_index() != 0 or not self._folder.is_dir():
       return False
     for checkpoint in self._folder.iterdir():
