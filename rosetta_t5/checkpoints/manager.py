@@ -58,8 +58,8 @@ class OrbaxCheckpointManagerInterface:
 
   Attributes:
     directory: the folder of checkpoints.
-    run_facts: small JSON values stored with each checkpoint, such as the random seeds. Read them
-      with `read_run_facts` before anything is restored.
+    run_facts: small JSON values stored with each checkpoint, such as the random seeds.
+      `read_run_facts` reads them without restoring the state.
     state_transformation_fns: applied to the saved state if `save` gets none.
   """
 
@@ -79,8 +79,6 @@ class OrbaxCheckpointManagerInterface:
     metric_name_to_monitor: str | None = None,
     metric_mode: str = "max",
     keep_checkpoints_without_metrics: bool = True,
-    *,
-    run_facts: Mapping[str, Any] | None = None,
   ):
     """Creates a manager. Nothing is written before the first save, not even the folder.
 
@@ -101,7 +99,6 @@ class OrbaxCheckpointManagerInterface:
         checkpoint is kept beside them.
       metric_mode: 'max' if larger values are better, 'min' if smaller values are.
       keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
-      run_facts: see the attribute.
 
     Raises:
       ValueError: `keep` is below 1, a dtype is not a floating-point dtype, or
@@ -111,7 +108,7 @@ class OrbaxCheckpointManagerInterface:
     if metric_name_to_monitor is not None:
       best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self.directory = epath.Path(directory)
-    self.run_facts = dict(run_facts or {})
+    self.run_facts: dict[str, Any] = {}
     self.state_transformation_fns: Sequence[SaveTransformation] = ()
     self._train_state = train_state
     self._partitioner = partitioner

@@ -13,9 +13,8 @@ from rosetta_t5.checkpoints.formats import mesh_tf, orbax_reader, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   CheckpointTypes,
-  all_steps,
   detect_checkpoint_type,
-  step_of,
+  older_steps,
 )
 
 # What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
@@ -56,8 +55,7 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> UnreadableCheckp
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
   text = f"checkpoint {folder} cannot be read: {reason}"
-  step = step_of(folder)
-  older = [s for s in all_steps(folder.parent) if step is not None and s < step]
+  older = older_steps(folder)
   if not older:
     return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
   return UnreadableCheckpointError(

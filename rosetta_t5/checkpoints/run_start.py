@@ -17,8 +17,8 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
-  all_steps,
   checkpoint_path,
+  older_steps,
   read_run_facts,
   step_of,
 )
@@ -152,8 +152,7 @@ def _restore_latest_undamaged(
 ) -> Any:
   """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:
-    state: Any = None
-    failure: ValueError | None = None
+    state, failure = None, None
     try:
       state = restore(manager, path, cfg, fallback_state)
     except ValueError as error:
@@ -162,7 +161,7 @@ def _restore_latest_undamaged(
     if damage is None:
       return state
     is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
-    if not (is_own and cfg.mode == "latest" and _older_steps(path)):
+    if not (is_own and cfg.mode == "latest" and older_steps(path)):
       raise UnreadableCheckpointError(damage) from failure
     path = _set_aside(path, damage)
     manager.reload()
@@ -174,14 +173,14 @@ def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | No
   Raises:
     ValueError: a process could not restore for another reason.
   """
-  kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "refusal"
-  text = "" if failure is None else f"{kind} {failure}"
-  texts = allgather_text(text, f"restored {folder.name}", _RESTORE_TIMEOUT_S)
-  if failure is not None and kind == "refusal":
+  kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "error"
+  own = "" if failure is None else f"{kind} {failure}"
+  texts = allgather_text(own, f"restored {folder.name}", _RESTORE_TIMEOUT_S)
+  if failure is not None and kind == "error":
     raise failure
   for index, text in enumerate(texts):
-    if text.startswith("refusal "):
-      raise ValueError(f"process {index}: {text.removeprefix('refusal ')}")
+    if text.startswith("error "):
+      raise ValueError(f"process {index}: {text.removeprefix('error ')}")
   return next((text.removeprefix("damage ") for text in texts if text), None)
 
 
@@ -189,17 +188,12 @@ def _set_aside(path: str, damage: str) -> str:
   """Renames a damaged checkpoint and returns the path of the one before it."""
   folder = epath.Path(path)
   aside = folder.parent / f"damaged_{folder.name}"
-  older = os.fspath(checkpoint_path(folder.parent, _older_steps(path)[-1]))
+  older = os.fspath(checkpoint_path(folder.parent, older_steps(path)[-1]))
   if jax.process_index() == 0:
     folder.rename(aside)
   older = broadcast_text(older, f"set aside {folder.name}", _RESTORE_TIMEOUT_S)
   _log.error("%s It is renamed to %s; the run continues from %s", damage, aside, older)
   return older
-
-
-def _older_steps(path: str) -> list[int]:
-  step = step_of(path) or 0
-  return [s for s in all_steps(epath.Path(path).parent) if s < step]
 
 
 def _no_checkpoint_text(cfg: RestoreCheckpointConfig) -> str:

@@ -65,9 +65,7 @@ def step_number(train_state: Any) -> int:
 
 
 def apply_save_transformations(
-  train_state: Any,
-  partitioner: BasePartitioner,
-  transformations: Sequence[SaveTransformation],
+  train_state: Any, partitioner: BasePartitioner, transformations: Sequence[SaveTransformation]
 ) -> PyTree:
   """Returns the train state's nested dict after T5X's save-time `state_transformation_fns`.
 

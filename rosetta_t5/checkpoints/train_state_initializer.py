@@ -120,11 +120,7 @@ class TrainStateInitializer:
     return next((state for state, _ in states), None)
 
   def from_checkpoint_or_scratch(
-    self,
-    ckpt_cfgs: Sequence[RestoreCheckpointConfig],
-    *,
-    init_rng: jax.Array,
-    ds_iter: Any = None,
+    self, ckpt_cfgs: Sequence[RestoreCheckpointConfig], *, init_rng: jax.Array, ds_iter: Any = None
   ) -> TrainState:
     """Returns the train state of `from_checkpoint`, or if there is none, of `from_scratch`."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)

@@ -27,9 +27,7 @@ PyTree = Any
 
 
 def get_checkpoint_dir(
-  checkpoints_dir: epath.PathLike,
-  step: int,
-  step_prefix: str = checkpoint_folders.STEP_PREFIX,
+  checkpoints_dir: epath.PathLike, step: int, step_prefix: str = checkpoint_folders.STEP_PREFIX
 ) -> str:
   """Returns the path of a step's folder."""
   return os.path.join(os.fspath(checkpoints_dir), f"{step_prefix}_{step}")

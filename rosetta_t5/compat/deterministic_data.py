@@ -1,4 +1,4 @@
-"""Training data whose position follows from the step, as in T5X's pretrain_deterministic.gin."""
+"""Training data that a run continues by step number, as in T5X's pretrain_deterministic.gin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def get_deterministic_dataset(
     num_epochs: passes over the data; None for an endless dataset.
     continue_from_last_checkpoint: whether to start at the step of MODEL_DIR's last checkpoint.
     model_dir: the folder of the run's checkpoints; None starts at `start_step`.
-    start_step: the step for which the first batch of the data is.
+    start_step: the step that uses the first batch of the data.
 
   Raises:
     ValueError: as `get_dataset`; or the data is prepared; or the last checkpoint's step is before

@@ -1,4 +1,4 @@
-"""T5X's `config_utils`, which configures runs with Fiddle. Only gin is supported here."""
+"""T5X's functions that configure runs with Fiddle. Only gin is supported, so most raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5X's function that writes the setup of an interactive model as a gin file."""
+"""T5X's function that returns the setup of an interactive model as the text of a gin file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ class T5XScriptType(enum.Enum):
   PRETRAINING = 4
 
 
-_RUNS = {
-  T5XScriptType.FINETUNING: "train",
-  T5XScriptType.PRETRAINING: "train",
-  T5XScriptType.INFERENCE: "infer",
-  T5XScriptType.EVALUATION: "eval",
-}
+# The runs that do not train.
+_RUNS = {T5XScriptType.INFERENCE: "infer", T5XScriptType.EVALUATION: "eval"}
 
 
 def get_gin_config_from_interactive_model(
@@ -37,18 +33,18 @@ def get_gin_config_from_interactive_model(
 
   Args:
     interactive_model: determines the folder, lengths, batch size and checkpoint.
-    script_type: the run. FINETUNING and PRETRAINING are for `t5x.train`, INFERENCE for `t5x.infer`,
-      EVALUATION for `t5x.eval`.
+    script_type: the kind of run. FINETUNING and PRETRAINING are run by `t5x.train`, INFERENCE by
+      `t5x.infer`, EVALUATION by `t5x.eval`.
     task_name: the task, for example from `get_seqio_task_from_examples`.
     partitioner_config_str: gin that binds the partitioner.
     model_config_str: gin that defines MODEL.
     train_steps: TRAIN_STEPS, including the steps of the checkpoint.
-    imports_str: imports that these two strings need.
+    imports_str: imports that the bindings of the partitioner and model need.
 
   Raises:
     ValueError: INFERENCE or EVALUATION of a model that was not restored from a checkpoint.
   """
-  run = _RUNS[script_type]
+  run = _RUNS.get(script_type, "train")
   restore, output_dir = interactive_model.restore_cfg, interactive_model.output_dir
   batch_size = interactive_model.batch_size
   if run == "train":

@@ -1,4 +1,4 @@
-"""T5X's functions for meshes, for users' code that calls them; runs use `default_mesh`."""
+"""T5X's functions that build or use a mesh, for code that calls them; runs use `default_mesh`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from rosetta_t5.parallel.mesh import default_mesh
@@ -16,27 +17,25 @@ PyTree = Any
 
 
 class AxisNames(tuple):
-  """Axis names that jax treats as one leaf of a tree, unlike a tuple (T5X)."""
+  """Axis names that are one leaf of a tree for jax, which treats a plain tuple as a subtree (T5X)."""
 
   def __new__(cls, *names: Any) -> AxisNames:
-    """Returns the names as one object."""
+    """Returns the names as one tuple."""
     return tuple.__new__(cls, names)
 
   def __repr__(self) -> str:
-    """Returns the names with the name of the class."""
+    """Returns the names after the name of the class."""
     return f"AxisNames{tuple(self)!r}"
 
 
 def global_mesh_defined() -> bool:
-  """Returns whether this code runs, or is traced, under a mesh."""
+  """Returns whether the calling code runs or is traced within a mesh context."""
   return not jax.sharding.get_abstract_mesh().empty
 
 
 def with_sharding_constraint(x: PyTree, axis_resources: Any) -> PyTree:
-  """Constrains the sharding of the arrays; without a mesh, returns them unchanged."""
-  if not global_mesh_defined():
-    return x
-  return jax.lax.with_sharding_constraint(x, axis_resources)
+  """Constrains the sharding of `x` within a mesh context; returns `x` unchanged outside of one."""
+  return jax.lax.with_sharding_constraint(x, axis_resources) if global_mesh_defined() else x
 
 
 def bounds_from_last_device(last_device: Any) -> tuple[int, ...]:
@@ -47,7 +46,7 @@ def bounds_from_last_device(last_device: Any) -> tuple[int, ...]:
 
 
 def get_coords(device: Any) -> tuple[int, ...]:
-  """Returns the coordinates of a device in that grid."""
+  """Returns a device's position in the grid of `bounds_from_last_device`."""
   if hasattr(device, "coords"):
     return (*device.coords, device.core_on_chip)
   return (device.process_index, device.id % jax.local_device_count())
@@ -60,17 +59,17 @@ def get_mesh(
   tile_by_host_if_needed: bool = True,
   backend: str | None = None,
 ) -> Mesh:
-  """Returns a mesh whose axis `model` has the size of the submesh; `data` has the remaining factor.
+  """Returns a mesh of shape [devices / model size, model size] with the axes `data` and `model`.
 
   Args:
-    model_parallel_submesh: T5X's TPU submesh; only the product of its sizes is used.
-    input_devices: the devices; empty for all.
-    input_local_devices: ignored; T5X uses it for tiling on TPUs.
-    tile_by_host_if_needed: ignored, for the same reason.
-    backend: the backend whose devices are used if none are given.
+    model_parallel_submesh: T5X's TPU submesh; the product of its sizes is the model size.
+    input_devices: the devices; empty for all devices.
+    input_local_devices: ignored; T5X tiles TPUs with it.
+    tile_by_host_if_needed: ignored; T5X tiles TPUs with it.
+    backend: the backend whose devices are used if `input_devices` is empty; None for the default.
 
   Raises:
-    ValueError: the product does not divide the number of devices.
+    ValueError: the number of devices is not a multiple of the model size.
   """
   del input_local_devices, tile_by_host_if_needed
   if not input_devices:
@@ -79,31 +78,33 @@ def get_mesh(
   devices = sorted(input_devices, key=get_coords)
   if len(devices) % size:
     raise ValueError(
-      f"get_mesh with model_parallel_submesh = {tuple(model_parallel_submesh)} needs a multiple of {size} "
-      f"devices, got {len(devices)}"
+      f"get_mesh needs a multiple of {size} devices for model_parallel_submesh = "
+      f"{tuple(model_parallel_submesh)}, got {len(devices)} input_devices"
     )
   grid = np.array(devices, dtype=object).reshape(-1, size)
-  return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)
+  return _mesh(grid)
 
 
 def get_cpu_mesh() -> Mesh:
-  """Returns a mesh with a row of `data` for each process, its devices along `model`."""
+  """Returns a mesh of shape [processes, devices of a process] with the axes `data` and `model`."""
   grid = np.empty((jax.process_count(), jax.local_device_count()), dtype=object)
   for device in jax.devices():
     grid[get_coords(device)] = device
-  return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)
+  return _mesh(grid)
 
 
 def get_gpu_mesh(num_partitions: int) -> Mesh:
-  """Returns a mesh whose axis `model` stays within a node, where links are fast, if possible."""
+  """Returns a mesh whose axis `model` is within a node, where links are fast, if it fits there."""
   return default_mesh(num_partitions)
 
 
 def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTree) -> PyTree:
-  """Returns global arrays from each process's part of them; a spec of None replicates."""
-  from jax.experimental import multihost_utils
-
+  """Returns global arrays assembled from each process's part; None in `pspecs` means replicated."""
   specs = jax.tree.map(
     lambda spec: PartitionSpec() if spec is None else spec, pspecs, is_leaf=lambda x: x is None
   )
   return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)
+
+
+def _mesh(grid: np.ndarray) -> Mesh:
+  return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)

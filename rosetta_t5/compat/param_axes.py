@@ -12,7 +12,7 @@ from flax.linen.partitioning import AxisMetadata
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
-  """Flattens a nested dict; keys are joined by slashes."""
+  """Returns {"outer/inner": leaf} for a nested dict."""
   return traverse_util.flatten_dict(unfreeze(dict(x)), sep="/")
 
 

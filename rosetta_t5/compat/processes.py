@@ -16,5 +16,5 @@ def multihost_assert_equal(input_tree: Any, fail_message: str = "") -> None:
 
 
 def set_hardware_rng_ops() -> None:
-  """Makes jax draw random bits with the devices' own generator: faster, but different numbers."""
+  """Sets jax's PRNG to the devices' own generator, which is faster but gives other numbers."""
   jax.config.update("jax_default_prng_impl", "unsafe_rbg")

@@ -15,8 +15,13 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys
 from rosetta_t5.telemetry.metrics import AveragePerStep
-from rosetta_t5.training.step import Batch, Metrics, PyTree, accumulate_gradients
-from rosetta_t5.training.step import learning_rate_metrics as _learning_rate_metrics
+from rosetta_t5.training.step import (
+  Batch,
+  Metrics,
+  PyTree,
+  accumulate_gradients,
+  learning_rate_metrics,
+)
 from rosetta_t5.training.train_state import TrainState
 
 _OVER_DATA = PartitionSpec("data")
@@ -27,7 +32,7 @@ class PreemptionError(Exception):
 
 
 class WeightMetricsComputer:
-  """Measures weights, gradients and updates with one number per parameter (T5X)."""
+  """Computes metrics of each parameter's weights, gradient and update (T5X)."""
 
   def compute_metrics(
     self, gradients: PyTree, old_train_state: TrainState, new_train_state: TrainState
@@ -106,7 +111,7 @@ def apply_grads(
   new_state = train_state.apply_gradient(
     grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
   )
-  metrics = {**metrics, **_learning_rate_metrics(jnp.asarray(learning_rate))}
+  metrics = {**metrics, **learning_rate_metrics(jnp.asarray(learning_rate))}
   if weight_metrics_computer is not None:
     metrics |= weight_metrics_computer.compute_metrics(grad_accum, train_state, new_state)
   return new_state, metrics

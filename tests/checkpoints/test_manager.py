@@ -141,7 +141,8 @@ def test_an_existing_checkpoint_is_never_overwritten(setup, tmp_path):
 
 def test_run_facts_are_readable_before_restore(setup, tmp_path):
   assert read_run_facts(tmp_path) == {}
-  manager = setup.manager(tmp_path, run_facts={"random_seed": 17})
+  manager = setup.manager(tmp_path)
+  manager.run_facts["random_seed"] = 17
   manager.save(setup.state(step=1))
   manager.run_facts["data_seed"] = 3
   manager.save(setup.state(step=2))

@@ -30,7 +30,8 @@ def save(folder: pathlib.Path, index: int) -> None:
   from tiny_state import Counter, Setup
 
   setup, counter = Setup(num_partitions=2), Counter()
-  manager = setup.manager(folder, dataset_iterator=counter, keep=1, run_facts={"random_seed": 5})
+  manager = setup.manager(folder, dataset_iterator=counter, keep=1)
+  manager.run_facts["random_seed"] = 5
   for step in (1, 2):
     counter.position = 10 * index + step
     manager.save(setup.state(step=step))

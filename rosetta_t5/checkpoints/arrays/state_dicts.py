@@ -26,10 +26,7 @@ def flatten_state_dict(
     keep_empty_nodes: keep empty dicts as leaves, so that unflattening restores them.
   """
   return traverse_util.flatten_dict(
-    unfreeze(dict(state_dict)),
-    sep="/",
-    keep_empty_nodes=keep_empty_nodes,
-    is_leaf=tensorstore_leaf,
+    unfreeze(dict(state_dict)), sep="/", keep_empty_nodes=keep_empty_nodes, is_leaf=tensorstore_leaf
   )
 
 

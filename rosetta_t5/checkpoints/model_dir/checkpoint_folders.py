@@ -71,6 +71,12 @@ def latest_step(directory: epath.PathLike) -> int | None:
   return max(all_steps(directory), default=None)
 
 
+def older_steps(path: epath.PathLike) -> list[int]:
+  """Returns the steps of the checkpoints beside the one at `path` that are older, in ascending order."""
+  own = step_of(path) or 0
+  return [step for step in all_steps(epath.Path(path).parent) if step < own]
+
+
 def find_step(directory: epath.PathLike, step: int | None) -> epath.Path:
   """Returns the checkpoint of `step` under `directory`, or the latest one for None.
 

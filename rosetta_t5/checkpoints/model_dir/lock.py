@@ -39,14 +39,14 @@ class ModelDirInUseError(ValueError):
   """Another training run uses this MODEL_DIR."""
 
 
-def exclusive_model_dir(run_page: Callable[..., Any]) -> Callable[..., Any]:
-  """Decorates a function that has an argument `model_dir`: it locks that folder while it runs."""
-  signature = inspect.signature(run_page)
+def exclusive_model_dir(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Decorates a function with an argument `model_dir` so that it locks that folder while it runs."""
+  signature = inspect.signature(function)
 
-  @functools.wraps(run_page)
+  @functools.wraps(function)
   def run(*args: Any, **kwargs: Any) -> Any:
     with lock_model_dir(signature.bind(*args, **kwargs).arguments["model_dir"]):
-      return run_page(*args, **kwargs)
+      return function(*args, **kwargs)
 
   # Gin inspects the arguments in a way that does not follow `__wrapped__`.
   run.__signature__ = signature  # type: ignore[attr-defined]
@@ -207,8 +207,8 @@ class RunLock:
     silence = self._seconds_since_heartbeat()
     if silence < HEARTBEAT_TIMEOUT_S:
       _log.warning(
-        "%s belongs to a run on another machine (%s). Waiting up to %.0f s for its heartbeat",
-        *(self._path, owner, HEARTBEAT_TIMEOUT_S - silence),
+        f"{self._path} belongs to a run on another machine ({owner}). "
+        f"Waiting up to {HEARTBEAT_TIMEOUT_S - silence:.0f} s for its heartbeat"
       )
     while silence < HEARTBEAT_TIMEOUT_S:
       time.sleep(min(POLL_INTERVAL_S, HEARTBEAT_TIMEOUT_S - silence))
