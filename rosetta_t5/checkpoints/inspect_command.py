@@ -166,7 +166,7 @@ def _describe_difference(a: StoredArray, b: StoredArray) -> str | None:
   if a.shape != b.shape:
     return f"shape {a.shape} and {b.shape}"
   largest, relative = 0.0, 0.0
-  for part in _parts(a):
+  for part in _slices(a):
     x, y = (np.asarray(array.read(part), np.float64) for array in (a, b))
     if not np.array_equal(x, y, equal_nan=True):
       largest = max(largest, float(np.nanmax(np.abs(x - y))))
@@ -181,7 +181,7 @@ def _checksum(array: StoredArray) -> tuple[str, int]:
   """Returns the SHA-256 of an array's shape, dtype and values, and how many are not finite."""
   digest = hashlib.sha256(f"{array.shape} {array.dtype.name}".encode())
   num_nonfinite = 0
-  for part in _parts(array):
+  for part in _slices(array):
     values = np.ascontiguousarray(array.read(part))
     if jnp.issubdtype(values.dtype, jnp.floating):
       num_nonfinite += int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
@@ -189,7 +189,7 @@ def _checksum(array: StoredArray) -> tuple[str, int]:
   return digest.hexdigest(), num_nonfinite
 
 
-def _parts(array: StoredArray) -> list[Index]:
+def _slices(array: StoredArray) -> list[Index]:
   """Returns slices that cover an array, so that only a part of it is in memory at a time."""
   if not array.shape:
     return [()]
@@ -201,7 +201,7 @@ def _parts(array: StoredArray) -> list[Index]:
 
 
 def _sort_key(name: str) -> tuple[bool, list[tuple[int, str]]]:
-  """Sorts layers_10 after layers_9, and parameters before the optimizer's state."""
+  """Returns a key that sorts layers_10 after layers_9, and parameters before other state."""
   parts = re.split(r"(\d+)", name)
   return name.startswith("state/"), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
 

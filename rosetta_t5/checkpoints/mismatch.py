@@ -62,8 +62,8 @@ def find_restorable(
   path: Any,
   stored: Mapping[str, Any],
   expected: Mapping[str, Any],
-  allow_missing: bool = False,
-  allow_unexpected: bool = False,
+  allow_missing: bool,
+  allow_unexpected: bool,
 ) -> set[str]:
   """Returns the names of `expected` that can be restored from `stored`.
 

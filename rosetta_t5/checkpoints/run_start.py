@@ -163,7 +163,7 @@ def _restore_latest_undamaged(
     is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
     if not (is_own and cfg.mode == "latest" and older_steps(path)):
       raise UnreadableCheckpointError(damage) from failure
-    path = _set_aside(path, damage)
+    path = _rename_damaged(path, damage)
     manager.reload()
 
 
@@ -184,15 +184,15 @@ def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | No
   return next((text.removeprefix("damage ") for text in texts if text), None)
 
 
-def _set_aside(path: str, damage: str) -> str:
+def _rename_damaged(path: str, damage: str) -> str:
   """Renames a damaged checkpoint and returns the path of the one before it."""
   folder = epath.Path(path)
-  aside = folder.parent / f"damaged_{folder.name}"
+  renamed = folder.parent / f"damaged_{folder.name}"
   older = os.fspath(checkpoint_path(folder.parent, older_steps(path)[-1]))
   if jax.process_index() == 0:
-    folder.rename(aside)
-  older = broadcast_text(older, f"set aside {folder.name}", _RESTORE_TIMEOUT_S)
-  _log.error("%s It is renamed to %s; the run continues from %s", damage, aside, older)
+    folder.rename(renamed)
+  older = broadcast_text(older, f"renamed {folder.name}", _RESTORE_TIMEOUT_S)
+  _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
   return older
 
 

@@ -49,7 +49,10 @@ def find_checkpoint(path: epath.PathLike, step: int | None = None) -> str:
     folder = file if step is None else checkpoint_folders.checkpoint_path(file, step)
     file = folder / t5x_legacy.INDEX
   if not file.exists() or file.is_dir():
-    raise ValueError(f"Path is not a valid checkpoint: {file}")
+    raise ValueError(
+      f"{path} is not a checkpoint in T5X's older layout: there is no file {file}. "
+      "load_t5x_checkpoint reads checkpoints of any layout"
+    )
   return os.fspath(file)
 
 

@@ -47,11 +47,10 @@ def find_next_checkpoint_step(
   index = find_first_checkpoint_step(
     checkpoint_steps_index, checkpoint_steps, first_step, host_step
   )
-  candidates = [*checkpoint_steps[index : index + 1]]
+  candidates = list(checkpoint_steps[index : index + 1])
   if checkpoint_period:
     candidates.append(host_step + checkpoint_period - host_step % checkpoint_period)
-  due = min([step for step in candidates if step <= stop], default=None)
+  due = min((step for step in candidates if step <= stop), default=None)
   if due is None:
     return stop - host_step, is_checkpoint_step, index
-  is_listed = due in checkpoint_steps[index : index + 1]
-  return due - host_step, True, index + int(is_listed)
+  return due - host_step, True, index + int(due in checkpoint_steps[index : index + 1])

@@ -30,7 +30,7 @@ def counter() -> Counter:
 
 @pytest.fixture
 def write_scalars():
-  """Writes a file of TensorBoard's: write_scalars(folder, tag, {step: value})."""
+  """Returns a function that writes a TensorBoard file: write_scalars(folder, tag, {step: value})."""
   from tensorboard.compat.proto import event_pb2, summary_pb2
   from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,6 +1,6 @@
-"""Saves a checkpoint a step, without end, for a test that kills it: saver_process.py FOLDER LAYOUT.
+"""Saves a checkpoint at each step until a test kills it: saver_process.py FOLDER LAYOUT.
 
-Every array of step N is filled with N, so a checkpoint mixed of two steps would show.
+Every array of step N is filled with N, so the test notices a checkpoint that mixes two steps.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ KEY = jax.random.PRNGKey(3)
 
 
 class CountingPartitioner(PjitPartitioner):
-  """Counts the functions it is given to compile."""
+  """Counts the functions that it compiles."""
 
   def __init__(self):
     super().__init__(num_partitions=2)
@@ -28,16 +28,16 @@ class CountingPartitioner(PjitPartitioner):
 
 
 class Stack(nn.Module):
-  """Layers of equal shape, and one initialised from the data that runs through it."""
+  """Layers of equal shape and, with `uses_data`, a parameter that is initialized from the data."""
 
   depth: int = 6
-  looks_at_data: bool = False
+  uses_data: bool = False
 
   @nn.compact
   def __call__(self, x):
     for number in range(self.depth):
       x = nn.Dense(8, name=f"layer_{number}")(x)
-    if self.looks_at_data:
+    if self.uses_data:
       self.param("mean", lambda key, values: jnp.mean(values, axis=0), x)
     return x
 
@@ -94,7 +94,7 @@ def test_initializers_with_different_scales_are_compiled_separately():
 
 
 def test_an_initializer_may_depend_on_data():
-  module = Stack(looks_at_data=True)
+  module = Stack(uses_data=True)
   init = lambda key: module.init(key, jnp.linspace(0.0, 1.0, 32).reshape(4, 8))  # noqa: E731
   got, _ = run(init)
   expected = jax.jit(init)(KEY)

@@ -43,7 +43,7 @@ def test_a_saved_state_is_restored_exactly_and_sharded(setup, tmp_path):
   restored = checkpointer(setup, tmp_path).restore()
   assert_equal(restored, state)
   assert restored.params["wi"].sharding == state.params["wi"].sharding
-  # The manager of Orbax's layout looks, and reads it as well.
+  # The manager of Orbax's layout detects this layout and restores it too.
   assert_equal(setup.manager(tmp_path).restore(), state)
 
 
@@ -107,7 +107,9 @@ def test_a_checkpoint_loads_without_a_model(setup, tmp_path):
   checkpointer(setup, tmp_path).save(state)
   file = find_checkpoint(tmp_path)
   assert file == str(tmp_path / "checkpoint_5/checkpoint")
-  with pytest.raises(ValueError, match=r"Path is not a valid checkpoint: .*checkpoint_6"):
+  with pytest.raises(
+    ValueError, match=r"is not a checkpoint in T5X's older layout: .*checkpoint_6"
+  ):
     find_checkpoint(tmp_path, step=6)
   for path in (tmp_path, tmp_path / "checkpoint_5", file):
     loaded = load_t5x_checkpoint(path)

@@ -186,8 +186,10 @@ def test_old_dataset_positions_are_deleted_without_their_parameters(setup, count
   for step in (1, 2, 3):
     manager.save(setup.state(step=step))
   manager.close()
-  have = [step for step in (1, 2, 3) if list(tmp_path.glob(f"checkpoint_{step}/dataset/train_ds*"))]
-  assert (all_steps(tmp_path), have) == ([1, 2, 3], [3])
+  with_position = [
+    step for step in (1, 2, 3) if list(tmp_path.glob(f"checkpoint_{step}/dataset/train_ds*"))
+  ]
+  assert (all_steps(tmp_path), with_position) == ([1, 2, 3], [3])
 
 
 def test_nothing_is_written_before_the_first_save(setup, tmp_path):
@@ -227,7 +229,7 @@ def ask_until_it_fails(manager):
 
 
 def fail_writes(monkeypatch):
-  """Makes the last act of a save, the rename, fail as on a full disk."""
+  """Makes the rename at the end of a save fail, as on a full disk."""
 
   def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")

@@ -57,7 +57,7 @@ def test_two_processes_save_together_and_one_restores(setup, counter, saved_by_t
   saved = sorted(path.name for path in (folder / "checkpoint_2/dataset").glob("train_ds*"))
   assert saved == ["train_ds-000-of-002", "train_ds-001-of-002"]
   state = setup.manager(folder).restore()
-  # Drawn anew here, by a program of another mesh: the last bit may differ.
+  # This process initializes the state with a program for another mesh, so the last bit may differ.
   np.testing.assert_allclose(state.params["wi"], setup.state().params["wi"], rtol=1e-6)
   with pytest.raises(ValueError, match=r"it has train_ds-000-of-002, train_ds-001-of-002\)"):
     setup.manager(folder, dataset_iterator=counter).restore()

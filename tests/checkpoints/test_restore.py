@@ -1,4 +1,4 @@
-"""The checkpoint a run starts from: its own, the configured one, or none."""
+"""The checkpoint that a run starts from: its own, the configured one, or none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pretrained(setup, tmp_path):
 
 
 def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=None):
-  """As the run page does it."""
+  """Finds and restores the start checkpoint as a training run does."""
   cfg, path = find_start_checkpoint(CheckpointConfig(save, restore), model_dir)
   return create_checkpoint_manager_and_restore(
     setup.initializer,

@@ -197,10 +197,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run_starts(tmp_p
   (tmp_path / "file").write_text("")
 
   @exclusive_model_dir
-  def page(*, model_dir: str) -> None:
+  def run(*, model_dir: str) -> None:
     pytest.fail("ran")
 
   with pytest.raises(
     ValueError, match=r"MODEL_DIR .*file/run cannot be written to .*Not a directory"
   ):
-    page(model_dir=str(tmp_path / "file/run"))
+    run(model_dir=str(tmp_path / "file/run"))

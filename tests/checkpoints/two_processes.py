@@ -1,6 +1,6 @@
 """Two processes of two devices each, for tests: two_processes.py FOLDER PORT INDEX WHAT.
 
-WHAT is "save", or "restart": begin as a run does that finds its checkpoints in FOLDER.
+WHAT is "save", or "restart" to start as a run whose checkpoints are in FOLDER.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 def split_setup() -> Any:
-  """Each process has parts of the parameters that the other has not, in a file of its own."""
+  """Returns a setup in which each process stores different parts of the parameters, in its own file."""
   from tiny_state import Setup, Tiny
 
   return Setup(module=Tiny(width=4096), num_partitions=4)

@@ -61,28 +61,21 @@ def _find_sources(
   names: Sequence[str], assignment_map: AssignmentMap, stored: Mapping[str, Any]
 ) -> tuple[dict[str, str | None], list[tuple[str, str | None]]]:
   """Returns {name: the stored name that a rule assigns to it, or None}, and the unused rules."""
-  rules = [(re.compile(pattern), replacement) for pattern, replacement in assignment_map]
   sources: dict[str, str | None] = {}
-  used = set()
-  for name in names:
-    number, source = _first_match(rules, name)
-    if number is None:
-      continue
-    if source is not None and source not in stored:
-      raise ValueError(_missing_source_text(name, source, assignment_map[number], stored))
-    used.add(number)
-    sources[name] = source
-  return sources, [rule for number, rule in enumerate(assignment_map) if number not in used]
-
-
-def _first_match(
-  rules: Sequence[tuple[re.Pattern[str], str | None]], name: str
-) -> tuple[int | None, str | None]:
-  """Returns the number of the first rule that matches `name`, and the name that it gives."""
-  for number, (pattern, replacement) in enumerate(rules):
-    if match := pattern.fullmatch(name):
-      return number, None if replacement is None else match.expand(replacement)
-  return None, None
+  unused = []
+  for rule in assignment_map:
+    pattern, replacement = rule
+    remaining = [name for name in names if name not in sources]
+    matches = list(filter(None, (re.fullmatch(pattern, name) for name in remaining)))
+    for match in matches:
+      name = match.string
+      source = None if replacement is None else match.expand(replacement)
+      if source is not None and source not in stored:
+        raise ValueError(_missing_source_text(name, source, rule, stored))
+      sources[name] = source
+    if not matches:
+      unused.append(rule)
+  return sources, unused
 
 
 def _missing_source_text(name: str, source: str, rule: Any, stored: Mapping[str, Any]) -> str:

@@ -54,8 +54,10 @@ class LeafwiseFunction:
     self, partitioner: BasePartitioner, out_axes: PyTree
   ) -> Callable[[jax.Array], PyTree]:
     """Returns a function that computes each leaf with the sharding in `out_axes` (PartitionSpecs)."""
-    slices = _slice_by_output(self._program)
-    if sum(len(part.program.eqns) for part in slices) > _MAX_GROWTH * len(self._program.eqns):
+    program = self._program.jaxpr
+    producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
+    slices = [_slice_for_output(program, output, producers) for output in program.outvars]
+    if sum(len(part.program.eqns) for part in slices) > _MAX_GROWTH * len(program.eqns):
       return partitioner.partition(self._fn, None, out_axes)
     specs, structure = jax.tree.flatten(out_axes)
     # Programs with equal text are equal, because jax numbers the variables in order of appearance.
@@ -74,13 +76,14 @@ class LeafwiseFunction:
     return run
 
 
-def _slice_by_output(program: ClosedJaxpr) -> list[_Slice]:
-  """Returns the slice of each output of the program."""
-  producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
-  return [_slice(program.jaxpr, output, producers) for output in program.jaxpr.outvars]
+def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int]) -> _Slice:
+  """Returns the part of a program that computes `output`.
 
-
-def _slice(program: Jaxpr, output: Any, producers: Mapping[Any, int]) -> _Slice:
+  Args:
+    program: the whole program.
+    output: one of its output variables.
+    producers: for each variable, the index of the equation that computes it.
+  """
   needed: set[int] = set()
   pending = [output]
   while pending:

@@ -70,7 +70,7 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
     try:
       lock = RunLock(model_dir, current_process())
     except (ModelDirInUseError, OSError) as error:
-      refusal = _refusal(model_dir, error)
+      refusal = _refusal_text(model_dir, error)
   refusal = broadcast_text(refusal, f"run lock {model_dir}", timeout_s=5 * HEARTBEAT_TIMEOUT_S)
   if refusal:
     raise ModelDirInUseError(refusal)
@@ -128,7 +128,7 @@ class RunLock:
   def _acquire(self) -> None:
     contended = False
     while True:
-      if self._create(self._write_aside(beat=0)):
+      if self._create(self._write_temporary(beat=0)):
         if not contended:
           return
         # A competitor may have mistaken this new lock for the ended run's and moved it away briefly.
@@ -140,32 +140,32 @@ class RunLock:
       if text is not None and self._has_ended(owner, text):
         self._remove(owner)
 
-  def _write_aside(self, beat: int) -> epath.Path:
+  def _write_temporary(self, beat: int) -> epath.Path:
     """Writes the lock's content into another file in the folder, and returns its path."""
-    aside = self._aside()
+    temporary = self._temporary_path()
     try:
-      aside.write_text(self._owner.to_json(beat))
+      temporary.write_text(self._owner.to_json(beat))
     except OSError:
-      aside.unlink(missing_ok=True)  # empty, on a full disk
+      temporary.unlink(missing_ok=True)  # empty, on a full disk
       raise
-    return aside
+    return temporary
 
-  def _aside(self) -> epath.Path:
+  def _temporary_path(self) -> epath.Path:
     return self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
 
-  def _create(self, aside: epath.Path) -> bool:
-    """Makes `aside` the lock file if there is none; only one of several processes succeeds."""
+  def _create(self, temporary: epath.Path) -> bool:
+    """Makes `temporary` the lock file if there is none; only one of several processes succeeds."""
     try:
-      os.link(aside, self._path)
+      os.link(temporary, self._path)
     except FileExistsError:
       return False
     except OSError:  # the file system has no links, as on gs://
       if self._path.exists():
         return False
-      aside.replace(self._path)
+      temporary.replace(self._path)
       return True
     finally:
-      aside.unlink(missing_ok=True)
+      temporary.unlink(missing_ok=True)
     return True
 
   def _read(self) -> tuple[LockOwner | None, str | None]:
@@ -222,7 +222,7 @@ class RunLock:
 
   def _seconds_since_heartbeat(self) -> float:
     """Returns the age of the lock file by the file server's clock, which all machines share."""
-    probe = self._aside()
+    probe = self._temporary_path()
     probe.write_text("")
     try:
       return max(0.0, probe.stat().mtime - self._path.stat().mtime)
@@ -233,16 +233,16 @@ class RunLock:
 
   def _remove(self, owner: LockOwner | None) -> None:
     """Removes the lock of a run that has ended, unless a competitor has replaced it meanwhile."""
-    aside = self._aside()
+    temporary = self._temporary_path()
     try:
-      self._path.rename(aside)
+      self._path.rename(temporary)
     except FileNotFoundError:
       return
-    if LockOwner.from_json(aside.read_text()) != owner:
-      self._create(aside)
+    if LockOwner.from_json(temporary.read_text()) != owner:
+      self._create(temporary)
       return
     _log.warning("%s was left by a run that has ended (%s); this run takes over", self._path, owner)
-    aside.unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)
 
   def _send_heartbeats(self) -> None:
     beat = 0
@@ -251,10 +251,10 @@ class RunLock:
         if not self._is_mine():
           return
         beat += 1
-        self._write_aside(beat).replace(self._path)
+        self._write_temporary(beat).replace(self._path)
 
 
-def _refusal(model_dir: epath.PathLike, error: Exception) -> str:
+def _refusal_text(model_dir: epath.PathLike, error: Exception) -> str:
   if not isinstance(error, ModelDirInUseError):
     return (
       f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
