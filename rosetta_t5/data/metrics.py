@@ -35,13 +35,15 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-  """Returns {"accuracy"}: the share of predictions that equal their targets."""
-  return {"accuracy": _percent_equal(targets, predictions)}
+  """Returns {"accuracy"}: the percentage of predictions that equal their targets."""
+  _check_lengths(targets, predictions)
+  equal = [bool(t == p) for t, p in zip(targets, predictions, strict=True)]
+  return {"accuracy": 100 * sum(equal) / len(equal)}
 
 
 def sequence_accuracy(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns {"sequence_accuracy"}: the share of texts that equal their targets."""
-  return {"sequence_accuracy": _percent_equal(targets, predictions)}
+  """Returns {"sequence_accuracy"}: the percentage of texts that equal their targets."""
+  return {"sequence_accuracy": accuracy(targets, predictions)["accuracy"]}
 
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
@@ -80,12 +82,12 @@ def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) ->
 
 def normalize_answer(text: str) -> str:
   """Lowercases a text and removes punctuation, articles and extra spaces, as SQuAD's script does."""
-  without = text.lower().translate(_NO_PUNCTUATION)
-  return " ".join(_ARTICLES.sub(" ", without).split())
+  words = _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+  return " ".join(words)
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns {"em", "f1"} in percent. Each prediction is compared with the answer closest to it.
+  """Returns exact match and F1, {"em", "f1"}, in percent; the best-scoring answer counts.
 
   Args:
     targets: all correct answers of each question.
@@ -101,27 +103,37 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
   ]
 
   def mean_of_best(score: Callable[[str, str], float]) -> float:
-    best = [max(score(a, prediction) for a in answers) for answers, prediction in normalized]
+    best = [
+      max(score(answer, prediction) for answer in answers) for answers, prediction in normalized
+    ]
     return 100 * sum(best) / len(best)
 
   return {"em": mean_of_best(lambda a, b: float(a == b)), "f1": mean_of_best(_f1)}
 
 
 def lambada(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns {"accuracy"} in percent: the first predicted word is the passage's last word."""
+  """Returns {"accuracy"}: the percentage of predictions whose first word is the passage's last word.
+
+  Case, punctuation and articles are ignored.
+  """
   return accuracy([*map(_normalized_word, targets)], [*map(_normalized_word, predictions)])
 
 
 def next_word(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns {"accuracy"} in percent: the first predicted word equals the target, case included.
+  """Returns {"accuracy"}: the percentage of predictions whose first word equals the target.
 
-  Punctuation after the word is ignored, because a prediction continues where the target ends.
+  Case matters. Punctuation after the word is ignored, because a prediction continues after it.
   """
   return accuracy([*map(_bare_word, targets)], [*map(_bare_word, predictions)])
 
 
 def word_perplexity(targets: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
-  """Returns {"perplexity"} per word: exp of the mean of −log p(target), summed over its tokens."""
+  """Returns {"perplexity"}: exp of the mean of −log p(target); each target counts as one word.
+
+  Args:
+    targets: the target words, which are only counted.
+    scores: log p(target) of each target, summed over its tokens.
+  """
   _check_lengths(targets, scores)
   return {"perplexity": math.exp(-sum(scores) / len(scores))}
 
@@ -129,7 +141,7 @@ def word_perplexity(targets: Sequence[str], scores: Sequence[float]) -> dict[str
 def bleu(
   targets: Sequence[str] | Sequence[list[str]], predictions: Sequence[str], tokenizer: str = "intl"
 ) -> dict[str, float]:
-  """Returns {"bleu"} of the corpus: sacreBLEU with its default, exponential smoothing.
+  """Returns {"bleu"} of the corpus, as sacreBLEU computes it with its default (exponential) smoothing.
 
   Args:
     targets: one reference per prediction, or sacreBLEU's list of reference sets.
@@ -147,7 +159,7 @@ def rouge(
   predictions: Sequence[str],
   score_keys: Sequence[str] = ("rouge1", "rouge2", "rougeLsum"),
 ) -> dict[str, float]:
-  """Returns the F measures in percent, each the middle of its bootstrap interval.
+  """Returns the F measure of each key in percent: the median of its bootstrap samples.
 
   The bootstrap uses numpy's global random generator, as in T5.
   """
@@ -161,14 +173,8 @@ def rouge(
   return {key: 100 * result[key].mid.fmeasure for key in score_keys}
 
 
-def _percent_equal(targets: Sequence[Any], predictions: Sequence[Any]) -> float:
-  _check_lengths(targets, predictions)
-  equal = [bool(t == p) for t, p in zip(targets, predictions, strict=True)]
-  return 100 * sum(equal) / len(equal)
-
-
 def _correlation(targets: Any, predictions: Any) -> float:
-  """Returns Pearson's coefficient in percent, without SciPy's warning for constant values."""
+  """Returns Pearson's coefficient in percent. SciPy's function would warn about constant values."""
   a, b = np.asarray(targets, np.float64), np.asarray(predictions, np.float64)
   a, b = a - a.mean(), b - b.mean()
   scale = np.sqrt((a @ a) * (b @ b))
@@ -176,13 +182,14 @@ def _correlation(targets: Any, predictions: Any) -> float:
 
 
 def _bare_word(text: str) -> str:
-  """Returns the first word without trailing punctuation, or the whole word if it has no letters."""
+  """Returns the first word without the punctuation after it, or the whole word if it has no letters."""
   word = (text.split() or [""])[0]
-  # Characters inside a word, such as an apostrophe, have letters on both sides.
+  # Apostrophes and hyphens may be inside a word; any other punctuation ends it.
   return re.sub(r"\W+$|(?<=\w)[^\w\s'’-].*$", "", word) or word
 
 
 def _normalized_word(text: str) -> str:
+  """Returns the first normalized word, or the first word as it is if normalizing leaves nothing."""
   words = normalize_answer(text).split() or text.lower().split()
   return words[0] if words else ""
 
@@ -206,5 +213,5 @@ def _check_lengths(targets: Sequence[object], predictions: Sequence[object]) -> 
 
 
 def _split_sentences(text: str) -> str:
-  """Puts each sentence on its own line for rougeLsum. The data is tokenized: " . " ends a sentence."""
+  """Puts each sentence on a line, as rougeLsum needs. In tokenized data, " . " ends a sentence."""
   return text.replace(" . ", " .\n")

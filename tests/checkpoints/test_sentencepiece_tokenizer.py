@@ -15,7 +15,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import 
   make_tokenizer,
   read_model,
 )
-from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
+from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
 
 WORDS = [
   "Tất",

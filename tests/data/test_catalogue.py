@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rosetta_t5.data.local_files.dataset_folders import VARIABLE
-from rosetta_t5.data.tasks import catalogue, postprocessing, text_formats
+from rosetta_t5.data.tasks import catalogue, text_formats
 from rosetta_t5.data.tasks.known import glue
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
@@ -33,7 +33,7 @@ def theirs() -> Any:
 
 def texts(convert: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """Applies one of our text formats to the examples."""
-  return preprocessed(catalogue.map_examples(convert), examples)
+  return preprocessed(import_seqio().map_over_dataset(convert), examples)
 
 
 def preprocessed(function: Any, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,12 +117,12 @@ def test_a_known_task_can_have_another_vocabulary(tmp_path: pathlib.Path) -> Non
 
 def test_postprocessors_return_classes_numbers_and_answers() -> None:
   labels = ["no", "yes"]
-  classes = [postprocessing.label_to_class(text, labels) for text in ("yes", "no", "maybe")]
+  classes = [text_formats.label_to_class(text, labels) for text in ("yes", "no", "maybe")]
   assert classes == [1, 0, -1]
-  assert [postprocessing.string_to_float(text) for text in ("3.4", "x")] == [3.4, -1.0]
+  assert [text_formats.string_to_float(text) for text in ("3.4", "x")] == [3.4, -1.0]
   example = {"answers": [b"a", b"b"]}
-  assert postprocessing.answers("a", example=example, is_target=True) == ["a", "b"]
-  assert postprocessing.answers("a", example=example) == "a"
+  assert text_formats.squad_answers("a", example=example, is_target=True) == ["a", "b"]
+  assert text_formats.squad_answers("a", example=example) == "a"
 
 
 def test_missing_data_is_reported_with_the_folders_searched_and_what_to_set(
@@ -162,12 +162,12 @@ def folder_of_the_command_line(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]
 def test_the_folder_of_the_command_line_is_searched_before_all_others(
   tmp_path: pathlib.Path, folder_of_the_command_line: pathlib.Path
 ) -> None:
-  recipe = catalogue.TASKS["squad_v010_allanswers"]
-  made = tmp_path / recipe.tfds.replace(":", "/")
+  spec = catalogue.TASKS["squad_v010_allanswers"]
+  made = tmp_path / spec.tfds.replace(":", "/")
   made.mkdir(parents=True)
   (made / "dataset_info.json").write_text("{}")
   write_squad(folder_of_the_command_line)
-  source = catalogue.make_source("squad", recipe)
+  source = catalogue.make_source("squad", spec)
   assert list(source.splits) == ["validation"]  # from the file; the TFDS folder has none
 
 
@@ -177,9 +177,9 @@ def test_mnli_examples_without_a_gold_label_are_left_out(
   (tmp_path / "glue/mnli").mkdir(parents=True)
   rows = ["sentence1\tsentence2\tgold_label", 'A man.\tA "person.\tentailment', "x\ty\t-"]
   (tmp_path / "glue/mnli/dev_matched.tsv").write_text("\n".join(rows))
-  recipe = catalogue.TASKS["glue_mnli_v2"]
-  source = catalogue.make_source("mnli", recipe)
-  dataset = source.get_dataset("validation_matched", shuffle=False).map(recipe.text_format)
+  spec = catalogue.TASKS["glue_mnli_v2"]
+  source = catalogue.make_source("mnli", spec)
+  dataset = source.get_dataset("validation_matched", shuffle=False).map(spec.text_format)
   (example,) = dataset.as_numpy_iterator()
   assert example["inputs"] == b'mnli hypothesis: A "person. premise: A man.'
   assert example["targets"] == b"entailment"

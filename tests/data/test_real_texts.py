@@ -41,9 +41,9 @@ def folder(shared: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 
 def ours(name: str, split: str) -> list[dict[str, Any]]:
   """Returns the texts that the known task makes from the files."""
-  recipe = catalogue.TASKS[name]
-  dataset = catalogue.make_source(name, recipe).get_dataset(split, shuffle=False)
-  return list(dataset.map(recipe.text_format).take(SOME).as_numpy_iterator())
+  spec = catalogue.TASKS[name]
+  dataset = catalogue.make_source(name, spec).get_dataset(split, shuffle=False)
+  return list(dataset.map(spec.text_format).take(SOME).as_numpy_iterator())
 
 
 def expected(function: Any, examples: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,12 +121,12 @@ def test_translation_texts_are_t5s(
   theirs: Any, shared: pathlib.Path, folder: pathlib.Path, name: str
 ) -> None:
   """Sentences of books, with quotes, dashes and accents, serve as both languages."""
-  recipe = catalogue.TASKS[name]
-  target = recipe.files.names[1]  # type: ignore[union-attr]
+  spec = catalogue.TASKS[name]
+  target = spec.files.names[1]  # type: ignore[union-attr]
   text = (shared / "data/books/Leo_Tolstoy__War_and_Peace.md").read_text()
   sentences = [s for s in re.split(r"(?<=[.!?”])\s+", text) if s.strip()][: 2 * SOME]
   pairs = [{"en": a, target: b} for a, b in zip(sentences[::2], sentences[1::2], strict=True)]
-  path = folder / recipe.files.folder / "train.jsonl"  # type: ignore[union-attr]
+  path = folder / spec.files.folder / "train.jsonl"  # type: ignore[union-attr]
   path.parent.mkdir(parents=True)
   path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 

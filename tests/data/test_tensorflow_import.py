@@ -1,14 +1,18 @@
-"""TensorFlow is imported only when it is needed, and sees no GPU."""
+"""TensorFlow is imported only when it is needed, quietly, and sees no GPU."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import (
   import_in_background,
   import_seqio,
   import_tensorflow,
+  quiet_tensorflow_import,
 )
 
 
@@ -25,3 +29,25 @@ def test_tensorflow_sees_no_gpu() -> None:
 def test_the_background_thread_imports_seqio() -> None:
   import_in_background().join()
   assert import_seqio() is sys.modules["seqio"]
+
+
+MESSAGES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795227485.927581    7104 cudart_stub.cc:31] Could not find cuda drivers
+"""
+
+
+def test_start_up_messages_are_hidden_and_other_lines_are_printed(capfd):
+  with quiet_tensorflow_import():
+    os.write(2, MESSAGES + b"a line of another thread\n")
+  os.write(2, b"after\n")
+  assert capfd.readouterr().err == "a line of another thread\nafter\n"
+
+
+def test_lines_before_an_error_are_printed(capfd):
+  def fail():
+    os.write(2, b"missing library\n")
+    raise ImportError
+
+  with pytest.raises(ImportError), quiet_tensorflow_import():
+    fail()
+  assert capfd.readouterr().err == "missing library\n"

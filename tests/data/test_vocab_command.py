@@ -22,3 +22,16 @@ def test_vocab_train_writes_a_model_and_prints_how_to_use_it(
   assert f"sentencepiece_model_file = '{out}'" in capsys.readouterr().out
   assert vocab(["show", str(out), "the red cat"]) == 0
   assert "16 pieces" in capsys.readouterr().out
+
+
+def test_user_errors_are_printed_without_a_stack_trace(
+  tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  not_a_model = tmp_path / "text.model"
+  not_a_model.write_text("some text")
+  for path, message in (
+    ("/nowhere.model", "error: There is no vocabulary file /nowhere.model"),
+    (str(not_a_model), f"error: {not_a_model} must be a SentencePiece model"),
+  ):
+    assert vocab(["show", path]) == 2
+    assert capsys.readouterr().err.startswith(message)

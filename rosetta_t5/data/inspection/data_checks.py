@@ -1,4 +1,4 @@
-"""Checks a task's data: texts that change or are truncated, and examples that hosts or splits share.
+"""Checks a task's data: whether texts survive encoding, are truncated, or are on two hosts or in two splits.
 
 Each check prints what it found and yields the problems.
 """
@@ -19,12 +19,12 @@ from rosetta_t5.data.prepared import PreparedTask, TokenStream
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 _SHOWN_CHARACTERS = 60
-_MAX_CHANGED = 0.25  # share of texts that may change in the vocabulary
-_MAX_SHARED = 0.01  # share of examples that two hosts or two splits may have in common
-_TEXTS = 64  # texts that are encoded and decoded
-_EXAMPLES = 20_000  # examples of each split that are compared
-_TOKENS = 4_000_000  # tokens of each split of prepared data that are compared
-_PASSAGE = 32  # tokens; two equal passages of this length are no coincidence
+_MAX_CHANGED = 0.25  # fraction of the texts that encoding and decoding may change
+_MAX_SHARED = 0.01  # fraction of the examples that two hosts or two splits may share
+_TEXTS = 64  # number of texts that are encoded and decoded
+_EXAMPLES = 20_000  # number of examples of each split that are compared
+_TOKENS = 4_000_000  # number of tokens of each split of prepared data that are compared
+_PASSAGE = 32  # tokens; two texts do not share such a long passage by chance
 
 
 def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]:
@@ -37,18 +37,19 @@ def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]
     texts = [text for _, text in pairs]
     _print_truncated(cfg, pairs, vocabulary)
   if not texts:
-    print("the task keeps no texts beside its tokens: decode(encode(text)) is not checked")
+    print("decode(encode(text)) is not checked, because the task keeps tokens without their texts")
     return
   changed = [text for text in texts if not _survives(text, vocabulary)]
   same = len(texts) - len(changed)
   print(f"decode(encode(text)) equals the text, except for spaces, in {same} of {len(texts)}")
-  # Every vocabulary lacks some characters: T5's has no braces. Many changed texts mean a wrong one.
+  # A vocabulary may lack some characters: T5's has no braces. If it changes many texts, it is wrong.
   if len(changed) > _MAX_CHANGED * len(texts):
     first = repr(changed[0][:_SHOWN_CHARACTERS])
     yield f"the vocabulary changes {len(changed)} of {len(texts)} texts; the first: {first}"
 
 
 def _some_rows(task: PreparedTask, split: str) -> np.ndarray:
+  """Returns tokens from evenly spaced positions of the first folder, [rows, length]."""
   stream = TokenStream(task.folders[0], split)
   length = min(256, stream.size)
   rows = min(_TEXTS, stream.size // length)
@@ -56,7 +57,10 @@ def _some_rows(task: PreparedTask, split: str) -> np.ndarray:
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
-  """Yields (feature, text) of the first examples, or ("", source's text) if the task keeps no texts."""
+  """Yields (feature, text) of the first examples.
+
+  If the task does not keep its features' texts, yields "" and the longest text of the source's example.
+  """
   lengths = dict(cfg.task_feature_lengths)
   dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
   kept = [name for name in lengths if f"{name}_pretokenized" in dataset.element_spec]
@@ -70,7 +74,8 @@ def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
 
 
 def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocabulary: Any) -> None:
-  total, truncated = collections.Counter(name for name, _ in pairs), collections.Counter[str]()
+  total = collections.Counter(name for name, _ in pairs)
+  truncated = collections.Counter[str]()
   if "" in total:
     print("no text is truncated: the task cuts its texts into rows")
     return
@@ -109,12 +114,15 @@ def check_splits(cfg: DatasetConfig, task: Any) -> Iterator[str]:
 
 
 def _same_examples(task: Any, split: str, other: str) -> tuple[int, int, str]:
-  """Compares examples as their source yields them."""
-  here, there = (
+  """Returns how many of the other split's examples are in the split, their number, and the unit.
+
+  Examples are compared as their source yields them.
+  """
+  first, second = (
     {_hash(b"\x1f".join(fields)) for fields in _source_texts(task, name, _EXAMPLES)}
     for name in (split, other)
   )
-  return len(here & there), len(there), f"examples (of the first {_EXAMPLES:,} of each split)"
+  return len(first & second), len(second), f"examples (of the first {_EXAMPLES:,} of each split)"
 
 
 def _source_texts(task: Any, split: str, limit: int) -> Iterator[list[bytes]]:
@@ -128,18 +136,18 @@ def _source_texts(task: Any, split: str, limit: int) -> Iterator[list[bytes]]:
 
 
 def _same_passages(task: PreparedTask, split: str, other: str) -> tuple[int, int, str]:
-  """Compares passages of tokens, because prepared text has no document boundaries."""
+  """Returns the same for passages of tokens, because prepared text has no document boundaries."""
   same = total = 0
   for folder in task.folders:
-    here, there = (_passages(TokenStream(folder, name)) for name in (split, other))
-    there = there[::_PASSAGE]
-    same += int(np.isin(there, here).sum())
-    total += len(there)
+    first, second = (_passages(TokenStream(folder, name)) for name in (split, other))
+    second = second[::_PASSAGE]
+    same += int(np.isin(second, first).sum())
+    total += len(second)
   return same, total, f"passages of {_PASSAGE} tokens (of the first {_TOKENS:,} of each split)"
 
 
 def _passages(stream: TokenStream) -> np.ndarray:
-  """Returns a hash of the passage at each position."""
+  """Returns a hash of the passage that begins at each position."""
   tokens = stream.read([0], min(_TOKENS, stream.size))[0].astype(np.uint64)
   count = max(0, len(tokens) - _PASSAGE + 1)
   hashes = np.zeros(count, np.uint64)

@@ -37,7 +37,7 @@ class BatchStatistics:
   Attributes:
     row_lengths: for each feature the length of a row.
     lengths: for each feature the lengths of the examples.
-    tokens: the number of occurrences of each token.
+    tokens: the number of times that each token occurs.
     rows: the number of rows.
     examples: the number of examples; a row may have several packed examples.
   """
@@ -133,6 +133,7 @@ def _config(arguments: argparse.Namespace) -> DatasetConfig:
 
 
 def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) -> Iterator[Any]:
+  """Returns the first batches of a shard; those of prepared data need no feature converter."""
   converter: Any = None
   if not isinstance(cfg.mixture_or_task_name, PreparedTask):
     seqio = import_seqio()
@@ -186,7 +187,7 @@ def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
 
 
 def _marker(token: int, vocabulary: Any) -> str | None:
-  """Returns how a sentinel or an end token is shown, or None for a token of text."""
+  """Returns the text that is shown for a sentinel or an end token, or None for a token of text."""
   if token == vocabulary.eos_id:
     return "⟨end⟩"
   tokenizer: Any = getattr(vocabulary, "tokenizer", None)

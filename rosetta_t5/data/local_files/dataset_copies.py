@@ -1,4 +1,4 @@
-"""Checks local copies of the Pile and LAMBADA, for the scripts download_the_pile and download_lambada."""
+"""The scripts download_the_pile and download_lambada, which check local copies of these datasets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rosetta_t5.data.reading import BadExample, read_records
 from rosetta_t5.data.tasks.known.pretraining import PILE_FILES
 
 _TRAIN_SHARDS = [f"{number:02}.jsonl.zst" for number in range(30)]
-_SAMPLE_SIZE = 1000  # records read of each file of the Pile without --full
+_SAMPLE_SIZE = 1000  # records that are read of each file of the Pile without --full
 _LAMBADA_EXAMPLES = 5153
 
 _PILE_TEXT = f"""The Pile's public copies are gone since 2023, so this script downloads nothing.
 
 Your options:
-  1. You have a copy. As it was distributed it has train/00.jsonl.zst to train/29.jsonl.zst,
-     val.jsonl.zst and test.jsonl.zst. Put it (or a link) into DIR/the_pile and check it:
+  1. If you have a copy as it was distributed (train/00.jsonl.zst to train/29.jsonl.zst,
+     val.jsonl.zst and test.jsonl.zst), put it or a link into DIR/the_pile and check it:
        python scripts_gpu/download_the_pile.py --data_dir DIR
      Then train with --tfds_data_dir=DIR, or {VARIABLE}=DIR. A folder that TensorFlow Datasets
      wrote (DIR/ThePile/1.0.0 or DIR/the_pile/1.0.0) is read as it is.
@@ -38,10 +38,10 @@ Your options:
      huggingface.co/datasets/allenai/c4 in DIR/c4/en, or with the output of `tfds build c4/en`.
   3. Train on your own text: docs/data.md, "Your own files"."""
 
-_LAMBADA_TEXT = f"""LAMBADA's test set as OpenAI cleaned it is one file of {_LAMBADA_EXAMPLES} lines, {{"text": …}}:
+_LAMBADA_TEXT = f"""OpenAI's cleaned test set of LAMBADA is a file of {_LAMBADA_EXAMPLES} lines {{"text": …}}:
   https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
   https://huggingface.co/datasets/EleutherAI/lambada_openai
-This script downloads nothing. Fetch the file, then:
+This script downloads nothing. Download the file, then run:
   python scripts_gpu/download_lambada.py --file lambada_test.jsonl --data_dir DIR
 and evaluate the task 'lambada' with --tfds_data_dir=DIR, or {VARIABLE}=DIR."""
 
@@ -94,7 +94,7 @@ def _parser(script: str, text: str) -> argparse.ArgumentParser:
 
 
 def _lambada_problem(path: str) -> str:
-  """Returns what is wrong with a file, or ""."""
+  """Returns what is wrong with a file, or "" if it is LAMBADA's test set."""
   if not pathlib.Path(path).is_file():
     return "there is no such file"
   facts = _scan(path)

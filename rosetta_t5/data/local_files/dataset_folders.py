@@ -1,4 +1,4 @@
-"""Finds a known dataset on this machine, as TensorFlow Datasets writes it or as it was distributed."""
+"""Finds a known dataset on this machine, as TensorFlow Datasets wrote it or as it was distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "ROSETTA_T5_DATA"
 
 
 def data_folders(tfds_data_dir: str | None = None) -> list[pathlib.Path]:
-  """Returns the folders in which datasets are searched, in this order and without duplicates.
+  """Returns the folders that are searched for datasets, in this order and without duplicates.
 
   Args:
     tfds_data_dir: the value of --tfds_data_dir.
@@ -30,8 +30,8 @@ def data_folders(tfds_data_dir: str | None = None) -> list[pathlib.Path]:
 def find_tfds(dataset: str, folder: pathlib.Path) -> pathlib.Path | None:
   """Returns the folder of a dataset that TensorFlow Datasets wrote, or None.
 
-  Without the requested version, the latest other version is returned. The code that built the dataset is
-  not needed. `ThePile` and `the_pile` name the same dataset.
+  If the requested version does not exist, the latest other version is returned. The code that built the
+  dataset is not needed. `ThePile` and `the_pile` name the same dataset.
 
   Args:
     dataset: "name/configuration:version".
@@ -52,7 +52,7 @@ def _version_numbers(path: pathlib.Path) -> list[int]:
 
 
 def find_local(files: LocalFiles, folder: pathlib.Path) -> Mapping[str, list[str]]:
-  """Returns {split: its files in the data folder}, without splits that have no files."""
+  """Returns the dataset's files in a data folder by split, without splits that have no files."""
   found = {
     split: sorted({str(f) for pattern in patterns for f in (folder / files.folder).glob(pattern)})
     for split, patterns in files.splits.items()
@@ -62,13 +62,16 @@ def find_local(files: LocalFiles, folder: pathlib.Path) -> Mapping[str, list[str
 
 def missing_data_message(name: str, spec: TaskSpec, folders: Sequence[pathlib.Path]) -> str:
   """Returns the error message for a task whose data is in none of the folders."""
-  lines = [f"The data of the task '{name}' is not on this machine, and data is never downloaded."]
-  lines.append("Searched:")
+  lines = [
+    f"The data of the task '{name}' is not on this machine, and data is never downloaded.",
+    "Searched:",
+  ]
   patterns = ", ".join(of_split[0] for of_split in spec.files.splits.values())
   for folder in folders:
     if spec.tfds:
       lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
     lines.append(f"  {folder / spec.files.folder}/ with {patterns}")
-  lines += [f"  {spec.source_hint}."] if spec.source_hint else []
+  if spec.source_hint:
+    lines.append(f"{spec.source_hint}.")
   lines.append(f"Name another folder with --tfds_data_dir=DIR or the variable {VARIABLE}.")
   return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Any
 
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 VARIABLE = "ROSETTA_T5_ASSETS"
-_EXTRA_IDS = re.compile(r"\.(\d+)extra$")
+_EXTRA_IDS = re.compile(r"\.(\d+)extra$")  # at the end of a folder's name
 
 
 def local_path(path: str) -> str:
@@ -66,31 +66,22 @@ def _candidates(path: str, setting: str) -> list[pathlib.Path]:
 def load_vocabulary_model(
   load: Callable[..., Any], path: str | os.PathLike[str], extra_ids: int, *options: Any
 ) -> Any:
-  """Loads a SentencePiece model from its local copy, with the extra ids that its path promises.
+  """Loads a SentencePiece model from its local copy, with the extra ids that its path announces.
 
-  A path such as …/cc_all.32000.100extra/sentencepiece.model promises 100 sentinels. Many copies of
+  The path …/cc_all.32000.100extra/sentencepiece.model announces 100 sentinels, but many copies of
   T5's model lack them. They are added here, so that span corruption and the embedding table use all
   32,100 ids.
 
   Args:
     load: SeqIO's function, called with the local path, the number of extra ids and the options.
     path: the model's path, which may start with gs://.
-    extra_ids: the extra ids that the vocabulary asks for; 0 leaves the choice to the path.
+    extra_ids: the number of extra ids that the vocabulary requests; 0 means the number in the path.
     *options: passed on to `load`.
   """
   file = local_path(os.fspath(path))
   context = load(file, extra_ids, *options)
-  promised = _promised_extra_ids(os.fspath(path))
-  if extra_ids or not promised or _has_sentinels(context.tokenizer):
+  announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
+  last_piece = context.tokenizer.IdToPiece(context.tokenizer.GetPieceSize() - 1)
+  if extra_ids or not announced or "extra_id" in last_piece:
     return context
-  return load(file, promised, *options)
-
-
-def _promised_extra_ids(path: str) -> int:
-  """Returns the number in a folder's name such as "cc_all.32000.100extra", or 0."""
-  found = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
-  return int(found.group(1)) if found else 0
-
-
-def _has_sentinels(tokenizer: Any) -> bool:
-  return "extra_id" in tokenizer.IdToPiece(tokenizer.GetPieceSize() - 1)
+  return load(file, int(announced[1]), *options)

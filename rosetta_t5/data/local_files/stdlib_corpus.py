@@ -1,22 +1,25 @@
 """Writes the quickstart's text and vocabulary, made from the running Python's standard library.
 
-They are written once, and kept when the library changes, because checkpoints depend on the vocabulary they
-were trained with.
+Its docstrings and comments are about 2 MB of English about code, which every machine has, for runs that need
+real text without a download. Text and vocabulary are written once, and kept when the library changes, because
+a checkpoint can only be used with the vocabulary that it was trained with.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import platform
+import re
+import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rosetta_t5.data.local_files.stdlib_text import stdlib_paragraphs
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 EXTRA_IDS = 100
@@ -26,6 +29,10 @@ FOLDER_VARIABLE = "ROSETTA_T5_STDLIB_DOCS"
 _TRAIN_FILES = 8
 _VALIDATION_PERCENT = 2
 _MANIFEST = "manifest.json"
+_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_MIN_CHARACTERS = 40
+# A paragraph with a smaller share of letters and spaces is a table, a listing or a drawing.
+_MIN_LETTERS = 0.8
 
 
 def data_folder() -> pathlib.Path:
@@ -48,7 +55,7 @@ def prepare(
   Raises:
     ValueError: the folder exists and has other contents.
   """
-  folder = data_folder() if folder is None else folder
+  folder = folder or data_folder()
   manifest = folder / _MANIFEST
   if manifest.exists():
     return json.loads(manifest.read_text())
@@ -68,7 +75,7 @@ def prepare(
 
 
 def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
-  """Writes text files, vocabulary and manifest."""
+  """Writes the text files, the vocabulary and the manifest."""
   validation = [text for text in paragraphs if _hash(text) % 100 < _VALIDATION_PERCENT]
   train = [text for text in paragraphs if _hash(text) % 100 >= _VALIDATION_PERCENT]
   per_file = -(-len(train) // _TRAIN_FILES)
@@ -93,4 +100,71 @@ def _write_lines(path: pathlib.Path, lines: Sequence[str]) -> None:
 
 
 def _hash(text: str) -> int:
+  """Returns 64 bits of the text's SHA-256, by which it is put into a split."""
   return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
+  """Yields the paragraphs of a folder's Python files, without duplicates, in the files' sorted order.
+
+  Args:
+    root: the folder; by default the running Python's standard library. Tests and installed packages
+      are excluded.
+  """
+  root = root or pathlib.Path(sysconfig.get_path("stdlib"))
+  seen: set[str] = set()
+  for path in sorted(root.rglob("*.py")):
+    if _EXCLUDED_FOLDERS & set(path.relative_to(root).parts):
+      continue
+    for text in _texts(path):
+      for paragraph in _paragraphs(text):
+        if paragraph not in seen:
+          seen.add(paragraph)
+          yield paragraph
+
+
+def _texts(path: pathlib.Path) -> Iterator[str]:
+  """Yields a file's docstrings, then its blocks of comments. Files that do not parse yield nothing."""
+  try:
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+  except (SyntaxError, ValueError, OSError):
+    return  # The library contains broken files on purpose, for example as test data of lib2to3.
+  documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+  for node in ast.walk(tree):
+    if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
+      yield docstring
+  yield from _comment_blocks(source, tree)
+
+
+def _comment_blocks(source: str, tree: ast.Module) -> Iterator[str]:
+  """Yields runs of comment lines.
+
+  The syntax tree shows which lines are inside strings; on all other lines, `#` starts a comment. For
+  whole lines this gives the same result as the tokenizer, ten times faster.
+  """
+  in_strings: set[int] = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant | ast.JoinedStr):
+      in_strings.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
+  block: list[str] = []
+  for number, line in enumerate([*source.split("\n"), ""], start=1):
+    stripped = line.strip()
+    if stripped.startswith("#") and number not in in_strings:
+      block.append(stripped.lstrip("#!: "))
+    elif block:
+      yield "\n".join(block)
+      block = []
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+  """Yields a text's paragraphs of prose, each on one line."""
+  for raw in re.split(r"\n\s*\n", text):
+    paragraph = " ".join(raw.split())
+    letters = sum(character.isalpha() or character == " " for character in paragraph)
+    if (
+      len(paragraph) >= _MIN_CHARACTERS
+      and letters >= _MIN_LETTERS * len(paragraph)
+      and ">>>" not in paragraph
+    ):
+      yield paragraph

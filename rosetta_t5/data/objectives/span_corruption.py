@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   import seqio
   import tensorflow as tf
 
-# Tokens of one document that one epoch uses; a longer document contributes a random chunk.
+# The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
 _MAX_CHUNK_LENGTH = 65536
 
 
@@ -32,7 +32,7 @@ def span_corruption(
   reserved_for_packing: int | None = None,
   passthrough_feature_keys: Sequence[str] | None = None,
 ) -> tf.data.Dataset:
-  """Turns tokens ("targets") into corrupted inputs and the dropped spans.
+  """Converts tokens ("targets") to corrupted inputs, and to targets of the dropped spans.
 
   Documents are joined and cut so that inputs and targets, including their end tokens, are as long as
   the lengths allow. No padding remains, so packing is unnecessary.
@@ -45,7 +45,7 @@ def span_corruption(
     noise_density: fraction of the tokens that is dropped.
     input_feature_key: name of the corrupted feature.
     merge_examples_to_reduce_padding: whether to join documents before cutting them.
-    reserved_for_packing: tokens to leave free in the input.
+    reserved_for_packing: the number of tokens to leave free in the input.
     passthrough_feature_keys: features to copy unchanged; only for documents that are not joined.
 
   Raises:
@@ -115,7 +115,7 @@ def random_spans_helper(
 def select_random_chunk(
   dataset: tf.data.Dataset, names: Sequence[str] = ("targets",)
 ) -> tf.data.Dataset:
-  """Keeps these features, and of documents longer than 65,536 tokens one random chunk."""
+  """Keeps the features `names`, and only a random chunk of documents with more than 65,536 tokens."""
   tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
@@ -147,7 +147,7 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
 
   @seqio.map_over_dataset(num_seeds=1)
   def starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
-    # T5 draws a seed here without using it. Without this draw, the masks would have other seeds.
+    # T5 draws a seed here and does not use it. Without this draw, the masks would have other seeds.
     del seed
     return example, tf.range(0, tf.size(example["targets"]), max_tokens_per_segment)
 
@@ -167,7 +167,7 @@ def denoise(
   mean_noise_span_length: float = 3.0,
   input_feature_key: str = "inputs",
 ) -> tf.data.Dataset:
-  """Drops random spans of "targets". The kept tokens become the input, the dropped ones the target."""
+  """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
   tf, seqio = import_tensorflow(), import_seqio()
   vocabulary = output_features["targets"].vocabulary
   inputs_feature = output_features.get(input_feature_key)
@@ -206,7 +206,7 @@ def random_spans_noise_mask(
   tf = import_tensorflow()
   if noise_density == 0.0:
     return tf.zeros([length], tf.bool)
-  total = tf.maximum(length, 2)  # At least one kept and one dropped token; cut to `length` below.
+  total = tf.maximum(length, 2)  # for one kept and one dropped token; cut to `length` at the end
   dropped = tf.cast(tf.round(tf.cast(total, tf.float32) * noise_density), tf.int32)
   dropped = tf.clip_by_value(dropped, 1, total - 1)
   spans = tf.round(tf.cast(dropped, tf.float32) / mean_noise_span_length)

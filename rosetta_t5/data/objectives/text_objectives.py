@@ -1,9 +1,9 @@
 """Training objectives on text, as the preprocessors of SeqIO tasks.
 
 span_corruption   Raffel et al. 2020, section 3.3.4
-prefix_lm         Raffel et al. 2020, section 3.2.3: a text cut in two; the model predicts the second part
-causal_lm         each token from the tokens before it, for decoder-only models ("targets" alone)
-seq2seq           inputs and targets as given
+prefix_lm         Raffel et al. 2020, section 3.2.3: a text is cut in two, the model predicts the second part
+causal_lm         the model predicts each token from those before it, for decoder-only models ("targets" alone)
+seq2seq           inputs and targets are used as they are
 ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode token
 """
 
@@ -34,7 +34,8 @@ class Denoiser:
 
   Attributes:
     mode: text before the inputs that announces the denoiser to the model.
-    density: fraction of the tokens that the model fills in; None cuts the text at any position.
+    density: fraction of the tokens that the model predicts; None, only without `mean_length`, cuts the
+      text at any position.
     mean_length: mean number of tokens in a span; None means one span at the end of the text.
   """
 
@@ -97,14 +98,15 @@ def prefix_lm(
     sequence_length: lengths of "inputs" and "targets".
     output_features: the task's features; one position is left free for each end token.
     reserved: tokens to leave free in the inputs.
-    density: mean fraction of the text that becomes the targets, drawn uniformly between 0 and twice
-      that fraction; None cuts at any position.
+    density: mean fraction of the text that becomes the targets. The fraction is drawn uniformly
+      between 0 and twice this mean; None cuts at any position.
   """
   tf, seqio = import_tensorflow(), import_seqio()
-  limits = {k: sequence_length[k] - output_features[k].add_eos for k in ("inputs", "targets")}
+  limits = {
+    name: sequence_length[name] - output_features[name].add_eos for name in ("inputs", "targets")
+  }
   text_length, max_targets, mean_share = prefix_lengths(limits, reserved, density)
-  dataset = select_random_chunk(dataset)
-  dataset = split_tokens(dataset, text_length)
+  dataset = split_tokens(select_random_chunk(dataset), text_length)
   dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
 
   @seqio.map_over_dataset(num_seeds=1)

@@ -1,4 +1,4 @@
-"""Iterators of host batches: a contract for sources indexed by step, and an adapter for other data."""
+"""Iterators of host batches: the interface of data that is indexed by step, and adapters for other data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ class StepIndexedIterator(dataset_iterator.DatasetIterator):
   Its position is a step number, which any number of hosts can restore.
   """
 
-  is_shard_independent = True  # see `checkpoints.dataset_position`
-
   @abc.abstractmethod
   def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
-    """Writes the position of `steps_back` batches ago."""
+    """Writes the position that the iterator had `steps_back` batches ago."""
 
   @abc.abstractmethod
   def measures(self, step: int) -> dict[str, float]:
@@ -66,7 +64,7 @@ class IterableBatches(dataset_iterator.DatasetIterator):
     self.reset()
 
   def reset(self) -> None:
-    """Starts over. A list or a Dataset can do that, but an iterator cannot."""
+    """Starts over, if the iterable can be read again. A list can, a generator cannot."""
     self._iterator: Iterator[Mapping[str, np.ndarray]] = iter(self._batches)
     self._drawn = 0
 
@@ -77,9 +75,9 @@ class IterableBatches(dataset_iterator.DatasetIterator):
 
   @property
   def element_spec(self) -> dict[str, dataset_iterator.ArraySpec]:
-    """Shapes and dtypes of the first batch, which remains the next batch.
+    """Shapes and dtypes of the first batch, which is read for them and then returned as usual.
 
-    The result is stored, because a generator cannot be read while another thread is reading it.
+    They are stored, because a generator cannot be read while another thread is reading it.
     """
     if self._spec is None:
       first = next(self._iterator, None)
@@ -93,11 +91,11 @@ class IterableBatches(dataset_iterator.DatasetIterator):
     return self._spec
 
   def save(self, filename: epath.PathLike) -> None:
-    """Writes the number of batches read."""
+    """Writes the number of batches that have been returned."""
     epath.Path(filename).write_text(json.dumps({"drawn": self._drawn}))
 
   def restore(self, filename: epath.PathLike) -> None:
-    """Reads and skips batches up to the saved number."""
+    """Continues after the saved number of batches, which are read and dropped."""
     saved = json.loads(epath.Path(filename).read_text())["drawn"]
     if saved < self._drawn:
       self.reset()

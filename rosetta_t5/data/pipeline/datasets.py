@@ -1,4 +1,4 @@
-"""Turns a `DatasetConfig` into batches by sharding, converting and batching SeqIO's tasks."""
+"""Turns a `DatasetConfig` into batches: a SeqIO task's examples, sharded, converted and batched."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def get_dataset(
     shard_id: the shard of the data to read.
     num_shards: the number of shards; each example is in exactly one.
     feature_converter_cls: called with `pack` and `use_custom_packing_ops`.
-    num_epochs: passes over the data; None repeats it forever.
-    continue_from_last_checkpoint: must be False. Users' own dataset functions may support it; here
-      `RestoreCheckpointConfig.restore_dataset` restores the position.
+    num_epochs: the number of passes over the data; None repeats it forever.
+    continue_from_last_checkpoint: must be False. It exists for users' own dataset functions; this one
+      is restored with `RestoreCheckpointConfig.restore_dataset`.
 
   Raises:
     ValueError: the task, its split or its features do not exist, the batch size is not a multiple of
@@ -109,9 +109,9 @@ def get_training_eval_datasets(
   model_dir: str | None = None,
   start_step: int = 0,
 ) -> Mapping[str, tf.data.Dataset]:
-  """Returns `eval_steps` batches of each of a mixture's tasks, and of the mixture itself.
+  """Returns `eval_steps` batches of a task, or of a mixture and each of its tasks, by name.
 
-  Shorter data is repeated. Tasks without the split are left out.
+  Data with fewer batches is repeated. Tasks without the split are left out.
 
   Args:
     cfg: the dataset; its `mixture_or_task_name` may be a mixture.
@@ -120,11 +120,11 @@ def get_training_eval_datasets(
     eval_steps: the number of batches.
     feature_converter_cls: see `get_dataset`.
     deterministic: must be False; T5X's deterministic tasks are not supported.
-    model_dir: only for `deterministic`.
-    start_step: only for `deterministic`.
+    model_dir: ignored, because T5X uses it only for deterministic tasks.
+    start_step: ignored, for the same reason.
 
   Raises:
-    ValueError: as `get_dataset`, or a task has too few examples for a batch.
+    ValueError: the same errors as in `get_dataset`, or a task has too few examples for a batch.
   """
   del model_dir, start_step
   if deterministic:
@@ -147,7 +147,7 @@ def get_training_eval_datasets(
 
   def batches(task: Any) -> tf.data.Dataset:
     task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
-    # The number of passes must be finite, or a task whose examples are all filtered out never ends.
+    # Reading must end even if the task filters out all examples, so the passes are limited.
     dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)
     _check_has_batch(task_cfg, dataset, shard_id, num_shards, eval_steps)
     dataset = dataset.repeat().take(eval_steps)

@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 HostBatch = Mapping[str, np.ndarray]
 GlobalBatch = dict[str, jax.Array]
 
+_PREFETCHED_BATCHES = 2
+
 
 class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
-  """Yields global batches, of which each process reads its part, and prefetches the next ones.
+  """Yields global batches and prefetches the next ones. Each process reads its own part of a batch.
 
   One thread reads the source and copies batches to the devices while the step computes. The position
-  that `save` writes is that of the last batch yielded; it includes the batches prefetched after it.
+  that `save` writes is that of the last batch yielded, so the prefetched batches are saved with it.
 
   Attributes:
+    iterator: the source of host batches.
+    is_shard_independent: whether any number of hosts can restore the position, which is then a step
+      number.
     batches_handed_out: the number of batches yielded, including those before a restore.
   """
 
@@ -42,8 +47,6 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     iterator: dataset_iterator.DatasetIterator,
     partitioner: BasePartitioner,
     global_shapes: Mapping[str, tuple[int, ...]],
-    *,
-    prefetch: int = 2,
   ):
     """Wraps a source of host batches.
 
@@ -51,19 +54,18 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       iterator: yields dictionaries of numpy arrays, this process's part of each batch.
       partitioner: its mesh and `data_partition_spec` determine the sharding of the batch.
       global_shapes: the shape of each feature in the global batch; other features are dropped.
-      prefetch: the number of batches to read ahead; 0 reads each batch when it is requested.
     """
-    self._source = iterator
+    self.iterator = iterator
+    self.is_shard_independent = isinstance(iterator, StepIndexedIterator)
     self._global_shapes = dict(global_shapes)
     self._sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
-    self._prefetch = prefetch
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
     self._pending: collections.deque[Future[tuple[HostBatch, GlobalBatch]]] = collections.deque()
     self.batches_handed_out = 0
 
   def __next__(self) -> GlobalBatch:
     """Returns the next batch. An error from reading it is raised here."""
-    self._submit_reads(self._prefetch + 1)
+    self._submit_reads(_PREFETCHED_BATCHES + 1)
     try:
       _, batch = self._pending.popleft().result()
     except StopIteration:
@@ -80,7 +82,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
   def start_prefetching(self) -> None:
     """Reads ahead in the background, so that the first batch is ready when the step is."""
-    self._submit_reads(self._prefetch)
+    self._submit_reads(_PREFETCHED_BATCHES)
 
   def _submit_reads(self, count: int) -> None:
     while len(self._pending) < count:
@@ -88,7 +90,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
   def _read(self) -> tuple[HostBatch, GlobalBatch]:
     with unwrap_reader_errors():
-      batch = next(self._source)
+      batch = next(self.iterator)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
     return host_batch, self._to_devices(host_batch)
 
@@ -105,21 +107,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each feature of the global batch."""
-    local = self._source.element_spec
+    local = self.iterator.element_spec
     return {
       name: jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(local[name].dtype))
       for name, shape in self._global_shapes.items()
     }
-
-  @property
-  def iterator(self) -> dataset_iterator.DatasetIterator:
-    """The source of host batches."""
-    return self._source
-
-  @property
-  def is_shard_independent(self) -> bool:
-    """Whether any number of hosts can restore the position, which is then a step number."""
-    return isinstance(self._source, StepIndexedIterator)
 
   def measures(self) -> dict[str, float]:
     """Returns metrics of the data, up to the last batch yielded.
@@ -127,10 +119,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     Prepared data reports "data/epochs/NAME" for each dataset and "data/unreadable". Any data reports
     "data/bad_examples" if this process has skipped some.
     """
-    source = self._source
     measures: dict[str, float] = {}
-    if isinstance(source, StepIndexedIterator):
-      measures.update(source.measures(self.batches_handed_out))
+    if isinstance(self.iterator, StepIndexedIterator):
+      measures |= self.iterator.measures(self.batches_handed_out)
     if bad := BadExamples.total_in_process:
       measures["data/bad_examples"] = float(bad)
     return measures
@@ -139,7 +130,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """Returns to the first batch."""
     self._wait_for_reads()
     self._pending.clear()
-    self._source.reset()
+    self.iterator.reset()
     self.batches_handed_out = 0
 
   def save(self, filename: str | epath.Path) -> None:
@@ -150,16 +141,16 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """
     prefetched = self._wait_for_reads()
     try:
-      if isinstance(self._source, StepIndexedIterator):
-        self._source.save(filename, steps_back=len(prefetched))
+      if isinstance(self.iterator, StepIndexedIterator):
+        self.iterator.save(filename, steps_back=len(prefetched))
         prefetched = []
       else:
-        self._source.save(filename)
+        self.iterator.save(filename)
     except Exception as error:
       raise ValueError(
         f"This input pipeline cannot save its position ({_first_line(error)}). Set "
-        "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task whatever keeps a "
-        "state outside of tf.data (tf.py_function, from_generator)."
+        "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
+        "outside of tf.data (tf.py_function, from_generator)."
       ) from error
     state = {
       "batches_handed_out": self.batches_handed_out,
@@ -177,7 +168,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """
     self._wait_for_reads()
     try:
-      self._source.restore(filename)
+      self.iterator.restore(filename)
     except Exception as error:
       raise ValueError(
         f"The input pipeline's position cannot be restored from {filename} ({_first_line(error)}). "
@@ -211,14 +202,14 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 def prepare_train_iter(
   train_iter: Any, *, partitioner: BasePartitioner, checkpoint_cfg: Any, data_layout: DataLayout
 ) -> ShardedDatasetIterator:
-  """Returns the feed of a training run, which already reads its first batches.
+  """Returns the feed of a training run, which reads its first batches in the background.
 
   Args:
     train_iter: a tf.data.Dataset, a clu DatasetIterator, or any iterable of dictionaries of numpy
       arrays; each element is this process's part of a batch. Text features are dropped.
     partitioner: determines the sharding of the batch.
     checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
-    data_layout: the global batch size and the number of shards.
+    data_layout: the size of the global batch and the number of shards.
 
   Raises:
     ValueError: the batches do not have the run's batch size, or their shapes are not fixed.
@@ -260,7 +251,7 @@ def get_zeros_batch_like_spec(
 def get_zeros_batch_like_dataset(
   dataset: tf.data.Dataset, batch_size: int | None = None
 ) -> dict[str, jax.Array]:
-  """Returns a batch of zeros with the dataset's shapes, of `batch_size` examples if that is given."""
+  """Returns a batch of zeros with a dataset's shapes, or with `batch_size` examples if it is given."""
   return {
     name: jnp.zeros((batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype)
     for name, spec in dataset.element_spec.items()

@@ -1,4 +1,4 @@
-"""Reads a task's examples in chunks, with the task's features and with the model's features."""
+"""Reads examples in chunks for inference, each with the task's features and with the model's."""
 
 from __future__ import annotations
 
@@ -60,17 +60,23 @@ class InferenceData:
   def chunks(
     self, task: Any, size: int, first: int = 0
   ) -> Iterator[tuple[int, tf.data.Dataset, tf.data.Dataset]]:
-    """Yields (number, task's examples, model's examples) of each chunk, starting with `first`."""
+    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`)."""
     return iterate_chunks(*self._datasets(task), size, first)
 
 
 def iterate_chunks(
   task_ds: tf.data.Dataset, model_ds: tf.data.Dataset, size: int, first: int = 0
 ) -> Iterator[tuple[int, tf.data.Dataset, tf.data.Dataset]]:
-  """Yields (number, task's examples, model's examples) of each chunk of `size` examples.
+  """Yields (number, examples with the task's features, the same with the model's) of each chunk.
 
-  Earlier examples are read and skipped. A restart therefore sees the same chunks even with an input
-  pipeline that cannot save its position.
+  Chunks before the first are read and skipped. A restart therefore sees the same chunks even if the
+  input pipeline cannot save its position.
+
+  Args:
+    task_ds: the examples with the task's features.
+    model_ds: the same examples with the model's features.
+    size: examples per chunk.
+    first: the number of the first chunk to yield.
   """
   tf = import_tensorflow()
   both = tf.data.Dataset.zip((task_ds, model_ds)).skip(first * size)

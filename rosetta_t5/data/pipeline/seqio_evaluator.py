@@ -41,8 +41,8 @@ def make_evaluator(
   seqio = import_seqio()
   if cfg.pack:
     raise ValueError(
-      "infer_eval/utils.DatasetConfig.pack must be False, because predictions are made for one "
-      f"example at a time; got True for the task '{cfg.name}'"
+      "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
+      f"example; got True for the task '{cfg.name}'"
     )
   provider = find_task_or_mixture(cfg)
   check_cached(cfg, provider)

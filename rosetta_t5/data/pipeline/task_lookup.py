@@ -63,7 +63,7 @@ def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
   if near:
     text += f". Similar names: {', '.join(map(repr, near))}"
   else:
-    text += f" among the {len(known)} that are registered"
+    text += f" among the {len(known)} that exist"
   if cfg.module:
     return f"{text}. The module {cfg.module!r} was imported, but registers no such name."
   return (
@@ -73,7 +73,7 @@ def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
 
 
 def check_split(cfg: DatasetConfig, provider: Any) -> None:
-  """Checks that the split exists, unless the data comes from an offline cache with its own splits.
+  """Checks that the split exists. Offline caches are not checked, because they have their own splits.
 
   Raises:
     ValueError: the split does not exist. The message lists those that do.
@@ -109,16 +109,16 @@ def has_split(provider: Any, split: str) -> bool:
 
 
 def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
-  """Returns the task, or a mixture's tasks that have the split. Cached tasks are not checked."""
+  """Returns the task, or the mixture's tasks that have the split. Offline caches are not checked."""
   tasks = import_seqio().get_subtasks(provider)
   return [task for task in tasks if cfg.use_cached or has_split(task, cfg.split)]
 
 
 def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:
-  """Returns the examples of a task or mixture as `cfg` describes them, by default one unshuffled pass.
+  """Returns the examples of a task or mixture: by default one unshuffled pass.
 
   Args:
-    cfg: the dataset.
+    cfg: the feature lengths, the split, and whether to read the offline cache.
     provider: the task or mixture.
     **options: further arguments of SeqIO's `get_dataset`, such as shard_info and seed.
   """
@@ -153,9 +153,9 @@ def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter)
 def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardInfo) -> None:
   """Checks that this shard of every task has an example.
 
-  Training repeats its data forever, so a task whose examples are all filtered out would search for one
-  forever. One unshuffled pass is therefore read up to its first example. Providers other than SeqIO's
-  tasks and mixtures are not checked.
+  Training repeats its data forever, so a task that filters out all its examples would never end. One
+  unshuffled pass is therefore read up to its first example. Providers other than SeqIO's tasks and
+  mixtures are not checked.
 
   Raises:
     ValueError: this shard of a task has no example.

@@ -1,4 +1,4 @@
-"""Datasets of examples that a user types, and batches of text taken from tasks."""
+"""Converts texts in memory to a task's examples, and a task's examples to texts (T5X's functions)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_dataset_from_natural_text_examples(
   Args:
     examples: texts, or {"input": text, "target": text}.
     preprocessors: functions of a dataset, and of `sequence_length` and `output_features` if they have
-      such arguments. They receive "inputs", "targets" and "answers", a list with the target.
+      these arguments. The dataset has "inputs", "targets", and "answers", a list with the target.
     task_feature_lengths: the lengths to which features are truncated.
     features: the `seqio.Feature` of each resulting feature.
 
@@ -61,10 +61,8 @@ def _input_and_target(example: Example) -> tuple[str, str]:
   if isinstance(example, str | bytes):
     return example, ""
   if not isinstance(example, Mapping) or not {"input", "target"} <= set(example):
-    shown = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-    raise ValueError(
-      f"an example must be a text or {{'input': text, 'target': text}}, got one with {shown}"
-    )
+    shown = f"the keys {sorted(example)}" if isinstance(example, Mapping) else repr(example)[:80]
+    raise ValueError(f"an example must be a text or {{'input': text, 'target': text}}, got {shown}")
   return example["input"], example["target"]
 
 
@@ -73,7 +71,9 @@ def _check_features(dataset: tf.data.Dataset, features: Mapping[str, Any]) -> No
     spec = dataset.element_spec.get(name)
     if spec is None:
       if feature.required:
-        raise ValueError(f"the preprocessors must return a feature {name!r}, but there is none")
+        raise ValueError(
+          f"the preprocessors must return the feature {name!r}, got {sorted(dataset.element_spec)}"
+        )
       continue
     got, wanted = (spec.dtype, spec.shape.rank), (feature.dtype, feature.rank)
     if got != wanted:
@@ -122,6 +122,7 @@ def get_batches_from_seqio(
 
 
 def _to_python(value: Any) -> Any:
+  """Returns a text as bytes, and tokens as a list."""
   return value if isinstance(value, bytes) else value.tolist()
 
 

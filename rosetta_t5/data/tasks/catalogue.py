@@ -1,14 +1,14 @@
-"""The tasks that are known by name, each of which is registered with SeqIO when it is first used.
+"""The known tasks, which are registered with SeqIO when their names are first used.
 
 SeqIO refuses to register a name twice, and the package t5 registers many of the same names. A known task
-is therefore registered only under a free name, and it is removed if t5 registers that name later.
+is therefore registered only if its name is free, and it is removed if t5 registers that name later.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.local_files.dataset_folders import (
@@ -25,15 +25,13 @@ from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
 from rosetta_t5.data.tasks.task_spec import TaskSpec
 from rosetta_t5.data.tensorflow_setup.seqio_internals import tfds_data_dir_override
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio
   import tensorflow as tf
 
 TASKS: Mapping[str, TaskSpec] = {**pretraining.TASKS, **glue.TASKS, **supervised.TASKS}
-# The tasks that NVIDIA's module seqio_tasks registers.
-PILE_AND_GLUE = tuple(n for n in TASKS if n.startswith("the_pile") or n.endswith("_v2"))
 
 _registered_here: dict[str, seqio.Task] = {}
 
@@ -97,25 +95,19 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.
   return seqio.Task(
     new_name,
     source=make_source(name, spec),
-    preprocessors=[map_examples(spec.text_format), *objective_preprocessors(spec.objective)],
+    preprocessors=[
+      seqio.map_over_dataset(spec.text_format),
+      *objective_preprocessors(spec.objective),
+    ],
     output_features=features,
     postprocess_fn=spec.postprocess,
     metric_fns=list(spec.metrics),
   )
 
 
-def map_examples(convert: Callable[..., Any]) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-  """Returns a preprocessor that applies `convert` to each example."""
-
-  def preprocess(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    return dataset.map(convert, num_parallel_calls=import_tensorflow().data.AUTOTUNE)
-
-  return preprocess
-
-
 @functools.cache
 def _replace_on_later_registration() -> None:
-  """Wraps the registry's `add_provider`, so that a later task of the same name replaces a known one."""
+  """Wraps the registry's `add_provider`, so that a later task replaces a known task of its name."""
   registry = import_seqio().TaskRegistry
   add = registry.add_provider
 
@@ -129,11 +121,11 @@ def _replace_on_later_registration() -> None:
 
 
 def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
-  """Returns a data source that searches this machine for its data when it is first used."""
+  """Returns a known task's source, which searches this machine for the data when it is first used."""
   seqio: Any = import_seqio()
 
   class KnownSource(seqio.DataSource):
-    """A dataset that TensorFlow Datasets wrote, or its files as distributed, whichever exists."""
+    """Delegates to the source that is found: TensorFlow Datasets' files, or the distributed files."""
 
     def __init__(self) -> None:
       super().__init__(splits=spec.splits or ())
@@ -175,7 +167,7 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
   for folder in folders:
     if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
       source = seqio.TfdsDataSource(read_only=True)
-      # This method takes precedence over --tfds_data_dir, which names the parent folder.
+      # SeqIO would use --tfds_data_dir, the parent folder, if it were not overridden here.
       source.tfds_dataset.override_data_dir(str(tfds_folder))
       return source
     files = spec.files

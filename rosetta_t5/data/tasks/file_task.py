@@ -13,6 +13,7 @@ from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import (
   OBJECTIVES,
   UL2_DENOISERS,
+  Denoiser,
   objective_preprocessors,
 )
 from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout, find_files
@@ -24,7 +25,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 if TYPE_CHECKING:
   import seqio
 
-_digests: dict[str, str] = {}  # of the arguments of each task made here, by name
+_digests: dict[str, str] = {}  # a digest of the arguments of each task registered here, by name
 
 
 def file_task(
@@ -69,7 +70,7 @@ def file_task(
     name: the task's name; None derives one from the arguments.
 
   Raises:
-    ValueError: files, columns or names do not exist, or `name` belongs to another task.
+    ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
   """
   digest = _digest(dict(sorted(locals().items())))
   templates = _templates(objective, text, inputs, targets)
@@ -77,7 +78,7 @@ def file_task(
   if name in registered_names():
     if _digests.get(name) != digest:
       raise ValueError(
-        f"A task '{name}' already exists with other arguments: choose another file_task.name"
+        f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
       )
     return name
   train = find_files(files)
@@ -107,12 +108,13 @@ def _register(
   vocabulary: seqio.Vocabulary,
   metric_fns: Sequence[Any],
 ) -> None:
-  """Registers the task. UL2 has one task for each denoiser, and a mixture of them called `name`."""
+  """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
   seqio = import_seqio()
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
-  is_ul2 = objective == "ul2"
-  tasks = {f"{name}_{key}": d for key, d in UL2_DENOISERS.items()} if is_ul2 else {name: None}
+  tasks: dict[str, Denoiser | None] = {name: None}
+  if objective == "ul2":
+    tasks = {f"{name}_{key}": denoiser for key, denoiser in UL2_DENOISERS.items()}
   for task, denoiser in tasks.items():
     seqio.TaskRegistry.add(
       task,
@@ -121,7 +123,7 @@ def _register(
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
     )
-  if is_ul2:
+  if objective == "ul2":
     seqio.MixtureRegistry.add(name, list(tasks), default_rate=1)
 
 

@@ -31,7 +31,7 @@ _prepare_once = functools.cache(prepare)
 
 
 class StdlibDocsVocabulary(seqio.SentencePieceVocabulary):
-  """A SentencePiece vocabulary that is trained when it is first used."""
+  """The SentencePiece vocabulary, which is trained on the text when it is first used."""
 
   @property
   def tokenizer(self) -> Any:
@@ -47,7 +47,7 @@ class StdlibDocsVocabulary(seqio.SentencePieceVocabulary):
 
 
 class StdlibDocsSource(seqio.TextLineDataSource):
-  """The text files, which are written when they are first listed."""
+  """The text files, one paragraph per line, which are written when they are first listed."""
 
   def __init__(self, folder: pathlib.Path):
     super().__init__({split: str(folder / f"{split}-*.txt") for split in ("train", "validation")})

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rosetta_t5.data.reading import Layout
+from rosetta_t5.data.reading.blocks import Convert
 from rosetta_t5.data.reading.records import read_records
-
-# Converts a record of the distributed files to an example's texts, or returns why it is unusable.
-SelectTexts = Callable[[Mapping[str, Any]], "dict[str, str] | str"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +16,19 @@ class LocalFiles:
   """A dataset's files as they were distributed.
 
   Attributes:
-    folder: the name of its folder in the data folder.
+    folder: the dataset's folder in a data folder.
     splits: file patterns for each split. A split without matching files does not exist.
     names: the names of an example's texts.
-    select_texts: converts a record to {name: text}; None selects the columns called `names`.
-    to_example: converts these texts (tensors) to the example that TFDS would give.
+    select_texts: converts a record to {name: text}, or returns why it cannot be used; None selects the
+      columns called `names`.
+    to_example: converts these texts (tensors) to the example that TFDS has.
     read: reads a file's records.
   """
 
   folder: str
   splits: Mapping[str, tuple[str, ...]]
   names: tuple[str, ...]
-  select_texts: SelectTexts | None = None
+  select_texts: Convert | None = None
   to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
   read: Callable[[str, Layout], Any] = read_records
 
@@ -40,13 +39,13 @@ class TaskSpec:
 
   Attributes:
     tfds: "dataset/configuration:version" in TensorFlow Datasets, or "" if TFDS does not have it.
-    text_format: converts a TFDS example (tensors) to texts (see `text_formats`).
-    files: the same dataset as distributed files.
+    text_format: converts an example (tensors) as TFDS has it to texts (see `text_formats`).
+    files: the same dataset as it was distributed.
     objective: how the texts become training examples (see `text_objectives`).
     splits: the task's splits; None means all splits of the dataset.
     postprocess: converts the model's text to what the metrics compare.
     metrics: functions of targets and predictions.
-    source_hint: where to get the data, for the error message when it is missing.
+    source_hint: where to get the data, for the error message if it is missing.
     add_eos: whether inputs and targets end with an end token.
   """
 

@@ -1,7 +1,8 @@
-"""T5's text formats: how a benchmark's example becomes inputs and targets (Raffel et al. 2020, app. D).
+"""T5's text formats: a benchmark's example as inputs and targets (Raffel et al. 2020, app. D), and back.
 
-Each function converts one example of tensors. Every space matters, because the public checkpoints were
-trained on exactly these texts.
+The functions of an example receive and return tensors. Every space matters, because the public checkpoints
+were trained on exactly these texts. The postprocessors at the end convert a model's text to what the metrics
+compare: SeqIO calls each with the decoded text, and passes the example and `is_target` by name.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ UNLABELLED = "<unk>"  # the target of test examples, which have no label
 
 
 def text_as_targets(example: Example) -> Example:
-  """Keeps the text alone, for objectives that make the inputs from it."""
+  """Returns the text as targets, for objectives that make the inputs from them."""
   return {"targets": example["text"]}
 
 
 def glue(example: Example, benchmark: str, labels: Sequence[str]) -> Example:
-  """Returns "mnli hypothesis: … premise: …" → "entailment", with the columns in alphabetical order."""
+  """Converts a classified text to "mnli hypothesis: … premise: …" and "entailment".
+
+  The columns are in alphabetical order.
+  """
   tf = import_tensorflow()
   columns = sorted(set(example) - {"label", "idx"})
   parts = [part for name in columns for part in (f"{name}:", example[name])]
@@ -36,7 +40,10 @@ def glue(example: Example, benchmark: str, labels: Sequence[str]) -> Example:
 
 
 def stsb(example: Example) -> Example:
-  """Returns two sentences → their similarity, 0.0 to 5.0 in steps of 0.2."""
+  """Converts two sentences to "stsb sentence1: … sentence2: …" and their similarity, such as "3.8".
+
+  The similarity is between 0.0 and 5.0, in steps of 0.2.
+  """
   tf = import_tensorflow()
   parts = ["stsb sentence1:", example["sentence1"], "sentence2:", example["sentence2"]]
   return {
@@ -47,7 +54,10 @@ def stsb(example: Example) -> Example:
 
 
 def squad(example: Example, include_context: bool = True) -> Example:
-  """Returns "question: … context: …" → the first answer, with spaces around punctuation."""
+  """Converts a question to "question: … context: …" and the first answer.
+
+  Punctuation is surrounded by spaces.
+  """
   answers = _space_punctuation(example["answers"]["text"])
   question = _space_punctuation(example["question"])
   context = _space_punctuation(example["context"])
@@ -63,20 +73,26 @@ def squad(example: Example, include_context: bool = True) -> Example:
 
 
 def translate(example: Example, source: str, target: str) -> Example:
-  """Returns "translate English to German: …" → the translation."""
+  """Converts a pair of sentences to "translate English to German: …" and the translation."""
   prefix = f"translate {LANGUAGES[source]} to {LANGUAGES[target]}: "
   inputs = import_tensorflow().strings.join([prefix, example[source]])
   return {"inputs": inputs, "targets": example[target]}
 
 
 def summarize(example: Example, article: str, summary: str) -> Example:
-  """Returns "summarize: …" → the summary."""
+  """Converts an article to "summarize: …" and its summary."""
   inputs = import_tensorflow().strings.join(["summarize:", example[article]], separator=" ")
   return {"inputs": inputs, "targets": example[summary]}
 
 
 def last_word(example: Example, sentinel: str = " <extra_id_0>", before_word: str = "") -> Example:
-  """Returns LAMBADA's passage with `sentinel` as its last word → `before_word` and that word."""
+  """Splits a passage of LAMBADA into the text before its last word and the word.
+
+  Args:
+    example: the passage as "text".
+    sentinel: appended to the text before the word.
+    before_word: put before the word.
+  """
   tf = import_tensorflow()
   text = tf.strings.strip(example["text"])
   word = tf.strings.regex_replace(text, r"(?s)^.*\s", "")
@@ -87,12 +103,35 @@ def last_word(example: Example, sentinel: str = " <extra_id_0>", before_word: st
   }
 
 
+def string_to_float(text: str, default: float = -1.0, **_: Any) -> float:
+  """Returns the text as a number, or `default` if it is not one."""
+  try:
+    return float(text)
+  except ValueError:
+    return default
+
+
+def label_to_class(text: str, label_classes: Sequence[str], **_: Any) -> int:
+  """Returns the index of a label, or -1 for any other text."""
+  return label_classes.index(text) if text in label_classes else -1
+
+
+def squad_answers(
+  text: str, example: Mapping[str, Any] | None = None, is_target: bool = False, **_: Any
+) -> str | list[str]:
+  """Returns a prediction unchanged, and all answers of the example for a target."""
+  if not is_target or example is None:
+    return text
+  return [a.decode() if isinstance(a, bytes) else str(a) for a in example["answers"]]
+
+
 def _space_punctuation(text: Any) -> Any:
+  """Puts spaces around punctuation, and replaces runs of white space by one space."""
   regex_replace = import_tensorflow().strings.regex_replace
   return regex_replace(regex_replace(text, r"([[:punct:]])", r" \1 "), r"\s+", " ")
 
 
 def _join(parts: Sequence[Any]) -> Any:
-  """Joins the parts with single spaces."""
+  """Joins the parts with spaces, and replaces runs of white space by one space."""
   strings = import_tensorflow().strings
   return strings.regex_replace(strings.join(parts, separator=" "), r"\s+", " ")

@@ -31,7 +31,7 @@ def create_task_from_tfexample_file(
     inputs_key: the key of the input text.
     targets_key: the key of the target text, for scores; None for empty targets.
     features: {"inputs": Feature, "targets": Feature} with their vocabularies.
-    task_id: the end of the task's name; None for a digest of the file names and keys.
+    task_id: the last part of the task's name; None means a digest of the file names and keys.
 
   Raises:
     ValueError: no such file exists, or this type of file is not supported.
@@ -45,7 +45,7 @@ def create_task_from_tfexample_file(
     )
   if not tf.io.gfile.glob(paths):
     raise ValueError(
-      f"there is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
+      f"There is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
       "(create_task_from_tfexample_file.paths) to a list of file names or patterns"
     )
   if task_id is None:

@@ -1,1 +1,1 @@
-"""Imports TensorFlow and SeqIO on the CPU, quietly and without Keras."""
+"""How TensorFlow and SeqIO are imported, and SeqIO's private names."""

@@ -1,6 +1,7 @@
 """SeqIO's private names that this package uses. All of them are in this file.
 
-Version bounds in setup.cfg keep a new SeqIO out until `tests/data/test_seqio_internals.py` passes on it.
+setup.cfg limits SeqIO's version, because a new one may be used only if `tests/data/test_seqio_internals.py`
+passes with it.
 """
 
 from __future__ import annotations

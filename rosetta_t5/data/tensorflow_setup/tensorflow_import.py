@@ -1,16 +1,24 @@
-"""Imports TensorFlow and SeqIO, which read data on the CPU and never see a GPU."""
+"""Imports TensorFlow and SeqIO for reading data: on the CPU, quietly and without Keras."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from rosetta_t5.data.local_files.local_assets import load_vocabulary_model
 from rosetta_t5.data.tensorflow_setup.lazy_keras import defer_keras_import
-from rosetta_t5.data.tensorflow_setup.quiet_import import quiet_tensorflow_import
 from rosetta_t5.data.tensorflow_setup.seqio_internals import replace_model_loader
+
+# TensorFlow's C++ code prints these lines before it reads any setting such as TF_CPP_MIN_LOG_LEVEL.
+# They report that there is no GPU driver and that log messages go to standard error.
+_START_UP_MESSAGE = re.compile(rb"I0000 |WARNING: All log messages before absl::InitializeLog")
 
 
 @functools.cache
@@ -19,9 +27,12 @@ def import_tensorflow() -> Any:
 
   TensorFlow allocates the whole memory of every GPU that it sees, and JAX needs that memory. GPUs can
   be hidden only before TensorFlow touches a device, so all code imports TensorFlow through this
-  function. Errors still raise exceptions when the log is silenced.
+  function. TensorFlow's log is silenced, unless the user has set TF_CPP_MIN_LOG_LEVEL; its errors still
+  raise exceptions.
   """
-  silence_tensorflow()
+  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets it to 1 if it is unset.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # oneDNN logs two lines when it is enabled.
   with defer_keras_import(), quiet_tensorflow_import():
     import tensorflow as tf
 
@@ -29,11 +40,23 @@ def import_tensorflow() -> Any:
   return tf
 
 
-def silence_tensorflow() -> None:
-  """Silences TensorFlow's log, unless the user has set TF_CPP_MIN_LOG_LEVEL."""
-  if os.environ.get("TF_CPP_MIN_LOG_LEVEL") in (None, "1"):  # JAX sets it to 1 if it is unset.
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # oneDNN logs two lines when it is enabled.
+@contextlib.contextmanager
+def quiet_tensorflow_import() -> Iterator[None]:
+  """Buffers standard error inside the context, then prints it without TensorFlow's start-up messages."""
+  sys.stderr.flush()
+  screen = os.dup(2)
+  with tempfile.TemporaryFile() as buffer:
+    os.dup2(buffer.fileno(), 2)
+    try:
+      yield
+    finally:
+      sys.stderr.flush()
+      os.dup2(screen, 2)
+      os.close(screen)
+      buffer.seek(0)
+      for line in buffer:
+        if not _START_UP_MESSAGE.match(line):
+          os.write(2, line)
 
 
 @functools.cache

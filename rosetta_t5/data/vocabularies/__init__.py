@@ -1,1 +1,1 @@
-"""Vocabularies: loaded, compared and trained."""
+"""Loads, compares and trains vocabularies."""

@@ -96,7 +96,8 @@ def _vocabulary_class() -> Any:
       tf = import_tensorflow()
 
       def encode(text: bytes | np.ndarray) -> np.ndarray:
-        raw = text.item() if isinstance(text, np.ndarray) else text  # an array outside of graphs
+        # TensorFlow passes an array if it runs eagerly, and bytes in a graph.
+        raw = text.item() if isinstance(text, np.ndarray) else text
         return np.array(self._encode(raw.decode(errors="replace")), np.int32)
 
       tokens = tf.numpy_function(encode, [s], tf.int32, stateful=False)

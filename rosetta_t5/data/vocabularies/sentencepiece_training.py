@@ -12,7 +12,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
   The same lines give the same model. Extra ids (sentinels) are added when the model is loaded.
 
   Raises:
-    ValueError: the text is too small for this number of pieces.
+    ValueError: the text does not have enough different pieces.
   """
   import sentencepiece
 
@@ -27,7 +27,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
       eos_id=1,
       unk_id=2,
       bos_id=-1,
-      num_threads=2,  # The number must be fixed, because the sums of each thread decide ties.
+      num_threads=2,  # A fixed number, because each thread's sums of scores decide ties.
       minloglevel=2,
     )
   except RuntimeError as error:

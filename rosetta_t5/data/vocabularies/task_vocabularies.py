@@ -1,4 +1,4 @@
-"""The vocabularies of a task, and whether they match the model's."""
+"""Finds the vocabularies of a task, compares them with the model's, and decodes tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabulary]:
   """Returns the vocabularies of a task's inputs and targets.
 
-  A task without both of these features has one vocabulary, which all of its features share. Features
-  that pass tokens through are ignored if there are others.
+  A task that lacks one of these features must have one vocabulary for all of its features. Pass-through
+  vocabularies, which hold tokens instead of text, are ignored if there are others.
 
   Raises:
     ValueError: the task has no vocabulary, or several but no "inputs" and "targets".
@@ -26,15 +26,21 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
   features = find_task_or_mixture(cfg).output_features
   if "inputs" in features and "targets" in features:
     return features["inputs"].vocabulary, features["targets"].vocabulary
-  every = {name: f.vocabulary for name, f in features.items() if hasattr(f, "vocabulary")}
-  tokenizing = {n: v for n, v in every.items() if not isinstance(v, seqio.PassThroughVocabulary)}
-  found = tokenizing or every
-  if not found:
-    raise ValueError(f"The task '{cfg.name}' has no feature with a vocabulary.")
-  first, *others = found.values()
+  all_features = {name: f.vocabulary for name, f in features.items() if hasattr(f, "vocabulary")}
+  tokenizing = {
+    name: vocabulary
+    for name, vocabulary in all_features.items()
+    if not isinstance(vocabulary, seqio.PassThroughVocabulary)
+  }
+  vocabularies = tokenizing or all_features
+  if not vocabularies:
+    raise ValueError(
+      f"The task '{cfg.name}' must have a feature with a vocabulary, got {sorted(features)}."
+    )
+  first, *others = vocabularies.values()
   if not all(same_vocabulary(first, other) for other in others):
     raise ValueError(
-      f"The features {sorted(found)} of the task '{cfg.name}' must have the same vocabulary, or be "
+      f"The features {sorted(vocabularies)} of the task '{cfg.name}' must have the same vocabulary, or be "
       "named 'inputs' and 'targets', so that the model's vocabulary is unambiguous."
     )
   return first, first
@@ -52,7 +58,7 @@ def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
 
 
 def _pieces(tokenizer: Any) -> list[tuple[str, float]]:
-  """Returns the pieces and scores of a model, with all sentinels alike because no text has them."""
+  """Returns a model's pieces and scores. Sentinels are replaced by one value, since no text has them."""
   numbers = range(tokenizer.get_piece_size())
   pieces = [(tokenizer.id_to_piece(n), tokenizer.get_score(n)) for n in numbers]
   return [
@@ -69,12 +75,8 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
       vocabulary has tokens.
   """
   vocabularies = get_vocabulary(cfg)
-  for side, of_task, of_model in zip(
-    ("input", "output"),
-    vocabularies,
-    (model.input_vocabulary, model.output_vocabulary),
-    strict=True,
-  ):
+  sides = ("input", model.input_vocabulary), ("output", model.output_vocabulary)
+  for of_task, (side, of_model) in zip(vocabularies, sides, strict=True):
     if not same_vocabulary(of_task, of_model):
       raise ValueError(
         f"The task '{cfg.name}' and the model have different {side} vocabularies. "
@@ -105,7 +107,7 @@ def _describe(vocabulary: seqio.Vocabulary) -> str:
 
 
 def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 128) -> int:
-  """Returns the vocabulary's size rounded up to a multiple of `divisor`, for an embedding table."""
+  """Returns a vocabulary's size rounded up to a multiple of `divisor`, for an embedding table."""
   size = vocabulary.vocab_size
   return size + -size % divisor
 
@@ -113,8 +115,8 @@ def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 12
 def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:
   """Decodes tokens up to the first end token. Returns bytes, or an array of them for several rows.
 
-  TensorFlow decodes, as it did for T5X's prediction files: a vocabulary's own `decode` may write
-  invalid characters in another way.
+  TensorFlow decodes them, as for T5X's prediction files, because a vocabulary's own `decode` may
+  represent invalid characters in another way.
 
   Args:
     vocabulary: a SeqIO vocabulary.

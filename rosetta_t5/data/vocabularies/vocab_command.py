@@ -1,4 +1,4 @@
-"""`rosetta-t5 vocab`: trains a SentencePiece vocabulary on files, or shows what one does to a text."""
+"""`rosetta-t5 vocab`: trains a SentencePiece vocabulary on files, or shows how one encodes a text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import pathlib
 import random
+import sys
 from collections.abc import Iterator, Sequence
 
 from rosetta_t5.data.local_files.local_assets import local_path
@@ -17,7 +18,7 @@ _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 41
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command."""
+  """Runs the command. Returns 2 for a user error."""
   parser = argparse.ArgumentParser("rosetta-t5 vocab", description=__doc__)
   verbs = parser.add_subparsers(dest="verb", required=True)
   train = verbs.add_parser("train", help="train a vocabulary with T5's special ids")
@@ -26,14 +27,21 @@ def main(argv: Sequence[str]) -> int:
   train.add_argument("--out", required=True, help="the file to write, such as vocabulary.model")
   train.add_argument("--text", "--text-key", default="text", help="column or template")
   train.add_argument("--max-characters", type=int, default=200_000_000, help="size of the sample")
+  train.set_defaults(run=_train)
   show = verbs.add_parser("show", help="show the pieces and ids of a text")
   show.add_argument("model")
   show.add_argument("text", nargs="?", default="The quick brown fox, déjà vu: 3.14 ≈ π.")
+  show.set_defaults(run=_show)
   arguments = parser.parse_args(argv)
-  return _train(arguments) if arguments.verb == "train" else _show(arguments)
+  try:
+    arguments.run(arguments)
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> None:
   bad_examples = BadExamples()
   files = find_files(arguments.input)
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
@@ -46,14 +54,16 @@ def _train(arguments: argparse.Namespace) -> int:
   print(f"sha256 {hashlib.sha256(model).hexdigest()}")
   print(f"In a gin file: seqio.SentencePieceVocabulary.sentencepiece_model_file = '{out}'")
   print(f"               seqio.SentencePieceVocabulary.extra_ids = 100   # {size + 100} ids")
-  return 0
 
 
-def _show(arguments: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> None:
   import sentencepiece
 
   path = local_path(arguments.model)
-  tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
+  try:
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
+  except RuntimeError:
+    raise ValueError(f"{path} must be a SentencePiece model, but it cannot be parsed") from None
   ids = tokenizer.encode(arguments.text)
   digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
   print(f"{path}: {tokenizer.get_piece_size()} pieces, sha256 {digest}")
@@ -61,15 +71,18 @@ def _show(arguments: argparse.Namespace) -> int:
   print(" ".join(tokenizer.encode(arguments.text, out_type=str)))
   print(" ".join(map(str, ids)))
   print(tokenizer.decode(ids))
-  return 0
 
 
 def sample_lines(
-  files: Sequence[str], text: str, max_characters: int, bad_examples: BadExamples | None = None
+  files: Sequence[str], text: str, max_characters: int, bad_examples: BadExamples
 ) -> Iterator[str]:
-  """Yields lines of the files' texts, about `max_characters` in total and an equal share of each file.
+  """Yields lines of the files' texts; the same files give the same lines.
 
-  The same files give the same lines.
+  Args:
+    files: the files to read.
+    text: the column with the text, or a template.
+    max_characters: about the number of characters to yield; each file has an equal share.
+    bad_examples: receives the records that cannot be used.
   """
   reader = BlockReader(make_converter({"text": text}), bad_examples=bad_examples)
   for path in random.Random(0).sample(list(files), len(files)):

@@ -1,14 +1,13 @@
-"""GLUE (Wang et al. 2019) in T5's text formats: glue_NAME_v2 (TFDS 2.0.0) and _v002 (1.0.0)."""
+"""GLUE (Wang et al. 2019) in T5's text formats: glue_NAME_v2 (TFDS 2.0.0) and _v002 (TFDS 1.0.0)."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.data import metrics
-from rosetta_t5.data.tasks import postprocessing, text_formats
+from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 
@@ -47,7 +46,7 @@ NO_LABEL = -1
 def _select_texts(
   record: Mapping[str, Any], columns: tuple[str, ...], labels: tuple[str, ...]
 ) -> dict[str, str] | str:
-  """Returns the columns under any of their names, and the label's number as text."""
+  """Returns the columns' texts and the label's number as text, or why the record cannot be used."""
   texts = {}
   for column in columns:
     name = column if column in record else _OTHER_NAMES.get(column, column)
@@ -58,7 +57,7 @@ def _select_texts(
       return f"{column} is empty"
   found = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
   label = found[0] if found else NO_LABEL
-  if label == "-":  # MultiNLI's annotators did not agree.
+  if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
     return "no gold label"
   texts["label"] = str(labels.index(label) if label in labels else label)
   if not _is_label(texts["label"], labels):
@@ -68,7 +67,7 @@ def _select_texts(
 
 
 def _is_label(text: str, labels: tuple[str, ...]) -> bool:
-  """Returns whether a text is a score, or the number of one of the labels if there are labels."""
+  """Returns whether a text is the number of a label (or of no label), or a score without labels."""
   try:
     number = float(text)
   except ValueError:
@@ -107,21 +106,18 @@ def _files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> Loca
 
 def _task(name: str, version: str) -> TaskSpec:
   benchmark, labels, columns, metric_fns = BENCHMARKS[name]
-  task = TaskSpec(
+  text_format, postprocess = text_formats.stsb, text_formats.string_to_float
+  if labels:
+    text_format = functools.partial(text_formats.glue, benchmark=benchmark, labels=labels)
+    postprocess = functools.partial(text_formats.label_to_class, label_classes=labels)
+  return TaskSpec(
     f"glue/{name}:{version}",
-    text_formats.stsb,
+    text_format,
     _files(name, columns, labels),
     splits=("test",) if name == "ax" else None,
-    postprocess=postprocessing.string_to_float,
+    postprocess=postprocess,
     metrics=metric_fns,
     source_hint=f"GLUE: tfds build glue/{name}, on a machine that reaches dl.fbaipublicfiles.com",
-  )
-  if not labels:
-    return task
-  return dataclasses.replace(
-    task,
-    text_format=functools.partial(text_formats.glue, benchmark=benchmark, labels=labels),
-    postprocess=functools.partial(postprocessing.label_to_class, label_classes=labels),
   )
 
 

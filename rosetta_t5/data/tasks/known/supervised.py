@@ -10,7 +10,7 @@ from typing import Any
 
 from rosetta_t5.data import metrics
 from rosetta_t5.data.reading import BadExample, Layout
-from rosetta_t5.data.tasks import postprocessing, text_formats
+from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 
@@ -18,12 +18,12 @@ _SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
 
 
 def read_squad(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
-  """Yields (number, question) of SQuAD's JSON; the answers of a question are joined to one text."""
+  """Yields (number, question) of SQuAD's JSON, with the answers of a question joined to one text."""
   try:
     with open(path, encoding="utf-8") as file:
       articles = json.load(file)["data"]
   except (ValueError, KeyError, TypeError) as error:
-    yield 1, BadExample(path, 1, f"not a SQuAD file, which is JSON with 'data': {error!r}"[:200])
+    yield 1, BadExample(path, 1, f"not SQuAD's JSON with the key 'data': {error!r}"[:200])
     return
   paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
   questions = [(question, text["context"]) for text in paragraphs for question in text["qas"]]
@@ -48,19 +48,22 @@ _SQUAD = TaskSpec(
     to_example=_squad_example,
     read=read_squad,
   ),
-  postprocess=postprocessing.answers,
+  postprocess=text_formats.squad_answers,
   metrics=(metrics.squad,),
   source_hint="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
 )
 
 
 def _paired_files(folder: str, first: str, second: str) -> LocalFiles:
-  endings = ("*.jsonl*", "*.tsv", "*.parquet")
-  splits = {s: tuple(s + e for e in endings) for s in ("train", "validation", "test")}
+  splits = {
+    split: (f"{split}*.jsonl*", f"{split}*.tsv", f"{split}*.parquet")
+    for split in ("train", "validation", "test")
+  }
   return LocalFiles(folder, splits, names=(first, second))
 
 
 def _translation(dataset: str, pair: str) -> TaskSpec:
+  """Returns a task that translates from English; `pair` is TFDS's name, such as "de-en"."""
   target = pair.removesuffix("-en")
   return TaskSpec(
     f"{dataset}/{pair}:1.0.0",
@@ -83,7 +86,7 @@ TASKS = {
     metrics=(metrics.rouge,),
     source_hint="CNN/Daily Mail: tfds build cnn_dailymail",
   ),
-  # T5's paper translates from English. Its task names give the source first, TFDS gives it last.
+  # T5 translates from English. Its task names have the source language first, TFDS has it last.
   "wmt14_ende_v003": _translation("wmt14_translate", "de-en"),
   "wmt14_enfr_v003": _translation("wmt14_translate", "fr-en"),
   "wmt15_enfr_v003": _translation("wmt15_translate", "fr-en"),
