@@ -158,7 +158,9 @@ def test_too_few_examples_and_a_missing_checkpoint_are_refused(model, tmp_path):
 
 def test_examples_of_another_kind_are_refused(model):
   tokenize = default_preprocessors()[:1]
-  with pytest.raises(ValueError, match=r"an example must be a text or .* one with \['inputs'\]"):
+  with pytest.raises(
+    ValueError, match=r"an example must be a text or .* got the keys \['inputs'\]"
+  ):
     model.score([{"inputs": "x"}])
   with pytest.raises(ValueError, match="'inputs' as int32 of rank 1, got string of rank 0"):
     get_dataset_from_natural_text_examples(EXAMPLES, [], LENGTHS, model.features)

@@ -18,7 +18,10 @@ _numbers = itertools.count()
 
 
 def _adding_tasks() -> Iterator[AddTask]:
-  """Registers a task of bytes whose targets are the lines in upper case; returns its name."""
+  """Yields a function that registers a task of lines as bytes and returns the task's name.
+
+  The inputs are the lines, the targets are the lines in upper case.
+  """
   tf, seqio = import_tensorflow(), import_seqio()
   added = []
 

@@ -224,15 +224,12 @@ def test_a_later_registration_under_a_known_name_replaces_the_known_task() -> No
     raise AssertionError("not read here")
 
   options = {"source": seqio.FunctionDataSource(read, ["train"]), "preprocessors": []}
-  other = seqio.TaskRegistry.add(
-    "squad_v010_allanswers", **options, output_features={"targets": feature}
-  )
+  seqio.TaskRegistry.add("squad_v010_allanswers", **options, output_features={"targets": feature})
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
   with pytest.raises(ValueError, match="duplicate"):  # the other task is not replaced
     seqio.TaskRegistry.add("squad_v010_allanswers", **options, output_features={"targets": feature})
   catalogue.register("squad_v010_allanswers")  # not even by the known task
   assert seqio.TaskRegistry.get("squad_v010_allanswers") is not ours
-  del other
 
 
 def test_the_package_t5_can_be_imported_after_a_known_task_is_registered(theirs: Any) -> None:

@@ -18,7 +18,7 @@ from rosetta_t5.data.local_files.dataset_folders import VARIABLE
 from rosetta_t5.data.tasks import catalogue
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
-SOME = 2000
+MAX_EXAMPLES = 2000
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,22 @@ def ours(name: str, split: str) -> list[dict[str, Any]]:
   """Returns the texts that the known task makes from the files."""
   spec = catalogue.TASKS[name]
   dataset = catalogue.make_source(name, spec).get_dataset(split, shuffle=False)
-  return list(dataset.map(spec.text_format).take(SOME).as_numpy_iterator())
+  return list(dataset.map(spec.text_format).take(MAX_EXAMPLES).as_numpy_iterator())
 
 
 def expected(function: Any, examples: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
   """Returns the texts that T5's preprocessor makes from TFDS's examples."""
   tf = import_tensorflow()
-  rows = list(itertools.islice(examples, SOME))
+  rows = list(itertools.islice(examples, MAX_EXAMPLES))
   signature = tf.nest.map_structure(
-    lambda value: tf.TensorSpec([None] if isinstance(value, np.ndarray) else [], _kind(value)),
+    lambda value: tf.TensorSpec([None] if isinstance(value, np.ndarray) else [], _dtype(value)),
     rows[0],
   )
   dataset = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
   return list(function(dataset).as_numpy_iterator())
 
 
-def _kind(value: Any) -> Any:
+def _dtype(value: Any) -> Any:
   tf = import_tensorflow()
   return tf.int64 if isinstance(value, int) else tf.string
 
@@ -124,7 +124,7 @@ def test_translation_texts_are_t5s(
   spec = catalogue.TASKS[name]
   target = spec.files.names[1]  # type: ignore[union-attr]
   text = (shared / "data/books/Leo_Tolstoy__War_and_Peace.md").read_text()
-  sentences = [s for s in re.split(r"(?<=[.!?”])\s+", text) if s.strip()][: 2 * SOME]
+  sentences = [s for s in re.split(r"(?<=[.!?”])\s+", text) if s.strip()][: 2 * MAX_EXAMPLES]
   pairs = [{"en": a, target: b} for a, b in zip(sentences[::2], sentences[1::2], strict=True)]
   path = folder / spec.files.folder / "train.jsonl"  # type: ignore[union-attr]
   path.parent.mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_tokens_of_the_registered_task_are_t5s(
       assert example[side].tolist() == [*vocabulary.encode(text), 1]
 
 
-def shaken(random: np.random.Generator, answer: str, context: str) -> str:
+def distorted(random: np.random.Generator, answer: str, context: str) -> str:
   """Returns an answer as a model may predict it: correct, shorter, longer, in capitals, wrong or empty."""
   words = answer.split()
   kind = random.integers(8)
@@ -182,7 +182,7 @@ def test_squads_scores_of_random_predictions_are_t5s(shared: pathlib.Path) -> No
     for paragraph in article["paragraphs"]:
       for qa in paragraph["qas"]:
         answers.append([answer["text"] for answer in qa["answers"]])
-        predictions.append(shaken(random, answers[-1][0], paragraph["context"]))
+        predictions.append(distorted(random, answers[-1][0], paragraph["context"]))
   scores = metrics.squad(answers, predictions)
   assert scores == pytest.approx(theirs.squad(answers, predictions))
   assert 40 < scores["em"] < scores["f1"] < 80

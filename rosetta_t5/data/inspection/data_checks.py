@@ -59,7 +59,8 @@ def _some_rows(task: PreparedTask, split: str) -> np.ndarray:
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
   """Yields (feature, text) of the first examples.
 
-  If the task does not keep its features' texts, yields "" and the longest text of the source's example.
+  If the task does not keep its features' texts, the feature is "", and the text is the longest one of the
+  source's example.
   """
   lengths = dict(cfg.task_feature_lengths)
   dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
@@ -75,12 +76,13 @@ def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
 
 def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocabulary: Any) -> None:
   total = collections.Counter(name for name, _ in pairs)
-  truncated = collections.Counter[str]()
   if "" in total:
     print("no text is truncated: the task cuts its texts into rows")
     return
-  for name, text in pairs:
-    truncated[name] += len(vocabulary.encode(text)) + 1 > cfg.task_feature_lengths[name]
+  lengths = cfg.task_feature_lengths
+  truncated = collections.Counter(
+    name for name, text in pairs if len(vocabulary.encode(text)) + 1 > lengths[name]
+  )
   counts = [f"{name} {truncated[name]} ({truncated[name] / n:.0%})" for name, n in total.items()]
   if counts:
     print(f"truncated, of the first {max(total.values())} texts: {', '.join(counts)}")
@@ -114,9 +116,11 @@ def check_splits(cfg: DatasetConfig, task: Any) -> Iterator[str]:
 
 
 def _same_examples(task: Any, split: str, other: str) -> tuple[int, int, str]:
-  """Returns how many of the other split's examples are in the split, their number, and the unit.
+  """Compares examples as their source yields them.
 
-  Examples are compared as their source yields them.
+  Returns:
+    How many examples of the other split are in the first, the size of the other split, and a description of
+    the examples.
   """
   first, second = (
     {_hash(b"\x1f".join(fields)) for fields in _source_texts(task, name, _EXAMPLES)}
@@ -136,7 +140,11 @@ def _source_texts(task: Any, split: str, limit: int) -> Iterator[list[bytes]]:
 
 
 def _same_passages(task: PreparedTask, split: str, other: str) -> tuple[int, int, str]:
-  """Returns the same for passages of tokens, because prepared text has no document boundaries."""
+  """Compares passages of tokens, because prepared text has no document boundaries.
+
+  Returns:
+    The same as `_same_examples`, for passages.
+  """
   same = total = 0
   for folder in task.folders:
     first, second = (_passages(TokenStream(folder, name)) for name in (split, other))

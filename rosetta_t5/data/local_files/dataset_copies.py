@@ -16,7 +16,7 @@ from typing import Any
 from rosetta_t5.data.local_files.dataset_folders import (
   VARIABLE,
   data_folders,
-  find_local,
+  find_distributed_files,
   find_tfds,
 )
 from rosetta_t5.data.reading import BadExample, read_records
@@ -59,7 +59,7 @@ def check_pile(argv: Sequence[str] | None = None) -> int:
       print(f"TensorFlow Datasets wrote a copy to {tfds_folder}, which is read as it is.")
       return 0
   for folder in folders:
-    if found := find_local(PILE_FILES, folder):
+    if found := find_distributed_files(PILE_FILES, folder):
       return _report_pile(found, folder / PILE_FILES.folder, arguments.full)
   print(_PILE_TEXT)
   return 1

@@ -51,7 +51,7 @@ def _version_numbers(path: pathlib.Path) -> list[int]:
   return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
-def find_local(files: LocalFiles, folder: pathlib.Path) -> Mapping[str, list[str]]:
+def find_distributed_files(files: LocalFiles, folder: pathlib.Path) -> Mapping[str, list[str]]:
   """Returns the dataset's files in a data folder by split, without splits that have no files."""
   found = {
     split: sorted({str(f) for pattern in patterns for f in (folder / files.folder).glob(pattern)})

@@ -48,13 +48,13 @@ def local_path(path: str) -> str:
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
   """Returns every local path that may hold a copy of `path`, the most specific first."""
   bucket_path = path.removeprefix("gs://")
-  in_bucket = bucket_path.partition("/")[2]
+  path_in_bucket = bucket_path.partition("/")[2]
   candidates: list[pathlib.Path] = []
   for entry in filter(None, setting.split(",")):
     prefix, equals, target = entry.strip().rpartition("=")
     if not equals:
-      last_two_parts = "/".join(in_bucket.split("/")[-2:])
-      suffixes = (bucket_path, in_bucket, last_two_parts)
+      last_two_parts = "/".join(path_in_bucket.split("/")[-2:])
+      suffixes = (bucket_path, path_in_bucket, last_two_parts)
       candidates += [pathlib.Path(target, suffix) for suffix in suffixes]
     elif path == prefix:
       candidates.insert(0, pathlib.Path(target))

@@ -123,8 +123,8 @@ def select_random_chunk(
     tokens = example["targets"]
     chunks = -(-tf.size(tokens) // _MAX_CHUNK_LENGTH)
     _, seed = tf.unstack(tf.random.split(seed))
-    which = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
-    chunk = tokens[which * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]
+    index = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
+    chunk = tokens[index * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]
     return {name: chunk if name == "targets" else example[name] for name in names}
 
   return select(_drop_empty(dataset))
@@ -146,7 +146,7 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
   tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
-  def starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
+  def add_starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
     # T5 draws a seed here and does not use it. Without this draw, the masks would have other seeds.
     del seed
     return example, tf.range(0, tf.size(example["targets"]), max_tokens_per_segment)
@@ -157,7 +157,7 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
 
     return tf.data.Dataset.from_tensor_slices(starts).map(cut)
 
-  return starts(_drop_empty(dataset)).flat_map(segments)
+  return add_starts(_drop_empty(dataset)).flat_map(segments)
 
 
 def denoise(

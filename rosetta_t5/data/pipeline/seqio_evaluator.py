@@ -56,7 +56,7 @@ def make_evaluator(
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
-  logging = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
+  log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
   return evaluator_cls(
     mixture_or_task_name=cfg.name,
     feature_converter=feature_converter_cls(pack=False),
@@ -65,5 +65,5 @@ def make_evaluator(
     seed=cfg.seed,
     sequence_length=cfg.task_feature_lengths,
     use_memory_cache=cfg.use_memory_cache,
-    **logging,
+    **log_options,
   )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.local_files.dataset_folders import (
   data_folders,
-  find_local,
+  find_distributed_files,
   find_tfds,
   missing_data_message,
 )
@@ -131,37 +131,37 @@ def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       super().__init__(splits=spec.splits or ())
 
     @functools.cached_property
-    def found(self) -> seqio.DataSource:
-      """The source that was found.
-
-      Raises:
-        ValueError: the data is not on this machine. The message lists the folders searched.
-      """
+    def _source(self) -> seqio.DataSource:
       return _find_source(name, spec)
 
     @property
     def splits(self) -> Sequence[str]:
-      return self._splits or self.found.splits
+      return self._splits or self._source.splits
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
-      return self.found.supports_arbitrary_sharding
+      return self._source.supports_arbitrary_sharding
 
     def list_shards(self, split: str) -> Sequence[str]:
-      return self.found.list_shards(split)
+      return self._source.list_shards(split)
 
     def num_input_examples(self, split: str) -> int | None:
-      return self.found.num_input_examples(split)
+      return self._source.num_input_examples(split)
 
     def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
-      dataset = self.found.get_dataset(split=split, **options)
-      is_tfds = isinstance(self.found, seqio.TfdsDataSource)
+      dataset = self._source.get_dataset(split=split, **options)
+      is_tfds = isinstance(self._source, seqio.TfdsDataSource)
       return dataset if is_tfds else dataset.map(spec.files.to_example)
 
   return KnownSource()
 
 
 def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
+  """Returns the source that reads the first copy of the data.
+
+  Raises:
+    ValueError: the data is not on this machine. The message lists the folders that were searched.
+  """
   seqio = import_seqio()
   folders = data_folders(tfds_data_dir_override())
   for folder in folders:
@@ -171,7 +171,7 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       source.tfds_dataset.override_data_dir(str(tfds_folder))
       return source
     files = spec.files
-    if found := find_local(files, folder):
+    if found := find_distributed_files(files, folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
       reader = BlockReader(select_texts, read=files.read)
       return make_file_source(found, dict.fromkeys(found, reader), files.names)

@@ -26,21 +26,16 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
   features = find_task_or_mixture(cfg).output_features
   if "inputs" in features and "targets" in features:
     return features["inputs"].vocabulary, features["targets"].vocabulary
-  all_features = {name: f.vocabulary for name, f in features.items() if hasattr(f, "vocabulary")}
-  tokenizing = {
-    name: vocabulary
-    for name, vocabulary in all_features.items()
-    if not isinstance(vocabulary, seqio.PassThroughVocabulary)
-  }
-  vocabularies = tokenizing or all_features
+  vocabularies = [f.vocabulary for f in features.values() if hasattr(f, "vocabulary")]
+  tokenizing = [v for v in vocabularies if not isinstance(v, seqio.PassThroughVocabulary)]
   if not vocabularies:
     raise ValueError(
       f"The task '{cfg.name}' must have a feature with a vocabulary, got {sorted(features)}."
     )
-  first, *others = vocabularies.values()
+  first, *others = tokenizing or vocabularies
   if not all(same_vocabulary(first, other) for other in others):
     raise ValueError(
-      f"The features {sorted(vocabularies)} of the task '{cfg.name}' must have the same vocabulary, or be "
+      f"The features {sorted(features)} of the task '{cfg.name}' must have the same vocabulary, or be "
       "named 'inputs' and 'targets', so that the model's vocabulary is unambiguous."
     )
   return first, first

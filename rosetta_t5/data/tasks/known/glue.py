@@ -40,7 +40,7 @@ _OTHER_NAMES = {
   "question2": "sentence2",
 }
 _LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
-NO_LABEL = -1
+_NO_LABEL = -1
 
 
 def _select_texts(
@@ -55,14 +55,14 @@ def _select_texts(
     texts[column] = str(record[name] or "")
     if not texts[column].strip():
       return f"{column} is empty"
-  found = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
-  label = found[0] if found else NO_LABEL
+  given = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
+  label = given[0] if given else _NO_LABEL
   if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
     return "no gold label"
   texts["label"] = str(labels.index(label) if label in labels else label)
   if not _is_label(texts["label"], labels):
     return f"the label must be one of {', '.join(labels)}, got {label!r}"
-  texts["idx"] = str(record.get("idx", record.get("index", NO_LABEL)))
+  texts["idx"] = str(record.get("idx", record.get("index", _NO_LABEL)))
   return texts
 
 
@@ -72,7 +72,7 @@ def _is_label(text: str, labels: tuple[str, ...]) -> bool:
     number = float(text)
   except ValueError:
     return False
-  return not labels or number in range(NO_LABEL, len(labels))
+  return not labels or number in range(_NO_LABEL, len(labels))
 
 
 def _to_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, Any]:
