@@ -149,7 +149,7 @@ class OrbaxCheckpointManagerInterface:
       CheckpointSaveError: a save in the background has failed.
     """
     self.check_for_errors()
-    due = step in self._checkpoint_steps or (bool(self._period) and step % self._period == 0)  # type: ignore[operator]
+    due = step in self._checkpoint_steps or bool(self._period and step % self._period == 0)
     return due and step not in self._steps
 
   def save(
@@ -189,7 +189,9 @@ class OrbaxCheckpointManagerInterface:
       if shapes := batch_shapes(self._dataset_iterator):
         facts[BATCH_FACT] = shapes
     try:
-      self._orbax().save(step, args=ocp.args.Composite(**items), force=True, custom_metadata=facts)
+      self._orbax_manager().save(
+        step, args=ocp.args.Composite(**items), force=True, custom_metadata=facts
+      )
     except Exception as error:
       raise save_error(self.directory, step, error) from error
     self._pending = step
@@ -206,7 +208,7 @@ class OrbaxCheckpointManagerInterface:
       return
     step, self._pending = self._pending, None
     try:
-      self._orbax().wait_until_finished()
+      self._orbax_manager().wait_until_finished()
     except Exception as error:
       raise save_error(self.directory, step, error) from error
     self.reload()
@@ -216,7 +218,7 @@ class OrbaxCheckpointManagerInterface:
 
   def check_for_errors(self) -> None:
     """Raises CheckpointSaveError if the last save has failed. It does not wait for a running save."""
-    if self._pending is not None and not self._orbax().is_saving_in_progress():
+    if self._pending is not None and not self._orbax_manager().is_saving_in_progress():
       self.wait_until_finished()
 
   def close(self) -> None:
@@ -327,7 +329,7 @@ class OrbaxCheckpointManagerInterface:
       dataset_filename(layout.shard_id, layout.num_shards), layout.is_first_host_in_replica_set
     )
 
-  def _orbax(self) -> ocp.CheckpointManager:
+  def _orbax_manager(self) -> ocp.CheckpointManager:
     """Returns Orbax's manager. It is created on first use, because it creates the folder."""
     if self._writer is None:
       handlers: dict[str, Any] = {

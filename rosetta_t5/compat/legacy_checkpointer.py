@@ -251,14 +251,7 @@ class Checkpointer:
 
 
 class SaveBestCheckpointer(Checkpointer):
-  """Keeps the checkpoints with the best values of a metric, and the latest one (T5X's class).
-
-  Attributes:
-    metric_name_to_monitor: RUN/TAG in TensorBoard's files under the folder of checkpoints.
-    metric_mode: 'max' if larger values are better, 'min' if smaller values are.
-    keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
-    force_keep_period: checkpoints at its multiples are kept.
-  """
+  """Keeps the checkpoints with the best values of a metric, and the latest one (T5X's class)."""
 
   def __init__(
     self,
@@ -276,7 +269,22 @@ class SaveBestCheckpointer(Checkpointer):
     force_keep_period: int | None = None,
     keep_dataset_checkpoints: int | None = None,
   ):
-    """Creates a checkpointer; see the attributes here and the arguments of Checkpointer."""
+    """Creates a checkpointer.
+
+    Args:
+      train_state: see Checkpointer.
+      partitioner: see Checkpointer.
+      checkpoints_dir: see Checkpointer.
+      dataset_iterator: see Checkpointer.
+      keep: the number of checkpoints with the best values that are kept; None for all checkpoints.
+      save_dtype: see Checkpointer.
+      restore_dtype: see Checkpointer.
+      metric_name_to_monitor: RUN/TAG in TensorBoard's files under the folder of checkpoints.
+      metric_mode: 'max' if larger values are better, 'min' if smaller values are.
+      keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
+      force_keep_period: checkpoints at its multiples are kept.
+      keep_dataset_checkpoints: see Checkpointer.
+    """
     super().__init__(
       train_state,
       partitioner,
@@ -287,21 +295,18 @@ class SaveBestCheckpointer(Checkpointer):
       restore_dtype=restore_dtype,
       keep_dataset_checkpoints=keep_dataset_checkpoints,
     )
-    self.metric_name_to_monitor = metric_name_to_monitor
-    self.metric_mode = metric_mode
-    self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
-    self.force_keep_period = force_keep_period
+    self._manager_options = {
+      "metric_name_to_monitor": metric_name_to_monitor,
+      "metric_mode": metric_mode,
+      "keep_checkpoints_without_metrics": keep_checkpoints_without_metrics,
+      "force_keep_period": force_keep_period,
+    }
     best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self._retention = Retention(checkpoints_dir, keep, force_keep_period, best)
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
-    return {
-      "metric_name_to_monitor": self.metric_name_to_monitor,
-      "metric_mode": self.metric_mode,
-      "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
-      "force_keep_period": self.force_keep_period,
-    }
+    return self._manager_options
 
 
 def all_dataset_checkpoint_steps(checkpoints_dir: epath.PathLike) -> list[int]:

@@ -39,17 +39,14 @@ def override_params_axes_names(
     )
   axes = flatten_dict_string_keys(variables["params_axes"])
   for name, param in flatten_dict_string_keys(variables["params"]).items():
-    for pattern, names in params_axes_names_override:
-      if re.fullmatch(pattern, name):
-        _check_rank(name, param.shape, pattern, names)
-        axes[f"{name}_axes"] = AxisMetadata(names=tuple(names))
-        break
+    rules = [rule for rule in params_axes_names_override if re.fullmatch(rule[0], name)]
+    if not rules:
+      continue
+    pattern, names = rules[0]
+    if len(names) != len(param.shape):
+      raise ValueError(
+        f"params_axes_names_override must have {len(param.shape)} axis names for {name} of shape "
+        f"{tuple(param.shape)}, got {tuple(names)} (from the pattern {pattern!r})"
+      )
+    axes[f"{name}_axes"] = AxisMetadata(names=tuple(names))
   return {**variables, "params_axes": traverse_util.unflatten_dict(axes, sep="/")}
-
-
-def _check_rank(name: str, shape: tuple[int, ...], pattern: str, names: Sequence[str]) -> None:
-  if len(shape) != len(names):
-    raise ValueError(
-      f"params_axes_names_override must have {len(shape)} axis names for {name} of shape "
-      f"{tuple(shape)}, got {tuple(names)} (from the pattern {pattern!r})"
-    )

@@ -19,6 +19,7 @@ import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, reshape, stack
 
+# The axis on which T5X stacks layers by default (T5Config.param_scan_axis).
 SCAN_AXIS = 1
 
 _log = logging.getLogger(__name__)

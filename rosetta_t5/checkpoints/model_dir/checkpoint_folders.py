@@ -38,10 +38,6 @@ class CheckpointTypes(enum.Enum):
   HUGGING_FACE = "HUGGING_FACE"
 
 
-class UnreachableError(ValueError):
-  """The checkpoint is in remote storage, such as gs://, that this machine cannot read."""
-
-
 def checkpoint_path(directory: epath.PathLike, step: int) -> epath.Path:
   """Returns the folder of step `step` under `directory`."""
   return epath.Path(directory) / f"{STEP_PREFIX}_{step}"
@@ -124,8 +120,8 @@ def detect_checkpoint_type(
     expected: the layout that the caller expects; a warning is logged for any other.
 
   Raises:
-    ValueError: there is no checkpoint of a known layout.
-    UnreachableError: the checkpoint is in remote storage that cannot be read.
+    ValueError: there is no checkpoint of a known layout, or it is in remote storage that cannot be
+      read.
   """
   found = find_checkpoint_type(checkpoint_path)
   if found is None:
@@ -139,14 +135,14 @@ def find_checkpoint_type(path: epath.PathLike) -> CheckpointTypes | None:
   """Returns the layout of the checkpoint at `path`; None if there is no checkpoint.
 
   Raises:
-    UnreachableError: the path is in remote storage that cannot be read.
+    ValueError: the path is in remote storage, such as gs://, that cannot be read.
   """
   try:
     return _detect_layout(epath.Path(path))
   except Exception as error:  # raised by the library that reads gs:// or s3://
     if "://" not in os.fspath(path):
       raise
-    raise UnreachableError(
+    raise ValueError(
       f"{path} cannot be read from this machine ({type(error).__name__}: "
       f"{str(error).splitlines()[0][:160]}). Copy it to a local folder and give that path"
     ) from error

@@ -72,7 +72,7 @@ class Retention:
     return self.best.steps_to_delete(self.directory, counted, self.keep)
 
   def _is_always_kept(self, step: int) -> bool:
-    is_multiple = bool(self.force_keep_period) and step % self.force_keep_period == 0  # type: ignore[operator]
+    is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
     is_pinned = is_pinned_checkpoint(checkpoint_path(self.directory, step))
     return step in self.protected or is_multiple or is_pinned
 
