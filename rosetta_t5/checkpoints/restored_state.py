@@ -71,7 +71,8 @@ def restore_train_state(
   expected = train_state.state_dict()
   state_dict = read_state(path, expected, shardings, allow_missing=allow_missing, **reading)
   if fallback_state is not None:
-    # Only the names of this train state are used, and values that are on their devices stay there.
+    # `shardings` has a name for each array of the train state. Leaves without a value, which an
+    # optimizer may have, come from `state_dict`.
     merged = flatten_state_dict(merge_state(state_dict, fallback_state))
     sharded = {name: jax.device_put(merged[name], shardings[name]) for name in shardings}
     state_dict = merge_state(unflatten_state_dict(sharded), state_dict)
