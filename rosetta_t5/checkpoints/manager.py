@@ -10,19 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_state_dict,
-  select_arrays,
-  unflatten_state_dict,
-)
-from rosetta_t5.checkpoints.dataset_position import (
-  BATCH_FACT,
-  DatasetArgs,
-  DatasetCheckpointHandler,
-  batch_shapes,
-  check_batch_shapes,
-  dataset_filename,
-)
+from rosetta_t5.checkpoints import dataset_position, saved_state
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
@@ -37,14 +26,6 @@ from rosetta_t5.checkpoints.model_dir.retention import (
 )
 from rosetta_t5.checkpoints.reading import unreadable_error
 from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore_train_state
-from rosetta_t5.checkpoints.saved_state import (
-  SaveTransformation,
-  apply_save_transformations,
-  convert_parameter_dtype,
-  parse_float_dtype,
-  save_error,
-  step_number,
-)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
@@ -109,12 +90,14 @@ class OrbaxCheckpointManagerInterface:
       best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self.directory = epath.Path(directory)
     self.run_facts: dict[str, Any] = {}
-    self.state_transformation_fns: Sequence[SaveTransformation] = ()
+    self.state_transformation_fns: Sequence[saved_state.SaveTransformation] = ()
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = parse_float_dtype(save_dtype, "save_dtype (SaveCheckpointConfig.dtype)")
-    self._restore_dtype = parse_float_dtype(
+    self._save_dtype = saved_state.parse_float_dtype(
+      save_dtype, "save_dtype (SaveCheckpointConfig.dtype)"
+    )
+    self._restore_dtype = saved_state.parse_float_dtype(
       restore_dtype, "restore_dtype (RestoreCheckpointConfig.dtype)"
     )
     self._retention = Retention(self.directory, keep, force_keep_period, best)
@@ -155,7 +138,7 @@ class OrbaxCheckpointManagerInterface:
   def save(
     self,
     train_state: TrainState,
-    state_transformation_fns: Sequence[SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_state.SaveTransformation] = (),
     force: bool = True,
   ) -> bool:
     """Starts to save `train_state`, and returns once its values are copied from the devices.
@@ -175,25 +158,25 @@ class OrbaxCheckpointManagerInterface:
       CheckpointSaveError: this save or the previous one failed.
       ModelDirInUseError: another run has taken over the folder.
     """
-    step = step_number(train_state)
+    step = saved_state.step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
       return False
     self.wait_until_finished()
     check_lock_is_held(self.directory)
     transformations = state_transformation_fns or self.state_transformation_fns
-    state = apply_save_transformations(train_state, self._partitioner, transformations)
+    state = saved_state.apply_save_transformations(train_state, self._partitioner, transformations)
     items: dict[str, Any] = {STATE_ITEM: self._state_args(state)}
     facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
-      items[DATASET_ITEM] = DatasetArgs(self._dataset_iterator)
-      if shapes := batch_shapes(self._dataset_iterator):
-        facts[BATCH_FACT] = shapes
+      items[DATASET_ITEM] = dataset_position.DatasetArgs(self._dataset_iterator)
+      if shapes := dataset_position.batch_shapes(self._dataset_iterator):
+        facts[dataset_position.BATCH_FACT] = shapes
     try:
       self._orbax_manager().save(
         step, args=ocp.args.Composite(**items), force=True, custom_metadata=facts
       )
     except Exception as error:
-      raise save_error(self.directory, step, error) from error
+      raise saved_state.save_error(self.directory, step, error) from error
     self._pending = step
     self._steps = sorted({*self._steps, step})
     return True
@@ -210,7 +193,7 @@ class OrbaxCheckpointManagerInterface:
     try:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
-      raise save_error(self.directory, step, error) from error
+      raise saved_state.save_error(self.directory, step, error) from error
     self.reload()
     self._remover.start()
     if self._keep_dataset is not None and jax.process_index() == 0:
@@ -305,28 +288,31 @@ class OrbaxCheckpointManagerInterface:
     )
 
   def _restore_dataset(self, folder: epath.Path) -> None:
-    stored = checkpoint_folders.read_run_facts(folder).get(BATCH_FACT)
-    check_batch_shapes(folder, stored, self._dataset_iterator)
-    args = DatasetArgs(self._dataset_iterator)
+    stored = checkpoint_folders.read_run_facts(folder).get(dataset_position.BATCH_FACT)
+    dataset_position.check_batch_shapes(folder, stored, self._dataset_iterator)
+    args = dataset_position.DatasetArgs(self._dataset_iterator)
     try:
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-    leaves = select_arrays(flatten_state_dict(state_dict))
+    leaves = flatten_arrays(state_dict)
     save_args = {
-      name: ocp.SaveArgs(dtype=convert_parameter_dtype(name, leaf.dtype, self._save_dtype))
+      name: ocp.SaveArgs(
+        dtype=saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
+      )
       for name, leaf in leaves.items()
     }
     return ocp.args.PyTreeSave(
       item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
     )
 
-  def _dataset_handler(self) -> DatasetCheckpointHandler:
+  def _dataset_handler(self) -> dataset_position.DatasetCheckpointHandler:
     layout = self._partitioner.get_data_layout()
-    return DatasetCheckpointHandler(
-      dataset_filename(layout.shard_id, layout.num_shards), layout.is_first_host_in_replica_set
+    return dataset_position.DatasetCheckpointHandler(
+      dataset_position.dataset_filename(layout.shard_id, layout.num_shards),
+      layout.is_first_host_in_replica_set,
     )
 
   def _orbax_manager(self) -> ocp.CheckpointManager:

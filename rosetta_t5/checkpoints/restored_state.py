@@ -19,9 +19,9 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   start_device_transfer,
 )
 from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_arrays,
   flatten_state_dict,
   merge_state,
-  select_arrays,
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
@@ -141,13 +141,13 @@ def find_matching_arrays(
     CheckpointMismatchError: the checkpoint does not match.
     UnreadableCheckpointError: files are missing or damaged.
   """
-  wanted = select_arrays(flatten_state_dict(expected))
+  wanted = flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
   if transformations:
     state: Any = unflatten_state_dict(found)
     for transform in transformations:
       state = transform(state, expected)
-    found = select_arrays(flatten_state_dict(state))
+    found = flatten_arrays(state)
   try:
     converted = convert_layout({name: as_stored_array(x) for name, x in found.items()}, wanted)
   except LayoutError as error:
@@ -170,7 +170,7 @@ def add_missing_state(
     path: the checkpoint, for messages.
   """
   flat = flatten_state_dict(restored, keep_empty_nodes=True)
-  leaves = select_arrays(flatten_state_dict(train_state.state_dict()))
+  leaves = flatten_arrays(train_state.state_dict())
   missing = {name: leaf for name, leaf in leaves.items() if name not in flat}
   if not missing:
     return dict(restored)

@@ -11,34 +11,21 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from rosetta_t5.checkpoints import saved_state
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_arrays,
   flatten_state_dict,
-  select_arrays,
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX, dataset_filename
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_legacy import LegacyWriter, remove_unfinished
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders, retention
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
-from rosetta_t5.checkpoints.model_dir.retention import (
-  BackgroundRemover,
-  Retention,
-  remove_checkpoint_dir,
-  remove_dataset_checkpoint,
-)
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore_train_state
-from rosetta_t5.checkpoints.saved_state import (
-  SaveTransformation,
-  apply_save_transformations,
-  convert_parameter_dtype,
-  parse_float_dtype,
-  save_error,
-  step_number,
-)
 from rosetta_t5.parallel import BasePartitioner
 
 
@@ -79,12 +66,12 @@ class Checkpointer:
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = parse_float_dtype(save_dtype, "save_dtype")
-    self._retention = Retention(checkpoints_dir, keep)
+    self._save_dtype = saved_state.parse_float_dtype(save_dtype, "save_dtype")
+    self._retention = retention.Retention(checkpoints_dir, keep)
     self.checkpoints_dir = os.fspath(checkpoints_dir)
     self.keep = keep
     self.keep_dataset_checkpoints = keep_dataset_checkpoints
-    self.restore_dtype = parse_float_dtype(restore_dtype, "restore_dtype")
+    self.restore_dtype = saved_state.parse_float_dtype(restore_dtype, "restore_dtype")
 
   def all_steps(self) -> list[int]:
     """Returns the steps of complete checkpoints in ascending order."""
@@ -101,7 +88,7 @@ class Checkpointer:
   def save(
     self,
     train_state: Any,
-    state_transformation_fns: Sequence[SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_state.SaveTransformation] = (),
     *,
     concurrent_gb: int = 128,
   ) -> None:
@@ -118,15 +105,17 @@ class Checkpointer:
       CheckpointSaveError: the checkpoint could not be written.
     """
     del concurrent_gb
-    step = step_number(train_state)
+    step = saved_state.step_number(train_state)
     folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
     if folder.exists():
       return
-    state = apply_save_transformations(train_state, self._partitioner, state_transformation_fns)
+    state = saved_state.apply_save_transformations(
+      train_state, self._partitioner, state_transformation_fns
+    )
     try:
-      self._write(folder, flatten_state_dict(state, keep_empty_nodes=True))
+      self._write(folder, state)
     except OSError as error:
-      raise save_error(epath.Path(self.checkpoints_dir), step, error) from error
+      raise saved_state.save_error(epath.Path(self.checkpoints_dir), step, error) from error
     if jax.process_index() == 0:
       self._remove_old()
 
@@ -199,7 +188,7 @@ class Checkpointer:
     self,
     path_or_dir: epath.PathLike,
     *,
-    state_transformation_fns: Sequence[SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_state.SaveTransformation] = (),
     concurrent_gb: int = 16,
     translator: CheckpointTranslator | None = None,
   ) -> None:
@@ -217,33 +206,36 @@ class Checkpointer:
     train_state = self._train_state.restore_state(state_dict)
     self.save(train_state, state_transformation_fns, concurrent_gb=concurrent_gb)
 
-  def _write(self, folder: epath.Path, flat: Mapping[str, Any]) -> None:
+  def _write(self, folder: epath.Path, state: Mapping[str, Any]) -> None:
     writer = None
     if jax.process_index() == 0:
       remove_unfinished(folder.parent)
-      BackgroundRemover(folder.parent).finish()
+      retention.BackgroundRemover(folder.parent).finish()
       writer = LegacyWriter(folder)
-    for name, leaf in select_arrays(flat).items():
+    for name, leaf in flatten_arrays(state).items():
       if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
       if writer is not None:
-        dtype = convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
+        dtype = saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
         writer.write(name, as_stored_array(leaf).astype(dtype))
     if writer is not None:
       if self._dataset_iterator is not None:
         self._dataset_iterator.save(os.fspath(writer.unfinished / self._dataset_file()))
       # As in T5X, leaves that are None are stored, because they are part of the state's structure.
-      writer.finish({name: None for name, leaf in flat.items() if leaf is None})
+      leaves = flatten_state_dict(state)
+      writer.finish({name: None for name, leaf in leaves.items() if leaf is None})
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
 
   def _remove_old(self) -> None:
     root = self.checkpoints_dir
     for step in sorted(self._retention.steps_to_delete(self.all_steps())):
-      remove_checkpoint_dir(checkpoint_folders.checkpoint_path(root, step))
+      retention.remove_checkpoint_dir(checkpoint_folders.checkpoint_path(root, step))
     if self.keep_dataset_checkpoints:
       for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:
-        remove_dataset_checkpoint(checkpoint_folders.checkpoint_path(root, step), DATASET_PREFIX)
+        retention.remove_dataset_checkpoint(
+          checkpoint_folders.checkpoint_path(root, step), DATASET_PREFIX
+        )
 
   def _dataset_file(self) -> str:
     layout = self._partitioner.get_data_layout()
@@ -302,7 +294,7 @@ class SaveBestCheckpointer(Checkpointer):
       "force_keep_period": force_keep_period,
     }
     best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
-    self._retention = Retention(checkpoints_dir, keep, force_keep_period, best)
+    self._retention = retention.Retention(checkpoints_dir, keep, force_keep_period, best)
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""

@@ -35,9 +35,10 @@ def unflatten_state_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
   return traverse_util.unflatten_dict(dict(flat), sep="/")
 
 
-def select_arrays(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the leaves of a flat dict that have a shape. Optimizers also have leaves without one."""
-  return {name: leaf for name, leaf in flat.items() if hasattr(leaf, "shape")}
+def flatten_arrays(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns {"outer/inner": leaf} for the leaves with a shape. Optimizers also have others."""
+  leaves = flatten_state_dict(state_dict)
+  return {name: leaf for name, leaf in leaves.items() if hasattr(leaf, "shape")}
 
 
 def merge_state(

@@ -262,7 +262,7 @@ def restore_from_t5_checkpoint(
     CheckpointMismatchError: names or shapes differ.
   """
   arrays = read_arrays(path, translator)
-  expected = state_dicts.select_arrays(state_dicts.flatten_state_dict(state_dict))
+  expected = state_dicts.flatten_arrays(state_dict)
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
   # As in T5X, names that only the model has are left to the train state to report.
