@@ -26,7 +26,6 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
 )
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
 from rosetta_t5.checkpoints.mismatch import (
-  FP8_COLLECTIONS,
   OPTIMIZER_STATE,
   CheckpointMismatchError,
   find_restorable,
@@ -41,8 +40,6 @@ RestoreTransformation = Callable[..., Any]
 
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
 MAX_BYTES_IN_FLIGHT = 2 << 30
-
-_STEP = "state/step"
 
 _log = logging.getLogger(__name__)
 
@@ -174,15 +171,13 @@ def add_missing_state(
   missing = {name: leaf for name, leaf in leaves.items() if name not in flat}
   if not missing:
     return dict(restored)
-  initial: dict[str, Any] = {
-    name: _initial_fp8_value(name, leaf)
+  states = [name for name in missing if name.startswith(OPTIMIZER_STATE)]
+  initial = {
+    name: jax.device_put(_initial_value(name, leaf), shardings[name])
     for name, leaf in missing.items()
-    if name.startswith(FP8_COLLECTIONS)
+    if not name.startswith(OPTIMIZER_STATE)
   }
-  if _STEP in missing:
-    initial[_STEP] = np.zeros(leaves[_STEP].shape, leaves[_STEP].dtype)
-  initial = {name: jax.device_put(value, shardings[name]) for name, value in initial.items()}
-  if states := [name for name in missing if name.startswith(OPTIMIZER_STATE)]:
+  if states:
     initial |= _initial_optimizer_state(restored["target"], train_state, shardings, states)
   kinds = " and ".join(sorted(set(map(_kind_of_state, missing))))
   _log.warning("checkpoint %s has no %s, which is initialized", path, kinds)
@@ -220,13 +215,13 @@ def _initial_optimizer_state(
   return jax.jit(init, out_shardings={name: shardings[name] for name in names})(params)
 
 
-def _initial_fp8_value(name: str, leaf: Any) -> np.ndarray:
-  """Returns 1 for a scale and 0 for a history of maxima."""
+def _initial_value(name: str, leaf: Any) -> np.ndarray:
+  """Returns 1 for a scale of fp8, and 0 for a history of maxima and for the step."""
   is_scale = name.rpartition("/")[2].endswith(("scale", "scale_inv"))
   return np.full(leaf.shape, 1 if is_scale else 0, leaf.dtype)
 
 
 def _kind_of_state(name: str) -> str:
-  if name == _STEP:
+  if name == "state/step":
     return "step"
   return "optimizer state" if name.startswith(OPTIMIZER_STATE) else "fp8 state"
