@@ -126,4 +126,4 @@ class CheckpointConfig:
 
 def _check_dtype(dtype: Any, field: str) -> None:
   if dtype not in (None, "float32", "bfloat16", "float16"):
-    raise ValueError(f"{field} must be 'float32', 'bfloat16' or None, got {dtype!r}")
+    raise ValueError(f"{field} must be 'float32', 'bfloat16', 'float16' or None, got {dtype!r}")

@@ -27,7 +27,7 @@ class CheckpointMismatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-  """One difference: the problem with `name`, what is stored, and what the run expects."""
+  """One difference: the problem with the array `name`, the stored shape and dtype, the expected ones."""
 
   problem: str
   name: str
@@ -50,11 +50,11 @@ def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> l
   mismatches = [Mismatch("missing", name, expected=_describe(expected[name])) for name in missing]
   mismatches += [Mismatch("unexpected", n, stored=_describe(stored[n])) for n in unexpected]
   for name in sorted(set(stored) & set(expected)):
-    ours, theirs = expected[name], stored[name]
-    if tuple(ours.shape) != tuple(theirs.shape):
-      mismatches.append(Mismatch("wrong shape", name, _describe(theirs), _describe(ours)))
-    elif _dtype_kind(ours.dtype) != _dtype_kind(theirs.dtype):
-      mismatches.append(Mismatch("wrong dtype", name, _describe(theirs), _describe(ours)))
+    found, wanted = stored[name], expected[name]
+    if tuple(found.shape) != tuple(wanted.shape):
+      mismatches.append(Mismatch("wrong shape", name, _describe(found), _describe(wanted)))
+    elif _dtype_kind(found.dtype) != _dtype_kind(wanted.dtype):
+      mismatches.append(Mismatch("wrong dtype", name, _describe(found), _describe(wanted)))
   return mismatches
 
 
@@ -104,7 +104,7 @@ def mismatch_error(path: Any, mismatches: list[Mismatch]) -> CheckpointMismatchE
 
 
 def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
-  """Logs what is left out. Optimizer and fp8 state is logged when it is initialized."""
+  """Logs what is not restored, and state only at level DEBUG: its initialization is logged too."""
   consequences = {"missing": "is not in it and is initialized", "unexpected": "is not used"}
   for mismatch in mismatches:
     default = f"has a {mismatch.problem} and is initialized"
@@ -127,10 +127,8 @@ def _table(mismatches: list[Mismatch]) -> str:
   for m in ordered[:_MAX_ROWS]:
     rows.append((m.problem, m.name, m.stored, m.expected, _similar_name(m, mismatches)))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = [
-    "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))]).rstrip()
-    for row in rows
-  ]
+  template = "".join(f"  {{:<{width}}}" for width in widths)
+  lines = [template.format(*row).rstrip() for row in rows]
   if len(mismatches) > _MAX_ROWS:
     lines.append(f"  ... and {len(mismatches) - _MAX_ROWS} more")
   return "\n".join(lines)

@@ -31,12 +31,12 @@ def save_until_killed(folder: pathlib.Path, layout: str, delay: float) -> int:
   return int(lines[-1].split()[1])
 
 
-def check_every_checkpoint_is_whole(folder: pathlib.Path, layout: str, begun: int) -> None:
+def check_every_checkpoint_is_whole(folder: pathlib.Path, layout: str, announced: int) -> None:
   counter = Counter()
   setup = Setup(module=Tiny(width=WIDTH), num_partitions=1)
   manager = setup.manager(folder, dataset_iterator=counter)
   # The last save that was announced may have waited for the one before it.
-  assert latest_step(folder) >= begun - 2
+  assert latest_step(folder) >= announced - 2
   for step in all_steps(folder):
     if layout == "legacy":
       manager = Checkpointer(setup.state(), setup.partitioner, folder, counter)
@@ -60,6 +60,6 @@ def test_a_killed_process_leaves_complete_checkpoints_and_its_restart_continues(
   choose = random.Random(rounds)
   for _ in range(rounds):
     before = latest_step(tmp_path) or 0
-    begun = save_until_killed(tmp_path, layout, delay=choose.uniform(0.0, 0.1))
-    assert begun == before + 3
-    check_every_checkpoint_is_whole(tmp_path, layout, begun)
+    announced = save_until_killed(tmp_path, layout, delay=choose.uniform(0.0, 0.1))
+    assert announced == before + 3
+    check_every_checkpoint_is_whole(tmp_path, layout, announced)

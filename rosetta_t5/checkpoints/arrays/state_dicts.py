@@ -51,6 +51,6 @@ def merge_state(
     from_scratch_state: the state that provides the missing leaves.
     overwrite: prefer the leaves of `from_scratch_state`.
   """
-  mine = flatten_state_dict(state_dict, keep_empty_nodes=True)
+  state = flatten_state_dict(state_dict, keep_empty_nodes=True)
   scratch = flatten_state_dict(from_scratch_state, keep_empty_nodes=True)
-  return unflatten_state_dict({**mine, **scratch} if overwrite else {**scratch, **mine})
+  return unflatten_state_dict(state | scratch if overwrite else scratch | state)
