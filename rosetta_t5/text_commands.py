@@ -1,4 +1,4 @@
-"""The commands `rosetta-t5 infer --input` and `rosetta-t5 chat`: a trained model on plain text."""
+"""The commands `rosetta-t5 infer --input` and `rosetta-t5 chat`, which use a model on plain text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from rosetta_t5.config.errors import exit_on_user_error
 
-# The text or JSON object of a line, and the model's texts: {"input": …, "target": …}.
+# A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
-_LINE_START = b'{"inputs": '  # Each line of an output begins so.
+_LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 
 
 def infer(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def chat(argv: Sequence[str]) -> int:
     for text in _typed_lines():
       try:
         print(fill([text])[0], flush=True)
-      except ValueError as error:  # an error in one line does not end the command
+      except ValueError as error:  # An error in one line does not end the command.
         print(error, flush=True)
   return 0
 
@@ -85,7 +85,7 @@ def _positive_integer(text: str) -> int:
 
 @contextlib.contextmanager
 def _exit_when_stopped(output: str = "-") -> Iterator[None]:
-  """Exits without a traceback on Ctrl-C, and when nobody reads the output, as after `head`."""
+  """Exits without a traceback on Ctrl-C, or when the reader of the output (such as `head`) ends."""
   try:
     yield
   except KeyboardInterrupt:
@@ -93,7 +93,8 @@ def _exit_when_stopped(output: str = "-") -> Iterator[None]:
     print(f"\nstopped{saved}", file=sys.stderr, flush=True)
     sys.exit(128 + signal.SIGINT)
   except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+    # Python flushes standard output at its exit, which must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)
 
 
@@ -103,13 +104,13 @@ def _open_model(model_dir: str) -> Any:
   from rosetta_t5.trained_model import open_model_dir
 
   enable_compilation_cache()
-  import_seqio()  # before gin files import it, because it must not see a GPU
+  import_seqio()  # This hides GPUs from TensorFlow, so it comes before gin files import seqio.
   return open_model_dir(model_dir)
 
 
 def _typed_lines() -> Iterator[str]:
   if isinstance(sys.stdin, io.TextIOWrapper):
-    sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 is shown and can be typed again
+    sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.
   with contextlib.suppress(EOFError, KeyboardInterrupt):
     while text := input("> ").strip():
       yield text
@@ -171,7 +172,7 @@ def _fill(template: str, fields: dict[str, Any], number: int) -> str:
       f"it has {', '.join(fields)}"
     ) from error
   except (AttributeError, LookupError, TypeError, ValueError) as error:
-    # For example {text.size}, {text[5]} or {text:d}, which not all values have.
+    # Templates such as {text.size}, {text[5]} or {text:d} do not fit every value.
     raise ValueError(
       f"The template {template!r} does not fit line {number} of the input, {fields!r}: {error}. "
       "Write a field in braces, as {question}, and double a brace that is part of the text"
@@ -181,10 +182,11 @@ def _fill(template: str, fields: dict[str, Any], number: int) -> str:
 def _infer_rows(
   model: Any, rows: Iterator[Row], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-  """Yields {"inputs": row, "prediction": text, "score": number}, or only the target's score."""
+  """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
 
+  # A batch is split over the devices, so its size is rounded up to a multiple of their number.
   batch_size = options.batch_size + -options.batch_size % model.partitioner.data_mesh_size
   texts = TextInference(
     model.model,
@@ -244,8 +246,8 @@ def _completed_rows(path: str) -> tuple[list[Any], int]:
       if line.endswith(b"\n"):
         rows.append(_completed_row(path, line))
         size += len(line)
-      elif not line.startswith(_LINE_START[: len(line)]):  # not cut short by a killed call
-        _completed_row(path, line)
+      elif not line.startswith(_LINE_START[: len(line)]):
+        _completed_row(path, line)  # It is not a line that a killed call left unfinished.
   return rows, size
 
 
@@ -268,7 +270,7 @@ def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> N
 
 
 def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitStack) -> IO[str]:
-  """Opens the output after the completed rows of an earlier call, `size` bytes."""
+  """Opens the output after the completed rows of an earlier call, which have `size` bytes."""
   if path == "-":
     return sys.stdout
   if os.path.exists(path):

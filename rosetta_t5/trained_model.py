@@ -1,4 +1,4 @@
-"""Opens the model of a training run: its config.gin with the parameters of a checkpoint."""
+"""Opens the model of a training run, from its config.gin and a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
       f"There is no {path / 'config.gin'}: give the MODEL_DIR of a training run, which contains "
       "config.gin and checkpoint_STEP folders, or one of these folders"
     )
-  sys.path.insert(0, os.getcwd())  # as python -m does: gin files import the user's modules
+  # Gin files may import the user's modules, which `python -m` finds in the working directory.
+  sys.path.insert(0, os.getcwd())
   recipe = run_arguments(read_program([str(config)]))
   mode = "latest" if config.parent == path else "specific"
   return open_checkpoint(recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode))
@@ -66,7 +67,7 @@ def run_arguments(program: Any) -> dict[str, Any]:
 
 
 def train(**arguments: Any) -> dict[str, Any]:
-  """Replaces the run function when gin configures it, and returns the arguments it would receive."""
+  """Returns its arguments; gin configures it in place of the run function of the same name."""
   return arguments
 
 

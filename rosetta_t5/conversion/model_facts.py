@@ -22,7 +22,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import (
 from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
-# A binding in a config.gin; only a value in brackets may continue on further lines.
+# A binding in a config.gin. Only a value in brackets may span several lines.
 _BINDING = r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|.+)$"
 # The vocabulary whose ids are one higher than those of the tokenizer's files.
 _SHIFTED_VOCABULARY = "gpt2_vocabulary()"

@@ -1,4 +1,4 @@
-"""GPT-2's and GPT-Neo's forward pass in numpy, with one layer in memory at a time; see `numpy_t5`."""
+"""GPT-2's and GPT-Neo's forward pass in numpy, for the same purpose as `numpy_t5`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers in numpy that the forward passes of T5 and GPT share; independent of `networks`."""
+"""Layers in numpy for the forward passes of T5 and GPT; they share no code with `networks`."""
 
 from __future__ import annotations
 

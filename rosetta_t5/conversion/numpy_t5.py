@@ -1,4 +1,4 @@
-"""T5's forward pass in numpy, with one layer in memory at a time, by which conversions are verified.
+"""T5's forward pass in numpy, which verifies conversions; one layer is in memory at a time.
 
 It follows the paper's formulas and shares no code with `networks`, so that a mistake in one of them is
 not hidden by the other.
@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def default_activations(arrays: Arrays) -> tuple[str, ...]:
-  """Returns the activations of T5 1.1 if the feed-forward blocks are gated, else those of T5 1.0."""
+  """Returns T5 1.1's activations if the feed-forward blocks are gated, and T5 1.0's otherwise."""
   is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
   return ("gelu", "linear") if is_gated else ("relu",)
 

@@ -1,4 +1,4 @@
-"""The text by which conversions are verified, as token ids."""
+"""The text with which conversions are verified, as token ids."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from etils import epath
 
-_BYTE_OFFSET = 3  # ByT5's: ids 0 to 2 are padding, end and unknown.
-# Herman Melville, Moby-Dick (1851).
+_BYTE_OFFSET = 3  # In ByT5's vocabulary, ids 0 to 2 are padding, end and unknown.
+# The text is from Herman Melville's Moby-Dick (1851).
 _INPUT = (
   "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my "
   "purse, and nothing particular to interest me on shore, I thought I would sail about a little"

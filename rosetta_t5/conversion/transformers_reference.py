@@ -1,4 +1,4 @@
-"""The logits that Transformers and PyTorch compute on the CPU, where both are installed."""
+"""Computes logits with Transformers and PyTorch on the CPU, if both are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCH_BYTES = 4_000_000_000
 
 
 def can_run_transformers(params: int, dtype: Any) -> bool:
-  """Returns whether Transformers and PyTorch are installed and may hold `params` parameters."""
+  """Returns whether Transformers and PyTorch are installed and `params` parameters are few enough."""
   if params * np.dtype(dtype).itemsize > _TORCH_BYTES:
     return False
   return all(map(importlib.util.find_spec, ("torch", "transformers")))

@@ -39,16 +39,19 @@ def check(
   tokenizer: str | os.PathLike[str] | None,
   report: Callable[[str], None],
 ) -> None:
-  """Raises ConversionError unless a folder's model computes the same logits of real text.
+  """Checks that the model in a folder computes the source's logits of real text.
 
-  Where the forward pass of the model is unknown, the parameters must be equal.
+  If there is no numpy forward pass for the model, the parameters must be equal.
 
   Args:
     source: the arrays that were converted.
     folder: what was written, of any layout.
     facts: facts about the source's model.
-    tokenizer: where the tokenizer's files are, for the text.
+    tokenizer: where the tokenizer's files are; None to encode the text as bytes.
     report: receives the differences.
+
+  Raises:
+    ConversionError: the logits or parameters differ.
   """
   written = read_arrays(folder)
   plain = to_plain_tree(source)
@@ -75,7 +78,10 @@ def check(
 
 
 def compare_arrays(before: Arrays, after: Arrays) -> int:
-  """Returns the number of parameters of two checkpoints; their trees of layers may differ.
+  """Checks that two checkpoints have equal parameters; either may stack its layers.
+
+  Returns:
+    The number of parameters.
 
   Raises:
     ConversionError: names or values differ.
@@ -99,7 +105,7 @@ def _make_tokens(
   inputs_1S, targets_1T = encode_sample_text(table.shape[0], tokenizer)
   if facts.gpt is None:
     return inputs_1S, targets_1T
-  # One text of as many tokens as there are positions, which is longer than local attention's window.
+  # One long text, cut at the number of positions, because local attention needs more than its window.
   text = [[0, *inputs_1S[0, :-1], *targets_1T[0, 1:]]]
   return inputs_1S, np.array(text)[:, : arrays[gpt_names.POSITIONS].shape[0]]
 

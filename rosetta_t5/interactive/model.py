@@ -1,4 +1,4 @@
-"""A model in a notebook: trains, predicts, scores and evaluates on examples that a user types."""
+"""Trains, predicts, scores and evaluates on examples that a user types in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rosetta_t5.training.schedules import create_learning_rate_scheduler
 MetricFn = Callable[..., Mapping[str, Any]]
 
 _KEPT_CHECKPOINTS = 5
-# The arguments that SeqIO's metric functions have.
+# The arguments that a metric function may have, as in SeqIO.
 _METRIC_ARGUMENTS = (
   ("targets", "scores"),
   ("targets", "predictions"),
@@ -86,12 +86,12 @@ class InteractiveModel:
       output_dir: folder for checkpoints, metrics and model-info.txt.
       partitioner: splits arrays over the devices.
       model: the model.
-      dtype: of restored and saved parameters; None keeps the stored dtype.
+      dtype: dtype of restored and saved parameters; None keeps the stored dtype.
       restore_mode: 'specific', or 'latest' for the last checkpoint in a folder.
       checkpoint_path: the checkpoint or the folder; if empty, the latest checkpoint in `output_dir`
         is restored, or the parameters are initialized if there is none.
       input_shapes: the shape of each of the model's inputs, including the batch.
-      input_types: their dtypes; None for the model's default.
+      input_types: the dtypes of the inputs; None for the model's default.
       init_random_seed: seed of initial values and dropout.
       add_eos: whether inputs and targets end with the end token.
       eval_names: the tasks of `trainer.eval`.
@@ -199,7 +199,7 @@ class InteractiveModel:
 
   def train_step_from_batch_iterator(self, iterator: Iterator[Any]) -> None:
     """Runs one step on the iterator's next batch, which has the model's features."""
-    # A single batch, because a feed prefetches batches, which would be lost.
+    # The feed gets a single batch, because batches that it prefetches would be lost.
     feed = data.prepare_train_iter(
       [next(iterator)],
       partitioner=self.partitioner,
@@ -312,16 +312,16 @@ class InteractiveModel:
     eval_batches: Sequence[Any] | None = None,
     metrics_fns: Sequence[MetricFn] | None = None,
   ) -> tuple[Any, Any, Any]:
-    """Trains, and predicts, scores and evaluates in between.
+    """Trains; predicts, scores and evaluates every `eval_period` steps.
 
     Args:
       num_steps: number of training steps.
-      eval_period: steps between evaluations, the first of which follows the first step.
+      eval_period: number of steps between evaluations. The first step is followed by one.
       train_batches: a batch (a list of examples), or a list of batches, which is repeated as needed;
         None trains nothing.
-      predict_batches: batches to predict, likewise.
-      score_batches: batches to score, likewise.
-      eval_batches: batches to evaluate, likewise.
+      predict_batches: batches to predict, in the same form.
+      score_batches: batches to score, in the same form.
+      eval_batches: batches to evaluate, in the same form.
       metrics_fns: see `evaluate_with_preprocessors`.
 
     Returns:
@@ -346,7 +346,7 @@ class InteractiveModel:
 
 
 def _as_batches(batches: Sequence[Any] | None) -> list[Sequence[Example]]:
-  """Returns a list of batches: none for None, one for a list of examples."""
+  """Returns a list of batches, given None, one batch (a list of examples) or several batches."""
   if not batches:
     return []
   return [batches] if isinstance(batches[0], str | bytes | Mapping) else list(batches)

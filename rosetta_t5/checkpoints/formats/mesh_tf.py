@@ -1,4 +1,4 @@
-"""Mesh TensorFlow's T5 checkpoints under T5X's names (T5X's `checkpoint_importer`)."""
+"""Reads Mesh TensorFlow's T5 checkpoints under T5X's names (T5X's `checkpoint_importer`)."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def final_logits(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
 
 
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-  """Returns {TensorFlow's name: lazy array} of a checkpoint; variables of strings are left out.
+  """Returns {TensorFlow's name: lazy array} of a checkpoint, except for variables of strings.
 
   Args:
     path: a prefix, or a folder, whose latest checkpoint is then read.
@@ -265,7 +265,7 @@ def restore_from_t5_checkpoint(
   expected = state_dicts.flatten_arrays(state_dict)
   if not strict:
     arrays = {name: array for name, array in arrays.items() if name in expected}
-  # As in T5X, names that only the model has are left to the train state to report.
+  # As in T5X, a name that only the model has is reported later, by the train state.
   mismatches = [m for m in find_mismatches(arrays, expected) if m.problem != "missing"]
   if mismatches:
     raise mismatch_error(path, mismatches)

@@ -1,4 +1,4 @@
-"""Reads Orbax's checkpoints, including those of versions before it wrote a file of metadata."""
+"""Reads Orbax's checkpoints, including those of early versions, which have no file of metadata."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """Returns {flat name: array} of the Orbax checkpoint at `path`; the values are read later.
 
   Args:
-    path: the checkpoint's folder, or that of its item `state`.
+    path: the checkpoint's folder, or the folder `state` in it.
   """
-  # The item's folder is read instead of the step's, whose metadata may name handlers of T5X.
+  # Orbax itself would read the outer folder's metadata, which may name handlers of T5X.
   folder = checkpoint_folders.state_path(path)
   has_metadata = (folder / _METADATA).exists()
   values: dict[str, StoredArray] = {}
@@ -48,7 +48,7 @@ def _read_metadata(folder: epath.Path) -> dict[str, dict[str, Any]]:
   for entry in metadata["tree_metadata"].values():
     keys = [str(key["key"]) for key in entry["key_metadata"]]
     value = entry["value_metadata"]
-    # Empty parts of an optimizer's state, None and text are not arrays.
+    # Other types are empty parts of an optimizer's state, None and text.
     is_array = value["value_type"] in ("jax.Array", "np.ndarray", "scalar")
     if not is_array or value.get("skip_deserialize"):
       continue

@@ -21,7 +21,7 @@ from rosetta_t5.checkpoints.formats.tensorstores import kvstore, limited_cache, 
 _COMMITTED = "Checkpoint commit was successful"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _SMALL_BYTES = 100_000
-_DICT_KEY = 2  # Orbax's number for a key of a dict
+_DICT_KEY = 2  # Orbax's number for a key of a dict.
 
 
 def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> None:
@@ -29,14 +29,14 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
 
   Args:
     folder: the step's folder.
-    arrays: by flat name; a part of one array is in memory at a time.
+    arrays: the arrays by flat name; a part of one array is in memory at a time.
   """
   root = epath.Path(folder)
   state = root / "state"
   state.mkdir(parents=True)
   started = time.time_ns()
   context = limited_cache()
-  # Each commit to the database takes time, so all small arrays are in one.
+  # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
   for name, array in arrays.items():
     database = {
@@ -46,7 +46,7 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
       "config": {"max_inline_value_bytes": 1024},
     }
     transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
-    # Runs do not compress either.
+    # Training runs do not compress their checkpoints either.
     write_array(database, array, compressor=None, transaction=transaction, context=context)
   small_arrays.commit_sync()
   (state / "_METADATA").write_text(json.dumps(_tree_metadata(arrays)))

@@ -59,7 +59,7 @@ class LegacyWriter:
     self._index: dict[str, Any] = {}
 
   def write(self, name: str, array: Any) -> None:
-    """Writes one array. The msgpack file contains arrays of a single value."""
+    """Writes one array; an array of a single value becomes a part of the msgpack file."""
     array = as_stored_array(array)
     if array.size <= 1:
       self._index[name] = array.get()
@@ -67,7 +67,7 @@ class LegacyWriter:
     inner = name.replace("/", ".")
     store = tensorstores.kvstore(self.unfinished / inner)
     spec = tensorstores.write_array(store, array, compressor={"id": "gzip", "level": 1})
-    # The path is relative and the bucket T5X's placeholder, so that the checkpoint can be moved.
+    # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     self._index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
 

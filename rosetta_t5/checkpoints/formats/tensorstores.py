@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 
-# T5X's size of chunks: large enough for remote storage, small enough to be read in parts.
+# T5X's chunk size: large enough for remote storage, small enough to be read in parts.
 _CHUNK_BYTES = 64 * 1024 * 1024
 _CACHE_BYTES = 100_000_000
 _ALIGNMENT = 64
@@ -37,11 +37,11 @@ def open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray
   """Returns {name: array} of the arrays that `specs` describe; their values are read later.
 
   Args:
-    specs: TensorStore's driver and kvstore by name. All arrays are opened at once.
+    specs: TensorStore's driver and kvstore of each array. All arrays are opened at once.
   """
   context = limited_cache()
   stores = _open_all(specs, context)
-  # An array without a fill value has all its chunks, so a missing chunk is a loss and not zeros.
+  # A zarr array without a fill value has all its chunks, so a missing chunk is an error.
   without_fill = {
     name: {**specs[name], "fill_missing_data_reads": False}
     for name, store in stores.items()

@@ -55,7 +55,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-  """Unpickles tensors, dicts and plain values; refuses everything else."""
+  """Unpickles tensors, dicts and plain values; raises ValueError for everything else."""
 
   def __init__(
     self,

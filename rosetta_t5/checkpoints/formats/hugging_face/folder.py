@@ -1,4 +1,4 @@
-"""Folders that Transformers' `save_pretrained` writes: config.json, weights and a tokenizer's files."""
+"""Reads and writes Transformers' folders: config.json, files of weights and a tokenizer's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
-# The values that this project's networks have; entries that config.json lacks have the first one.
+# The supported values of entries of config.json. The first one is the default of a missing entry.
 _T5_VALUES: dict[str, tuple[Any, ...]] = {
   "relative_attention_max_distance": (128,),
   "layer_norm_epsilon": (1e-6,),
@@ -42,7 +42,7 @@ _GPT_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[epath.Path]:
-  """Returns the files of weights in `folder`, which may be none; safetensors are preferred."""
+  """Returns the files of weights in `folder`, safetensors if there are any; [] if there are none."""
   root = epath.Path(folder)
   for index, file in zip(_INDEXES, _FILES, strict=True):
     if (root / index).exists():
@@ -116,7 +116,7 @@ def write(
 
   Args:
     folder: an existing folder.
-    weights: by Transformers' names.
+    weights: the weights by Transformers' names.
     config: the content of config.json.
     tokenizer: a folder or one file to copy the tokenizer from.
     shard_bytes: the largest size of a file, in bytes.

@@ -1,4 +1,4 @@
-"""The names of GPT-2's and GPT-Neo's weights in Transformers beside `networks.decoder`'s."""
+"""Maps the names of GPT-2's and GPT-Neo's weights in Transformers to those of `networks.decoder`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GPTFamily:
     architecture: the class in Transformers.
     sizes: {field of TransformerConfig: entry of config.json}.
     matrices: {Transformers' name: our names} of a layer's matrices that have a bias.
-    matrices_without_bias: those whose bias only our network has.
+    matrices_without_bias: {Transformers' name: our name} of the matrices that have a bias only here.
     is_transposed: whether matrices are stored as [out, in].
   """
 

@@ -14,7 +14,7 @@ from etils import epath
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS
 
 SENTENCEPIECE = "spiece.model"
-# The name of the start token where training has made it a token of its own.
+# The name of the start token if training has made it a token of its own.
 _START = "<|startoftext|>"
 _PADDING = 0
 
@@ -22,8 +22,8 @@ _PADDING = 0
 def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
   """Adds the tokenizer files that a folder still needs.
 
-  Beside spiece.model all of them are replaced, because it has often come with the files of a T5,
-  which add an end token and no start token.
+  If there is a spiece.model, all other files are replaced: they are often those of a T5, which add
+  an end token and no start token.
 
   Args:
     root: a folder with GPT-2's vocab.json and merges.txt, with spiece.model, or with neither.

@@ -32,7 +32,11 @@ _REQUIRED = {
 
 
 def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
-  """Raises ValueError, with all reasons, unless weights in the plain tree are those of a GPT."""
+  """Checks that weights in the plain tree are those of a GPT.
+
+  Raises:
+    ValueError: they are not; the message contains all reasons.
+  """
   reasons = [reason for name, reason in _REQUIRED.items() if name not in arrays]
   for pattern, reason in _UNSUPPORTED.items():
     if any(re.search(pattern, name) for name in arrays):
@@ -144,7 +148,7 @@ def _ids(
   expected = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
   start = _find_start_token(table, expected)
   ids = {"vocab_size": max(size - 1, start + 1), "eos_token_id": end}
-  # The bos_token_id that the model came with is kept if it is still right.
+  # If it is still right, the bos_token_id of the source (or its absence) is kept.
   return ids if source_config and start == expected else {**ids, "bos_token_id": start}
 
 
@@ -154,8 +158,10 @@ def _find_start_token(table: StoredArray, expected: int) -> int:
   This is `expected` if our row 0, which starts texts here, is still a copy of that token's row. If
   training has changed row 0, it becomes a token of its own, the last one.
   """
-  first, same = (table.read((slice(row, row + 1), slice(None))) for row in (0, expected + 1))
-  return expected if np.array_equal(first, same) else table.shape[0] - 1
+  row_0, expected_row = (
+    table.read((slice(row, row + 1), slice(None))) for row in (0, expected + 1)
+  )
+  return expected if np.array_equal(row_0, expected_row) else table.shape[0] - 1
 
 
 def make_weights(
@@ -187,15 +193,14 @@ def _scale_weights(
   arrays: Mapping[str, StoredArray], config: TransformerConfig, family: str
 ) -> dict[str, StoredArray]:
   """Returns the weights that must be multiplied where network and family scale differently."""
-  changed: dict[str, StoredArray] = {}
+  factors: dict[str, float] = {}
   factor = math.sqrt(config.head_dim) ** ((family == "gpt2") - _scales_queries(config))
   if factor != 1.0:
-    pattern = re.compile(r".*/self_attention/query/(kernel|bias)")
-    changed |= {n: scale(x, factor) for n, x in arrays.items() if pattern.fullmatch(n)}
+    factors |= {name: factor for name in arrays if "/self_attention/query/" in name}
   if config.divide_tied_logits:
-    norms = [n for n in arrays if n.startswith("target/decoder/decoder_norm/")]
-    changed |= {n: scale(arrays[n], 1 / math.sqrt(config.emb_dim)) for n in norms}
-  return changed
+    norms = [name for name in arrays if name.startswith("target/decoder/decoder_norm/")]
+    factors |= dict.fromkeys(norms, 1 / math.sqrt(config.emb_dim))
+  return {name: scale(arrays[name], factor) for name, factor in factors.items()}
 
 
 def _scales_queries(config: TransformerConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The names of T5's weights in Transformers beside T5X's."""
+"""Maps the names of T5's weights in Transformers to T5X's names."""
 
 from __future__ import annotations
 

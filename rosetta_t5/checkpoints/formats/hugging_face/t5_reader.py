@@ -77,11 +77,11 @@ def scales_logits(config: Mapping[str, Any]) -> bool:
 
 
 def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dict[str, StoredArray]:
-  """Returns the arrays with an output layer where the logits are not T5 1.0's."""
+  """Returns the arrays, with an output layer if the model does not compute logits as T5 1.0 does."""
   embedding = arrays[EMBEDDING]
   head = arrays.pop(HEAD, None)
   if head is not None and _are_equal(head, transpose(embedding)):
-    head = None  # PyTorch's files contain tied weights twice.
+    head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
   if not scales_logits(config):
     arrays[HEAD] = transpose(embedding) if head is None else head
   elif head is not None:

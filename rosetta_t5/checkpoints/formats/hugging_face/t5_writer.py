@@ -27,7 +27,7 @@ _PROJECTIONS = {
 
 
 def find_family(arrays: Mapping[str, StoredArray]) -> str:
-  """Returns the family of weights: UMT5 has a bias in each layer, mT5 a vocabulary of its size."""
+  """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size."""
   if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
     return "umt5"
   return "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
