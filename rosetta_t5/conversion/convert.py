@@ -130,12 +130,9 @@ def convert(
 def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
   if dtype is None:
     return arrays
-  return {
-    name: array.astype(dtype)
-    if name.startswith("target/") and jnp.issubdtype(array.dtype, jnp.floating)
-    else array
-    for name, array in arrays.items()
-  }
+  params = {name: array for name, array in arrays.items() if name.startswith("target/")}
+  floats = {n: x.astype(dtype) for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+  return arrays | floats
 
 
 def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Arrays:

@@ -102,6 +102,13 @@ def test_a_pickle_that_contains_more_than_tensors_is_not_executed(tmp_path):
   assert not (tmp_path / "executed").exists()
 
 
+def test_a_zip_archive_that_torch_did_not_write_is_refused(tmp_path):
+  with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+    archive.writestr("notes.txt", "mine")
+  with pytest.raises(ValueError, match=r"must contain data\.pkl, .* got \['notes\.txt'\]"):
+    torch_file.read_arrays(tmp_path / "pytorch_model.bin")
+
+
 def test_a_truncated_file_is_reported_as_damaged(tmp_path):
   shutil.copytree(FIXTURES / "umt5", tmp_path / "cut")
   file = tmp_path / "cut/model.safetensors"

@@ -11,8 +11,8 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import IO, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +38,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """Returns {name: array} of a file that `torch.save` wrote; the values are read later.
 
   Raises:
-    ValueError: the file was written by PyTorch before 1.6, or its pickle contains more than tensors.
+    ValueError: the file was not written by PyTorch 1.6 or later, or contains more than tensors.
   """
   if not zipfile.is_zipfile(path):
     raise ValueError(
@@ -46,10 +46,15 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
       "Load and save it once with PyTorch, or use the folder's model.safetensors"
     )
   with zipfile.ZipFile(path) as archive:
-    members = {info.filename: info for info in archive.infolist()}
-    root = next(name for name in members if name.endswith("data.pkl")).removesuffix("data.pkl")
+    names = archive.namelist()
+    root = next((n.removesuffix("data.pkl") for n in names if n.endswith("data.pkl")), None)
+    if root is None:
+      raise ValueError(
+        f"{path} must contain data.pkl, as files that torch.save writes do, got {names[:3]}. Save the "
+        "weights again with PyTorch"
+      )
     with archive.open(root + "data.pkl") as file:
-      contents = _TensorUnpickler(file, path, root, members).load()
+      contents = _TensorUnpickler(file, archive, root).load()
   state = contents.get("state_dict", contents)
   return {name: value for name, value in state.items() if isinstance(value, StoredArray)}
 
@@ -57,17 +62,11 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
 class _TensorUnpickler(pickle.Unpickler):
   """Unpickles tensors, dicts and plain values; raises ValueError for everything else."""
 
-  def __init__(
-    self,
-    file: Any,
-    path: str | os.PathLike[str],
-    root: str,
-    members: Mapping[str, zipfile.ZipInfo],
-  ):
+  def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str):
     super().__init__(file, encoding="utf-8")
-    self._path = path
+    self._archive = archive
+    self._path = str(archive.filename)
     self._root = root
-    self._members = members
     self._allowed: dict[tuple[str, str], Any] = {
       ("collections", "OrderedDict"): collections.OrderedDict,
       ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_tensor,
@@ -106,7 +105,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
   def _find_storage(self, key: str) -> int:
     """Returns the byte of the file at which a storage begins."""
-    info = self._members[f"{self._root}data/{key}"]
+    info = self._archive.getinfo(f"{self._root}data/{key}")
     if info.compress_type != zipfile.ZIP_STORED:
       raise ValueError(
         f"{self._path}: {info.filename} must not be compressed. Save the file again with PyTorch"

@@ -22,8 +22,6 @@ from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
 CONFIG = "config.json"
 FAMILIES = (*t5_names.FAMILIES, *gpt_names.FAMILIES)
 _SHARD_BYTES = 5_000_000_000
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_FILES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
@@ -44,12 +42,13 @@ _GPT_VALUES: dict[str, tuple[Any, ...]] = {
 def weight_files(folder: str | os.PathLike[str]) -> list[epath.Path]:
   """Returns the files of weights in `folder`, safetensors if there are any; [] if there are none."""
   root = epath.Path(folder)
-  for index, file in zip(_INDEXES, _FILES, strict=True):
-    if (root / index).exists():
-      shards = json.loads((root / index).read_text())["weight_map"].values()
+  for file in (root / "model.safetensors", root / "pytorch_model.bin"):
+    index = root / f"{file.name}.index.json"
+    if index.exists():
+      shards = json.loads(index.read_text())["weight_map"].values()
       return [root / name for name in sorted(set(shards))]
-    if (root / file).exists():
-      return [root / file]
+    if file.exists():
+      return [file]
   return []
 
 

@@ -115,15 +115,11 @@ def _make_decoders(model: Model) -> list[decoders.Decoder]:
 def _make_unigram(model: Model) -> models.Unigram:
   trainer = model.trainer_spec
   best = max(piece.score for piece in model.pieces)
-  vocabulary = [(piece.piece, _score(piece, best)) for piece in model.pieces]
-  return models.Unigram(vocabulary, trainer.unk_id, trainer.byte_fallback)
-
-
-def _score(piece: Any, best: float) -> float:
-  """Returns a piece's score, with the bonus that SentencePiece gives to user-defined symbols."""
-  if piece.type == _Piece.USER_DEFINED:
-    return len(piece.piece.encode()) * best - 0.1
-  return float(piece.score)
+  scores = {piece.piece: piece.score for piece in model.pieces}
+  # SentencePiece gives user-defined symbols a bonus, so that they are never split.
+  symbols = [piece.piece for piece in model.pieces if piece.type == _Piece.USER_DEFINED]
+  scores |= {symbol: len(symbol.encode()) * best - 0.1 for symbol in symbols}
+  return models.Unigram(list(scores.items()), trainer.unk_id, trainer.byte_fallback)
 
 
 def _make_bpe(model: Model) -> models.BPE:
