@@ -27,7 +27,7 @@ def infer(argv: Sequence[str]) -> int:
   with exit_on_user_error(), _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
-    completed, size = _completed_rows(options.output)
+    completed, size = _read_completed_rows(options.output)
     _skip_completed(rows, completed, options.output)
     first = next(rows, None)
     if first is not None:
@@ -224,7 +224,7 @@ def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[st
   return lengths | {name: length for name, length in given.items() if length is not None}
 
 
-def _completed_rows(path: str) -> tuple[list[Any], int]:
+def _read_completed_rows(path: str) -> tuple[list[Any], int]:
   """Returns the rows that an earlier call has completed in the output, and their size in bytes.
 
   Raises:
@@ -244,14 +244,14 @@ def _completed_rows(path: str) -> tuple[list[Any], int]:
   with open(path, "rb") as file:
     for line in file:
       if line.endswith(b"\n"):
-        rows.append(_completed_row(path, line))
+        rows.append(_parse_completed_row(path, line))
         size += len(line)
       elif not line.startswith(_LINE_START[: len(line)]):
-        _completed_row(path, line)  # It is not a line that a killed call left unfinished.
+        _parse_completed_row(path, line)  # It is not a line that a killed call left unfinished.
   return rows, size
 
 
-def _completed_row(path: str, line: bytes) -> Any:
+def _parse_completed_row(path: str, line: bytes) -> Any:
   try:
     return json.loads(line)["inputs"]
   except (ValueError, KeyError, TypeError) as error:

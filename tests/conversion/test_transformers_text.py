@@ -21,25 +21,8 @@ from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 
 pytestmark = pytest.mark.slow
-WORDS = [
-  "the",
-  "old",
-  "house",
-  "by",
-  "the",
-  "sea",
-  "had",
-  "seven",
-  "rooms",
-  "and",
-  "nobody",
-  "knew",
-  "who",
-  "lived",
-  "there",
-  "now",
-]
-LINES = [" ".join(np.random.default_rng(n).permutation(WORDS)) for n in range(400)]
+SENTENCE = "the old house by the sea had seven rooms and nobody knew who lived there now"
+LINES = [" ".join(np.random.default_rng(n).permutation(SENTENCE.split())) for n in range(400)]
 PROMPTS = [line[:40].rsplit(" ", 1)[0] for line in LINES[:6]]
 NEW_TOKENS = 12
 SIZES = {"emb_dim": 32, "num_heads": 4, "head_dim": 8, "dropout_rate": 0.0}
@@ -119,15 +102,15 @@ def write_run(folder, module, *tokens, lines, lengths, first=None):
   """Writes a run's config.gin and a checkpoint of random parameters.
 
   Args:
-    folder: the run's.
+    folder: the run's folder.
     module: the network.
-    tokens: inputs to initialise it with.
-    lines: of config.gin, about the vocabulary.
-    lengths: of the features.
-    first: copy this row of the embedding table to its first row.
+    *tokens: inputs with which the network is initialized.
+    lines: lines of config.gin that configure the network and its vocabulary.
+    lengths: the lengths of the features.
+    first: the row of the embedding table to copy to its first row; None to keep the first row.
   """
   init = jax.jit(lambda key: module.init(key, *tokens, enable_dropout=False)["params"])
-  # Large enough for different texts.
+  # The parameters are doubled, so that different prompts give different texts.
   params = {
     f"target/{name}": as_stored_array(np.asarray(array) * 2)
     for name, array in flatten_dict(init(jax.random.PRNGKey(1)), sep="/").items()
@@ -137,18 +120,18 @@ def write_run(folder, module, *tokens, lines, lengths, first=None):
     table[0] = table[first]
     params["target/decoder/token_embedder/embedding"] = as_stored_array(table)
   orbax_writer.write(folder / "checkpoint_5", params)
-  kind = type(module.config).__name__
-  values = {T5Config: T5, TransformerConfig: GPT}[type(module.config)]
-  values = {name: getattr(module.config, name) for name in ("vocab_size", *values)}
+  is_t5 = isinstance(module, Transformer)
   text = RUN.format(
-    model={"T5Config": "EncoderDecoderModel"}.get(kind, "DecoderOnlyModel"),
+    model="EncoderDecoderModel" if is_t5 else "DecoderOnlyModel",
     module=type(module).__name__,
-    package={"T5Config": "t5"}.get(kind, "decoder_only"),
+    package="t5" if is_t5 else "decoder_only",
     steps=NEW_TOKENS,
     lengths=lengths,
   )
   text += lines.format(folder=folder)
-  text += "".join(f"network.{kind}.{name} = {value!r}\n" for name, value in values.items())
+  config = type(module.config).__name__
+  for name in ("vocab_size", *(T5 if is_t5 else GPT)):
+    text += f"network.{config}.{name} = {getattr(module.config, name)!r}\n"
   (folder / "config.gin").write_text(text)
 
 
@@ -187,7 +170,7 @@ def test_t5_generates_the_same_texts(tmp_path):
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_the_pipeline_of_a_gpt_generates_the_same_texts(tmp_path, is_trained):
-  """Training may have made the start token different from the end token."""
+  """After training, the start token may differ from the end token."""
   import tokenizers
   import transformers
 
@@ -201,7 +184,7 @@ def test_the_pipeline_of_a_gpt_generates_the_same_texts(tmp_path, is_trained):
   tokens = jnp.ones((1, 4), jnp.int32)
   config = TransformerConfig(vocab_size=len(ids) + 2, **GPT)
   lengths = {"targets": 64}
-  first = None if is_trained else len(ids) + 1  # as GPT-2's folder is read
+  first = None if is_trained else len(ids) + 1  # A copy, as when a folder of GPT-2 is read.
   write_run(
     run, DecoderWrapper(config), tokens, tokens, lines=GPT_LINES, lengths=lengths, first=first
   )
@@ -237,7 +220,7 @@ def test_the_pipeline_of_a_decoder_with_sentencepiece_generates_the_same_texts(t
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)
     for prompt in PROMPTS
   ]
-  # SentencePiece drops the space before a text, Transformers keeps the one after the prompt.
+  # SentencePiece drops the space before a text. Transformers keeps the one after the prompt.
   texts = [result["generated_text"].removeprefix(" ") for (result,) in found]
   assert texts == generated_here(run, tmp_path)
   assert len(set(texts)) > 3, "different prompts must give different texts"
