@@ -37,9 +37,9 @@ def compute_logits(arrays: Arrays, config: TransformerConfig, tokens_BT: np.ndar
   return numpy_layers.output_layer(arrays, y_BTD, config.divide_tied_logits)
 
 
-def _read(arrays: Arrays, prefix: str, start: str = "") -> dict[str, np.ndarray]:
-  """Returns the parameters whose names are `prefix` and then something that begins with `start`."""
-  names = [name for name in arrays if name.startswith(prefix + start)]
+def _read(arrays: Arrays, prefix: str, group: str = "") -> dict[str, np.ndarray]:
+  """Returns the parameters whose names begin with `prefix + group`, under names without `prefix`."""
+  names = [name for name in arrays if name.startswith(prefix + group)]
   return {name.removeprefix(prefix): numpy_layers.as_float(arrays[name].get()) for name in names}
 
 
