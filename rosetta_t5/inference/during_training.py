@@ -1,11 +1,10 @@
-"""The evaluations of a training run: the loss on held-out batches, and metrics of predictions."""
+"""The evaluations during training: the loss on held-out batches, and metrics of predictions."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +19,12 @@ Values = dict[str, dict[str, float]]
 
 @dataclasses.dataclass
 class LossEvaluation:
-  """Measures the loss on batches that a background thread makes while the run prepares its state.
+  """Measures the loss on held-out data, which a background thread opens.
 
   Attributes:
     cfg: the data; None for no evaluation.
-    get_datasets: returns the batches of each task.
-    num_batches: number of batches; None if `get_datasets` has its `eval_steps` bound.
+    get_datasets: returns each task's batches.
+    num_batches: number of batches; None if gin has bound `get_datasets`' argument `eval_steps`.
     model: the model.
     partitioner: splits batches over the devices.
   """
@@ -37,47 +36,46 @@ class LossEvaluation:
   partitioner: BasePartitioner
 
   def __post_init__(self) -> None:
-    self._feeds = _run_in_background(self._make_feeds)
+    self._datasets = _run_in_background(self._open_datasets)
 
-  def _make_feeds(self) -> dict[str, Callable[[], Any]]:
-    """Returns for each task a function that starts to feed its batches."""
+  def _open_datasets(self) -> Mapping[str, Any]:
+    """Returns each task's batches."""
     if self.cfg is None:
       return {}
     layout = self.partitioner.get_data_layout(self.cfg.batch_size)
     steps = {} if self.num_batches is None else {"eval_steps": self.num_batches}
-    datasets = self.get_datasets(
+    return self.get_datasets(
       self.cfg,
       layout.shard_id,
       layout.num_shards,
       feature_converter_cls=self.model.FEATURE_CONVERTER_CLS,
       **steps,
     )
-    start_feed = functools.partial(
-      data.prepare_train_iter,
-      partitioner=self.partitioner,
-      checkpoint_cfg=None,
-      data_layout=layout,
-    )
-    return {name: functools.partial(start_feed, dataset) for name, dataset in datasets.items()}
 
   def task_names(self) -> list[str]:
-    """Waits for the data and returns the tasks."""
-    return list(self._feeds.result())
+    """Waits until the data is open and returns the names of its tasks."""
+    return list(self._datasets.result())
 
   def run(self, trainer: Any) -> Values:
-    """Returns each task's metrics for the trainer's current state."""
+    """Returns each task's metrics for the trainer's current state; {} without data."""
+    if self.cfg is None:
+      return {}
+    layout = self.partitioner.get_data_layout(self.cfg.batch_size)
     with contextlib.ExitStack() as stack:
-      feeds = {name: start() for name, start in self._feeds.result().items()}
-      for feed in feeds.values():
-        stack.callback(feed.close)
+      feeds = {}
+      for name, dataset in self._datasets.result().items():
+        feeds[name] = data.prepare_train_iter(
+          dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
+        )
+        stack.callback(feeds[name].close)
       return {name: as_floats(values) for name, values in trainer.eval(feeds).items()}
 
 
 class PredictionEvaluation:
-  """Computes metrics of predictions; a background thread reads the data.
+  """Makes predictions on held-out data, which a background thread reads, and computes their metrics.
 
   Metrics can be computed while training continues. They are then collected at the next evaluation,
-  which is the same step on every process.
+  which is at the same step on every process.
   """
 
   def __init__(
@@ -89,7 +87,7 @@ class PredictionEvaluation:
     model_dir: str,
     verify_matching_vocabs_fn: Callable[..., None] | None,
   ):
-    """Starts to read the data; `cfg` None evaluates nothing. See `InferenceEvaluator`."""
+    """Starts to read the data; None for `cfg` evaluates nothing. See `InferenceEvaluator`."""
     self.cfg = cfg
 
     def make_evaluator() -> InferenceEvaluator | None:
@@ -103,10 +101,10 @@ class PredictionEvaluation:
     self._pending: concurrent.futures.Future[Any] | None = None
 
   def wait_until_read(self) -> None:
-    """Waits for the data, so that errors in it are reported before the first step.
+    """Waits until the data has been read, so that its errors are reported before the first step.
 
     Raises:
-      ValueError: arguments contradict each other.
+      ValueError: the data cannot be evaluated.
     """
     evaluator = self._evaluator.result()
     if self.cfg is not None and not evaluator.eval_tasks:
@@ -116,7 +114,7 @@ class PredictionEvaluation:
       )
 
   def run(self, train_state: Any, train_state_axes: Any, show: Callable[[Values], None]) -> None:
-    """Runs the inference; `show` is called with the metrics when they are computed."""
+    """Runs the inference. When the metrics have been computed, `show` is called with them."""
     evaluator = self._evaluator.result()
     if evaluator is None or not evaluator.eval_tasks:
       return
@@ -126,18 +124,18 @@ class PredictionEvaluation:
     )
 
   def collect(self) -> Values | None:
-    """Waits for metrics that were not collected yet, and returns them; None if there are none.
+    """Waits for the metrics of the last `run` and returns them; None if they were collected before.
 
     Raises:
-      ValueError: a metric failed.
+      MetricError: a metric failed.
     """
     pending, self._pending = self._pending, None
     return None if pending is None else plain_numbers(pending.result())
 
   def close(self) -> None:
     """Waits until all files are written."""
-    if (evaluator := self._evaluator.result()) is not None:
-      evaluator.close()
+    if self.cfg is not None:
+      self._evaluator.result().close()
 
 
 def _run_in_background(make: Callable[[], Any]) -> concurrent.futures.Future[Any]:

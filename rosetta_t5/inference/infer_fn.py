@@ -1,4 +1,4 @@
-"""Runs a model's predictions or scores over a dataset: batched, sharded, each example once."""
+"""Predicts or scores each example of a dataset once, in batches that are sharded over the devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
 Example = Mapping[str, np.ndarray]
-Row = tuple[int, PyTree, PyTree]  # index, output, auxiliary values or None
+Row = tuple[int, PyTree, PyTree]  # The index, the output, and the auxiliary values or None.
 InferFn = Callable[..., Any]
 
-PADDING = -1  # the index of a row that only fills up the last batch
-# Number of batches whose results are still on the devices while the next batch is read.
+PADDING = -1  # The index of a row that only fills up the last batch.
+# The number of batches whose results are copied to the host while the next batch is computed.
 _IN_FLIGHT = 2
 
 
@@ -45,10 +45,10 @@ def get_infer_fn(
     batch_size: number of examples in a batch, over all processes.
     train_state_axes: the train state with PartitionSpecs in place of arrays.
     partitioner: splits parameters and batches over the devices.
-    keep_aux_as_numpy: leaves auxiliary values as one array for each example.
-    input_length_buckets: lengths such as (64, 128, 256). A batch whose inputs all fit into one of
-      them is computed at that length; see `cut_rows`. Each length that occurs, and the full one, is
-      compiled once. The results are the same except for the last bits of sums.
+    keep_aux_as_numpy: whether to return auxiliary values as one array for each example.
+    input_length_buckets: lengths such as (64, 128, 256). A batch is computed at the shortest of them
+      that all its inputs fit into, else at the full length; see `cut_rows`. Each length that occurs
+      is compiled once. The results are the same except for rounding errors of sums.
     is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
       decoder-only model then apply to inputs and targets together.
 
@@ -120,7 +120,7 @@ def shard_batches(
     batch_size: examples in a batch, over all shards.
     shard_id: which shard's rows to yield.
     num_shards: number of shards; as in T5X, example n belongs to shard n modulo `num_shards`.
-    cut: shortens the pairs of a whole batch, so that all shards get the same length.
+    cut: shortens the features of a whole batch, so that all shards get the same length.
   """
   elements = iter(ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds)
   filling: Any = None
@@ -133,7 +133,7 @@ def shard_batches(
 
 def join_aux(a: PyTree, b: PyTree) -> PyTree:
   """Concatenates the auxiliary values of two groups of examples, which are trees of lists."""
-  return jax.tree.map(lambda x, y: x + y, a, b, is_leaf=_is_list)
+  return jax.tree.map(operator.add, a, b, is_leaf=_is_list)
 
 
 def _unstack_result(result: PyTree, keep_aux_as_numpy: bool) -> list[Row]:
@@ -155,11 +155,11 @@ def _unstack(arrays: PyTree, to_rows: Callable[[np.ndarray], list[Any]]) -> list
 
 
 def _in_order(rows: list[Row]) -> Any:
-  """Returns [(index, output)] by index; with the auxiliary values as a tree of lists if any."""
+  """Sorts rows by index. Returns [(index, output)], and a tree of lists of auxiliary values if any."""
   if not rows:
     raise ValueError(
       "There is no example for inference: the dataset is empty. Check its split and files "
-      "(utils.DatasetConfig), and preprocessors that filter"
+      "(utils.DatasetConfig), and whether its preprocessors remove all examples"
     )
   indices, outputs, aux = zip(*sorted(rows, key=operator.itemgetter(0)), strict=True)
   pairs = list(zip(indices, outputs, strict=True))

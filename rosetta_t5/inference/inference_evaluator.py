@@ -1,4 +1,4 @@
-"""Evaluation by inference: the model decodes or scores a task's examples, the task computes metrics."""
+"""Evaluates a model by inference: it predicts or scores a task's examples, which the task judges."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Metrics = Mapping[str, Mapping[str, Any]]
 
 
 class MetricError(ValueError):
-  """A task's metrics, or the preparation of their arguments, raised an error."""
+  """A task's metric function, or the code that prepares its arguments, raised an error."""
 
 
 class InferenceEvaluator:
   """Evaluates a model's predictions and scores on a task or mixture (T5X's class).
 
-  It writes files to `log_dir/inference_eval`: TASK-metrics.jsonl with one line per evaluation,
+  It writes files to `log_dir/inference_eval`: TASK-metrics.jsonl with one line for each evaluation,
   TASK-STEP.jsonl with all predictions, and TASK/ for TensorBoard.
   """
 
@@ -46,20 +46,21 @@ class InferenceEvaluator:
     verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
     input_length_buckets: Sequence[int] | None = (),
   ):
-    """Reads the data once.
+    """Reads the data.
 
     Args:
       infer_eval_dataset_cfg: the task or mixture, its split and batch size.
-      inference_evaluator_cls: `seqio.Evaluator`, possibly with arguments bound; None for one that
+      inference_evaluator_cls: `seqio.Evaluator`, possibly with bound arguments; None for one that
         writes TensorBoard and JSON files.
       model: the model.
       partitioner: splits batches over the devices.
-      log_dir: the parent folder of the files; None writes no files.
+      log_dir: the parent of the folder with the files; None writes no files.
       verify_matching_vocabs_fn: compares the vocabularies of task and model; None skips the check.
       input_length_buckets: shorter lengths for batches of short inputs; see `get_infer_fn`.
 
     Raises:
-      ValueError: arguments contradict each other, or the batch size is not divisible by the devices.
+      ValueError: the data cannot be evaluated, its vocabularies are not the model's, or its batch
+        size cannot be split over the devices.
     """
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
@@ -89,7 +90,7 @@ class InferenceEvaluator:
 
   @property
   def only_scores(self) -> bool:
-    """Whether all metrics need scores alone, so that nothing is predicted."""
+    """Whether all metrics need only scores, so that nothing is predicted."""
     return all(
       task.score_metric_fns and not (task.predict_metric_fns or task.predict_with_aux_metric_fns)
       for task in self.eval_tasks
@@ -99,12 +100,12 @@ class InferenceEvaluator:
     """Runs the inference, and computes the metrics in the background.
 
     Args:
-      train_state: its parameters are evaluated, and its step is part of the file names.
-      train_state_axes: the same with PartitionSpecs in place of arrays.
+      train_state: contains the parameters, and the step for the names of the files.
+      train_state_axes: the train state with PartitionSpecs in place of arrays.
 
     Returns:
       A future of {task: {metric: value}}, or of None on processes other than the first. If a metric
-      fails, it raises MetricError, and the model's outputs are in TASK-STEP.unjudged.jsonl.
+      fails, the future raises MetricError, and the model's outputs are in TASK-STEP.unjudged.jsonl.
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
@@ -119,7 +120,7 @@ class InferenceEvaluator:
         )
       return functools.partial(self._infer_fns[method], train_state=train_state, **arguments)
 
-    # Always the same key, so that evaluations of a model differ only by its parameters.
+    # The key is always the same, so that evaluations of a model differ only by its parameters.
     rng = jax.random.PRNGKey(0)
     step = int(get_local_data(train_state.step))
     metrics, outputs = self._evaluator.evaluate(
@@ -164,7 +165,7 @@ class InferenceEvaluator:
 
 
 def plain_numbers(metrics: Metrics | None) -> dict[str, dict[str, float]]:
-  """Returns the numbers among the tasks' metrics, also those in SeqIO's Scalar; {} for None."""
+  """Returns those metrics of each task that are numbers or SeqIO's Scalars; {} for None."""
   numbers: dict[str, dict[str, float]] = {}
   for task, values in (metrics or {}).items():
     arrays = {name: np.asarray(getattr(x, "value", x)) for name, x in values.items()}
@@ -181,5 +182,5 @@ def _failure_text(error: BaseException, files: list[str]) -> str:
   saved = f". The model's outputs are saved in {', '.join(files)}" if files else ""
   return (
     f"{text} ({frame.filename}, line {frame.lineno}, in {frame.name}){saved}. Correct the task's "
-    "metric_fns or postprocess_fn, and start again"
+    "metric_fns or postprocess_fn, and start the run again"
   )

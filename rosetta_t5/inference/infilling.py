@@ -13,14 +13,14 @@ import numpy as np
 BLANK = "____"
 _BLANKS = re.compile(r"_{3,}")
 _BEAMS = 4
-_TARGETS_LENGTH = 32  # tokens for all blanks, sentinels included
+_TARGETS_LENGTH = 32  # The number of tokens for all blanks together, including their sentinels.
 
 
 class BlankFiller:
-  """Fills blanks with a model's best prediction; compiled at the first call."""
+  """Fills blanks with a model's best prediction, which is compiled at the first call."""
 
   def __init__(self, model: Any, params: Any, input_length: int):
-    """Builds it.
+    """Prepares the prediction.
 
     Args:
       model: an encoder-decoder model, trained by span corruption.
@@ -33,13 +33,14 @@ class BlankFiller:
     )
 
   def __call__(self, sentences: Sequence[str]) -> list[str]:
-    """Returns the sentences with [prediction] in place of each blank of three or more underscores.
+    """Returns the sentences with "[prediction]" in place of each blank.
 
-    All sentences form one input, because such a model has been trained on full inputs only.
+    A blank is a run of three or more underscores. All sentences form one input, because models that
+    were trained by span corruption have only seen full inputs.
 
     Raises:
-      ValueError: there is no blank, there are more blanks than the vocabulary has sentinels, or the
-        sentences do not fit into one input.
+      ValueError: there is no blank; or there are more blanks than the vocabulary has sentinels; or
+        the sentences do not fit into one input.
     """
     vocabulary = self._model.input_vocabulary
     tokens: list[int] = []
@@ -55,12 +56,12 @@ class BlankFiller:
     if count > vocabulary.extra_ids:
       raise ValueError(
         f"The number of blanks must be at most {vocabulary.extra_ids}, the extra_ids of the model's "
-        f"vocabulary, got {count}: write fewer, or use a model whose vocabulary has more"
+        f"vocabulary, got {count}: write fewer blanks, or use a model whose vocabulary has more extra_ids"
       )
     if len(tokens) >= self._input_length:
       raise ValueError(
         f"The text must have fewer than {self._input_length} tokens, the length of the model's "
-        f"inputs, got {len(tokens)}: write less"
+        f"inputs, got {len(tokens)}: write less text"
       )
     spans = self._predict_spans([*tokens, vocabulary.eos_id])
     predictions = (spans.get(vocabulary.vocab_size - number, "") for number in range(1, count + 1))
@@ -78,9 +79,9 @@ class BlankFiller:
 
 
 def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:
-  """Returns the text after each sentinel of a target, by the sentinel's id."""
+  """Returns the text that follows each sentinel in a target, by the sentinel's id."""
   spans: dict[int, list[int]] = {}
-  span: list[int] = []  # tokens before the first sentinel belong to no blank
+  span: list[int] = []  # Tokens before the first sentinel belong to no blank and are ignored.
   for token in map(int, target):
     if token in (0, vocabulary.eos_id):
       break

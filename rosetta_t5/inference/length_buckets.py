@@ -1,4 +1,4 @@
-"""Batches of short inputs are computed at a short length, chosen from a few that are compiled."""
+"""Shortens batches of short inputs to one of a few lengths ("buckets"), each compiled once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def check_buckets(buckets: Sequence[int] | None) -> tuple[int, ...]:
-  """Returns the lengths in ascending order, or () for None.
+  """Returns the buckets in ascending order, or () for None.
 
   Raises:
     ValueError: they are not positive integers.
@@ -32,14 +32,15 @@ def default_buckets(full_length: int) -> tuple[int, ...]:
 def cut_rows(
   rows: Sequence[tuple[Any, Any]], buckets: Sequence[int], is_scoring: bool = False
 ) -> list[tuple[Any, Any]]:
-  """Cuts the features of (index, example) pairs to the shortest bucket that holds all of them.
+  """Cuts the features of a batch to the shortest bucket that no example's content exceeds.
 
   For an encoder-decoder model, the inputs are cut. A decoder-only model has inputs and targets in one
-  row. When they are scored, the whole row is cut. When the model continues the inputs, the length of
-  the row limits how far, so only `decoder_causal_attention`, which marks the inputs, is cut.
+  row. When they are scored, the whole row is cut. When the model continues the inputs, only
+  `decoder_causal_attention`, which marks the inputs, is cut: the length of the row remains, because it
+  limits the length of the prediction.
 
   Args:
-    rows: the rows of one batch; examples without these features are not changed.
+    rows: (index, example) pairs; examples without these features are not changed.
     buckets: lengths in ascending order.
     is_scoring: whether targets are scored instead of decoded.
   """
@@ -57,7 +58,7 @@ def cut_rows(
 
 
 def _features_to_cut(example: Mapping[str, Any], is_scoring: bool) -> tuple[str | None, str]:
-  """Returns the feature whose length decides, and the prefix of the features to cut."""
+  """Returns the feature that determines the length, and the prefix of the features to cut."""
   if "encoder_input_tokens" in example:
     return "encoder_input_tokens", "encoder_"
   measured = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"

@@ -1,4 +1,4 @@
-"""The result files of inference: one JSON object per line, written in chunks that are merged."""
+"""Writes the results of inference: one JSON object per line, in chunks that are merged at the end."""
 
 from __future__ import annotations
 
@@ -35,17 +35,21 @@ def check_mode(mode: str) -> None:
 
 
 def check_output_dir(binding: str, folder: str) -> None:
-  """Checks that a folder for results exists or can be created; remote folders are not checked.
+  """Checks that files can be written to a folder, which may not exist yet. Skips remote folders.
+
+  Args:
+    binding: the name of the gin binding that contains the folder.
+    folder: the folder.
 
   Raises:
-    ValueError: nothing can be written there.
+    ValueError: nothing can be written to the folder.
   """
   if "://" in folder:
     return
   path = pathlib.Path(folder).absolute()
   existing = next(p for p in (path, *path.parents) if p.exists())
   try:
-    # Permissions do not show a full, foreign or read-only file system.
+    # Permissions do not show whether the file system is full, read-only or another user's.
     with tempfile.TemporaryFile(dir=existing):
       pass
   except OSError as error:
@@ -75,9 +79,10 @@ def write_inferences_to_file(
     mode: 'predict', 'score' or 'predict_with_aux'.
     vocabulary: decodes predicted tokens.
     json_encoder_cls: encodes types that JSON lacks; None for SeqIO's TensorAndNumpyEncoder.
-    include_all_inputs: write all features of the examples, not only their texts (`*_pretokenized`).
+    include_all_inputs: whether to write all features of the examples. By default only their texts
+      (`*_pretokenized`) are written.
     input_fields_to_include: the features to write, together with their texts.
-    output_ids: write the predicted tokens as well, as `prediction_tokens`, up to the first 0.
+    output_ids: whether to write the predicted tokens too, as `prediction_tokens`, up to the first 0.
 
   Raises:
     ValueError: arguments are missing or contradict each other.
@@ -115,10 +120,9 @@ def write_inferences_to_file(
 
 
 def _aux_of_row(aux: Mapping[str, Any], row: int) -> Any:
-  def is_column(x: Any) -> bool:
-    return isinstance(x, list | np.ndarray)
-
-  return jax.tree.map(lambda column: _to_json(column[row]), aux, is_leaf=is_column)
+  return jax.tree.map(
+    lambda column: _to_json(column[row]), aux, is_leaf=lambda x: isinstance(x, list | np.ndarray)
+  )
 
 
 def _to_json(value: Any) -> Any:
@@ -133,28 +137,29 @@ def _to_json(value: Any) -> Any:
 
 
 class ChunkFolder:
-  """The chunks `NAME-chunk00000`, … of a task's results, from which a killed run can continue.
+  """The chunks NAME-chunk00000, NAME-chunk00001, … of a task's results.
 
-  A chunk is complete if a file with the suffix `.COMPLETED` exists beside it.
+  A run that was killed continues after the complete chunks. A chunk is complete if there is a file of
+  the same name with the suffix `.COMPLETED`.
   """
 
   def __init__(self, folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]):
     """Opens the folder of an earlier run, or creates it.
 
     Args:
-      folder: contains the chunks.
-      name: of the chunks.
-      settings: what determines their content (batch size, checkpoint, …), as JSON.
+      folder: the folder of the chunks.
+      name: the first part of the chunks' names.
+      settings: what determines their content (batch size, checkpoint, …); JSON can represent it.
 
     Raises:
       ValueError: an earlier run with other settings has left chunks in the folder.
     """
     self.path = epath.Path(folder)
     self._name = name
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings))  # As they are after being read from the file.
     file = self.path / _SETTINGS
     # Without a complete chunk the settings may change, for example after running out of memory.
-    if file.exists() and self._is_complete(0):
+    if file.exists() and self._marker(0).exists():
       _check_same_settings(json.loads(file.read_text()), settings, self.path)
     elif jax.process_index() == 0:
       self.path.mkdir(parents=True, exist_ok=True)
@@ -166,17 +171,17 @@ class ChunkFolder:
 
   def mark_complete(self, number: int) -> None:
     """Records that a chunk has been written completely."""
-    epath.Path(self.chunk(number) + COMPLETED).write_text("")
+    self._marker(number).write_text("")
 
-  def _is_complete(self, number: int) -> bool:
-    return epath.Path(self.chunk(number) + COMPLETED).exists()
+  def _marker(self, number: int) -> epath.Path:
+    return epath.Path(self.chunk(number) + COMPLETED)
 
   def num_complete(self) -> int:
-    """Returns the number of complete chunks before the first incomplete one; equal on all processes."""
+    """Returns the number of complete chunks before the first incomplete one, on all processes."""
     from jax.experimental import multihost_utils
 
-    number = next(n for n in itertools.count() if not self._is_complete(n))
-    # Only the first process writes, so only it is sure to see all files.
+    number = next(n for n in itertools.count() if not self._marker(n).exists())
+    # The first process writes the files, so the others may not see all of them yet.
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
@@ -204,7 +209,7 @@ def merge_chunks_to_file(
     output_dir: the folder of the merged file.
     output_fname: the name of the merged file.
     tmp_dir: the folder of the chunks.
-    step: the checkpoint's step, which only other functions with these arguments use.
+    step: the checkpoint's step. It is not used here, but functions that replace this one may use it.
 
   Raises:
     ValueError: there are no chunks, or one is missing.
@@ -215,7 +220,7 @@ def merge_chunks_to_file(
   if not chunks or numbers != list(range(len(chunks))):
     raise ValueError(
       f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
-      "folder and start again"
+      "folder and start the run again"
     )
   with (epath.Path(output_dir) / output_fname).open("wb") as merged:
     for chunk in chunks:
@@ -224,14 +229,14 @@ def merge_chunks_to_file(
 
 
 class FailFastThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):
-  """Runs functions in threads and raises their errors at the next call (T5X's class)."""
+  """Runs functions in threads; an error of one is raised by the next `submit` (T5X's class)."""
 
   def __init__(self, *args: Any, **kwargs: Any):
     super().__init__(*args, **kwargs)
     self._unchecked: list[concurrent.futures.Future[Any]] = []
 
   def check_for_exceptions(self, wait: bool = False) -> None:
-    """Raises the first error of a function; `wait` waits for functions that still run."""
+    """Raises the first error of a submitted call. With `wait`, waits for calls that still run."""
     for future in list(self._unchecked):
       if wait or future.done():
         self._unchecked.remove(future)
@@ -240,14 +245,14 @@ class FailFastThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):
   def submit(
     self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
   ) -> concurrent.futures.Future[Any]:
-    """Queues a call; raises the error of an earlier one."""
+    """Queues a call. Raises the error of an earlier one."""
     self.check_for_exceptions()
     future = super().submit(fn, *args, **kwargs)
     self._unchecked.append(future)
     return future
 
   def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-    """Ends the threads; with `wait`, raises the error of a call."""
+    """Ends the threads. With `wait`, waits for all calls and raises the first error."""
     try:
       self.check_for_exceptions(wait=wait)
     finally:

@@ -30,7 +30,7 @@ class InferenceType(enum.Enum):
 
 
 class TextInference:
-  """Makes a model's batches of texts, and texts of its outputs.
+  """Converts texts to a model's batches, runs the model, and converts its outputs to texts.
 
   Attributes:
     features: the `seqio.Feature` of inputs and targets.
@@ -66,12 +66,12 @@ class TextInference:
     self._batch_size, self._lengths = batch_size, task_feature_lengths
     self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
     self._infer_fns: dict[Any, InferFn] = {}
-    # A decoder-only model has inputs and targets in one row.
-    row = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
-    self._row_length = sum(task_feature_lengths.get(name, 0) for name in row)
+    # A row of a decoder-only model contains inputs and targets.
+    names = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
+    self._row_length = sum(task_feature_lengths.get(name, 0) for name in names)
 
   def datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
-    """Returns the examples as two datasets: with the task's features, and with the model's."""
+    """Returns the examples twice: as a dataset with the task's features, and with the model's."""
     dataset = get_dataset_from_natural_text_examples(
       examples, preprocessors, self._lengths, self.features
     )
@@ -90,7 +90,7 @@ class TextInference:
     Args:
       mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
       examples: texts, or {"input": text, "target": text}.
-      preprocessors: make features of texts.
+      preprocessors: convert texts to features.
       train_state: contains the parameters.
       **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
         such as num_decodes=4.

@@ -1,4 +1,4 @@
-"""What to change when a device runs out of memory. It reads the devices' memory statistics."""
+"""Suggests what to change when a device runs out of memory."""
 
 from rosetta_t5.memory_advice.changes import OutOfMemoryError
 from rosetta_t5.memory_advice.inference import (

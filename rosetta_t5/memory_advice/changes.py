@@ -1,4 +1,4 @@
-"""Turns XLA's out-of-memory errors into errors that list the changes that save most memory."""
+"""Converts XLA's out-of-memory errors to errors that list the changes that would save most memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
 
-# The value of loss_chunk_length that is proposed.
+# The value of loss_chunk_length that the advice suggests.
 LOSS_CHUNK = 16
 _MAX_CHANGES = 3
 
@@ -20,7 +20,7 @@ _Option = TypeVar("_Option")
 
 
 class OutOfMemoryError(RuntimeError):
-  """A device does not have enough memory for the run. The text lists what would help."""
+  """A device does not have enough memory for the run. The text suggests what to change."""
 
 
 class Change(NamedTuple):
@@ -29,7 +29,7 @@ class Change(NamedTuple):
   Attributes:
     saved: bytes per device.
     line: the line to add to the gin file.
-    condition: what the change needs or causes, such as "on 16 devices: "; "" for nothing.
+    condition: what the change requires or causes, such as "on 16 devices: "; "" for nothing.
   """
 
   saved: float
@@ -39,13 +39,13 @@ class Change(NamedTuple):
 
 @contextmanager
 def explain_with(advice: Callable[[], list[str]]) -> Iterator[None]:
-  """Inside the `with`, an out-of-memory error of XLA becomes one that ends in advice.
+  """Adds advice to XLA's out-of-memory errors inside the `with`.
 
   Args:
     advice: returns the lines of the advice.
 
   Raises:
-    OutOfMemoryError: in place of XLA's error.
+    OutOfMemoryError: instead of XLA's error.
   """
   try:
     yield
@@ -57,10 +57,10 @@ def explain_with(advice: Callable[[], list[str]]) -> Iterator[None]:
 
 
 def advice_lines(now: Mapping[str, float], changes: Iterable[Change]) -> list[str]:
-  """Returns lines with the memory that is needed now and the changes that save most.
+  """Returns lines with the memory that is needed now, and the changes that would save most.
 
   Args:
-    now: bytes on each device, by what they hold.
+    now: the bytes needed on each device, by what they hold.
     changes: the possible changes.
   """
   parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
@@ -73,12 +73,12 @@ def advice_lines(now: Mapping[str, float], changes: Iterable[Change]) -> list[st
 
 
 def first_that_fits(options: Sequence[_Option], needed: Callable[[_Option], float]) -> _Option:
-  """Returns the first option whose bytes fit into a device, else the last."""
-  return next((each for each in options if needed(each) <= usable_bytes()), options[-1])
+  """Returns the first option whose bytes fit into a device's memory, else the last option."""
+  return next((option for option in options if needed(option) <= usable_bytes()), options[-1])
 
 
 def usable_bytes() -> float:
-  """Returns the bytes of a device that a run can use; of the host's memory if the device is a CPU."""
+  """Returns the bytes that a run can use on a device. For a CPU, it is a share of the host's memory."""
   stats = jax.local_devices()[0].memory_stats() or {}
   host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   return USABLE * stats.get("bytes_limit", host / jax.local_device_count())

@@ -1,4 +1,4 @@
-"""What to change if predicting or scoring does not fit into a device's memory."""
+"""Suggests what to change if predicting or scoring does not fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class InferenceMemoryAdvisor:
   Attributes:
     model: the model.
     partitioner: the partitioner.
-    initializer: has the state's shapes and PartitionSpecs.
+    initializer: provides the state's shapes and PartitionSpecs.
     shapes: the shapes of the global batch's features.
-    is_scoring: whether the run scores targets or computes the loss, and predicts nothing.
-    dtype: the dtype that parameters are restored in; None for the dtype of training.
+    is_scoring: whether the run only scores targets or computes the loss, without predicting.
+    dtype: the dtype that parameters are restored in; None for their dtype during training.
     scope: the gin scope of the dataset's config, such as "infer_eval/".
   """
 
@@ -49,13 +49,13 @@ class InferenceMemoryAdvisor:
   scope: str = ""
 
   def explain_out_of_memory(self, is_restoring: bool = False) -> AbstractContextManager[None]:
-    """Inside the `with`, an out-of-memory error of XLA becomes one that lists what to change.
+    """Adds advice to XLA's out-of-memory errors inside the `with`.
 
     Args:
-      is_restoring: whether parameters are being restored, when a smaller batch would not help.
+      is_restoring: whether parameters are being restored, so that a smaller batch would not help.
 
     Raises:
-      OutOfMemoryError: in place of XLA's error.
+      OutOfMemoryError: instead of XLA's error.
     """
     return explain_with(functools.partial(self._advice, is_restoring))
 
@@ -84,7 +84,10 @@ class InferenceMemoryAdvisor:
     return advice_lines(now, changes)
 
   def _dtype_change(self, params: float, compute_itemsize: int) -> Iterator[Change]:
-    """Yields parameters in the compute dtype. CPUs have no such matmuls and widen them again."""
+    """Yields the change to parameters in the compute dtype, if that is smaller.
+
+    CPUs are excluded: they convert parameters to float32 for matmuls, which saves nothing.
+    """
     dtype = self.model.network_config.dtype
     kept = compute_itemsize / jnp.dtype(self.dtype or dtype).itemsize
     if kept < 1 and jax.local_devices()[0].platform != "cpu":
@@ -92,7 +95,7 @@ class InferenceMemoryAdvisor:
       yield Change(params * (1 - kept), line)
 
   def _batch_change(self, work: Workload, held: float) -> Iterator[Change]:
-    """Yields the largest batch size that fits, else one example per device."""
+    """Yields the change to the largest batch size that fits, else to one example per device."""
     examples = int(work.examples)
     fewer = [work.replace(examples=n) for n in range(examples - 1, 0, -1) if examples % n == 0]
     if fewer:
@@ -102,7 +105,7 @@ class InferenceMemoryAdvisor:
       yield Change(_needed(work) - _needed(best), line)
 
   def _work_changes(self, work: Workload, held: float) -> Iterator[Change]:
-    """Yields fewer decodes, shorter texts, and logits in chunks."""
+    """Yields the changes to fewer decodes, to shorter texts, and to a loss computed in chunks."""
     model, now = f"models.{type(self.model).__name__}", _needed(work)
     if work.decodes is not None and work.decodes > 1:
       halvings = range(1, work.decodes.bit_length())
@@ -110,7 +113,7 @@ class InferenceMemoryAdvisor:
       best = first_that_fits(fewer, lambda changed: held + _needed(changed))
       line = f"{model}.predict_batch_with_aux.num_decodes = {best.decodes}"
       yield Change(now - _needed(best), line)
-    if "encoder" in work.lengths:  # without an encoder, inputs and targets share one length
+    if "encoder" in work.lengths:  # Without an encoder, inputs and targets share one length.
       halves = ({side: max(length // 2, 1)} for side, length in work.lengths.items())
       options = [work.replace(lengths={**work.lengths, **half}) for half in halves]
       shorter = min(options, key=_needed)
@@ -122,7 +125,7 @@ class InferenceMemoryAdvisor:
       yield Change(now - _needed(chunked), f"{model}.loss_chunk_length = {LOSS_CHUNK}")
 
   def _num_decodes(self, params: Any) -> int:
-    """Returns how many decodes the model makes of each example, as gin configures it."""
+    """Returns the number of decodes of each example, which gin may have bound."""
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in self.shapes.items()}
 
     def predict(params: Any, batch: Any) -> Any:
@@ -135,19 +138,19 @@ class InferenceMemoryAdvisor:
 def explain_out_of_memory_in_evaluation(
   model: Any, partitioner: Any, initializer: Any, feed: Any, cfg: Any, is_scoring: bool, scope: str
 ) -> AbstractContextManager[None]:
-  """Explains out-of-memory errors inside the `with`, while a training run evaluates.
+  """Adds advice to XLA's out-of-memory errors inside the `with`, for an evaluation during training.
 
   Args:
     model: the model.
     partitioner: the partitioner.
-    initializer: has the train state's shapes and PartitionSpecs.
-    feed: the training data, whose lengths the evaluation usually has too.
+    initializer: provides the train state's shapes and PartitionSpecs.
+    feed: the training data. Its lengths are assumed for the evaluation.
     cfg: the evaluation's dataset; None if there is none.
     is_scoring: see `InferenceMemoryAdvisor`.
     scope: see `InferenceMemoryAdvisor`.
 
   Raises:
-    OutOfMemoryError: in place of XLA's error.
+    OutOfMemoryError: instead of XLA's error.
   """
   batch_size = getattr(cfg, "batch_size", 0)
   shapes = {name: (batch_size, *spec.shape[1:]) for name, spec in feed.element_spec.items()}
@@ -158,23 +161,26 @@ def explain_out_of_memory_in_evaluation(
 
 
 def _needed(work: Workload) -> float:
-  """Returns the bytes per device besides the parameters."""
+  """Returns the bytes that a device needs besides the parameters."""
   return sum(inference_bytes(work).values())
 
 
 def _sharding_change(work: Workload, held: float) -> Iterator[Change]:
-  """Yields a model that more devices share. `fsdp` saves nothing: each step needs all parameters."""
+  """Yields the change to a model that is sharded over more devices of this or of a larger mesh.
+
+  `fsdp` would save nothing, because each step needs all parameters.
+  """
   devices, now = math.prod(work.mesh.values()), work.model_shards
-  here = [n for n in range(now + 1, devices + 1) if devices % n == 0 and _can_share(work, n)]
+  available = [n for n in range(now + 1, devices + 1) if devices % n == 0 and _can_share(work, n)]
   doublings = (devices * 2**n for n in itertools.count(1))
   more = itertools.takewhile(lambda n: n <= work.config.num_heads, doublings)
-  options = here or [n for n in more if _can_share(work, n)]
+  options = available or [n for n in more if _can_share(work, n)]
   if not options:
     return
 
   def needed(shards: int) -> float:
-    # On the same devices, fewer copies of the model share the batch.
-    examples = work.examples * shards / now if here else work.examples
+    # On the same devices there are fewer copies of the model, and each gets more of the batch.
+    examples = work.examples * shards / now if available else work.examples
     changed = work.replace(examples=examples, mesh={**work.mesh, MODEL_AXIS: shards})
     return held * now / shards + _needed(changed)
 
@@ -184,10 +190,10 @@ def _sharding_change(work: Workload, held: float) -> Iterator[Change]:
     mesh = {"data": max(devices // best, 1), "tensor": best}
     line = f"partitioning.PjitPartitioner.mesh = {json.dumps(mesh)}"
   saved = held + _needed(work) - needed(best)
-  yield Change(saved, line, "" if here else f"on {best} devices: ")
+  yield Change(saved, line, "" if available else f"on {best} devices: ")
 
 
 def _can_share(work: Workload, devices: int) -> bool:
-  """Returns whether heads, feed-forward units and vocabulary divide over that many devices."""
+  """Returns whether heads, feed-forward units and vocabulary can be split over this number of devices."""
   sizes = (work.config.num_heads, work.config.mlp_dim, work.config.vocab_size)
   return devices % work.model_shards == 0 and all(size % devices == 0 for size in sizes)

@@ -1,4 +1,4 @@
-"""What to change if the train state or a training step does not fit into a device's memory."""
+"""Suggests what to change if the train state or a training step does not fit into a device's memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _FULL_REMAT = ("full", "nothing_saveable")
 def explain_out_of_memory(
   model: Any, partitioner: Any, initializer: Any, feed: Any, trainer: Any = None
 ) -> AbstractContextManager[None]:
-  """Inside the `with`, an out-of-memory error of XLA becomes one that lists what to change.
+  """Adds advice to XLA's out-of-memory errors inside the `with`.
 
   Args:
     model: the model.
     partitioner: the partitioner.
-    initializer: has the train state's shapes and PartitionSpecs.
-    feed: the training data, whose `element_spec` has the shapes of the global batch by feature.
-    trainer: the trainer, which has the number of microbatches; None while the state is initialized or
-      restored, when only sharding it would help.
+    initializer: provides the train state's shapes and PartitionSpecs.
+    feed: the training data, whose `element_spec` contains the shapes of the global batch.
+    trainer: provides the number of microbatches; None while the state is initialized or restored, so
+      that only sharding it would help.
 
   Raises:
-    OutOfMemoryError: in place of XLA's error.
+    OutOfMemoryError: instead of XLA's error.
   """
 
   def advice() -> list[str]:
@@ -59,7 +59,7 @@ def explain_out_of_memory(
 
 
 def _activation_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:
-  """Yields changes that keep less for the backward pass."""
+  """Yields the changes with which less is kept for the backward pass."""
   fixed = sum(now.values()) - now.get("activations", 0.0)
 
   def needed(changed: Workload) -> float:
@@ -84,7 +84,7 @@ def _activation_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Ch
 
 
 def _state_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:
-  """Yields changes that shard the train state over more devices."""
+  """Yields the changes that shard the train state over more devices."""
   copies, shards, model = (work.mesh.get(axis, 1) for axis in (DATA_AXIS, FSDP_AXIS, MODEL_AXIS))
   tensor = f', "tensor": {model}' if model > 1 else ""
   line = 'partitioning.PjitPartitioner.mesh = {{"fsdp": {}{}}}'
@@ -95,7 +95,7 @@ def _state_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]
       zero1 = "partitioning.PjitPartitioner.zero1 = True"
       yield Change(now.get("optimizer", 0.0) * (1 - 1 / copies), zero1)
   if copies == 1 or state / copies > usable_bytes():
-    # It does not fit on these devices: double their number until it does.
+    # The state does not fit on these devices. Their number is doubled until it does.
     doublings = (copies * 2**n for n in itertools.count(1))
     parts = next(n for n in doublings if state / n <= usable_bytes())
     condition = f"on {parts * shards * model} devices: "

@@ -1,7 +1,7 @@
-"""Text that is tokenized once: indexed shards of tokens, and batches that are functions of the step.
+"""Text that is tokenized once, before training, into indexed shards of tokens.
 
-`prepare` (the command `rosetta-t5 prepare`) writes the shards, and `PreparedTask` reads them. Neither
-needs TensorFlow.
+`prepare` (the command `rosetta-t5 prepare`) writes the shards. `PreparedTask` makes batches of them,
+each a function of the step. Neither needs TensorFlow.
 """
 
 from rosetta_t5.data.prepared.prepare import prepare

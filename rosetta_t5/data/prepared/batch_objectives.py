@@ -1,11 +1,12 @@
 """Training objectives on batches of prepared segments, in numpy.
 
 They are the objectives and UL2 denoisers of `data.objectives`, without TensorFlow. Each objective has
-a `length`, the tokens of one segment, and a method `features(tokens_BL, keys_B)`, which returns the
-task's features, padded with zeros at the end. A row depends on its own tokens and key alone.
+a `length`, the number of tokens in a segment, and a method `features(tokens_BL, keys_B)`, which
+returns the task's features, padded with zeros at the end. A row depends only on its own tokens and
+key.
 
-The names of the classes and of their fields are part of the fingerprint of saved data positions: a
-run that continues refuses its position if they change.
+The names of the classes and of their fields are part of the fingerprint that is saved with a position
+in the data. If they change, existing runs cannot continue from their saved positions.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, Denoiser, 
 from rosetta_t5.data.prepared.corruption import corrupt_spans, noise_and_spans, random_keys
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
-_END = 1  # the end token's id in T5's vocabularies and in ours
+_END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
 
 Features = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """Causal language modelling: targets alone, for decoder-only models."""
+  """Causal language modelling for decoder-only models: the whole segment becomes the targets."""
 
   length: int
 
@@ -43,11 +44,11 @@ class Spans:
   """T5's span corruption.
 
   Attributes:
-    length: tokens of a segment.
+    length: number of tokens in a segment.
     density: fraction of the tokens that is dropped.
     mean_length: mean number of tokens in a dropped span.
-    vocab_size: the last ids of the vocabulary are the sentinels.
-    mode: tokens of the UL2 mode, which precede the inputs.
+    vocab_size: size of the vocabulary, whose last ids are the sentinels.
+    mode: the tokens that announce a UL2 denoiser; they are prepended to the inputs.
   """
 
   length: int
@@ -69,10 +70,11 @@ class Ending:
   """Prediction of a text's end from its beginning: prefix LM, and UL2's sequential denoiser.
 
   Attributes:
-    length: tokens of a segment.
-    density: mean fraction of the end, drawn uniformly from 0 to twice this value.
-    most: tokens of the longest end.
-    mode: tokens of the UL2 mode, which precede the inputs.
+    length: number of tokens in a segment.
+    density: mean fraction of the segment that becomes the targets; each row's fraction is drawn
+      uniformly between 0 and twice this value.
+    most: the largest number of tokens that become the targets.
+    mode: the tokens that announce a UL2 denoiser; they are prepended to the inputs.
   """
 
   length: int
@@ -104,19 +106,19 @@ def make_objectives(
   density: float = 0.15,
   mean_length: float = 3.0,
 ) -> list[Objective]:
-  """Returns the objective of this name; for "ul2", its seven denoisers.
+  """Returns a list with the objective of this name; for "ul2", with its seven denoisers.
 
   Args:
     name: one of OBJECTIVES.
-    lengths: of "inputs" and "targets", or of "targets" alone for causal_lm.
+    lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
     pieces: size of the vocabulary without the sentinels.
     extra_ids: number of sentinels, whose ids follow the pieces.
-    encode: tokenizes a text; used for UL2's modes.
+    encode: tokenizes a text, such as UL2's "[NLU]".
     density: fraction of the tokens that span_corruption drops.
     mean_length: mean number of tokens in a span that span_corruption drops.
 
   Raises:
-    ValueError: the lengths do not fit the objective.
+    ValueError: `lengths` has the wrong features or too small values for the objective.
   """
   expected = {"targets"} if name == "causal_lm" else {"inputs", "targets"}
   if set(lengths) != expected:
@@ -144,22 +146,21 @@ def _fit_denoiser(
   extra_ids: int,
   mode: tuple[int, ...],
 ) -> Objective:
-  """Chooses the segment length that fills the features, with one end token in each."""
+  """Returns an objective whose segments fill both features, including one end token in each."""
   if denoiser.mean_length is None:
     without_end = {name: size - 1 for name, size in lengths.items()}
     length, most, density = prefix_lengths(without_end, len(mode), denoiser.density)
     return Ending(length, density, min(most, length - 1), mode)
   assert denoiser.density is not None
-  length = segment_length(
+  longest = segment_length(
     lengths["inputs"] - len(mode), lengths["targets"], denoiser.density, denoiser.mean_length
   )
-  # Where less than half a span is dropped, T5 counts no sentinel: such segments are one token shorter.
-  while length > 1:
+  # T5's formula counts no sentinel if less than half a span is dropped. Then a shorter segment fits.
+  for length in range(longest, 1, -1):
     noise, spans = noise_and_spans(length, denoiser.density, denoiser.mean_length)
     inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
     if inputs <= lengths["inputs"] and targets <= lengths["targets"]:
       break
-    length -= 1
   else:
     raise ValueError(
       f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"

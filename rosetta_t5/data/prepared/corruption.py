@@ -1,19 +1,19 @@
 """Span corruption of a whole batch at once, in numpy.
 
-The distribution is T5's (Raffel et al. 2020, section 3.3.4), as in `objectives.span_corruption`. The
-random draws differ: each row depends on its own key alone.
+The distribution is T5's (Raffel et al. 2020, section 3.3.4), as in `objectives.span_corruption`, but the
+random numbers are others: each row depends only on its own key.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
 
 
 @np.errstate(over="ignore")
 def splitmix64(values: np.ndarray) -> np.ndarray:
-  """Hashes each uint64 with splitmix64 (Steele et al. 2014); the results look independent."""
+  """Hashes each uint64 with splitmix64 (Steele et al. 2014), which serves as a random generator."""
   values = values + _GOLDEN
   values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -22,14 +22,14 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 def random_keys(*numbers: int | np.ndarray) -> np.ndarray:
   """Returns a uint64 key for each combination of the numbers; arrays are broadcast."""
-  key = np.asarray(np.uint64(0))
+  key = np.zeros((), np.uint64)
   for number in numbers:
     key = splitmix64(key ^ splitmix64(np.asarray(number).astype(np.uint64)))
-  return np.asarray(key)
+  return key
 
 
 def noise_and_spans(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
-  """Returns how many tokens of a row are dropped, and in how many spans; each is at least one."""
+  """Returns how many tokens of a row are dropped, and in how many spans; both are at least 1."""
   noise = min(max(round(length * noise_density), 1), length - 1)
   return noise, max(round(noise / mean_span_length), 1)
 
@@ -46,7 +46,7 @@ def corrupt_spans(
   Args:
     tokens_BL: int32 tokens; the rows must have no padding.
     keys_B: one uint64 key for each row.
-    vocab_size: the vocabulary's last ids, counted down from `vocab_size - 1`, are the sentinels.
+    vocab_size: size of the vocabulary, whose last ids are the sentinels, from `vocab_size - 1` down.
     noise_density: fraction of the tokens that is dropped.
     mean_span_length: mean number of tokens in a dropped span.
   """
@@ -55,7 +55,7 @@ def corrupt_spans(
   kept_BS = _random_parts(length - noise, spans, random_keys(keys_B, 0))
   dropped_BS = _random_parts(noise, spans, random_keys(keys_B, 1))
   lengths_BT = np.stack([kept_BS, dropped_BS], axis=-1).reshape(batch, -1)
-  starts_BT = np.cumsum(lengths_BT, axis=1)[:, :-1]  # of every span except the first
+  starts_BT = np.cumsum(lengths_BT, axis=1)[:, :-1]  # the starts of all spans but the first
   is_start_BL = np.zeros((batch, length), bool)
   is_start_BL[:, 0] = True
   is_start_BL[np.arange(batch)[:, None], starts_BT] = True
@@ -64,16 +64,16 @@ def corrupt_spans(
   sentinel_BL = vocab_size - 1 - span_BL // 2
 
   def keep(is_kept_BL: np.ndarray) -> np.ndarray:
-    """Keeps the selected tokens and puts one sentinel in place of each other span."""
+    """Keeps the selected tokens and replaces each other span by one sentinel."""
     mixed_BL = np.where(is_kept_BL, tokens_BL, sentinel_BL).astype(np.int32)
-    # All rows have equally many spans and dropped tokens, so equally many tokens remain in each.
+    # The rows remain equally long, because all have the same numbers of spans and dropped tokens.
     return mixed_BL[is_kept_BL | is_start_BL].reshape(batch, -1)
 
   return keep(~is_noise_BL), keep(is_noise_BL)
 
 
 def _random_parts(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
-  """Splits `total` into `parts` positive integers [B, parts]; all ways are equally likely."""
+  """Splits `total` into random positive integers [B, parts]; all splits are equally likely."""
   if parts == 1:
     return np.full((len(keys_B), 1), total)
   positions = np.arange(total - 1, dtype=np.uint64)

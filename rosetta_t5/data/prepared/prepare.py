@@ -1,4 +1,4 @@
-"""Tokenizes files into shards: in parallel, on several machines if wanted, and restartable."""
+"""Tokenizes files into shards, in parallel. A call that was killed can be repeated to finish it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job, write_atomically
 from rosetta_t5.data.reading import Layout, find_files
+from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -35,35 +36,35 @@ def prepare(
   text: str = "text",
   validation_percent: float = 1.0,
   append_end: bool = False,
-  layout: Layout | None = None,
+  layout: Layout = DEFAULT_LAYOUT,
   on_bad_example: str = "skip",
   workers: int | None = None,
   executor: Executor | None = None,
   progress: Progress | None = None,
 ) -> dict[str, Any]:
-  """Tokenizes files into `out` and returns its manifest.
+  """Tokenizes files into the folder `out`, and returns its manifest.
 
-  Shards that an earlier call made of the same files with the same settings are kept. The manifest
+  Shards that an earlier call wrote from the same files with the same settings are kept. The manifest
   is written when all shards are complete; a folder without it is not accepted as prepared data.
 
   Args:
     inputs: patterns of files, or folders.
-    vocabulary: file of a SentencePiece model; it is copied into `out`.
-    out: a folder for these data alone.
+    vocabulary: a SentencePiece model's file, which is copied into `out`.
+    out: the folder to write, which must contain nothing else.
     text: the column that contains the text, or a template such as "{title} {body}".
-    validation_percent: percentage of the documents, by the hash of their text, that become the
-      validation split.
-    append_end: append an end token to each document (for causal language models).
+    validation_percent: percentage of the documents, chosen by the hash of their text, that become
+      the validation split.
+    append_end: whether to append an end token to each document (for causal language models).
     layout: format, columns and text unit of the files.
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     workers: number of processes; None for one per core.
     executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
-    progress: called at least twice a second with the completed shards, all shards, and the
-      documents and bytes of text so far.
+    progress: called at least twice a second with the number of completed shards, of all shards, and
+      of the documents and bytes of text that have been tokenized.
 
   Raises:
-    ValueError: there are no files, no valid vocabulary, no documents in the files, or `out`
-      contains something else.
+    ValueError: there is no file or no document, the vocabulary is not valid, or `out` contains
+      something else.
   """
   files = find_files(inputs)
   folder = pathlib.Path(out)
@@ -79,7 +80,7 @@ def prepare(
     vocabulary=str(copy.absolute()),
     vocabulary_sha256=hashlib.sha256(model).hexdigest(),
     text=text,
-    layout=layout or Layout(),
+    layout=layout,
     validation_percent=validation_percent,
     append_end=append_end,
     on_bad_example=on_bad_example,
@@ -128,37 +129,34 @@ def _is_shard_file(path: pathlib.Path) -> bool:
 
 
 def _check_folder(folder: pathlib.Path) -> None:
-  known = ("shards", MANIFEST, VOCABULARY)
-  paths = [path for path in folder.iterdir() if path.name not in known]
-  foreign = sorted(path.name for path in paths if not _is_shard_file(path))
+  others = [path for path in folder.iterdir() if not _is_shard_file(path)]
+  foreign = sorted({path.name for path in others} - {"shards", MANIFEST, VOCABULARY})
   if foreign:
     raise ValueError(
       f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
-      "folder of its own"
+      "folder that contains nothing else"
     )
 
 
 def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
-  """Removes shards of another plan and the leftovers of killed runs."""
-  ours = {job.file(split) for job in jobs for split in SPLITS}
-  ours |= {path.with_suffix(".ends.npy") for path in ours}
-  ours |= {job.facts_file for job in jobs}
-  names = {path.name for path in ours}
-  candidates = [*filter(_is_shard_file, folder.iterdir()), *(folder / "shards").iterdir()]
-  for path in candidates:
+  """Removes the shards of calls with another number of shards, and what killed calls have left."""
+  tokens = [job.file(split) for job in jobs for split in SPLITS]
+  indices = [path.with_suffix(".ends.npy") for path in tokens]
+  names = {path.name for path in (*tokens, *indices, *(job.facts_file for job in jobs))}
+  for path in (*filter(_is_shard_file, folder.iterdir()), *(folder / "shards").iterdir()):
     if path.name not in names:
       path.unlink()
 
 
 def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
   count = min(workers or os.cpu_count() or 1, len(jobs))
-  # Forking a program with threads (JAX has them) can hang.
+  # A fork of a process that has threads, as JAX has, can hang.
   context = multiprocessing.get_context("spawn")
   return concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
 
 
 def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:
-  """Runs the jobs that are not complete, largest first, and returns all facts in order."""
+  """Runs the jobs whose shards are not complete, largest first, and returns the facts of all."""
   done = {job.number: facts for job in jobs if (facts := job.stored_facts())}
   left = [job for job in jobs if job.number not in done]
   left.sort(key=lambda job: job.input_bytes, reverse=True)
@@ -191,7 +189,7 @@ def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tupl
 def _manifest(job: ShardJob, pieces: int, shards: Sequence[Facts]) -> dict[str, Any]:
   splits = {split: _split_facts(shards, split) for split in SPLITS}
   sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
-  bad_examples: Counter[str] = sum((Counter(shard["bad_examples"]) for shard in shards), Counter())
+  bad_examples = _sum_counts(shard["bad_examples"] for shard in shards)
   first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
   if not splits["train"]["documents"]:
     raise ValueError(
@@ -214,9 +212,13 @@ def _manifest(job: ShardJob, pieces: int, shards: Sequence[Facts]) -> dict[str, 
   }
 
 
+def _sum_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+  return sum(map(Counter, counts), Counter())
+
+
 def _split_facts(shards: Sequence[Facts], split: str) -> dict[str, Any]:
   facts = [shard["splits"][split] for shard in shards if split in shard["splits"]]
-  lengths: Counter[str] = sum((Counter(shard["lengths"]) for shard in facts), Counter())
+  lengths = _sum_counts(shard["lengths"] for shard in facts)
   return {
     "documents": sum(shard["documents"] for shard in facts),
     "tokens": sum(shard["tokens"] for shard in facts),

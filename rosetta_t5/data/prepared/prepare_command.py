@@ -12,11 +12,12 @@ from typing import Any
 
 from rosetta_t5.data.prepared.prepare import Executor, Progress, prepare
 from rosetta_t5.data.reading import Layout
+from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 
 
 def main(argv: Sequence[str]) -> int:
-  """Prepares data as the command line specifies; a second call continues a killed one."""
+  """Prepares data as the command line specifies; the same command continues one that was killed."""
   arguments = _parser().parse_args(argv)
   columns = tuple(arguments.columns or ()) or None
   started = time.monotonic()
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     print("Stopped. The same command continues after the completed shards.", file=sys.stderr)
     return 130
-  print(f"{arguments.out}, in {time.monotonic() - started:.1f} s:")
+  print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
   print("\n".join(_summary(manifest)))
   print("In a gin file:")
   print("  from rosetta_t5 import data")
@@ -55,15 +56,15 @@ def _parser() -> argparse.ArgumentParser:
   add = parser.add_argument
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
   add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
-  add("--out", required=True, metavar="DIR")
-  add("--text-key", default="text", help="a column, or a template such as '{title} {body}'")
+  add("--out", required=True, metavar="DIR", help="the folder to write; a new one")
+  add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
   add("--workers", type=int, help="number of processes; one per core by default")
-  add("--validation-percent", type=float, default=1.0)
+  add("--validation-percent", type=float, default=1.0, help="size of the validation split")
   add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
-  add("--format", choices=sorted(FORMATS))
+  add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
   add("--columns", nargs="+", help="column names of csv or tsv files without a header")
   add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
-  add("--on-bad-example", choices=("skip", "refuse"), default="skip")
+  add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
   add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
   return parser
 
@@ -100,7 +101,8 @@ def _progress_bar() -> Iterator[Progress]:
     def show(done: int, shards: int, documents: int, text_bytes: int) -> None:
       nonlocal start
       now = time.monotonic()
-      start = start or (now, documents, text_bytes)  # shards of earlier calls are not speed
+      # Documents of earlier calls do not count for the speed.
+      start = start or (now, documents, text_bytes)
       seconds = max(now - start[0], 1e-3)
       megabytes = (text_bytes - start[2]) / 1e6
       speed = f"{(documents - start[1]) / seconds:,.0f} docs/s {megabytes / seconds:.1f} MB/s"

@@ -1,11 +1,12 @@
-"""Batches of prepared text: each a function of (seed, step), and the same on any number of hosts.
+"""Batches of prepared text: each is a function of the seed and the step, on any number of hosts.
 
-Host h of n reads some rows of every global batch; together the hosts read all of it. A position in
-the data is the number of a step, so a run can continue at any step at once.
+Each host reads its rows of every global batch. A position in the data is the number of a step, so a
+run can continue at any step without reading what came before it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -30,18 +31,18 @@ HostBatch = dict[str, np.ndarray]
 class Batches:
   """This host's rows of every batch, as a sequence.
 
-  A source is a folder with an objective: UL2 makes seven sources of each folder.
+  A source is a pair of a folder and an objective. With UL2 each folder becomes seven sources.
 
   Attributes:
     segments: the segments of each source.
     objectives: the objective of each source.
-    mixture: maps an example's number to its source.
-    lengths: of "inputs" and "targets", or of "targets" alone.
-    batch_size: rows of the global batch.
-    rows: which of these rows belong to this host.
-    seed: of the objectives.
-    pack: adds segment ids and positions, although every row is one segment already.
-    unreadable: number of damaged examples that were replaced so far.
+    mixture: maps an example's number to its source and its index in that source.
+    lengths: the lengths of "inputs" and "targets", or of "targets" alone.
+    batch_size: number of rows in the global batch.
+    rows: which of these rows this host reads.
+    seed: the seed of the objectives' random choices.
+    pack: whether to add segment ids and positions, although every row is a single segment.
+    unreadable: the number of damaged examples that have been replaced so far.
   """
 
   segments: Sequence[Segments]
@@ -70,7 +71,7 @@ class Batches:
     return batch
 
   def fingerprint(self) -> str:
-    """Returns a digest of what a batch depends on, except its shape and this host's rows."""
+    """Returns a digest of all that a batch depends on, except its shape and this host's rows."""
     assert isinstance(self.mixture, RateMixture)
     facts = [
       [(segments.stream.digest, segments.seed) for segments in self.segments],
@@ -79,8 +80,16 @@ class Batches:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
   def measures(self, step: int) -> dict[str, float]:
-    """Returns metrics at the beginning of a step: epochs of each folder, unreadable examples."""
-    epochs = self._epochs(step)
+    """Returns metrics at the beginning of a step.
+
+    "data/epochs/NAME" is how many times a folder has been read, "data/unreadable" the number of
+    damaged examples.
+    """
+    assert isinstance(self.mixture, RateMixture)
+    epochs: dict[pathlib.Path, float] = collections.defaultdict(float)
+    for source, segments in enumerate(self.segments):
+      examples = self.mixture.examples_before(step * self.batch_size, source)
+      epochs[segments.stream.folder] += examples / segments.count
     names = [folder.name for folder in epochs]
     if len(set(names)) < len(names):
       names = [f"{number}_{name}" for number, name in enumerate(names)]
@@ -89,18 +98,8 @@ class Batches:
       measures["data/unreadable"] = float(self.unreadable)
     return measures
 
-  def _epochs(self, step: int) -> dict[pathlib.Path, float]:
-    """Returns how many times each folder has been read when a step begins."""
-    assert isinstance(self.mixture, RateMixture)
-    epochs: dict[pathlib.Path, float] = {}
-    for source, segments in enumerate(self.segments):
-      examples = self.mixture.examples_before(step * self.batch_size, source)
-      folder = segments.stream.folder
-      epochs[folder] = epochs.get(folder, 0.0) + examples / segments.count
-    return epochs
-
   def _task_features(self, numbers: Sequence[int]) -> HostBatch:
-    """Returns the features of these examples; the rows of each source are made together."""
+    """Returns the features of these examples, which are computed for each source at once."""
     sources, indices = zip(*map(self.mixture.locate, numbers), strict=True)
     keys_B = random_keys(self.seed, np.array(numbers))
     features = {
@@ -121,18 +120,18 @@ class Batches:
       return np.stack([self._read_or_replace(segments, index) for index in indices])
 
   def _read_or_replace(self, segments: Segments, index: int) -> np.ndarray:
-    """Reads a segment, or the first one after it whose shard is not damaged."""
+    """Reads a segment, or the first one after it that is not damaged."""
     for candidate in range(index, index + segments.count):
       try:
         return segments.stream.read([segments.start(candidate)], segments.length)[0]
       except ValueError as error:
         self.unreadable += 1
-        if self.unreadable & (self.unreadable - 1) == 0:  # each power of two
+        if self.unreadable.bit_count() == 1:  # powers of two, so that the log remains short
           logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)
     raise ValueError(f"No example of {segments.stream.folder} can be read: prepare it again")
 
   def _model_features(self, features: HostBatch) -> HostBatch:
-    """Returns what SeqIO's feature converters make of the task's features."""
+    """Converts the task's features to the model's, as SeqIO's feature converters do."""
     targets = features["targets"]
     is_token = {"decoder": (targets > 0).astype(np.int32)}
     batch = {
@@ -153,8 +152,14 @@ class Batches:
 class PreparedIterator(StepIndexedIterator):
   """Yields batches in order, prefetched by Grain's threads or processes; its position is the step."""
 
-  def __init__(self, batches: Batches, threads: int | None = None, workers: int = 0):
-    """Args: batches: the data; threads and workers: Grain's threads and processes for prefetching."""
+  def __init__(self, batches: Batches, threads: int | None, workers: int):
+    """Starts at the first batch.
+
+    Args:
+      batches: the data.
+      threads: number of Grain's threads for prefetching; None for 2.
+      workers: number of Grain's processes for prefetching; 0 for none.
+    """
     self.batches = batches
     self._threads = threads or 2
     self._workers = workers
@@ -193,7 +198,7 @@ class PreparedIterator(StepIndexedIterator):
     }
 
   def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
-    """Writes the position: the current step, or an earlier one by `steps_back`."""
+    """Writes the position: the step that is `steps_back` before the current one."""
     state = {"step": self._step - steps_back, "data": self.batches.fingerprint()}
     epath.Path(filename).write_text(json.dumps(state))
 
@@ -204,6 +209,7 @@ class PreparedIterator(StepIndexedIterator):
       ValueError: the position was saved for other batches.
     """
     state = json.loads(epath.Path(filename).read_text())
-    if state.get("data", self.batches.fingerprint()) != self.batches.fingerprint():
+    fingerprint = self.batches.fingerprint()
+    if state.get("data", fingerprint) != fingerprint:
       raise ValueError("it is a step of other prepared folders, rates, objective or seed")
     self._start(int(state["step"]))

@@ -1,6 +1,7 @@
-"""One shard of prepared data: some input files become tokens and an index, complete or not at all.
+"""Writes one shard of prepared data: the tokens of some input files, with an index.
 
-A job depends on nothing but itself, so any executor can run it, on any machine that sees the files.
+A job needs nothing but its own fields and the files, so any executor can run it on any machine that
+can read them. A shard that was not finished never looks complete.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout
 from rosetta_t5.data.reading.templates import make_converter
 
 SPLITS = ("train", "validation")
-# Longer documents continue in further records: reading one segment must not read a whole library.
+# A longer document is stored in several records, so that a segment can be read without all of it.
 TOKENS_PER_RECORD = 4096
-_CHARACTERS_PER_PIECE = 50_000  # long texts are slow to tokenize and need much memory
+_CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
 _CHARACTERS_PER_BATCH = 1_000_000
 _SECONDS_PER_REPORT = 0.5
 
-# A piece of a document, and the document's split if this is its last piece, else "".
+# A piece of a document's text, and for its last piece the document's split, else "".
 Piece = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardJob:
-  """The specification of one shard.
+  """The specification of one shard. Its fields are part of the fingerprint of shards on disk.
 
   Attributes:
-    number: of the shard.
-    shards: number of shards in total.
+    number: the shard's number, from 0.
+    shards: the number of all shards.
     files: input files, each as (path, bytes, modification time in ns).
     out: the folder of the prepared data.
-    vocabulary: file of a SentencePiece model.
-    vocabulary_sha256: digest of this file.
+    vocabulary: a SentencePiece model's file.
+    vocabulary_sha256: the digest of this file.
     text: the column that contains the text, or a template.
     layout: how the files' bytes become records.
-    validation_percent: percentage of the documents, by hash, in the validation split.
+    validation_percent: percentage of the documents, chosen by their hash, in the validation split.
     append_end: whether an end token follows each document.
     on_bad_example: "skip" or "refuse".
   """
@@ -58,11 +59,11 @@ class ShardJob:
   out: str
   vocabulary: str
   vocabulary_sha256: str
-  text: str = "text"
-  layout: Layout = dataclasses.field(default_factory=Layout)
-  validation_percent: float = 1.0
-  append_end: bool = False
-  on_bad_example: str = "skip"
+  text: str
+  layout: Layout
+  validation_percent: float
+  append_end: bool
+  on_bad_example: str
 
   @property
   def input_bytes(self) -> int:
@@ -81,16 +82,16 @@ class ShardJob:
 
   @property
   def facts_file(self) -> pathlib.Path:
-    """The file that is written last: a shard is complete when it exists."""
+    """The file with facts about the shard. It is written last, when the shard is complete."""
     return pathlib.Path(self.out, "shards", f"{self.number:05}.json")
 
   @property
   def progress_file(self) -> pathlib.Path:
-    """The file that reports the documents and bytes done so far."""
+    """The file with the numbers of documents and bytes that have been tokenized so far."""
     return self.facts_file.with_suffix(".progress")
 
   def stored_facts(self) -> dict[str, Any] | None:
-    """Returns the facts of the complete shard that the same job has written, or None."""
+    """Returns the facts of the shard if this job has completed it earlier, else None."""
     try:
       facts = json.loads(self.facts_file.read_text())
       sizes = {pathlib.Path(self.out, f["file"]): f["bytes"] for f in facts["splits"].values()}
@@ -112,7 +113,7 @@ def run_job(job: ShardJob) -> dict[str, Any]:
 
 
 def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
-  """Writes a file that appears complete or not at all."""
+  """Writes a file under another name and renames it, so that it never exists incompletely."""
   scratch = _scratch_file(path)
   scratch.write_bytes(content.encode() if isinstance(content, str) else content)
   scratch.replace(path)
@@ -178,9 +179,9 @@ def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-  """Yields pieces in batches to tokenize together; a long document spans several batches.
+  """Groups pieces into batches of limited size to tokenize together; a document may span several.
 
-  Tokens as Python integers take twenty times the memory of the text.
+  The size is limited because tokens as Python integers take twenty times the memory of the text.
   """
   batch: list[Piece] = []
   characters = 0
@@ -194,7 +195,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
-  """Writes one split's records into a scratch file that gets its name when it is complete."""
+  """Writes the records of a split into a scratch file, which is renamed when it is complete."""
 
   def __init__(self, path: pathlib.Path):
     self.documents = 0
@@ -222,7 +223,7 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
     self._lengths[len(tokens).bit_length()] += 1
 
   def finish(self) -> dict[str, Any] | None:
-    """Gives the files their names and returns the split's facts, or None if it is empty."""
+    """Renames the complete files and returns the split's facts; None for an empty split."""
     if not self.documents:
       self._path.unlink(missing_ok=True)
       return None
@@ -238,12 +239,12 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
       "records": len(self._ends) - 1,
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),
-      # number of documents by the smallest power of two above their length
+      # The number of documents by the smallest power of two above their length.
       "lengths": {str(1 << bits): n for bits, n in sorted(self._lengths.items())},
     }
 
   def __exit__(self, *error: object) -> None:
-    """Removes what was not finished."""
+    """Removes the scratch file, which exists only if the split was not finished."""
     if self.documents and self._writer.is_open():
       self._writer.close()
     self._scratch.unlink(missing_ok=True)
@@ -255,7 +256,7 @@ def _scratch_file(path: pathlib.Path) -> pathlib.Path:
 
 @functools.cache
 def _tokenizer(path: str, digest: str) -> Any:
-  """Loads a SentencePiece model; the digest distinguishes models stored under the same path."""
+  """Loads a SentencePiece model; the digest distinguishes models that replace one another."""
   import sentencepiece
 
   del digest

@@ -24,7 +24,7 @@ def prepared_task(
   noise_density: float = 0.15,
   mean_span_length: float = 3.0,
 ) -> PreparedTask:
-  """Returns prepared folders as a task; see `PreparedTask` for the arguments."""
+  """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
   folders = (folders,) if isinstance(folders, str) else tuple(folders)
   rates = tuple(rates) if rates else None
   return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
@@ -39,7 +39,7 @@ class PreparedTask:
     objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
     rates: how often each folder is drawn from; None draws from all tokens equally often.
     extra_ids: number of sentinels above the vocabulary's pieces.
-    name: used in logs and metrics.
+    name: the task's name in logs and metrics.
     noise_density: fraction of the tokens that span_corruption drops.
     mean_span_length: mean number of tokens in a span that span_corruption drops.
   """
@@ -77,7 +77,7 @@ class PreparedTask:
 
   @property
   def output_features(self) -> dict[str, Any]:
-    """SeqIO's features, which have the vocabulary."""
+    """The features as SeqIO describes them, with their vocabulary."""
     from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
     seqio = import_seqio()
@@ -87,11 +87,11 @@ class PreparedTask:
     return dict.fromkeys(names, feature)
 
   def batches(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> Batches:
-    """Returns this shard's rows of every batch.
+    """Returns this shard's rows of every training batch.
 
     Raises:
-      ValueError: the lengths do not fit the objective, or the split does not exist or is shorter
-        than one example.
+      ValueError: the lengths do not fit the objective; or the split does not exist, or has fewer
+        tokens than one example.
     """
     lengths = dict(cfg.task_feature_lengths)
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
@@ -121,12 +121,15 @@ class PreparedTask:
     )
 
   def feed(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
-    """Returns training batches without end."""
+    """Returns an endless iterator of training batches."""
     batches = self.batches(cfg, shard, shards, seed)
     return PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
 
   def evaluation(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> Batches:
-    """Returns at most `steps` batches in order, each example once; the last may have empty rows."""
+    """Returns at most `steps` batches, in which each example occurs once.
+
+    The last batch may have empty rows.
+    """
     cfg = dataclasses.replace(cfg, shuffle=False)
     batches = self.batches(cfg, shard, shards, cfg.seed or 0)
     counts = [segments.count for segments in batches.segments]

@@ -1,7 +1,8 @@
-"""The tokens of a prepared split as one long stream with random access."""
+"""The tokens of a prepared split, as one long stream with random access."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -21,7 +22,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the manifest of a prepared folder.
 
   Raises:
-    ValueError: the folder has no manifest, because it is not prepared data or is incomplete.
+    ValueError: the folder has no manifest, because it is incomplete or is not prepared data.
   """
   path = pathlib.Path(folder) / MANIFEST
   if path.exists():
@@ -41,15 +42,15 @@ class TokenStream:
     folder: the prepared folder.
     manifest: the folder's manifest.
     size: number of tokens.
-    digest: of all tokens.
+    digest: a hash of all tokens.
   """
 
   def __init__(self, folder: str | os.PathLike[str], split: str):
     """Reads the manifest; shards and their indices are opened when they are needed.
 
     Raises:
-      ValueError: the folder is not prepared data or lacks the split, or a shard is missing or has
-        another size than the manifest records.
+      ValueError: the folder is not prepared data or lacks the split; or a shard is missing, or its
+        size differs from the manifest.
     """
     self.folder = pathlib.Path(folder)
     self._split = split
@@ -67,12 +68,12 @@ class TokenStream:
     self.digest = hashlib.sha256(digests.encode()).hexdigest()
 
   def __reduce__(self) -> Any:
-    """Opens the stream anew when it is sent to another process."""
+    """Makes another process that receives the stream open the files itself."""
     return TokenStream, (self.folder, self._split)
 
   @property
   def vocabulary(self) -> str:
-    """The vocabulary's file."""
+    """The path of the vocabulary."""
     return str(self.folder / VOCABULARY)
 
   def encode(self, text: str) -> list[int]:
@@ -82,15 +83,15 @@ class TokenStream:
     return sentencepiece.SentencePieceProcessor(model_file=self.vocabulary).encode(text)
 
   def read(self, starts: Sequence[int], count: int) -> np.ndarray:
-    """Returns `count` tokens from each start, int32 [len(starts), count], across shards.
+    """Returns `count` tokens from each start on, as int32 [len(starts), count].
 
     Raises:
       ValueError: a shard is damaged.
     """
     rows = [list(self._parts(start, count)) for start in starts]
-    wanted: dict[int, set[int]] = {}
+    wanted: dict[int, set[int]] = collections.defaultdict(set)
     for shard, records, _ in itertools.chain.from_iterable(rows):
-      wanted.setdefault(shard, set()).update(records)
+      wanted[shard].update(records)
     tokens = {shard: self._shards[shard].read(sorted(records)) for shard, records in wanted.items()}
 
     def join(shard: int, records: range, positions: slice) -> np.ndarray:
@@ -100,7 +101,7 @@ class TokenStream:
     return np.stack(joined).astype(np.int32)
 
   def _parts(self, start: int, count: int) -> Iterator[tuple[int, range, slice]]:
-    """Yields where tokens are stored: the shard, its records, the positions in these records."""
+    """Yields where `count` tokens are stored: in each shard the records, and the slice of these."""
     while count > 0:
       shard = int(np.searchsorted(self._starts, start, side="right")) - 1
       ends = self._shards[shard].ends
@@ -125,7 +126,7 @@ class _Shard:
 
   @functools.cached_property
   def ends(self) -> np.ndarray:
-    """0, and where each record ends, in tokens. The file is mapped into memory, not read."""
+    """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
     return np.load(self._path.with_suffix(".ends.npy"), mmap_mode="r")
 
   @functools.cached_property
@@ -136,9 +137,9 @@ class _Shard:
     return array_record_module.ArrayRecordReader(str(self._path), options)
 
   def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-    """Reads records in a single call, because a call costs as much as many records."""
+    """Reads several records in one call of the reader, which is much faster than one by one."""
     try:
-      with self._lock:  # the reader has a position
+      with self._lock:  # The reader is not thread-safe, because it has a position.
         records = self._reader.read(list(numbers))
     except (RuntimeError, ValueError, IndexError) as error:
       raise ValueError(_damaged_text(self._path, str(error).splitlines()[0][:200])) from error

@@ -1,4 +1,4 @@
-"""Examples that cannot be used: counted and logged, or refused, but never dropped silently."""
+"""Examples that cannot be used. They are counted and logged, or refused, but never dropped silently."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import ClassVar
 from absl import logging
 
 POLICIES = ("skip", "refuse")
-_FIRST_LOGGED = 10  # later ones are logged at powers of two
-# If all of this many first records are bad, this is the wrong file, or it is read the wrong way.
+_FIRST_LOGGED = 10  # After these, only every bad example whose number is a power of two is logged.
+# If all of the first records are bad, it is the wrong file, or it is read in the wrong way.
 _MAX_BAD_START = 1000
 
-# The text of a reader's ValueError inside the error that tf.data makes of it.
+# Finds the text of a reader's ValueError in the error that tf.data raises instead.
 _WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
 
 
 @contextlib.contextmanager
 def unwrap_reader_errors() -> Iterator[None]:
-  """Raises a reader's ValueError where tf.data has wrapped it in an error of its own."""
+  """Raises a reader's ValueError again if tf.data has converted it to an error of TensorFlow."""
   try:
     yield
   except Exception as error:
@@ -67,13 +67,21 @@ class BadExamples:
   _lock: ClassVar[threading.Lock] = threading.Lock()
 
   def __init__(self, policy: str = "skip"):
-    """Args: policy: "skip" counts and logs bad examples; "refuse" stops at the first."""
+    """Starts counting.
+
+    Args:
+      policy: "skip" counts and logs bad examples; "refuse" raises an error for the first.
+
+    Raises:
+      ValueError: the policy is unknown.
+    """
     if policy not in POLICIES:
       raise ValueError(f"on_bad_example must be one of {', '.join(POLICIES)}, got {policy!r}")
     self.counts: collections.Counter[str] = collections.Counter()
     self.first: BadExample | None = None
     self._policy = policy
-    self._last_lines: dict[str, int] = {}  # of each file, whose records come in order
+    # The line of each file's last bad example. A file's records always come in order.
+    self._last_lines: dict[str, int] = {}
 
   def add(self, bad: BadExample) -> None:
     """Counts a bad example.
@@ -91,14 +99,14 @@ class BadExamples:
       self.first = self.first or bad
       BadExamples.total_in_process += 1
       total = self.counts.total()
-    if total <= _FIRST_LOGGED or not total & (total - 1):
+    if total <= _FIRST_LOGGED or total.bit_count() == 1:
       logging.warning("Bad example %d is left out: %s", total, bad)
 
   def raise_if_all_bad(self, path: str, good: int, bad: int, is_end: bool) -> None:
-    """Checks a file's numbers of good and bad examples so far.
+    """Checks the numbers of good and bad examples that a file has had so far.
 
     Raises:
-      ValueError: the whole file, or its first thousand records, contain no good example.
+      ValueError: there is no good example in the whole file or in its first thousand records.
     """
     if good or not bad or not (is_end or bad >= _MAX_BAD_START):
       return
@@ -108,7 +116,7 @@ class BadExamples:
     )
 
   def summary(self) -> str:
-    """Returns one line: the number of bad examples, the reasons, and the first example."""
+    """Returns one line with the number of bad examples, the reasons, and the first example."""
     if not self.first:
       return "no bad examples"
     reasons = ", ".join(f"{count} × {reason}" for reason, count in self.counts.most_common(5))

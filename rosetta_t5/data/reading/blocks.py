@@ -1,8 +1,8 @@
-"""Files read in blocks: each block is a fixed number of consecutive records.
+"""Reads files in blocks of a fixed number of consecutive records.
 
-tf.data can save and restore a position only in functions of a number, so `BlockReader.read(path, n)`
-is one: it returns the same block whenever it is called. Reading blocks in order is fast, because the
-file stays open after each block; any other block is found by reading the file up to it.
+tf.data can save and restore a position only if the data is a function of a number. For that reason
+`BlockReader.read(path, n)` always returns the same block. Reading blocks in order is fast, because the
+file remains open after each block. To find any other block, the file is read from its start.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples
-from rosetta_t5.data.reading.file_formats import Layout
+from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT, Layout
 from rosetta_t5.data.reading.records import Located, read_records
 
 RECORDS_PER_BLOCK = 256
 _MAX_OPEN_FILES = 64
 
 Fields = Mapping[str, str]
-# From a record to the texts of an example, or to the reason why the record has none.
+# Converts a record to the texts of an example, or returns the reason why that is impossible.
 Convert = Callable[[Mapping[str, Any]], "Fields | str"]
 
 
 @dataclasses.dataclass(frozen=True)
 class HashSplit:
-  """One part of the examples, which are split into training and validation by a hash.
+  """Selects the examples of one split by a hash of their texts.
 
   Attributes:
-    validation_percent: percentage of the examples in the validation part.
-    validation: whether this is the validation part.
+    validation_percent: percentage of the examples that are in the validation split.
+    validation: whether to select the validation split or the training split.
   """
 
   validation_percent: float
   validation: bool
 
   def contains(self, fields: Fields) -> bool:
-    """Returns whether an example is in this part; equal examples are in the same part."""
+    """Returns whether the split contains an example; equal examples are in the same split."""
     if self.validation_percent <= 0:
       return not self.validation
     digest = hashlib.blake2b("\x1f".join(fields.values()).encode(), digest_size=8).digest()
@@ -54,7 +54,7 @@ class BlockReader:
   def __init__(
     self,
     convert: Convert,
-    layout: Layout | None = None,
+    layout: Layout = DEFAULT_LAYOUT,
     split: HashSplit | None = None,
     bad_examples: BadExamples | None = None,
     read: Callable[[str, Layout], Iterator[Located]] = read_records,
@@ -62,18 +62,18 @@ class BlockReader:
     """Builds a reader.
 
     Args:
-      convert: makes examples of records.
+      convert: converts records to examples.
       layout: how the files' bytes become records.
       split: which examples to keep; None keeps all.
-      bad_examples: receives the bad examples.
+      bad_examples: counts or refuses the bad examples; None counts them.
       read: reads the records of a file.
     """
     self._convert = convert
-    self._layout = layout or Layout()
+    self._layout = layout
     self._split = split
     self._read = read
     self.bad_examples = bad_examples or BadExamples()
-    # Open files by path and the number of the next block, the least recently used first.
+    # Open files by their path and the number of their next block, the least recently used first.
     self._open: collections.OrderedDict[tuple[str, int], _OpenFile] = collections.OrderedDict()
     self._lock = threading.Lock()
 
@@ -81,14 +81,15 @@ class BlockReader:
     """Returns the examples of a block, and whether another block follows.
 
     Raises:
-      ValueError: there is a bad example and they are refused, or the file has only bad ones.
+      ValueError: a bad example is refused, or all of the file's examples are bad.
     """
     with self._lock:
       file = self._open.pop((path, block), None)
     if file is None:
       records = self._read(path, self._layout)
-      # Earlier records count as good, because they were checked when they were read.
-      file = _OpenFile(path, itertools.islice(records, block * RECORDS_PER_BLOCK, None), block)
+      records = itertools.islice(records, block * RECORDS_PER_BLOCK, None)
+      # A good example in earlier blocks is assumed, because those were checked when they were read.
+      file = _OpenFile(path, records, good=block)
     examples, is_end = self._next_block(file)
     if not is_end:
       with self._lock:
@@ -126,6 +127,8 @@ class BlockReader:
 
 @dataclasses.dataclass
 class _OpenFile:
+  """An open file: its remaining records, and the numbers of good and bad examples so far."""
+
   path: str
   records: Iterator[Located]
   good: int

@@ -1,4 +1,4 @@
-"""The files that patterns match, their formats, and how they are decompressed."""
+"""Finds the files that match patterns, infers their formats, and decompresses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import BinaryIO
 
-# The suffixes of each format, which the suffix of a compression may follow.
+# The suffixes of each format. The suffix of a compression may follow.
 FORMATS = {
   "text": (".txt", ".text", ".md", ".tokens"),
   "jsonl": (".jsonl", ".json", ".ndjson"),
@@ -25,7 +25,7 @@ COMPRESSIONS = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 TEXT_UNITS = ("line", "paragraph", "file")
 _FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
 _KNOWN_SUFFIXES = f"{', '.join(_FORMAT_OF_SUFFIX)}, each also with {', '.join(COMPRESSIONS)}"
-# Files that Hugging Face's library stores beside the data.
+# Files with metadata that Hugging Face's library stores beside the data.
 _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.json")
 
 
@@ -34,9 +34,10 @@ class Layout:
   """How a file's bytes become records.
 
   Attributes:
-    format: a key of FORMATS; None chooses by each file's name.
+    format: a key of FORMATS; None infers it from each file's name.
     columns: column names of csv and tsv files without a header.
-    text_unit: one record of a text file: a line, a paragraph (up to an empty line), or the file.
+    text_unit: what one record of a text file is: a line, a paragraph that ends at an empty line, or
+      the whole file.
   """
 
   format: str | None = None
@@ -50,11 +51,14 @@ class Layout:
       raise ValueError(f"text_unit must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}")
 
 
+DEFAULT_LAYOUT = Layout()
+
+
 def find_files(patterns: str | Sequence[str]) -> list[str]:
   """Returns the files that match the patterns, sorted and without duplicates.
 
-  A folder matches all data files under it, so a dataset that Hugging Face's library saved to disk
-  can be named by its folder. `**` matches any number of folders.
+  A folder stands for all data files under it, such as those of a dataset that Hugging Face's library
+  has saved. `**` matches any number of folders.
 
   Raises:
     ValueError: a pattern matches nothing, or a folder contains no data file.
@@ -74,14 +78,13 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
   return sorted(found)
 
 
-def format_of(path: str, layout: Layout | None = None) -> str:
-  """Returns a file's format, as `layout` or the file's name specifies.
+def format_of(path: str, layout: Layout) -> str:
+  """Returns the format that `layout` specifies, or else the file's name.
 
   Raises:
-    ValueError: the name has an unknown suffix.
+    ValueError: neither specifies a known format.
   """
-  name = layout.format if layout is not None else None
-  name = name or _FORMAT_OF_SUFFIX.get(_data_suffix(pathlib.Path(path)))
+  name = layout.format or _FORMAT_OF_SUFFIX.get(_data_suffix(pathlib.Path(path)))
   if name is None:
     raise ValueError(
       f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
@@ -91,7 +94,7 @@ def format_of(path: str, layout: Layout | None = None) -> str:
 
 
 def open_bytes(path: str) -> BinaryIO:
-  """Opens a file for reading and decompresses it while it is read."""
+  """Opens a file for reading; its content is decompressed while it is read."""
   if path.endswith(".gz"):
     return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
   if path.endswith(".xz"):
@@ -115,7 +118,7 @@ def _data_files(folder: pathlib.Path) -> list[str]:
 
 
 def _nearest(pattern: str) -> str:
-  """Returns a sentence about the innermost existing folder of a path."""
+  """Returns a sentence about the files in the innermost folder of the pattern that exists."""
   candidates = (*pathlib.Path(pattern).parents, pathlib.Path())
   folder = next(path for path in candidates if path.exists())
   names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Files as a SeqIO data source whose position tf.data can save."""
+"""Makes a SeqIO data source of files; tf.data can save and restore a position in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def make_file_source(
   files: Mapping[str, Sequence[str]], readers: Mapping[str, BlockReader], names: Sequence[str]
 ) -> seqio.DataSource:
-  """Returns a source of examples {name: text}.
+  """Returns a data source of examples {name: text}.
 
   Args:
     files: the files of each split.
@@ -27,7 +27,7 @@ def make_file_source(
   seqio: Any = import_seqio()
 
   class FileSource(seqio.FileDataSource):
-    """Has one reader for each split, where SeqIO's class has one for all."""
+    """Differs from SeqIO's class in that each split has its own reader."""
 
     def get_dataset(self, split: str = "train", **options: Any) -> Any:
       self._reader = lambda path: _examples(readers[split], path, names)
@@ -50,7 +50,7 @@ def _examples(reader: BlockReader, path: Any, names: Sequence[str]) -> Any:
     return [np.bool_(has_more), *(np.array(column, object) for column in columns)]
 
   def load(block: Any) -> list[Any]:
-    # tf.data may treat this as stateless, because a block depends on its number alone.
+    # For tf.data this function has no state, because a block depends only on its number.
     types = [tf.bool, *text_types]
     has_more, *columns = tf.numpy_function(read_block, [path, block], types, stateful=False)
     has_more.set_shape([])

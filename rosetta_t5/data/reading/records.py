@@ -1,4 +1,4 @@
-"""The records of files: each is a dictionary of columns, or a `BadExample` with a reason."""
+"""Reads the records of files. Each is a dictionary of columns, or a `BadExample` with a reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from rosetta_t5.data.reading.bad_examples import BadExample
-from rosetta_t5.data.reading.file_formats import Layout, format_of, open_bytes
+from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT, Layout, format_of, open_bytes
 
 Record = Mapping[str, Any]
-# The number of the line (or row), and the record.
+# The number of a line (or row), and the record that begins there.
 Located = tuple[int, Record | BadExample]
 
-# A longer line or document is not an example but another kind of file, and would fill the memory.
-LONGEST = 64 << 20  # bytes
-# Raised where a file is truncated or damaged; pyarrow has further ones.
+# The largest size of a line or document in bytes. A larger one is not an example, but shows that the
+# file is of another kind. It could fill the memory.
+LONGEST = 64 << 20
+# Exceptions of Python's readers if a file is truncated or damaged. pyarrow has its own.
 _DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
 
 
@@ -27,16 +28,15 @@ class _BadRecordError(Exception):
   """The record cannot be used; the text is the reason."""
 
 
-def read_records(path: str, layout: Layout | None = None) -> Iterator[Located]:
-  """Yields the records of a file in order, bad ones as `BadExample`.
+def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located]:
+  """Yields the records of a file in order, with a `BadExample` in place of each that cannot be used.
 
-  Text has the single column "text". A truncated or damaged file yields the records before the
-  damage and then one bad example.
+  Records of text files have the single column "text". A truncated or damaged file yields the records
+  before the damage and then one bad example.
 
   Raises:
     ValueError: the file's format is unknown.
   """
-  layout = layout or Layout()
   read_units, parse = _FORMATS[format_of(path, layout)]
   line = 0
   record: Record | BadExample | None
@@ -71,7 +71,7 @@ def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-  """Yields lines; of a line that is too long only a beginning that is too long as well."""
+  """Yields the lines of a file. Of a line that is too long, it yields just enough to show that."""
   while line := file.readline(LONGEST + 1):
     yield line
     while len(line) > LONGEST and not line.endswith(b"\n"):
@@ -84,7 +84,7 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
   for number, line in enumerate(_lines(file), 1):
     if line.strip():
       start = start if lines else number
-      if size <= LONGEST:  # a paragraph that is too long is refused, so its rest is not kept
+      if size <= LONGEST:  # A paragraph that is too long is refused, so its rest is not needed.
         lines.append(line)
         size += len(line)
     elif lines:
@@ -95,7 +95,7 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_text(unit: bytes) -> Record | None:
-  """Returns None for an empty line, which is layout and not an example."""
+  """Returns None for an empty line, because it only separates examples."""
   text = _decode(unit)
   return {"text": text.strip("\r\n")} if text.strip() else None
 
@@ -126,7 +126,7 @@ def _decode(unit: bytes) -> str:
 
 def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
   is_tsv = format_of(path, layout) == "tsv"
-  # Distributed tsv files (GLUE's, MNLI's) contain quotes that are ordinary characters.
+  # In the tsv files of public data sets (GLUE's, MNLI's), quotes are ordinary characters.
   quoting: Any = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
   csv.field_size_limit(LONGEST)
   with open_bytes(path) as file:
@@ -174,11 +174,8 @@ def _batch_rows(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
   return enumerate((record for batch in batches for record in batch.to_pylist()), 1)
 
 
-ReadUnits = Callable[[str, Layout], Iterator[tuple[int, Any]]]
-Parse = Callable[[Any], Record | None]
-
-# For each format, how the units of a file are read, and how a unit is parsed.
-_FORMATS: dict[str, tuple[ReadUnits, Parse]] = {
+# For each format, a function that reads the units of a file, and one that parses a unit.
+_FORMATS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], Callable[..., Any]]] = {
   "text": (_text_units, _parse_text),
   "jsonl": (_json_units, _parse_json),
   "csv": (_table_rows, _parse_row),

@@ -1,4 +1,4 @@
-"""Makes the texts of an example from the columns of a record."""
+"""Converts the columns of a record to the texts of an example, as templates specify."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain unpaired ones
+_SURROGATE = re.compile("[\ud800-\udfff]")  # Escapes in JSON can yield unpaired ones.
 
 
 def make_converter(templates: Mapping[str, str]) -> Any:
-  """Returns a function from a record to {feature: text}, or to the reason why it is unusable.
+  """Returns a function that converts a record to {feature: text}, or returns why it cannot.
 
   Args:
     templates: for each feature the name of a column, or a text with columns in braces such as
-      "{a} and {b}", in which a literal brace is doubled.
+      "{a} and {b}". A literal brace is doubled.
 
   Raises:
     ValueError: the braces of a template do not match, or it contains no column.

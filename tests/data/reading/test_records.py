@@ -1,4 +1,4 @@
-"""Files of every format and compression, and each way in which they can be broken."""
+"""Files of every format and compression are read, and damage of every kind is reported."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rosetta_t5.data.reading import (
   records,
 )
 from rosetta_t5.data.reading.blocks import RECORDS_PER_BLOCK
+from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
 from rosetta_t5.data.reading.templates import make_converter
 
 TEXTS = [f"text {n}" for n in range(600)]
@@ -44,7 +45,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
   (tmp_path / "a.jsonl").write_bytes(JSONL)
   (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL))
   (tmp_path / "a.jsonl.xz").write_bytes(quick_xz(JSONL))
-  # two frames, as programs that append to a file write them
+  # Two frames, as programs write that append to a file.
   (tmp_path / "a.jsonl.zst").write_bytes(zst(JSONL[:5000]) + zst(JSONL[5000:]))
   (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
   (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'1,"{t}"\n' for t in TEXTS))
@@ -57,12 +58,12 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
   return tmp_path
 
 
-def texts(path: str, layout: Layout | None = None) -> list[str]:
+def texts(path: str, layout: Layout = DEFAULT_LAYOUT) -> list[str]:
   return [record["text"] for _, record in read_records(path, layout)]
 
 
-def bad(path: pathlib.Path, layout: Layout | None = None) -> list[BadExample]:
-  return [record for _, record in read_records(str(path), layout) if isinstance(record, BadExample)]
+def bad(path: pathlib.Path) -> list[BadExample]:
+  return [record for _, record in read_records(str(path)) if isinstance(record, BadExample)]
 
 
 def test_every_format_and_compression_gives_the_same_texts(folder: pathlib.Path) -> None:
@@ -72,12 +73,12 @@ def test_every_format_and_compression_gives_the_same_texts(folder: pathlib.Path)
     assert texts(path) == TEXTS, path
 
 
-def test_text_units(tmp_path: pathlib.Path) -> None:
+def test_a_record_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.md"
   path.write_text("one\ntwo\n\n\nthree\n")
   assert texts(str(path)) == ["one", "two", "three"]
   assert texts(str(path), Layout(text_unit="paragraph")) == ["one\ntwo", "three"]
-  assert [place for place, _ in read_records(str(path), Layout(text_unit="paragraph"))] == [1, 5]
+  assert [line for line, _ in read_records(str(path), Layout(text_unit="paragraph"))] == [1, 5]
   assert texts(str(path), Layout(text_unit="file")) == ["one\ntwo\n\n\nthree"]
 
 
@@ -107,7 +108,7 @@ def test_a_broken_line_is_reported_with_its_number_and_the_rest_is_read(
   assert re.search(rf"a\.jsonl, line 2: {reason}", str(records[1][1]))
 
 
-def test_a_row_with_too_few_columns_or_no_utf8_is_bad(tmp_path: pathlib.Path) -> None:
+def test_a_row_with_too_few_columns_or_invalid_utf8_is_bad(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.csv"
   path.write_bytes(b"a,text\n1,x\n1\n2,\xff\n3,y\n")
   assert [b.reason for b in bad(path)] == ["1 columns instead of 2", "invalid UTF-8"]
@@ -130,7 +131,7 @@ def test_a_truncated_file_yields_its_complete_records_and_reports_where_it_ends(
 
 
 class InParts(io.BytesIO):
-  """A file that fails when it is read without a limit."""
+  """A file that raises an error if it is read without a small limit."""
 
   def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
     assert size is not None
@@ -249,7 +250,7 @@ def test_a_file_without_any_good_example_is_refused(folder: pathlib.Path) -> Non
     list(reader(column="body").examples(str(folder / "a.jsonl")))
 
 
-def test_templates() -> None:
+def test_templates_convert_records_to_texts_or_return_why_they_cannot() -> None:
   convert = make_converter({"text": "{title}: {body} {{}}"})
   assert convert({"title": "A", "body": ["b", 1]}) == {"text": "A: b 1 {}"}
   assert convert({"title": "A"}) == "no column 'body' among 'title'"
