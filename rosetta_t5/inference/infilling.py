@@ -56,7 +56,7 @@ class BlankFiller:
     if count > vocabulary.extra_ids:
       raise ValueError(
         f"The number of blanks must be at most {vocabulary.extra_ids}, the extra_ids of the model's "
-        f"vocabulary, got {count}: write fewer blanks, or use a model whose vocabulary has more extra_ids"
+        f"vocabulary, got {count}: write fewer blanks, or use a vocabulary with more extra_ids"
       )
     if len(tokens) >= self._input_length:
       raise ValueError(

@@ -38,11 +38,12 @@ class Change(NamedTuple):
 
 
 @contextmanager
-def explain_with(advice: Callable[[], list[str]]) -> Iterator[None]:
+def explain_with(advice: Callable[[], list[str]], general_advice: str) -> Iterator[None]:
   """Adds advice to XLA's out-of-memory errors inside the `with`.
 
   Args:
     advice: returns the lines of the advice.
+    general_advice: replaces it for a model whose network or inputs are unknown.
 
   Raises:
     OutOfMemoryError: instead of XLA's error.
@@ -53,7 +54,11 @@ def explain_with(advice: Callable[[], list[str]]) -> Iterator[None]:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     first = str(error).splitlines()[0]
-    raise OutOfMemoryError("\n".join([f"a device is out of memory: {first}", *advice()])) from error
+    try:
+      lines = advice()
+    except (KeyError, AttributeError):  # The model is a user's own.
+      lines = [general_advice]
+    raise OutOfMemoryError("\n".join([f"a device is out of memory: {first}", *lines])) from error
 
 
 def advice_lines(now: Mapping[str, float], changes: Iterable[Change]) -> list[str]:

@@ -57,15 +57,10 @@ class InferenceMemoryAdvisor:
     Raises:
       OutOfMemoryError: instead of XLA's error.
     """
-    return explain_with(functools.partial(self._advice, is_restoring))
+    general_advice = "A smaller batch_size, shorter lengths or more devices would help."
+    return explain_with(functools.partial(self._advice, is_restoring), general_advice)
 
   def _advice(self, is_restoring: bool) -> list[str]:
-    try:
-      return self._advice_for_known_network(is_restoring)
-    except (KeyError, AttributeError):  # a user's model with its own inputs
-      return ["A smaller batch_size, shorter lengths or more devices would help."]
-
-  def _advice_for_known_network(self, is_restoring: bool) -> list[str]:
     mesh = dict(self.partitioner.mesh.shape)
     work = batch_workload(self.model, self.partitioner, self.shapes, mesh)
     state, specs = self.initializer.global_train_state_shape, self.initializer.train_state_axes

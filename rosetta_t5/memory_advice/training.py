@@ -45,17 +45,14 @@ def explain_out_of_memory(
     shapes = {name: spec.shape for name, spec in feed.element_spec.items()}
     microbatches = trainer.num_microbatches if trainer is not None else None
     state, specs = initializer.global_train_state_shape, initializer.train_state_axes
-    try:
-      work = batch_workload(model, partitioner, shapes, mesh, microbatches)
-      if trainer is None:
-        now: Mapping[str, float] = state_bytes(state, specs, mesh)
-        return advice_lines(now, _state_changes(work, now))
-      now = step_memory(state, specs, work)
-      return advice_lines(now, [*_activation_changes(work, now), *_state_changes(work, now)])
-    except (KeyError, AttributeError):  # a user's model with its own inputs
-      return ["Smaller batches, more microbatches or more devices would help."]
+    work = batch_workload(model, partitioner, shapes, mesh, microbatches)
+    if trainer is None:
+      now: Mapping[str, float] = state_bytes(state, specs, mesh)
+      return advice_lines(now, _state_changes(work, now))
+    now = step_memory(state, specs, work)
+    return advice_lines(now, [*_activation_changes(work, now), *_state_changes(work, now)])
 
-  return explain_with(advice)
+  return explain_with(advice, "Smaller batches, more microbatches or more devices would help.")
 
 
 def _activation_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:

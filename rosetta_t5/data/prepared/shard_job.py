@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout
+from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
 
 SPLITS = ("train", "validation")
@@ -168,14 +168,13 @@ def _write_shard(job: ShardJob) -> dict[str, Any]:
 
 
 def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:
-  converter = make_converter({"text": job.text})
-  reader = BlockReader(converter, job.layout, bad_examples=bad_examples)
-  held_out = HashSplit(job.validation_percent, validation=True)
+  convert = make_converter({"text": job.text})
+  reader = BlockReader(convert, job.layout, bad_examples=bad_examples)
   for path, _, _ in job.files:
     for fields in reader.examples(path):
       *pieces, last = cut_at_spaces(fields["text"], _CHARACTERS_PER_PIECE)
       yield from ((piece, "") for piece in pieces)
-      yield last, "validation" if held_out.contains(fields) else "train"
+      yield last, "validation" if is_in_validation(fields, job.validation_percent) else "train"
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -23,29 +23,19 @@ RECORDS_PER_BLOCK = 256
 _MAX_OPEN_FILES = 64
 
 Fields = Mapping[str, str]
-# Converts a record to the texts of an example, or returns the reason why that is impossible.
-Convert = Callable[[Mapping[str, Any]], "Fields | str"]
 
 
-@dataclasses.dataclass(frozen=True)
-class HashSplit:
-  """Selects the examples of one split by a hash of their texts.
+def is_in_validation(fields: Fields, validation_percent: float) -> bool:
+  """Returns whether an example is in the validation split, by the hash of its texts.
 
-  Attributes:
+  Args:
+    fields: the example's texts; equal examples are in the same split.
     validation_percent: percentage of the examples that are in the validation split.
-    validation: whether to select the validation split or the training split.
   """
-
-  validation_percent: float
-  validation: bool
-
-  def contains(self, fields: Fields) -> bool:
-    """Returns whether the split contains an example; equal examples are in the same split."""
-    if self.validation_percent <= 0:
-      return not self.validation
-    digest = hashlib.blake2b("\x1f".join(fields.values()).encode(), digest_size=8).digest()
-    fraction = int.from_bytes(digest, "big") / 2**64
-    return (fraction < self.validation_percent / 100) == self.validation
+  if validation_percent <= 0:
+    return False
+  digest = hashlib.blake2b("\x1f".join(fields.values()).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") / 2**64 < validation_percent / 100
 
 
 class BlockReader:
@@ -53,24 +43,24 @@ class BlockReader:
 
   def __init__(
     self,
-    convert: Convert,
+    convert: Callable[[Mapping[str, Any]], Fields | str],
     layout: Layout = DEFAULT_LAYOUT,
-    split: HashSplit | None = None,
+    is_kept: Callable[[Fields], bool] | None = None,
     bad_examples: BadExamples | None = None,
     read: Callable[[str, Layout], Iterator[Located]] = read_records,
   ):
     """Builds a reader.
 
     Args:
-      convert: converts records to examples.
+      convert: converts a record to an example's texts, or returns the reason why it cannot.
       layout: how the files' bytes become records.
-      split: which examples to keep; None keeps all.
+      is_kept: whether to return an example; None returns all.
       bad_examples: counts or refuses the bad examples; None counts them.
       read: reads the records of a file.
     """
     self._convert = convert
     self._layout = layout
-    self._split = split
+    self._is_kept = is_kept
     self._read = read
     self.bad_examples = bad_examples or BadExamples()
     # Open files by their path and the number of their next block, the least recently used first.
@@ -118,7 +108,7 @@ class BlockReader:
         file.bad += 1
         continue
       file.good += 1
-      if self._split is None or self._split.contains(fields):
+      if self._is_kept is None or self._is_kept(fields):
         examples.append(fields)
     is_end = len(records) < RECORDS_PER_BLOCK
     self.bad_examples.raise_if_all_bad(file.path, file.good, file.bad, is_end)

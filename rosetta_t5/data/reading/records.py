@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import lzma
 import zlib
@@ -79,19 +80,16 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-  start, size = 1, 0
-  lines: list[bytes] = []
-  for number, line in enumerate(_lines(file), 1):
-    if line.strip():
-      start = start if lines else number
-      if size <= LONGEST:  # A paragraph that is too long is refused, so its rest is not needed.
-        lines.append(line)
-        size += len(line)
-    elif lines:
-      yield start, b"".join(lines)
-      lines, size = [], 0
-  if lines:
-    yield start, b"".join(lines)
+  numbered_lines = enumerate(_lines(file), 1)
+  for is_empty, lines in itertools.groupby(numbered_lines, lambda item: not item[1].strip()):
+    if is_empty:
+      continue
+    start, paragraph = 0, bytearray()
+    for number, line in lines:
+      start = start or number
+      if len(paragraph) <= LONGEST:  # A longer one will be refused, so its rest is not needed.
+        paragraph += line
+    yield start, bytes(paragraph)
 
 
 def _parse_text(unit: bytes) -> Record | None:

@@ -16,7 +16,7 @@ from rosetta_t5.data.objectives.text_objectives import (
   Denoiser,
   objective_preprocessors,
 )
-from rosetta_t5.data.reading import BadExamples, BlockReader, HashSplit, Layout, find_files
+from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files, is_in_validation
 from rosetta_t5.data.reading.file_source import make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.catalogue import registered_names
@@ -86,8 +86,11 @@ def file_task(
   bad_examples = BadExamples(on_bad_example)
 
   def reader(is_validation: bool) -> BlockReader:
-    split = None if validation_files else HashSplit(validation_percent, is_validation)
-    return BlockReader(make_converter(templates), layout, split, bad_examples)
+    def is_in_split(fields: Mapping[str, str]) -> bool:
+      return is_in_validation(fields, validation_percent) == is_validation
+
+    is_kept = None if validation_files else is_in_split
+    return BlockReader(make_converter(templates), layout, is_kept, bad_examples)
 
   source = make_file_source(
     {"train": train, "validation": find_files(validation_files) if validation_files else train},

@@ -17,9 +17,9 @@ from rosetta_t5.data.reading import (
   BadExample,
   BadExamples,
   BlockReader,
-  HashSplit,
   Layout,
   find_files,
+  is_in_validation,
   read_records,
   records,
 )
@@ -202,14 +202,14 @@ def test_blocks_are_the_same_in_any_order(folder: pathlib.Path) -> None:
 
 
 def test_the_hash_split_has_no_overlap_and_depends_on_the_content(folder: pathlib.Path) -> None:
-  train, held_out = (
-    [e["text"] for e in reader(split=HashSplit(10, part)).examples(str(folder / "a.jsonl"))]
-    for part in (False, True)
-  )
+  def split(file: str, is_validation: bool) -> list[str]:
+    of_split = reader(is_kept=lambda fields: is_in_validation(fields, 10) == is_validation)
+    return [example["text"] for example in of_split.examples(str(folder / file))]
+
+  train, held_out = split("a.jsonl", False), split("a.jsonl", True)
   assert sorted(train + held_out) == sorted(TEXTS)
   assert 30 < len(held_out) < 90
-  other = [e["text"] for e in reader(split=HashSplit(10, True)).examples(str(folder / "a.csv"))]
-  assert other == held_out
+  assert split("a.csv", True) == held_out
 
 
 def test_bad_examples_are_counted_by_reason(tmp_path: pathlib.Path) -> None:
