@@ -23,6 +23,8 @@ RECORDS_PER_BLOCK = 256
 _MAX_OPEN_FILES = 64
 
 Fields = Mapping[str, str]
+# Converts a record to an example's texts, or returns the reason why that is impossible.
+Convert = Callable[[Mapping[str, Any]], "Fields | str"]
 
 
 def is_in_validation(fields: Fields, validation_percent: float) -> bool:
@@ -43,7 +45,7 @@ class BlockReader:
 
   def __init__(
     self,
-    convert: Callable[[Mapping[str, Any]], Fields | str],
+    convert: Convert,
     layout: Layout = DEFAULT_LAYOUT,
     is_kept: Callable[[Fields], bool] | None = None,
     bad_examples: BadExamples | None = None,
