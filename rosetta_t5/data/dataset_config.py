@@ -73,6 +73,7 @@ def import_module(module: str) -> Any:
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
+    # If another module is missing, `module` exists and failed to import that one.
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):
       raise
     raise ValueError(

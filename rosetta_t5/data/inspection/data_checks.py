@@ -158,6 +158,7 @@ def _passages(stream: TokenStream) -> np.ndarray:
   """Returns a hash of the passage that begins at each position."""
   tokens = stream.read([0], min(_TOKENS, stream.size))[0].astype(np.uint64)
   count = max(0, len(tokens) - _PASSAGE + 1)
+  # A polynomial hash modulo 2**64.
   hashes = np.zeros(count, np.uint64)
   with np.errstate(over="ignore"):
     for offset in range(_PASSAGE):

@@ -164,6 +164,7 @@ def _collect(cfg: DatasetConfig, count: int, vocabulary: Any, show: int) -> Batc
 def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
   """Yields the examples of a batch, unpacked and without padding."""
   features = {name: batch[key] for name, key in _MODEL_FEATURES.items() if key in batch}
+  # Without packing, a row's only segment has the number 1, and its mask equals its segment ids.
   segments = {name: batch.get(_SEGMENT_IDS[name], x > 0) for name, x in features.items()}
   for row in range(len(features["targets"])):
     for segment in range(1, max(int(ids[row].max()) for ids in segments.values()) + 1):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
 _MAX_CHUNK_LENGTH = 65536
+_JOINED_DOCUMENTS = 128
 
 
 def span_corruption(
@@ -68,10 +69,7 @@ def span_corruption(
 
 
 def segment_length(
-  inputs_length: int,
-  targets_length: int,
-  noise_density: float = 0.15,
-  mean_noise_span_length: float = 3.0,
+  inputs_length: int, targets_length: int, noise_density: float, mean_noise_span_length: float
 ) -> int:
   """Returns the number of tokens that a text must have to fill inputs of `inputs_length`.
 
@@ -130,15 +128,16 @@ def select_random_chunk(
   return select(_drop_empty(dataset))
 
 
-def reduce_concat_tokens(dataset: tf.data.Dataset, batch_size: int = 128) -> tf.data.Dataset:
-  """Joins every `batch_size` documents into one, so that few short segments remain after cutting."""
+def reduce_concat_tokens(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Joins every 128 documents into one, so that few short segments remain after cutting."""
   tf = import_tensorflow()
 
   def join(tokens: Any) -> dict[str, Any]:
     return {"targets": tf.boolean_mask(tokens, tokens != 0)}
 
   tokens = dataset.map(lambda example: example["targets"], num_parallel_calls=tf.data.AUTOTUNE)
-  return tokens.padded_batch(batch_size, [None]).map(join, num_parallel_calls=tf.data.AUTOTUNE)
+  batches = tokens.padded_batch(_JOINED_DOCUMENTS, [None])
+  return batches.map(join, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.data.Dataset:
@@ -163,9 +162,9 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
 def denoise(
   dataset: tf.data.Dataset,
   output_features: Mapping[str, seqio.Feature],
-  noise_density: float = 0.15,
-  mean_noise_span_length: float = 3.0,
-  input_feature_key: str = "inputs",
+  noise_density: float,
+  mean_noise_span_length: float,
+  input_feature_key: str,
 ) -> tf.data.Dataset:
   """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
   tf, seqio = import_tensorflow(), import_seqio()

@@ -121,7 +121,7 @@ def prefix_lm(
 
 
 def prefix_lengths(
-  limits: Mapping[str, int], reserved: int = 0, density: float | None = None
+  limits: Mapping[str, int], reserved: int, density: float | None
 ) -> tuple[int, int, float]:
   """Returns the maximum text length, the maximum targets length and the targets' mean share.
 
