@@ -26,7 +26,7 @@ _TRAIN_SHARDS = [f"{number:02}.jsonl.zst" for number in range(30)]
 _SAMPLE_SIZE = 1000  # records that are read of each file of the Pile without --full
 _LAMBADA_EXAMPLES = 5153
 
-_PILE_TEXT = f"""The Pile's public copies are gone since 2023, so this script downloads nothing.
+_PILE_TEXT = f"""The Pile's public copies have been gone since 2023, so this script downloads nothing.
 
 Your options:
   1. If you have a copy as it was distributed (train/00.jsonl.zst to train/29.jsonl.zst,
