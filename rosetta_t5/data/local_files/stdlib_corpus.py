@@ -46,7 +46,7 @@ def prepare(
   """Writes the text and the vocabulary unless they exist, and returns their manifest.
 
   The folder is filled under a temporary name and then renamed, so it is always complete. If several
-  processes do this at once, the first one to finish wins.
+  processes do this at the same time, the folder of the first one to finish is used.
 
   Args:
     folder: `data_folder()` by default.

@@ -67,7 +67,7 @@ def _select_texts(
 
 
 def _is_label(text: str, labels: tuple[str, ...]) -> bool:
-  """Returns whether a text is the number of a label (or of no label), or a score without labels."""
+  """Returns whether a text is a label's number or _NO_LABEL, or any number if there are no labels."""
   try:
     number = float(text)
   except ValueError:
