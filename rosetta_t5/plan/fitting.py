@@ -27,7 +27,8 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
     work: what the step computes.
   """
   now = step_memory(state, specs, work)
-  if "activations" not in now or sum(now.values()) <= USABLE * GPU.memory:
+  limit = USABLE * GPU.memory
+  if "activations" not in now or sum(now.values()) <= limit:
     return []
   fixed = sum(now.values()) - now["activations"]
   is_known = hasattr(work.config, "remat_policy") and work.policy in _POLICIES
@@ -36,18 +37,24 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   fewest = int(work.examples) + 1
   for policy in policies:
     # A policy that costs more must need fewer microbatches.
-    numbers = (n for n in possible_microbatches(work) if n < fewest)
-    options = (work.replace(microbatches=n, remat_policy=policy) for n in numbers)
-    sizes = ((option, fixed + (activation_bytes(option) or 0)) for option in options)
-    best, needed = next((fit for fit in sizes if fit[1] <= USABLE * GPU.memory), (None, 0.0))
-    if best is None:
-      continue
-    fewest = best.microbatches
-    changes = [f"trainer.Trainer.num_microbatches = {fewest}"] * (fewest != work.microbatches)
-    if policy != work.policy:
-      changes += [f"network.{type(work.config).__name__}.remat_policy = {policy!r}"]
-    lines.append(f"{' and '.join(changes)}: about {size_text(needed)}")
+    for number in [n for n in possible_microbatches(work) if n < fewest]:
+      option = work.replace(microbatches=number, remat_policy=policy)
+      needed = fixed + (activation_bytes(option) or 0)
+      if needed <= limit:
+        lines.append(f"{_changes_text(work, option)}: about {size_text(needed)}")
+        fewest = number
+        break
   return lines or [_shard_the_state(now, fixed)]
+
+
+def _changes_text(work: Workload, option: Workload) -> str:
+  """Returns the gin bindings that turn a workload into another one."""
+  changes = []
+  if option.microbatches != work.microbatches:
+    changes.append(f"trainer.Trainer.num_microbatches = {option.microbatches}")
+  if option.policy != work.policy:
+    changes.append(f"network.{type(work.config).__name__}.remat_policy = {option.policy!r}")
+  return " and ".join(changes)
 
 
 def possible_microbatches(work: Workload) -> Iterator[int]:

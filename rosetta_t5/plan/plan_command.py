@@ -10,6 +10,7 @@ from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
+from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.hardware import GPUS, Gpu
 from rosetta_t5.plan.memory import size_text
 
@@ -71,7 +72,7 @@ def _estimate_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
 def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
   """Returns a table of what each GPU holds."""
   total = sum(estimate.memory.values())
-  fits = "fits" if total < 0.92 * gpu.memory else "DOES NOT FIT"
+  fits = "fits" if total <= USABLE * gpu.memory else "DOES NOT FIT"
   parts = [("", f"{size_text(size):>8}  {name}") for name, size in estimate.memory.items()]
   text = f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}"
   return [("memory", text), *parts]

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import pathlib
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gin import config_parser
@@ -115,13 +115,12 @@ class Program:
   files: tuple[GinFile, ...]
 
   def statements(self) -> Iterator[Import | Binding]:
-    """Yields every import and binding in the order in which it takes effect."""
-    for file in self.files:
-      yield from _flatten(file)
+    """Returns every import and binding in the order in which they take effect."""
+    return _flatten(self.files)
 
   def all_bindings(self) -> Iterator[Binding]:
-    """Yields every binding in the order in which it takes effect."""
-    yield from (s for s in self.statements() if isinstance(s, Binding))
+    """Returns every binding in the order in which they take effect."""
+    return (s for s in self.statements() if isinstance(s, Binding))
 
   def effective_bindings(self) -> dict[tuple[str, ...], Binding]:
     """Returns, by key, the bindings that no later one replaces."""
@@ -162,11 +161,10 @@ def read_program(
   found = Problems() if problems is None else problems
   context = _IncludeContext(search_paths, found)
   parsed = [_read_file(name, context) for name in files]
-  on_command_line = (s for text in bindings for s in _read_binding(text, context))
-  parsed.append(GinFile(tuple(on_command_line)))
+  on_command_line = GinFile(tuple(s for text in bindings for s in _read_binding(text, context)))
   if problems is None:
     found.raise_if_any()
-  return Program(tuple(parsed))
+  return Program((*parsed, on_command_line))
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -189,10 +187,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
   return function(value)
 
 
-def _flatten(file: GinFile) -> Iterator[Import | Binding]:
-  for statement in file.statements:
+def _flatten(statements: Iterable[Import | Binding | GinFile]) -> Iterator[Import | Binding]:
+  for statement in statements:
     if isinstance(statement, GinFile):
-      yield from _flatten(statement)
+      yield from _flatten(statement.statements)
     else:
       yield statement
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rosetta_t5.config.language.statements import Binding, Import, Program
@@ -43,18 +43,15 @@ def find_run_function(name: str) -> Callable[..., Any]:
 
 def runs_bound_by(program: Program) -> list[str]:
   """Returns the runs whose arguments a program binds through an import of `__main__`, in order."""
-  names = dict.fromkeys(_names_from_main(program))
-  return [name for name in names if name in RUN_MODES.values()]
-
-
-def _names_from_main(program: Program) -> Iterator[str]:
-  """Yields the name of each function that a binding may refer to in `__main__`."""
   aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
+  names = []
   for statement in program.statements():
     if isinstance(statement, Import) and statement.gin_statement.module == "__main__":
       aliases.add(statement.gin_statement.bound_name())
     elif isinstance(statement, Binding):
       first, *rest = statement.selector.split(".")
-      # On the command line, train.X reaches the run without an import.
-      if (first in aliases and len(rest) == 1) or (not rest and statement.argument):
-        yield (rest or [first])[0]
+      if first in aliases and len(rest) == 1:
+        names += rest
+      elif statement.argument and not rest:
+        names.append(first)  # on the command line, train.X reaches the run without an import
+  return [name for name in dict.fromkeys(names) if name in RUN_MODES.values()]
