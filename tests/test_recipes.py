@@ -1,8 +1,9 @@
-"""Every shipped recipe comes to what its golden text says, and its note says what it is."""
+"""Every shipped recipe configures what its golden text describes, and begins with a lab note."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import pathlib
 import re
 import shlex
@@ -13,14 +14,14 @@ import gin
 import jax.numpy as jnp
 import pytest
 from golden_recipes import (
-  BEFORE,
   GOLDEN,
+  INCLUDED_BEFORE,
   bound_model,
   every_recipe,
+  golden_text,
   read_golden,
   resolve,
   shapes_of,
-  text,
 )
 
 from rosetta_t5.config.language.statements import Macro, Reference, read_program
@@ -31,7 +32,7 @@ TEXTS = {
   for kind in ("models", "runs", "examples")
   for name, golden in read_golden(GOLDEN / f"{kind}.txt").items()
 }
-# Millions of parameters, as the papers and T5X's documentation give them.
+# Millions of parameters, from the papers and T5X's documentation.
 PUBLISHED = {
   "t5_1_0": {"small": 60.5, "base": 222.9, "large": 737.7, "3B": 2851.6, "11B": 11307},
   "t5_1_1": {"small": 77.0, "base": 247.6, "large": 783.2, "xl": 2849.8, "xxl": 11135},
@@ -48,8 +49,8 @@ def empty_gin() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_recipe_comes_to_its_golden_text(name):
-  assert text(name) == TEXTS[name], "if that is meant: make golden"
+def test_a_recipe_yields_its_golden_text(name):
+  assert golden_text(name) == TEXTS[name], "if the change is intended, run `make golden`"
 
 
 def test_every_recipe_has_a_golden_text():
@@ -81,30 +82,30 @@ GPT = {"126m": "0.125", "5b": "5", "175b": "175", "1_7b": "1.7", "3_6b": "3.6", 
 
 
 @pytest.mark.parametrize(("size", "billions"), GPT.items())
-def test_gpt_s_have_the_published_sizes(size, billions):
+def test_gpt_models_have_the_published_sizes(size, billions):
   digits = len(billions.partition(".")[2])
   assert f"{_parameters(f'models/gpt/{size}') / 1e9:.{digits}f}" == billions
 
 
-def test_gpt_2_has_its_size_and_a_row_for_padding():
-  assert _parameters("models/gpt/gpt2") == 124_439_808 + 768  # transformers' count of gpt2
+def test_gpt2_has_the_published_size_and_an_embedding_for_padding():
+  assert _parameters("models/gpt/gpt2") == 124_439_808 + 768  # the first is transformers' count
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in TEXTS if n.startswith("models/")])
-def test_the_first_layer_stands_for_all_that_follow(name):
-  resolve(*([BEFORE[name]] if name in BEFORE else []), name)
+def test_all_layers_have_the_shapes_of_the_first(name):
+  resolve(*([INCLUDED_BEFORE[name]] if name in INCLUDED_BEFORE else []), name)
   model = bound_model()
   assert shapes_of(model) == shapes_of(model, in_full=True)
 
 
-def test_every_model_computes_in_bfloat16():
+def test_every_model_except_gpt2_computes_in_bfloat16():
   models = {n for n in TEXTS if n.startswith("models/") and "MODEL = " in TEXTS[n]}
   others = {name for name in models if "dtype='bfloat16'" not in TEXTS[name]}
-  assert others == {"models/gpt/gpt2"}  # which is compared with transformers' numbers
+  assert others == {"models/gpt/gpt2"}  # its outputs are compared with those of transformers
 
 
-def test_adamw_takes_the_place_of_adafactor():
+def test_adamw_opt_replaces_adafactor():
   resolve("models/t5_1_1/tiny", "models/t5_1_1/adamw_opt")
   model = bound_model()
   assert model.module.config.scale_attn_logits
@@ -113,11 +114,9 @@ def test_adamw_takes_the_place_of_adafactor():
 
 
 def _note(name: str) -> str:
-  """The comment at the top of a recipe, without its number signs."""
+  """Returns the comment at the top of a recipe, without its number signs."""
   lines = (RECIPES / f"{name}.gin").read_text(encoding="utf-8").splitlines()
-  return "\n".join(
-    line[2:] for line in lines[: lines.index(next(x for x in lines if x[:1] != "#"))]
-  )
+  return "\n".join(line[2:] for line in itertools.takewhile(lambda x: x[:1] == "#", lines))
 
 
 @pytest.mark.parametrize("name", every_recipe())
@@ -129,7 +128,7 @@ def test_a_recipe_begins_with_a_lab_note(name):
 
 
 @pytest.mark.parametrize("name", [n for n in every_recipe() if n.startswith("models/")])
-def test_lab_notes_give_the_size(name):
+def test_sizes_in_lab_notes_are_correct(name):
   noted = re.search(r"([\d.,]+)( [mb]illion)? parameters", _note(name))
   if noted and name in TEXTS:
     unit = {" million": 1e6, " billion": 1e9}.get(noted[2], 1)
@@ -137,7 +136,7 @@ def test_lab_notes_give_the_size(name):
 
 
 @pytest.mark.parametrize("name", every_recipe())
-def test_the_command_of_a_lab_note_names_files_that_are_there(name, tmp_path, monkeypatch):
+def test_files_in_the_command_of_a_lab_note_exist(name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   command = re.sub(r"\\\n\s*", "", _note(name).partition("Command")[2].partition("\n\n")[0])
   files = re.findall(r"(?:--gin_file=|include '|see )([\w./]+\.gin)", command)
@@ -149,15 +148,13 @@ def test_the_command_of_a_lab_note_names_files_that_are_there(name, tmp_path, mo
 
 
 def _written(value: Any) -> Any:
-  """Returns a gin value as the file contains it."""
+  """Returns a gin value; references and macros as gin code."""
   return repr(value) if isinstance(value, (Macro, Reference)) else value
 
 
 def test_pretraining_keeps_t5x_defaults():
   program = read_program([str(RECIPES / "runs/pretrain.gin")])
   written = {binding.name: _written(binding.value) for binding in program.all_bindings()}
-  facts = pathlib.Path(__file__).with_name("pretrain_defaults.txt").read_text().splitlines()
-  golden = {
-    name: ast.literal_eval(value) for name, value in (line.split(" = ", 1) for line in facts)
-  }
-  assert written == golden
+  lines = pathlib.Path(__file__).with_name("pretrain_defaults.txt").read_text().splitlines()
+  defaults = {n: ast.literal_eval(value) for n, value in (line.split(" = ", 1) for line in lines)}
+  assert written == defaults

@@ -24,6 +24,7 @@ ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
 
+_OVER_MODEL = (MODEL_AXIS,)
 # Parameters without the logical axis `embed`.
 _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
 
@@ -68,7 +69,7 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
   found: list[Collective] = []
   for (path, param), spec in zip(leaves, all_specs, strict=True):
-    name = "/".join(str(getattr(key, "key", key)) for key in path)
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
     found += _parameter_collectives(name, param, spec, work)
   if work.model_shards > 1:
     is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for spec in all_specs)
@@ -133,11 +134,11 @@ def _split_activation_gradients(
   is_sharded = MODEL_AXIS in spec
   if work.activation_split == "length" and not is_sharded and (param.ndim == 1 or is_table):
     # Each device computes the gradient of its own positions only.
-    yield Collective(ALL_REDUCE, (MODEL_AXIS,), gradient, "gradients")
+    yield Collective(ALL_REDUCE, _OVER_MODEL, gradient, "gradients")
   if is_table and is_sharded:
     # A table that is sharded along `embed` is gathered for the lookup, and its gradient too.
     table = math.prod(param.shape) * param.dtype.itemsize * work.microbatches
-    yield Collective(ALL_GATHER, (MODEL_AXIS,), 2 * table, "parameters", count=2)
+    yield Collective(ALL_GATHER, _OVER_MODEL, 2 * table, "parameters", count=2)
 
 
 def _is_fused_into_another(name: str, config: Any) -> bool:
@@ -251,7 +252,7 @@ def _activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator
     yield from _lookup_collectives(size, work)
   # The largest logit and the sum of exponentials, in float32.
   size = 2 * 4 * work.examples * work.lengths["decoder"]
-  yield Collective(ALL_REDUCE, (MODEL_AXIS,), size, "loss", count=2)
+  yield Collective(ALL_REDUCE, _OVER_MODEL, size, "loss", count=2)
   if work.activation_split == "embed":
     yield from _norm_collectives(work)
 
@@ -274,25 +275,24 @@ def _input_collectives(
   size: float, matmuls: int, layers: int, activation_split: str | None, is_kept: bool = False
 ) -> Iterator[Collective]:
   """Yields how the gradient of an input is summed, and how an input that is sharded is gathered."""
-  axes, kind = (MODEL_AXIS,), REDUCE_SCATTER if activation_split else ALL_REDUCE
-  yield Collective(kind, axes, layers * size, "activations", matmuls, layers)
+  kind = REDUCE_SCATTER if activation_split else ALL_REDUCE
+  yield Collective(kind, _OVER_MODEL, layers * size, "activations", matmuls, layers)
   if activation_split:
     # XLA gathers an input that is sharded along "length" once and keeps it. It gathers one that is
     # sharded along "embed" for each matmul, and again for the gradient of the matmul's parameter.
     gathers = 2 * matmuls * layers if activation_split == "embed" and not is_kept else 1
-    yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
+    yield Collective(ALL_GATHER, _OVER_MODEL, gathers * size, "activations", count=gathers)
 
 
 def _output_collectives(
   size: float, activation_split: str | None, gathers: int = 1
 ) -> Iterator[Collective]:
   """Yields how the output of a sharded matmul is summed, and how its gradient is gathered."""
-  axes = (MODEL_AXIS,)
   if not activation_split:
-    yield Collective(ALL_REDUCE, axes, size, "activations")
+    yield Collective(ALL_REDUCE, _OVER_MODEL, size, "activations")
     return
-  yield Collective(REDUCE_SCATTER, axes, size, "activations")
-  yield Collective(ALL_GATHER, axes, gathers * size, "activations", count=gathers)
+  yield Collective(REDUCE_SCATTER, _OVER_MODEL, size, "activations")
+  yield Collective(ALL_GATHER, _OVER_MODEL, gathers * size, "activations", count=gathers)
 
 
 def _lookup_collectives(size: float, work: Workload) -> Iterator[Collective]:
@@ -300,14 +300,14 @@ def _lookup_collectives(size: float, work: Workload) -> Iterator[Collective]:
   if work.activation_split != "embed":
     yield from _output_collectives(size, work.activation_split)
     return
-  yield Collective(REDUCE_SCATTER, (MODEL_AXIS,), size, "activations")
+  yield Collective(REDUCE_SCATTER, _OVER_MODEL, size, "activations")
   # The table's gradient is computed in shards of `embed` and needed in shards of the vocabulary. The
   # XLA of jax 0.11 gathers the whole gradient for that.
   table = 4 * work.config.vocab_size * work.config.emb_dim * work.microbatches
   if jax.__version_info__ >= (0, 11):
-    yield Collective(ALL_GATHER, (MODEL_AXIS,), table, "gradients")
+    yield Collective(ALL_GATHER, _OVER_MODEL, table, "gradients")
   else:
-    yield Collective(ALL_TO_ALL, (MODEL_AXIS,), table / work.model_shards, "gradients")
+    yield Collective(ALL_TO_ALL, _OVER_MODEL, table / work.model_shards, "gradients")
 
 
 def _norm_collectives(work: Workload) -> Iterator[Collective]:
@@ -320,4 +320,4 @@ def _norm_collectives(work: Workload) -> Iterator[Collective]:
   for side, length in work.lengths.items():
     count = sums * (work.layers[side] * norms[side] + 1)
     size = count * 4 * work.examples * length
-    yield Collective(ALL_REDUCE, (MODEL_AXIS,), size, "norms", count=count)
+    yield Collective(ALL_REDUCE, _OVER_MODEL, size, "norms", count=count)

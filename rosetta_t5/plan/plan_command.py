@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 from collections.abc import Sequence
 
@@ -94,14 +95,14 @@ def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
 def _traffic_rows(estimate: Estimate) -> Rows:
   if not estimate.traffic:
     return [("sends", "nothing")]
-  sent: dict[str, float] = {}
-  seconds: dict[str, float] = {}
+  sent: dict[str, float] = collections.defaultdict(float)
+  seconds: dict[str, float] = collections.defaultdict(float)
   for each in estimate.traffic:
     link = "the network" if each.leaves_node else "NVLink"
     axes = ", ".join(each.collective.axes)
     what = f"{each.collective.kind} of {each.collective.why} over {axes}, by {link}"
-    sent[what] = sent.get(what, 0) + each.sent
-    seconds[what] = seconds.get(what, 0) + each.seconds
+    sent[what] += each.sent
+    seconds[what] += each.seconds
   labels = ["sends", *[""] * len(sent)]
   return [
     (label, f"{size_text(sent[what]):>8}  {what}: {seconds[what] * 1e3:.3g} ms")

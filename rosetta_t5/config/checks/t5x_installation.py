@@ -20,7 +20,8 @@ def check_t5x_installation() -> None:
     ConfigError: `import t5x` finds the other one, or it has overwritten files of this one. Gin files
       would use its classes.
   """
-  found, other = _imported_t5x(), _other_distribution()
+  found = _imported_t5x()
+  other = next(iter(metadata.distributions(name="t5x")), None)
   fix = f"pip uninstall {other.metadata['Name']} && {_REINSTALL}" if other else _REINSTALL
   if found != T5X_PACKAGE:
     if found is not None and not other:
@@ -49,10 +50,3 @@ def _imported_t5x() -> pathlib.Path | None:
     return None
   locations = [*(spec.submodule_search_locations or ()), spec.origin]
   return pathlib.Path(locations[0] or "").resolve()
-
-
-def _other_distribution() -> metadata.Distribution | None:
-  try:
-    return metadata.distribution("t5x")
-  except metadata.PackageNotFoundError:
-    return None
