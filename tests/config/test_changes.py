@@ -34,12 +34,12 @@ def changes(write, run):
   return _changes
 
 
-def test_another_spelling_of_the_same_configuration_is_no_change(changes):
+def test_another_spelling_of_the_same_configuration_is_not_a_change(changes):
   same = BEFORE.replace("= %WIDTH", "= 8").replace("@toy.Optimizer", "@other.toy.Optimizer")
   assert changes(same) == []
 
 
-def test_a_removed_binding_of_the_default_is_no_change(changes):
+def test_removing_a_binding_of_the_default_is_not_a_change(changes):
   assert changes(BEFORE.replace("toy.Model.dropout_rate = 0.1\n", "")) == []
 
 
@@ -67,7 +67,7 @@ def test_a_removed_scoped_binding_is_compared_with_the_outer_scope(changes):
   assert changes(now) == ["train/toy.DatasetConfig.batch_size: 128 → 8"]
 
 
-def test_without_a_config_file_there_is_no_change(tmp_path):
+def test_without_a_config_file_there_are_no_changes(tmp_path):
   assert changes_since(tmp_path) == []
 
 

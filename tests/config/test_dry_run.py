@@ -44,7 +44,7 @@ def test_a_correct_run_is_not_started(check, monkeypatch):
   import toy
 
   def train(*, model, model_dir, total_steps):
-    raise AssertionError("it ran")
+    raise AssertionError("the run must not start")
 
   monkeypatch.setattr(toy, "train", train)
   status, output = check(RUN)
@@ -76,7 +76,7 @@ def test_all_problems_are_reported_at_once_with_their_lines(check):
   assert "no_such_module.f" not in output
 
 
-def test_unused_bindings_are_listed_but_are_no_problem(check):
+def test_unused_bindings_are_listed_but_are_not_problems(check):
   status, output = check(
     RUN + "other/toy.Model.width = 3\ntoy.DatasetConfig.batch_size = 4\nDROPOUT = 0.1\n"
   )

@@ -46,7 +46,7 @@ def test_one_process_can_run_twice(launch):
   assert launch("--gin_file=run.gin", "--gin.STEPS=5")["total_steps"] == 5
 
 
-def test_of_two_functions_with_one_name_the_given_one_runs(launch, monkeypatch):
+def test_the_given_function_runs_if_another_has_the_same_name(launch, monkeypatch):
   import toy
 
   def train(model, model_dir, total_steps):

@@ -43,7 +43,7 @@ def test_a_file_sets_arguments_macros_and_scopes(run):
     ("toy.Model.dropout_rate = -1.5", lambda given: given["model"].dropout_rate, -1.5),
   ],
 )
-def test_the_command_line_wins_over_files(run, binding, get, value):
+def test_the_command_line_overrides_files(run, binding, get, value):
   assert get(run(RUN, binding)) == value
 
 
@@ -105,7 +105,7 @@ def two_networks(write, monkeypatch):
 
 @pytest.mark.usefixtures("two_networks")
 @pytest.mark.parametrize("head", ["", "from __gin__ import dynamic_registration\n"])
-def test_an_alias_of_two_modules_is_refused(write, head):
+def test_an_alias_that_two_files_give_to_different_modules_is_refused(write, head):
   write("both.gin", head + "include 'small.gin'\ninclude 'scanned.gin'\nnetwork.Config.width = 2")
   both = r"may mean scanned\.network\.Config or small\.network\.Config: write one of them"
   with pytest.raises(ConfigError, match=both):
@@ -113,7 +113,7 @@ def test_an_alias_of_two_modules_is_refused(write, head):
 
 
 @pytest.mark.usefixtures("two_networks")
-def test_of_two_registered_names_the_one_of_the_included_file_wins(write):
+def test_the_included_file_decides_between_two_registered_names(write):
   parse_gin_flags(["."], ["small.gin"], [])  # a run before this one, in the same process
   write("large.gin", "include 'scanned.gin'\nnetwork.Config.width = 2")
   parse_gin_flags(["."], ["large.gin"], [])

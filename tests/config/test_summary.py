@@ -57,7 +57,7 @@ def test_the_summary_repeats_the_run(run, write):
 
 
 class _Writer:
-  """Keeps what a TensorBoard writer would be given."""
+  """Keeps the texts that a TensorBoard writer receives."""
 
   def __init__(self):
     self.texts: dict[int, dict[str, str]] = {}

@@ -33,10 +33,12 @@ def test_a_single_t5x_is_accepted_silently(site, capsys):
 def test_an_earlier_folder_is_named_with_a_fix(site):
   (site / "t5x").mkdir()
   (site / "t5x/__init__.py").write_text("")
-  with pytest.raises(ConfigError) as said:
+  with pytest.raises(ConfigError) as caught:
     check_t5x_installation()
-  assert f"`import t5x` finds {site}/t5x instead of this distribution's package" in str(said.value)
-  assert f"remove {site} from PYTHONPATH" in str(said.value)
+  assert f"`import t5x` finds {site}/t5x instead of this distribution's package" in str(
+    caught.value
+  )
+  assert f"remove {site} from PYTHONPATH" in str(caught.value)
 
 
 def test_an_earlier_distribution_must_be_uninstalled(site):
@@ -56,6 +58,6 @@ def test_a_distribution_that_has_overwritten_files_must_be_uninstalled(site):
 def test_a_later_distribution_is_only_noted(site, capsys):
   _install(site, "elsewhere/t5x/utils.py")
   check_t5x_installation()
-  said = capsys.readouterr().err
-  assert "note: t5x 1.2 is installed too. `import t5x` finds this distribution's package" in said
-  assert "pip uninstall t5x" in said
+  output = capsys.readouterr().err
+  assert "note: t5x 1.2 is installed too. `import t5x` finds this distribution's package" in output
+  assert "pip uninstall t5x" in output

@@ -9,7 +9,7 @@ from typing import Any
 def train(
   *, model: Any, model_dir: str, total_steps: int, dataset_cfg: Any = None
 ) -> dict[str, Any]:
-  """Returns its arguments, in place of a run page."""
+  """Returns its arguments. It replaces a real run function."""
   return {
     "model": model,
     "model_dir": model_dir,
@@ -33,11 +33,11 @@ class Model:
 
 @dataclasses.dataclass
 class DatasetConfig:
-  """Is built in several scopes."""
+  """Its instances are built in several scopes."""
 
   batch_size: int = 128
   lengths: Any = None
 
 
 class Optimizer:
-  """Is passed on as a class."""
+  """The run receives it as a class, not as an instance."""

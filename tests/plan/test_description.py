@@ -1,4 +1,4 @@
-"""What a dry run prints about a training run, and what it refuses, without running a step."""
+"""A dry run describes a training run and refuses impossible ones, without running a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The advice of a check for a step that is larger than a GPU. Every proposed change makes it fit."""
+"""A check proposes changes for a step that does not fit into a GPU, and with each of them it fits."""
 
 from __future__ import annotations
 
