@@ -16,10 +16,9 @@ from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting
-from rosetta_t5.plan.datasets import data_rows
 from rosetta_t5.plan.hardware import expected_devices
+from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
-from rosetta_t5.plan.starting_checkpoint import checkpoint_rows
 from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, workload_of
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.model_info import count_parameters

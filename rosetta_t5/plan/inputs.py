@@ -1,16 +1,38 @@
-"""Describes the checkpoints that a run reads and saves, and checks that they match the model."""
+"""Describes what a run reads and saves: datasets, vocabulary, checkpoints. Reads no example."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
+
+# The arguments of runs that are datasets, and what a run does with each.
+_DATASETS = {
+  "train_dataset_cfg": "trains on",
+  "train_eval_dataset_cfg": "loss on",
+  "infer_eval_dataset_cfg": "predicts",
+  "dataset_cfg": "reads",
+}
+
+
+def data_rows(plan: Any) -> Rows:
+  """Returns a row for each dataset of a run.
+
+  Raises:
+    ValueError: a module, a task or a vocabulary's file does not exist.
+  """
+  datasets = {use: plan[argument] for argument, use in _DATASETS.items() if plan[argument]}
+  rows = [(use, _dataset_text(cfg)) for use, cfg in datasets.items()]
+  for cfg in datasets.values():
+    find_task_or_mixture(cfg)
+  _check_vocabulary_file(getattr(plan["model"], "input_vocabulary", None))
+  return rows
 
 
 def checkpoint_rows(plan: Any) -> Rows:
@@ -19,7 +41,7 @@ def checkpoint_rows(plan: Any) -> Rows:
   Raises:
     ValueError: a checkpoint does not exist, or its names or shapes are not those of the run's model.
   """
-  with _adding_source(plan):
+  try:
     if plan["checkpoint_cfg"] is not None and plan["model_dir"]:
       return [*_training_start(plan), ("saves", _saves(plan))]
     given = plan["restore_checkpoint_cfg"]
@@ -27,22 +49,45 @@ def checkpoint_rows(plan: Any) -> Rows:
       return []
     cfgs = given if isinstance(given, list | tuple) else [given]
     return [*_restored(plan, cfgs), ("writes", str(plan["output_dir"]))]
-
-
-@contextmanager
-def _adding_source(plan: Any) -> Iterator[None]:
-  """Adds the line that sets the checkpoint's path to an error of the body."""
-  try:
-    yield
   except checkpoints.CheckpointMismatchError:
     raise  # the lines to change are those of the model, and the checkpoint may be in MODEL_DIR
   except ValueError as error:
-    bindings = plan.resolved.program.effective_bindings()
-    paths = (b for key, b in bindings.items() if key[1:] == ("RestoreCheckpointConfig", "path"))
-    found = next(paths, None)
-    while found and isinstance(found.value, Macro):
-      found = bindings.get((found.value.name,))
-    raise ValueError(f"{error}\n  {found.source}" if found else str(error)) from error
+    raise ValueError(f"{error}{_source_of_path(plan)}") from error
+
+
+def _dataset_text(cfg: Any) -> str:
+  lengths = ", ".join(f"{name} {n}" for name, n in (cfg.task_feature_lengths or {}).items())
+  parts = [
+    f"{cfg.name}[{cfg.split}]",
+    lengths or "as long as the longest example",
+    f"batches of {cfg.batch_size}",
+    *(["packed"] if cfg.pack else []),
+    *(["from its cache"] if cfg.use_cached else []),
+  ]
+  return ", ".join(parts)
+
+
+def _check_vocabulary_file(vocabulary: Any) -> None:
+  """Raises ValueError if the path of a SentencePiece model is local and there is no such file."""
+  if type(vocabulary).__name__ != "SentencePieceVocabulary":
+    return  # a subclass may create its file when it is first used
+  path = vocabulary.sentencepiece_model_file
+  if _is_remote(path) or os.path.isfile(path):
+    return
+  raise ValueError(
+    f"there is no SentencePiece model {path!r} (looked at {os.path.abspath(path)}): set "
+    "seqio.SentencePieceVocabulary.sentencepiece_model_file"
+  )
+
+
+def _source_of_path(plan: Any) -> str:
+  """Returns the line that sets the checkpoint's path, for the end of a message; "" if there is none."""
+  bindings = plan.resolved.program.effective_bindings()
+  paths = (b for key, b in bindings.items() if key[1:] == ("RestoreCheckpointConfig", "path"))
+  found = next(paths, None)
+  while found and isinstance(found.value, Macro):
+    found = bindings.get((found.value.name,))
+  return f"\n  {found.source}" if found else ""
 
 
 def _training_start(plan: Any) -> Rows:
