@@ -10,12 +10,7 @@ from typing import Any, Protocol
 import gin
 import jax
 
-from rosetta_t5.config.language.gin_internals import (
-  ScopeAndName,
-  all_bindings,
-  arguments_in_use,
-  format_bindings,
-)
+from rosetta_t5.config.language import gin_internals
 
 
 class SummarizeConfigFn(Protocol):
@@ -36,14 +31,14 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
   """
   if show_provenance:
     raise ValueError("gin-config records no provenance: leave show_provenance at False.")
-  bound = all_bindings()
+  bound = gin_internals.all_bindings()
   values = {key: dict(arguments) for key, arguments in bound.items()}
-  for (scope, selector), arguments in arguments_in_use().items():
+  for (scope, selector), arguments in gin_internals.arguments_in_use().items():
     values.setdefault(_binding_scope(scope, selector, bound), {}).update(arguments)
-  return format_bindings(values)
+  return gin_internals.format_bindings(values)
 
 
-def _binding_scope(scope: str, selector: str, bound: Container[ScopeAndName]) -> ScopeAndName:
+def _binding_scope(scope: str, selector: str, bound: Container[tuple[str, str]]) -> tuple[str, str]:
   """Returns the innermost enclosing scope in which a function has bindings, else the outermost.
 
   Gin opens a scope for each macro and would write OPTIMIZER/adafactor.Adafactor.decay_rate. In a

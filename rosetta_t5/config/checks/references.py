@@ -10,13 +10,7 @@ from typing import Any
 import gin
 from gin.config import Configurable
 
-from rosetta_t5.config.language.gin_internals import (
-  ScopeAndName,
-  all_bindings,
-  configurable_of,
-  find_configurables,
-  registered_configurables,
-)
+from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Binding, Program
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
@@ -60,11 +54,11 @@ def reached_from(function: Callable[..., Any], with_methods: bool = False) -> It
     yield Reached(configurable, scopes, bound, is_called)
     for reference in gin.config.iterate_references(bound):
       yield from follow(reference.configurable, reference.scopes or scopes, reference.evaluate)
-    for method in registered_configurables() if with_methods else ():
+    for method in gin_internals.registered_configurables() if with_methods else ():
       if method.is_method and method.module == configurable.selector:
         yield from follow(method, scopes, False)
 
-  yield from follow(configurable_of(function), [], True)
+  yield from follow(gin_internals.configurable_of(function), [], True)
 
 
 def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Binding]:
@@ -80,9 +74,9 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
     for n in range(len(reached.scopes) + 1)
   }
   macros = program.macros_used()
-  bound_at: dict[tuple[str, ...], ScopeAndName] = {
+  bound_at: dict[tuple[str, ...], tuple[str, str]] = {
     (scope, selector.rpartition(".")[2], argument): (scope, selector)
-    for (scope, selector), bound in all_bindings().items()
+    for (scope, selector), bound in gin_internals.all_bindings().items()
     for argument in bound
   }
 
@@ -99,7 +93,7 @@ def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Bind
 
 def _is_decorated(selector: str) -> bool:
   """Returns whether a function's module contains gin's wrapper of it, so that every call reads bindings."""
-  (configurable,) = find_configurables(selector)
+  (configurable,) = gin_internals.find_configurables(selector)
   module = sys.modules.get(getattr(configurable.wrapped, "__module__", ""))
   name = getattr(configurable.wrapped, "__name__", "")
   return getattr(module, name, None) is configurable.wrapper
