@@ -75,6 +75,12 @@ def test_a_syntax_error_contains_the_line(write, text, parts):
   assert all(part in message for part in parts), message
 
 
+def test_a_value_without_quotes_is_named(write):
+  assert _text(read_program, [], ["A = [1, b]"]) == (
+    "invalid gin syntax: Failed to parse token 'b'\n  the command line:  A = [1, b]"
+  )
+
+
 def test_an_unquoted_string_on_the_command_line_gets_a_hint(write):
   message = _text(read_program, [], ["MODEL_DIR = /tmp/run"])
   assert "a string needs quotes that the shell keeps: --gin.MODEL_DIR=\"'/tmp/run'\"" in message

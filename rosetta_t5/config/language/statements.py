@@ -276,7 +276,9 @@ def _parse(text: str, name: str) -> Iterator[Any]:
     source = SourceLine(name, error.lineno or 0, error.text or "")
     is_list = source.text.strip().startswith(("from ", "import ")) and "," in source.text
     hint = "\n  gin imports one name per line" if is_list else ""
-    raise ConfigError(f"invalid gin syntax: {error.msg}\n  {source}{hint}") from error
+    # Gin adds the token to Python's message, "malformed node or string: <ast.Name object at 0x…>".
+    message = error.msg.splitlines()[-1].strip()
+    raise ConfigError(f"invalid gin syntax: {message}\n  {source}{hint}") from error
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     lines = text.splitlines() or [""]
