@@ -106,7 +106,7 @@ def _recipe_lines(*names: str) -> tuple[str, ...]:
 
 
 def resolve(*names: str) -> None:
-  """Binds recipes, of which later ones win, with a value for everything that they leave open."""
+  """Binds recipes, the last one taking precedence, and a value for everything that they leave open."""
   import_seqio()  # quietly, and before a recipe does
   gin.clear_config()
   files = [str(RECIPES / f"{name}.gin") for name in names]

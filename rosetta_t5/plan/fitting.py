@@ -22,7 +22,7 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   The list is empty if the step fits already, or if its network is unknown.
 
   Args:
-    state: the train state's shapes.
+    state: the shapes of the train state.
     specs: the same tree with a PartitionSpec for each array.
     work: what the step computes.
   """
@@ -44,7 +44,7 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
         lines.append(f"{_changes_text(work, option)}: about {size_text(needed)}")
         fewest = number
         break
-  return lines or [_shard_the_state(now, fixed)]
+  return lines or [_sharding_advice(now, fixed)]
 
 
 def _changes_text(work: Workload, option: Workload) -> str:
@@ -63,7 +63,7 @@ def possible_microbatches(work: Workload) -> Iterator[int]:
   return (number for number in numbers if work.examples % number == 0)
 
 
-def _shard_the_state(now: Mapping[str, float], fixed: float) -> str:
+def _sharding_advice(now: Mapping[str, float], fixed: float) -> str:
   names = ", ".join(name for name in now if name != "activations")
   return (
     f"microbatches and rematerialization do not suffice: {size_text(fixed)} are {names}. Shard them "

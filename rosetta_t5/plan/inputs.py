@@ -122,7 +122,7 @@ def _unchecked(cfgs: Sequence[Any]) -> Rows:
 
 
 def _paths(cfgs: Sequence[Any]) -> list[str]:
-  """Returns the paths of several RestoreCheckpointConfigs, each of which has one or more."""
+  """Returns the paths in several RestoreCheckpointConfigs. Each config has one or more."""
   paths: list[str] = []
   for cfg in cfgs:
     given = [cfg.path] if isinstance(cfg.path, str | os.PathLike) else list(cfg.path or ())

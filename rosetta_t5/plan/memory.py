@@ -91,10 +91,9 @@ def activation_bytes(work: Workload) -> int | None:
 def inference_bytes(work: Workload) -> dict[str, float]:
   """Estimates the bytes per device that predicting or scoring needs besides the parameters, by part.
 
-  They are those of the larger of two phases. The first computes the activations, of which those of
-  the largest layer are counted. The second computes the logits in float32; a prediction then also
-  holds the keys and values of inputs and decodes. With more than one decode, there are two copies of
-  the keys and values while they are reordered.
+  The result is the larger of two phases. In the first, the activations of the largest layer exist. In
+  the second, the logits exist in float32; a prediction also has the keys and values of inputs and
+  decodes. With more than one decode, two copies of the keys and values exist while they are reordered.
 
   Raises:
     AttributeError: the network is unknown.

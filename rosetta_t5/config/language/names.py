@@ -123,7 +123,7 @@ class Namespace:
     return self._context.get_configurable(selector)
 
   def _find_not_imported(self, selector: str) -> Configurable:
-    """Returns what earlier files call `selector`, of which this file does not import the first part."""
+    """Returns what earlier files call `selector`. This file does not import its first part."""
     first = selector.split(".")[0]
     found = self._find_in_earlier_files(selector)
     if len(found) > 1:
