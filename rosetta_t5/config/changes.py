@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pathlib
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from rosetta_t5.config.errors import ConfigError
 from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
-from rosetta_t5.config.language.names import parameters
+from rosetta_t5.config.language.names import defaults
 from rosetta_t5.config.language.statements import (
   Binding,
   Macro,
@@ -66,8 +65,7 @@ def _value_if_unbound(key: tuple[str, ...], bindings: _Bindings) -> Any:
     if (scope, name, argument) in bindings:
       return bindings[scope, name, argument].value
   known = find_configurables(name)
-  found = parameters(known[0]).get(argument) if len(known) == 1 else None
-  default = inspect.Parameter.empty if found is None else found.default
+  default = defaults(known[0]).get(argument, _ABSENT) if len(known) == 1 else _ABSENT
   # Other defaults, such as functions, have no text that could be compared with a gin file's.
   is_plain = isinstance(default, (str, int, float, bool, tuple, list, dict, type(None)))
   return default if is_plain else _ABSENT

@@ -16,7 +16,7 @@ from rosetta_t5.config.configuration import check_bound
 from rosetta_t5.config.errors import ConfigError, Problems, strip_gin_notes
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
-from rosetta_t5.config.language.names import bound_arguments, parameters
+from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import Binding, Program, SourceLine
 
 Rows = list[tuple[str, str]]
@@ -111,11 +111,7 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
   else:
     configurable = configurable_of(function)
     values = bound_arguments(configurable)
-    resolved.arguments = {
-      name: p.default
-      for name, p in parameters(configurable).items()
-      if p.default not in (p.empty, gin.REQUIRED)
-    }
+    resolved.arguments = defaults(configurable)
   # If a value is missing, which has been reported, the arguments that need it cannot be built.
   had_problems = bool(resolved.problems.messages)
   for name, value in values.items():
@@ -132,10 +128,9 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
 
 def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
   """Returns what gin will pass to a function that is passed on uncalled."""
-  given = parameters(reference.configurable)
-  defaults = {name: p.default for name, p in given.items() if p.default is not p.empty}
+  configurable = reference.configurable
   with gin.config_scope(reference.scopes or None):
-    return {**defaults, **gin.get_bindings(reference.configurable.selector)}
+    return {**defaults(configurable), **gin.get_bindings(configurable.selector)}
 
 
 def _build_error_text(name: str, error: Exception, source: SourceLine | None) -> str:

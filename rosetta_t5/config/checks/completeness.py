@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 
-import gin
 from gin.config import Configurable
 
 from rosetta_t5.config.checks.references import Reached, reached_from
 from rosetta_t5.config.errors import ConfigError, did_you_mean
 from rosetta_t5.config.language.gin_internals import is_macro_set
-from rosetta_t5.config.language.names import parameters
+from rosetta_t5.config.language.names import defaults, parameters
 from rosetta_t5.config.language.statements import Macro, Program, Reference, SourceLine
 
 # Example values, for messages, of the macros that T5X's recipes leave open.
@@ -94,8 +92,7 @@ def _required_arguments(configurable: Configurable) -> list[str]:
   """Returns the arguments without a default; none if a decorator may provide some of them."""
   if hasattr(configurable.wrapped, "__wrapped__"):
     return []
-  no_default = (inspect.Parameter.empty, gin.REQUIRED)
-  return [name for name, p in parameters(configurable).items() if p.default in no_default]
+  return [name for name in parameters(configurable) if name not in defaults(configurable)]
 
 
 def _missing_arguments_text(reached: Reached, missing: list[str], program: Program) -> str:

@@ -194,6 +194,15 @@ def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
   return {n: p for n, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
+def defaults(configurable: Configurable) -> dict[str, Any]:
+  """Returns the default values of the arguments that have one, by name."""
+  return {
+    name: p.default
+    for name, p in parameters(configurable).items()
+    if p.default is not p.empty and p.default is not gin.REQUIRED
+  }
+
+
 def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
   """Returns the arguments that gin binds for a call in these scopes, references unresolved."""
   with gin.config_scope(list(scopes) or None):
