@@ -129,7 +129,7 @@ def make_decoder_only_model(
   )
 
 
-def initialise(module: nn.Module, key: jax.Array) -> Any:
+def initialize(module: nn.Module, key: jax.Array) -> Any:
   """Returns the module's own initial variables."""
   shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
   return make_model(module).get_initial_variables(key, input_shapes=shapes)
@@ -138,7 +138,7 @@ def initialise(module: nn.Module, key: jax.Array) -> Any:
 @functools.cache
 def variables(module: nn.Module) -> Any:
   """Returns variables of the module's shapes, drawn by numpy: nothing is compiled."""
-  return _drawn(functools.partial(initialise, module))
+  return _drawn(functools.partial(initialize, module))
 
 
 @functools.cache

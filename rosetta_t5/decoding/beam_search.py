@@ -45,7 +45,8 @@ class BeamState(struct.PyTreeNode):
 class _Candidates(NamedTuple):
   """The 2·beams best continuations of the live beams, the best first.
 
-  At most half of them can end with this token, so a full set of unfinished ones remains.
+  Each live beam has one continuation that ends, so at most half of the candidates have ended and enough
+  unfinished ones remain for all beams.
   """
 
   log_probs_BC: jax.Array

@@ -44,7 +44,6 @@ def cache_map(
     cache: a nested dict of arrays.
     apply_to_index: whether the cache's index is [batch], so that `fn` is applied to it as well.
   """
-
   return _map_with_path(
     lambda path, value: value if _is_shared(path, apply_to_index) else fn(value), cache
   )

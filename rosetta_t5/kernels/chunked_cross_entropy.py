@@ -1,8 +1,8 @@
 """The output layer and the cross-entropy, computed together for one chunk of positions at a time.
 
 The logits of T5-base at batch 128 take 2.1 GB, those of mT5 16.4 GB, and their gradient as much again.
-Here only the logits of one chunk exist at a time. The backward pass recomputes them, a third more work
-for the output layer, from two saved numbers per token.
+Here only the logits of one chunk exist at a time. The forward pass saves two numbers per token, with
+which the backward pass recomputes logits and softmax. This is a third more work for the output layer.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ _BLOCK_T = 64
 _BLOCK_S = 64
 # Tensor cores need at least 16 of every dimension.
 _SMALLEST = 16
-# The segments of what pads the last tile: a key of this segment is visible to no query.
+# The segments of the positions that pad the last tile; no query sees a key of this segment.
 _NO_KEY = -1
 _NO_QUERY = -2
 
 # The dimensions that a kernel's programs are distributed over. The letters are those of shapes in
 # names: b batch, t query, s key, h head, k head size.
 _GRIDS = {"query": "tbh", "key": "sbh", "bias": "tsh"}
-# What a program has of such a dimension; None is one element, without the dimension.
+# The size of a program's block along such a dimension; None is one element, without the dimension.
 _BLOCKS = {"t": _BLOCK_T, "s": _BLOCK_S, "b": None, "h": None}
 
 
@@ -45,7 +45,7 @@ class Segments(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-  """The inputs of all kernels, padded to whole tiles; in a kernel, references to its part of them."""
+  """The inputs of all kernels, padded to whole tiles; inside a kernel, references to its blocks."""
 
   q: Any
   k: Any
@@ -309,7 +309,7 @@ def _call(
 
 
 def _block_spec(grid: str, sizes: dict[str, int], dims: str) -> pl.BlockSpec:
-  """Returns the part that a program of the grid has of an array with dimensions `dims`."""
+  """Returns the block of an array with dimensions `dims` that a program of the grid works on."""
   block = tuple(_BLOCKS[dim] if dim in grid else sizes[dim] for dim in dims)
 
   def index(*program: Any) -> tuple:

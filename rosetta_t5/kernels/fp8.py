@@ -1,9 +1,9 @@
-"""Matrix products in fp8: e4m3 in the forward pass, e5m2 for gradients, one scale per array.
+"""Matrix multiplication in fp8: e4m3 in the forward pass, e5m2 for gradients, one scale per array.
 
 The scale of an array comes from its own maximum ("current scaling"), so the matmul is a pure function
 of its operands and works in scans, with microbatches and in resumed runs. A GPU from Hopper on
-multiplies fp8 operands twice as fast as bfloat16; other devices emulate them (Micikevicius et al., FP8
-formats, 2022).
+multiplies fp8 operands twice as fast as bfloat16; other devices emulate them. The formats are those of
+Micikevicius et al. (FP8 Formats for Deep Learning, 2022).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2
 
-# The exponent bits of a float32. Masking a number with them gives the largest power of two below it.
+# The exponent bits of a float32. A positive number with all other bits cleared is the largest power of
+# two that is not greater.
 _EXPONENT = np.int32(0x7F800000)
 # With this limit the inverse of a scale, too, is a normal number in bfloat16.
 _LARGEST_SCALE = 2.0**100

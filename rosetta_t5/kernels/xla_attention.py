@@ -21,7 +21,7 @@ def xla_attention(
 ) -> Float[Array, "B T H Kv"]:
   """Returns softmax(q·k + bias)·v over the visible keys, in the type of `v`.
 
-  Logits are not scaled by 1/√K: T5's initialisation does that.
+  Logits are not scaled by 1/√K: T5's initialization does that.
 
   Args:
     q_BTHK: queries.

@@ -1,7 +1,7 @@
 """Models: the interface that runs use, encoder-decoder models and decoder-only models."""
 
-from rosetta_t5.models.base import (
-  BaseModel,
+from rosetta_t5.models.base import BaseModel
+from rosetta_t5.models.base_transformer import (
   BaseTransformerModel,
   get_input_vocabulary,
   get_output_vocabulary,

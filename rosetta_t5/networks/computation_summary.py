@@ -26,8 +26,11 @@ def describe_computation(model: Any, fp8: Fp8Choice) -> str | None:
     f"fp8 {fp8.text}",
     f"attention by {kernel.name} ({kernel.reason})",
   ]
-  parts += ["fused qkv"] if getattr(config, "fuse_qkv_params", False) else []
-  parts += ["length before batch"] if getattr(config, "transpose_batch_sequence", False) else []
+  if getattr(config, "fuse_qkv_params", False):
+    parts.append("fused qkv")
+  if getattr(config, "transpose_batch_sequence", False):
+    parts.append("length before batch")
   policy = getattr(config, "remat_policy", "none")
-  parts += [f"remat {policy}"] if policy not in ("none", None) else []
+  if policy not in ("none", None):
+    parts.append(f"remat {policy}")
   return "; ".join(parts)

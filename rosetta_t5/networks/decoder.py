@@ -17,7 +17,7 @@ from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, set_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.kernel_choice import SegmentMask, make_mask
-from rosetta_t5.networks.layers.dense import activation_axes, feature_dropout
+from rosetta_t5.networks.layers.dense import feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
 from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
 from rosetta_t5.networks.layers.norms import LayerNorm, StandardLayerNorm
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
     cfg = self.config
     bias_1HLL = None
     if self.relative_embedding is not None:
-      length = t5.bias_length(t5.length_in_layer(cfg, inputs), decode, max_decode_length)
+      length = t5.bias_length(cfg, inputs, decode, max_decode_length)
       bias_1HLL = self.relative_embedding(length, length, False)
     attributes = _projection_attributes(cfg)
     x = _norm(cfg, "pre_self_attention_layer_norm")(inputs)
@@ -83,17 +83,13 @@ class DecoderLayer(nn.Module):
       prefill_lengths=prefill_lengths,
       rotary_positions=positions if cfg.positions == "rotary" else None,
     )
-    x = self._dropout("post_self_attention_dropout", x, deterministic) + inputs
+    dropout = t5.layer_dropout(cfg, "post_self_attention_dropout")
+    x = dropout(x, deterministic=deterministic) + inputs
     y = _norm(cfg, "pre_mlp_layer_norm")(x)
     y = t5.make_mlp(cfg, **attributes)(y, deterministic=deterministic)
-    y = self._dropout("post_mlp_dropout", y, deterministic) + x
-    y = with_sharding_constraint(y, activation_axes("embed", cfg.transpose_batch_sequence))
+    y = t5.layer_dropout(cfg, "post_mlp_dropout")(y, deterministic=deterministic) + x
+    y = t5.constrain_layer_output(cfg, y)
     return (y, None) if cfg.scan_layers else y
-
-  def _dropout(self, name: str, x: jax.Array, deterministic: bool) -> jax.Array:
-    cfg = self.config
-    dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, name)
-    return dropout(x, deterministic=deterministic)
 
 
 class Decoder(nn.Module):
@@ -155,8 +151,10 @@ class Decoder(nn.Module):
       y = y + self._position_vectors(positions, max_decode_length or decoder_input_tokens.shape[1])
     dropout = feature_dropout(cfg.dropout_rate, name="input_dropout")
     y = dropout(y, deterministic=deterministic).astype(cfg.dtype)
+    y = t5.to_layer_layout(cfg, y)
+    masks = (mask, self._local_mask(mask, positions, max_decode_length if decode else None))
     call = (deterministic, decode, max_decode_length, bool(prefill), prefill_lengths, positions)
-    y = t5.to_layer_layout(cfg, self._layers(t5.to_layer_layout(cfg, y), mask, *call))
+    y = t5.to_layer_layout(cfg, self._layers(y, masks, *call))
     y = _norm(cfg, "decoder_norm")(y)
     dropout = feature_dropout(cfg.dropout_rate, name="output_dropout")
     y = dropout(y, deterministic=deterministic)
@@ -215,30 +213,45 @@ class Decoder(nn.Module):
     vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(cfg.dtype)
     return with_sharding_constraint(vectors_BTD, ("batch", "length", "embed"))
 
-  def _layers(self, y: jax.Array, mask: jax.Array | SegmentMask | None, *call: Any) -> jax.Array:
-    """Returns the activations after all layers; `call` has the arguments that follow the mask."""
-    cfg = self.config
-    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, (3, 4, 5, 6), scanned=cfg.scan_layers)
+  def _layers(self, y: jax.Array, masks: tuple[Any, Any], *call: Any) -> jax.Array:
+    """Returns the activations after all layers.
+
+    Args:
+      y: the activations before the first layer.
+      masks: the mask of the layers with an even number, and that of the other layers.
+      *call: the arguments of every layer's call that follow the mask.
+    """
+    cfg, static_argnums = self.config, (3, 4, 5, 6)
     if cfg.scan_layers:
-      return call_layers(self, layer_cls, cfg.num_layers, y, mask, *call, scan_name="decoder")
+      call = (masks[0], *call)
+      return call_layers(
+        self, DecoderLayer, static_argnums, cfg.num_layers, y, *call, scan_name="decoder"
+      )
+    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_argnums)
     relative = t5.make_relative_bias(cfg) if cfg.positions == "relative" else None
-    local_mask = self._local_mask(mask, *call) if cfg.local_attention_window else mask
     for layer in range(cfg.num_layers):
-      y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, (mask, local_mask)[layer % 2], *call)
+      y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, masks[layer % 2], *call)
     return y
 
-  def _local_mask(self, mask: Any, *call: Any) -> jax.Array | None:
-    """Returns the mask of every second layer, which hides keys outside the local window."""
-    window = self.config.local_attention_window or 0
+  def _local_mask(
+    self, mask: Any, position_BT: jax.Array | None, cache_length: int | None
+  ) -> jax.Array | SegmentMask | None:
+    """Returns `mask` without the keys outside the local window; `mask` if there is no window.
+
+    A decoding step has no mask. Its local mask covers the `cache_length` positions of the cache.
+    """
+    window = self.config.local_attention_window
+    if window is None:
+      return mask
     assert not isinstance(mask, SegmentMask)  # the config refuses a window with a fused kernel
-    _, decode, max_decode_length, _, _, position_BT = call
-    if mask is None and not (decode and max_decode_length):
+    if mask is not None:
+      position_T = jnp.arange(mask.shape[-1])
+      return mask & (position_T[:, None] - position_T[None] < window)[None, None]
+    if cache_length is None:
       return None  # this call only creates the cache
-    if mask is None:
-      distance_BTS = position_BT[..., None] - jnp.arange(max_decode_length)[None, None]
-      return (distance_BTS < window)[:, None]
-    position_T = jnp.arange(mask.shape[-1])
-    return mask & (position_T[:, None] - position_T[None] < window)[None, None]
+    assert position_BT is not None  # positions are computed if there is a window
+    distance_BTS = position_BT[..., None] - jnp.arange(cache_length)[None, None]
+    return (distance_BTS < window)[:, None]
 
 
 class DecoderWrapper(nn.Module):
@@ -263,6 +276,3 @@ class DecoderWrapper(nn.Module):
     """Returns the logits of the targets; see `Decoder`."""
     logits: jax.Array | LogitFactors = self.decoder(*args, **kwargs)
     return logits
-
-
-__all__ = ["Decoder", "DecoderLayer", "DecoderWrapper", "TransformerConfig"]

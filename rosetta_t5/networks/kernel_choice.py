@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.flash_attention import Segments, flash_attention
-from rosetta_t5.networks.layers.masks import make_attention_mask, make_causal_mask
+from rosetta_t5.networks.layers.masks import make_boolean_mask
 
 
 class KernelChoice(NamedTuple):
@@ -54,11 +54,6 @@ def choose_attention_kernel(config: Any) -> KernelChoice:
   return KernelChoice(name, "set")
 
 
-def uses_fused_kernel(config: Any) -> bool:
-  """Returns whether a fused kernel computes attention of whole sequences (never decoding steps)."""
-  return choose_attention_kernel(config).name != "xla"
-
-
 def make_mask(
   config: Any,
   real_queries: Bool[Array, "B T"],
@@ -84,24 +79,15 @@ def make_mask(
   Raises:
     ValueError: the kernel does not support the mask.
   """
-  if use_fused_kernel and uses_fused_kernel(config):
-    is_packed = query_segments is not None and key_segments is not None
-    _check_segment_mask(config, real_queries.shape[1], real_keys.shape[1], is_packed, prefix)
-    if query_segments is None or key_segments is None:
-      query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
-    query = jnp.where(real_queries, query_segments, 0)
-    key = jnp.where(real_keys, key_segments, 0)
-    return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
-  mask: Any = make_attention_mask(real_queries, real_keys, jnp.logical_and, dtype=bool)
-  if causal:
-    visible: Any = make_causal_mask(real_queries, dtype=bool)
-    if prefix is not None:
-      in_prefix = prefix != 0
-      visible |= make_attention_mask(in_prefix, in_prefix, jnp.logical_and, dtype=bool)
-    mask = visible & mask
-  if query_segments is not None and key_segments is not None:
-    mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
-  return mask
+  if not use_fused_kernel or choose_attention_kernel(config).name == "xla":
+    return make_boolean_mask(real_queries, real_keys, query_segments, key_segments, causal, prefix)
+  is_packed = query_segments is not None and key_segments is not None
+  _check_segment_mask(config, real_queries.shape[1], real_keys.shape[1], is_packed, prefix)
+  if query_segments is None or key_segments is None:
+    query_segments, key_segments = jnp.ones_like(real_queries), jnp.ones_like(real_keys)
+  query = jnp.where(real_queries, query_segments, 0)
+  key = jnp.where(real_keys, key_segments, 0)
+  return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
 
 
 def _check_segment_mask(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.layers import nd_layers
-from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
+from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
 
 
@@ -59,7 +59,7 @@ class EncoderLayer(t5.EncoderLayer):
     deterministic: bool = False,
   ) -> Any:
     """Returns the layer's output, or (output, None) as a scan requires if layers are scanned."""
-    length = t5.length_in_layer(self.config, inputs)
+    length = t5.bias_length(self.config, inputs)
     bias_1HSS = t5.make_relative_bias(self.config)(length, length, True)
     y = super().__call__(inputs, encoder_mask, bias_1HSS, deterministic)
     return (y, None) if self.config.scan_layers else y
@@ -82,8 +82,7 @@ class DecoderLayer(t5.DecoderLayer):
     max_decode_length: int | None = None,
   ) -> Any:
     """Returns the layer's output, or (output, None) as a scan requires if layers are scanned."""
-    length = t5.length_in_layer(self.config, inputs)
-    length = t5.bias_length(length, decode, max_decode_length)
+    length = t5.bias_length(self.config, inputs, decode, max_decode_length)
     bias_1HLL = t5.make_relative_bias(self.config)(length, length, False)
     y = super().__call__(
       inputs, encoded, decoder_mask, encoder_decoder_mask, bias_1HLL, deterministic, decode
@@ -97,10 +96,8 @@ class Encoder(t5.Encoder):
   config: T5Config
 
   def _layers(self, x: jax.Array, *call: Any) -> jax.Array:
-    cfg = self.config
-    layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, (3,), scanned=cfg.scan_layers)
-    scan_name = "encoder" if cfg.scan_layers else None
-    return call_layers(self, layer_cls, cfg.num_encoder_layers, x, *call, scan_name=scan_name)
+    num_layers = self.config.num_encoder_layers
+    return call_layers(self, EncoderLayer, (3,), num_layers, x, *call, scan_name="encoder")
 
 
 class Decoder(t5.Decoder):
@@ -109,10 +106,8 @@ class Decoder(t5.Decoder):
   config: T5Config
 
   def _layers(self, y: jax.Array, *call: Any) -> jax.Array:
-    cfg = self.config
-    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, (5, 6, 7), scanned=cfg.scan_layers)
-    scan_name = "decoder" if cfg.scan_layers else None
-    return call_layers(self, layer_cls, cfg.num_decoder_layers, y, *call, scan_name=scan_name)
+    num_layers = self.config.num_decoder_layers
+    return call_layers(self, DecoderLayer, (5, 6, 7), num_layers, y, *call, scan_name="decoder")
 
 
 class Transformer(t5.Transformer):

@@ -17,7 +17,7 @@ from rosetta_t5.networks.kernel_choice import SegmentMask, choose_attention_kern
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer
-from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
+from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.layers.norms import LayerNorm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.t5_config import T5Config
@@ -69,7 +69,7 @@ def make_relative_bias(config: Any) -> RelativePositionBiases:
 
 
 def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
-  """Returns the embedding that encoder, decoder and tied logits share, initialised with `stddev`."""
+  """Returns the embedding that encoder, decoder and tied logits share, initialized with `stddev`."""
   return Embed(
     num_embeddings=config.vocab_size,
     features=config.emb_dim,
@@ -80,12 +80,13 @@ def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.
   )
 
 
-def _layer_dropout(config: T5Config) -> nn.Dropout:
+def layer_dropout(config: Any, name: str | None = None) -> nn.Dropout:
   """Returns a dropout for activations inside a layer, which may have the length first."""
-  return feature_dropout(config.dropout_rate, config.transpose_batch_sequence)
+  return feature_dropout(config.dropout_rate, config.transpose_batch_sequence, name)
 
 
-def _constrain_output(config: T5Config, x: jax.Array) -> jax.Array:
+def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
+  """Returns a layer's output with the sharding of activations inside the layers."""
   return with_sharding_constraint(x, activation_axes("embed", config.transpose_batch_sequence))
 
 
@@ -94,17 +95,17 @@ def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 
 
-def length_in_layer(config: Any, x: jax.Array) -> int:
-  """Returns the length of activations inside the layers."""
-  return x.shape[0 if config.transpose_batch_sequence else 1]
+def bias_length(
+  config: Any, x: jax.Array, decode: bool = False, max_decode_length: int | None = None
+) -> int:
+  """Returns the number of positions that the relative bias covers.
 
-
-def bias_length(length: int, decode: bool, max_decode_length: int | None) -> int:
-  """Returns the number of positions that a decoder's bias covers.
-
-  A decoding step's only query can be at any position, so each layer selects a row of the full bias.
+  This is the length of the activations `x` inside the layers. In a decoding step it is the length of
+  the cache: the step's only query can be at any position, so each layer selects a row of the full bias.
   """
-  return max_decode_length if decode and max_decode_length else length
+  if decode and max_decode_length:
+    return max_decode_length
+  return x.shape[0 if config.transpose_batch_sequence else 1]
 
 
 class EncoderLayer(nn.Module):
@@ -124,11 +125,11 @@ class EncoderLayer(nn.Module):
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
     x = make_attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
-    x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
+    x = layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
     y = make_mlp(cfg)(y, deterministic=deterministic)
-    y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
-    return _constrain_output(cfg, y)
+    y = layer_dropout(cfg)(y, deterministic=deterministic) + x
+    return constrain_layer_output(cfg, y)
 
 
 class DecoderLayer(nn.Module):
@@ -157,16 +158,16 @@ class DecoderLayer(nn.Module):
     x = make_attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
-    x = _layer_dropout(cfg)(x, deterministic=deterministic) + inputs
+    x = layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
     y = make_attention(cfg, "encoder_decoder_attention")(
       y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
-    y = _layer_dropout(cfg)(y, deterministic=deterministic) + x
+    y = layer_dropout(cfg)(y, deterministic=deterministic) + x
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
     z = make_mlp(cfg)(z, deterministic=deterministic)
-    z = _layer_dropout(cfg)(z, deterministic=deterministic) + y
-    return _constrain_output(cfg, z)
+    z = layer_dropout(cfg)(z, deterministic=deterministic) + y
+    return constrain_layer_output(cfg, z)
 
 
 class Encoder(nn.Module):
@@ -191,10 +192,10 @@ class Encoder(nn.Module):
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
   def _layers(self, x: jax.Array, mask: Any, deterministic: bool) -> jax.Array:
-    cfg, length = self.config, length_in_layer(self.config, x)
-    bias_1HSS = make_relative_bias(cfg)(length, length, True)
-    layer_cls = remat_layer(EncoderLayer, cfg.remat_policy, static_argnums=(4,))
-    return call_layers(self, layer_cls, cfg.num_encoder_layers, x, mask, bias_1HSS, deterministic)
+    length = bias_length(self.config, x)
+    bias_1HSS = make_relative_bias(self.config)(length, length, True)
+    call = (mask, bias_1HSS, deterministic)
+    return call_layers(self, EncoderLayer, (4,), self.config.num_encoder_layers, x, *call)
 
 
 class Decoder(nn.Module):
@@ -238,12 +239,10 @@ class Decoder(nn.Module):
     decode: bool,
     max_decode_length: int | None,
   ) -> jax.Array:
-    cfg = self.config
-    length = bias_length(length_in_layer(cfg, y), decode, max_decode_length)
-    bias_1HLL = make_relative_bias(cfg)(length, length, False)
-    layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_argnums=(6, 7))
+    length = bias_length(self.config, y, decode, max_decode_length)
+    bias_1HLL = make_relative_bias(self.config)(length, length, False)
     call = (encoded, mask, cross_mask, bias_1HLL, deterministic, decode)
-    return call_layers(self, layer_cls, cfg.num_decoder_layers, y, *call)
+    return call_layers(self, DecoderLayer, (6, 7), self.config.num_decoder_layers, y, *call)
 
 
 class Transformer(nn.Module):

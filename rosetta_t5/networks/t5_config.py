@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def check_layer_settings(config: Any) -> None:
   check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
 
 
-def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
+def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
   """Checks the value of the setting `name`.
 
   Raises:

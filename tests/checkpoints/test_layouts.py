@@ -128,7 +128,7 @@ PARTITIONER = PjitPartitioner(num_partitions=2)
 
 def initializer(module):
   def init(rng, input_shapes, input_types):
-    return tiny_models.initialise(module, rng)
+    return tiny_models.initialize(module, rng)
 
   return TrainStateInitializer(tiny_models.adafactor(), init, {}, PARTITIONER)
 

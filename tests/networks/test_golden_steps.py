@@ -19,7 +19,7 @@ import pytest
 if __name__ == "__main__":
   sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from tiny_models import T5_1_0, T5_1_1, initialise, make_batch, make_model, make_state
+from tiny_models import T5_1_0, T5_1_1, initialize, make_batch, make_model, make_state
 
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import train_step
@@ -59,7 +59,7 @@ def step(name: str) -> dict[str, float]:
 
 
 def initial_norm(config: T5Config) -> float:
-  initial = functools.partial(initialise, Transformer(config))
+  initial = functools.partial(initialize, Transformer(config))
   return float(jax.jit(lambda key: optax.tree.norm(initial(key)["params"]))(jax.random.PRNGKey(0)))
 
 

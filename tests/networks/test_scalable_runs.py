@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
-from tiny_models import adafactor, initialise, make_batch, make_model, params_of
+from tiny_models import adafactor, initialize, make_batch, make_model, params_of
 
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
@@ -45,7 +45,7 @@ def test_beams_equal_those_of_plain_t5():
 
 
 def train_state(config, params):
-  shapes = jax.eval_shape(lambda: initialise(Transformer(config), KEY))
+  shapes = jax.eval_shape(lambda: initialize(Transformer(config), KEY))
   return TrainState.create(adafactor(), {"params": params, "params_axes": shapes["params_axes"]})
 
 
@@ -75,7 +75,7 @@ def program_size(config, layers):
   """Returns the length of the program of a training step's gradients."""
   config = dataclasses.replace(config, num_encoder_layers=layers, num_decoder_layers=layers)
   model = make_model(Transformer(config))
-  params = jax.eval_shape(lambda: initialise(model.module, KEY)["params"])
+  params = jax.eval_shape(lambda: initialize(model.module, KEY)["params"])
   step = jax.jit(jax.grad(lambda p: model.loss_fn(p, make_batch(), KEY)[0]))
   return len(step.lower(params).as_text())
 
@@ -115,7 +115,7 @@ def test_fp8_scales_each_scanned_layer_by_its_own_maxima(recipe):
 def one_step(config, fp8, params):
   """Returns loss and gradients of a batch, and the maxima that scale the next fp8 step."""
   model = with_fp8(make_model(Transformer(config)), fp8)
-  variables = jax.eval_shape(lambda: initialise(model.module, KEY))
+  variables = jax.eval_shape(lambda: initialize(model.module, KEY))
   zeros = {
     name: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), collection)
     for name, collection in variables.items()

@@ -13,7 +13,7 @@ import pytest
 from flax.core.scope import LazyRng
 from flax.traverse_util import flatten_dict
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
-from tiny_models import initialise, logits_of, make_batch, make_model, pack, params_of
+from tiny_models import initialize, logits_of, make_batch, make_model, pack, params_of
 
 from rosetta_t5.networks.scalable_t5 import T5Config, Transformer
 from rosetta_t5.networks.t5 import Transformer as PlainTransformer
@@ -93,7 +93,7 @@ def test_scanned_layers_equal_unscanned_layers(changes):
 
 
 @pytest.mark.slow
-def test_rematerialisation_saves_memory_without_changing_the_numbers():
+def test_rematerialization_saves_memory_without_changing_the_numbers():
   # With dropout, whose masks the recomputed forward pass must draw again.
   changes = {"dropout_rate": 0.3}
   policies = ("none", "minimal", "full")
@@ -106,7 +106,7 @@ def test_rematerialisation_saves_memory_without_changing_the_numbers():
 
 
 def initial(config):
-  return initialise(model_of(config).module, KEY)["params"]
+  return initialize(model_of(config).module, KEY)["params"]
 
 
 def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
@@ -122,7 +122,7 @@ def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
       np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=str(path))
 
 
-def test_each_scanned_layer_is_initialised_with_its_part_of_the_split_key():
+def test_each_scanned_layer_is_initialized_with_its_part_of_the_split_key():
   drawn = flatten_dict(jax.jit(lambda: initial(SCANNED))()["encoder"]["encoder"])
   scaling, dims = nn.initializers.variance_scaling, (PLAIN.emb_dim, PLAIN.num_heads, PLAIN.head_dim)
   matrices = {
@@ -160,7 +160,7 @@ def test_each_scanned_layer_drops_its_own_features_at_every_position():
 
 def layer_axes(config):
   """Returns the logical axes of the encoder's attention and of a norm, by the parameter's name."""
-  shapes = jax.eval_shape(lambda: initialise(Transformer(config), KEY))
+  shapes = jax.eval_shape(lambda: initialize(Transformer(config), KEY))
   axes = {path: leaf.names for path, leaf in flatten_dict(shapes["params_axes"]).items()}
   for path, leaf in flatten_dict(shapes["params"]).items():
     assert len(axes[(*path[:-1], f"{path[-1]}_axes")]) == leaf.ndim, path

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import (
   T5_1_0,
   T5_1_1,
-  initialise,
+  initialize,
   logits_of,
   make_batch,
   make_model,
@@ -169,7 +169,7 @@ def test_settings_of_attention_logits_apply_to_every_attention(switch, field):
 def test_parameters_and_logits_are_float32_under_bfloat16(alone):
   batch, _, logits = alone
   config = dataclasses.replace(T5_1_1, dtype="bfloat16")
-  shapes = jax.eval_shape(lambda key: initialise(Transformer(config), key), jax.random.PRNGKey(0))
+  shapes = jax.eval_shape(lambda key: initialize(Transformer(config), key), jax.random.PRNGKey(0))
   assert {leaf.dtype for leaf in jax.tree.leaves(shapes["params"])} == {jnp.dtype(jnp.float32)}
   _, got = loss_and_logits(config)(params_of(T5_1_1), batch)
   assert got.dtype == jnp.float32

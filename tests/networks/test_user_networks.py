@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax.linen.partitioning import param_with_axes
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import T5_1_1, VOCAB, initialise, make_batch, make_model
+from tiny_models import T5_1_1, VOCAB, initialize, make_batch, make_model
 
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.training import TrainState
@@ -55,7 +55,7 @@ def place(state, partitioner):
 
 def test_the_axes_of_a_user_network_determine_sharding_and_factoring():
   model = make_model(Mixture())
-  variables = initialise_for_six(model)
+  variables = initial_variables(model)
   state = TrainState.create(Adafactor(logical_factor_rules=factor_rules()), variables)
   rules = standard_logical_axis_rules(additional_rules=[("experts", "data")])
   partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=rules)
@@ -77,7 +77,7 @@ def test_the_axes_of_a_user_network_determine_sharding_and_factoring():
   assert losses[-1] < 0.9 * losses[0]
 
 
-def initialise_for_six(model):
+def initial_variables(model):
   shapes = {"encoder_input_tokens": (1, 10), "decoder_input_tokens": (1, 6)}
   return model.get_initial_variables(jax.random.PRNGKey(0), input_shapes=shapes)
 
@@ -86,7 +86,7 @@ def test_an_axis_without_a_factor_rule_is_named():
   with pytest.raises(ValueError, match="experts"):
     TrainState.create(
       Adafactor(logical_factor_rules=standard_logical_factor_rules()),
-      initialise_for_six(make_model(Mixture())),
+      initial_variables(make_model(Mixture())),
     )
 
 
@@ -113,7 +113,7 @@ class LoudTransformer(network.Transformer):
 def test_a_subclass_of_t5_can_add_parameters():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=1)
   module, tokens = LoudTransformer(config), make_batch(2)["encoder_input_tokens"]
-  variables = initialise(module, jax.random.PRNGKey(0))
+  variables = initialize(module, jax.random.PRNGKey(0))
   assert variables["params_axes"]["encoder"]["gain_axes"].names == ("embed",)
   params = variables["params"]
   loud = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)

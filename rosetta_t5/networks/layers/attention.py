@@ -50,7 +50,7 @@ class MultiHeadDotProductAttention(nn.Module):
     head_dim: the size of one head.
     dtype: the type of the computation.
     dropout_rate: dropout of the weights, shared by all queries.
-    kernel_init: initialiser of the four kernels; the query's values are divided by √head_dim.
+    kernel_init: initializer of the four kernels; the query's values are divided by √head_dim.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
     nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed], and how
@@ -187,10 +187,8 @@ class MultiHeadDotProductAttention(nn.Module):
     else:
       heads = [query(scaled_q), key(inputs_kv), value(inputs_kv)]
     heads = [self._batch_first(x) for x in heads]
-    is_cross_attention = inputs_q is not inputs_kv
-    if (
-      is_cross_attention and self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
-    ):
+    is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
+    if is_writable and inputs_q is not inputs_kv:
       self.put_variable(PRECOMPUTED, "keys", decoding_cache.keys_to_cache_layout(heads[1]))
       self.put_variable(PRECOMPUTED, "values", decoding_cache.values_to_cache_layout(heads[2]))
     return heads

@@ -24,7 +24,7 @@ fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "trunc
 
 
 def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
-  """Returns a variance-scaling initialiser that is called with its input and output dimensions.
+  """Returns a variance-scaling initializer that is called with its input and output dimensions.
 
   It is called as init(key, shape, dtype, in_axis, out_axis), as `nd_kernel=True` requires. Reshaped
   to a matrix, its values are those of `nn.initializers.variance_scaling` for that matrix.
@@ -35,13 +35,13 @@ def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
     distribution: `normal`, `truncated_normal` or `uniform`.
   """
 
-  def initialise(
+  def initialize(
     key: Array, shape: Sequence[int], dtype: Any, in_axis: Sequence[int], out_axis: Sequence[int]
   ) -> Array:
     scaling: Any = nn.initializers.variance_scaling
     return scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
 
-  return initialise
+  return initialize
 
 
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 class DenseGeneral(nn.Module):
   """A projection of the dimensions `axis` to the dimensions `features`.
 
-  The kernel is stored and initialised as a matrix [inputs, outputs], as in T5X's T5. With `nd_kernel`
+  The kernel is stored and initialized as a matrix [inputs, outputs], as in T5X's T5. With `nd_kernel`
   it keeps its separate dimensions, as in T5X's scalable T5.
 
   Attributes:
@@ -210,7 +210,7 @@ class MlpBlock(nn.Module):
   Attributes:
     intermediate_dim: the hidden size.
     activations: one name for each projection to the hidden layer; their results are multiplied.
-    kernel_init: initialiser of all kernels.
+    kernel_init: initializer of all kernels.
     intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
     dtype: the type of the matmuls.
     nd_kernel: how `kernel_init` is called; see `DenseGeneral`.

@@ -26,7 +26,7 @@ class Embed(nn.Module):
     cast_input_dtype: the type that ids are cast to first, or None.
     dtype: the type of the returned vectors.
     attend_dtype: the type in which `attend` computes; None for `dtype`.
-    embedding_init: initialiser of the table.
+    embedding_init: initializer of the table.
     one_hot: an argument of T5X's without effect. T5X multiplies by one-hot rows; the gather used here
       gives the same numbers and saves a quarter of a small model's step.
   """

@@ -1,4 +1,4 @@
-"""Calling a stack of layers: one after another or as a scan, with or without rematerialisation."""
+"""Calling a stack of layers: one after another or as a scan, with or without rematerialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
-_REMAT_POLICIES = {
+REMAT_POLICIES = {
   "none": None,
   "minimal": _SAVE.dots_with_no_batch_dims_saveable,
   "full": _SAVE.nothing_saveable,
@@ -21,13 +21,12 @@ _REMAT_POLICIES = {
   "dots_with_no_batch_dims_saveable": _SAVE.dots_with_no_batch_dims_saveable,
   "nothing_saveable": _SAVE.nothing_saveable,
 }
-REMAT_POLICIES = tuple(_REMAT_POLICIES)
 
 
 def remat_layer(
   layer_cls: type[nn.Module], policy: str, static_argnums: tuple[int, ...], scanned: bool = False
 ) -> Any:
-  """Returns the layer's class, rematerialised so that only the values of `policy` are saved.
+  """Returns the layer's class, rematerialized so that only the values of `policy` are saved.
 
   `none` saves everything, `minimal` the matmuls with parameters (all but attention's own), `full` only
   the layer's input; the other policies are those of `jax.checkpoint_policies`. Numbers do not change.
@@ -36,13 +35,13 @@ def remat_layer(
     layer_cls: the layer.
     policy: one of `REMAT_POLICIES`.
     static_argnums: the indices of the Python values among the call's arguments; self is 0.
-    scanned: whether the layer is called in a scan, where XLA cannot undo the rematerialisation.
+    scanned: whether the layer is called in a scan, where XLA cannot undo the rematerialization.
   """
   if policy == "none":
     return layer_cls
   return nn.remat(
     layer_cls,
-    policy=_REMAT_POLICIES[policy],
+    policy=REMAT_POLICIES[policy],
     prevent_cse=not scanned,
     static_argnums=static_argnums,
   )
@@ -50,7 +49,8 @@ def remat_layer(
 
 def call_layers(
   module: nn.Module,
-  layer_cls: Any,
+  layer_cls: type[nn.Module],
+  static_argnums: tuple[int, ...],
   num_layers: int,
   x: jax.Array,
   *arguments: Any,
@@ -60,23 +60,26 @@ def call_layers(
 
   Args:
     module: the stack; its `config` is passed to the layers.
-    layer_cls: called as layer_cls(config, name=…).
+    layer_cls: called as layer_cls(config, name=…), and rematerialized by `config.remat_policy`.
+    static_argnums: see `remat_layer`.
     num_layers: the number of layers.
     x: the activations before the first layer.
     *arguments: further arguments of every layer's call.
-    scan_name: None calls layers `layers_0`, `layers_1`, … one after another. A name scans one layer,
-      which must return (activations, None). Its parameters are stored under this name, stacked along
-      `config.param_scan_axis`.
+    scan_name: None, or `config.scan_layers = False`, calls the layers `layers_0`, `layers_1`, … one
+      after another. Otherwise one layer is scanned, which must return (activations, None). Its
+      parameters are stored under this name, stacked along `config.param_scan_axis`.
   """
   config: Any = module.config
-  if scan_name is None:
+  scanned = scan_name is not None and config.scan_layers
+  rematerialized = remat_layer(layer_cls, config.remat_policy, static_argnums, scanned)
+  if not scanned:
     for layer in range(num_layers):
-      x = layer_cls(config, name=f"layers_{layer}")(x, *arguments)
+      x = rematerialized(config, name=f"layers_{layer}")(x, *arguments)
     return x
   axis = config.param_scan_axis
   scanned_cls = scan_with_axes(
-    layer_cls,
-    # Parameters are outputs of the scan only when they are initialised.
+    rematerialized,
+    # Parameters are outputs of the scan only when they are initialized.
     variable_axes={
       "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
       "cache": 0,

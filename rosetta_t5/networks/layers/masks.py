@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Shaped
 
 
 def make_attention_mask(
@@ -52,6 +52,36 @@ def combine_biases(*biases: Array | None) -> Array | None:
   return functools.reduce(operator.add, given) if given else None
 
 
+def make_boolean_mask(
+  real_queries: Bool[Array, "B T"],
+  real_keys: Bool[Array, "B S"],
+  query_segments: Shaped[Array, "B T"] | None = None,
+  key_segments: Shaped[Array, "B S"] | None = None,
+  causal: bool = False,
+  prefix: Shaped[Array, "B T"] | None = None,
+) -> Bool[Array, "B 1 T S"]:
+  """Returns which query sees which key.
+
+  Args:
+    real_queries: which queries are not padding.
+    real_keys: which keys are not padding.
+    query_segments: the packed example that each query belongs to; None if rows are not packed.
+    key_segments: the packed example that each key belongs to.
+    causal: whether a query does not see the keys after it.
+    prefix: nonzero for the positions of a causal mask that all see each other (prefix LM).
+  """
+  mask = make_attention_mask(real_queries, real_keys, jnp.logical_and, dtype=bool)
+  if causal:
+    visible = make_causal_mask(real_queries, dtype=bool)
+    if prefix is not None:
+      in_prefix = prefix != 0
+      visible |= make_attention_mask(in_prefix, in_prefix, jnp.logical_and, dtype=bool)
+    mask = visible & mask
+  if query_segments is not None and key_segments is not None:
+    mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
+  return mask
+
+
 def make_decoder_mask(
   decoder_target_tokens: Shaped[Array, "B T"],
   dtype: Any,
@@ -66,12 +96,6 @@ def make_decoder_mask(
     decoder_causal_attention: 1 for positions of a prefix, which all see each other (prefix LM).
     decoder_segment_ids: the packed example that each position belongs to.
   """
-  visible = make_causal_mask(decoder_target_tokens, dtype=bool)
-  if decoder_causal_attention is not None:
-    prefix = decoder_causal_attention != 0
-    visible = visible | make_attention_mask(prefix, prefix, jnp.logical_and, dtype=bool)
-  real = decoder_target_tokens > 0
-  mask = visible & make_attention_mask(real, real, jnp.logical_and, dtype=bool)
-  if decoder_segment_ids is not None:
-    mask &= make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=bool)
+  real, ids = decoder_target_tokens > 0, decoder_segment_ids
+  mask = make_boolean_mask(real, real, ids, ids, causal=True, prefix=decoder_causal_attention)
   return mask.astype(dtype)

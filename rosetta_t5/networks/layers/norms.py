@@ -19,7 +19,7 @@ class LayerNorm(nn.Module):
   Attributes:
     epsilon: added to the mean square.
     dtype: the type of the result.
-    scale_init: initialiser of the scale.
+    scale_init: initializer of the scale.
   """
 
   epsilon: float = 1e-6
@@ -28,7 +28,7 @@ class LayerNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Returns the normalised, scaled input."""
+    """Returns the normalized, scaled input."""
     x_BTD = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
@@ -51,7 +51,7 @@ class StandardLayerNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Returns the normalised, scaled and shifted input."""
+    """Returns the normalized, scaled and shifted input."""
     size = (x.shape[-1],)
     scale_D = param_with_axes("scale", nn.initializers.ones, size, jnp.float32, axes=("embed",))
     bias_D = param_with_axes("bias", nn.initializers.zeros, size, jnp.float32, axes=("embed",))

@@ -57,7 +57,7 @@ class RelativePositionBiases(nn.Module):
     max_distance: this distance and larger ones share the last bucket.
     num_heads: the number of attention heads.
     dtype: the type of the returned bias.
-    embedding_init: initialiser of the table [num_heads, num_buckets].
+    embedding_init: initializer of the table [num_heads, num_buckets].
   """
 
   num_buckets: int

@@ -1,0 +1,307 @@
+"""The loss, the scores and the decoding that all transformer models share."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import unfreeze
+from jaxtyping import Array, Float
+
+from rosetta_t5 import decoding
+from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
+from rosetta_t5.models.base import BaseModel, Batch, PyTree
+from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
+from rosetta_t5.models.decode_call import accepts, call_decode_fn
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.training import losses
+
+
+class BaseTransformerModel(BaseModel):
+  """The loss, the scores and the decoding that encoder-decoder and decoder-only models share."""
+
+  # Returns the next logits for a `DecodingState`; subclasses differ in the further arguments.
+  _compute_logits_from_slice: Callable[..., tuple[jax.Array, PyTree]]
+
+  def __init__(
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: Any,
+    decode_fn: Callable[..., Any] | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    loss_chunk_length: int | None = None,
+  ):
+    """Builds a model around a linen module.
+
+    Args:
+      module: the network.
+      input_vocabulary: the SeqIO vocabulary of the inputs.
+      output_vocabulary: the SeqIO vocabulary of the targets.
+      optimizer_def: the optimizer, which the trainer reads from the model as in T5X.
+      decode_fn: beam search, sampling, or a function with the same signature.
+      label_smoothing: the share of the target's probability that is spread over the other tokens.
+      z_loss: the weight of the squared log of the softmax normalizer.
+      loss_normalizing_factor: the divisor of the loss: a number, a `SpecialLossNormalizingFactor` or
+        its name, or None for a plain sum.
+      loss_chunk_length: the number of target positions whose logits are computed at a time for loss
+        and scores; None for all at once, which is faster if memory allows it.
+
+    Raises:
+      ValueError: `loss_normalizing_factor` is an unknown name, or `loss_chunk_length` is invalid or
+        the model overrides `_compute_metrics`.
+    """
+    super().__init__(optimizer_def)
+    self.module = module
+    self._input_vocabulary = input_vocabulary
+    self._output_vocabulary = output_vocabulary
+    self._decode_fn = decode_fn
+    self._label_smoothing = label_smoothing
+    self._z_loss = z_loss
+    self._loss_chunk_length = loss_chunk_length
+    is_positive = isinstance(loss_chunk_length, int) and loss_chunk_length > 0
+    if loss_chunk_length is not None and not is_positive:
+      raise ValueError(
+        "loss_chunk_length must be a positive number of target positions, such as 16, or None for "
+        f"all at once, got {loss_chunk_length!r}"
+      )
+    overrides_metrics = type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
+    if loss_chunk_length and overrides_metrics:
+      raise ValueError(
+        f"{type(self).__name__}._compute_metrics needs all logits, which do not exist with "
+        f"loss_chunk_length = {loss_chunk_length}: set it to None"
+      )
+    if isinstance(loss_normalizing_factor, str):
+      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
+        loss_normalizing_factor
+      )
+    self._loss_normalizing_factor = loss_normalizing_factor
+
+  @property
+  def input_vocabulary(self) -> Any:
+    """The SeqIO vocabulary of the inputs."""
+    return self._input_vocabulary
+
+  @property
+  def output_vocabulary(self) -> Any:
+    """The SeqIO vocabulary of the targets."""
+    return self._output_vocabulary
+
+  @property
+  def decode_fn(self) -> Any:
+    """The decode function: beam search, sampling, or one of the user's."""
+    return self._decode_fn
+
+  @abc.abstractmethod
+  def _compute_logits(
+    self,
+    params: PyTree,
+    batch: Batch,
+    dropout_rng: jax.Array | None = None,
+    mutable: Any = False,
+    other_variables: PyTree | None = None,
+  ) -> Any:
+    """Returns the logits, [B, T, V], and if `mutable` is set also the collections that it names."""
+
+  def loss_fn(
+    self,
+    params: PyTree,
+    batch: Batch,
+    dropout_rng: jax.Array | None,
+    flax_mutables: PyTree | None = None,
+  ) -> tuple[Float[Array, ""], Any]:
+    """Returns the loss and the metrics of the batch.
+
+    Args:
+      params: the parameters.
+      batch: the features that the feature converter makes. `decoder_loss_weights` are the weights of
+        the targets. Without them each target, including padding, has weight 1, unless
+        `loss_normalizing_factor` is a special one.
+      dropout_rng: the random key for dropout; None disables dropout.
+      flax_mutables: other variable collections. If given, the result is
+        (loss, (metrics, new flax_mutables)).
+    """
+    options: dict[str, Any] = {}
+    if flax_mutables:
+      options = {"mutable": list(flax_mutables), "other_variables": flax_mutables}
+    outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
+    logits, mutables = outputs if flax_mutables else (outputs, None)
+    targets, segments = batch["decoder_target_tokens"], self._segment_ids(batch)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(
+      self._loss_normalizing_factor, batch
+    )
+    if self._loss_chunk_length:
+      token_loss, token_z, correct = chunked_cross_entropy(
+        logits, targets, self._z_loss, self._label_smoothing, self._loss_chunk_length
+      )
+      loss, z_loss, _ = losses.weighted_sums(token_loss, token_z, weights, factor)
+      metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
+    else:
+      loss, z_loss, _ = losses.compute_weighted_cross_entropy(
+        logits, targets, weights, self._label_smoothing, self._z_loss, factor
+      )
+      metrics = self._compute_metrics(logits, targets, weights, loss, z_loss, segment_ids=segments)
+    return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
+
+  def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
+    """Returns the logits, or their two factors if the loss is computed in chunks."""
+    if self._loss_chunk_length:
+      options["return_logits"] = False
+    return self._compute_logits(*args, **options)
+
+  def _compute_metrics(
+    self,
+    logits: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array | None,
+    loss: jax.Array,
+    z_loss: jax.Array | None = None,
+    segment_ids: Mapping[str, jax.Array] | None = None,
+  ) -> Metrics:
+    """Returns the metrics of a batch; override to add your own."""
+    return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
+
+  def _segment_ids(self, batch: Batch) -> dict[str, jax.Array]:
+    """Returns the example that each position of each feature belongs to, under T5X's names."""
+    suffix = "_segment_ids"
+    packed = {n.removesuffix(suffix): ids for n, ids in batch.items() if n.endswith(suffix)}
+    if packed:
+      return packed
+    tokens = ("encoder_input_tokens", "decoder_target_tokens")
+    return {name: (batch[name] != 0).astype("int32") for name in tokens if name in batch}
+
+  def score_batch(
+    self, params: PyTree, batch: Batch, return_intermediates: bool = False
+  ) -> jax.Array | tuple[jax.Array, Mapping[str, Any]]:
+    """Returns the log likelihood of each example's targets, [B], weighted by the loss weights.
+
+    Without `decoder_loss_weights`, everything but padding has weight 1. With `return_intermediates`,
+    also returns the intermediates that the module sowed and, under `decoder`, T5X's `target_tokens`,
+    `loss_weights` and `token_scores`, each in a tuple of one.
+    """
+    mutable: Any = ["intermediates"] if return_intermediates else False
+    outputs = self._logits_or_factors(params, batch, mutable=mutable)
+    logits_BTV, collections = outputs if return_intermediates else (outputs, {})
+    targets_BT = batch["decoder_target_tokens"]
+    weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
+    scores_BT = self._log_probs(logits_BTV, targets_BT) * weights_BT
+    scores_B = jnp.sum(scores_BT, axis=-1)
+    if not return_intermediates:
+      return scores_B
+    intermediates = dict(unfreeze(collections.get("intermediates", {})))
+    intermediates["decoder"] = {
+      **intermediates.get("decoder", {}),
+      "target_tokens": (targets_BT,),
+      "loss_weights": (weights_BT,),
+      "token_scores": (scores_BT,),
+    }
+    return scores_B, intermediates
+
+  def _log_probs(self, logits_BTV: Any, targets_BT: jax.Array) -> jax.Array:
+    """Returns each target's log probability from logits, or from their factors if they are chunked."""
+    if self._loss_chunk_length:
+      return -chunked_cross_entropy(
+        logits_BTV, targets_BT, 0.0, 0.0, self._loss_chunk_length
+      ).loss_BT
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
+    return jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+
+  @property
+  def _decode_method(self) -> Callable[..., Any] | None:
+    """The module's method that computes a decoding step; None for `__call__`."""
+    return None
+
+  def _decode_step(
+    self,
+    variables: PyTree,
+    context: tuple[jax.Array, ...],
+    tokens_N1: jax.Array,
+    max_decode_length: int,
+    mutable: list[str],
+  ) -> Any:
+    """Returns the logits after one more token of every sequence, and the mutable collections."""
+    return self.module.apply(
+      variables,
+      *context,
+      tokens_N1,
+      tokens_N1,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=max_decode_length,
+      mutable=mutable,
+      method=self._decode_method,
+    )
+
+  def _decode(
+    self,
+    params: PyTree,
+    prompts_BT: jax.Array,
+    cache: PyTree,
+    initial_index_B: jax.Array | None,
+    num_decodes: int,
+    decoder_params: Mapping[str, Any] | None,
+    rng: jax.Array | None,
+    **context: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns decodes [B, N, T], the best last, and scores [B, N] from the decode function.
+
+    Args:
+      params: the parameters.
+      prompts_BT: the tokens that decodes begin with, shifted right; T limits the decodes.
+      cache: the decoding cache of B sequences.
+      initial_index_B: the number of positions in the cache; None for an empty cache.
+      num_decodes: N.
+      decoder_params: further arguments of `decode_fn`.
+      rng: the random key for sampling.
+      **context: further arguments of `_compute_logits_from_slice`, [B, ...].
+    """
+    length = prompts_BT.shape[1]
+    step_arguments: dict[str, Any] = {
+      # Each beam or sample attends to its own copy of the encoded inputs.
+      name: decoding.flat_batch_beam_expand(array, num_decodes)
+      for name, array in context.items()
+    }
+    if accepts(self._compute_logits_from_slice, "precomputed_variables"):
+      _, variables = self._decode_step(
+        {"params": params, "cache": cache},
+        tuple(context.values()),
+        jnp.zeros((prompts_BT.shape[0], 1), jnp.int32),
+        length,
+        mutable=["cache", PRECOMPUTED],
+      )
+      precomputed = {name: values for name, values in variables.items() if name != "cache"}
+      step_arguments["precomputed_variables"] = precomputed
+    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
+    if initial_index_B is not None:
+      optional["initial_index"] = initial_index_B
+    return call_decode_fn(
+      self.decode_fn,
+      decoder_params,
+      rng,
+      optional,
+      inputs=prompts_BT,
+      cache=cache,
+      tokens_to_logits=functools.partial(
+        self._compute_logits_from_slice, params=params, max_decode_length=length, **step_arguments
+      ),
+      eos_id=self.output_vocabulary.eos_id,
+      num_decodes=num_decodes,
+    )
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the vocabulary of the model's inputs."""
+  return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+  """Returns the vocabulary of the model's targets."""
+  return model.output_vocabulary
