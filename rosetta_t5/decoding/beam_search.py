@@ -170,7 +170,7 @@ def beam_search(
 
 
 def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
-  """Returns whether a live sequence could still replace a finished one (an exact bound)."""
+  """Returns whether a live sequence could still replace a finished one, even at full length."""
   best_live_B1 = state.live_logprobs[:, -1:] / longest_penalty
   worst_B1 = jnp.min(state.finished_scores, axis=1, keepdims=True)
   worst_BK = jnp.where(state.finished_flags, worst_B1, NEG_INF_VALUE)

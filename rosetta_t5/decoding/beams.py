@@ -84,8 +84,9 @@ def gather_beams(
 ) -> PyTree:
   """Returns the beams with the given indices: [batch, old_beam, ...] becomes [batch, new_beam, ...].
 
-  `batch_size`, `old_beam_size`, `new_beam_size` and `one_hot` are T5X's arguments without effect: the
-  arrays have the sizes, and a gather does not need T5X's one-hot matmul to stay on its device.
+  The arguments `batch_size`, `old_beam_size`, `new_beam_size` and `one_hot` have no effect and exist
+  because T5X has them. The sizes are those of the arrays. T5X multiplies by one-hot matrices to keep the
+  work on each device, which the gather used here does as well.
   """
   del batch_size, old_beam_size, new_beam_size, one_hot
   return jax.tree.map(lambda x: _gather(x, beam_indices, offset=0), nested)

@@ -38,7 +38,7 @@ def beam_attention(
   mask_B1MS: Bool[Array, "#B #H #M S"] | None = None,
   float32_logits: bool = False,
 ) -> Float[Array, "B M H Kv"]:
-  """Returns `cached_attention` of one query per beam, where other beams may have written its past.
+  """Returns `cached_attention` of one query per beam, if other beams may have written earlier positions.
 
   Every query is multiplied with the keys of all beams of its example, and its logits are selected from
   the results. Beam search therefore does not have to move keys and values when it reorders beams.

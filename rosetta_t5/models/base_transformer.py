@@ -247,18 +247,21 @@ class BaseTransformerModel(BaseModel):
     cache: PyTree,
     initial_index_B: jax.Array | None,
     num_decodes: int,
+    return_all_decodes: bool,
     decoder_params: Mapping[str, Any] | None,
     rng: jax.Array | None,
     **context: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns decodes [B, N, T], the best last, and scores [B, N] from the decode function.
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (decodes, {"scores": scores}) from the decode function.
 
     Args:
       params: the parameters.
       prompts_BT: the tokens that decodes begin with, shifted right; T limits the decodes.
       cache: the decoding cache of B sequences.
       initial_index_B: the number of positions in the cache; None for an empty cache.
-      num_decodes: N.
+      num_decodes: N, the number of decodes to compute for each example.
+      return_all_decodes: whether to return all decodes, [B, N, T], the best last, with scores [B, N],
+        or the best, [B, T], with scores [B].
       decoder_params: further arguments of `decode_fn`.
       rng: the random key for sampling.
       **context: further arguments of `_compute_logits_from_slice`, [B, ...].
@@ -269,6 +272,7 @@ class BaseTransformerModel(BaseModel):
       name: decoding.flat_batch_beam_expand(array, num_decodes)
       for name, array in context.items()
     }
+    # Subclasses that were written for T5X override this method without the argument.
     if accepts(self._compute_logits_from_slice, "precomputed_variables"):
       _, variables = self._decode_step(
         {"params": params, "cache": cache},
@@ -282,7 +286,7 @@ class BaseTransformerModel(BaseModel):
     optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
     if initial_index_B is not None:
       optional["initial_index"] = initial_index_B
-    return call_decode_fn(
+    decodes_BNT, scores_BN = call_decode_fn(
       self.decode_fn,
       decoder_params,
       rng,
@@ -295,6 +299,9 @@ class BaseTransformerModel(BaseModel):
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,
     )
+    if return_all_decodes:
+      return decodes_BNT, {"scores": scores_BN}
+    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Any:

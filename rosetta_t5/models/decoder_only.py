@@ -201,12 +201,10 @@ class DecoderOnlyModel(BaseTransformerModel):
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
     inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
     cache, lengths_B = self._compute_kv_cache(params, inputs_BT, mask_BP)
-    decodes_BNT, scores_BN = self._decode(
-      params, inputs_BT, cache, lengths_B, num_decodes, decoder_params, rng
+    decodes, aux = self._decode(
+      params, inputs_BT, cache, lengths_B, num_decodes, return_all_decodes, decoder_params, rng
     )
-    if return_all_decodes:
-      return remove_prefix(decodes_BNT, lengths_B), {"scores": scores_BN}
-    return remove_prefix(decodes_BNT[:, -1], lengths_B), {"scores": scores_BN[:, -1]}
+    return remove_prefix(decodes, lengths_B), aux
 
 
 def remove_prefix(

@@ -230,17 +230,15 @@ class EncoderDecoderModel(BaseTransformerModel):
     cache, initial_index = self._compute_kv_cache(
       params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
     )
-    decodes_BNT, scores_BN = self._decode(
+    return self._decode(
       params,
       prompts_BT,
       cache,
       initial_index,
       num_decodes,
+      return_all_decodes,
       decoder_params,
       rng,
       encoded_inputs=encoded_BSD,
       raw_inputs=inputs_BS,
     )
-    if return_all_decodes:
-      return decodes_BNT, {"scores": scores_BN}
-    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}

@@ -19,10 +19,12 @@ class HistoryModel:
   """Random but fixed logits for each history of tokens.
 
   Attributes:
-    vocab: number of tokens; 0 is padding and 1 ends a sequence.
-    length: positions in the cache.
+    vocab: the number of tokens; 0 is padding and 1 ends a sequence.
+    length: the number of positions in the cache.
+    seed: the seed of the random logits.
     offset: 1 puts a dimension for layers before the batch, as scanned layers do.
-    per_sequence_index: whether the cache's index is one number a sequence.
+    per_sequence_index: whether the cache's index is [batch] instead of a scalar.
+    eos_bias: added to the logit of the token that ends a sequence.
   """
 
   vocab: int

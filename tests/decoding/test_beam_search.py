@@ -25,7 +25,7 @@ def penalty(length, alpha=0.6):
 
 
 def all_finished(model, length, alpha=0.6):
-  """Every sequence that ends within `length` tokens as (score, tokens), the best last."""
+  """Returns (score, tokens) of every sequence that ends within `length` tokens, the best last."""
   found = []
   for count in range(1, length + 1):
     for body in itertools.product([t for t in range(model.vocab) if t != EOS], repeat=count - 1):
@@ -105,7 +105,7 @@ def test_live_sequences_are_returned_if_none_has_ended():
 
 
 def test_the_search_stops_once_no_live_sequence_can_win():
-  # The bound saves steps, so the table of steps is shorter than the sequences.
+  # With this model the search can stop long before the end of its 30 positions.
   model = HistoryModel(vocab=5, length=31, eos_bias=4.0)
   seen = []
 

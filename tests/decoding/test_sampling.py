@@ -26,7 +26,7 @@ def sample(model, prompts, **kwargs):
 
 
 def greedy(model, prompt, length, steps=None):
-  """The most probable tokens after a prompt that begins with the start token; 0 after the end."""
+  """Returns the most probable tokens after a prompt that begins with the start token; 0 after the end."""
   tokens, given = [0], sum(t != 0 for t in prompt)
   limit = length if steps is None else min(length, given + steps)
   while len(tokens) - 1 < limit:
@@ -38,7 +38,7 @@ def greedy(model, prompt, length, steps=None):
 
 
 def log_prob_of(model, tokens, given=0):
-  """The log probability of the tokens after the first `given` ones, up to the end."""
+  """Returns the log probability of the tokens after the first `given` ones, up to the end."""
   ends = tokens.index(EOS, given) + 1 if EOS in tokens[given:] else len(tokens)
   return sum(model.log_probs([0, *tokens[:i]])[tokens[i]] for i in range(given, ends))
 

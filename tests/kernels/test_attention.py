@@ -54,17 +54,18 @@ def as_jax(arrays):
   }
 
 
-NOTHING = {
+# Values without an effect.
+NEUTRAL = {
   "bias_1HTS": np.zeros((1, H, T, S)),
   "mask_B1TS": np.ones((B, 1, T, S), bool),
   "value_scale_BHS": np.ones((B, H, S)),
 }
 
 
-@pytest.mark.parametrize("left_out", [(), ("mask_B1TS", "value_scale_BHS"), tuple(NOTHING)])
-def test_output_and_gradients_equal_float64(left_out):
-  exact = inputs() | {name: NOTHING[name] for name in left_out}
-  given = as_jax({name: a for name, a in exact.items() if name not in left_out})
+@pytest.mark.parametrize("omitted", [(), ("mask_B1TS", "value_scale_BHS"), tuple(NEUTRAL)])
+def test_output_and_gradients_equal_float64(omitted):
+  exact = inputs() | {name: NEUTRAL[name] for name in omitted}
+  given = as_jax({name: a for name, a in exact.items() if name not in omitted})
   weight = np.random.default_rng(1).normal(size=(B, T, H, K))
   floats = {name: a for name, a in given.items() if name != "mask_B1TS"}
   mask = {name: a for name, a in given.items() if name == "mask_B1TS"}

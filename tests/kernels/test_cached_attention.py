@@ -43,10 +43,10 @@ def test_a_beam_sees_the_past_of_its_parents_as_if_it_had_been_moved(batch_of_bi
   keys_BMHKS, values_BMHSK = keys.reshape(B, M, H, K, S), values.reshape(B, M, H, S, K)
   for example in range(B):
     for beam in range(M):
-      rows, places = writers[example, beam], np.arange(S)
+      rows, positions = writers[example, beam], np.arange(S)
       # Separated advanced indices move the positions to the front.
-      moved_keys = keys_BMHKS[example, rows, :, :, places].transpose(1, 2, 0)
-      moved_values = values_BMHSK[example, rows, :, places].swapaxes(0, 1)
+      moved_keys = keys_BMHKS[example, rows, :, :, positions].transpose(1, 2, 0)
+      moved_values = values_BMHSK[example, rows, :, positions].swapaxes(0, 1)
       alone = cached_attention(
         queries[example, beam][None, None],
         moved_keys[None],

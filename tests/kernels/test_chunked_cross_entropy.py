@@ -22,7 +22,7 @@ GRAD_LOSS, GRAD_Z = RNG.normal(size=(2, 3, 7))
 
 
 def plain(hidden, kernel, z_loss, smoothing):
-  """A weighted sum of loss and z-loss by the formula, in the type of its arguments."""
+  """Returns a weighted sum of loss and z-loss by the formula, in the type of its arguments."""
   logits = hidden @ kernel
   lse = jax.nn.logsumexp(logits, -1, keepdims=True)
   off = smoothing / 10
@@ -60,13 +60,13 @@ def test_an_excluded_token_does_not_affect_loss_and_gradients():
   targets = jnp.asarray(np.where(TARGETS == 4, 5, TARGETS))
 
   def in_chunks(hidden, kernel):
-    unprojected = LogitFactors(hidden, kernel, jnp.array(4))
-    return jnp.sum(chunked_cross_entropy(unprojected, targets, 0.05, 0.0, 3).loss_BT)
+    factors = LogitFactors(hidden, kernel, jnp.array(4))
+    return jnp.sum(chunked_cross_entropy(factors, targets, 0.05, 0.0, 3).loss_BT)
 
   def at_once(hidden, kernel):
     others = jnp.array([n for n in range(11) if n != 4])
-    places = jnp.where(targets > 4, targets - 1, targets)
-    return jnp.sum(cross_entropy(hidden @ kernel[:, others], places, 0.05, 0.0)[0])
+    indices = jnp.where(targets > 4, targets - 1, targets)
+    return jnp.sum(cross_entropy(hidden @ kernel[:, others], indices, 0.05, 0.0)[0])
 
   got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, kernel) for f in (in_chunks, at_once))
   for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -94,8 +94,8 @@ def test_all_logits_never_exist_at_once():
     return compiled.memory_analysis().temp_size_in_bytes
 
   def in_chunks(hidden, kernel):
-    unprojected = LogitFactors(hidden, kernel)
-    return jnp.sum(chunked_cross_entropy(unprojected, targets, 1e-4, 0.1, 4).loss_BT)
+    factors = LogitFactors(hidden, kernel)
+    return jnp.sum(chunked_cross_entropy(factors, targets, 1e-4, 0.1, 4).loss_BT)
 
   def at_once(hidden, kernel):
     return jnp.sum(cross_entropy(hidden.astype(jnp.float32) @ kernel, targets, 1e-4, 0.1)[0])

@@ -54,12 +54,12 @@ def test_matmul_and_gradients_equal_float32_up_to_rounding(dtype):
 
 def test_forward_operands_are_e4m3_and_gradients_e5m2():
   text = jax.jit(lambda *args: jax.vjp(fp8_matmul, *args[:2])[1](args[2])).lower(X, W, DY).as_text()
-  products = [line for line in text.splitlines() if "dot_general" in line]
-  operands = [("f8E4M3FN" in line, "f8E5M2" in line) for line in products]
-  assert operands == [(True, True)] * 2, "dx and dw are made of one operand of each kind"
+  matmuls = [line for line in text.splitlines() if "dot_general" in line]
+  operands = [("f8E4M3FN" in line, "f8E5M2" in line) for line in matmuls]
+  assert operands == [(True, True)] * 2, "dx and dw have one operand of each type"
   text = jax.jit(fp8_matmul).lower(X, W).as_text()
-  (product,) = [line for line in text.splitlines() if "dot_general" in line]
-  assert product.count("f8E4M3FN") == 2
+  (matmul,) = [line for line in text.splitlines() if "dot_general" in line]
+  assert matmul.count("f8E4M3FN") == 2
 
 
 def test_rows_and_outputs_may_have_several_dimensions():

@@ -181,11 +181,11 @@ def test_every_projection_of_a_step_uses_its_precomputed_kernel(model, params, k
   batch = BATCH | {"decoder_causal_attention": jnp.zeros((4, 6), jnp.int32).at[:, :2].set(1)}
   text = jax.jit(model.predict_batch_with_aux).lower(params, batch).as_text()
   # The matmuls of few rows are [outputs, rows]; those of encoder and prompts are [rows, outputs].
-  products = re.findall(r"optimization_barrier %\S+ : tensor<\d+x4(?:x1)?xf32>", text)
-  assert len(products) == kernels
+  matmuls = re.findall(r"optimization_barrier %\S+ : tensor<\d+x4(?:x1)?xf32>", text)
+  assert len(matmuls) == kernels
 
 
-def handed_to_decoder(**options):
+def arguments_of_decode_fn(**options):
   """Returns the arguments that `predict_batch_with_aux` passes to its decode_fn, without computing."""
   given = {}
 
@@ -202,13 +202,13 @@ def handed_to_decoder(**options):
 
 
 def test_the_decode_function_receives_the_end_token_and_the_options_of_the_caller():
-  given, decodes, scores = handed_to_decoder(
+  given, decodes, scores = arguments_of_decode_fn(
     num_decodes=3, rng=jax.random.PRNGKey(0), decoder_params={"alpha": 0.5, "topk": 7}
   )
   assert (given["eos_id"], given["num_decodes"], given["alpha"], given["topk"]) == (1, 3, 0.5, 7)
   assert (decodes, scores) == ((4, 6), (4,))
   assert given["decode_rng"] is not None
-  given, decodes, scores = handed_to_decoder(num_decodes=3, return_all_decodes=True)
+  given, decodes, scores = arguments_of_decode_fn(num_decodes=3, return_all_decodes=True)
   assert (decodes, scores) == ((4, 3, 6), (4, 3))
   assert "decode_rng" not in given
 

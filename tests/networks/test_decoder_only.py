@@ -70,14 +70,14 @@ def test_attention_is_causal_except_within_a_prefix():
   changed[:, 3] = (changed[:, 3] + 1) % 30 + 2
   prefix = np.broadcast_to(np.arange(8) < 5, (3, 8)).astype(np.int32)
 
-  def moved(*more, names=()):
+  def has_changed(*more, names=()):
     difference = _apply(names)(params, changed, TOKENS, *more) - _apply(names)(
       params, INPUTS, TOKENS, *more
     )
     return np.abs(difference).max((0, 2)) > 1e-6
 
-  assert moved().tolist() == [False] * 3 + [True] * 5
-  assert moved(prefix, names=("decoder_causal_attention",)).tolist() == [True] * 8
+  assert has_changed().tolist() == [False] * 3 + [True] * 5
+  assert has_changed(prefix, names=("decoder_causal_attention",)).tolist() == [True] * 8
 
 
 def test_packed_examples_do_not_see_each_other():

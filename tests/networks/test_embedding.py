@@ -17,7 +17,7 @@ from rosetta_t5.networks.layers.positions import RelativePositionBiases, relativ
 IDS = jnp.array([[0, 3, 3, 9], [10, 2**31 - 1, -1, -10]])  # the last four are outside the table
 
 
-def one_hot_product(table, ids):
+def one_hot_matmul(table, ids):
   return (ids[..., None] == jnp.arange(10)[None, None]).astype(table.dtype) @ table
 
 
@@ -28,12 +28,12 @@ def test_the_gather_equals_a_one_hot_matmul_also_for_ids_outside_the_table():
   def gathered(table):
     return embed.apply({"params": {"embedding": table}}, IDS)
 
-  np.testing.assert_array_equal(gathered(table), one_hot_product(table, IDS))
+  np.testing.assert_array_equal(gathered(table), one_hot_matmul(table, IDS))
   np.testing.assert_array_equal(gathered(table)[1], 0.0)
   weights = jnp.arange(32.0).reshape(2, 4, 4)
   grad, expected = (
     jax.grad(lambda t, f=f: jnp.sum(weights * f(t) ** 2))(table)
-    for f in (gathered, lambda t: one_hot_product(t, IDS))
+    for f in (gathered, lambda t: one_hot_matmul(t, IDS))
   )
   np.testing.assert_allclose(grad, expected, rtol=1e-6)
 
@@ -59,10 +59,10 @@ def test_ids_must_be_integers():
 
 
 def t5_bucket(distance, bidirectional, num_buckets=32):
-  """T5's definition for a maximum distance of 128, in integers.
+  """Returns the bucket by T5's definition for a maximum distance of 128, in integers.
 
-  Of a direction's buckets the first half is exact; from distance e on there is one more for each
-  factor (128/e)^(1/n), where e is also their number n. In integers: (128/e)^k · e^n ≤ distance^n.
+  In each direction, half of the buckets are exact: one for each distance below e. The other n = e
+  buckets begin at the distances e · (128/e)^(k/n), which in integers is (128/e)^k · e^n ≤ distance^n.
   """
   first = 0
   if bidirectional:

@@ -43,8 +43,8 @@ def decoded_logits(config, params, lengths):
     _, filled = apply(variables, prompt, real, prefill=True, prefill_lengths=lengths)
 
     def step(cache, offset):
-      place = jnp.minimum(lengths + offset, 7)
-      token = jnp.take_along_axis(tokens, place[:, None], axis=1)
+      position = jnp.minimum(lengths + offset, 7)
+      token = jnp.take_along_axis(tokens, position[:, None], axis=1)
       logits, new = apply(
         {"params": params, **cache}, token, token, decode=True, max_decode_length=8
       )

@@ -81,11 +81,11 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe):
 def test_projections_use_fp8_but_logits_and_attention_do_not():
   model, params = fp8_model(), params_of(T5_1_1)
   text = jax.jit(lambda p: model.eval_fn(p, BATCH)[0]).lower(params).as_text()
-  products = [line for line in text.splitlines() if "dot_general" in line]
+  matmuls = [line for line in text.splitlines() if "dot_general" in line]
   # Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
-  assert sum("f8E4M3FN" in line for line in products) == 18
+  assert sum("f8E4M3FN" in line for line in matmuls) == 18
   # Two matmuls in each of three attentions, two biases, and the logits.
-  assert sum("f8" not in line for line in products) == 9
+  assert sum("f8" not in line for line in matmuls) == 9
 
 
 def test_delayed_scales_are_replaced_in_each_microbatch_and_not_trained():

@@ -37,19 +37,19 @@ SWITCHES = {
   "scan_layers": (False, True),
   "fp8": (False, True),
 }
-COMPANY = {
+OTHER_SETTINGS = {
   "loss_chunk_length": (None, 4),
   "packed": (False, True),
   "microbatches": (1, 2),
   "devices": (1, 8),
   "dropout_rate": (0.0, 0.5),
 }
-SETTINGS = SWITCHES | COMPANY
-COMPANIES = list(itertools.product(*COMPANY.values()))
+SETTINGS = SWITCHES | OTHER_SETTINGS
+OTHER_COMBINATIONS = list(itertools.product(*OTHER_SETTINGS.values()))
 COMBINATIONS = list(itertools.product(*SWITCHES.values()))
 # Every combination of switches with one of the other combinations, each of which occurs three times.
 SHUFFLED = np.concatenate([np.random.default_rng(seed).permutation(32) for seed in range(3)])
-ROWS = [(*row, *COMPANIES[n]) for row, n in zip(COMBINATIONS, SHUFFLED, strict=True)]
+ROWS = [(*row, *OTHER_COMBINATIONS[n]) for row, n in zip(COMBINATIONS, SHUFFLED, strict=True)]
 TABLE = {" ".join(map(str, row)): dict(zip(SETTINGS, row, strict=True)) for row in ROWS}
 # These rows contain most settings and share one plain network; the whole table is a slow test.
 FEW = (
@@ -147,11 +147,11 @@ def check(row, tolerance, **changes):
   scanned = row.pop("scan_layers")
   config = scalable(scan_layers=False) if scanned else T5_1_1
   plain = dataclasses.replace(config, dropout_rate=row.pop("dropout_rate"), **changes)
-  company = {name: row.pop(name) for name in (*COMPANY, "fp8") if name in row}
-  loss, grads = numbers(plain, packed=company["packed"], fp8=company["fp8"])
+  others = {name: row.pop(name) for name in (*OTHER_SETTINGS, "fp8") if name in row}
+  loss, grads = numbers(plain, packed=others["packed"], fp8=others["fp8"])
   if scanned:
     row["scan_layers"], grads = True, to_scanned(grads)
-  assert_close(numbers(dataclasses.replace(plain, **row), **company), (loss, grads), tolerance)
+  assert_close(numbers(dataclasses.replace(plain, **row), **others), (loss, grads), tolerance)
 
 
 def test_any_three_settings_occur_together_in_the_table():
@@ -203,13 +203,13 @@ def test_attention_with_fused_projections_has_the_same_initial_values_and_result
 
 
 def test_fused_projections_use_one_matmul():
-  def products(config):
+  def count_matmuls(config):
     model = make_model(Transformer(config))
     return str(jax.make_jaxpr(model.eval_fn)(params_of(T5_1_1), make_batch())).count("dot_general")
 
   fused = dataclasses.replace(T5_1_1, fuse_qkv_params=True)
   # The two self-attentions save two matmuls each, the cross-attention one.
-  assert products(T5_1_1) - products(fused) == 5
+  assert count_matmuls(T5_1_1) - count_matmuls(fused) == 5
 
 
 def test_a_split_batch_stays_split_when_the_length_is_first():

@@ -233,7 +233,7 @@ class MlpBlock(nn.Module):
   def __call__(
     self, inputs: Float[Array, "B T D"], decode: bool = False, deterministic: bool = False
   ) -> Float[Array, "B T D"]:
-    """Returns the block's output; `decode` is an argument of T5X's and has no effect."""
+    """Returns the block's output; `decode` has no effect and exists because T5X has it."""
     del decode
     dense = functools.partial(
       DenseGeneral,
