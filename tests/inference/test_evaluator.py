@@ -1,4 +1,4 @@
-"""Evaluation by inference: the metrics get every example, and files contain what they got."""
+"""Evaluation by inference: metrics receive each example once, and files contain what they received."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def evaluated(task, tmp_path_factory):
 
 
 def batch_of(model):
-  """All examples as one batch, made by hand."""
+  """Returns all examples as one batch, without SeqIO."""
   inputs, targets = (
     [[*model.input_vocabulary.encode(text), 1] for text in side]
     for side in zip(*PAIRS, strict=True)
@@ -100,7 +100,7 @@ def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   assert set(metrics["pairs_with_metrics"]) == {"exact", "likelihood", "confidence"}
 
 
-def test_files_hold_metrics_and_every_prediction(evaluated):
+def test_files_contain_metrics_and_every_prediction(evaluated):
   _, folder, metrics, _, _ = evaluated
   task_metrics = metrics["pairs_with_metrics"]
   (line,) = (folder / "pairs_with_metrics-metrics.jsonl").read_text().splitlines()
@@ -119,7 +119,7 @@ def test_files_hold_metrics_and_every_prediction(evaluated):
   assert list((folder / "pairs_with_metrics").glob("events*"))
 
 
-def test_lengths_left_open_are_those_of_the_longest_example(evaluated):
+def test_lengths_that_are_not_set_are_those_of_the_longest_example(evaluated):
   evaluator = evaluated[0]
   assert evaluator.model_feature_shapes["encoder_input_tokens"] == (len("question 100") + 1,)
   assert evaluator.model_feature_shapes["decoder_target_tokens"] == (len("answer 10") + 1,)
@@ -130,14 +130,14 @@ def test_batches_of_short_inputs_are_computed_at_a_short_length(evaluated):
   lengths, score = [], model.score_batch
 
   def recorded(params, batch):
-    lengths.append(batch["encoder_input_tokens"].shape[1])  # only while a program is made
+    lengths.append(batch["encoder_input_tokens"].shape[1])  # This runs only during compilation.
     return score(params, batch)
 
   model.score_batch = recorded
   cfg, partitioner = config("pairs_with_scores"), PjitPartitioner(1)
   evaluator = InferenceEvaluator(cfg, None, model, partitioner, input_length_buckets=[12])
   evaluator.evaluate(state, partitioner.get_mesh_axes(state)).result()
-  assert lengths == [12, 13], "the longest question comes in the second batch"
+  assert lengths == [12, 13], "the longest question is in the second batch"
   np.testing.assert_allclose(seen["scores"][1], score(state.params, batch_of(model)), rtol=1e-4)
 
 
@@ -170,7 +170,7 @@ def test_an_unregistered_task_is_refused(task):
     InferenceEvaluator(config(unknown), None, byte_model(), PjitPartitioner(1))
 
 
-def test_plain_numbers_leave_out_other_values():
+def test_metrics_that_are_not_numbers_are_left_out():
   seqio = import_seqio()
   metrics = {"t": {"a": 1, "b": seqio.metrics.Scalar(2.5), "c": seqio.metrics.Text("x"), "d": "y"}}
   assert plain_numbers(metrics) == {"t": {"a": 1.0, "b": 2.5}}

@@ -1,4 +1,4 @@
-"""Inference over datasets: every example once and in order, for any batch size, mesh and order."""
+"""Inference over datasets handles each example once and returns the results in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blanks are filled in place; text that cannot be filled is refused."""
+"""Blanks are filled where they are, and text that cannot be filled is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_text_before_the_first_sentinel_is_ignored(vocabulary: Any) -> None:
   assert parse_spans(vocabulary, decode) == {198: "error"}
 
 
-def test_blanks_are_filled_in_place(fill: BlankFiller) -> None:
+def test_blanks_are_filled_where_they_are(fill: BlankFiller) -> None:
   filled = fill(["Return the ____ of it.", "____ an ___"])
   assert filled[0].startswith("Return the [")
   assert filled[0].endswith("] of it.")

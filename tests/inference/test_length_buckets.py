@@ -28,7 +28,7 @@ LENGTH = 16
 
 
 def examples():
-  """Returns 32 examples: three batches of 8 short ones, and one with a long one among them."""
+  """Returns four batches of 8 examples; all are short except for one in the second batch."""
   batch = make_batch(32, LENGTH, 4)
   tokens = np.asarray(batch["encoder_input_tokens"]).copy()
   tokens[:, 5:] = 0
@@ -42,7 +42,7 @@ def test_each_length_is_compiled_once_and_gives_the_scores_of_the_full_length():
   state = InferenceState.create(variables(Transformer(T5_1_1)))
 
   def step(params, batch):
-    shapes.append(batch["encoder_input_tokens"].shape[1])  # runs only during compilation
+    shapes.append(batch["encoder_input_tokens"].shape[1])  # This runs only during compilation.
     return model.score_batch(params, batch)
 
   def scores(**options):
@@ -71,7 +71,7 @@ def test_all_shards_get_the_length_of_the_longest_input_in_the_batch():
 
 
 def prefix_lm_examples():
-  """Returns 24 rows of inputs and targets: 8 short ones, 8 with one longer prompt, 8 all full."""
+  """Returns three batches of 8 rows: with short prompts, with one longer prompt, and full rows."""
   rng, rows = np.random.default_rng(0), []
   for row in range(24):
     prompt = 4 if row < 8 else {12: 7}.get(row, 3) if row < 16 else LENGTH - 2

@@ -33,7 +33,7 @@ _LINE = re.compile(r"^  (\S+) = (.*?)   # (.*)saves about (\S+ [kMG]B)$", re.MUL
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """What a run infers with, by the names in the advice."""
+  """The settings of a run that predicts or scores, by the arguments' names in the advice."""
 
   family: str = "T5"
   scores: bool = False
@@ -79,7 +79,7 @@ class Setting:
     return InferenceMemoryAdvisor(model, partitioner, initializer, shapes, self.scores, self.dtype)
 
   def error_text(self) -> str:
-    """Returns the text of an out-of-memory error."""
+    """Returns the text of an out-of-memory error with advice."""
     with pytest.raises(OutOfMemoryError) as raised, self.advisor().explain_out_of_memory():
       jnp.zeros((1 << 46,), jnp.float32).block_until_ready()
     return str(raised.value)

@@ -1,4 +1,4 @@
-"""Advice for a training run whose device is out of memory, computed from the run itself."""
+"""Advice for a training run whose device is out of memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_while_the_state_is_initialized_only_sharding_is_proposed():
 
 
 def test_a_state_that_needs_more_devices_gets_their_number(monkeypatch):
-  # Eight devices hold 5 MB each.
+  # Each of the eight devices needs 5 MB.
   with devices_of(monkeypatch, 2e6):
     message = error_text(
       make_batch(4, 4, 4), wide=64, trainer=None, mesh={"fsdp": 8}, num_partitions=1
@@ -94,7 +94,7 @@ def test_a_state_that_needs_more_devices_gets_their_number(monkeypatch):
   assert message.count("partitioning.") == 1
 
 
-def test_a_state_that_fits_only_by_the_estimate_needs_twice_the_devices():
+def test_a_state_that_fits_according_to_the_estimate_but_not_in_fact_needs_twice_the_devices():
   message = error_text(make_batch(4, 4, 4), wide=64, mesh={"fsdp": 8}, num_partitions=1)
   best = 'partitioning.PjitPartitioner.mesh = {"fsdp": 16}   # on 16 devices: saves about'
   assert message.splitlines()[2].strip().startswith(best)

@@ -1,4 +1,4 @@
-"""Prepared batches: no token is lost, T5's statistics, the same batches on any number of hosts."""
+"""Prepared batches lose no token, have T5's statistics, and are the same on any number of hosts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_dropped_tokens_are_evenly_spread_and_spans_have_t5s_lengths() -> None:
   assert middle.mean() == pytest.approx(0.15, abs=0.005)
   assert np.abs(middle - 0.15).max() < 5 * np.sqrt(0.15 * 0.85 / 2000)
   lengths = np.diff(np.flatnonzero(np.append(targets, 9999) > 9000)) - 1
-  # 85 tokens in 28 spans, every way as likely: a span has one token with chance 27/84.
+  # There are 85 tokens in 28 spans, and all splits are equally likely. For that reason a span has one
+  # token with the probability 27/84.
   assert np.mean(lengths == 1) == pytest.approx(27 / 84, abs=0.01)
 
 
@@ -130,7 +131,7 @@ def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
   )
 
 
-def test_each_epoch_has_every_segment_once_in_its_own_order(folders: list[str]) -> None:
+def test_each_epoch_has_every_segment_once_in_another_order(folders: list[str]) -> None:
   batches = prepared_task(folders[0]).batches(config("", batch_size=1), 0, 1, 5)
   (segments,) = batches.segments
   first, second = (
@@ -142,7 +143,7 @@ def test_each_epoch_has_every_segment_once_in_its_own_order(folders: list[str]) 
   assert list(batches.measures(segments.count).values()) == [1.0]
 
 
-def test_a_feed_continues_on_other_hosts_and_within_a_second_at_step_a_million(
+def test_a_feed_continues_on_other_hosts_and_reaches_step_a_million_within_a_second(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
   cfg = config(prepared_task(folders))
@@ -200,12 +201,12 @@ def test_another_seed_gives_other_batches(folders: list[str]) -> None:
 
 
 def test_model_features_are_those_of_seqios_converter(folders: list[str]) -> None:
-  import seqio  # after the feed, which does not need it
+  import seqio
   import tensorflow as tf
 
   batch = next(get_dataset(config(prepared_task(folders), pack=False), 0, 1, None))
   inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
-  assert (inputs > 0).all()  # no padding
+  assert (inputs > 0).all(), "there must be no padding"
   assert (inputs[:, -1] == 1).all()
   rows = [{"inputs": i[i > 0], "targets": t[t > 0]} for i, t in zip(inputs, targets, strict=True)]
   dataset = tf.data.Dataset.from_generator(
@@ -246,10 +247,9 @@ def test_evaluation_has_equally_many_batches_on_all_hosts_and_each_example_once(
   assert len(batches[0]) == len(batches[1]) > 1
   rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
   assert len(rows) == sum(segments.count for segments in hosts[0].segments)
-  assert len(rows) % 4  # otherwise the last batch would have no empty rows
-  assert [len(list(host)) for host in hosts] == [
-    len(batches[0])
-  ] * 2  # the next evaluation has the same
+  assert len(rows) % 4, "the last batch must have empty rows"
+  # The next evaluation has the same number of batches.
+  assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2
   short = get_training_eval_datasets(cfg, 0, 2, 1, None)["prepared"]
   assert len(list(short)) == 1
 
@@ -258,7 +258,8 @@ def test_evaluation_has_equally_many_batches_on_all_hosts_and_each_example_once(
 def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folders_evenly(
   folders: list[str], objective: str
 ) -> None:
-  task = prepared_task(folders, objective=objective, rates=[1, 1])  # rates are for training
+  # The rates are for training; an evaluation does not use them.
+  task = prepared_task(folders, objective=objective, rates=[1, 1])
   cfg = config(task, split="validation", batch_size=4)
   evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
   counts = [segments.count for segments in evaluation.segments]
@@ -314,7 +315,7 @@ def test_a_damaged_record_is_replaced_by_the_same_segment_each_time(
   shutil.copytree(folders[0], copy)
   (shard,) = copy.glob("train-*.array_record")
   data = bytearray(shard.read_bytes())
-  data[3000:3200] = bytes(200)  # records; the file's end has the index
+  data[3000:3200] = bytes(200)  # These are records; the file's index is at its end.
   shard.write_bytes(bytes(data))
   feeds = [get_dataset(config(prepared_task(str(copy))), 0, 1, None) for _ in range(2)]
   for _ in range(12):

@@ -1,4 +1,4 @@
-"""Objectives on prepared segments: no token is lost, T5's lengths and counts, UL2's denoisers."""
+"""Objectives on prepared segments lose no token, and have the lengths and counts of T5 and UL2."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unpadded(row: np.ndarray) -> np.ndarray:
   return row[:size]
 
 
-def test_a_prefix_lm_cuts_a_segment_in_two_and_every_cut_is_equally_likely() -> None:
+def test_prefix_lm_cuts_a_segment_in_two_at_equally_likely_positions() -> None:
   ((tokens, objective, made),) = features("prefix_lm", rows=4000)
   assert objective.length == 511
   ends = []

@@ -1,4 +1,4 @@
-"""Preparing data: the files, killed and continued runs, bad input, damaged shards."""
+"""Preparing data: its files, calls that are killed and repeated, bad input, and damaged shards."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_pool_of_processes_writes_the_same_files(
 def test_after_sigkill_the_same_command_writes_the_same_files(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
-  for number in range(4):  # 9 MB, so that the kill comes in the middle
+  for number in range(4):  # These are 9 MB, so that the process is killed before it is done.
     path = tmp_path / f"in/{number}.jsonl"
     path.write_text(path.read_text() * 400)
   run(tmp_path, vocabulary, out=tmp_path / "here")
@@ -252,7 +252,7 @@ def test_an_incomplete_shard_never_counts_as_complete_whenever_the_command_is_ki
       deadline = time.monotonic() + 120
       while process.poll() is None and not list(out.glob(".*.array_record.*")):
         assert time.monotonic() < deadline
-        time.sleep(0.002)  # until a worker writes
+        time.sleep(0.002)  # Waits until a worker writes.
       time.sleep(random.uniform(0, 0.1 + 0.05 * longest))
       if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
