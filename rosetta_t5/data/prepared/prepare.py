@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -11,6 +10,7 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
 from rosetta_t5.data.local_files.local_assets import local_path
@@ -23,7 +23,6 @@ VOCABULARY = "vocabulary.model"
 _MAX_SHARD_BYTES = 256 << 20
 _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
 
-Executor = concurrent.futures.Executor
 Facts = Mapping[str, Any]
 Progress = Callable[[int, int, int, int], None]
 
@@ -87,9 +86,8 @@ def prepare(
   )
   (folder / MANIFEST).unlink(missing_ok=True)
   _remove_other_shards(folder, jobs)
-  with (
-    _process_pool(workers, jobs) if executor is None else contextlib.nullcontext(executor) as pool
-  ):
+  with contextlib.ExitStack() as stack:
+    pool = executor or stack.enter_context(_process_pool(workers, jobs))
     shards = _run(jobs, pool, progress)
   manifest = _manifest(jobs[0], pieces, shards)
   write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
@@ -108,16 +106,16 @@ def _count_pieces(vocabulary: str, model: bytes) -> int:
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   """Groups files into shards by size alone, so that the same input always gives the same shards."""
   stats = [(str(pathlib.Path(file).absolute()), os.stat(file)) for file in files]
-  facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-  target = min(_MAX_SHARD_BYTES, -(-sum(size for _, size, _ in facts) // _MIN_SHARDS))
+  total = sum(stat.st_size for _, stat in stats)
+  target = min(_MAX_SHARD_BYTES, -(-total // _MIN_SHARDS))
   groups: list[list[tuple[str, int, int]]] = []
   remaining = 0
-  for fact in facts:
-    if not groups or remaining < fact[1]:
+  for path, stat in stats:
+    if not groups or remaining < stat.st_size:
       groups.append([])
       remaining = target
-    groups[-1].append(fact)
-    remaining -= fact[1]
+    groups[-1].append((path, stat.st_size, stat.st_mtime_ns))
+    remaining -= stat.st_size
   return [
     ShardJob(number=number, shards=len(groups), files=tuple(group), **settings)
     for number, group in enumerate(groups)
@@ -152,7 +150,7 @@ def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
   count = min(workers or os.cpu_count() or 1, len(jobs))
   # A fork of a process that has threads, as JAX has, can hang.
   context = multiprocessing.get_context("spawn")
-  return concurrent.futures.ProcessPoolExecutor(count, mp_context=context)
+  return ProcessPoolExecutor(count, mp_context=context)
 
 
 def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:
@@ -163,7 +161,7 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
   pending = {executor.submit(run_job, job): job for job in left}
   try:
     while pending:
-      ended, _ = concurrent.futures.wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
+      ended, _ = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
       for future in ended:
         done[pending.pop(future).number] = future.result()
       if progress is not None:

@@ -8,9 +8,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
-from rosetta_t5.data.prepared.prepare import Executor, Progress, prepare
+from rosetta_t5.data.prepared.prepare import Progress, prepare
 from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS

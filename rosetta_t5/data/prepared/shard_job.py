@@ -144,7 +144,7 @@ def _write_shard(job: ShardJob) -> dict[str, Any]:
     writers = {split: stack.enter_context(_SplitWriter(job.file(split))) for split in SPLITS}
     for batch in _batches(_pieces(job, bad)):
       texts = [text for text, _ in batch]
-      text_bytes += sum(len(t) if t.isascii() else len(t.encode()) for t in texts)
+      text_bytes += sum(len(text.encode()) for text in texts)
       encoded = tokenizer.encode(texts, out_type=int)
       for tokens, (_, split) in zip(encoded, batch, strict=True):
         document.append(np.array(tokens + end if split else tokens, dtype))
