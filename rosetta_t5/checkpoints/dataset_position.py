@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 DATASET_PREFIX = "train_ds"
-# The run fact that stores the shapes of the batches that a position counts.
+# The run fact that stores the shapes of the batches. A position is valid only for these shapes.
 BATCH_FACT = "dataset_batch"
 
 _START_OVER = (

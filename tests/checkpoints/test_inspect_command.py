@@ -33,6 +33,18 @@ def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
   assert "52 parameters are equal, 0 differ" in capsys.readouterr().out
 
 
+def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, capsys):
+  convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
+  (tmp_path / "checkpoint_1000/PINNED").write_text("")
+  (tmp_path / "checkpoint_2000").mkdir()
+  assert run("ckpt", "ls", tmp_path) == 0
+  first, second = capsys.readouterr().out.splitlines()[1:]
+  assert first.split()[0] == "1000"
+  assert first.endswith("Orbax (T5X, rosetta-t5), pinned")
+  assert second.split()[0] == "2000"
+  assert second.endswith("NOT A CHECKPOINT: unknown layout or damaged")
+
+
 def test_verify_finds_changed_and_missing_files(tmp_path, capsys):
   checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
   assert run("ckpt", "verify", tmp_path, "--write") == 0
