@@ -191,6 +191,7 @@ def _rename_damaged(path: str, damage: str) -> str:
   older = os.fspath(checkpoint_path(folder.parent, older_steps(path)[-1]))
   if jax.process_index() == 0:
     folder.rename(renamed)
+  # The broadcast also makes the other processes wait for the rename.
   older = broadcast_text(older, f"renamed {folder.name}", _RESTORE_TIMEOUT_S)
   _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
   return older
