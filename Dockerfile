@@ -1,4 +1,4 @@
-# rosetta-t5 on NVIDIA GPUs. jax's wheels bring CUDA's libraries; the base image brings the driver's hooks.
+# rosetta-t5 on NVIDIA GPUs. jax's wheels contain CUDA's libraries; the base image lets containers use the driver.
 #
 #   docker build -t rosetta-t5 .                                    # --build-arg TE=1 adds Transformer Engine
 #   docker run --gpus all -v /data:/data -v $PWD/runs:/runs rosetta-t5 \
@@ -6,7 +6,7 @@
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# Versions are Ubuntu's: they follow the base image.
+# The packages have no fixed versions: the base image determines them.
 # hadolint ignore=DL3008
 RUN apt-get update \
   && apt-get install -y --no-install-recommends python3 python3-venv python3-dev make g++ git \
@@ -16,7 +16,7 @@ USER 10001
 WORKDIR /opt/rosetta-t5
 ENV PATH=/opt/rosetta-t5/.venv/bin:$PATH PYTHONUNBUFFERED=1
 
-# What is installed changes less often than the code: a layer of its own.
+# The dependencies are installed in a stage of their own, before tests, docs and benchmarks are copied.
 FROM base AS installed
 COPY --chown=t5 Makefile setup.cfg pyproject.toml requirements.lock README.md LICENSE ./
 COPY --chown=t5 rosetta_t5 rosetta_t5
@@ -26,11 +26,11 @@ COPY --chown=t5 scripts_gpu scripts_gpu
 COPY --chown=t5 docker docker
 RUN make setup
 ARG EXTRAS=gpu
-# The version that is here: the lock has one for each Python.
+# The installed version of jax, because requirements.lock has one for each Python.
 RUN jax=$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') \
   && if [ -n "$EXTRAS" ]; then .venv/bin/python -m pip install --no-cache-dir "jax[cuda13]==$jax"; fi
 ARG TE=0
-# Transformer Engine is built here, against CUDA's headers: slow, and only on request.
+# Transformer Engine is compiled against CUDA's headers, which is slow, so it is only installed on request.
 RUN if [ "$TE" = 1 ]; then \
     .venv/bin/python -m pip install --no-cache-dir --no-build-isolation "transformer-engine[jax]>=2.20"; fi
 

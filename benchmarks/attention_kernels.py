@@ -36,11 +36,7 @@ def measure(
   def draw(*shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape) / 4, jnp.bfloat16)
 
-  q, k, v = (
-    draw(batch, queries, heads, 64),
-    draw(batch, keys, heads, 64),
-    draw(batch, keys, heads, 64),
-  )
+  q, k, v = (draw(batch, length, heads, 64) for length in (queries, keys, keys))
   bias = draw(1, heads, queries, keys) if has_bias else None
   query_ids, key_ids = (
     jnp.broadcast_to(1 + packed * (jnp.arange(n, dtype=jnp.int32) >= n // 2), (batch, n))
@@ -81,8 +77,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   rows: list[dict[str, Any]] = []
   for attention in args.places:
     for kernel in args.kernels:
-      row = {"place": attention, "kernel": kernel, "batch": args.batch, "heads": args.heads}
-      row["packed"] = args.pack
+      row: dict[str, Any] = {"place": attention, "kernel": kernel, "packed": args.pack}
+      row |= {"batch": args.batch, "heads": args.heads}
       try:
         if kernel == "cudnn" and args.pack:
           raise ValueError("cuDNN does not support segments")

@@ -36,7 +36,7 @@ _BUFFER = 64 << 20
 _WARMUP = 1
 
 
-def seconds(action: Callable[[], object]) -> float:
+def measure_seconds(action: Callable[[], object]) -> float:
   started = time.perf_counter()
   jax.block_until_ready(action())
   return time.perf_counter() - started
@@ -66,14 +66,14 @@ def make_state(size: str, partitioner: PjitPartitioner) -> tuple[TrainStateIniti
   )
 
 
-def files(folder: pathlib.Path) -> list[pathlib.Path]:
+def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
   # Files of a checkpoint that is being deleted have another prefix.
   return [path for path in sorted(folder.glob("checkpoint_*/**/*")) if path.is_file()]
 
 
 def read_bytes(folder: pathlib.Path) -> None:
   buffer = bytearray(_BUFFER)
-  for path in files(folder):
+  for path in checkpoint_files(folder):
     with open(path, "rb", buffering=0) as file:
       while file.readinto(buffer):
         pass
@@ -81,7 +81,7 @@ def read_bytes(folder: pathlib.Path) -> None:
 
 def drop_from_memory(folder: pathlib.Path) -> None:
   os.sync()
-  for path in files(folder):
+  for path in checkpoint_files(folder):
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -108,19 +108,20 @@ def measure_restores(
   manager: OrbaxCheckpointManagerInterface, folder: pathlib.Path, repeats: int, cached: bool
 ) -> tuple[list[float], list[float]]:
   """Returns the seconds that reading the files and restoring took, measured in turns."""
-  times: tuple[list[float], list[float]] = [], []
+  read: list[float] = []
+  restored: list[float] = []
   for _ in range(_WARMUP + repeats):
-    for action, taken in zip((lambda: read_bytes(folder), manager.restore), times, strict=True):
+    for action, times in ((lambda: read_bytes(folder), read), (manager.restore, restored)):
       if not cached:
         drop_from_memory(folder)
-      taken.append(seconds(action))
-  return times[0][_WARMUP:], times[1][_WARMUP:]
+      times.append(measure_seconds(action))
+  return read[_WARMUP:], restored[_WARMUP:]
 
 
-def row(name: str, taken: list[float], of: list[float], goal: str) -> str:
-  share = statistics.median(taken) / statistics.median(of)
-  spread = [f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (taken, of)]
-  return f"| {name} | {spread[0]} | {spread[1]} | {share:.2f} | {goal} |"
+def row(name: str, times: list[float], compared: list[float], goal: str) -> str:
+  ratio = statistics.median(times) / statistics.median(compared)
+  cells = [f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (times, compared)]
+  return f"| {name} | {' | '.join(cells)} | {ratio:.2f} | {goal} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

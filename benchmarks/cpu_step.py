@@ -1,26 +1,25 @@
 """Times one training step of T5 1.1 on this machine's CPU, and of Hugging Face's T5 if it is installed.
 
-  python -m benchmarks.cpu_step                    # ours, AdamW, batch 8, 512/128 tokens, float32
-  python -m benchmarks.cpu_step --beside-hf        # and Hugging Face's on PyTorch, in turns
-  python -m benchmarks.cpu_step --optimizer adafactor
+  python benchmarks/cpu_step.py                    # ours, AdamW, batch 8, 512/128 tokens, float32
+  python benchmarks/cpu_step.py --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python benchmarks/cpu_step.py --optimizer adafactor
 
 Both implementations do the same work on the same batch: forward pass, backward pass and an AdamW step,
-without dropout. Each runs in a process of its own, and they take turns, so that a change in the
-machine's speed affects both. The result is the median over the steps. PyTorch's step is timed eagerly
-and compiled.
+without dropout. Each runs in a process of its own, and they take turns. The result is the median over
+the steps. PyTorch's step is timed eagerly and compiled.
 """
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
 
-from benchmarks.worker import Worker
 from rosetta_t5.bench.hugging_face import hugging_face_step
 from rosetta_t5.bench.train_step import add_switches, compile_step
+from rosetta_t5.bench.turns import Run, time_in_turns
 from rosetta_t5.bench.workload import argument_parser
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers import OptaxWrapper
@@ -50,28 +49,21 @@ def our_step(args: argparse.Namespace) -> Callable[[], float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Times the implementations in turns and prints one line for each; ours is the last."""
-  parser = argument_parser("python -m benchmarks.cpu_step", __doc__ or "", steps=5)
+  parser = argument_parser("benchmarks/cpu_step.py", __doc__ or "", steps=5)
   parser.set_defaults(batch=8, dtype="float32", fp8=False)
   parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
   parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
   add_switches(parser)
   args = parser.parse_args(argv)
 
-  makers: dict[str, tuple[Callable[..., Callable[[], Any]], tuple]] = {}
+  makers: dict[str, Callable[[], Run]] = {}
   if args.beside_hf:
-    makers["Hugging Face eager"] = (hugging_face_step, (args, False))
-    makers["Hugging Face compiled"] = (hugging_face_step, (args, True))
+    makers["Hugging Face eager"] = functools.partial(hugging_face_step, args, compiled=False)
+    makers["Hugging Face compiled"] = functools.partial(hugging_face_step, args, compiled=True)
   ours = f"train step {args.size} {args.dtype} {args.batch}x{args.lengths[0]}/{args.lengths[1]}"
-  makers[ours] = (our_step, (args,))
-
-  workers = {name: Worker(name, make, arguments) for name, (make, arguments) in makers.items()}
-  seconds: dict[str, list[float]] = {name: [] for name in workers}
-  for _ in range(args.steps):
-    for name, worker in workers.items():
-      seconds[name].append(worker.time_run())
-  for name, times in seconds.items():
-    workers[name].close()
-    median = statistics.median(times)
+  makers[ours] = functools.partial(our_step, args)
+  for name, runs in time_in_turns(makers, args.steps).items():
+    median = statistics.median(seconds for seconds, _ in runs)
     print(f"{name}: {median:.2f} s, {args.batch / median:.2f} seq/s", flush=True)
 
 

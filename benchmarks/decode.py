@@ -1,15 +1,15 @@
 """Times decoding with T5 1.1 on this machine's CPU, and Hugging Face's `generate` if it is installed.
 
-  python -m benchmarks.decode                    # ours: greedy and beam 4, batch 16, 512/64 tokens
-  python -m benchmarks.decode --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python benchmarks/decode.py                    # ours: greedy and beam 4, batch 16, 512/64 tokens
+  python benchmarks/decode.py --beside-hf        # and Hugging Face's on PyTorch, in turns
 
 Both implementations have the same random weights and inputs and generate the same number of tokens for
-each input: no token ends a sequence. Each runs in a process of its own, and they take turns, so that a
-change in the machine's speed affects both. The result is the median over the runs, encoder included,
-and the fraction of tokens that are equal to ours.
+each input: no token ends a sequence. Each runs in a process of its own, and they take turns. The result
+is the median over the runs, encoder included, and the fraction of tokens that are equal to ours.
 """
 
 import argparse
+import functools
 import statistics
 import types
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.worker import Worker
 from rosetta_t5.bench.hugging_face import hugging_face_config
+from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.bench.workload import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
@@ -146,21 +146,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
   shape = (args.batch_size, args.lengths[0])
   inputs = np.random.default_rng(1).integers(2, 32000, shape, dtype=np.int32)
-  makers = {"Hugging Face": hugging_face_decode} if args.beside_hf else {}
-  makers["ours"] = our_decode
+  implementations = {"Hugging Face": hugging_face_decode} if args.beside_hf else {}
+  implementations["ours"] = our_decode
   for beams in args.beams:
-    arguments = (args.size, inputs, args.lengths[1], beams)
-    workers = {name: Worker(name, make, arguments) for name, make in makers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for _ in range(args.runs):
-      for name, worker in workers.items():
-        seconds[name].append(worker.time_run())
-    decodes = {name: worker.last_result() for name, worker in workers.items()}
-    for name, times in seconds.items():
-      workers[name].close()
-      median = statistics.median(times)
+    makers = {
+      name: functools.partial(make, args.size, inputs, args.lengths[1], beams)
+      for name, make in implementations.items()
+    }
+    timed = time_in_turns(makers, args.runs)
+    _, our_tokens = timed["ours"][-1]
+    for name, runs in timed.items():
+      median = statistics.median(seconds for seconds, _ in runs)
       rate = args.batch_size * args.lengths[1] / median
-      same = np.mean(decodes[name] == decodes["ours"])
+      same = np.mean(runs[-1][1] == our_tokens)
       print(
         f"beam {beams} {name}: {median:.2f} s, {rate:.0f} tokens/s, {same:.1%} of tokens equal ours",
         flush=True,

@@ -47,7 +47,7 @@ def write_text(folder: pathlib.Path, word_count: int) -> None:
   prepare(str(folder / "text.txt"), str(folder / "pieces.model"), folder / "tokens")
 
 
-def timed(action: Callable[[], object]) -> dict[str, float]:
+def time_on_all_processes(action: Callable[[], object]) -> dict[str, float]:
   """Runs an action on all processes; returns wall-clock seconds and the sum of CPU seconds."""
   import jax
   from jax.experimental import multihost_utils
@@ -75,9 +75,9 @@ def time_feed(partitioner: Any, folder: pathlib.Path, count: int, batches: int) 
   )
   for _ in range(3):
     next(feed)
-  taken = timed(lambda: [next(feed) for _ in range(batches)])
+  seconds = time_on_all_processes(lambda: [next(feed) for _ in range(batches)])
   feed.close()
-  return {name: ROWS * count * batches / seconds for name, seconds in taken.items()}
+  return {clock: ROWS * count * batches / elapsed for clock, elapsed in seconds.items()}
 
 
 def time_checkpoint(
@@ -93,11 +93,11 @@ def time_checkpoint(
   )
 
   def save(step: int) -> dict[str, float]:
-    now = state.replace(step=state.step + step)
-    return timed(lambda: (manager.save(now), manager.wait_until_finished())[1])
+    new_state = state.replace(step=state.step + step)
+    return time_on_all_processes(lambda: (manager.save(new_state), manager.wait_until_finished()))
 
-  saved = [save(step) for step in (0, 1)][1]
-  restored = [timed(manager.restore) for _ in range(2)][1]
+  _, saved = (save(step) for step in (0, 1))
+  _, restored = (time_on_all_processes(manager.restore) for _ in range(2))
   manager.close()
   return {"save": saved, "restore": restored}
 
@@ -122,9 +122,9 @@ def time_metrics(partitioner: Any, folder: pathlib.Path) -> dict[str, float]:
     return manager.write_metrics_summary(make(jnp.float32(step)), step, 1).result()
 
   summarize(0)  # Creates the writer.
-  taken = timed(lambda: [summarize(step) for step in range(1, SUMMARIES + 1)])
+  seconds = time_on_all_processes(lambda: [summarize(step) for step in range(1, SUMMARIES + 1)])
   manager.close()
-  return {name: seconds / SUMMARIES for name, seconds in taken.items()}
+  return {clock: elapsed / SUMMARIES for clock, elapsed in seconds.items()}
 
 
 def run_process(

@@ -13,8 +13,8 @@ from typing import Any
 from rosetta_t5 import __version__
 
 
-def _run_page(module: str, arguments: Sequence[str]) -> int:
-  """Runs a page such as `rosetta_t5.train` with the flags of `python -m t5x.train`."""
+def _run_main(module: str, arguments: Sequence[str]) -> int:
+  """Runs a module such as `rosetta_t5.train` with the flags of `python -m t5x.train`."""
   sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
   importlib.import_module(f"rosetta_t5.{module}").main([f"rosetta-t5 {module}", *arguments])
   return 0
@@ -23,12 +23,12 @@ def _run_page(module: str, arguments: Sequence[str]) -> int:
 def _infer(arguments: Sequence[str]) -> int:
   if any(argument.split("=")[0] == "--input" for argument in arguments):
     return _call("text_commands:infer", arguments)
-  return _run_page("infer", arguments)
+  return _run_main("infer", arguments)
 
 
 def _check(arguments: Sequence[str]) -> int:
   files = [f"--gin_file={a}" if not a.startswith("-") else a for a in arguments]
-  return _run_page("main", [*files, "--dry_run"])
+  return _run_main("main", [*files, "--dry_run"])
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -52,11 +52,11 @@ def _call(target: str, arguments: Sequence[str]) -> Any:
 # Verb → (the function that runs it, or its MODULE:FUNCTION; help text).
 VERBS: dict[str, tuple[str | Callable[[Sequence[str]], int], str]] = {
   "train": (
-    partial(_run_page, "train"),
+    partial(_run_main, "train"),
     "Train a model; takes the flags of `python -m t5x.train`.",
   ),
   "eval": (
-    partial(_run_page, "eval"),
+    partial(_run_main, "eval"),
     "Evaluate checkpoints; takes the flags of `python -m t5x.eval`.",
   ),
   "infer": (

@@ -23,9 +23,7 @@ SENTENCES = (
   "Raise an exception if the file does not ____.",
   "This method is called ____ the connection is closed.",
 )
-_INTERRUPTED = 130
-_STOPPED = "Stopped. The same command resumes from the last checkpoint."
-_FAILED = "Training ended with exit status {}; see the error above."
+_INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 _USAGE = """usage: rosetta-t5 quickstart [--gin.NAME=VALUE …]
 
 Trains a small T5 on the text of Python's standard library, in ./quickstart, and shows the result.
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
     f"{facts['characters'] / 1e6:.1f} MB: {facts['source']}",
-    f"In {_relative(stdlib_corpus.data_folder())}, with a vocabulary of "
+    f"In {os.path.relpath(stdlib_corpus.data_folder())}, with a vocabulary of "
     f"{stdlib_corpus.VOCAB_SIZE:,} tokens trained on it.",
   )
   started_at = checkpoints.latest_step(RUN_FOLDER)
@@ -80,8 +78,10 @@ def _train(options: Sequence[str]) -> int:
       training.wait()  # The terminal interrupts that process too.
       status = _INTERRUPTED
   importing.join()  # A thread that still imports can crash Python as it exits.
-  if status:
-    _say("", _STOPPED if status == _INTERRUPTED else _FAILED.format(status))
+  if status == _INTERRUPTED:
+    _say("", "Stopped. The same command resumes from the last checkpoint.")
+  elif status:
+    _say("", f"Training ended with exit status {status}; see the error above.")
   return status
 
 
@@ -96,12 +96,12 @@ def _python() -> str:
 
 def _show_results(options: Sequence[str]) -> None:
   """Prints losses, filled blanks, the files of the run, and commands to try next."""
-  recipe = _read_recipe(options)
+  recipe = read_recipe(options)
   model_dir = pathlib.Path(recipe["model_dir"])
   task = recipe["train_eval_dataset_cfg"].name
   _say("", "Loss in nats per token:")
   for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
-    first, last = _first_and_last_loss(model_dir / name)
+    first, last = first_and_last_loss(model_dir / name)
     _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
   _say("", "Blanks filled by the model:")
   latest = checkpoints.RestoreCheckpointConfig(os.fspath(model_dir.absolute()), mode="latest")
@@ -112,7 +112,7 @@ def _show_results(options: Sequence[str]) -> None:
   _say("", *_closing_lines(model_dir))
 
 
-def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
+def read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the arguments that the gin file and the options give to the training run."""
   from rosetta_t5.config.command_line import parse_command_line
 
@@ -120,7 +120,7 @@ def _read_recipe(options: Sequence[str]) -> dict[str, Any]:
   return run_arguments(command.read_program())
 
 
-def _first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:
+def first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:
   """Returns (step, loss per token) of the first and the last entry in TensorBoard's files."""
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
   from tensorboard.util import tensor_util
@@ -137,19 +137,14 @@ def _closing_lines(model_dir: pathlib.Path) -> list[str]:
   step = checkpoints.latest_step(model_dir)
   command = f"{_python()} -m t5x.train --gin_file={GIN_FILE}"
   return [
-    f"The files of the run are in {_relative(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
+    f"The files of the run are in {os.path.relpath(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
     "config.gin, model-info.txt.",
     "",
     "Commands to try next:",
     f"  {command} --gin.TRAIN_STEPS=2000  # train for more steps",
     f"  {command} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
-    f"  tensorboard --logdir={_relative(model_dir)}",
+    f"  tensorboard --logdir={os.path.relpath(model_dir)}",
   ]
-
-
-def _relative(path: pathlib.Path) -> str:
-  """Returns a path relative to the current folder."""
-  return os.path.relpath(path)
 
 
 def _say(*lines: str) -> None:

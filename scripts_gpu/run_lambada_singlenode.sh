@@ -23,7 +23,7 @@ TFDS_DATA_DIR=$1
 VOCAB_PATH=$2
 LOGDIR=$3
 GPT_SIZE=${GPT_SIZE:-126m}
-check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
+check_gpt_size
 check_data
 check_vocabulary "$VOCAB_PATH"
 [[ $LOGDIR == /* ]] || LOGDIR=$PWD/$LOGDIR

@@ -44,6 +44,7 @@ fi
 start_in_copy() {
   local new old=$MODEL_DIR tasks=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
   new=$(dirname "$old")/ft_$(basename "$old")_$SLURM_JOB_ID
+  # Prints the path outside the container.
   outside() { if [[ $1 == /* ]]; then echo "$1"; else echo "$BASE_T5X_WORKSPACE_DIR/$1"; fi; }
   if [[ ! -d $(outside "$new") ]]; then
     check_checkpoint "$(outside "$old")"
@@ -70,8 +71,7 @@ interrupt() {
   echo "job $SLURM_JOB_ID is interrupted: its processes save a checkpoint, then it is requeued"
   scancel --signal=TERM "$SLURM_JOB_ID"
 }
-trap interrupt USR1
-trap interrupt TERM
+trap interrupt USR1 TERM
 
 output=$folder/output-%j-%t.txt
 srun --ntasks-per-node="$GPUS_PER_NODE" --kill-on-bad-exit=1 "${container[@]}" --open-mode=append -o "$output" -e "$output" bash "$BASE_SCRIPT" &

@@ -37,10 +37,10 @@ check_number() {
 
 # Sets PYTHON to an interpreter with the package: the given one, the clone's own, or the one on PATH.
 find_python() {
-  local beside=${SCRIPTS_DIR}/../.venv/bin/python
+  local of_clone=${SCRIPTS_DIR}/../.venv/bin/python
   if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
-    [[ ! -x $beside ]] || PYTHON=$beside
+    [[ ! -x $of_clone ]] || PYTHON=$of_clone
   fi
   # Import rosetta_t5, because a package t5x may be a different one.
   "$PYTHON" -c 'import rosetta_t5' 2>/dev/null ||
@@ -60,17 +60,17 @@ count_gpus() {
 
 # use_gpus COUNT: makes exactly COUNT GPUs visible; without a GPU, makes COUNT devices of the CPU.
 use_gpus() {
-  local there
-  there=$(count_gpus)
-  if ((there == 0)); then
+  local visible
+  visible=$(count_gpus)
+  if ((visible == 0)); then
     (($1 <= 64)) || die "NUM_GPUS is $1, but without a GPU it must be at most 64 devices on the CPU"
     note "no GPU found: using the CPU as $1 device(s)"
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} JAX_NUM_CPU_DEVICES=${JAX_NUM_CPU_DEVICES:-$1}
     return
   fi
-  (($1 <= there)) ||
-    die "NUM_GPUS is $1, but this machine has $there visible GPU(s)" "Give at most $there, or change CUDA_VISIBLE_DEVICES."
-  CUDA_VISIBLE_DEVICES=$(cut -d, -f"1-$1" <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((there - 1)))}")
+  (($1 <= visible)) ||
+    die "NUM_GPUS is $1, but this machine has $visible visible GPU(s)" "Give at most $visible, or change CUDA_VISIBLE_DEVICES."
+  CUDA_VISIBLE_DEVICES=$(cut -d, -f"1-$1" <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((visible - 1)))}")
   export CUDA_VISIBLE_DEVICES
 }
 
@@ -91,6 +91,7 @@ check_model() {
   fi
 }
 
+# check_gpt_size: checks GPT_SIZE, which must be the name of a file in gin/models/gpt.
 check_gpt_size() {
   check_choice GPT_SIZE "$GPT_SIZE" tiny 126m 1_7b 3_6b 5b 7_5b 18_4b 39_1b 76_1b 145_6b 175b 310_1b
 }
@@ -112,10 +113,10 @@ check_vocabulary() {
 place_model_dir() {
   [[ $MODEL_DIR != *://* ]] || return 0
   [[ $MODEL_DIR == /* ]] || MODEL_DIR=$1/$MODEL_DIR
-  local there=$MODEL_DIR
-  while [[ ! -e $there ]]; do there=$(dirname "$there"); done
-  [[ -d $there && -w $there ]] ||
-    die "MODEL_DIR=$MODEL_DIR is not writable: $there is not a folder that you may write to" "Give another MODEL_DIR."
+  local existing=$MODEL_DIR
+  while [[ ! -e $existing ]]; do existing=$(dirname "$existing"); done
+  [[ -d $existing && -w $existing ]] ||
+    die "MODEL_DIR=$MODEL_DIR is not writable: $existing is not a folder that you may write to" "Give another MODEL_DIR."
 }
 
 # make_log_dir FOLDER

@@ -1,4 +1,4 @@
-"""An executor that runs each job when it is submitted, and can be killed after some."""
+"""An executor without processes or threads, which a test can interrupt after some jobs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 
-class Here(Executor):
-  """Runs jobs here and now; raises KeyboardInterrupt in place of the job after `stop_after`."""
+class InlineExecutor(Executor):
+  """Runs each job in `submit`; raises KeyboardInterrupt instead after `stop_after` jobs.
+
+  Attributes:
+    ran: the number of jobs that have run.
+  """
 
   def __init__(self, stop_after: int | None = None):
     self._stop_after = stop_after

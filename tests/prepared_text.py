@@ -1,4 +1,4 @@
-"""What a gin file says to train on prepared text."""
+"""The gin bindings for a run on prepared text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def prepared_gin(tokens: str | os.PathLike[str]) -> str:
-  """Returns the lines for a folder of `prepare`, whose vocabulary has 100 extra ids."""
+  """Returns the lines of a gin file for a folder that `prepare` wrote, with 100 extra ids."""
   return f"""
 from __gin__ import dynamic_registration
 import seqio

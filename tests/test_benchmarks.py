@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import itertools
 import json
 import os
@@ -13,13 +15,18 @@ import sys
 import tarfile
 import time
 
+import jax
 import numpy as np
 import pytest
+from inline_executor import InlineExecutor
 
-from benchmarks import attention_kernels, results_table, roofline
+from benchmarks import attention_kernels, host_scaling, results_table, roofline
 from rosetta_t5.bench import fp8, workload
+from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
+from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.flops import training_flops_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -27,10 +34,34 @@ TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
 TIMING = ["--group", "1", "--warmup", "1"]
 
 
-def test_a_training_step_is_measured_and_appears_in_the_table(tmp_path, capsys):
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """Disables most of XLA's optimizations: the times that the benchmarks measure do not matter here."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def run_script(monkeypatch):
+  """Returns a function that runs a script of benchmarks/ as `python FILE` does, in this process."""
+  # The allocator's settings would stay for all later tests of this process.
+  monkeypatch.setattr("rosetta_t5.parallel.keep_freed_memory", lambda: False)
+  # What the scripts start as processes of their own runs here too.
+  monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *_: InlineExecutor())
+
+  def run(script: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
+
+  return run
+
+
+def test_a_training_step_is_measured_and_appears_in_the_table(tmp_path, run_script, capsys):
   path = tmp_path / "tiny-fp8.json"
   more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
-  main(["bench", *TOY, *TIMING, *more, "--json", str(path)])
+  with pytest.raises(SystemExit, match=r"^0$"):
+    run_script("train_step", *TOY, *TIMING, *more, "--json", str(path))
   row = json.loads(path.read_text())
   assert row["seq_per_s_per_device"] > 0
   assert row["hlo"]["e5m2 arrays"] > 0
@@ -158,9 +189,8 @@ def test_text_batches_keep_every_token_and_depend_only_on_their_number():
     for row in range(2):
       tokens = np.concatenate([inputs[row], targets[row]])
       own = np.sort(tokens[(tokens > 1) & (tokens < 900)])
-      assert np.array_equal(
-        own, np.arange(own[0], own[0] + len(own))
-      )  # no token is lost or repeated
+      # No token is lost or repeated.
+      assert np.array_equal(own, np.arange(own[0], own[0] + len(own)))
   assert not np.array_equal(batches[0]["encoder_input_tokens"], batches[1]["encoder_input_tokens"])
 
 
@@ -258,28 +288,21 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, 
 
 # Script → arguments that make it small.
 SCRIPTS = {
-  "attention_kernels": [
-    "--batch=1",
-    "--heads=1",
-    "--repeats=1",
-    "--places=decoder",
-    "--kernels=xla",
-  ],
-  "checkpoint": ["--size=tiny", "--repeats=1"],
-  "cpu_step": ["--size=tiny", "--batch=2", "--lengths", "16", "8", "--steps=1"],
-  "decode": ["--size=tiny", "--batch-size=2", "--lengths", "16", "4", "--beams=1", "--runs=1"],
-  "feed": ["--books={folder}/*.md", "--vocab={folder}/m.model", "--seconds=0.1", "--batch=2"],
-  "host_scaling": ["--size=tiny", "--counts=1", "--batches=1", "--words=100000"],
-  "results_table": ["{folder}"],
-  "roofline": ["--size=tiny", "--batch=2"],
-  "train_step": [*TOY, *TIMING],
+  "attention_kernels": "--batch=1 --heads=1 --repeats=1 --places=decoder --kernels=xla",
+  "checkpoint": "--size=tiny --repeats=1",
+  "cpu_step": "--size=tiny --lengths 16 8 --steps=1",
+  "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
+  "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
+  "results_table": "{folder}",
+  "roofline": "--size=tiny --batch=2",
 }
-STARTS_PROCESSES = ("cpu_step", "decode", "host_scaling")
+# Other tests of this file run these scripts.
+TESTED_APART = {"host_scaling", "train_step"}
 
 
 def test_every_script_is_run_by_these_tests():
   scripts = (path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
-  assert {path.stem for path in scripts} == set(SCRIPTS)
+  assert {path.stem for path in scripts} == SCRIPTS.keys() | TESTED_APART
 
 
 @pytest.fixture(scope="module")
@@ -293,39 +316,42 @@ def toy_data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_runs_to_its_last_line(script, toy_data, monkeypatch, capsys):
-  arguments = [argument.format(folder=toy_data) for argument in SCRIPTS[script]]
-  if script in STARTS_PROCESSES:
-    done = run_script(script, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    return
-  monkeypatch.setattr(sys, "argv", [script, *arguments])
-  # The allocator's settings would stay for all later tests of this process.
-  monkeypatch.setattr("rosetta_t5.parallel.keep_freed_memory", lambda: False)
-  if script == "train_step":
-    with pytest.raises(SystemExit, match=r"^0$"):
-      runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
-  else:
-    runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
+def test_a_script_runs_to_its_last_line(script, toy_data, run_script, capsys):
+  run_script(script, *SCRIPTS[script].format(folder=toy_data).split())
   assert capsys.readouterr().out.strip()
 
 
-def test_a_benchmark_reports_a_worker_process_that_dies():
-  done = run_script("cpu_step", *SCRIPTS["cpu_step"], "--kernel=cudnn")
-  assert done.returncode == 1
-  assert "T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU" in done.stderr
-  assert "died with exit status 1" in done.stderr
+def test_implementations_run_in_turns_and_in_processes_of_their_own():
+  makers = {name: functools.partial(functools.partial, os.getpid) for name in ("ours", "theirs")}
+  timed = time_in_turns(makers, runs=3)
+  assert [len(runs) for runs in timed.values()] == [3, 3]
+  pids = [{pid for _, pid in runs} for runs in timed.values()]
+  assert [len(each) for each in pids] == [1, 1]
+  assert len({os.getpid(), *pids[0], *pids[1]}) == 3
 
 
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-  command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+def test_a_process_that_dies_is_named():
+  dies = functools.partial(functools.partial, os._exit, 3)
+  with pytest.raises(ValueError, match="the process of 'theirs' has died"):
+    time_in_turns({"theirs": dies}, runs=1)
+
+
+def test_the_parts_of_the_host_s_work_are_measured(toy_data, tmp_path):
+  prepare(f"{toy_data}/*.md", f"{toy_data}/m.model", tmp_path / "tokens", executor=InlineExecutor())
+  partitioner = PjitPartitioner(mesh={"fsdp": 4, "data": 2})
+  result = {
+    "feed": host_scaling.time_feed(partitioner, tmp_path, count=1, batches=1),
+    **host_scaling.time_checkpoint(partitioner, tmp_path, "tiny"),
+    "summary": host_scaling.time_metrics(partitioner, tmp_path),
+  }
+  assert all(part["wall"] > 0 for part in result.values())
+  assert host_scaling.row(1, result).startswith("| 1 | ")
 
 
 @pytest.mark.slow
 def test_the_host_work_of_several_processes_is_measured():
-  done = run_script("host_scaling", "--size", "tiny", "--counts", "2")
+  command = [sys.executable, "-m", "benchmarks.host_scaling", "--size", "tiny", "--counts", "2"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   count, *numbers = [cell.split()[0] for cell in done.stdout.splitlines()[-1].split("|")[1:-1]]
   assert count == "2"

@@ -202,7 +202,7 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(
   assert not (tmp_path / "1").exists()
 
 
-def test_errors_of_task_preprocessors_and_warmup_say_what_they_need(tmp_path):
+def test_errors_of_task_preprocessors_and_warmup_name_their_requirements(tmp_path):
   with pytest.raises(ValueError, match=r"set BATCH_SIZE \(export_lib.save.batch_size\)"):
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
   with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):

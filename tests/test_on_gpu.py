@@ -1,4 +1,4 @@
-"""What only a GPU can show: that fp8 and the fused kernels are really taken, and right there.
+"""fp8 and the fused kernels are used on a GPU, and are correct there.
 
 `pytest -m gpu tests/test_on_gpu.py`; benchmarks/gpu.sh begins with it.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(0)
 
 
-def test_fp8_products_run_on_fp8_tensor_cores():
+def test_fp8_matmuls_run_on_fp8_tensor_cores():
   x, w, dy = (jnp.asarray(RNG.normal(size=(256, 256)), jnp.bfloat16) for _ in range(3))
   step = jax.jit(lambda x, w, dy: (fp8_matmul(x, w), jax.vjp(fp8_matmul, x, w)[1](dy)))
   assert step.lower(x, w, dy).compile().as_text().count("__cublas$lt$matmul$f8") == 3
@@ -36,13 +36,13 @@ def test_stacked_kernels_are_one_fp8_matmul():
   assert jax.jit(fp8_matmul).lower(x, w).compile().as_text().count("__cublas$lt$matmul$f8") == 1
 
 
-def test_fp8_is_on_by_default_where_the_hardware_has_it():
+def test_fp8_is_on_by_default_if_the_hardware_supports_it():
   assert choose_fp8(TransformerEngineConfig()).make_product is not None
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
-def test_fused_attention_and_its_gradients_are_the_reference_s(kernel, causal):
+def test_fused_attention_and_its_gradients_equal_the_reference(kernel, causal):
   batch, length, heads, size = 4, 256, 4, 64
   q, k, v, do = (
     jnp.asarray(RNG.normal(size=(batch, length, heads, size)) / 4, jnp.bfloat16) for _ in range(4)
@@ -51,11 +51,11 @@ def test_fused_attention_and_its_gradients_are_the_reference_s(kernel, causal):
   lengths = np.array([256, 200, 64, 17])
   ids = (np.arange(length) < lengths[:, None]).astype(np.int32)
   if kernel == "flash":
-    ids *= 1 + (np.arange(length) >= 100)  # two examples a row
+    ids *= 1 + (np.arange(length) >= 100)  # two examples per row
   mask = (ids[:, None, :, None] == ids[:, None, None]) & (ids > 0)[:, None, None]
   if causal:
     mask &= np.tri(length, dtype=bool)
-  # What padding gathers no one reads.
+  # The outputs at padding are not used.
   do = do * jnp.asarray(ids > 0)[..., None, None]
   segments = SegmentMask(jnp.asarray(ids), jnp.asarray(ids), causal)
   fused = jax.jit(lambda q, k, v, b: fused_attention(kernel, q, k, v, b, segments))
@@ -75,14 +75,13 @@ def test_training_steps_of_every_kernel_agree(kernel):
 
   argv = ["--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "5"]
   rows = {
-    name: train_step.measure(train_step.parse([*argv, "--kernel", name]))
-    for name in dict.fromkeys(["xla", kernel])
+    name: train_step.main([*argv, "--kernel", name]) for name in dict.fromkeys(["xla", kernel])
   }
   losses = [row["loss_per_token"] for row in rows.values()]
   np.testing.assert_allclose(losses, losses[0], rtol=5e-3)
 
 
-def test_a_batch_with_padding_between_tokens_is_nan_by_cudnn():
+def test_cudnn_returns_nan_for_padding_between_tokens():
   q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
   bias = jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
   ids = jnp.ones((1, 64), jnp.int32)

@@ -1,4 +1,4 @@
-"""What `pip install` brings, and that T5X's names are there with T5X's arguments."""
+"""The contents of the wheel, and T5X's public names with T5X's arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BUILD = "from setuptools import build_meta; import sys; print(build_meta.build_
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A folder that holds what the wheel would put into site-packages."""
+  """Returns a folder with the files that the wheel installs into site-packages."""
   folder = tmp_path_factory.mktemp("wheel")
   shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_SOURCE)
   subprocess.run(
@@ -40,7 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   return folder / "site"
 
 
-def test_wheel_holds_every_module_and_recipe(installed):
+def test_wheel_contains_every_module_and_recipe(installed):
   for package in ("rosetta_t5", "t5x"):
     ours = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*.py")}
     assert ours <= {p.relative_to(installed) for p in installed.rglob("*.py")}
@@ -82,11 +82,11 @@ def test_lock_names_every_requirement():
   assert not missing, "run `make lock`"
 
 
-# In T5X's listing and, for a reason, not so here.
-OTHERWISE = {
-  "t5x.checkpoints.Checkpointer": "only refuses: T5X's older layout is not written",
+# Names whose arguments differ from T5X's, with the reason.
+KNOWN_DIFFERENCES = {
+  "t5x.checkpoints.Checkpointer": "only raises an error: T5X's older layout is not written",
   "t5x.checkpoints.SaveBestCheckpointer": "the same",
-  "t5x.examples.t5.network.DecoderLayer": "is handed its relative bias with the call",
+  "t5x.examples.t5.network.DecoderLayer": "receives its relative bias as an argument of the call",
   "t5x.examples.t5.network.EncoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.DecoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.EncoderLayer": "the same",
@@ -95,7 +95,7 @@ OTHERWISE = {
 
 
 def _listed(shared: pathlib.Path) -> list[tuple[str, str, str]]:
-  """Module, name and arguments of each function and class that T5X has."""
+  """Returns the module, name and arguments of each function and class of T5X."""
   rows, module = [], ""
   for line in (shared / "t5x-interface.md").read_text().splitlines():
     if line.startswith("## "):
@@ -105,27 +105,27 @@ def _listed(shared: pathlib.Path) -> list[tuple[str, str, str]]:
   return rows
 
 
-def test_doors_have_every_name_of_t5x(shared):
-  lacking = set()
+def test_t5x_has_every_name_of_the_original(shared):
+  missing = set()
   for module, name, _ in _listed(shared):
     try:
-      door = importlib.import_module(module)
+      ours = importlib.import_module(module)
     except ModuleNotFoundError:
-      lacking.add(module)
+      missing.add(module)
       continue
-    if not hasattr(door, name):
-      lacking.add(f"{module}.{name}")
-  assert not lacking, f"no such names: {sorted(lacking)}"
+    if not hasattr(ours, name):
+      missing.add(f"{module}.{name}")
+  assert not missing, f"missing names: {sorted(missing)}"
 
 
 def _arguments(text: str) -> dict[str, ast.expr | None]:
-  """Argument names with their defaults, in order."""
+  """Returns the names of the arguments with their defaults, in order."""
   parsed = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
   positional = [a.arg for a in (*parsed.posonlyargs, *parsed.args)]
   defaults = dict(zip(reversed(positional), reversed(parsed.defaults), strict=False))
   named = {a.arg: d for a, d in zip(parsed.kwonlyargs, parsed.kw_defaults, strict=True)}
   found = {**{name: defaults.get(name) for name in positional}, **named}
-  # A dataclass's field that is no argument.
+  # A field with init=False is not an argument.
   return {name: d for name, d in found.items() if d is None or "init=False" not in ast.unparse(d)}
 
 
@@ -143,7 +143,7 @@ def _differences(ours: Any, text: str) -> list[str]:
       value = ast.literal_eval(default) if default is not None else None
     except ValueError:
       continue  # a name, such as checkpoints.Checkpointer
-    # An argument that T5X wants and we do not is no loss.
+    # T5X's required arguments may be optional here.
     if default is not None and name in has and has[name].default != value:
       found.append(f"{name} defaults to {has[name].default!r}, not {value!r}")
   extra = [
@@ -153,10 +153,10 @@ def _differences(ours: Any, text: str) -> list[str]:
     and p.default is p.empty
     and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
   ]
-  return found + [f"needs an argument {name} that T5X has not" for name in extra]
+  return found + [f"requires an argument {name}, which T5X does not have" for name in extra]
 
 
-def test_doors_keep_t5x_arguments_and_defaults(shared):
+def test_t5x_s_functions_keep_their_arguments_and_defaults(shared):
   wrong, seen = [], 0
   for module, name, text in _listed(shared):
     if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
@@ -166,6 +166,6 @@ def test_doors_keep_t5x_arguments_and_defaults(shared):
       continue
     seen += 1
     key = f"{module}.{name}"
-    wrong += [f"{key} {what}" for what in _differences(ours, text) if key not in OTHERWISE]
+    wrong += [f"{key} {what}" for what in _differences(ours, text) if key not in KNOWN_DIFFERENCES]
   assert seen > 50
   assert not wrong, "\n".join(wrong)

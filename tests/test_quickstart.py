@@ -1,4 +1,4 @@
-"""The quickstart: its parts on small inputs, and (slow) the whole of it on a small text."""
+"""The quickstart: its parts on small inputs, and (slow) the complete quickstart."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_the_sentences_have_one_blank_each() -> None:
   assert [sentence.count(BLANK) for sentence in quickstart.SENTENCES] == [1, 1, 1]
 
 
-def test_first_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:
+def testfirst_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:
   from clu import metric_writers
 
-  for steps in ((20, 40), (60, 80)):  # a restart begins a file of its own
+  for steps in ((20, 40), (60, 80)):  # A restart begins a new file.
     writer = metric_writers.SummaryWriter(str(tmp_path))
     for step in steps:
       writer.write_scalars(step, {"loss_per_nonpadding_target_token": 100.0 / step})
     writer.close()
-  assert quickstart._first_and_last_loss(tmp_path) == ((20, 5.0), (80, 1.25))
+  assert quickstart.first_and_last_loss(tmp_path) == ((20, 5.0), (80, 1.25))
 
 
 def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
@@ -55,22 +55,24 @@ def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
   assert status != 0
   assert "python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.TRAIN_ST" in output.out
   assert f"ended with exit status {status}" in output.out
-  assert "TRAIN_STEPS" in output.err  # the near name
+  assert "TRAIN_STEPS" in output.err  # The similar name is suggested.
 
 
-def test_the_recipe_is_read_as_the_run_page_would(
+def test_the_recipe_is_read_as_the_training_command_reads_it(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, empty_gin: None
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  recipe = quickstart._read_recipe(["--gin.TRAIN_STEPS=7"])
+  recipe = quickstart.read_recipe(["--gin.TRAIN_STEPS=7"])
   assert recipe["total_steps"] == 7
   assert recipe["model_dir"] == str(quickstart.RUN_FOLDER)
   assert recipe["model"].module.config.vocab_size == stdlib_corpus.VOCAB_SIZE
-  assert list(tmp_path.iterdir()) == []  # text and vocabulary wait until they are looked into
+  assert list(tmp_path.iterdir()) == []  # Reading it prepares neither the text nor the vocabulary.
 
 
 @pytest.mark.slow
-def test_the_whole_twice_in_an_empty_folder(tmp_path: pathlib.Path) -> None:
+def test_the_quickstart_trains_in_an_empty_folder_and_its_second_call_changes_nothing(
+  tmp_path: pathlib.Path,
+) -> None:
   environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
   def run() -> str:

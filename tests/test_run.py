@@ -150,7 +150,7 @@ def test_finished_run_does_not_train(finished):
   assert files(model_dir) == before
 
 
-# Invalid settings and their errors, which say what is wrong, where it is set and what to change.
+# Invalid settings and their errors, which name the problem, the place where it is set, and what to change.
 BAD_INPUT = {
   "unknown task": (
     "MIXTURE_OR_TASK_NAME='run_uper_case'",

@@ -69,7 +69,7 @@ def byte_model(**arguments: Any) -> EncoderDecoderModel:
 
 
 def save_checkpoints(folder: pathlib.Path, steps: Sequence[int]) -> None:
-  """Saves `byte_model()` at these steps, each with parameters of its own, the optimizer's included."""
+  """Saves `byte_model()` and its optimizer state at these steps, each with different parameters."""
   model, partitioner = byte_model(), PjitPartitioner(num_partitions=1)
   shapes = {"encoder_input_tokens": (8, 16), "decoder_input_tokens": (8, 16)}
   initializer = checkpoints.TrainStateInitializer(

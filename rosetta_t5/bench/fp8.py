@@ -96,9 +96,15 @@ def compile_program(args: argparse.Namespace, fp8: bool) -> Program:
   args.fp8 = fp8
   schedule = optax.linear_schedule(0.0, args.learning_rate, max(1, args.steps // 10))
   compiled = compile_step(args, OptaxWrapper(optax.adamw(schedule)))
-  of_state, of_batch = jax.tree.map(lambda x: x.sharding, (compiled.state, compiled.batch))
+  state_shardings, batch_shardings = jax.tree.map(
+    lambda x: x.sharding, (compiled.state, compiled.batch)
+  )
   return Program(
-    compiled.step, jax.device_get(compiled.state), of_state, of_batch, compiled.computation
+    compiled.step,
+    jax.device_get(compiled.state),
+    state_shardings,
+    batch_shardings,
+    compiled.computation,
   )
 
 

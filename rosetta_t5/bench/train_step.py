@@ -45,7 +45,7 @@ from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
 
 # What is counted in the compiled program → how the compiler writes it.
 HLO_FACTS = {
-  "fp8 products": '"__cublas$lt$matmul$f8"',
+  "fp8 matmuls": '"__cublas$lt$matmul$f8"',
   "cuDNN attentions": '"__cudnn$fmha',
   "Triton calls": '"__gpu$xla.gpu.triton"',
   "e4m3 arrays": "f8e4m3fn[",
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     state, metrics = compiled(state, batch, rng)
 
   seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
-  devices = jax.devices()
+  devices, hlo = jax.devices(), compiled.as_text()
   return make_row(
     args,
     seconds,
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     peak_memory=(devices[0].memory_stats() or {}).get("peak_bytes_in_use"),
     compile_s=compile_seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
-    hlo=_hlo_facts(compiled),
+    hlo={name: count for name, mark in HLO_FACTS.items() if (count := hlo.count(mark))},
     temporaries_gb=compiled.memory_analysis().temp_size_in_bytes / 1e9,
     planned_temporaries_gb=(planned["gradients"] + planned["activations"]) / 1e9,
   )
@@ -173,11 +173,6 @@ def switches(args: argparse.Namespace) -> str:
   return " ".join(word for word, is_set in words.items() if is_set)
 
 
-def _hlo_facts(compiled: Any) -> dict[str, int]:
-  text = compiled.as_text()
-  return {name: count for name, mark in HLO_FACTS.items() if (count := text.count(mark))}
-
-
 def add_switches(parser: argparse.ArgumentParser) -> None:
   """Adds the switches of our training step."""
   parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
@@ -190,16 +185,11 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(f"--{name}", action="store_true")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  """Returns the arguments of the command line."""
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+  """Measures the step, prints the result, and writes it to the file that --json gives."""
   parser = argument_parser("rosetta-t5 bench", __doc__ or "", steps=40)
   add_timing(parser)
   add_switches(parser)
   parser.add_argument("--fp8", action="store_true")
-  return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Measures the step, prints the result, and writes it to the file that --json gives."""
-  args = parse(argv)
+  args = parser.parse_args(argv)
   return report_row(measure(args), args.json)

@@ -101,7 +101,7 @@ def format_table(processes: Sequence[ProcessInfo]) -> list[str]:
   width = max(map(len, hosts))
   for host, group in list(hosts.items())[:_MAX_LINES]:
     ranks = format_ranges([process.process for process in group])
-    counts: dict[str, int] = collections.defaultdict(int)
+    counts: collections.Counter[str] = collections.Counter()
     for process in group:
       counts[process.device_kind] += process.devices
     devices = ", ".join(f"{count} {kind}" for kind, count in counts.items())

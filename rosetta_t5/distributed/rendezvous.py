@@ -102,11 +102,13 @@ class RollCall:
     """
     self._listener, self._count, self._name = listener, count, name
     self._present: dict[int, tuple[str, socket.socket]] = {}
-    self._unanswered: list[tuple[str, socket.socket]] = []
+    self._waiting: list[tuple[str, socket.socket]] = []  # the processes that have no reply yet
 
   def missing(self) -> list[int]:
     """Returns the indices of the processes that have not joined, or have left again."""
-    present = {i for i, (_, connection) in [*self._present.items()] if _is_open(connection)}
+    # A copy, because process 0 calls this while the thread of the roll call adds processes.
+    joined = list(self._present.items())
+    present = {index for index, (_, connection) in joined if _is_open(connection)}
     return [index for index in range(self._count) if index not in present]
 
   def run(self) -> None:
@@ -118,14 +120,14 @@ class RollCall:
       if refusal is not None:
         self._refuse(refusal)
     # The listener is closed now, so jax's service can use the address.
-    self._reply(refusal or "", self._unanswered)
+    self._reply(refusal or "", self._waiting)
 
   def _refuse(self, refusal: str) -> None:
     """Refuses all but process 0, which ends as soon as it has its reply, and with it this thread."""
     deadline = time.monotonic() + _LATECOMERS_S
     while True:
-      others = [caller for caller in self._unanswered if caller[0] != self._name]
-      self._unanswered = [caller for caller in self._unanswered if caller[0] == self._name]
+      others = [process for process in self._waiting if process[0] != self._name]
+      self._waiting = [process for process in self._waiting if process[0] == self._name]
       self._reply(refusal, others)
       if len(self._present) == self._count or time.monotonic() >= deadline:
         return
@@ -146,7 +148,7 @@ class RollCall:
     except (OSError, ValueError, KeyError, TypeError):
       connection.close()  # It is a different program, or the process has already ended.
       return None
-    self._unanswered.append((name, connection))
+    self._waiting.append((name, connection))
     previous = self._present.get(index)
     if previous is not None and _is_open(previous[1]):
       return (
@@ -161,8 +163,8 @@ class RollCall:
       )
     return None
 
-  def _reply(self, refusal: str, callers: Sequence[tuple[str, socket.socket]]) -> None:
-    for _, connection in callers:
+  def _reply(self, refusal: str, processes: Sequence[tuple[str, socket.socket]]) -> None:
+    for _, connection in processes:
       with contextlib.suppress(OSError), connection:  # The process may have ended.
         connection.sendall(_PREFIX + refusal.encode() + b"\n")
 

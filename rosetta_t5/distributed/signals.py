@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import jax
-
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class RunInterrupted(SystemExit):
@@ -37,19 +35,14 @@ class InterruptionListener:
   def __enter__(self) -> InterruptionListener:
     # With several processes, jax handles SIGTERM itself.
     alone = jax.process_count() == 1
-    for number in _SIGNALS if alone else (signal.SIGUSR1,):
+    for number in (signal.SIGTERM, signal.SIGUSR1) if alone else (signal.SIGUSR1,):
       try:
         self._previous[number] = signal.signal(number, self._on_signal if alone else _send_sigterm)
       except ValueError:  # Only Python's main thread can set handlers; elsewhere none are set.
         return self
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 

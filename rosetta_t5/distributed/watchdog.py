@@ -20,7 +20,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -91,7 +90,7 @@ def find_blocking(reports: Reports, silence_s: float = SILENCE_S) -> list[int]:
     return []
   if counts[_STARTING]:
     return [process for process, report in active.items() if report.phase == _STARTING]
-  # Of two processes in two phases, the one that computes is the one that waits.
+  # If there is one process in each of two phases, the one that computes is waiting for the other.
   common = max(counts, key=lambda phase: (counts[phase], "computing" in phase))
   return [process for process, report in active.items() if report.phase != common]
 
@@ -150,12 +149,7 @@ class Watchdog:
       self._thread.start()
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, _: object, exception: BaseException | None, traceback: object) -> None:
     if self._thread is not None and exception is not None and is_failed_collective(exception):
       # Most likely a process was lost. Wait until its silence shows which one.
       self._failed = True
@@ -179,21 +173,17 @@ class Watchdog:
     self._phase, self._phase_started, self._warned_s = phase, time.monotonic(), 0.0
 
   def watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
-    """Returns the batches of the source, and sets the phase as they are drawn.
+    """Yields the batches of the source, and sets the phase as they are drawn.
 
     Args:
-      source: yields batches without end.
+      source: yields batches.
       step: the optimizer steps made so far.
     """
-    return source if self._thread is None else self._watch_batches(source, step)
-
-  def _watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
-    while True:
-      self.set_phase(f"waiting for the batch of step {step + 1}")
-      batch = next(source)
-      self.set_phase(f"computing step {step + 1}")
+    self.set_phase(f"waiting for the batch of step {step + 1}")
+    for number, batch in enumerate(source, start=step + 1):
+      self.set_phase(f"computing step {number}")
       yield batch
-      step += 1
+      self.set_phase(f"waiting for the batch of step {number + 1}")
 
   def _watch(self) -> None:
     client = coordination_client()

@@ -8,7 +8,7 @@ AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
 
 # These rules are the same for all dimensions; only the axis `embed` differs.
-_COMMON: LogicalAxisRules = (
+_COMMON_RULES: LogicalAxisRules = (
   ("batch", "data"),
   ("vocab", "model"),
   ("mlp", "model"),
@@ -18,23 +18,20 @@ _COMMON: LogicalAxisRules = (
 )
 
 # (activation dims, parameter dims) → rules of `embed`, in the order in which they are tried.
-_EMBED: dict[tuple[int, int], LogicalAxisRules] = {
+_EMBED_RULES: dict[tuple[int, int], LogicalAxisRules] = {
   (1, 1): (("embed", None),),
   (2, 1): (("embed", "model"),),
   (1, 2): (("embed", "data"),),
   (2, 2): (("embed", "model"), ("embed", "data")),
 }
 
-_REPLICATED: LogicalAxisRules = tuple(
-  (name, None)
-  for name in (
-    "relpos_buckets",
-    "abspos_buckets",
-    "length",
-    "layers",
-    "stack",
-    "mlp_activations",
-  )
+_REPLICATED_AXES = (
+  "relpos_buckets",
+  "abspos_buckets",
+  "length",
+  "layers",
+  "stack",
+  "mlp_activations",
 )
 
 
@@ -55,12 +52,13 @@ def standard_logical_axis_rules(
     ValueError: a number of dimensions is neither 1 nor 2.
   """
   dims = (activation_partitioning_dims, parameter_partitioning_dims)
-  if dims not in _EMBED:
+  if dims not in _EMBED_RULES:
     raise ValueError(
       "standard_logical_axis_rules: activation_partitioning_dims and parameter_partitioning_dims must "
       f"be 1 or 2, got {dims[0]} and {dims[1]}"
     )
-  return [*_COMMON, *_EMBED[dims], *_REPLICATED, *(additional_rules or ())]
+  replicated: LogicalAxisRules = [(name, None) for name in _REPLICATED_AXES]
+  return [*_COMMON_RULES, *_EMBED_RULES[dims], *replicated, *(additional_rules or ())]
 
 
 def extend_axis_rules(
@@ -72,8 +70,8 @@ def extend_axis_rules(
     rules: (logical axis, mesh axis) pairs.
     fsdp_axis: a mesh axis that splits the batch in addition to `data`, and also the parameters; None
       for no such axis.
-    sequence_parallel: whether positions are split over `model` in activations of which no other axis
-      is split over it.
+    sequence_parallel: whether positions are split over `model` in activations that have no other axis
+      split over it.
   """
   extended: list[AxisRule] = [(name, axis) for name, axis in rules]
   if fsdp_axis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 
@@ -57,17 +58,17 @@ def get_data_layout(mesh: Mesh, batch_size: int, process: int | None = None) -> 
     process: the index of the process; None for this one.
   """
   process = jax.process_index() if process is None else process
-  rows_of: dict[int, tuple[int, ...]] = {}
+  rows_of: dict[int, list[int]] = collections.defaultdict(list)
   for row, devices in enumerate(mesh.devices.reshape(count_batch_shards(mesh.shape), -1)):
-    for owner in sorted({device.process_index for device in devices.flat}):
-      rows_of[owner] = (*rows_of.get(owner, ()), row)
+    for owner in {device.process_index for device in devices}:
+      rows_of[owner].append(row)
   # Processes with devices in the same rows read the same shard.
-  shards = sorted(set(rows_of.values()))
+  shards = sorted({tuple(rows) for rows in rows_of.values()})
   own_rows = rows_of[process]
+  first_reader = min(owner for owner, rows in rows_of.items() if rows == own_rows)
   return DataLayout(
     batch_size=batch_size,
-    shard_id=shards.index(own_rows),
+    shard_id=shards.index(tuple(own_rows)),
     num_shards=len(shards),
-    is_first_host_in_replica_set=min(p for p, rows in rows_of.items() if rows == own_rows)
-    == process,
+    is_first_host_in_replica_set=first_reader == process,
   )

@@ -76,7 +76,7 @@ class MeshConfig:
       return sizes_from_counts(self.counts, num_devices)
     if self.ici_mesh_shape:
       return self._hybrid_sizes(self.ici_mesh_shape, num_devices)
-    submesh = tuple(self.model_parallel_submesh or ())
+    submesh = self.model_parallel_submesh
     size = math.prod(submesh) if submesh else self.num_partitions
     size = 1 if size is None else size
     if size < 1 or num_devices % size:
@@ -180,20 +180,18 @@ def hybrid_grid(
   Raises:
     ValueError: the blocks would split a node.
   """
-  nodes: dict[Any, list[Any]] = {}
-  for device in sorted(devices, key=lambda d: (_node_of(d), d.process_index, d.id)):
-    nodes.setdefault(_node_of(device), []).append(device)
-  blocks = math.prod(dcn_mesh_shape)
-  if len(nodes) % blocks and len(nodes) > 1:
-    possible = [n for n in range(1, len(nodes) + 1) if len(nodes) % n == 0]
+  nodes = len({_node_of(device) for device in devices})
+  if nodes % math.prod(dcn_mesh_shape) and nodes > 1:
+    possible = [n for n in range(1, nodes + 1) if nodes % n == 0]
     raise ValueError(
       f"the product of PjitPartitioner.dcn_mesh_shape = {tuple(dcn_mesh_shape)} must divide the number "
-      f"of nodes, {len(nodes)}: set it to sizes whose product is one of {possible}"
+      f"of nodes, {nodes}: set it to sizes whose product is one of {possible}"
     )
   in_order = np.empty(len(devices), dtype=object)
-  in_order[:] = [device for node in nodes.values() for device in node]
-  ranks = len(ici_mesh_shape)
-  pairs = [axis for each in range(ranks) for axis in (each, ranks + each)]
+  in_order[:] = sorted(devices, key=lambda d: (_node_of(d), d.process_index, d.id))
+  # Bring both parts of an axis together: (nodes, nodes, devices, devices) → (nodes, devices) twice.
+  ndim = len(ici_mesh_shape)
+  pairs = [part for axis in range(ndim) for part in (axis, ndim + axis)]
   shape = [i * d for i, d in zip(ici_mesh_shape, dcn_mesh_shape, strict=True)]
   return in_order.reshape(*dcn_mesh_shape, *ici_mesh_shape).transpose(pairs).reshape(shape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 DATA_AXIS = "data"
 FSDP_AXIS = "fsdp"
@@ -20,6 +20,11 @@ _MAX_SUGGESTIONS = 4
 def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
   """Returns how many parts a batch is split into, over the axes `data` and `fsdp`."""
   return math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+  """Returns the mesh axes in an entry of a PartitionSpec, which is None, one name or several."""
+  return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:

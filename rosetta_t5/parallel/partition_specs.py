@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, axis_names
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
 _MAX_SUGGESTIONS = 12
@@ -43,7 +43,7 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
 
   def check(path: Any, array: Any, spec: PartitionSpec) -> None:
     for size, axes in zip(array.shape, spec or (), strict=False):
-      names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+      names = axis_names(axes)
       parts = math.prod(axis_sizes[name] for name in names)
       if size % parts:
         raise ValueError(_indivisible_text(path, array.shape, size, names, parts))

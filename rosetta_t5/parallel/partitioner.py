@@ -21,7 +21,13 @@ from rosetta_t5.parallel.axis_rules import (
 from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, get_data_layout
 from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import MeshConfig
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, FSDP_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import (
+  BATCH_AXES,
+  DATA_AXIS,
+  FSDP_AXIS,
+  axis_names,
+  count_batch_shards,
+)
 
 PyTree = Any
 
@@ -308,8 +314,7 @@ def _to_spec(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> Par
   if axes is None:
     return PartitionSpec()
   known = {name for name, _ in rules}
-  unknown = [axis for axis in axes if axis is not None and axis not in known]
-  if unknown:
+  if unknown := [axis for axis in axes if axis is not None and axis not in known]:
     raise ValueError(
       f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
       f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules. Axes with a rule: "
@@ -328,9 +333,9 @@ def _to_zero1_spec(
   array would be sent to other devices and back.
   """
   spec = _to_spec(rules, array, axes)
-  parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+  parts = [axis_names(entry) for entry in spec]
   if axes is None or "embed" not in axes or any(DATA_AXIS in part for part in parts):
     return spec
-  at = tuple(axes).index("embed")
-  over = (*parts[at], DATA_AXIS)
-  return PartitionSpec(*spec[:at], over if len(over) > 1 else DATA_AXIS, *spec[at + 1 :])
+  embed = tuple(axes).index("embed")
+  split_over = (*parts[embed], DATA_AXIS) if parts[embed] else DATA_AXIS
+  return PartitionSpec(*spec[:embed], split_over, *spec[embed + 1 :])

@@ -10,6 +10,8 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
+from rosetta_t5.parallel.mesh_axes import axis_names
+
 _Result = TypeVar("_Result")
 
 
@@ -59,5 +61,4 @@ def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
 
 
 def _count_parts(axes: Any, axis_sizes: Any) -> int:
-  names = axes if isinstance(axes, tuple) else (axes,)
-  return math.prod(axis_sizes[name] for name in names if name)
+  return math.prod(axis_sizes[name] for name in axis_names(axes))

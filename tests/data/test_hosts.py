@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from inline_executor import Here
+from inline_executor import InlineExecutor
 
 from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
@@ -36,7 +36,7 @@ def corpus(tmp_path: pathlib.Path) -> str:
 def prepared(corpus: str, tmp_path: pathlib.Path) -> str:
   model = tmp_path / "pieces.model"
   model.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18))
-  prepare(corpus, str(model), tmp_path / "prepared", executor=Here())
+  prepare(corpus, str(model), tmp_path / "prepared", executor=InlineExecutor())
   return str(tmp_path / "prepared")
 
 

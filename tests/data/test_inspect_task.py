@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from inline_executor import Here
+from inline_executor import InlineExecutor
 from PIL import Image
 
 from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, main, readable
@@ -81,7 +81,11 @@ def test_passages_of_one_split_are_found_at_any_position_of_the_other(
   ]  # different documents, so they are in both splits
   (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
   prepare(
-    str(tmp_path / "a.jsonl"), model, tmp_path / "out", validation_percent=30, executor=Here()
+    str(tmp_path / "a.jsonl"),
+    model,
+    tmp_path / "out",
+    validation_percent=30,
+    executor=InlineExecutor(),
   )
   arguments = ["--lengths", "inputs=32,targets=16", "--batches", "1", "--examples", "0"]
   assert main([str(tmp_path / "out"), *arguments]) == 1

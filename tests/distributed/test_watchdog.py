@@ -86,6 +86,10 @@ def test_the_time_before_a_run_starts_does_not_count_as_a_stall():
     assert watchdog.seconds_in_phase < 0.2
 
 
+def test_watched_batches_end_when_the_data_ends():
+  assert list(Watchdog(seconds=30).watch_batches(iter("ab"), step=7)) == ["a", "b"]
+
+
 def _caused_by(error: Exception, cause: Exception) -> Exception:
   error.__cause__ = cause
   return error

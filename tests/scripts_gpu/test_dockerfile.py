@@ -1,4 +1,4 @@
-"""The Dockerfile: what its steps install, without building it."""
+"""The packages that the Dockerfile's steps install, without building it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from packaging.requirements import Requirement
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _DOCKERFILE = (_ROOT / "Dockerfile").read_text()
-# The Python that each Ubuntu has.
+# The version of Python in each Ubuntu.
 _PYTHON_OF_UBUNTU = {"22.04": "3.10", "24.04": "3.12", "26.04": "3.14"}
 
 
 def _locked(package: str, python: str) -> str:
-  """Returns the version that the lock has for a Python, by its markers as pip reads them."""
+  """Returns the version of a package that requirements.lock has for a version of Python."""
   lines = re.findall(rf"^{package}==.*$", (_ROOT / "requirements.lock").read_text(), re.MULTILINE)
   environment = {"python_version": python, "python_full_version": f"{python}.5"}
   found = [
@@ -31,14 +31,14 @@ def _locked(package: str, python: str) -> str:
 
 
 def _step(word: str) -> str:
-  """Returns the shell command of the only RUN that has this word."""
+  """Returns the shell command of the only RUN that contains this word."""
   steps = re.findall(r"^RUN ((?:.*\\\n)*.*)$", _DOCKERFILE, re.MULTILINE)
   (found,) = [step for step in steps if word in step]
   return found
 
 
 def _installed(step: str, folder: pathlib.Path, jax: str, **environment: str) -> list[str]:
-  """Runs a step where this jax is installed; returns the arguments of each pip install."""
+  """Runs a step with this version of jax installed; returns the arguments of each pip install."""
   site = folder / "site"
   (site / f"jax-{jax}.dist-info").mkdir(parents=True)
   (site / f"jax-{jax}.dist-info/METADATA").write_text(f"Name: jax\nVersion: {jax}\n")
@@ -58,7 +58,7 @@ def _installed(step: str, folder: pathlib.Path, jax: str, **environment: str) ->
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "the image's"])
-def test_the_cuda_wheels_are_of_the_jax_that_the_lock_has_for_this_python(tmp_path, python):
+def test_the_cuda_wheels_belong_to_the_locked_jax_of_the_python_version(tmp_path, python):
   if python == "the image's":
     (ubuntu,) = re.findall(r"^FROM nvidia/cuda:.*ubuntu([\d.]+)", _DOCKERFILE, re.MULTILINE)
     python = _PYTHON_OF_UBUNTU[ubuntu]
@@ -69,7 +69,7 @@ def test_the_cuda_wheels_are_of_the_jax_that_the_lock_has_for_this_python(tmp_pa
   (cuda,) = re.findall(r"^ARG CUDA=(\d+)", _DOCKERFILE, re.MULTILINE)
   assert (asked.name, asked.extras) == ("jax", {f"cuda{cuda}"})
   assert str(asked.specifier) == f"=={jax}"
-  # jaxlib is of jax's version: CUDA's plugin is bound to both.
+  # CUDA's plugin requires jax and jaxlib of the same version.
   assert _locked("jaxlib", python) == jax
 
 

@@ -1,4 +1,4 @@
-"""Finetuning by NVIDIA's scripts: where it begins, and what is copied when."""
+"""Finetuning with NVIDIA's scripts: the folder where it starts, and the checkpoints that are copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 _IN_A_COPY = ["squad1", "small", "bfloat16", "1", "8", "out", "pre", "0", "true", "0"]
 
 
-# As srun does: its options end where the command begins.
+# Stands in for srun: skips the options, then runs the command.
 _SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\n"$@"\n'
 
 

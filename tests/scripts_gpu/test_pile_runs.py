@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pyarrow
 import pytest
-from inline_executor import Here
+from inline_executor import InlineExecutor
 from prepared_text import prepared_gin
 
 from rosetta_t5.checkpoints import all_steps
@@ -37,7 +37,7 @@ _STEPS = 4
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """Returns a folder with SQuAD as TFDS has it, and the Pile in the files that it came in."""
+  """Returns a folder with SQuAD in the format of TFDS, and the Pile as its original files."""
   folder = tmp_path_factory.mktemp("data")
   write = [sys.executable, _ROOT / "tests/finetune/write_data.py", folder, "70"]
   subprocess.run(write, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, check=True)
@@ -109,9 +109,7 @@ def scripts(tmp_path: pathlib.Path, data: pathlib.Path) -> Scripts:
 
 
 @pytest.mark.slow
-def test_what_two_processes_pretrained_on_the_pile_is_finetuned_in_a_folder_of_its_own(
-  scripts, tmp_path, data
-):
+def test_a_model_pretrained_by_two_processes_is_finetuned_in_a_new_folder(scripts, tmp_path, data):
   losses = scripts.two(
     "multiprocess_pretrain_pile.sh", MODEL_DIR="pretrained", TFDS_DATA_DIR=f"{data}/files"
   )
@@ -132,12 +130,12 @@ def test_what_two_processes_pretrained_on_the_pile_is_finetuned_in_a_folder_of_i
 @pytest.mark.slow
 def test_two_processes_have_the_losses_of_one_on_prepared_text(scripts, tmp_path, data):
   tokens, files = tmp_path / "tokens", f"{data}/files/the_pile/train/*.jsonl.zst"
-  prepare(files, str(data / "vocabulary.model"), tokens, executor=Here())
+  prepare(files, str(data / "vocabulary.model"), tokens, executor=InlineExecutor())
   (tmp_path / "prepared.gin").write_text(prepared_gin(tokens))
   flags = (f"--gin_file={tmp_path}/prepared.gin", _LENGTHS)
   arguments = ("tiny", "float32", "1", "8", "logs", "one", "0", "0")
   one = scripts.one("singlenode_pretrain_pile.sh", *arguments, flags=flags)
   two = scripts.two("multiprocess_pretrain_pile.sh", MODEL_DIR="two", flags=flags)
   assert list(one) == [1, 2, 3, 4]
-  # Sums over two processes are made in another order: the last digit that is shown may differ.
+  # Two processes sum in another order, so the last printed digit may differ.
   assert two == pytest.approx(one, rel=1e-3)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
-_DOOR = pathlib.Path(__file__).parents[2] / "t5x/contrib/gpu/scripts_gpu"
+_T5X_PATH = pathlib.Path(__file__).parents[2] / "t5x/contrib/gpu/scripts_gpu"
 _USERS = sorted(path.name for path in _SCRIPTS.glob("*_*_*.s*"))
 
 
@@ -41,7 +41,7 @@ def test_pretraining_passes_its_positional_arguments_on(run, tmp_path):
   assert (tmp_path / "out" / log).read_text() == out
 
 
-def test_a_run_that_goes_on_writes_its_log_after_what_is_there(run, tmp_path):
+def test_a_resumed_run_appends_to_its_log(run, tmp_path):
   (tmp_path / "model_dir/checkpoint_1").mkdir(parents=True)
   for script in (("singlenode_pretrain_pile.sh",), ("singlenode_ft_frompile.sh", "mnli2")):
     output = "".join(run(*script, "small")[1] for _ in range(2))
@@ -326,15 +326,15 @@ def test_help_explains_every_argument(run, script):
   assert len(out.splitlines()) > 10
 
 
-def test_the_scripts_stand_under_t5x_path_too(run):
-  assert {path.name for path in _DOOR.iterdir()} >= {path.name for path in _SCRIPTS.iterdir()}
-  status, out, _ = run("singlenode_pretrain_pile.sh", folder=_DOOR)
+def test_the_scripts_are_also_at_t5x_path(run):
+  assert {path.name for path in _T5X_PATH.iterdir()} >= {path.name for path in _SCRIPTS.iterdir()}
+  status, out, _ = run("singlenode_pretrain_pile.sh", folder=_T5X_PATH)
   assert status == 0
   assert "small_pile_pretrain.gin" in out
 
 
 @pytest.mark.parametrize("name", ["download_the_pile", "download_lambada"])
-def test_a_data_set_that_is_not_there_is_a_status_under_both_paths(name, tmp_path):
+def test_a_missing_dataset_is_an_exit_status_at_both_paths(name, tmp_path):
   environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TFDS_DATA_DIR": str(tmp_path)}
   for command in (["-m", f"t5x.contrib.gpu.scripts_gpu.{name}"], [str(_SCRIPTS / f"{name}.py")]):
     done = subprocess.run(

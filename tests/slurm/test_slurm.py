@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from inline_executor import Here
+from inline_executor import InlineExecutor
 from prepared_text import prepared_gin
 from slurm_cluster import Cluster, cluster, missing
 
@@ -94,7 +94,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   (folder / "text.txt").write_text("\n".join(lines))
   model = folder / "pieces.model"
   model.write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=18))
-  prepare(str(folder / "text.txt"), str(model), folder / "tokens", executor=Here())
+  prepare(str(folder / "text.txt"), str(model), folder / "tokens", executor=InlineExecutor())
   (folder / "prepared.gin").write_text(prepared_gin(folder / "tokens"))
   return (f"--gin_file={folder}/prepared.gin",)
 

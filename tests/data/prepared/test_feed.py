@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inline_executor import Here
+from inline_executor import InlineExecutor
 
 from rosetta_t5.checkpoints.dataset_position import (
   DatasetArgs,
@@ -46,7 +46,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts = [" ".join(random.choice(WORDS, 40)) for _ in range(count)]
     (top / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     prepare(
-      str(top / f"{name}.jsonl"), str(model), top / name, validation_percent=15, executor=Here()
+      str(top / f"{name}.jsonl"),
+      str(model),
+      top / name,
+      validation_percent=15,
+      executor=InlineExecutor(),
     )
   return [str(top / "a"), str(top / "b")]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from inline_executor import Here
+from inline_executor import InlineExecutor
 
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.prepared.shard_job import TOKENS_PER_RECORD
@@ -47,7 +47,7 @@ def files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def run(tmp_path: pathlib.Path, vocabulary: str, **options: Any) -> dict[str, Any]:
-  options = {"executor": Here(), **options}
+  options = {"executor": InlineExecutor(), **options}
   out = options.pop("out", tmp_path / "out")
   return prepare(str(tmp_path / "in/*.jsonl"), vocabulary, out, **options)
 
@@ -109,12 +109,12 @@ def test_a_killed_run_leaves_no_manifest_and_the_next_one_makes_the_remaining_sh
 ) -> None:
   run(tmp_path, vocabulary, out=tmp_path / "unbroken")
   with pytest.raises(KeyboardInterrupt):
-    run(tmp_path, vocabulary, executor=Here(stop_after=2))
+    run(tmp_path, vocabulary, executor=InlineExecutor(stop_after=2))
   with pytest.raises(ValueError, match=r"There is no .*manifest\.json: only 2 shards are complete"):
     TokenStream(tmp_path / "out", "train")
   half = tmp_path / "out" / ".train-00003-of-00004.array_record.1"
   half.write_bytes(b"leftover of a killed worker")
-  executor = Here()
+  executor = InlineExecutor()
   run(tmp_path, vocabulary, executor=executor)
   assert executor.ran == 2
   assert files(tmp_path / "out") == files(tmp_path / "unbroken")
@@ -124,7 +124,7 @@ def test_a_second_run_does_nothing_and_a_changed_file_is_prepared_again(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
   first = run(tmp_path, vocabulary)
-  executor = Here()
+  executor = InlineExecutor()
   assert run(tmp_path, vocabulary, executor=executor) == first
   assert executor.ran == 0
   path = tmp_path / "in/2.jsonl"
@@ -140,7 +140,7 @@ def test_a_killed_run_after_a_change_leaves_no_outdated_manifest(
   path = tmp_path / "in/2.jsonl"
   path.write_text(path.read_text().replace("red", "sun"))
   with pytest.raises(KeyboardInterrupt):
-    run(tmp_path, vocabulary, executor=Here(stop_after=0))
+    run(tmp_path, vocabulary, executor=InlineExecutor(stop_after=0))
   with pytest.raises(ValueError, match="shards are complete"):
     TokenStream(tmp_path / "out", "train")
 
@@ -154,7 +154,7 @@ def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
   shard.write_bytes(whole[:-10])
   with pytest.raises(ValueError, match=r"train-00001.*damaged \(\d+ bytes instead of \d+\)"):
     TokenStream(tmp_path / "out", "train")
-  executor = Here()
+  executor = InlineExecutor()
   run(tmp_path, vocabulary, executor=executor)
   assert executor.ran == 1
   assert shard.read_bytes() == whole
