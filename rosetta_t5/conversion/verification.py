@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import numpy_gpt, numpy_t5
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
+from rosetta_t5.conversion.numpy_layers import Arrays
 from rosetta_t5.conversion.sample_text import encode_sample_text
 from rosetta_t5.conversion.transformers_reference import can_run_transformers, transformers_outputs
 
-Arrays = Mapping[str, StoredArray]
 # The encoder's inputs [1, S], and the decoder's inputs [1, T].
 Tokens = tuple[np.ndarray, np.ndarray]
 # Computes a model's outputs in float32 or float64.

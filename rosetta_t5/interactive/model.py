@@ -101,6 +101,7 @@ class InteractiveModel:
     """
     self.model, self.partitioner = model, partitioner
     self.batch_size, self.task_feature_lengths = batch_size, task_feature_lengths
+    # On gs://, a double slash would name another folder, so repeated slashes become one.
     self.output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
     self._layout = partitioner.get_data_layout(batch_size)
     self._train_summary: Any = None
@@ -201,10 +202,7 @@ class InteractiveModel:
     """Runs one step on the iterator's next batch, which has the model's features."""
     # The feed gets a single batch, because batches that it prefetches would be lost.
     feed = data.prepare_train_iter(
-      [next(iterator)],
-      partitioner=self.partitioner,
-      checkpoint_cfg=None,
-      data_layout=self._layout,
+      [next(iterator)], partitioner=self.partitioner, checkpoint_cfg=None, data_layout=self._layout
     )
     try:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)

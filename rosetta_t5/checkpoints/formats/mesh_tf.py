@@ -193,9 +193,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
   return {
     name: LazyThreadPoolArray(
-      shapes[name],
-      dtypes[name].as_numpy_dtype,
-      functools.partial(call, reader.get_tensor, name),
+      shapes[name], dtypes[name].as_numpy_dtype, functools.partial(call, reader.get_tensor, name)
     )
     for name in sorted(shapes)
     if dtypes[name] != tf.string

@@ -59,9 +59,7 @@ def _read_metadata(folder: epath.Path) -> dict[str, dict[str, Any]]:
   return specs
 
 
-def _read_aggregate(
-  folder: epath.Path,
-) -> tuple[dict[str, StoredArray], dict[str, dict[str, Any]]]:
+def _read_aggregate(folder: epath.Path) -> tuple[dict[str, StoredArray], dict[str, dict[str, Any]]]:
   """Returns the values, and TensorStore's specs of arrays, in the msgpack file of older versions."""
   values, specs = {}, {}
   tree = serialization.msgpack_restore((folder / _AGGREGATE).read_bytes())
