@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -64,9 +65,12 @@ def read_facts(
     ValueError: `config` does not exist, or does not describe such a model.
   """
   checkpoint = epath.Path(path)
-  is_theirs = folder.is_hugging_face(checkpoint)
-  beside = checkpoint / folder.CONFIG if is_theirs else checkpoint.parent / "config.gin"
-  file = beside if config is None else epath.Path(config)
+  if config is not None:
+    file = epath.Path(config)
+  elif folder.is_hugging_face(checkpoint):
+    file = checkpoint / folder.CONFIG
+  else:
+    file = checkpoint.parent / "config.gin"
   if not file.exists():
     if config is not None:
       raise ValueError(f"--config {file}: there is no such file")
@@ -103,8 +107,6 @@ def _read_literals(text: str, configurable: str) -> dict[str, Any]:
   values = {}
   pattern = _BINDING.format(configurable=configurable)
   for name, value in re.findall(pattern, text, re.MULTILINE):
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):  # Macros and references are not literals.
       values[name] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # a macro or a reference
-      continue
   return values

@@ -43,10 +43,8 @@ def _load_encoder(tokenizer: epath.Path | None) -> Callable[[str], list[int]]:
     if file.exists() and file.suffix == ".model":
       import sentencepiece
 
-      encode: Callable[[str], list[int]] = sentencepiece.SentencePieceProcessor(
-        model_file=os.fspath(file)
-      ).encode
-      return encode
+      processor = sentencepiece.SentencePieceProcessor(model_file=os.fspath(file))
+      return lambda text: list(processor.encode(text))
     pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
     if pieces.exists() and merges.exists():
       from rosetta_t5.data.vocabularies.gpt2_vocabulary import load_gpt2_tokenizer

@@ -60,13 +60,13 @@ def check(
     count = compare_arrays(source, written)
     report(f"both checkpoints read again: all {count} parameters are equal (no logits compared)")
     return
-  is_theirs = is_hugging_face(folder)
-  written_facts = read_facts(folder, written) if is_theirs else facts
+  is_transformers_folder = is_hugging_face(folder)
+  written_facts = read_facts(folder, written) if is_transformers_folder else facts
   tokens = _make_tokens(plain, facts, tokenizer)
   before = functools.cache(lambda dtype: compute_outputs(source, tokens, facts, dtype))
   after = functools.partial(compute_outputs, written, tokens, written_facts)
   report(compare_outputs("both checkpoints read again", before, after, facts.ids_are_shifted))
-  if not is_theirs:
+  if not is_transformers_folder:
     return
   params = sum(array.size for array in written.values())
   if not can_run_transformers(params, np.float32):
