@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,6 +48,11 @@ def rows_of_sections(sections: Sequence[Callable[[Plan], Rows]], plan: Plan) -> 
       if not problems:
         rows.append(("unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
   return rows
+
+
+def labeled(label: str, lines: Iterable[str]) -> Rows:
+  """Returns a row for each line. Only the first row has the label."""
+  return [("" if n else label, line) for n, line in enumerate(lines)]
 
 
 @dataclasses.dataclass
@@ -223,10 +228,9 @@ def _memory_rows(plan: Plan) -> Rows:
     return []
   if not plan.is_training:
     return [_memory_row(state_bytes(plan.state, plan.specs, plan.mesh))]
-  lines = fitting.changes_that_fit(plan.state, plan.specs, plan.work)
-  labels = [f"for {size_text(fitting.GPU.memory)}", *[""] * len(lines)]
   memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
-  return [*flops_rows(plan), memory, *zip(labels, lines, strict=False)]
+  changes = fitting.changes_that_fit(plan.state, plan.specs, plan.work)
+  return [*flops_rows(plan), memory, *labeled(f"for {size_text(fitting.GPU.memory)}", changes)]
 
 
 def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:
@@ -246,9 +250,7 @@ def flops_rows(plan: Plan) -> Rows:
 def _change_rows(plan: Plan) -> Rows:
   folder = plan["model_dir"] or plan["output_dir"]
   changes = changes_since(folder, plan.resolved.program) if folder else []
-  if not changes:
-    return []
-  return [("changed", f"since the last run in {folder}:"), *(("", change) for change in changes)]
+  return labeled("changed", [f"since the last run in {folder}:", *changes]) if changes else []
 
 
 # The rows about what a training step computes, besides its FLOPs.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
-from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, rows_of_sections
+from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.hardware import GPUS, Gpu
@@ -74,9 +74,9 @@ def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
   """Returns a table of what each GPU holds."""
   total = sum(estimate.memory.values())
   fits = "fits" if total <= USABLE * gpu.memory else "DOES NOT FIT"
-  parts = [("", f"{size_text(size):>8}  {name}") for name, size in estimate.memory.items()]
+  parts = (f"{size_text(size):>8}  {name}" for name, size in estimate.memory.items())
   text = f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}"
-  return [("memory", text), *parts]
+  return labeled("memory", [text, *parts])
 
 
 def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
@@ -93,8 +93,7 @@ def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
 
 
 def _traffic_rows(estimate: Estimate) -> Rows:
-  if not estimate.traffic:
-    return [("sends", "nothing")]
+  """Returns the bytes and the time of each kind of collective."""
   sent: dict[str, float] = collections.defaultdict(float)
   seconds: dict[str, float] = collections.defaultdict(float)
   for each in estimate.traffic:
@@ -103,8 +102,5 @@ def _traffic_rows(estimate: Estimate) -> Rows:
     what = f"{each.collective.kind} of {each.collective.why} over {axes}, by {link}"
     sent[what] += each.sent
     seconds[what] += each.seconds
-  labels = ["sends", *[""] * len(sent)]
-  return [
-    (label, f"{size_text(sent[what]):>8}  {what}: {seconds[what] * 1e3:.3g} ms")
-    for label, what in zip(labels, sent, strict=False)
-  ]
+  lines = [f"{size_text(sent[what]):>8}  {what}: {seconds[what] * 1e3:.3g} ms" for what in sent]
+  return labeled("sends", lines or ["nothing"])
