@@ -1,4 +1,4 @@
-"""One model's parameters in T5X's three trees: plain T5's, and the scalable T5's, unscanned and scanned."""
+"""One model's parameters in T5X's three trees: plain T5, unscanned scalable T5, and scanned scalable T5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=2)
 
 
 def scalable(config: T5Config = PLAIN, **changes: Any) -> scalable_t5.T5Config:
-  """Returns the scalable T5 of a plain one's sizes."""
+  """Returns the config of a scalable T5 with the sizes of a plain T5."""
   values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
   return scalable_t5.T5Config(**{**values, **changes})
 

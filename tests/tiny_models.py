@@ -1,4 +1,4 @@
-"""Models small enough to compile in a moment: T5s that still have every part, and a table of pairs."""
+"""Models that compile in a moment: small T5 and decoder-only models, and a table of bigrams."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def feature(inputs_BS: np.ndarray, targets_BT: np.ndarray) -> Batch:
 
 
 def pack(batch: Batch) -> Batch:
-  """Returns one row that holds all examples one after another, and each target's place in it."""
+  """Returns one row that contains all examples one after another, with segments and positions."""
   row = {}
   for side in ("encoder_input", "decoder_target"):
     tokens = np.asarray(batch[f"{side}_tokens"])
@@ -137,13 +137,13 @@ def initialize(module: nn.Module, key: jax.Array) -> Any:
 
 @functools.cache
 def variables(module: nn.Module) -> Any:
-  """Returns variables of the module's shapes, drawn by numpy: nothing is compiled."""
+  """Returns variables of the module's shapes, drawn by numpy so that nothing is compiled."""
   return _drawn(functools.partial(initialize, module))
 
 
 @functools.cache
 def decoder_only_variables(config: TransformerConfig) -> Any:
-  """Returns variables of a decoder-only network, drawn likewise."""
+  """Returns variables of a decoder-only network, drawn in the same way."""
   tokens = jnp.ones((1, 4), jnp.int32)
   init = functools.partial(DecoderWrapper(config).init, enable_dropout=False)
   return _drawn(lambda key: init(key, tokens, tokens))
@@ -168,7 +168,7 @@ def _drawn(init: Callable[[jax.Array], Any]) -> Any:
 
 
 def stacked(params: Any) -> Any:
-  """Returns a decoder-only network's parameters, of layers one after another, as those of a scan."""
+  """Returns the parameters of a decoder-only network with its layers stacked, as a scan has them."""
   inner = dict(params["decoder"])
   layers = [inner.pop(f"layers_{n}") for n in range(2)]
   inner["decoder"] = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers)
@@ -176,10 +176,11 @@ def stacked(params: Any) -> Any:
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
-  """Fails where a loss, or a gradient beside its leaf's greatest, differs by more.
+  """Fails if the loss or a gradient differs by more than the tolerance.
 
-  The gradient of a key's bias is nothing but rounding, as softmax does not see what all logits share:
-  a leaf's greatest counts as a hundredth of the greatest of all at least.
+  The difference of a gradient is relative to the largest value of its array, but at least to a hundredth
+  of the largest of all. The gradient of a key's bias, for example, is only rounding, because softmax
+  ignores what all logits have in common.
   """
   np.testing.assert_allclose(got[0], want[0], rtol=tolerance)
   least = 0.01 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want[1]))
@@ -216,10 +217,10 @@ def make_state(module: nn.Module) -> TrainState:
 
 
 class Bigram(nn.Module):
-  """Logits are one row of a table, that of the token before: all of a model but the network.
+  """A model without a network: the logits are the row of a table that belongs to the previous token.
 
   Attributes:
-    counts_calls: whether it has a mutable collection, a number that grows by one a call.
+    counts_calls: whether it has a mutable collection with the number of calls.
   """
 
   counts_calls: bool = False
