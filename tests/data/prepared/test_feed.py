@@ -27,6 +27,7 @@ from rosetta_t5.data import (
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.data.prepared.example_order import RateMixture
+from rosetta_t5.data.reading.bad_examples import BadExamples
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
@@ -277,8 +278,10 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folde
 
 
 def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
-  folders: list[str], tmp_path: pathlib.Path
+  folders: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+  # Tests that ran earlier in this process may have skipped bad examples, which are a metric too.
+  monkeypatch.setattr(BadExamples, "total_in_process", 0)
   partitioner = PjitPartitioner(num_partitions=1)
   cfg = config(prepared_task(folders, rates=[1, 1]))
   layout = partitioner.get_data_layout(cfg.batch_size)
