@@ -39,8 +39,9 @@ def join_processes(
     initialization_timeout: seconds to wait for all processes.
 
   Raises:
-    ValueError: an argument is missing or contradicts another one, the processes do not all arrive
-      in time, or their environments differ.
+    ValueError: an argument is missing or contradicts another one, or the environments of the
+      processes differ.
+    SystemExit: the processes do not all arrive in time.
   """
   flags: dict[str, Any] = {
     "--coordinator_address": coordinator_address,

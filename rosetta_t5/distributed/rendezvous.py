@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from rosetta_t5.distributed.watchdog import EXIT_STATUS
+
 # Seconds between two lines about the processes that are still missing.
 REPORT_INTERVAL_S = 30.0
 # Seconds that an earlier run at the same address has to end: jax needs up to 45 to notice a lost process.
@@ -39,7 +41,8 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
 
   Raises:
     ValueError: two processes have the same index or were given different counts (every process
-      raises it), a different program uses the address, or the time is over.
+      raises it), or a different program uses the address.
+    SystemExit: the time is over; the exit status is that of a run that lost a process.
   """
   name = f"process id {os.getpid()} on {socket.gethostname()}"
   progress = _Progress(address, index, count, timeout_s)
@@ -170,7 +173,7 @@ class RollCall:
 
 
 class _Progress:
-  """Prints from time to time which processes are missing, and raises when the time is over."""
+  """Prints from time to time which processes are missing, and ends the process when the time is over."""
 
   def __init__(self, address: str, index: int, count: int, timeout_s: float):
     self._address, self._index, self._timeout_s = address, index, timeout_s
@@ -181,11 +184,14 @@ class _Progress:
   def update(self) -> None:
     now = time.monotonic()
     if now - self._started >= self._timeout_s:
-      raise ValueError(
-        f"{self._process} gave up after {self._timeout_s:.0f} s while {self._status()}. Check that all "
-        "processes run, that each has its own --process_index, and that they can reach that address. "
-        "--initialization_timeout sets how long to wait."
+      print(
+        f"error: {self._process} gave up after {self._timeout_s:.0f} s while {self._status()}. Check that "
+        "all processes run, that each has its own --process_index, and that they can reach that "
+        "address. --initialization_timeout sets how long to wait.",
+        file=sys.stderr,
+        flush=True,
       )
+      raise SystemExit(EXIT_STATUS)
     if now - self._reported >= REPORT_INTERVAL_S:
       self._reported = now
       seconds = f"{now - self._started:.0f} of at most {self._timeout_s:.0f} s"
