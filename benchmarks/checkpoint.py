@@ -29,7 +29,7 @@ from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.optimizers import adamw
+from rosetta_t5.training.optimizers.optax_wrapper import adamw
 
 _BUFFER = 64 << 20
 # The first save is not timed: it creates threads and folders.

@@ -22,8 +22,8 @@ from rosetta_t5.bench.train_step import add_switches, compile_step
 from rosetta_t5.bench.turns import Run, time_in_turns
 from rosetta_t5.bench.workload import argument_parser
 from rosetta_t5.parallel import keep_freed_memory
-from rosetta_t5.training.optimizers import OptaxWrapper
 from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 
 OPTIMIZERS = {
   "adamw": lambda: OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01)),

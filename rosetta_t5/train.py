@@ -24,8 +24,9 @@ from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.report import run_header
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
-from rosetta_t5.training import TrainState, automatic_garbage_collection
+from rosetta_t5.training import TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction
+from rosetta_t5.training.hooks import automatic_garbage_collection
 
 
 @checkpoints.exclusive_model_dir

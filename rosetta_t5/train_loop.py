@@ -17,8 +17,9 @@ from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
 from rosetta_t5.telemetry.run_metrics import RunMetrics
-from rosetta_t5.training import BaseTrainer, Hook, TrainState, run_due_hooks, step_ranges
+from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
+from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
 
 
 @dataclasses.dataclass
@@ -89,14 +90,12 @@ class TrainLoop:
   ) -> None:
     """Trains until `total_steps`, an interruption, or an action that ends the run."""
     hooks = [
-      Hook("evaluation", self._evaluate, eval_period, at_end=True),
-      Hook("garbage collection", lambda _: gc.collect(), gc_period),
+      Hook(self._evaluate, eval_period, at_end=True),
+      Hook(lambda _: gc.collect(), gc_period),
     ]
     if save_cfg is not None:
       # Checkpoints come first: an evaluation that fails must not lose the steps before it.
-      hooks.insert(
-        0, Hook("checkpoint", self._save, save_cfg.period, save_cfg.checkpoint_steps or ())
-      )
+      hooks.insert(0, Hook(self._save, save_cfg.period, save_cfg.checkpoint_steps or ()))
     with (
       checkpoints.finish_saves_on_error(self.manager),
       self._progress,
@@ -106,8 +105,8 @@ class TrainLoop:
       self._save(self.first_step)
       if run_eval_before_training:
         self._evaluate(self.first_step)
-      longest = stats_period or eval_period
-      for _, stop in step_ranges(self.first_step, self.total_steps, hooks, longest):
+      report_period = stats_period or eval_period
+      for stop in stopping_steps(self.first_step, self.total_steps, hooks, report_period):
         self._train_until(stop)
         run_due_hooks(hooks, self._step, self.total_steps)
         if self._is_interrupted or self._is_stopped_by_action or self.trainer.stop_training:

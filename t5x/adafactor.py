@@ -1,8 +1,8 @@
 """T5X's `adafactor`: the optimizer of T5 and its factorization rules."""
 
-from rosetta_t5.training.optimizers import (
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
-  Adafactor,
   FactorDim,
   FactorRule,
   HeuristicRule,

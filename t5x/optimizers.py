@@ -1,15 +1,17 @@
 """T5X's `optimizers`: the interface of an optimizer, and optax's optimizers with this interface."""
 
-from rosetta_t5.training.optimizers import (
-  MultiOptimizer,
-  OptaxStatePartitionRules,
-  OptaxWrapper,
+from rosetta_t5.training.optimizers.base import (
   Optimizer,
   OptimizerDef,
   OptimizerDefType,
   OptimizerState,
   OptimizerStateType,
   OptimizerType,
+)
+from rosetta_t5.training.optimizers.multi import MultiOptimizer
+from rosetta_t5.training.optimizers.optax_wrapper import (
+  OptaxStatePartitionRules,
+  OptaxWrapper,
   adabelief,
   adagrad,
   adam,

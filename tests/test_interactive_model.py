@@ -26,7 +26,7 @@ from rosetta_t5.interactive.model import InteractiveModel
 from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.training.optimizers import adamw
+from rosetta_t5.training.optimizers.optax_wrapper import adamw
 
 EXAMPLES = [{"input": question, "target": answer} for question, answer in PAIRS]
 LENGTHS = {"inputs": 16, "targets": 12}

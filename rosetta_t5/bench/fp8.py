@@ -29,7 +29,7 @@ from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.optimizers import OptaxWrapper
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 
 # The largest acceptable relative increase of the loss over bfloat16.
 MAX_EXCESS = 0.01

@@ -41,7 +41,8 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.training import TrainState, train_step
-from rosetta_t5.training.optimizers import OptaxWrapper, OptimizerDef
+from rosetta_t5.training.optimizers.base import OptimizerDef
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 
 # What is counted in the compiled program → how the compiler writes it.
 HLO_FACTS = {

@@ -1,4 +1,4 @@
-"""Hooks: functions that run after certain steps, and the ranges of steps between them."""
+"""Hooks: functions that run after certain steps, and the steps at which training stops for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ class Hook:
   """A function that runs after certain steps.
 
   Attributes:
-    name: the name in error messages.
     run: called as run(step).
     period: the hook is due after each multiple of this many steps; None or 0 for never.
     steps: additional steps after which the hook is due.
     at_end: whether the hook is also due after the last step.
   """
 
-  name: str
   run: Callable[[int], object]
   period: int | None = None
   steps: Collection[int] = ()
@@ -33,23 +31,21 @@ class Hook:
     return step in self.steps or bool(self.period and step % self.period == 0)
 
 
-def step_ranges(
-  first_step: int, last_step: int, hooks: Sequence[Hook], longest: int | None = None
-) -> Iterator[tuple[int, int]]:
-  """Yields the (start, stop) ranges of steps between hooks, in order.
+def stopping_steps(
+  first_step: int, last_step: int, hooks: Sequence[Hook], period: int | None = None
+) -> Iterator[int]:
+  """Yields the steps after which training stops to run hooks or to report metrics, in order.
 
   Args:
     first_step: the number of steps completed before.
-    last_step: the number of steps completed at the end.
-    hooks: a range ends at each step after which one of them is due.
-    longest: a range also ends at each multiple of this many steps.
+    last_step: the number of steps completed at the end; always the last of the yielded steps.
+    hooks: training stops after each step after which one of them is due.
+    period: training also stops after each multiple of this many steps.
   """
-  start = first_step
   for step in range(first_step + 1, last_step + 1):
-    is_regular_end = step == last_step or (longest and step % longest == 0)
-    if is_regular_end or any(hook.is_due(step, last_step) for hook in hooks):
-      yield start, step
-      start = step
+    is_regular_stop = step == last_step or (period and step % period == 0)
+    if is_regular_stop or any(hook.is_due(step, last_step) for hook in hooks):
+      yield step
 
 
 def run_due_hooks(hooks: Sequence[Hook], step: int, last_step: int) -> None:

@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 Schedule = Callable[[int | jax.Array], jax.Array]
 
-
-class _Arguments(NamedTuple):
-  """The arguments of `create_learning_rate_scheduler` that factors depend on."""
-
-  base_learning_rate: float
-  warmup_steps: int
-  decay_factor: float
-  steps_per_decay: int
-  steps_per_cycle: int
-
-
-def _linear_warmup(step: jax.Array, args: _Arguments) -> jax.Array:
-  return jnp.minimum(1.0, step / args.warmup_steps)
-
-
-def _linear_decay(step: jax.Array, args: _Arguments) -> jax.Array:
-  decay = 1.0 + args.decay_factor * (args.warmup_steps - step)
-  return args.base_learning_rate * jnp.minimum(step / args.warmup_steps, decay)
-
-
-def _rsqrt_decay(step: jax.Array, args: _Arguments) -> jax.Array:
-  return jax.lax.rsqrt(jnp.maximum(step, args.warmup_steps))
-
-
-def _rsqrt_normalized_decay(step: jax.Array, args: _Arguments) -> jax.Array:
-  return jnp.sqrt(args.warmup_steps / jnp.maximum(step, args.warmup_steps))
-
-
-def _cosine_decay(step: jax.Array, args: _Arguments) -> jax.Array:
-  progress = jnp.maximum(0.0, (step - args.warmup_steps) / args.steps_per_cycle)
-  return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))))
-
-
 # Each factor, and the argument that it divides by, which must be positive.
-_FACTORS: dict[str, tuple[Callable[[jax.Array, _Arguments], jax.Array | float], str | None]] = {
-  "constant": (lambda step, args: args.base_learning_rate, None),
-  "linear_warmup": (_linear_warmup, "warmup_steps"),
-  "linear_decay": (_linear_decay, "warmup_steps"),
-  "rsqrt_decay": (_rsqrt_decay, "warmup_steps"),
-  "rsqrt_normalized_decay": (_rsqrt_normalized_decay, "warmup_steps"),
-  "decay_every": (
-    lambda step, args: args.decay_factor ** (step // args.steps_per_decay),
-    "steps_per_decay",
-  ),
-  "cosine_decay": (_cosine_decay, "steps_per_cycle"),
+_DIVISORS = {
+  "constant": None,
+  "linear_warmup": "warmup_steps",
+  "linear_decay": "warmup_steps",
+  "rsqrt_decay": "warmup_steps",
+  "rsqrt_normalized_decay": "warmup_steps",
+  "decay_every": "steps_per_decay",
+  "cosine_decay": "steps_per_cycle",
 }
 
 
@@ -69,7 +32,7 @@ def create_learning_rate_scheduler(
   step_offset: int = 0,
   min_learning_rate: float = 1e-8,
 ) -> Schedule:
-  """Returns a function from a step to its learning rate, a float32 scalar; which can be traced.
+  """Returns a function from a step to its learning rate, a float32 scalar; jax can trace it.
 
   The rate is the product of the factors at max(0, step − step_offset), and at least
   `min_learning_rate`. With s that step and w `warmup_steps` the factors are:
@@ -96,39 +59,54 @@ def create_learning_rate_scheduler(
   Raises:
     ValueError: a factor is unknown, or an argument that it divides by is not positive.
   """
+
+  def linear_decay(s: jax.Array) -> jax.Array:
+    decay = 1.0 + decay_factor * (warmup_steps - s)
+    return base_learning_rate * jnp.minimum(s / warmup_steps, decay)
+
+  def cosine_decay(s: jax.Array) -> jax.Array:
+    progress = jnp.maximum(0.0, (s - warmup_steps) / steps_per_cycle)
+    return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))))
+
+  formulas: dict[str, Callable[[jax.Array], jax.Array | float]] = {
+    "constant": lambda s: base_learning_rate,
+    "linear_warmup": lambda s: jnp.minimum(1.0, s / warmup_steps),
+    "linear_decay": linear_decay,
+    "rsqrt_decay": lambda s: jax.lax.rsqrt(jnp.maximum(s, warmup_steps)),
+    "rsqrt_normalized_decay": lambda s: jnp.sqrt(warmup_steps / jnp.maximum(s, warmup_steps)),
+    "decay_every": lambda s: decay_factor ** (s // steps_per_decay),
+    "cosine_decay": cosine_decay,
+  }
   names = [name.strip() for name in factors.split("*")]
-  args = _Arguments(
-    base_learning_rate=base_learning_rate,
-    warmup_steps=warmup_steps,
-    decay_factor=decay_factor,
-    steps_per_decay=steps_per_decay,
-    steps_per_cycle=steps_per_cycle,
-  )
+  divisors = {
+    "warmup_steps": warmup_steps,
+    "steps_per_decay": steps_per_decay,
+    "steps_per_cycle": steps_per_cycle,
+  }
   for name in names:
-    _check_factor(name, factors, args)
+    _check_factor(name, factors, divisors)
 
   def learning_rate(step: int | jax.Array) -> jax.Array:
     since = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
     rate = jnp.float32(1.0)
     for name in names:
-      factor, _ = _FACTORS[name]
-      rate = rate * factor(since, args)
+      rate = rate * formulas[name](since)
     return jnp.maximum(rate, min_learning_rate).astype(jnp.float32)
 
   return learning_rate
 
 
-def _check_factor(name: str, factors: str, args: _Arguments) -> None:
-  if name not in _FACTORS:
-    near = difflib.get_close_matches(name, _FACTORS, n=1)
+def _check_factor(name: str, factors: str, divisors: Mapping[str, int]) -> None:
+  if name not in _DIVISORS:
+    near = difflib.get_close_matches(name, _DIVISORS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(
       f"unknown factor {name!r}{hint} in create_learning_rate_scheduler.factors = {factors!r}: "
-      f"it must be one of {', '.join(_FACTORS)}"
+      f"it must be one of {', '.join(_DIVISORS)}"
     )
-  _, divisor = _FACTORS[name]
-  if divisor is not None and getattr(args, divisor) <= 0:
+  divisor = _DIVISORS[name]
+  if divisor is not None and divisors[divisor] <= 0:
     raise ValueError(
       f"create_learning_rate_scheduler.{divisor} must be positive for the factor {name!r}, got "
-      f"{getattr(args, divisor)}: set it to 1 or more, or remove {name!r} from factors = {factors!r}"
+      f"{divisors[divisor]}: set it to 1 or more, or remove {name!r} from factors = {factors!r}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_state import Counter, Setup
 
-from rosetta_t5.training.optimizers import adamw
+from rosetta_t5.training.optimizers.optax_wrapper import adamw
 
 
 @pytest.fixture(scope="session")

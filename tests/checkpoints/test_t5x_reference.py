@@ -14,7 +14,8 @@ from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.training.optimizers import Adafactor, standard_logical_factor_rules
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from tiny_models import T5_1_1, VOCAB, initialize, make_batch, make_model
 
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.optimizers import Adafactor, FactorDim, standard_logical_factor_rules
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import FactorDim, standard_logical_factor_rules
 from t5x.examples.scalable_t5 import layers as scalable_layers
 from t5x.examples.t5 import layers, network
 

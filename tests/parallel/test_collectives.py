@@ -20,7 +20,7 @@ from rosetta_t5.plan import memory
 from rosetta_t5.plan.collectives import ALL_REDUCE, REDUCE_SCATTER, step_collectives
 from rosetta_t5.plan.workload import Workload, activation_split
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.optimizers import chain
+from rosetta_t5.training.optimizers.optax_wrapper import chain
 
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 

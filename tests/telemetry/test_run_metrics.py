@@ -15,7 +15,7 @@ from rosetta_t5.telemetry.flops import training_flops_of
 from rosetta_t5.telemetry.nonfinite import NonFiniteError, raise_if_nonfinite
 from rosetta_t5.telemetry.run_metrics import RunMetrics, global_norm, skipped_steps
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.optimizers import chain, sgd
+from rosetta_t5.training.optimizers.optax_wrapper import chain, sgd
 
 PARAMS = {"a": jnp.full((3, 4), 2.0), "b": jnp.full(4, -1.0, jnp.bfloat16)}
 CONFIG = T5Config(vocab_size=64, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16)

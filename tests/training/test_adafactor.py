@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.training.optimizers import Adafactor, HParamMap, standard_logical_factor_rules
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import HParamMap, standard_logical_factor_rules
 
 RNG = np.random.default_rng(0)
 LEARNING_RATE = 0.03

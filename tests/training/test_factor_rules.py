@@ -7,8 +7,15 @@ import pytest
 from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.training.optimizers import Adafactor, FactorDim, HParamMap, factor_rules
-from rosetta_t5.training.optimizers.factor_rules import HEURISTIC_RULE, FactorDims, resolve
+from rosetta_t5.training.optimizers import factor_rules
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import (
+  HEURISTIC_RULE,
+  FactorDim,
+  FactorDims,
+  HParamMap,
+  resolve,
+)
 
 NONE, BATCH, ROW, COL = FactorDim.NONE, FactorDim.BATCH, FactorDim.ROW, FactorDim.COLUMN
 STANDARD = factor_rules.standard_logical_factor_rules()

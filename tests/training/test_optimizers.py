@@ -14,8 +14,10 @@ from flax import traverse_util
 from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.training import optimizers
-from rosetta_t5.training.optimizers import Adafactor, MultiOptimizer, OptaxWrapper, adafactor
+from rosetta_t5.training.optimizers import optax_wrapper as optimizers
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.multi import MultiOptimizer
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 RNG = np.random.default_rng(0)
@@ -228,7 +230,7 @@ def test_multi_optimizer_updates_each_part_like_its_optimizer_alone():
 
 
 def test_multi_optimizer_passes_on_the_factor_rules():
-  rules = adafactor.Adafactor(0.1, logical_factor_rules={"x": "row", "y": "column", "l": "batch"})
+  rules = Adafactor(0.1, logical_factor_rules={"x": "row", "y": "column", "l": "batch"})
   everything = traversal(lambda path: True)
   multi = MultiOptimizer([(everything, rules)])
   multi.set_param_axes({"w": P("l", "x", "y")})

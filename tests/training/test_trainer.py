@@ -11,7 +11,7 @@ from tiny_models import Bigram, make_batch, make_model, make_state
 
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.training import Trainer, merge_metrics
+from rosetta_t5.training.trainer import Trainer, merge_metrics
 
 PARTITIONER = PjitPartitioner(num_partitions=2)
 MODEL = make_model(Bigram())
