@@ -13,17 +13,15 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.distributed import Watchdog
-from rosetta_t5.inference.during_training import LossEvaluation
+from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.metrics_table import format_metrics_table
 from rosetta_t5.telemetry.model_info import log_model_info
-
-Values = dict[str, dict[str, float]]
+from rosetta_t5.telemetry.report import format_metrics_table
 
 
 def evaluate(

@@ -7,26 +7,19 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
+from rosetta_t5.inference import result_files
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
-from rosetta_t5.inference.result_files import (
-  COMPLETED,
-  ChunkFolder,
-  FailFastThreadPoolExecutor,
-  check_mode,
-  check_output_dir,
-  merge_chunks_to_file,
-  write_inferences_to_file,
-)
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan import describe_run
@@ -52,11 +45,11 @@ def infer(
   shard_id: int = 0,
   num_shards: int = 1,
   merge_chunked_results: bool = True,
-  write_fn: Callable[..., None] = write_inferences_to_file,
+  write_fn: Callable[..., None] = result_files.write_inferences_to_file,
   checkpoint_ds_iter: bool = True,
   train_state_initializer_cls: Any = checkpoints.TrainStateInitializer,
   fallback_init_rng: int | None = None,
-  merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file,
+  merge_fn: Callable[[str, str, str, int | None], None] = result_files.merge_chunks_to_file,
   summarize_config_fn: Callable[..., None] = config.summarize_gin_config,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   output_vocab_feature_name: str = "targets",
@@ -103,9 +96,9 @@ def infer(
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
   del checkpoint_ds_iter, use_orbax
-  check_mode(mode)
+  result_files.check_mode(mode)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
-  check_output_dir("infer.output_dir", output_dir)
+  result_files.check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])
   checkpoints.check_checkpoints_exist(paths)
 
@@ -179,13 +172,16 @@ def infer(
       if result_file.is_complete():
         console.print_line(f"{result_file.path} is complete: nothing was left to do")
         continue
-      folder = ChunkFolder(f"{output_dir}/tmp-{task.name}-{shard}", result_file.name, settings)
+      chunk_dir = f"{output_dir}/tmp-{task.name}-{shard}"
+      folder = result_files.ChunkFolder(chunk_dir, result_file.name, settings)
+      first = folder.num_complete()
+      if first:
+        console.print_line(f"continuing after {first} chunks in {folder.path}")
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
       with memory_advisor.explain_out_of_memory():
         _infer_task(
           infer_fn=infer_fn,
-          chunks=functools.partial(examples.chunks, task, checkpoint_period * batch_size),
-          folder=folder,
+          chunks=examples.chunks(task, checkpoint_period * batch_size, first),
           write_chunk=functools.partial(_write_chunk, folder, write_fn, mode, vocabulary),
           watchdog=watchdog,
         )
@@ -205,18 +201,14 @@ def update_measurement_series(series_name: str, step: int, value: float) -> None
 def _infer_task(
   *,
   infer_fn: InferFn,
-  chunks: Callable[..., Any],
-  folder: ChunkFolder,
+  chunks: Iterator[tuple[int, Any, Any]],
   write_chunk: Callable[[int, Any, Any], None],
   watchdog: Watchdog,
 ) -> None:
-  """Computes the chunks that are not complete; each is written while the next is computed."""
-  first = folder.num_complete()
-  if first:
-    console.print_line(f"continuing after {first} chunks in {folder.path}")
-  writer = FailFastThreadPoolExecutor(max_workers=1)
+  """Computes the results of the chunks; each is written while the next is computed."""
+  writer = result_files.FailFastThreadPoolExecutor(max_workers=1)
   try:
-    for number, task_ds, model_ds in chunks(first=first):
+    for number, task_ds, model_ds in chunks:
       started = time.monotonic()
       watchdog.set_phase(f"inferring chunk {number}")
       # Each chunk has its own key, so that a restarted run samples the same outputs.
@@ -236,7 +228,7 @@ def _infer_task(
 
 
 def _write_chunk(
-  folder: ChunkFolder,
+  folder: result_files.ChunkFolder,
   write_fn: Callable[..., None],
   mode: str,
   vocabulary: Any,
@@ -262,9 +254,11 @@ class _ResultFile:
     return os.path.join(self.output_dir, self.name)
 
   def is_complete(self) -> bool:
-    return epath.Path(self.path + COMPLETED).exists()
+    return epath.Path(self.path + result_files.COMPLETED).exists()
 
-  def finish(self, folder: ChunkFolder, step: int, merge_fn: Callable[..., None] | None) -> None:
+  def finish(
+    self, folder: result_files.ChunkFolder, step: int, merge_fn: Callable[..., None] | None
+  ) -> None:
     """Merges the chunks on the first process, then removes them; the other processes wait."""
     if not folder.num_complete():
       raise ValueError(
@@ -274,11 +268,8 @@ class _ResultFile:
     if jax.process_index() == 0:
       if merge_fn is not None:
         merge_fn(self.output_dir, self.name, os.fspath(folder.path), step)
-      epath.Path(self.path + COMPLETED).write_text("")
+      epath.Path(self.path + result_files.COMPLETED).write_text("")
       if merge_fn is not None:
         folder.path.rmtree()
     console.print_line(f"results  {self.path if merge_fn is not None else folder.path}")
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
-
-      multihost_utils.sync_global_devices(f"{self.name}:complete")
+    multihost_utils.sync_global_devices(f"{self.name}:complete")

@@ -19,8 +19,6 @@ from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.training import Trainer
 
-_LEARNING_RATE = 1e-3  # As in T5X. A program with a schedule needs trainer_cls.
-
 
 def precompile(
   *,
@@ -76,7 +74,9 @@ def precompile(
     partitioner=partitioner,
   )
   make_trainer = trainer_cls or functools.partial(
-    Trainer, learning_rate_fn=lambda step: jnp.float32(_LEARNING_RATE), num_microbatches=None
+    Trainer,
+    learning_rate_fn=lambda step: jnp.float32(1e-3),
+    num_microbatches=None,  # As in T5X.
   )
   trainer = make_trainer(
     model=model,

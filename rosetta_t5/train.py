@@ -257,7 +257,7 @@ def _run_facts(
   train_dataset_cfg: data.DatasetConfig,
   checkpoint_cfg: checkpoints.CheckpointConfig,
 ) -> dict[str, Any]:
-  """Returns the run's start checkpoint and seeds: as given, else of the earlier run, else drawn."""
+  """Returns the seeds (as given, else from the earlier run, else drawn) and the start checkpoint."""
   facts: dict[str, Any] = {}
   if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
     facts = checkpoints.read_run_facts(restore_path)

@@ -154,7 +154,7 @@ class TrainLoop:
     try:
       result = self.trainer.train(self._draw_batches(), stop - start, start_step=start)
       values = as_floats(result.result())
-    except StopIteration:  # A trainer's own loop, as T5X's, draws a batch for each of its steps.
+    except StopIteration:  # A loop like T5X's, which does not expect fewer batches than steps.
       values = {}
     if self._step < stop and not self._is_interrupted:
       raise ValueError(

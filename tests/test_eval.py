@@ -22,7 +22,7 @@ from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.inference_evaluator import MetricError
 from rosetta_t5.memory_advice import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.metrics_table import format_metrics_table
+from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.training import Trainer
 
 TASK = "pairs_to_evaluate"

@@ -74,17 +74,17 @@ def create_inference_function(
   if not enable_xla:
     raise ValueError("export_lib.save.enable_xla = False is not possible with this jax: remove it")
   mode = _find_mode(inference_mode)
-  extra = dict(model_fn_extra_kwargs or {})
 
   def function(params: PyTree, features: Features) -> tuple[Any, ...]:
     batch = dict(features)
     decoder_params = dict(batch.pop("decoder_params", {}))
     if decoding_state_callback_fn is not None:
       decoder_params["state_callback_fn"] = decoding_state_callback_fn
-    options = {**extra, **({"decoder_params": decoder_params} if decoder_params else {})}
+    options = dict(model_fn_extra_kwargs or {})
+    if decoder_params:
+      options["decoder_params"] = decoder_params
     outputs = getattr(model, mode.model_fn_name)(params, batch, **options)
-    fetch_output = mode.fetch_output or (lambda outputs: tuple(jax.tree.leaves(outputs)))
-    return fetch_output(outputs)
+    return mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
 
   if not enable_jax2tf:
     return function

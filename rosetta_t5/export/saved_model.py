@@ -15,17 +15,8 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.export.inference_function import (
-  create_inference_function,
-  feature_shapes,
-  restore_params,
-)
+from rosetta_t5.export import inference_function, text_functions
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
-from rosetta_t5.export.text_functions import (
-  create_batch_polymorphic_shapes,
-  create_postprocessor,
-  create_preprocessor,
-)
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan import describe_run
 from rosetta_t5.telemetry import console
@@ -39,9 +30,9 @@ def save(
   inference_mode: Any,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   exportable_module_cls: Callable[..., Any] | None = None,
-  create_preprocessor_fn: Callable[..., Any] = create_preprocessor,
-  create_inference_function_fn: Callable[..., Any] = create_inference_function,
-  create_postprocessor_fn: Callable[..., Any] = create_postprocessor,
+  create_preprocessor_fn: Callable[..., Any] = text_functions.create_preprocessor,
+  create_inference_function_fn: Callable[..., Any] = inference_function.create_inference_function,
+  create_postprocessor_fn: Callable[..., Any] = text_functions.create_postprocessor,
   partitioner: BasePartitioner | None = None,
   create_decoding_state_callback_fn: Callable[..., Any] | None = None,
   output_features: Mapping[str, Any] | None = None,
@@ -60,7 +51,7 @@ def save(
   trailing_shapes: Mapping[str, tuple[int, ...]] | None = None,
   output_vocab_feature_name: str | None = "targets",
   signature_name: str = "serving_default",
-  create_polymorphic_shapes_fn: Callable[..., Any] = create_batch_polymorphic_shapes,
+  create_polymorphic_shapes_fn: Callable[..., Any] = text_functions.create_batch_polymorphic_shapes,
 ) -> None:
   """Exports a checkpoint (T5X: export_lib.save).
 
@@ -121,12 +112,14 @@ def save(
     native_lowering=native_lowering,
   )
   function = make_function(enable_jax2tf=False)
-  params = restore_params(model, restore_checkpoint_cfg, partitioner, task_feature_lengths)
+  params = inference_function.restore_params(
+    model, restore_checkpoint_cfg, partitioner, task_feature_lengths
+  )
   write_stablehlo(
     folder / _STABLEHLO,
     function,
     params,
-    features=feature_shapes(model, task_feature_lengths, batch_size),
+    features=inference_function.feature_shapes(model, task_feature_lengths, batch_size),
     about={
       "model": model_name,
       "mode": str(inference_mode),
@@ -286,13 +279,11 @@ def write_warmup_examples(
       "tensorflow-serving-api, or remove export_lib.save.warmup_examples"
     ) from error
 
-  def log(request: Any) -> Any:
-    if request_to_prediction_log is not None:
-      return request_to_prediction_log(request)
-    return prediction_log_pb2.PredictionLog(
-      predict_log=prediction_log_pb2.PredictLog(request=request)
-    )
+  def wrap_request(request: Any) -> Any:
+    predict_log = prediction_log_pb2.PredictLog(request=request)
+    return prediction_log_pb2.PredictionLog(predict_log=predict_log)
 
+  log = request_to_prediction_log or wrap_request
   folder = epath.Path(output_dir) / "assets.extra"
   folder.mkdir(parents=True, exist_ok=True)
   batches = generate_examples_fn() if generate_examples_fn is not None else [text_batch]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
 from rosetta_t5.export.inference_function import Features, InferenceFn, PyTree
@@ -39,7 +40,7 @@ def write_stablehlo(
   # For both platforms, so that a model exported on a CPU also runs on a GPU.
   exported = jax_export.export(jax.jit(function), platforms=["cpu", "cuda"])(shapes, dict(features))
   (path / _PROGRAM).write_bytes(exported.serialize())
-  flat = {"/".join(key.key for key in keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  flat = flatten_dict(params, sep="/")
   # Numpy's format has no bfloat16, which is stored as integers with the same bits.
   dtypes = {name: str(x.dtype) for name, x in flat.items()}
   stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
@@ -60,13 +61,8 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
   path = epath.Path(folder)
   exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
   dtypes = json.loads((path / _ABOUT).read_text())["dtypes"]
-  params: dict[str, Any] = {}
   with (path / _PARAMS).open("rb") as file, np.load(file) as stored:
-    for name, dtype in dtypes.items():
-      *parents, leaf = name.split("/")
-      node = params
-      for parent in parents:
-        node = node.setdefault(parent, {})
-      node[leaf] = jnp.asarray(stored[name].view(jnp.dtype(dtype)))
+    flat = {name: jnp.asarray(stored[name].view(jnp.dtype(d))) for name, d in dtypes.items()}
+  params = unflatten_dict(flat, sep="/")
   call = jax.jit(exported.call)
   return lambda features: call(params, dict(features))

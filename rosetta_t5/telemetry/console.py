@@ -11,33 +11,26 @@ from typing import IO, Any
 
 import jax
 
-from rosetta_t5.telemetry.run_metrics import (
-  GRADIENT_NORM,
-  SAMPLES,
-  SKIPPED_STEPS,
-  UTILIZATION,
-  WEIGHT_NORM,
-)
+from rosetta_t5.telemetry import run_metrics
 
 Metrics = Mapping[str, float]
 
 # The loss per target token comes first: it can be compared between runs with different batches.
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
-_SEQUENCES_PER_SECOND = "timing/seqs_per_second"
 _STEPS_PER_SECOND = "timing/steps_per_second"
 _TOKENS_PER_SECOND = "timing/target_tokens_per_second"
 _EPOCHS = "data/epochs/"
 _LOG_CELLS = {
-  SAMPLES: "{:.0f} samples",
+  run_metrics.SAMPLES: "{:.0f} samples",
   "learning_rate/current": "lr {:.4g}",
-  GRADIENT_NORM: "grad norm {:.4g}",
-  WEIGHT_NORM: "param norm {:.4g}",
-  UTILIZATION: "MFU {:.1%}",
-  SKIPPED_STEPS: "skipped {:.0f}",
+  run_metrics.GRADIENT_NORM: "grad norm {:.4g}",
+  run_metrics.WEIGHT_NORM: "param norm {:.4g}",
+  run_metrics.UTILIZATION: "MFU {:.1%}",
+  run_metrics.SKIPPED_STEPS: "skipped {:.0f}",
 }
 # What a run's line shows where these were not measured: a CPU has no known peak, and only
 # optax.apply_if_finite skips steps.
-_DEFAULT_CELLS = {UTILIZATION: "MFU n/a", SKIPPED_STEPS: "skipped 0"}
+_DEFAULT_CELLS = {run_metrics.UTILIZATION: "MFU n/a", run_metrics.SKIPPED_STEPS: "skipped 0"}
 _DATA_PROBLEMS = {
   "data/bad_examples": "bad examples left out:",
   "data/unreadable": "unreadable records:",
@@ -45,7 +38,9 @@ _DATA_PROBLEMS = {
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-  """Shows steps, loss, speed and the time left. Only the first process prints.
+  """Shows steps, loss, speed and the time left: a bar on a terminal, lines elsewhere.
+
+  Only the first process prints.
 
   Attributes:
     first_loss: the loss in the first report; None if the report had no loss.
@@ -57,7 +52,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     first_step: int,
     total_steps: int,
     stream: IO[str] | None = None,
-    on_terminal: bool | None = None,
     loss_is_sum: bool = True,
   ):
     """Builds a display, which starts when it is entered as a context.
@@ -66,7 +60,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       first_step: the number of steps completed before the run.
       total_steps: the number of steps completed when the run ends.
       stream: where to print; None for standard output.
-      on_terminal: whether to show a bar instead of lines; None checks if `stream` is a terminal.
       loss_is_sum: whether the loss is a sum over tokens, which is shown per token. False if the
         model divides it by a loss_normalizing_factor.
     """
@@ -74,13 +67,12 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self._first_step = first_step
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
-    self._on_terminal = _is_terminal(self._stream) if on_terminal is None else on_terminal
     self._bar: Any = None
     self.first_loss: float | None = None
     self.last_loss: float | None = None
 
   def __enter__(self) -> Progress:
-    if self._on_terminal and jax.process_index() == 0:
+    if _is_terminal(self._stream) and jax.process_index() == 0:
       self._bar = _start_bar(self._first_step, self._total_steps, self._stream)
     return self
 
@@ -95,8 +87,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
     cells = _loss_cells(loss)
-    if values.get(_SEQUENCES_PER_SECOND):
-      cells.append(f"{values[_SEQUENCES_PER_SECOND]:.4g} seq/s")
+    if values.get(run_metrics.SEQUENCES_PER_SECOND):
+      cells.append(f"{values[run_metrics.SEQUENCES_PER_SECOND]:.4g} seq/s")
     if values.get(_STEPS_PER_SECOND):
       seconds_left = (self._total_steps - step) / values[_STEPS_PER_SECOND]
       cells.append(f"eta {format_duration(seconds_left)}")
@@ -184,13 +176,12 @@ def _log_cells(values: Metrics) -> list[str]:
   if values.get(_STEPS_PER_SECOND):
     cells.append(f"{1000 / values[_STEPS_PER_SECOND]:.4g} ms/step")
   # The lines of a run always have the same cells, so that a script finds each by its name.
-  defaults = _DEFAULT_CELLS if SAMPLES in values else {}
-  for name, template in _LOG_CELLS.items():
-    if name in values:
-      cells.append(template.format(values[name]))
-    elif name in defaults:
-      cells.append(defaults[name])
-  return cells
+  defaults = _DEFAULT_CELLS if run_metrics.SAMPLES in values else {}
+  measured = {
+    name: text.format(values[name]) for name, text in _LOG_CELLS.items() if name in values
+  }
+  shown = defaults | measured
+  return cells + [shown[name] for name in _LOG_CELLS if name in shown]
 
 
 def _data_cells(values: Metrics) -> list[str]:

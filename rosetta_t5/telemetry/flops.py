@@ -56,8 +56,9 @@ def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:
     config: the model's `network_config`.
     lengths: the tokens of each side, `encoder` and `decoder`, including padding.
   """
-  sides = {"num_encoder_layers": {"encoder", "decoder"}, "num_layers": {"decoder"}}
-  if not any(hasattr(config, name) and needed <= {*lengths} for name, needed in sides.items()):
+  is_known_encoder = hasattr(config, "num_encoder_layers") and "encoder" in lengths
+  is_decoder_only = hasattr(config, "num_layers")
+  if "decoder" not in lengths or not (is_known_encoder or is_decoder_only):
     return None
   return training_flops_of(
     config, encoder_length=lengths.get("encoder", 0), decoder_length=lengths["decoder"]

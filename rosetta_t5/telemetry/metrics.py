@@ -6,7 +6,6 @@ A compiled step knows neither the time nor the number of steps. `set_time_metric
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -167,14 +166,7 @@ def create_metrics_dict(float_metrics_dict: Mapping[str, Scalar]) -> dict[str, S
 
 def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
   """Replaces the shapes in a metric from `jax.eval_shape` with zeros."""
-
-  def defined(value: Any) -> Any:
-    if is_metric_obj(value):
-      return shape_obj_to_defined_obj(value)
-    return jnp.zeros(value.shape, value.dtype) if hasattr(value, "shape") else value
-
-  fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
-  return type(obj)(**{name: defined(value) for name, value in fields.items()})
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, obj)
 
 
 def set_time_metrics_duration(metrics: Any, duration: Scalar) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import traverse_util
 
 _log = logging.getLogger(__name__)
@@ -26,14 +26,13 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   logical_axes = _flatten(partitioner.get_logical_axes(full_train_state))
   mesh_axes = _flatten(partitioner.get_mesh_axes(full_train_state))
   sections: dict[str, list[str]] = {"target": [], "state": [], "flax_mutables": []}
-  total = 0
   for path, array in sorted(arrays.items()):
     section, *names = path
     if section == "flax_mutables":
       names = [section, *names]
     line = _format_array("/".join(names), array, logical_axes.get(path), mesh_axes.get(path))
     sections[section].append(line)
-    total += _size(array) if section == "target" else 0
+  total = count_parameters(full_train_state.params)
   rest = [*sections["state"], *sections["flax_mutables"]]
   lines = [*sections["target"], f"Total number of parameters: {total}", "", *rest]
   return "".join(f"{line}\n" for line in lines)
@@ -56,7 +55,7 @@ def log_model_info(
 
 def count_parameters(params: Any) -> int:
   """Returns the number of scalars in a tree of arrays or shapes."""
-  return sum(_size(leaf) for leaf in jax.tree.leaves(params))
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
@@ -66,12 +65,8 @@ def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
 
 def _format_array(name: str, array: Any, logical_axes: Any, mesh_axes: Any) -> str:
   # T5X prints None as the partition spec of an array without logical axes, which is replicated.
-  shape, spec = str(tuple(array.shape)), None
+  size, shape, spec = math.prod(array.shape), str(tuple(array.shape)), None
   if logical_axes:
     dims = (f"{axis}={size}" for axis, size in zip(logical_axes, array.shape, strict=True))
     shape, spec = f"({', '.join(dims)})", tuple(mesh_axes)
-  return f"Variable {name:80} size {_size(array):<12} shape {shape:40} partition spec {spec}"
-
-
-def _size(array: Any) -> int:
-  return int(np.prod(array.shape, dtype=np.int64))
+  return f"Variable {name:80} size {size:<12} shape {shape:40} partition spec {spec}"

@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class NonFiniteError(ArithmeticError):
-  """The loss or a gradient is not finite, and the run stops before it saves a bad checkpoint.
+  """The loss or a gradient is not finite; the run stops before it saves a bad checkpoint.
 
   Attributes:
     step: the step in which it was found.
@@ -48,7 +48,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def raise_if_nonfinite(
-  record: Any, train_state: Any, manager: Any, run_metrics: Mapping[str, float] | None = None
+  record: Any, train_state: Any, manager: Any, run_metrics: Mapping[str, float]
 ) -> None:
   """Raises NonFiniteError if a step of `record` was not finite.
 
@@ -62,7 +62,8 @@ def raise_if_nonfinite(
     run_metrics: the `RunMetrics` after these steps.
   """
   first_bad = None if record is None else first_bad_name(record.bad, train_state.params)
-  if first_bad is None or _were_skipped(run_metrics or {}):
+  were_skipped = SKIPPED_STEPS in run_metrics and math.isfinite(run_metrics[WEIGHT_NORM])
+  if first_bad is None or were_skipped:
     return
   completed_steps = int(record.step)
   last_good = None
@@ -84,7 +85,3 @@ def first_bad_name(bad: Any, params: PyTree) -> str | None:
   names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
   names = ["loss", *(f"gradients {name}" for name in names)]
   return next((name for name, is_bad in zip(names, np.asarray(bad), strict=True) if is_bad), None)
-
-
-def _were_skipped(run_metrics: Mapping[str, float]) -> bool:
-  return SKIPPED_STEPS in run_metrics and math.isfinite(run_metrics[WEIGHT_NORM])

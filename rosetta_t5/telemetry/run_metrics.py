@@ -19,8 +19,7 @@ UTILIZATION = "timing/model_flops_utilization"
 GRADIENT_NORM = "weight_gradient_norm"
 WEIGHT_NORM = "weight_norm"
 SKIPPED_STEPS = "skipped_steps"
-
-_SEQUENCES_PER_SECOND = "timing/seqs_per_second"
+SEQUENCES_PER_SECOND = "timing/seqs_per_second"  # measured by the steps
 
 
 class RunMetrics:
@@ -51,11 +50,10 @@ class RunMetrics:
       SAMPLES: float(step * self._batch_size),
       WEIGHT_NORM: float(self._norm(train_state.params)),
     }
-    speed = values.get(_SEQUENCES_PER_SECOND)
+    speed = values.get(SEQUENCES_PER_SECOND)
     if self._flops and self._peak and speed:
       metrics[UTILIZATION] = self._flops * speed / self._peak
-    skipped = skipped_steps(train_state.param_states)
-    if skipped is not None:
+    if (skipped := skipped_steps(train_state.param_states)) is not None:
       metrics[SKIPPED_STEPS] = float(skipped)
     return metrics
 

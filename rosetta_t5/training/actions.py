@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from rosetta_t5.training.train_state import TrainState
 
@@ -103,12 +103,7 @@ def run_actions(
   chosen = [*(actions or {}).get(mode, ()), *(actions or {}).get(mode.name, ())]
   # A list, so that all actions run even if one of them ends the run.
   votes = [action.run(train_state, metrics_by_task) for action in chosen]
-  stop = any(votes)
-  if chosen and jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    stop = bool(multihost_utils.broadcast_one_to_all(np.array(stop)))
-  return stop
+  return bool(chosen) and bool(multihost_utils.broadcast_one_to_all(np.array(any(votes))))
 
 
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:

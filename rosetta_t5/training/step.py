@@ -85,7 +85,12 @@ def accumulate_gradients(
   """
   if not num_microbatches or num_microbatches == 1:
     return _gradients(loss_fn, state.params, state.flax_mutables, batch, dropout_rng)
-  _check_divides(num_microbatches, batch)
+  batch_size = next(iter(batch.values())).shape[0]
+  if batch_size % num_microbatches:
+    raise ValueError(
+      f"trainer.Trainer.num_microbatches must divide the batch of {batch_size} examples, got "
+      f"{num_microbatches}. Change one of the two"
+    )
 
   def add_microbatch(carry: PyTree, part: Batch) -> tuple[PyTree, Metrics]:
     total_grads, total_loss, mutables, rng = carry
@@ -126,15 +131,6 @@ def _gradients(
   grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
   (loss, (metrics, mutables)), (grads, overwritten) = grad_fn(params, overwritten)
   return grads, loss, metrics, {**mutables, **overwritten}
-
-
-def _check_divides(num_microbatches: int, batch: Batch) -> None:
-  batch_size = next(iter(batch.values())).shape[0]
-  if batch_size % num_microbatches:
-    raise ValueError(
-      f"trainer.Trainer.num_microbatches must divide the batch of {batch_size} examples, got "
-      f"{num_microbatches}. Change one of the two"
-    )
 
 
 def eval_step(state: TrainState | InferenceState, batch: Batch, *, eval_fn: LossFn) -> Metrics:

@@ -21,7 +21,9 @@ _AXES_SUFFIX = "_axes"
 class _StateMethods:
   """The methods that both states share."""
 
+  params_axes: PyTree
   flax_mutables: PyTree
+  flax_mutables_axes: PyTree
   replace: Any
 
   def replace_params(self, params: PyTree) -> Self:
@@ -35,6 +37,18 @@ class _StateMethods:
   def replace_step(self, step: jax.Array) -> Self:
     """Returns this state at another step."""
     return self.replace(step=step)
+
+  def as_logical_axes(self) -> Self:
+    """Returns this state with logical axis names (a PartitionSpec, or None) in place of arrays.
+
+    Raises:
+      ValueError: the module does not name logical axes.
+    """
+    return self.replace(
+      step=None,
+      params=unfreeze(_param_axis_names(self.params_axes)),
+      flax_mutables=_mutables_axis_names(self.flax_mutables, self.flax_mutables_axes),
+    )
 
   def _stored_mutables(self) -> dict[str, Any]:
     if not self.flax_mutables:
@@ -136,15 +150,10 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     Raises:
       ValueError: the module does not name logical axes, or the optimizer cannot derive its own.
     """
-    assert self.optimizer_def is not None, "a train state is created by TrainState.create"
-    param_names = _param_axis_names(self.params_axes)
-    optimizer_names = self.optimizer_def.derive_logical_axes(self._optimizer, param_names)
-    return self.replace(
-      step=None,
-      params=unfreeze(param_names),
-      param_states=optimizer_names.state.param_states,
-      flax_mutables=_mutables_axis_names(self.flax_mutables, self.flax_mutables_axes),
-    )
+    optimizer = self._optimizer
+    state = super().as_logical_axes()
+    optimizer = optimizer.optimizer_def.derive_logical_axes(optimizer, state.params)
+    return state.replace(param_states=optimizer.state.param_states)
 
 
 class InferenceState(struct.PyTreeNode, _StateMethods):
@@ -190,18 +199,6 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
       params=serialization.from_state_dict(unfreeze(self.params), state_dict["target"]),
       step=state_dict["state"]["step"],
       flax_mutables=self._restored_mutables(state_dict),
-    )
-
-  def as_logical_axes(self) -> InferenceState:
-    """Returns this state with logical axis names (a PartitionSpec, or None) in place of arrays.
-
-    Raises:
-      ValueError: the module does not name logical axes.
-    """
-    return self.replace(
-      step=None,
-      params=unfreeze(_param_axis_names(self.params_axes)),
-      flax_mutables=_mutables_axis_names(self.flax_mutables, self.flax_mutables_axes),
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rosetta_t5.telemetry.run_metrics import global_norm
 from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
 from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
@@ -334,8 +335,7 @@ def _rms(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 def _clip_by_global_norm(grads: PyTree, threshold: float) -> PyTree:
   """Scales the gradients so that their global norm is at most `threshold` (Pascanu et al. 2013)."""
-  squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-  norm = jnp.sqrt(sum(squares))
+  norm = global_norm(grads)
   return jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
 

@@ -109,8 +109,8 @@ class Optimizer(struct.PyTreeNode):
   """
 
   optimizer_def: OptimizerDef = struct.field(pytree_node=False)
-  state: OptimizerState = struct.field(pytree_node=True)
-  target: PyTree = struct.field(pytree_node=True)
+  state: OptimizerState
+  target: PyTree
 
   def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> Optimizer:
     """Returns the optimizer after one step; overrides replace hyperparameters for this step."""

@@ -33,7 +33,8 @@ class MultiOptimizer(OptimizerDef):
   hyper_params: list[Any]
 
   def __init__(self, traversals_and_optimizers: Sequence[tuple[Traversal, OptimizerDef]]):
-    self.traversals, self.sub_optimizers = zip(*traversals_and_optimizers, strict=True)
+    self._pairs = list(traversals_and_optimizers)
+    self.traversals, self.sub_optimizers = zip(*self._pairs, strict=True)
     for optimizer in self.sub_optimizers:
       if type(optimizer).init_param_state is OptimizerDef.init_param_state:
         raise ValueError(
@@ -50,7 +51,7 @@ class MultiOptimizer(OptimizerDef):
     """
     states: dict[tuple[str, ...], Any] = dict.fromkeys(flatten_dict(params))
     owners: dict[tuple[str, ...], int] = {}
-    for index, (traversal, optimizer) in enumerate(self._pairs()):
+    for index, (traversal, optimizer) in enumerate(self._pairs):
       part = _part(traversal, params)
       for path in flatten_dict(part):
         if path in owners:
@@ -67,7 +68,7 @@ class MultiOptimizer(OptimizerDef):
   ) -> tuple[PyTree, OptimizerState]:
     """Returns the parameters and the state after one step of each optimizer."""
     new_params, new_states = flatten_dict(params), flatten_dict(state.param_states)
-    for (traversal, optimizer), numbers in zip(self._pairs(), hyper_params, strict=True):
+    for (traversal, optimizer), numbers in zip(self._pairs, hyper_params, strict=True):
       paths = list(flatten_dict(_part(traversal, params)))
       part_params, part_states, part_grads = (
         _select(tree, paths) for tree in (params, state.param_states, grads)
@@ -88,13 +89,13 @@ class MultiOptimizer(OptimizerDef):
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Passes the axis names of its parameters to each optimizer."""
-    for traversal, optimizer in self._pairs():
+    for traversal, optimizer in self._pairs:
       optimizer.set_param_axes(_part(traversal, param_logical_axes))
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
     axes = dict.fromkeys(flatten_dict(optimizer.target))
-    for traversal, sub_optimizer in self._pairs():
+    for traversal, sub_optimizer in self._pairs:
       part = _part(traversal, optimizer.target)
       states = _select(optimizer.state.param_states, list(flatten_dict(part)))
       whole = Optimizer(sub_optimizer, OptimizerState(None, states), part)
@@ -103,9 +104,6 @@ class MultiOptimizer(OptimizerDef):
     return optimizer.replace(
       state=OptimizerState(None, unflatten_dict(axes)), target=param_logical_axes
     )
-
-  def _pairs(self) -> zip[tuple[Traversal, Any]]:
-    return zip(self.traversals, self.sub_optimizers, strict=True)
 
 
 def _part(traversal: Traversal, tree: PyTree) -> PyTree:
