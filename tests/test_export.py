@@ -122,7 +122,7 @@ def test_saved_model_returns_the_beams_that_gin_configures(checkpoint, tmp_path,
 
 
 @pytest.mark.slow
-def test_stablehlo_runs_in_a_process_with_only_jax(checkpoint, tmp_path):
+def test_stablehlo_runs_in_a_process_without_tensorflow(checkpoint, tmp_path):
   export(checkpoint, tmp_path / "1", mode="score")
   batch, (scores,) = original(checkpoint, "score")
   np.savez(tmp_path / "batch.npz", **batch)

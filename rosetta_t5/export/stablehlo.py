@@ -1,4 +1,4 @@
-"""Models as StableHLO with their parameters, which run with jax and numpy alone."""
+"""Models as StableHLO with their parameters, which run without TensorFlow."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_stablehlo(
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
-  """Loads a function and its parameters; it needs only jax and numpy.
+  """Loads a function and its parameters, without TensorFlow.
 
   Args:
     folder: the folder `stablehlo` of an export.

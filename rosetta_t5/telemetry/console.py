@@ -177,11 +177,12 @@ def _log_cells(values: Metrics) -> list[str]:
     cells.append(f"{1000 / values[_STEPS_PER_SECOND]:.4g} ms/step")
   # The lines of a run always have the same cells, so that a script finds each by its name.
   defaults = _DEFAULT_CELLS if run_metrics.SAMPLES in values else {}
-  measured = {
-    name: text.format(values[name]) for name, text in _LOG_CELLS.items() if name in values
-  }
-  shown = defaults | measured
-  return cells + [shown[name] for name in _LOG_CELLS if name in shown]
+  for name, template in _LOG_CELLS.items():
+    if name in values:
+      cells.append(template.format(values[name]))
+    elif name in defaults:
+      cells.append(defaults[name])
+  return cells
 
 
 def _data_cells(values: Metrics) -> list[str]:
