@@ -32,7 +32,7 @@ def test_the_sentences_have_one_blank_each() -> None:
   assert [sentence.count(BLANK) for sentence in quickstart.SENTENCES] == [1, 1, 1]
 
 
-def testfirst_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:
+def test_first_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.Path) -> None:
   from clu import metric_writers
 
   for steps in ((20, 40), (60, 80)):  # A restart begins a new file.
