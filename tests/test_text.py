@@ -230,10 +230,13 @@ def test_a_stopped_call_reports_it_and_keeps_its_results(model_dir, tmp_path, ou
   here = pathlib.Path(__file__).parent
   arguments = ["--model_dir", model_dir, "--input", "rows.txt", "--output", output]
   with subprocess.Popen(
-    [sys.executable, "-m", "rosetta_t5.cli", "infer", *arguments], cwd=tmp_path, text=True,
+    [sys.executable, "-m", "rosetta_t5.cli", "infer", *arguments],
+    cwd=tmp_path,
+    text=True,
     env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  ) as process:  # fmt: skip
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  ) as process:
     if output == "-":
       assert json.loads(process.stdout.readline())["inputs"] == "text 0"
       process.stdout.close()  # as `head -1` does

@@ -206,9 +206,11 @@ def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsy
     (tmp_path / "t5" / name).write_text('{"eos_token": "</of_t5>"}')
   options = {"pad_id": 0, "unk_id": 1, "eos_id": 2, "bos_id": -1, "hard_vocab_limit": False}
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(["a text of few words"] * 9), vocab_size=24,
-    model_prefix=str(tmp_path / "t5" / "spiece"), **options,
-  )  # fmt: skip
+    sentence_iterator=iter(["a text of few words"] * 9),
+    vocab_size=24,
+    model_prefix=str(tmp_path / "t5" / "spiece"),
+    **options,
+  )
   assert cli.main(["convert", *map(str, (tmp_path / "run", tmp_path / "bare")), "--to", "hf"]) == 0
   assert "no tokenizer was written" in capsys.readouterr().out
   command = ["convert", *map(str, (tmp_path / "run", tmp_path / "hf")), "--to", "hf"]

@@ -24,8 +24,10 @@ toy.Model.dropout_rate = 0.1
 
 @pytest.fixture
 def changes(write, run):
-  run("train_script.train:\n  model = @toy.Model()\n  model_dir = '/run'\n  total_steps = 1\n"
-      "toy.Model.width = 1\n")  # fmt: skip
+  run(
+    "train_script.train:\n  model = @toy.Model()\n  model_dir = '/run'\n  total_steps = 1\n"
+    "toy.Model.width = 1\n"
+  )
   write("run/config.gin", BEFORE.lstrip())
 
   def _changes(now: str) -> list[str]:

@@ -109,8 +109,9 @@ def test_retired_arguments_of_t5x_are_listed_as_unused(check):
 
 def test_a_problem_at_several_lines_is_reported_once_with_all_lines(check, write):
   write("more.gin", "import no_such_module\n")
-  status, output = check(RUN + "include 'more.gin'\nimport no_such_module\ntoy.Modell.a = 1\n"
-                       "toy.Modell.b = 1\n")  # fmt: skip
+  status, output = check(
+    RUN + "include 'more.gin'\nimport no_such_module\ntoy.Modell.a = 1\ntoy.Modell.b = 1\n"
+  )
   assert status == 2
   assert "error: 2 problems" in output
   assert output.count("there is no module 'no_such_module'") == 1

@@ -209,9 +209,13 @@ def test_the_pipeline_of_a_decoder_with_sentencepiece_generates_the_same_texts(t
   tokens = jnp.ones((1, 4), jnp.int32)
   config = TransformerConfig(**{"vocab_size": 36, **GPT, "padding_never_follows": False})
   write_run(
-    run, DecoderWrapper(config), tokens, tokens,
-    lines=GPT_SENTENCEPIECE_LINES, lengths={"targets": 64},
-  )  # fmt: skip
+    run,
+    DecoderWrapper(config),
+    tokens,
+    tokens,
+    lines=GPT_SENTENCEPIECE_LINES,
+    lengths={"targets": 64},
+  )
   folder = convert(
     run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", report=lambda _: None
   )

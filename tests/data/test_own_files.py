@@ -69,8 +69,11 @@ def test_a_prefix_lms_inputs_and_targets_make_up_the_text(pattern: str, vocabula
   name = file_task(pattern, vocabulary=vocabulary, objective="prefix_lm", validation_percent=0)
   lengths = {"inputs": 400, "targets": 400}
   found = examples(name, lengths=lengths)
-  texts = [json.loads(line)["text"] for n in range(3)
-           for line in pathlib.Path(pattern.replace("*", str(n))).read_text().splitlines()]  # fmt: skip
+  texts = [
+    json.loads(line)["text"]
+    for n in range(3)
+    for line in pathlib.Path(pattern.replace("*", str(n))).read_text().splitlines()
+  ]
   joined = [
     vocabulary.decode([*e["inputs"][:-1].tolist(), *e["targets"][:-1].tolist()]) for e in found
   ]

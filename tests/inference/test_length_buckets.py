@@ -78,12 +78,14 @@ def prefix_lm_examples():
     tokens = np.zeros(LENGTH, np.int32)
     tokens[: prompt + 2] = rng.integers(2, VOCAB, prompt + 2)
     positions = np.arange(LENGTH)
-    rows.append({
-      "decoder_target_tokens": tokens,
-      "decoder_input_tokens": np.pad(tokens, (1, 0))[:-1],
-      "decoder_causal_attention": (positions <= prompt).astype(np.int32),
-      "decoder_loss_weights": ((positions >= prompt) & (tokens > 0)).astype(np.int32),
-    })  # fmt: skip
+    rows.append(
+      {
+        "decoder_target_tokens": tokens,
+        "decoder_input_tokens": np.pad(tokens, (1, 0))[:-1],
+        "decoder_causal_attention": (positions <= prompt).astype(np.int32),
+        "decoder_loss_weights": ((positions >= prompt) & (tokens > 0)).astype(np.int32),
+      }
+    )
   return rows
 
 

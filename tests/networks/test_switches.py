@@ -109,8 +109,11 @@ def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8=False)
   def run(params, batch):
     grads, loss, _, _ = accumulate_gradients(
       lambda p, b, rng, *_: loss_fn(p, b, rng if config.dropout_rate else None),
-      state.replace(params=params), batch, KEY, microbatches
-    )  # fmt: skip
+      state.replace(params=params),
+      batch,
+      KEY,
+      microbatches,
+    )
     return loss, grads
 
   params = params_of(PLAIN if scalable else T5_1_1)

@@ -84,9 +84,15 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
     options = {"decode": True, "enable_dropout": False, "max_decode_length": 6}
     variables = {"params": params, "cache": cache}
     return module.apply(
-      variables, encoded, inputs, token_B1, token_B1, **options,
-      mutable=["cache"], method=module.decode,
-    )  # fmt: skip
+      variables,
+      encoded,
+      inputs,
+      token_B1,
+      token_B1,
+      **options,
+      mutable=["cache"],
+      method=module.decode,
+    )
 
   tokens = batch["decoder_input_tokens"]
   create_cache = functools.partial(module.apply, decode=True, enable_dropout=False)

@@ -18,9 +18,15 @@ from rosetta_t5.plan.workload import Workload
 
 MESH = {"data": 8, "model": 1}
 LARGE = T5Config(
-  vocab_size=32128, dtype="bfloat16", emb_dim=1024, num_heads=16, num_encoder_layers=24,
-  num_decoder_layers=24, mlp_dim=2816, mlp_activations=("gelu", "linear"),
-)  # fmt: skip
+  vocab_size=32128,
+  dtype="bfloat16",
+  emb_dim=1024,
+  num_heads=16,
+  num_encoder_layers=24,
+  num_decoder_layers=24,
+  mlp_dim=2816,
+  mlp_activations=("gelu", "linear"),
+)
 WORK = Workload(LARGE, {"encoder": 512, "decoder": 128}, examples=256, mesh=MESH)
 
 

@@ -134,23 +134,13 @@ def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
 def _write_shard(job: ShardJob) -> dict[str, Any]:
   started = reported = time.monotonic()
   bad = BadExamples(job.on_bad_example)
-  tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
-  dtype = np.dtype("<u2" if tokenizer.get_piece_size() <= 1 << 16 else "<u4")
-  end = [tokenizer.eos_id()] if job.append_end else []
   text_bytes = 0
-  document: list[np.ndarray] = []
   with contextlib.ExitStack() as stack:
     stack.callback(job.progress_file.unlink, missing_ok=True)
     writers = {split: stack.enter_context(_SplitWriter(job.file(split))) for split in SPLITS}
-    for batch in _batches(_pieces(job, bad)):
-      texts = [text for text, _ in batch]
-      text_bytes += sum(len(text.encode()) for text in texts)
-      encoded = tokenizer.encode(texts, out_type=int)
-      for tokens, (_, split) in zip(encoded, batch, strict=True):
-        document.append(np.array(tokens + end if split else tokens, dtype))
-        if split:
-          writers[split].add(np.concatenate(document))
-          document = []
+    for split, tokens, size in _documents(job, bad):
+      writers[split].add(tokens)
+      text_bytes += size
       if time.monotonic() - reported > _SECONDS_PER_REPORT:
         reported = time.monotonic()
         documents = sum(writer.documents for writer in writers.values())
@@ -165,6 +155,23 @@ def _write_shard(job: ShardJob) -> dict[str, Any]:
     "bad_examples": dict(bad.counts),
     "first_bad_example": str(bad.first) if bad.first else None,
   }
+
+
+def _documents(job: ShardJob, bad_examples: BadExamples) -> Iterator[tuple[str, np.ndarray, int]]:
+  """Yields the split, the tokens and the size in bytes of each document."""
+  tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
+  dtype = np.dtype("<u2" if tokenizer.get_piece_size() <= 1 << 16 else "<u4")
+  end = [tokenizer.eos_id()] if job.append_end else []
+  document: list[np.ndarray] = []
+  size = 0
+  for batch in _batches(_pieces(job, bad_examples)):
+    encoded = tokenizer.encode([text for text, _ in batch], out_type=int)
+    for tokens, (text, split) in zip(encoded, batch, strict=True):
+      size += len(text.encode())
+      document.append(np.array(tokens + end if split else tokens, dtype))
+      if split:
+        yield split, np.concatenate(document), size
+        document, size = [], 0
 
 
 def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:

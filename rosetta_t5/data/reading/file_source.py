@@ -26,15 +26,21 @@ def make_file_source(
   """
   seqio: Any = import_seqio()
 
-  class FileSource(seqio.FileDataSource):
-    """Differs from SeqIO's class in that each split has its own reader."""
-
-    def get_dataset(self, split: str = "train", **options: Any) -> Any:
-      self._reader = lambda path: _examples(readers[split], path, names)
-      return super().get_dataset(split=split, **options)
+  class OneReaderSource(seqio.FileDataSource):
+    """Takes the files as they are listed, where SeqIO's class expands patterns."""
 
     def list_shards(self, split: str) -> Sequence[str]:
       return list(files[split])
+
+  class FileSource(OneReaderSource):
+    """Has a reader for each split."""
+
+    def get_dataset(self, split: str = "train", **options: Any) -> Any:
+      source = OneReaderSource(
+        read_file_fn=lambda path: _examples(readers[split], path, names),
+        split_to_filepattern=files,
+      )
+      return source.get_dataset(split=split, **options)
 
   return FileSource(read_file_fn=None, split_to_filepattern=files)
 
