@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.bench.workload import SIZES, model_config
+from rosetta_t5.bench.harness import SIZES, model_config
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer

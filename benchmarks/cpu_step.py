@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
+from rosetta_t5.bench.harness import argument_parser
 from rosetta_t5.bench.hugging_face import hugging_face_step
 from rosetta_t5.bench.train_step import add_switches, compile_step
 from rosetta_t5.bench.turns import Run, time_in_turns
-from rosetta_t5.bench.workload import argument_parser
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper

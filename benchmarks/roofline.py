@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from rosetta_t5.bench.workload import SIZES, argument_parser, model_config
+from rosetta_t5.bench.harness import SIZES, argument_parser, model_config
 from rosetta_t5.telemetry.flops import training_flops_of
 
 BF16, FLOAT32 = 2, 4

@@ -34,7 +34,7 @@ def _check(arguments: Sequence[str]) -> int:
 def _bench(arguments: Sequence[str]) -> int:
   from rosetta_t5.config.errors import DEBUG_VARIABLE, exit_on_user_error
 
-  modules = {"fp8": "fp8", "hugging-face": "hugging_face"}
+  modules = {"fp8": "fp8_comparison", "hugging-face": "hugging_face"}
   module = modules.get(arguments[0]) if arguments else None
   if "--debug" in arguments:
     os.environ[DEBUG_VARIABLE] = "1"

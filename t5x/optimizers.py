@@ -1,13 +1,5 @@
 """T5X's `optimizers`: the interface of an optimizer, and optax's optimizers with this interface."""
 
-from rosetta_t5.training.optimizers.base import (
-  Optimizer,
-  OptimizerDef,
-  OptimizerDefType,
-  OptimizerState,
-  OptimizerStateType,
-  OptimizerType,
-)
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import (
   OptaxStatePartitionRules,
@@ -29,4 +21,12 @@ from rosetta_t5.training.optimizers.optax_wrapper import (
   sgd,
   wrap_optax_optimizer,
   yogi,
+)
+from rosetta_t5.training.optimizers.optimizer_def import (
+  Optimizer,
+  OptimizerDef,
+  OptimizerDefType,
+  OptimizerState,
+  OptimizerStateType,
+  OptimizerType,
 )

@@ -58,7 +58,7 @@ RESTRICTED = {
 }
 # Exceptions to RESTRICTED, inside functions, with the reason.
 EXCEPTIONS = {
-  "rosetta_t5/models/base.py": {"seqio"},  # the feature converter, once data is read
+  "rosetta_t5/models/base_model.py": {"seqio"},  # the feature converter, once data is read
   "rosetta_t5/telemetry/metrics_manager.py": {"tensorflow"},  # hides GPUs from clu's writer
 }
 # These take seconds to import, so they are imported inside functions.

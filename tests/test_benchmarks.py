@@ -21,7 +21,7 @@ import pytest
 from inline_executor import InlineExecutor
 
 from benchmarks import attention_kernels, host_scaling, results_table, roofline
-from rosetta_t5.bench import fp8, workload
+from rosetta_t5.bench import fp8_comparison, harness
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
 from rosetta_t5.data.prepared import prepare
@@ -58,7 +58,7 @@ def run_script(monkeypatch):
 
 
 def test_a_training_step_is_measured_and_appears_in_the_table(tmp_path, run_script, capsys):
-  path = tmp_path / "tiny-fp8.json"
+  path = tmp_path / "tiny-fp8_comparison.json"
   more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
   with pytest.raises(SystemExit, match=r"^0$"):
     run_script("train_step", *TOY, *TIMING, *more, "--json", str(path))
@@ -179,8 +179,8 @@ def test_every_kind_of_row_runs_without_a_gpu_and_only_once(tmp_path):
 
 def test_text_batches_keep_every_token_and_depend_only_on_their_number():
   text = np.arange(3, 3 + 500, dtype=np.int32)
-  batches = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
-  again = list(itertools.islice(fp8.text_batches(text, 2, (40, 16), 1024), 3))
+  batches = list(itertools.islice(fp8_comparison.text_batches(text, 2, (40, 16), 1024), 3))
+  again = list(itertools.islice(fp8_comparison.text_batches(text, 2, (40, 16), 1024), 3))
   for batch, other in zip(batches, again, strict=True):
     assert all(np.array_equal(batch[name], other[name]) for name in batch)
     inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
@@ -196,7 +196,7 @@ def test_text_batches_keep_every_token_and_depend_only_on_their_number():
 
 def test_targets_that_are_too_short_are_an_error():
   with pytest.raises(ValueError, match="--lengths 40 8: the second length must be at least"):
-    next(fp8.text_batches(np.arange(500), 2, (40, 8), 1024))
+    next(fp8_comparison.text_batches(np.arange(500), 2, (40, 8), 1024))
 
 
 @pytest.mark.parametrize(
@@ -222,15 +222,15 @@ def test_targets_that_are_too_short_are_an_error():
 def test_fp8_is_recommended_if_it_is_faster_and_learns_as_well_within_the_noise(
   loss_ratio, noise, speedup, emulated, text
 ):
-  assert text in fp8.recommendation(loss_ratio, noise, speedup, emulated)
+  assert text in fp8_comparison.recommendation(loss_ratio, noise, speedup, emulated)
 
 
 def test_noise_is_the_larger_difference_of_the_last_two_quarters():
   losses = [4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0]
   again = [9.0, 9.0, 9.0, 9.0, 2.0, 2.1, 1.1, 0.9]
-  assert fp8.noise_between(losses, losses) == 0
-  assert fp8.noise_between(losses, again) == pytest.approx(0.025)
-  assert fp8.noise_between([2.0], [2.2]) == pytest.approx(0.1)
+  assert fp8_comparison.noise_between(losses, losses) == 0
+  assert fp8_comparison.noise_between(losses, again) == pytest.approx(0.025)
+  assert fp8_comparison.noise_between([2.0], [2.2]) == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_runs_learn_the_same_and_differ_by_rounding(capsys, tmp_path):
 
 @pytest.mark.parametrize("size", ["small", "xl"])
 def test_roofline_counts_the_operations_of_t5x_s_formula(size):
-  config = workload.model_config(size)
+  config = harness.model_config(size)
   expected = training_flops_of(config, encoder_length=512, decoder_length=128)
   counted = sum(part.flops for part in roofline.parts(size, 1, (512, 128), fused=False))
   assert 0.97 < expected / counted < 1.03

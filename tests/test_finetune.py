@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from rosetta_t5.data.metrics import normalize_answer
+from rosetta_t5.data.task_metrics import normalize_answer
 
 _HERE = pathlib.Path(__file__).parent / "finetune"
 _PRETRAINED, _FINETUNED = 100, 500  # steps

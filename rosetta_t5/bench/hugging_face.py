@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rosetta_t5.bench.workload import (
+from rosetta_t5.bench.harness import (
   SIZES,
   add_timing,
   argument_parser,

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rosetta_t5.bench.workload import (
+from rosetta_t5.bench.harness import (
   add_timing,
   argument_parser,
   make_batch,
@@ -41,8 +41,8 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.training import TrainState, train_step
-from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 # What is counted in the compiled program → how the compiler writes it.
 HLO_FACTS = {

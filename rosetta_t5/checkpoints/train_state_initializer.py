@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints.restore import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
-from rosetta_t5.training.optimizers.base import OptimizerDef
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.memory_advice.changes import (
+from rosetta_t5.memory_advice.suggestions import (
   LOSS_CHUNK,
   Change,
   advice_lines,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rosetta_t5.memory_advice.changes import (
+from rosetta_t5.memory_advice.suggestions import (
   LOSS_CHUNK,
   Change,
   advice_lines,

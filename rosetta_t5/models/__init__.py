@@ -1,6 +1,6 @@
 """Models: the interface that runs use, encoder-decoder models and decoder-only models."""
 
-from rosetta_t5.models.base import BaseModel
+from rosetta_t5.models.base_model import BaseModel
 from rosetta_t5.models.base_transformer import (
   BaseTransformerModel,
   get_input_vocabulary,

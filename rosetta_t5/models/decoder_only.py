@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
-from rosetta_t5.models.base import Batch, LazySeqioClass, PyTree
+from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.training import losses
 

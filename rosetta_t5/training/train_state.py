@@ -11,7 +11,7 @@ from flax import serialization, struct
 from flax.core import unfreeze
 from flax.linen import partitioning as flax_partitioning
 
-from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 

@@ -15,8 +15,8 @@ from flax.linen import partitioning as nn_partitioning
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.adafactor import Adafactor
-from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import TrainState
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import metrics
+from rosetta_t5.data import task_metrics
 from rosetta_t5.data.local_files.dataset_folders import VARIABLE
 from rosetta_t5.data.tasks import catalogue
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
@@ -183,6 +183,6 @@ def test_squads_scores_of_random_predictions_are_t5s(shared: pathlib.Path) -> No
       for qa in paragraph["qas"]:
         answers.append([answer["text"] for answer in qa["answers"]])
         predictions.append(distorted(random, answers[-1][0], paragraph["context"]))
-  scores = metrics.squad(answers, predictions)
+  scores = task_metrics.squad(answers, predictions)
   assert scores == pytest.approx(theirs.squad(answers, predictions))
   assert 40 < scores["em"] < scores["f1"] < 80

@@ -10,8 +10,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from tiny_models import Bigram, adafactor, make_state, variables
 
-from rosetta_t5.training.optimizers.base import OptimizerDef
 from rosetta_t5.training.optimizers.optax_wrapper import adamw
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
 STATE = make_state(Bigram(counts_calls=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from rosetta_t5.data import metrics as known_metrics
+from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import (
   OBJECTIVES,
@@ -66,7 +66,7 @@ def file_task(
     columns: the column names of csv and tsv files that have no header line.
     text_unit: one example of a text file is a "line", a "paragraph" or the "file".
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
-    metrics: names of functions in rosetta_t5.data.metrics, for evaluation by predictions.
+    metrics: names of functions in rosetta_t5.data.task_metrics, for evaluation by predictions.
     name: the task's name; None derives one from the arguments.
 
   Raises:

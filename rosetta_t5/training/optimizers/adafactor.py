@@ -11,7 +11,6 @@ import numpy as np
 from flax import struct
 
 from rosetta_t5.telemetry.run_metrics import global_norm
-from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
 from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
   FactorDim,
@@ -21,6 +20,7 @@ from rosetta_t5.training.optimizers.factor_rules import (
   resolve,
   rules_from_axes,
 )
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 from rosetta_t5.training.optimizers.param_paths import axes_like, path_name
 
 PyTree = Any

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 
-from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 

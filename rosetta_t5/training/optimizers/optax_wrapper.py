@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rosetta_t5.training.optimizers.base import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 from rosetta_t5.training.optimizers.param_paths import axes_like
 
 PyTree = Any

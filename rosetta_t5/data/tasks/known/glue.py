@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.data import metrics
+from rosetta_t5.data import task_metrics
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
@@ -14,16 +14,21 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
 _MNLI = ("mnli", ("entailment", "neutral", "contradiction"), ("hypothesis", "premise"))
 _ENTAILED = ("entailment", "not_entailment")
 _TWO = ("sentence1", "sentence2")
-_F1 = (metrics.f1_score_with_invalid, metrics.accuracy)
-_ACCURACY = (metrics.accuracy,)
+_F1 = (task_metrics.f1_score_with_invalid, task_metrics.accuracy)
+_ACCURACY = (task_metrics.accuracy,)
 
 # For each benchmark: its name in the text, its labels, its columns, its metrics.
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[Any, ...]]] = {
-  "cola": ("cola", ("unacceptable", "acceptable"), ("sentence",), (metrics.matthews_corrcoef,)),
+  "cola": (
+    "cola",
+    ("unacceptable", "acceptable"),
+    ("sentence",),
+    (task_metrics.matthews_corrcoef,),
+  ),
   "sst2": ("sst2", ("negative", "positive"), ("sentence",), _ACCURACY),
   "mrpc": ("mrpc", ("not_equivalent", "equivalent"), _TWO, _F1),
   "qqp": ("qqp", ("not_duplicate", "duplicate"), ("question1", "question2"), _F1),
-  "stsb": ("stsb", (), _TWO, (metrics.pearson_corrcoef, metrics.spearman_corrcoef)),
+  "stsb": ("stsb", (), _TWO, (task_metrics.pearson_corrcoef, task_metrics.spearman_corrcoef)),
   "mnli": (*_MNLI, _ACCURACY),
   "mnli_matched": (*_MNLI, _ACCURACY),
   "mnli_mismatched": (*_MNLI, _ACCURACY),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from rosetta_t5.data import metrics
+from rosetta_t5.data import task_metrics
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 
@@ -65,11 +65,11 @@ TASKS = {
   "the_pile_lm": _corpus_task("pile", "causal_lm"),
   "wikitext": _corpus_task("wikitext", "span_corruption"),
   "wikitext_lm": _corpus_task("wikitext", "causal_lm"),
-  "lambada": _lambada_task(text_format=text_formats.last_word, metrics=(metrics.lambada,)),
+  "lambada": _lambada_task(text_format=text_formats.last_word, metrics=(task_metrics.lambada,)),
   # Zero-shot, for decoder-only models: the unchanged passage, then the word that follows it.
   "lambada_eval": _lambada_task(
     text_format=functools.partial(text_formats.last_word, sentinel="", before_word=" "),
-    metrics=(metrics.next_word, metrics.word_perplexity),
+    metrics=(task_metrics.next_word, task_metrics.word_perplexity),
     add_eos=False,
   ),
 }

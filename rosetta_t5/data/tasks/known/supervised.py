@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rosetta_t5.data import metrics
+from rosetta_t5.data import task_metrics
 from rosetta_t5.data.reading import BadExample, Layout
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
@@ -49,7 +49,7 @@ _SQUAD = TaskSpec(
     read=read_squad,
   ),
   postprocess=text_formats.squad_answers,
-  metrics=(metrics.squad,),
+  metrics=(task_metrics.squad,),
   source_hint="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
 )
 
@@ -69,7 +69,7 @@ def _translation(dataset: str, pair: str) -> TaskSpec:
     f"{dataset}/{pair}:1.0.0",
     functools.partial(text_formats.translate, source="en", target=target),
     _paired_files(f"{dataset}/{pair}", "en", target),
-    metrics=(metrics.bleu,),
+    metrics=(task_metrics.bleu,),
     source_hint=f"WMT: tfds build {dataset}/{pair}, on a machine that reaches statmt.org",
   )
 
@@ -83,7 +83,7 @@ TASKS = {
     "cnn_dailymail:3.4.0",
     functools.partial(text_formats.summarize, article="article", summary="highlights"),
     _paired_files("cnn_dailymail", "article", "highlights"),
-    metrics=(metrics.rouge,),
+    metrics=(task_metrics.rouge,),
     source_hint="CNN/Daily Mail: tfds build cnn_dailymail",
   ),
   # T5 translates from English. Its task names have the source language first, TFDS has it last.

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 import optax
 
+from rosetta_t5.bench.harness import SIZES, argument_parser, write_result
 from rosetta_t5.bench.train_step import add_switches, compile_step, switches
-from rosetta_t5.bench.workload import SIZES, argument_parser, write_result
 from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import metrics
+from rosetta_t5.data import task_metrics
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +20,13 @@ def theirs() -> Any:
 
 
 def test_squad_ignores_case_articles_punctuation_and_spaces() -> None:
-  scores = metrics.squad([["The  U.S. Army!"]], ["us army"])
+  scores = task_metrics.squad([["The  U.S. Army!"]], ["us army"])
   assert scores == {"em": 100.0, "f1": 100.0}
 
 
 def test_squad_takes_the_best_answer_and_counts_shared_words() -> None:
   # "a red big dog" and "the dog" without articles share 1 word: precision 1/3, recall 1.
-  scores = metrics.squad([["cat", "the dog"], ["x"]], ["a red big dog", "x"])
+  scores = task_metrics.squad([["cat", "the dog"], ["x"]], ["a red big dog", "x"])
   assert scores["em"] == 50.0
   assert scores["f1"] == pytest.approx((100 * 2 * (1 / 3) / (4 / 3) + 100) / 2)
 
@@ -40,9 +40,9 @@ def test_squads_annotators_agree_as_much_as_t5_reports(shared: pathlib.Path) -> 
     for p in ar["paragraphs"]
     for qa in p["qas"]
   ][::5]
-  assert metrics.squad(answers, [a[0] for a in answers]) == {"em": 100.0, "f1": 100.0}
+  assert task_metrics.squad(answers, [a[0] for a in answers]) == {"em": 100.0, "f1": 100.0}
   several = [a for a in answers if len(a) > 1]
-  human = metrics.squad([a[:-1] for a in several], [a[-1] for a in several])
+  human = task_metrics.squad([a[:-1] for a in several], [a[-1] for a in several])
   official = pytest.importorskip("t5.evaluation.metrics").squad(
     [a[:-1] for a in several], [a[-1] for a in several]
   )
@@ -87,7 +87,7 @@ def test_squads_scores_match_its_definition_on_real_answers(shared: pathlib.Path
       distorted += (" ".join(words[start : start + 4]), f"“{text}”, an – a_n – A-n the", "", "the")
       answers.append([answer["text"] for answer in question["answers"]])
       predictions.append(distorted[len(answers) % len(distorted)])
-  scores = metrics.squad(answers, predictions)
+  scores = task_metrics.squad(answers, predictions)
   assert len(answers) == 10570
   assert scores == pytest.approx(_official_scores(answers, predictions), rel=1e-12)
   assert 10 < scores["em"] < scores["f1"] < 90
@@ -96,15 +96,15 @@ def test_squads_scores_match_its_definition_on_real_answers(shared: pathlib.Path
 def test_classification_metrics_are_t5s(theirs: Any) -> None:
   random = np.random.default_rng(0)
   targets, predictions = random.integers(0, 2, 50).tolist(), random.integers(-1, 2, 50).tolist()
-  assert metrics.accuracy(targets, predictions) == pytest.approx(
+  assert task_metrics.accuracy(targets, predictions) == pytest.approx(
     theirs.accuracy(targets, predictions)
   )
-  ours = metrics.f1_score_with_invalid(targets, list(predictions))
+  ours = task_metrics.f1_score_with_invalid(targets, list(predictions))
   assert ours == pytest.approx(theirs.f1_score_with_invalid(targets, list(predictions)))
   matthews = theirs.sklearn_metrics_wrapper(
     "matthews_corrcoef", metric_post_process_fn=lambda x: 100 * x
   )
-  ours = metrics.matthews_corrcoef(targets, predictions)
+  ours = task_metrics.matthews_corrcoef(targets, predictions)
   assert ours == pytest.approx(matthews(targets, predictions))
 
 
@@ -112,31 +112,33 @@ def test_correlations_are_t5s_with_ties(theirs: Any) -> None:
   random = np.random.default_rng(1)
   targets, predictions = (np.round(random.uniform(0, 5, 60) * 5) / 5 for _ in range(2))
   for name in ("pearson_corrcoef", "spearman_corrcoef"):
-    ours = getattr(metrics, name)(targets, predictions)
+    ours = getattr(task_metrics, name)(targets, predictions)
     assert ours == pytest.approx(getattr(theirs, name)(targets, predictions))
 
 
 def test_bleu_and_rouge_are_t5s(theirs: Any) -> None:
   targets = ["The dog bit the man .", "It was not unexpected . He ran ."]
   predictions = ["The dog bit a man .", "It was unexpected . He ran away ."]
-  assert metrics.bleu(targets, predictions) == theirs.bleu(targets, predictions)
+  assert task_metrics.bleu(targets, predictions) == theirs.bleu(targets, predictions)
   np.random.seed(0)
   expected = theirs.rouge(targets, predictions)
   np.random.seed(0)
-  assert metrics.rouge(targets, predictions) == expected
+  assert task_metrics.rouge(targets, predictions) == expected
 
 
 def test_a_constant_prediction_has_no_correlation_and_no_f1() -> None:
-  assert metrics.matthews_corrcoef([0, 1], [0, 0]) == {"matthews_corrcoef": 0.0}
-  assert metrics.f1_score_with_invalid([0, 0], [0, 0]) == {"f1": 0.0}
-  assert np.isnan(metrics.pearson_corrcoef([1.0, 2.0], [3.0, 3.0])["pearson_corrcoef"])
+  assert task_metrics.matthews_corrcoef([0, 1], [0, 0]) == {"matthews_corrcoef": 0.0}
+  assert task_metrics.f1_score_with_invalid([0, 0], [0, 0]) == {"f1": 0.0}
+  assert np.isnan(task_metrics.pearson_corrcoef([1.0, 2.0], [3.0, 3.0])["pearson_corrcoef"])
 
 
 def test_lambada_compares_the_first_word() -> None:
-  assert metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
+  assert task_metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
 
 
-@pytest.mark.parametrize("metric", [metrics.squad, metrics.accuracy, metrics.lambada])
+@pytest.mark.parametrize(
+  "metric", [task_metrics.squad, task_metrics.accuracy, task_metrics.lambada]
+)
 def test_a_metric_without_predictions_is_refused(metric: Any) -> None:
   with pytest.raises(ValueError, match="got 0 targets and 0 predictions"):
     metric([], [])
@@ -145,9 +147,9 @@ def test_a_metric_without_predictions_is_refused(metric: Any) -> None:
 def test_the_next_word_is_compared_exactly_but_without_following_punctuation() -> None:
   targets = ["Bob", "home", "don't", '"army', "Bob", "win"]
   predictions = ["Bob,” he said", " home.", "don't you", '"army"', "bob", "winning"]
-  assert metrics.next_word(targets, predictions) == {"accuracy": pytest.approx(100 * 4 / 6)}
+  assert task_metrics.next_word(targets, predictions) == {"accuracy": pytest.approx(100 * 4 / 6)}
 
 
 def test_word_perplexity_counts_each_target_as_one_word() -> None:
   scores = [np.log(0.5), np.log(0.125)]
-  assert metrics.word_perplexity(["a", "b"], scores) == {"perplexity": pytest.approx(4.0)}
+  assert task_metrics.word_perplexity(["a", "b"], scores) == {"perplexity": pytest.approx(4.0)}
