@@ -20,6 +20,8 @@ class StepIndexedIterator(dataset_iterator.DatasetIterator):
   Its position is a step number, which any number of hosts can restore.
   """
 
+  is_shard_independent = True
+
   @abc.abstractmethod
   def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
     """Writes the position that the iterator had `steps_back` batches ago."""
