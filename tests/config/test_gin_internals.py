@@ -10,7 +10,9 @@ import gin
 import pytest
 
 import rosetta_t5
+from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.language.names import namespace_of_run, temporary_run_function
 
 PRIVATE_NAME = re.compile(r"\bgin\.config\.(_\w+)")
 SOURCE = pathlib.Path(gin_internals.__file__)
@@ -43,6 +45,27 @@ def test_an_unregistered_function_is_forgotten():
   assert [c.selector for c in gin_internals.find_configurables("passing")] == ["toys.passing"]
   gin_internals.unregister(function)
   assert gin_internals.find_configurables("passing") == []
+
+
+def test_a_run_function_is_found_again_after_a_temporary_one_of_the_same_name(tmp_path):
+  def train(steps=0):
+    return steps
+
+  real = train
+
+  def train(model=None):
+    return model
+
+  gin_file = tmp_path / "run.gin"
+  gin_file.write_text(
+    "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
+    "train_script.train.steps = 3\n"
+  )
+  namespace_of_run(real)
+  with temporary_run_function(train):
+    namespace_of_run(train)
+  parse_gin_flags([], [str(gin_file)], [])
+  assert gin_internals.configurable_of(real).wrapper() == 3
 
 
 def test_macros_and_constants_count_as_set():

@@ -43,10 +43,18 @@ def configurable_of(function: Callable[..., Any]) -> Configurable:
 
 
 def unregister(function: Callable[..., Any]) -> None:
-  """Removes a function from gin's registry, if it is there."""
-  configurable = gin.config._INVERSE_REGISTRY.pop(function, None)
-  if configurable is not None:
-    gin.config._REGISTRY.pop(configurable.selector)
+  """Removes a function from gin's registry, if it is there.
+
+  Functions that it displaced, because they have the same name, can then be registered again.
+  """
+  registry, inverse = gin.config._REGISTRY, gin.config._INVERSE_REGISTRY
+  for selector, configurable in list(registry.items()):
+    if configurable.wrapped is function:
+      registry.pop(selector)
+  registered = {id(configurable) for _, configurable in registry.items()}
+  for key, configurable in list(inverse.items()):
+    if id(configurable) not in registered:
+      del inverse[key]
 
 
 def all_bindings() -> dict[ScopeAndName, dict[str, Any]]:
