@@ -122,6 +122,7 @@ class MeshConfig:
       ValueError: no mesh is defined, or several are.
     """
     partitions, submesh = self.num_partitions, self.model_parallel_submesh
+    shape = submesh or self.ici_mesh_shape
     is_positive = isinstance(partitions, numbers.Integral) and partitions > 0
     if partitions is not None and not is_positive:
       raise ValueError(
@@ -133,14 +134,14 @@ class MeshConfig:
         f"PjitPartitioner.dcn_mesh_shape = {tuple(self.dcn_mesh_shape)} requires ici_mesh_shape, the "
         "mesh within a node. Set both, each (data, model), or neither."
       )
-    if not (partitions or submesh or self.ici_mesh_shape or self.counts):
+    if not (partitions or shape or self.counts):
       raise ValueError(
         "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "
         "set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or "
         'mesh = {"data": -1}'
       )
     # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
-    if self.counts and (submesh or self.ici_mesh_shape or partitions not in (None, 1)):
+    if self.counts and (shape or partitions not in (None, 1)):
       raise ValueError(
         f"PjitPartitioner has mesh = {dict(self.counts)} and also num_partitions = {partitions}, "
         f"model_parallel_submesh = {submesh}, ici_mesh_shape = {self.ici_mesh_shape}: set the last "
