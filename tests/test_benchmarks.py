@@ -58,7 +58,7 @@ def run_script(monkeypatch):
 
 
 def test_a_training_step_is_measured_and_appears_in_the_table(tmp_path, run_script, capsys):
-  path = tmp_path / "tiny-fp8_comparison.json"
+  path = tmp_path / "tiny-fp8.json"
   more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
   with pytest.raises(SystemExit, match=r"^0$"):
     run_script("train_step", *TOY, *TIMING, *more, "--json", str(path))
