@@ -29,6 +29,7 @@ PACKAGES = (
   "interactive",
   "export",
   "precompile",
+  "gpu_program",
   "text_commands",
   "trained_model",
   "conversion",
@@ -46,6 +47,7 @@ PACKAGES = (
   "parallel",
   "distributed",
   "telemetry",
+  "jax_internals",
 )
 # Each third-party package that only some packages may import.
 RESTRICTED = {

@@ -11,7 +11,7 @@ import time
 import jax
 import numpy as np
 
-from rosetta_t5.distributed.jax_internals import coordination_client
+from rosetta_t5.jax_internals import coordination_client
 
 # The service keeps every key, so each call needs a new one: calls are numbered.
 _call_numbers = itertools.count()

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.distributed.jax_internals import coordination_client
+from rosetta_t5.jax_internals import coordination_client
 
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
 EXIT_STATUS = 70

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.flash_attention import Segments, flash_attention
 from rosetta_t5.networks.layers.masks import make_boolean_mask
+from rosetta_t5.parallel.target_device import target_device
 
 
 class KernelChoice(NamedTuple):
@@ -211,13 +212,13 @@ def _mesh_axes_that_divide(logical_axis: str, size: int, mesh: Any) -> Any:
 
 
 def _is_interpreted() -> bool:
-  return jax.default_backend() != "gpu"
+  return target_device().platform != "gpu"
 
 
 def _check_cudnn(config: Any) -> None:
   problem = None
-  if jax.default_backend() != "gpu":
-    problem = f"needs an NVIDIA GPU, but jax runs on {jax.default_backend()}: set it to 'auto'"
+  if (platform := target_device().platform) != "gpu":
+    problem = f"needs an NVIDIA GPU, but jax runs on {platform}: set it to 'auto'"
   elif jnp.dtype(config.dtype) != jnp.bfloat16:
     problem = (
       f"computes in bfloat16, but dtype is {jnp.dtype(config.dtype).name}: set dtype = 'bfloat16', "

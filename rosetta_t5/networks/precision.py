@@ -88,11 +88,13 @@ class Fp8Choice:
 
 def choose_fp8(
   config: TransformerEngineConfig | Callable[[], TransformerEngineConfig] | None,
+  device: Any = None,
 ) -> Fp8Choice:
-  """Returns how the projections are computed on this machine's devices.
+  """Returns how the projections are computed.
 
   Args:
     config: a `TransformerEngineConfig`, or a function that returns one, as from gin; None for no fp8.
+    device: the kind of device that the program is compiled for; None for this machine's.
 
   Raises:
     ValueError: fp8 is requested but not available.
@@ -101,7 +103,7 @@ def choose_fp8(
     config = config()
   if config is None or config.requested is False:
     return Fp8Choice(None, "off")
-  problem = _missing_hardware_support()
+  problem = _missing_hardware_support(device or jax.devices()[0])
   if problem and not config.emulate:
     if config.requested is None:
       return Fp8Choice(None, f"off: {problem}; running in T5Config.dtype", warning=True)
@@ -142,9 +144,8 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   return changed
 
 
-def _missing_hardware_support() -> str | None:
-  """Returns why these devices do not support fp8; None if they do."""
-  device = jax.devices()[0]
+def _missing_hardware_support(device: Any) -> str | None:
+  """Returns why a kind of device does not support fp8; None if it does."""
   if device.platform != "gpu":
     return f"a {device.device_kind} has no fp8 (NVIDIA GPUs have it from Ada and Hopper on)"
   capability = getattr(device, "compute_capability", "0.0")

@@ -37,7 +37,7 @@ def default_mesh(
     ValueError: the number of devices does not fit.
   """
   config = MeshConfig(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
-  return config.build(backend)
+  return config.build(jax.devices(backend))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,12 @@ class MeshConfig:
   dcn_mesh_shape: Shape | None = None
   counts: Mapping[str, int] | None = None
 
-  def build(self, backend: str | None = None) -> Mesh:
-    """Returns the mesh of all devices.
+  def build(self, devices: Sequence[Any]) -> Mesh:
+    """Returns the mesh of these devices.
 
     Raises:
       ValueError: the number of devices does not fit.
     """
-    devices = jax.devices(backend)
     sizes = self.axis_sizes(len(devices))
     # Axes are Auto: linen's logical constraints fail on jax's default, Explicit.
     types = (AxisType.Auto,) * len(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -69,8 +70,10 @@ class PartitionedFunction:
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Returns the function lowered for arguments of these shapes (see `jax.jit(f).lower`)."""
+    # Shapes are enough, and arrays may be on other devices than those of the mesh.
+    last_args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._last_args)
     with self._context():
-      return self._jitted.lower(*args, *self._last_args, **kwargs)
+      return self._jitted.lower(*args, *last_args, **kwargs)
 
   def compile(self, *args: Any) -> Callable[..., Any]:
     """Returns the function compiled for arguments of these shapes."""
@@ -104,12 +107,20 @@ class BasePartitioner(abc.ABC):
     self._mesh_config.check()
     self._num_partitions = num_partitions or 1  # T5X's name, which users' subclasses read
     self._backend = backend
+    self._devices: Sequence[Any] | None = None
     self.params_on_devices = params_on_devices  # T5X's setting; here they always stay on devices
 
   @functools.cached_property
   def mesh(self) -> Mesh:
     """The mesh. It is made on first use, so that building a partitioner does not touch any device."""
-    return self._mesh_config.build(self._backend)
+    return self._mesh_config.build(self._devices or jax.devices(self._backend))
+
+  def on_devices(self, devices: Sequence[Any]) -> BasePartitioner:
+    """Returns a copy whose mesh has these devices, such as GPUs that this machine does not have."""
+    changed = copy.copy(self)
+    changed.__dict__.pop("mesh", None)
+    changed._devices = devices
+    return changed
 
   def mesh_shape(self, num_devices: int) -> dict[str, int]:
     """Returns the axis sizes of the mesh for a number of devices, without touching any device.

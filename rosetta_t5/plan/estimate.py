@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.plan.collectives import Collective, step_collectives
-from rosetta_t5.plan.hardware import Gpu, seconds_on_links
+from rosetta_t5.plan.hardware import seconds_on_links
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.telemetry.gpus import Gpu
 
 # The backward pass as a share of the compute time.
 _BACKWARD_SHARE = 2 / 3
@@ -84,5 +85,5 @@ def estimate_step(
   for each in step_collectives(state.params, specs.params, work):
     sent = each.wire_bytes(work.mesh)
     traffic.append(Traffic(each, sent, *seconds_on_links(sent, each.axes, work.mesh, gpu)))
-  compute_seconds = flops / (math.prod(work.mesh.values()) * gpu.peak_flops * mfu)
+  compute_seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
   return Estimate(step_memory(state, specs, work), compute_seconds, traffic)

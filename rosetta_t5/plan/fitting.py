@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rosetta_t5.plan.hardware import GPUS
 from rosetta_t5.plan.memory import activation_bytes, size_text, step_memory
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.telemetry.gpus import GPUS
 
 GPU = GPUS["h100"]
 # The share of a device's memory that arrays can use. XLA and NCCL need the rest.

@@ -1,8 +1,7 @@
-"""The data sheets of the GPUs for which runs are planned, and the devices of this machine."""
+"""How fast the links between GPUs are, and which devices this machine has."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import pathlib
@@ -11,37 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from rosetta_t5.telemetry.flops import PEAKS
+from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 
-GPUS_PER_NODE = 8
 # The share of a link's bandwidth that large collectives reach (approximately NCCL's bus bandwidth).
 _LINK_EFFICIENCY = 0.8
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-  """A GPU in a node of eight, each with its own network card (DGX, HGX).
-
-  Attributes:
-    name: as NVIDIA writes it.
-    peak_flops: dense bfloat16, FLOP/s.
-    memory: bytes.
-    nvlink: bytes/s that it can send to other GPUs of its node.
-    network: bytes/s that its network card can send to other nodes.
-  """
-
-  name: str
-  peak_flops: float
-  memory: float
-  nvlink: float
-  network: float
-
-
-GPUS = {
-  "h100": Gpu("H100 80 GB", PEAKS["H100"], 80e9, 450e9, 50e9),
-  "h200": Gpu("H200 141 GB", PEAKS["H200"], 141e9, 450e9, 50e9),
-  "a100": Gpu("A100 80 GB", PEAKS["A100"], 80e9, 300e9, 25e9),
-}
 
 
 def seconds_on_links(

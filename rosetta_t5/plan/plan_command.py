@@ -12,8 +12,8 @@ from rosetta_t5.config.dry_run import ResolvedRun, Rows
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
-from rosetta_t5.plan.hardware import GPUS, Gpu
 from rosetta_t5.plan.memory import size_text
+from rosetta_t5.telemetry.gpus import GPUS, Gpu
 
 _USAGE = """\
 Compiles nothing and uses no device. RECIPE is a gin file of a training run, such as

@@ -170,7 +170,7 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     return TrainState.create(model.optimizer_def, variables)
 
   # Only the shape of a key: a real key would initialize a device.
-  return jax.eval_shape(make, jax.ShapeDtypeStruct((2,), jnp.uint32))
+  return jax.eval_shape(make, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
 
 
 def _has_encoder(model: Any) -> bool:

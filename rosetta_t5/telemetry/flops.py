@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-# Dense bfloat16 peaks in FLOP/s from the vendor's data sheets; a key is a part of the device's name.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+from rosetta_t5.telemetry.gpus import gpu_of
 
 
 def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: int) -> float:
@@ -79,5 +78,6 @@ def peak_flops(devices: Iterable[jax.Device]) -> float | None:
 
 
 def peak_of(device_kind: str) -> float | None:
-  """Returns the peak in FLOP/s of a kind of device, as jax names it; None if it is unknown."""
-  return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+  """Returns the bfloat16 peak in FLOP/s of a kind of device, as jax names it; None if unknown."""
+  gpu = gpu_of(device_kind)
+  return gpu.bfloat16 if gpu else None

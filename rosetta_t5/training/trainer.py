@@ -184,6 +184,11 @@ class BaseTrainer(abc.ABC):
     train_step: Any = self._partitioned_train_step
     return train_step.lower(self.train_state, batch)
 
+  def lower_eval(self, batch: PyTree) -> Any:
+    """Returns the eval step lowered for batches of this shape; see `jax.jit(f).lower`."""
+    eval_step: Any = self._partitioned_eval_step
+    return eval_step.lower(self.train_state, batch)
+
   def compile_train(self, batch: PyTree) -> None:
     """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs)."""
     self._compiled_train_step = self._partitioner.compile(

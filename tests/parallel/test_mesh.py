@@ -132,7 +132,7 @@ def test_mesh_shapes_must_have_two_axes():
   ],
 )
 def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(counts, sizes):
-  mesh = MeshConfig(counts=counts).build()
+  mesh = MeshConfig(counts=counts).build(jax.devices())
   assert mesh.shape == dict(zip(("data", "fsdp", "model"), sizes, strict=True))
   assert [device.id for device in mesh.devices.flat] == list(range(8))
 
@@ -161,4 +161,4 @@ def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(coun
 )
 def test_impossible_counts_are_an_error_that_suggests_possible_ones(counts, text):
   with pytest.raises(ValueError, match=re.escape(text)):
-    MeshConfig(counts=counts).build()
+    MeshConfig(counts=counts).build(jax.devices())

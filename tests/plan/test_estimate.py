@@ -10,9 +10,10 @@ import pytest
 from rosetta_t5.cli import main
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.plan.collectives import Collective
-from rosetta_t5.plan.hardware import GPUS, members_per_node, seconds_on_links
+from rosetta_t5.plan.hardware import members_per_node, seconds_on_links
 from rosetta_t5.plan.memory import activation_bytes
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.telemetry.gpus import GPUS
 
 RECIPE = "gin/examples/tiny_pile_pretrain.gin"
 LENGTHS = {"encoder": 512, "decoder": 128}

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.target_device import target_device
 
 Initializer = Callable[..., Array]
 # y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
@@ -115,7 +116,7 @@ class DenseGeneral(nn.Module):
     if self.has_variable(PRECOMPUTED, "kernel"):
       return matmul_few_rows(x_NI, self.get_variable(PRECOMPUTED, "kernel"))
     is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
-    if is_writable and jax.default_backend() == "cpu":
+    if is_writable and target_device().platform == "cpu":
       self.put_variable(PRECOMPUTED, "kernel", w_IO.T)
     return matmul(x_NI, w_IO)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
@@ -13,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.target_device import target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -72,7 +72,7 @@ class Embed(nn.Module):
     dtype = self.attend_dtype or self.dtype
     table_VD = jnp.asarray(self.embedding, dtype)
     is_decoding_step = query.ndim > 1 and query.shape[-2] == 1
-    if is_decoding_step and jax.default_backend() == "cpu":
+    if is_decoding_step and target_device().platform == "cpu":
       return matmul_few_rows(query, table_VD)
     return jnp.dot(query, table_VD.T)
 

@@ -1,4 +1,4 @@
-"""The private names of jax that rosetta_t5/distributed/jax_internals.py uses are where it expects them."""
+"""The private names of jax that rosetta_t5/jax_internals.py uses are where it expects them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 import jax
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = """
 import sys
 import jax
-from rosetta_t5.distributed.jax_internals import coordination_client
+from rosetta_t5.jax_internals import coordination_client
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 1, 0)
 client = coordination_client()
 client.key_value_set("folder/key", "old")
@@ -22,7 +22,7 @@ assert client.blocking_key_value_get("folder/key", 1000) == "text"
 assert client.key_value_dir_get("folder") == [("folder/key", "text")]
 """
 ADVICE = f"""
-jax {jax.__version__} has no key-value client where rosetta_t5/distributed/jax_internals.py looks for it,
+jax {jax.__version__} has no key-value client where rosetta_t5/jax_internals.py looks for it,
 or the client's methods have changed. Look at how orbax.checkpoint uses jax's coordination service
 (`multihost` in its source), or whether jax.distributed has a public interface by now, and change that
 module. Until then, lower the upper bound of jax in setup.cfg.
@@ -45,4 +45,4 @@ def test_no_other_module_uses_private_names_of_jax():
     for path in (ROOT / package).rglob("*.py")
     if "jax._src" in path.read_text()
   ]
-  assert found == ["rosetta_t5/distributed/jax_internals.py"]
+  assert found == ["rosetta_t5/jax_internals.py"]

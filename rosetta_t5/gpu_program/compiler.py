@@ -1,0 +1,151 @@
+"""XLA's GPU compiler on a machine without a GPU.
+
+The compiler needs no driver, only the packages of jax[cuda13] and a description of the GPU. Without a
+GPU nothing is timed, so XLA selects no algorithms; `OPTIONS` makes it use cuBLASLt for matmuls, as
+NVIDIA's own flags do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from rosetta_t5.jax_internals import cudnn_of_another_machine
+from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
+
+INSTALL = "pip install 'rosetta-t5[gpu]'"
+# Compiled for this cuDNN and CUDA, which jax[cuda13] installs.
+_CUDNN = (9, 28, 0)
+_CUDA = (13, 0)
+# Without measurements on a GPU, XLA would otherwise compute all matmuls by Triton kernels.
+OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+_DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+  """A compiled GPU program and the compiler's own reports about it.
+
+  Attributes:
+    hlo: the optimized, scheduled program as text.
+    seconds: how long compiling took.
+    memory: jax's memory analysis.
+    buffers: XLA's report on the memory that is in use at the peak; "" if there is none.
+    ptx: the PTX of the kernels that XLA and Triton generated, one text per file.
+  """
+
+  hlo: str
+  seconds: float
+  memory: Any
+  buffers: str
+  ptx: tuple[str, ...]
+
+
+def check_installed() -> None:
+  """Raises ValueError if the GPU compiler is not installed."""
+  if importlib.util.find_spec("jax_cuda13_plugin") is None:
+    raise ValueError(
+      "XLA's GPU compiler is not installed in this environment. It needs no GPU, but 3 GB of "
+      f"packages: {INSTALL}, or in a checkout `make gpu-compiler` and then "
+      ".venv-gpu/bin/rosetta-t5 compile …"
+    )
+
+
+def use_compiler_without_gpu() -> None:
+  """Prepares jax to compile for GPUs; to be called before jax initializes its devices.
+
+  Arrays stay on the CPU, also on a machine with GPUs, which another program may be using.
+  """
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # cuPTI does not load without a driver
+  jax.config.update("jax_platforms", "cpu")
+
+
+def gpu_devices(gpu: Gpu, count: int) -> list[Any]:
+  """Returns `count` devices of this kind in nodes of eight. They can be compiled for, but not used.
+
+  Raises:
+    ValueError: the compiler is not installed, or the last node would not be full.
+  """
+  from jax.experimental import topologies
+
+  check_installed()
+  nodes, rest = divmod(count, GPUS_PER_NODE)
+  if nodes and rest:
+    raise ValueError(
+      f"--devices must be at most {GPUS_PER_NODE} (one node), or a multiple of {GPUS_PER_NODE}, got {count}"
+    )
+  shape = f"1x{nodes or 1}x{GPUS_PER_NODE if nodes else count}"
+  topology = topologies.get_topology_desc(
+    platform="cuda", target_config=_target_config(gpu), topology=shape
+  )
+  return list(topology.devices)
+
+
+@contextlib.contextmanager
+def tracing_for(gpu: Gpu) -> Iterator[None]:
+  """Inside the `with`, jax traces programs for this GPU; the mesh in use must consist of its devices."""
+  major, minor, patch = _CUDNN
+  with cudnn_of_another_machine(major * 10_000 + minor * 100 + patch, gpu.capability):
+    yield
+
+
+def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> CompiledProgram:
+  """Returns the compiled program of `jax.jit(f).lower(…)`.
+
+  Args:
+    lowered: a function lowered for `gpu_devices`.
+    options: flags of XLA that override `OPTIONS` and XLA_FLAGS.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    dump = {**_DUMP, "xla_dump_to": folder}
+    started = time.monotonic()
+    compiled = lowered.compile(compiler_options=OPTIONS | dump | (options or {}))
+    seconds = time.monotonic() - started
+    files = sorted(pathlib.Path(folder).iterdir())
+    reports = [file.read_text() for file in files if file.name.endswith("memory-usage-report.txt")]
+    ptx = [text for file in files if file.suffix == ".ptx" and (text := file.read_text())]
+  buffers = max(reports, key=len, default="")
+  return CompiledProgram(
+    compiled.as_text(), seconds, compiled.memory_analysis(), buffers, tuple(ptx)
+  )
+
+
+def _target_config(gpu: Gpu) -> str:
+  """Returns XLA's description of a GPU (GpuTargetConfigProto, as text)."""
+  capability = f"major: {gpu.capability[0]} minor: {gpu.capability[1]}"
+  device = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 * 1024,
+    "shared_memory_per_core": gpu.shared_memory,
+    "shared_memory_per_block_optin": gpu.shared_memory - 1024,
+    "threads_per_core_limit": gpu.threads,
+    "core_count": gpu.cores,
+    "fpus_per_core": 64 if gpu.capability == (8, 0) else 128,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "memory_bandwidth": int(gpu.bandwidth),
+    "l2_cache_size": gpu.l2,
+    "clock_rate_ghz": gpu.clock,
+    "device_memory_size": int(gpu.memory),
+    "registers_per_core_limit": 2**16,
+    "registers_per_block_limit": 2**16,
+  }
+  fields = " ".join(f"{name}: {value}" for name, value in device.items())
+  cudnn = "major: {} minor: {} patch: {}".format(*_CUDNN)
+  cuda = "major: {} minor: {} patch: 0".format(*_CUDA)
+  return (
+    f"gpu_device_info {{ {fields} cuda_compute_capability {{ {capability} }} }} "
+    f'platform_name: "CUDA" dnn_version_info {{ {cudnn} }} runtime_version {{ {cuda} }} '
+    f'device_description_str: "{gpu.kind}"'
+  )

@@ -1,0 +1,89 @@
+"""The steps of a run, lowered for GPUs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rosetta_t5.networks.computation_summary import describe_computation
+from rosetta_t5.networks.precision import choose_fp8, with_fp8
+from rosetta_t5.plan.description import Plan
+from rosetta_t5.training import Trainer
+
+STEPS = ("train", "eval", "predict", "score")
+
+
+def lower_step(plan: Plan, step: str, devices: list[Any]) -> tuple[Any, str]:
+  """Returns one step of a run lowered for these devices, and its number formats and kernels as text.
+
+  Args:
+    plan: the run.
+    step: one of `STEPS`: an optimizer step, the loss of an evaluation, decoding, or scoring.
+    devices: what to compile for.
+
+  Raises:
+    ValueError: the run has no such step, or its arguments do not fit together.
+  """
+  if plan["random_seed"] is None or plan["use_hardware_rng"]:
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+  partitioner = plan["partitioner"].on_devices(devices)
+  fp8 = choose_fp8(plan["te_config_cls"], devices[0])
+  model = with_fp8(plan["model"], fp8)
+  batch = batch_shapes(model, plan.dataset_cfg)
+  with jax.set_mesh(partitioner.mesh):
+    computation = describe_computation(model, fp8) or ""
+  if step in ("predict", "score"):
+    return _lower_inference(plan, model, partitioner, batch, step), computation
+  make_trainer = plan["trainer_cls"] or functools.partial(
+    Trainer, learning_rate_fn=lambda step: jnp.float32(1e-3), num_microbatches=None
+  )
+  trainer = make_trainer(
+    model=model,
+    train_state=plan.state,
+    partitioner=partitioner,
+    eval_names=[],
+    summary_dir=None,
+    train_state_axes=plan.specs,
+    rng=jax.random.PRNGKey(0),
+  )
+  return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
+
+
+def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of a global batch, as the model's feature converter makes it; reads no data.
+
+  Args:
+    model: the model.
+    cfg: the `DatasetConfig`, which must contain the lengths.
+
+  Raises:
+    ValueError: the lengths are those of the longest example, which is unknown without the data.
+  """
+  if not cfg.task_feature_lengths or None in cfg.task_feature_lengths.values():
+    raise ValueError(
+      "the lengths of a batch are unknown without its data: set TASK_FEATURE_LENGTHS"
+    )
+  converter = model.FEATURE_CONVERTER_CLS(pack=cfg.pack)
+  lengths = converter.get_model_feature_lengths(cfg.task_feature_lengths)
+  return {
+    name: jax.ShapeDtypeStruct((cfg.batch_size, length), jnp.int32)
+    for name, length in lengths.items()
+  }
+
+
+def _lower_inference(plan: Plan, model: Any, partitioner: Any, batch: Any, step: str) -> Any:
+  compute = model.predict_batch_with_aux if step == "predict" else model.score_batch
+  takes_rng = "rng" in inspect.signature(compute).parameters
+
+  def infer(params: Any, batch: Any, rng: jax.Array) -> Any:
+    return compute(params, batch, rng=rng) if takes_rng else compute(params, batch)
+
+  resources = (plan.specs.params, partitioner.data_partition_spec, PartitionSpec())
+  partitioned = partitioner.partition(infer, resources, PartitionSpec())
+  key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+  return partitioned.lower(plan.state.params, batch, key)

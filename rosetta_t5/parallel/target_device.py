@@ -1,0 +1,16 @@
+"""The device that a program is compiled for, which need not be one of this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def target_device() -> Any:
+  """Returns a device of the mesh in use (`jax.set_mesh`), or else jax's first device.
+
+  The result has a `platform`, such as "gpu", and a `device_kind`. Whoever asks for jax's default backend
+  instead decides wrongly when a GPU program is compiled on a machine without a GPU.
+  """
+  return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
