@@ -13,10 +13,10 @@
 #
 # RESULTS=folder PYTHON=python3 BUDGET_S=540 ROW_S=240 change the defaults (seconds per call and per row).
 # PACK=file.tar.gz archives the whole folder after each row, for machines that return few files.
-# The script needs jax, flax, optax, orbax, etils and wrapt, but neither TensorFlow nor seqio. The row `tests`
+# The script needs jax, flax, optax, orbax, etils and wrapt, but not TensorFlow, seqio or gin. The row `tests`
 # needs pytest; the rows `hf` need torch and transformers. The other packages are pure Python and can be
 # installed in a folder:
-#   pip install --no-deps --target carried clu ml-collections jaxtyping wadler-lindig gin-config beartype
+#   pip install --no-deps --target carried clu ml-collections jaxtyping wadler-lindig beartype
 set -u
 cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}

@@ -32,7 +32,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-  from rosetta_t5.config.errors import DEBUG_VARIABLE, exit_on_user_error
+  from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, exit_on_user_error
 
   modules = {"fp8": "fp8_comparison", "hugging-face": "hugging_face"}
   module = modules.get(arguments[0]) if arguments else None

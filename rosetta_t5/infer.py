@@ -22,7 +22,7 @@ from rosetta_t5.inference import result_files
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 

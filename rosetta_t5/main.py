@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 
 from rosetta_t5 import config
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan.description import describe_run
 
 
 @enum.unique

@@ -15,7 +15,7 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.training import Trainer
 

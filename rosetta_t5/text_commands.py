@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from rosetta_t5.config.errors import exit_on_user_error
+from rosetta_t5.telemetry.user_errors import exit_on_user_error
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]

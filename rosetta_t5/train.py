@@ -18,7 +18,7 @@ from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memor
 from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.report import run_header

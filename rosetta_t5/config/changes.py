@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.config.errors import ConfigError
 from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
 from rosetta_t5.config.language.names import defaults
 from rosetta_t5.config.language.statements import (
@@ -19,6 +18,7 @@ from rosetta_t5.config.language.statements import (
   read_program,
 )
 from rosetta_t5.config.summary import get_gin_config_str
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 _Bindings = Mapping[tuple[str, ...], Binding]
 _ABSENT = object()

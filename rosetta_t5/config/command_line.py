@@ -8,9 +8,9 @@ from typing import Any
 
 from absl import app, flags
 
-from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems
 from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
+from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, ConfigError, Problems
 
 # The absl function that defines a flag of each type.
 _DEFINE: dict[str, Callable[..., Any]] = {

@@ -10,9 +10,9 @@ import gin
 
 from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
 from rosetta_t5.config.checks.mistakes import check_calls, check_integers, check_spelling
-from rosetta_t5.config.errors import Problems
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.statements import Program, read_program
+from rosetta_t5.telemetry.user_errors import Problems
 
 
 def parse_gin_flags(

@@ -13,11 +13,11 @@ from rosetta_t5.config.checks.completeness import check_required
 from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
-from rosetta_t5.config.errors import ConfigError, Problems, strip_gin_notes
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import Binding, Program, SourceLine
+from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes
 
 Rows = list[tuple[str, str]]
 

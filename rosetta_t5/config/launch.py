@@ -13,8 +13,13 @@ from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
-from rosetta_t5.config.errors import DEBUG_VARIABLE, ConfigError, Problems, exit_on_user_error
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
+from rosetta_t5.telemetry.user_errors import (
+  DEBUG_VARIABLE,
+  ConfigError,
+  Problems,
+  exit_on_user_error,
+)
 
 
 def run_from_command_line(

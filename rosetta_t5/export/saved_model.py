@@ -18,7 +18,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 from rosetta_t5.export import inference_function, text_functions
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
-from rosetta_t5.plan import describe_run
+from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 
 _STABLEHLO = "stablehlo"

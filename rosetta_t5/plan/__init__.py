@@ -1,3 +1,5 @@
-"""Computes what a run will need from shapes alone. Nothing runs, and no device is used."""
+"""Computes what a run will need from shapes alone. Nothing runs, and no device is used.
 
-from rosetta_t5.plan.description import describe_run
+`description`, `inputs` and `plan_command` use gin. The other modules do not, and so the benchmarks can
+use them on machines that lack it.
+"""

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from rosetta_t5.config.configuration import configure
-from rosetta_t5.config.errors import ConfigError, exit_on_user_error
 from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.telemetry.user_errors import ConfigError, exit_on_user_error
 
 GOOD = """
 train_script.train:

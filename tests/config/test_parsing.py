@@ -6,8 +6,8 @@ import gin
 import pytest
 
 from rosetta_t5.config import parse_gin_flags
-from rosetta_t5.config.errors import ConfigError
 from rosetta_t5.config.language.gin_internals import all_bindings
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 RUN = """
 STEPS = 3

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
 from rosetta_t5.config.language.gin_internals import configurable_of
 from rosetta_t5.config.language.names import bound_arguments, parameters
 from rosetta_t5.config.language.statements import COMMAND_LINE, Program, Reference, leaves
+from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, did_you_mean
 
 # The similarity above which a name is taken for a misspelling, such as TRAIN_STEP of TRAIN_STEPS.
 _SAME_NAME_SIMILARITY = 0.85

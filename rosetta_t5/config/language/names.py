@@ -13,10 +13,10 @@ import gin
 from gin import config_parser
 from gin.config import Configurable
 
-from rosetta_t5.config.errors import ConfigError, FollowOnError, did_you_mean
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.statements import Import, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES, find_run_function
+from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, did_you_mean
 
 # Fields that flax adds to every module and that no recipe sets.
 _FLAX_FIELDS = {"parent", "name"}
