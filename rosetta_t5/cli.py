@@ -73,6 +73,10 @@ VERBS: dict[str, tuple[str | Callable[[Sequence[str]], int], str]] = {
     "plan.plan_command:main",
     "Estimate memory, time and traffic of a recipe on GPUs: plan RECIPE --devices 64 [--gpu h100].",
   ),
+  "compile": (
+    "gpu_program.compile_command:main",
+    "Compile a recipe's step for GPUs that need not be here: compile RECIPE --gpu h200 --devices 64.",
+  ),
   "convert": (
     "conversion.convert:main",
     "Write a checkpoint in another format: convert SRC DST --to {t5x,t5x-legacy,hf,rosetta}.",

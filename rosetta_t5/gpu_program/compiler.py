@@ -39,14 +39,16 @@ class CompiledProgram:
     hlo: the optimized, scheduled program as text.
     seconds: how long compiling took.
     memory: jax's memory analysis.
-    buffers: XLA's report on the memory that is in use at the peak; "" if there is none.
-    ptx: the PTX of the kernels that XLA and Triton generated, one text per file.
+    live_ranges: XLA's report on the arrays that exist when most memory is in use.
+    launches: XLA's list of the kernels with their grids, threads and shared memory.
+    ptx: the code of the kernels that XLA and Triton generated, one text per file.
   """
 
   hlo: str
   seconds: float
   memory: Any
-  buffers: str
+  live_ranges: str
+  launches: str
   ptx: tuple[str, ...]
 
 
@@ -110,13 +112,18 @@ def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> Comp
     started = time.monotonic()
     compiled = lowered.compile(compiler_options=OPTIONS | dump | (options or {}))
     seconds = time.monotonic() - started
-    files = sorted(pathlib.Path(folder).iterdir())
-    reports = [file.read_text() for file in files if file.name.endswith("memory-usage-report.txt")]
-    ptx = [text for file in files if file.suffix == ".ptx" and (text := file.read_text())]
-  buffers = max(reports, key=len, default="")
-  return CompiledProgram(
-    compiled.as_text(), seconds, compiled.memory_analysis(), buffers, tuple(ptx)
-  )
+
+    def read(suffix: str) -> list[str]:
+      return [path.read_text() for path in sorted(pathlib.Path(folder).glob(f"*{suffix}"))]
+
+    return CompiledProgram(
+      hlo=compiled.as_text(),
+      seconds=seconds,
+      memory=compiled.memory_analysis(),
+      live_ranges=max(read("-live-range.txt"), key=len, default=""),
+      launches=max(read(".thunk_sequence.txt"), key=len, default=""),
+      ptx=tuple(read(".ptx")),
+    )
 
 
 def _target_config(gpu: Gpu) -> str:

@@ -35,20 +35,21 @@ def lower_step(plan: Plan, step: str, devices: list[Any]) -> tuple[Any, str]:
   fp8 = choose_fp8(plan["te_config_cls"], devices[0])
   model = with_fp8(plan["model"], fp8)
   batch = batch_shapes(model, plan.dataset_cfg)
-  with jax.set_mesh(partitioner.mesh):
+  with jax.set_mesh(partitioner.mesh):  # also the parameters' shapes are traced for these devices
     computation = describe_computation(model, fp8) or ""
+    state, specs = plan.state, plan.specs
   if step in ("predict", "score"):
-    return _lower_inference(plan, model, partitioner, batch, step), computation
+    return _lower_inference(model, partitioner, state, specs, batch, step), computation
   make_trainer = plan["trainer_cls"] or functools.partial(
     Trainer, learning_rate_fn=lambda step: jnp.float32(1e-3), num_microbatches=None
   )
   trainer = make_trainer(
     model=model,
-    train_state=plan.state,
+    train_state=state,
     partitioner=partitioner,
     eval_names=[],
     summary_dir=None,
-    train_state_axes=plan.specs,
+    train_state_axes=specs,
     rng=jax.random.PRNGKey(0),
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
@@ -76,14 +77,16 @@ def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
-def _lower_inference(plan: Plan, model: Any, partitioner: Any, batch: Any, step: str) -> Any:
+def _lower_inference(
+  model: Any, partitioner: Any, state: Any, specs: Any, batch: Any, step: str
+) -> Any:
   compute = model.predict_batch_with_aux if step == "predict" else model.score_batch
   takes_rng = "rng" in inspect.signature(compute).parameters
 
   def infer(params: Any, batch: Any, rng: jax.Array) -> Any:
     return compute(params, batch, rng=rng) if takes_rng else compute(params, batch)
 
-  resources = (plan.specs.params, partitioner.data_partition_spec, PartitionSpec())
+  resources = (specs.params, partitioner.data_partition_spec, PartitionSpec())
   partitioned = partitioner.partition(infer, resources, PartitionSpec())
   key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-  return partitioned.lower(plan.state.params, batch, key)
+  return partitioned.lower(state.params, batch, key)

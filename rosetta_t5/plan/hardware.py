@@ -17,7 +17,11 @@ _LINK_EFFICIENCY = 0.8
 
 
 def seconds_on_links(
-  wire_bytes: float, axes: Sequence[str], mesh: Mapping[str, int], gpu: Gpu
+  wire_bytes: float,
+  axes: Sequence[str],
+  mesh: Mapping[str, int],
+  gpu: Gpu,
+  efficiency: float = _LINK_EFFICIENCY,
 ) -> tuple[float, bool]:
   """Returns how long a collective takes, and whether it uses the network between nodes.
 
@@ -29,11 +33,12 @@ def seconds_on_links(
     axes: the mesh axes of the group.
     mesh: the size of each axis, outermost first; the innermost devices are neighbors.
     gpu: the GPU.
+    efficiency: the share of a link's bandwidth that the collective reaches.
   """
   members = members_per_node(axes, mesh)
   leaves_node = math.prod(mesh[axis] for axis in axes) > members
   rate = min(gpu.nvlink, members * gpu.network) if leaves_node else gpu.nvlink
-  return wire_bytes / (rate * _LINK_EFFICIENCY), leaves_node
+  return wire_bytes / (rate * efficiency), leaves_node
 
 
 def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:

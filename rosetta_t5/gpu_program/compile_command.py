@@ -1,0 +1,207 @@
+"""`rosetta-t5 compile RECIPE --gpu h200 --devices N`: the program that N GPUs would run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import importlib.resources
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from rosetta_t5.config import run_from_command_line
+from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.gpu_program import compiler, steps
+from rosetta_t5.gpu_program.kernels import KINDS
+from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind
+from rosetta_t5.gpu_program.summary import Summary, as_json, sum_by_source, summarize
+from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
+from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
+from rosetta_t5.plan.fitting import USABLE
+from rosetta_t5.plan.memory import size_text
+from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE
+
+_USAGE = """\
+Compiles the step of a run for GPUs that this machine need not have, and prints what they would
+execute. No parameter is initialized and no data is read. --gin.NAME=VALUE changes the recipe:
+  rosetta-t5 compile gin/examples/xl_pile_pretrain.gin --gpu h100 --devices 64 \\
+    --mesh '{"fsdp": 64}' --json xl.json
+XLA's flags are those of the launch scripts, and XLA_FLAGS. Times are lower bounds: each kernel at
+the peaks of the GPU's data sheet.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Compiles a step and prints its summary. The arguments are those of `compile --help`."""
+  parser = argparse.ArgumentParser(
+    "rosetta-t5 compile", epilog=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("recipe", nargs="+", metavar="RECIPE")
+  parser.add_argument(
+    "--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s"
+  )
+  parser.add_argument("--devices", type=int, required=True, help="the number of GPUs")
+  parser.add_argument("--mesh", help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
+  parser.add_argument("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
+  parser.add_argument("--top", type=int, default=12, help="lines of the longest lists (default 12)")
+  parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+  parser.add_argument("--hlo", metavar="FILE", help="also write the optimized program to FILE")
+  args, gin = parser.parse_known_args(arguments)
+  if args.devices < 1:
+    parser.error(f"--devices must be at least 1, got {args.devices}")
+  for path in (args.json, args.hlo):  # checked first, because compiling takes minutes
+    if path and not pathlib.Path(path).absolute().parent.is_dir():
+      parser.error(f"the folder of {path} does not exist")
+  compiler.use_compiler_without_gpu()
+  argv = [
+    "rosetta-t5 compile",
+    *(f"--gin_file={path}" for path in args.recipe),
+    "--gin.MODEL_DIR='not made'",
+    *_mesh_bindings(args.mesh),
+    *gin,
+    "--dry_run",
+    f"--devices={args.devices}",
+  ]
+  run_from_command_line(None, argv, functools.partial(_describe, args=args))
+  return 0
+
+
+def _mesh_bindings(mesh: str | None) -> list[str]:
+  """Returns the flags that set a partitioner's mesh, in place of the recipe's."""
+  if not mesh:
+    return []
+  partitioner = "--gin.partitioning.PjitPartitioner"
+  unset = ("num_partitions", "model_parallel_submesh", "ici_mesh_shape", "dcn_mesh_shape")
+  return [f"{partitioner}.mesh={mesh}", *(f"{partitioner}.{name}=None" for name in unset)]
+
+
+def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
+  plan = Plan(resolved)
+  rows = rows_of_sections((*STEP_SECTIONS, flops_rows), plan)
+  if not resolved.problems.messages:
+    rows += rows_of_sections((functools.partial(_program_rows, args=args),), plan)
+  return rows
+
+
+def _program_rows(plan: Plan, args: argparse.Namespace) -> Rows:
+  gpu, options = GPUS[args.gpu], xla_options(args.devices)
+  with compiler.tracing_for(gpu):
+    devices = compiler.gpu_devices(gpu, args.devices)
+    lowered, computation = steps.lower_step(plan, args.step, devices)
+  program = compiler.compile_program(lowered, options)
+  flops = plan.flops[0] if args.step == "train" else None
+  summary = summarize(program, gpu, plan.mesh, plan.dataset_cfg.batch_size, flops)
+  if args.hlo:
+    pathlib.Path(args.hlo).write_text(program.hlo)
+  if args.json:
+    pathlib.Path(args.json).write_text(json.dumps(as_json(summary), indent=1))
+  flags = " ".join(f"--{name}={value}" for name, value in options.items()) or "XLA's defaults"
+  return [
+    ("computes", computation),
+    ("flags", flags),
+    ("compiled", f"the {args.step} step in {program.seconds:.0f} s, for {args.devices} {gpu.name}"),
+    *_memory_rows(summary, args.top),
+    *_kernel_rows(summary, args.top),
+    *_collective_rows(summary, args.top),
+    *_time_rows(summary),
+  ]
+
+
+def xla_options(devices: int) -> dict[str, Any]:
+  """Returns the flags with which the launch scripts start a run on so many GPUs, and XLA_FLAGS."""
+  name = "one_node.txt" if devices <= GPUS_PER_NODE else "many_nodes.txt"
+  folder = importlib.resources.files("t5x.contrib.gpu.scripts_gpu") / "xla_flags"
+  with importlib.resources.as_file(folder / name) as path:
+    flags, _ = assemble_flags(read_flags(path), os.environ.get("XLA_FLAGS", ""))
+  pairs = (flag.removeprefix("--").partition("=") for flag in flags.split())
+  return {name: value or "true" for name, _, value in pairs}
+
+
+def _memory_rows(summary: Summary, top: int) -> Rows:
+  gpu = summary.gpu
+  fits = "fits" if summary.peak <= USABLE * gpu.memory else "DOES NOT FIT"
+  text = (
+    f"{size_text(summary.peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; "
+    f"arguments {size_text(summary.arguments)}, temporaries {size_text(summary.temporaries)}, "
+    f"new outputs {size_text(summary.outputs)}"
+  )
+  groups: collections.Counter[tuple[str, str]] = collections.Counter()
+  counts: collections.Counter[tuple[str, str]] = collections.Counter()
+  for each in summary.live:
+    groups[each.shape, each.source] += each.bytes
+    counts[each.shape, each.source] += 1
+  arrays = [
+    f"  {size_text(size):>8}  {counts[shape, source]:3} × {shape}  {source[:70]}"
+    for (shape, source), size in groups.most_common(top)
+  ]
+  return labeled("memory", [text, *(["when most of it is used:", *arrays] if arrays else [])])
+
+
+def _kernel_rows(summary: Summary, top: int) -> Rows:
+  sums = sum_by_kind(summary.timeline.kernels)
+  total = sum(row["count"] for row in sums.values())
+  lines = [
+    f"{total:.0f} in a step, with their least time:",
+    f"{'kernels':>9} {'TFLOP':>8} {'GB':>8} {'ms':>8}",
+  ]
+  for kind in KINDS:
+    if row := sums.get(kind):
+      lines.append(
+        f"{row['count']:9.0f} {row['flops'] / 1e12:8.2f} {row['bytes'] / 1e9:8.2f} "
+        f"{row['seconds'] * 1e3:8.2f}  {kind}"
+      )
+  slowest = [
+    f"{seconds * 1e3:9.2f} ms  {count:4} × {kind}: {source[:80] or 'the step itself'}"
+    for kind, source, count, seconds in sum_by_source(summary.timeline)[:top]
+  ]
+  resources = [
+    f"{each.name}: {each.registers} registers, {each.spilled} bytes spilled, "
+    f"{each.shared_memory / 1024:.0f} kB shared memory, occupancy {each.occupancy:.0%}"
+    for each in summary.resources
+  ]
+  return [
+    *labeled("kernels", lines),
+    *labeled("longest", slowest),
+    *(labeled("Triton", resources) if resources else []),
+  ]
+
+
+def _collective_rows(summary: Summary, top: int) -> Rows:
+  """Returns a table of the collectives, added up by kind and axes, and the longest waits."""
+  groups: dict[str, list[TimedCollective]] = collections.defaultdict(list)
+  for each in summary.timeline.collectives:
+    link = "network" if each.leaves_node else "NVLink"
+    groups[f"{each.call.kind} over {', '.join(each.call.axes) or 'nothing'} by {link}"].append(each)
+  lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]
+  for name, members in groups.items():
+    calls = sum(each.count for each in members)
+    sent = sum(each.count * each.call.sent for each in members)
+    seconds = sum(each.count * each.seconds for each in members)
+    exposed = sum(each.count * each.exposed for each in members)
+    lines.append(f"{calls:9} {sent / 1e9:8.3f} {seconds * 1e3:8.2f} {exposed * 1e3:8.2f}  {name}")
+  waits = sorted(summary.timeline.collectives, key=lambda each: -each.count * each.exposed)[:top]
+  longest = [
+    f"{each.count * each.exposed * 1e3:9.2f} ms  {each.call.kind} of {size_text(each.call.size)} in "
+    f"{each.call.arrays} arrays, beside {each.overlapping} kernels: {each.call.source[:60]}"
+    for each in waits
+    if each.exposed > 0
+  ]
+  if not groups:
+    return []
+  return [*labeled("sends", lines), *(labeled("waits for", longest) if longest else [])]
+
+
+def _time_rows(summary: Summary) -> Rows:
+  bounds = summary.timeline.seconds_by_bound
+  parts = ", ".join(f"{seconds * 1e3:.1f} ms {bound}" for bound, seconds in bounds.items())
+  speed = summary.sequences_per_second
+  text = f"at most {speed:,.0f} sequences/s, {speed / summary.devices:,.4g} per GPU"
+  if summary.mfu is not None:
+    text += f", an MFU of {summary.mfu:.1%}"
+  return [
+    ("step", f"at least {summary.timeline.seconds * 1e3:.4g} ms, bound by: {parts}"),
+    ("speed", f"{text} (upper bounds: every kernel at the GPU's data sheet)"),
+  ]

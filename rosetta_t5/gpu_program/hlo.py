@@ -1,0 +1,154 @@
+"""Reads XLA's optimized programs (HLO, as text) into computations and instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+  r"\b(?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_BITS = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """The type and shape of an array."""
+
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def bytes(self) -> int:
+    """The bytes of the array; types of less than a byte are rounded up."""
+    bits = _BITS.search(self.dtype)  # such as 16 in bf16 and 8 in f8e4m3fn; `pred` has none
+    return math.ceil(self.size * (int(bits[0]) if bits else 8) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a program.
+
+  Attributes:
+    name: its name in its computation.
+    opcode: what it does, such as `fusion`.
+    arrays: its results.
+    operands: the names of its operands; for a parameter, its number.
+    attributes: the text after the operands.
+  """
+
+  name: str
+  opcode: str
+  arrays: tuple[Array, ...]
+  operands: tuple[str, ...]
+  attributes: str
+
+  @property
+  def bytes(self) -> int:
+    """The bytes of all results."""
+    return sum(array.bytes for array in self.arrays)
+
+  @property
+  def source(self) -> str:
+    """Where the user's program computes it: the path of modules and the primitive, or ""."""
+    return self.text("op_name")
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """The names of the computations that it calls."""
+    return tuple(
+      name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)
+    )
+
+  def text(self, attribute: str) -> str:
+    """Returns the value of an attribute that is a string in quotes; "" if it has none."""
+    found = re.search(rf'\b{attribute}="([^"]*)"', self.attributes)
+    return found[1] if found else ""
+
+  def dimensions(self, attribute: str) -> tuple[int, ...]:
+    """Returns the value of an attribute that lists dimensions, such as {0,1}."""
+    found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
+    return tuple(int(number) for number in found[1].split(",") if number) if found else ()
+
+  @functools.cached_property
+  def backend_config(self) -> dict[str, Any]:
+    """What the GPU backend decided; empty if it is absent or not JSON."""
+    start = self.attributes.find("backend_config={")
+    if start < 0:
+      return {}
+    try:
+      return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
+    except json.JSONDecodeError:
+      return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program: its computations, each with its instructions in the order of the schedule.
+
+  Attributes:
+    computations: name → {name of the instruction: the instruction}.
+    entry: the name of the computation that is called first.
+  """
+
+  computations: dict[str, dict[str, Instruction]]
+  entry: str
+
+  def operands(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields the instructions whose results an instruction uses."""
+    defined = self.computations[computation]
+    return (defined[name] for name in instruction.operands if name in defined)
+
+
+def parse_program(text: str) -> Program:
+  """Returns the program of `compiled.as_text()`.
+
+  Raises:
+    ValueError: the text is not a program.
+  """
+  computations: dict[str, dict[str, Instruction]] = {}
+  entry = ""
+  current: dict[str, Instruction] = {}
+  for line in text.splitlines():
+    if header := _COMPUTATION.match(line):
+      current = computations.setdefault(header[2], {})
+      entry = header[2] if header[1] else entry
+    elif found := _INSTRUCTION.match(line):
+      current[found[1]] = _instruction(*found.groups())
+  if not entry:
+    raise ValueError(f"XLA's program has no ENTRY computation; it begins with {text[:200]!r}")
+  return Program(computations, entry)
+
+
+def _instruction(name: str, shape: str, opcode: str, rest: str) -> Instruction:
+  end = _closing_parenthesis(rest)
+  arrays = tuple(
+    Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
+    for dtype, sizes in _ARRAY.findall(shape)
+  )
+  operands = (rest[:end],) if opcode == "parameter" else tuple(_NAME.findall(rest[:end]))
+  return Instruction(name, opcode, arrays, operands, rest[end + 1 :])
+
+
+def _closing_parenthesis(text: str) -> int:
+  """Returns the position of the parenthesis that closes the list of operands."""
+  depth = 1
+  for position, character in enumerate(text):
+    depth += (character == "(") - (character == ")")
+    if depth == 0:
+      return position
+  return len(text)

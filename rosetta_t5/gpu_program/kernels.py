@@ -1,0 +1,203 @@
+"""Which kernels a GPU program starts, what each computes, and which bytes it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from rosetta_t5.gpu_program.hlo import Instruction, Program
+
+MATMUL = "matmuls (cuBLASLt)"
+FP8_MATMUL = "fp8 matmuls (cuBLASLt)"
+TRITON_MATMUL = "matmuls (Triton)"
+CUDNN_ATTENTION = "cuDNN attention"
+TRITON = "Triton kernels"
+REDUCTION = "reduction fusions"
+LOOP = "loop fusions"
+COPY = "copies and transposes"
+OTHER = "other kernels"
+KINDS = (MATMUL, FP8_MATMUL, TRITON_MATMUL, CUDNN_ATTENTION, TRITON, REDUCTION, LOOP, COPY, OTHER)
+
+# Instructions that start no kernel.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"}
+_FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency"}
+# Reads of a part of an operand.
+_SLICES = ("dynamic-slice", "slice", "gather")
+# Matrix products in each of our Triton kernels and in cuDNN's attention, per tile of logits. The
+# program does not say what a kernel computes.
+_ATTENTION_MATMULS = {
+  "forward": 2,
+  "query_gradient": 3,
+  "key_gradient": 4,
+  "bias_gradient": 2,
+  "fmha": 2,
+  "fmhaBackward": 5,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A kernel of the program.
+
+  Attributes:
+    name: the instruction that starts it.
+    kind: one of `KINDS`.
+    source: what in the model it computes, such as "backward decoder/layers/mlp/wi_0".
+    flops: the floating-point operations of its matmuls.
+    dtype: the type of the matmuls' operands, as XLA writes it; "" without matmuls.
+    bytes: the bytes that it reads from and writes to the GPU's memory, if each operand is read once.
+  """
+
+  name: str
+  kind: str
+  source: str
+  flops: float
+  dtype: str
+  bytes: float
+
+
+def kernel_of(program: Program, computation: str, instruction: Instruction) -> Kernel | None:
+  """Returns the kernel that an instruction starts; None if it starts none."""
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    return None
+  operands = list(program.operands(computation, instruction))
+  flops, dtype = _matmul_flops(program, instruction, operands)
+  return Kernel(
+    name=instruction.name,
+    kind=_kind_of(program, instruction, flops),
+    source=short_source(instruction.source),
+    flops=flops,
+    dtype=dtype,
+    bytes=_bytes_moved(program, instruction, operands),
+  )
+
+
+def short_source(op_name: str) -> str:
+  """Returns XLA's `op_name` without the parts that are the same in all steps, for one line of a table.
+
+  The layers of a stack have the same source, so that their kernels can be added up.
+  """
+  direction = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
+  parts: list[str] = []
+  for part in op_name.split("/"):
+    if "(" in part or "." in part:
+      continue
+    part = re.sub(r"_\d+$", "", part) if part.startswith("layers_") else part
+    if not parts or parts[-1] != part:
+      parts.append(part)
+  return " ".join(word for word in (direction, "/".join(parts)) if word)
+
+
+def _kind_of(program: Program, instruction: Instruction, flops: float) -> str:
+  target = instruction.text("custom_call_target")
+  if "$f8" in target:
+    return FP8_MATMUL
+  if target.startswith("__cublas"):
+    return MATMUL
+  if target.startswith("__cudnn$fmha"):
+    return CUDNN_ATTENTION
+  if "triton" in target:
+    return TRITON
+  if flops:
+    return TRITON_MATMUL if instruction.opcode == "fusion" else MATMUL
+  if instruction.opcode in ("copy", "copy-start", "transpose"):
+    return COPY
+  if instruction.opcode != "fusion":
+    return OTHER
+  inside = list(_fused(program, instruction))
+  if any(fused.opcode == "reduce" for fused in inside):
+    return REDUCTION
+  return COPY if _is_copy(inside) else LOOP
+
+
+def _is_copy(inside: list[Instruction]) -> bool:
+  """Returns whether a fusion only moves and converts elements."""
+  moves = {*_FREE, "copy", "transpose", "convert", "reshape", "slice", "concatenate", "pad"}
+  return all(fused.opcode in moves for fused in inside)
+
+
+def _fused(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+  """Yields all instructions inside a fusion."""
+  for name in instruction.called:
+    for fused in program.computations[name].values():
+      yield fused
+      if fused.opcode == "fusion":
+        yield from _fused(program, fused)
+
+
+def _matmul_flops(
+  program: Program, instruction: Instruction, operands: list[Instruction]
+) -> tuple[float, str]:
+  """Returns the FLOPs of the matmuls in a kernel, and the type of their operands."""
+  target = instruction.text("custom_call_target")
+  if target.startswith("__cublas"):
+    config = instruction.backend_config["gemm_backend_config"]
+    numbers = config["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+    return _dot_flops(instruction, operands[0], [int(number) for number in numbers])
+  if target.startswith("__cudnn$fmha"):
+    logits = instruction.backend_config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]
+    matmuls = _ATTENTION_MATMULS["fmhaBackward" if "Backward" in target else "fmha"]
+    number = math.prod(int(size) for size in logits["dimensions"])
+    return _attention_flops(matmuls, number, operands[0])
+  if "triton" in target:
+    matmuls = next((n for name, n in _ATTENTION_MATMULS.items() if name in instruction.source), 0)
+    q, k = operands[0].arrays[0], operands[1].arrays[0]
+    if not matmuls or len(q.shape) != 4:
+      return 0.0, ""
+    return _attention_flops(matmuls, math.prod(q.shape[:3]) * k.shape[1], operands[0])
+  if instruction.opcode == "dot":
+    return _dot_flops(instruction, operands[0], instruction.dimensions("lhs_contracting_dims"))
+  total, dtype = 0.0, ""
+  for name in instruction.called if instruction.opcode == "fusion" else ():
+    for fused in program.computations[name].values():
+      flops, found = _matmul_flops(program, fused, list(program.operands(name, fused)))
+      total, dtype = total + flops, dtype or found
+  return total, dtype
+
+
+def _dot_flops(
+  dot: Instruction, left: Instruction, contracting: list[int] | tuple[int, ...]
+) -> tuple[float, str]:
+  contracted = math.prod(left.arrays[0].shape[number] for number in contracting)
+  return 2.0 * dot.arrays[0].size * contracted, left.arrays[0].dtype
+
+
+def _attention_flops(matmuls: int, logits: int, query: Instruction) -> tuple[float, str]:
+  """Returns the FLOPs of attention, counted for all logits, also those that a mask excludes."""
+  array = query.arrays[0]
+  return 2.0 * matmuls * logits * array.shape[-1], array.dtype
+
+
+def _bytes_moved(program: Program, instruction: Instruction, operands: list[Instruction]) -> float:
+  """Returns the bytes that a kernel reads and writes; of a slice, only those of the slice."""
+  if instruction.opcode in _SLICES:
+    return 2 * instruction.bytes
+  if instruction.opcode == "dynamic-update-slice":
+    return 2 * operands[1].bytes
+  if instruction.opcode != "fusion" or not instruction.called:
+    is_library = instruction.text("custom_call_target").startswith("__cu")
+    written = [a.bytes for a in instruction.arrays if not (is_library and a.dtype in ("s8", "u8"))]
+    return sum({operand.name: operand.bytes for operand in operands}.values()) + sum(written)
+  fused = program.computations[instruction.called[0]]
+  updates = [i for i in fused.values() if i.opcode == "dynamic-update-slice"]
+  read = sum(_bytes_read(fused, number, op) for number, op in enumerate(operands))
+  written_in_place = sum(update.bytes for update in updates)
+  update_bytes = sum(fused[update.operands[1]].bytes for update in updates)
+  return read + max(instruction.bytes - written_in_place, 0) + update_bytes
+
+
+def _bytes_read(fused: dict[str, Instruction], number: int, operand: Instruction) -> float:
+  """Returns the bytes that a fusion reads of its operand: slices of it, or all."""
+  parameter = next(
+    (i.name for i in fused.values() if i.opcode == "parameter" and i.operands == (str(number),)), ""
+  )
+  users = [i for i in fused.values() if parameter in i.operands and i.opcode != "parameter"]
+  read = 0.0
+  for user in users:
+    if user.opcode in _SLICES and user.operands[0] == parameter:
+      read += user.bytes
+    elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter):
+      return operand.bytes
+  return min(read, operand.bytes)

@@ -1,0 +1,190 @@
+"""The least time that a GPU program can take: each kernel at the peaks of the GPU's data sheet.
+
+A kernel takes at least as long as its matmuls at the peak of the tensor cores, its bytes at the memory
+bandwidth, and its launch, whichever is longest (Williams et al. 2009, "Roofline"). Kernels run one after
+the other in the order of XLA's schedule. Collectives run beside them, from the instruction that starts
+them to the one that waits for them, one at a time. A real run is slower: no kernel reaches its peak.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+from rosetta_t5.gpu_program.collectives import CollectiveCall, collective_of
+from rosetta_t5.gpu_program.hlo import Instruction, Program
+from rosetta_t5.gpu_program.kernels import Kernel, kernel_of
+from rosetta_t5.plan.hardware import seconds_on_links
+from rosetta_t5.telemetry.gpus import Gpu
+
+# The shortest time between the starts of two kernels, and the time of the smallest collective.
+LAUNCH_SECONDS = 2e-6
+COLLECTIVE_SECONDS = 10e-6
+
+MATMULS, MEMORY, LAUNCHES, INTERCONNECT = "matmuls", "memory", "launches", "interconnect"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedKernel:
+  """A kernel, how often a step starts it, the least time of one run, and what bounds that time."""
+
+  kernel: Kernel
+  count: int
+  seconds: float
+  bound: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedCollective:
+  """A collective of a step.
+
+  Attributes:
+    call: the collective.
+    count: how often a step starts it.
+    seconds: the least time of one run.
+    exposed: the part of these seconds in which the kernels wait for it.
+    overlapping: the number of kernels between its start and the wait for it.
+    leaves_node: whether it uses the network between nodes.
+  """
+
+  call: CollectiveCall
+  count: int
+  seconds: float
+  exposed: float
+  overlapping: int
+  leaves_node: bool
+
+
+@dataclasses.dataclass
+class Timeline:
+  """The schedule of a step.
+
+  Attributes:
+    kernels: all kernels, in order.
+    collectives: all collectives, in the order in which they end.
+    seconds: the time of the step.
+  """
+
+  kernels: list[TimedKernel] = dataclasses.field(default_factory=list)
+  collectives: list[TimedCollective] = dataclasses.field(default_factory=list)
+  seconds: float = 0.0
+
+  @property
+  def seconds_by_bound(self) -> dict[str, float]:
+    """What bounds the step: the seconds bound by matmuls, memory, launches and interconnect."""
+    total = dict.fromkeys((MATMULS, MEMORY, LAUNCHES, INTERCONNECT), 0.0)
+    for each in self.kernels:
+      total[each.bound] += each.count * each.seconds
+    total[INTERCONNECT] += sum(each.count * each.exposed for each in self.collectives)
+    return total
+
+
+def time_kernel(kernel: Kernel, gpu: Gpu) -> tuple[float, str]:
+  """Returns the least time of a kernel in seconds, and what bounds it."""
+  bounds = {
+    MATMULS: kernel.flops / gpu.peak(kernel.dtype) if kernel.flops else 0.0,
+    MEMORY: kernel.bytes / gpu.bandwidth,
+    LAUNCHES: LAUNCH_SECONDS,
+  }
+  bound = max(bounds, key=lambda name: bounds[name])
+  return bounds[bound], bound
+
+
+def time_program(program: Program, gpu: Gpu, mesh: Mapping[str, int]) -> Timeline:
+  """Returns the timeline of a program.
+
+  Args:
+    program: the program.
+    gpu: the GPU.
+    mesh: the size of each mesh axis, outermost first.
+  """
+  timeline = Timeline()
+  _Scheduler(program, gpu, mesh, timeline).run(program.entry, 1)
+  timeline.seconds = sum(timeline.seconds_by_bound.values())
+  return timeline
+
+
+@dataclasses.dataclass
+class _Running:
+  """A collective that has been started: when it ends, and the kernels that have started since."""
+
+  call: CollectiveCall
+  seconds: float
+  leaves_node: bool
+  ends: float
+  kernels_before: int
+
+
+class _Scheduler:
+  """Walks through the instructions of a program in the order of its schedule."""
+
+  def __init__(self, program: Program, gpu: Gpu, mesh: Mapping[str, int], timeline: Timeline):
+    self._program, self._gpu, self._mesh, self._timeline = program, gpu, mesh, timeline
+    self._now = 0.0  # the time of the kernels' stream
+    self._links_free = 0.0  # when the links between GPUs are free again
+    self._running: dict[str, _Running] = {}
+
+  def run(self, computation: str, count: int) -> None:
+    """Runs a computation that a step executes `count` times."""
+    for instruction in self._program.computations[computation].values():
+      if instruction.opcode in ("while", "call", "conditional"):
+        for name, times in self._calls(instruction):
+          self.run(name, count * times)
+      elif instruction.opcode.endswith("-done"):
+        self._wait_for(instruction, count)
+      elif call := collective_of(self._program, computation, instruction, self._mesh):
+        self._start(instruction, call, count)
+      elif kernel := kernel_of(self._program, computation, instruction):
+        seconds, bound = time_kernel(kernel, self._gpu)
+        self._timeline.kernels.append(TimedKernel(kernel, count, seconds, bound))
+        self._now += seconds
+
+  def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+    """Yields the computations that an instruction calls, and how often. Of branches, only the last."""
+    if instruction.opcode == "conditional":
+      yield instruction.called[-1], 1
+      return
+    trips = instruction.backend_config.get("known_trip_count", {}).get("n", 1)
+    times = int(trips) if instruction.opcode == "while" else 1
+    for name in instruction.called:
+      yield name, times
+
+  def _start(self, instruction: Instruction, call: CollectiveCall, count: int) -> None:
+    seconds, leaves_node = seconds_on_links(call.sent, call.axes, self._mesh, self._gpu, 1.0)
+    seconds = max(seconds, COLLECTIVE_SECONDS)
+    self._links_free = max(self._now, self._links_free) + seconds
+    started = len(self._timeline.kernels)
+    running = _Running(call, seconds, leaves_node, self._links_free, started)
+    self._running[instruction.name] = running
+    if not instruction.opcode.endswith("-start"):
+      self._end(running, count)
+
+  def _wait_for(self, instruction: Instruction, count: int) -> None:
+    for name in instruction.operands:
+      if running := self._running.pop(name, None):
+        self._end(running, count)
+
+  def _end(self, running: _Running, count: int) -> None:
+    exposed = max(running.ends - self._now, 0.0)
+    self._now += exposed
+    overlapping = len(self._timeline.kernels) - running.kernels_before
+    self._timeline.collectives.append(
+      TimedCollective(
+        running.call, count, running.seconds, exposed, overlapping, running.leaves_node
+      )
+    )
+
+
+def sum_by_kind(kernels: Iterable[TimedKernel]) -> dict[str, dict[str, float]]:
+  """Returns for each kind of kernel its number, FLOPs, bytes and seconds in a step."""
+  sums: dict[str, dict[str, float]] = collections.defaultdict(
+    lambda: dict.fromkeys(("count", "flops", "bytes", "seconds"), 0.0)
+  )
+  for each in kernels:
+    row = sums[each.kernel.kind]
+    row["count"] += each.count
+    row["flops"] += each.count * each.kernel.flops
+    row["bytes"] += each.count * each.kernel.bytes
+    row["seconds"] += each.count * each.seconds
+  return dict(sums)
