@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import Matmul
+from rosetta_t5.networks.layers.dense import MakeMatmul
 from rosetta_t5.networks.t5_config import check_layer_settings, check_one_of
 
 POSITIONS = ("relative", "learned", "rotary")
@@ -87,7 +87,7 @@ class TransformerConfig:
   local_attention_window: int | None = None
   padding_never_follows: bool = False
   scan_layers: bool = False
-  make_product: Callable[[], Matmul] | None = None
+  make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention

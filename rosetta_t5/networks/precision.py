@@ -17,8 +17,9 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.kernels.fp8 import fp8_matmul
-from rosetta_t5.networks.layers.dense import Matmul
+from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
 from rosetta_t5.networks.t5_config import check_one_of
+from rosetta_t5.parallel.sharding_constraints import count_parts
 
 # Ada, Hopper and later have fp8 tensor cores.
 _FIRST_CAPABILITY = 8.9
@@ -81,7 +82,7 @@ class Fp8Choice:
     warning: whether to warn the user that fp8 is off although it is on by default.
   """
 
-  make_product: Callable[[], Matmul] | None
+  make_product: MakeMatmul | None
   text: str
   warning: bool = False
 
@@ -162,21 +163,31 @@ class DelayedScalingMatmul(nn.Module):
 
   The maxima are variables whose gradient is their next value (`_overwrite_with_gradient`). Without
   these variables, as in evaluation, each array is scaled by its own maximum.
+
+  Attributes:
+    axes: the logical axes of the matmul's dimensions.
   """
+
+  axes: tuple[str | None, ...]
 
   @nn.compact
   def __call__(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
     """Returns x·w over the last dimension of x and the first of w."""
     if not self.is_initializing() and OVERWRITE_WITH_GRADIENT not in self.variables:
-      return fp8_matmul(x_NI, w_IO)
+      return _make_current_scaling_matmul(self.axes)(x_NI, w_IO)
     op = nn.Fp8DirectDotGeneralOp(name="fp8")
     return op(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
 
 
-_MAKE_MATMUL: dict[str, Callable[[], Matmul]] = {
-  "current": lambda: fp8_matmul,
+def _make_current_scaling_matmul(axes: tuple[str | None, ...]) -> Matmul:
+  """Returns the fp8 matmul that scales each device's part of its operands separately."""
+  return lambda x_NI, w_IO: fp8_matmul(x_NI, w_IO, count_parts(axes, x_NI.shape + w_IO.shape[1:]))
+
+
+_MAKE_MATMUL: dict[str, MakeMatmul] = {
+  "current": _make_current_scaling_matmul,
   # The name is part of the variables' paths in checkpoints.
-  "delayed": lambda: DelayedScalingMatmul(name="DelayedProduct_0"),
+  "delayed": lambda axes: DelayedScalingMatmul(axes, name="DelayedProduct_0"),
 }
 
 
@@ -184,7 +195,7 @@ def _matmul_dimension_numbers(x_NI: jax.Array) -> tuple:
   return (((x_NI.ndim - 1,), (0,)), ((), ()))
 
 
-def _transformer_engine_matmul(recipe: str) -> Callable[[], Matmul]:
+def _transformer_engine_matmul(recipe: str) -> MakeMatmul:
   """Returns the function that makes a module's matmul with Transformer Engine."""
   if importlib.util.find_spec("transformer_engine") is None:
     raise ValueError(
@@ -197,7 +208,8 @@ def _transformer_engine_matmul(recipe: str) -> Callable[[], Matmul]:
   make_recipe = recipes.Float8CurrentScaling if recipe == "current" else recipes.DelayedScaling
   dot_general_cls = make_dot_general_cls(make_recipe())
 
-  def make_matmul() -> Matmul:
+  def make_matmul(axes: tuple[str | None, ...]) -> Matmul:
+    del axes
     dot_general = dot_general_cls()
     return lambda x_NI, w_IO: dot_general(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
 

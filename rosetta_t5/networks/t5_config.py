@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import Matmul
+from rosetta_t5.networks.layers.dense import MakeMatmul
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "flash")
@@ -62,7 +62,7 @@ class T5Config:
   fuse_qkv_params: bool = False
   attention_kernel: str = "auto"
   remat_policy: str = "none"
-  make_product: Callable[[], Matmul] | None = None
+  make_product: MakeMatmul | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
 

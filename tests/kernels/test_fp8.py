@@ -71,3 +71,34 @@ def test_rows_and_outputs_may_have_several_dimensions():
     split_gradients(jnp.asarray(DY.reshape(6, 8, 3, 8))), gradients(jnp.asarray(DY)), strict=True
   ):
     np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-6)
+
+
+def test_each_part_of_an_array_has_its_own_scale():
+  # With one scale for all parts, e4m3 would round the small ones to zero.
+  parts = (2, 4, 3)
+  rows, inner, outputs = (
+    np.repeat(10.0 ** -np.arange(0, 4 * count, 4, dtype=np.float32), size // count)
+    for count, size in zip(parts, (48, 32, 24), strict=True)
+  )
+  x, w, dy = X * rows[:, None] / inner, W * inner[:, None] * outputs, DY / outputs
+  y, gradients = jax.vjp(lambda x, w: fp8_matmul(x, w, parts), jnp.asarray(x), jnp.asarray(w))
+  y, dx, dw = (np.asarray(array) for array in (y, *gradients(jnp.asarray(dy))))
+  for got, want in (
+    (y / rows[:, None] / outputs, X @ W),
+    (dx / inner, DY @ W.T),
+    (dw * inner[:, None] * outputs, (X * rows[:, None]).T @ DY),
+  ):
+    assert 0.01 < relative_error(got, want) < 0.07
+
+
+def test_rows_and_outputs_with_several_dimensions_may_have_parts():
+  rows, outputs, dy = (
+    X.reshape(2, 24, 32),
+    W.reshape(32, 3, 8),
+    jnp.asarray(DY.reshape(2, 24, 3, 8)),
+  )
+  parts = (2, 3, 4, 1, 2)
+  y, gradients = jax.vjp(lambda x, w: fp8_matmul(x, w, parts), *map(jnp.asarray, (rows, outputs)))
+  dx, dw = gradients(dy)
+  for got, want in ((y, X @ W), (dx, DY @ W.T), (dw, X.T @ DY)):
+    assert 0.01 < relative_error(got.reshape(want.shape), want) < 0.07

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model
 
 from rosetta_t5.bench.harness import model_config
 from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
@@ -163,6 +165,21 @@ def argument_bytes(state, splits, batch, partitioner):
   parts = memory.state_bytes(state, splits, partitioner.mesh.shape)
   examples = sum(value.nbytes for value in batch.values()) // partitioner.data_mesh_size
   return sum(parts.values()) + examples + state.step.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+  "switches", [{}, {"fuse_qkv_params": True, "transpose_batch_sequence": True}]
+)
+def test_a_step_in_fp8_has_no_collectives_that_bfloat16_has_not(switches):
+  counts = []
+  bfloat16 = dataclasses.replace(T5_1_1, dtype="bfloat16", **switches)
+  fp8 = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
+  for config in (bfloat16, dataclasses.replace(bfloat16, make_product=fp8.make_product)):
+    compiled = compiled_step(PjitPartitioner(mesh={"data": 4, "tensor": 2}), config)[0]
+    counts.append(
+      collections.Counter(re.findall(r" (all-\w+|reduce-scatter)\(", compiled.as_text()))
+    )
+  assert counts[0] == counts[1]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +15,14 @@ from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, Matmul, matmul
+from rosetta_t5.networks.layers.dense import (
+  DenseGeneral,
+  Initializer,
+  MakeMatmul,
+  Matmul,
+  matmul,
+  row_axes,
+)
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
 from rosetta_t5.networks.layers.positions import apply_rotary
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
@@ -74,7 +80,7 @@ class MultiHeadDotProductAttention(nn.Module):
   float32_logits: bool = False
   scale_attn_logits: bool = False
   nd_kernel: bool = False
-  make_product: Callable[[], Matmul] | None = None
+  make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
@@ -211,7 +217,11 @@ class MultiHeadDotProductAttention(nn.Module):
     # would have to move them.
     w_DNJ = jnp.stack(kernels, axis=1)
     row_shape = inputs.shape[:-1] if self.transpose_batch_sequence else (-1,)
-    multiply = self.make_product() if self.make_product else matmul
+    multiply: Matmul = matmul
+    if self.make_product:
+      outputs = "heads" if self.nd_kernel else "joined_kv"
+      axes = (*row_axes(self.transpose_batch_sequence), "embed", None, outputs)
+      multiply = self.make_product(axes)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     y = multiply(x_ND, w_DNJ)
     shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)

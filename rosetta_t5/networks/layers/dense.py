@@ -20,6 +20,8 @@ from rosetta_t5.parallel.target_device import target_device
 Initializer = Callable[..., Array]
 # y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+# Called with the logical axes of the dimensions (*N, I, *O), once for each projection.
+MakeMatmul = Callable[[tuple[str | None, ...]], Matmul]
 
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -63,9 +65,9 @@ class DenseGeneral(nn.Module):
       init(key, [*inputs, *outputs], float32, in_axis, out_axis).
     kernel_axes: the logical axes of the kernel's dimensions.
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
-    make_product: called once per projection, it returns the function that multiplies rows by the
-      kernel; None for `matmul`. It may return a linen module, whose state is then stored in this
-      module.
+    make_product: called once per projection, with the logical axes of the matmul's dimensions, it
+      returns the function that multiplies rows by the kernel; None for `matmul`. It may return a
+      linen module, whose state is then stored in this module.
     transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
       dimensions, because flattening them would gather a batch that is split over devices.
     use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
@@ -77,7 +79,7 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   kernel_axes: tuple[str, ...] = ()
   nd_kernel: bool = False
-  make_product: Callable[[], Matmul] | None = None
+  make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
 
@@ -107,7 +109,12 @@ class DenseGeneral(nn.Module):
       return kernel, bias
     row_shape = leading if self.transpose_batch_sequence else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
-    multiply = self.make_product() if self.make_product else self._matmul
+    multiply: Matmul = self._matmul
+    if self.make_product:
+      kernel_axes = self.kernel_axes or (None,) * (len(axes) + 1)
+      input_axis, output_axis = kernel_axes[0], kernel_axes[len(axes) if self.nd_kernel else 1]
+      rows_axes = row_axes(self.transpose_batch_sequence)
+      multiply = self.make_product((*rows_axes, input_axis, output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 
@@ -173,6 +180,11 @@ def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Fl
   return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
 
 
+def row_axes(transpose_batch_sequence: bool) -> tuple[str, ...]:
+  """Returns the logical axes of the rows that a projection multiplies by its kernel."""
+  return ("length", "batch") if transpose_batch_sequence else ("batch",)
+
+
 def activation_axes(last: str, transpose_batch_sequence: bool) -> tuple[str, str, str]:
   """Returns the logical axes of activations whose last dimension is `last`."""
   return ("length", "batch", last) if transpose_batch_sequence else ("batch", "length", last)
@@ -226,7 +238,7 @@ class MlpBlock(nn.Module):
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
   nd_kernel: bool = False
-  make_product: Callable[[], Matmul] | None = None
+  make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
 
