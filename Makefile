@@ -3,18 +3,20 @@
 
 BIN := .venv/bin
 READY := .venv/.ready
+# XLA's GPU compiler has an environment of its own: beside it, jax would look for a GPU at every start.
+GPU_READY := .venv-gpu/.ready
 UV := $(shell command -v uv)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
   && echo $$p && break; done)
 
 ifdef UV
-MAKE_VENV = uv venv --quiet --allow-existing --python '>=3.11,<3.14' .venv
+MAKE_VENV = uv venv --quiet --allow-existing --python '>=3.11,<3.14' $(@D)
 # Without bytecode, the first import of TensorFlow takes twice as long.
-INSTALL = uv pip install --quiet --compile-bytecode --python $(BIN)/python
+INSTALL = uv pip install --quiet --compile-bytecode --python $(@D)/bin/python
 else
-MAKE_VENV = $(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 must be on PATH)) -m venv .venv
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+MAKE_VENV = $(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 must be on PATH)) -m venv $(@D)
+INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 endif
 
 # Two processes, each running whole files in alphabetical order: gin's registry is global to a process.
@@ -23,7 +25,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # passes run as ever. `make test-all` compiles as users do.
 COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: quickstart setup test test-all lint format golden lock clean
+.PHONY: quickstart setup test test-all test-gpu-program gpu-compiler lint format golden lock clean
 
 quickstart: $(READY) ## Train a small T5 on text that this machine already has
 	@$(BIN)/rosetta-t5 quickstart
@@ -35,6 +37,11 @@ test: $(READY) ## Run all tests except the slow ones
 
 test-all: $(READY) ## Run all tests
 	@$(PYTEST) -m ""
+
+test-gpu-program: $(GPU_READY) ## Compile steps for GPUs, which need not be here, and compare with the recorded figures
+	@.venv-gpu/bin/pytest -q -m gpu_program tests/gpu_program
+
+gpu-compiler: $(GPU_READY) ## Install XLA's GPU compiler into .venv-gpu (3 GB)
 
 lint: $(READY) ## Check format, lint and types
 	$(BIN)/ruff format --check .
@@ -53,14 +60,14 @@ lock: ## Lock the newest versions for Python 3.11 to 3.13 (needs uv)
 	  --custom-compile-command 'make lock' --output-file requirements.lock setup.cfg
 
 clean: ## Remove everything that make created, except runs
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # The t5 package requires nightly versions of seqio and TensorFlow Datasets, which overwrite the released
 # ones, so it is installed without its dependencies.
-$(READY): requirements.lock setup.cfg pyproject.toml
-	@echo "Setting up .venv (minutes the first time, less once packages are cached) ..."
-	@test -x $(BIN)/python || $(MAKE_VENV)
-	@$(INSTALL) -r requirements.lock
+$(READY) $(GPU_READY): requirements.lock setup.cfg pyproject.toml
+	@echo "Setting up $(@D) (minutes the first time, less once packages are cached) ..."
+	@test -x $(@D)/bin/python || $(MAKE_VENV)
+	@$(INSTALL) -r requirements.lock $(if $(findstring gpu,$@),"jax[cuda13]")
 	@$(INSTALL) --no-deps t5==0.9.4
 	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import use_abstract_mesh
+
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
 from rosetta_t5.gpu_program import compiler, steps
@@ -22,7 +24,7 @@ from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
-from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE
+from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 
 _USAGE = """\
 Compiles the step of a run for GPUs that this machine need not have, and prints what they would
@@ -80,20 +82,28 @@ def _mesh_bindings(mesh: str | None) -> list[str]:
 
 def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
   plan = Plan(resolved)
-  rows = rows_of_sections((*STEP_SECTIONS, flops_rows), plan)
-  if not resolved.problems.messages:
-    rows += rows_of_sections((functools.partial(_program_rows, args=args),), plan)
-  return rows
+  if resolved.problems.messages:
+    return rows_of_sections(STEP_SECTIONS, plan)
+  gpu = GPUS[args.gpu]
+  partitioner = plan["partitioner"].on_devices(compiler.gpu_devices(gpu, args.devices))
+  resolved.arguments["partitioner"] = partitioner
+  with compiler.tracing_for(gpu), use_abstract_mesh(partitioner.mesh.abstract_mesh):
+    rows = rows_of_sections((*STEP_SECTIONS, flops_rows), plan)
+    return rows if resolved.problems.messages else rows + _program_rows(plan, args, gpu)
 
 
-def _program_rows(plan: Plan, args: argparse.Namespace) -> Rows:
-  gpu, options = GPUS[args.gpu], xla_options(args.devices)
-  with compiler.tracing_for(gpu):
-    devices = compiler.gpu_devices(gpu, args.devices)
-    lowered, computation = steps.lower_step(plan, args.step, devices)
+def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
+  options = xla_options(args.devices)
+  lowered, computation = steps.lower_step(plan, args.step)
   program = compiler.compile_program(lowered, options)
-  flops = plan.flops[0] if args.step == "train" else None
-  summary = summarize(program, gpu, plan.mesh, plan.dataset_cfg.batch_size, flops)
+  summary = summarize(
+    program,
+    gpu,
+    plan.mesh,
+    plan.dataset_cfg.batch_size,
+    flops=plan.flops[0] if args.step == "train" else None,
+    unknown_trips=plan.lengths["decoder"],  # decoding may end earlier
+  )
   if args.hlo:
     pathlib.Path(args.hlo).write_text(program.hlo)
   if args.json:

@@ -91,16 +91,19 @@ def time_kernel(kernel: Kernel, gpu: Gpu) -> tuple[float, str]:
   return bounds[bound], bound
 
 
-def time_program(program: Program, gpu: Gpu, mesh: Mapping[str, int]) -> Timeline:
+def time_program(
+  program: Program, gpu: Gpu, mesh: Mapping[str, int], unknown_trips: int = 1
+) -> Timeline:
   """Returns the timeline of a program.
 
   Args:
     program: the program.
     gpu: the GPU.
     mesh: the size of each mesh axis, outermost first.
+    unknown_trips: how often a loop runs if the program does not say it, as in decoding.
   """
   timeline = Timeline()
-  _Scheduler(program, gpu, mesh, timeline).run(program.entry, 1)
+  _Scheduler(program, gpu, mesh, timeline, unknown_trips).run(program.entry, 1)
   timeline.seconds = sum(timeline.seconds_by_bound.values())
   return timeline
 
@@ -119,8 +122,16 @@ class _Running:
 class _Scheduler:
   """Walks through the instructions of a program in the order of its schedule."""
 
-  def __init__(self, program: Program, gpu: Gpu, mesh: Mapping[str, int], timeline: Timeline):
+  def __init__(
+    self,
+    program: Program,
+    gpu: Gpu,
+    mesh: Mapping[str, int],
+    timeline: Timeline,
+    unknown_trips: int,
+  ):
     self._program, self._gpu, self._mesh, self._timeline = program, gpu, mesh, timeline
+    self._unknown_trips = unknown_trips
     self._now = 0.0  # the time of the kernels' stream
     self._links_free = 0.0  # when the links between GPUs are free again
     self._running: dict[str, _Running] = {}
@@ -145,8 +156,8 @@ class _Scheduler:
     if instruction.opcode == "conditional":
       yield instruction.called[-1], 1
       return
-    trips = instruction.backend_config.get("known_trip_count", {}).get("n", 1)
-    times = int(trips) if instruction.opcode == "while" else 1
+    known = instruction.backend_config.get("known_trip_count", {}).get("n", self._unknown_trips)
+    times = int(known) if instruction.opcode == "while" else 1
     for name in instruction.called:
       yield name, times
 

@@ -18,38 +18,35 @@ from rosetta_t5.training import Trainer
 STEPS = ("train", "eval", "predict", "score")
 
 
-def lower_step(plan: Plan, step: str, devices: list[Any]) -> tuple[Any, str]:
-  """Returns one step of a run lowered for these devices, and its number formats and kernels as text.
+def lower_step(plan: Plan, step: str) -> tuple[Any, str]:
+  """Returns one step of a run, lowered, and its number formats and kernels as text.
 
   Args:
-    plan: the run.
+    plan: the run. The mesh of its partitioner is the one in use (`use_abstract_mesh`).
     step: one of `STEPS`: an optimizer step, the loss of an evaluation, decoding, or scoring.
-    devices: what to compile for.
 
   Raises:
     ValueError: the run has no such step, or its arguments do not fit together.
   """
   if plan["random_seed"] is None or plan["use_hardware_rng"]:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-  partitioner = plan["partitioner"].on_devices(devices)
-  fp8 = choose_fp8(plan["te_config_cls"], devices[0])
+  partitioner = plan["partitioner"]
+  fp8 = choose_fp8(plan["te_config_cls"], partitioner.mesh.devices.flat[0])
   model = with_fp8(plan["model"], fp8)
   batch = batch_shapes(model, plan.dataset_cfg)
-  with jax.set_mesh(partitioner.mesh):  # also the parameters' shapes are traced for these devices
-    computation = describe_computation(model, fp8) or ""
-    state, specs = plan.state, plan.specs
+  computation = describe_computation(model, fp8) or ""
   if step in ("predict", "score"):
-    return _lower_inference(model, partitioner, state, specs, batch, step), computation
+    return _lower_inference(plan, model, batch, step), computation
   make_trainer = plan["trainer_cls"] or functools.partial(
     Trainer, learning_rate_fn=lambda step: jnp.float32(1e-3), num_microbatches=None
   )
   trainer = make_trainer(
     model=model,
-    train_state=state,
+    train_state=plan.state,
     partitioner=partitioner,
     eval_names=[],
     summary_dir=None,
-    train_state_axes=specs,
+    train_state_axes=plan.specs,
     rng=jax.random.PRNGKey(0),
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
@@ -77,16 +74,15 @@ def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
   }
 
 
-def _lower_inference(
-  model: Any, partitioner: Any, state: Any, specs: Any, batch: Any, step: str
-) -> Any:
+def _lower_inference(plan: Plan, model: Any, batch: Any, step: str) -> Any:
   compute = model.predict_batch_with_aux if step == "predict" else model.score_batch
   takes_rng = "rng" in inspect.signature(compute).parameters
 
   def infer(params: Any, batch: Any, rng: jax.Array) -> Any:
     return compute(params, batch, rng=rng) if takes_rng else compute(params, batch)
 
-  resources = (specs.params, partitioner.data_partition_spec, PartitionSpec())
+  partitioner = plan["partitioner"]
+  resources = (plan.specs.params, partitioner.data_partition_spec, PartitionSpec())
   partitioned = partitioner.partition(infer, resources, PartitionSpec())
   key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-  return partitioned.lower(state.params, batch, key)
+  return partitioned.lower(plan.state.params, batch, key)

@@ -83,11 +83,25 @@ class Summary:
 
 
 def summarize(
-  program: CompiledProgram, gpu: Gpu, mesh: Mapping[str, int], batch_size: int, flops: float | None
+  program: CompiledProgram,
+  gpu: Gpu,
+  mesh: Mapping[str, int],
+  batch_size: int,
+  flops: float | None = None,
+  unknown_trips: int = 1,
 ) -> Summary:
-  """Returns the summary of a compiled step; see `Summary` for the arguments."""
+  """Returns the summary of a compiled step.
+
+  Args:
+    program: the compiled step.
+    gpu: see `Summary`, as for the other arguments.
+    mesh: see `Summary`.
+    batch_size: see `Summary`.
+    flops: see `Summary`.
+    unknown_trips: see `time_program`.
+  """
   parsed = parse_program(program.hlo)
-  timeline = time_program(parsed, gpu, mesh)
+  timeline = time_program(parsed, gpu, mesh, unknown_trips)
   sources = {each.kernel.source for each in timeline.kernels if each.kernel.kind == kernels.TRITON}
   names = {part for source in sources for part in source.split("/")}
   memory = program.memory

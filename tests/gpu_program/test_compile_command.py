@@ -1,0 +1,150 @@
+"""The programs that XLA compiles for GPUs are as good as those recorded beside this file.
+
+RECORD=1 make test-gpu-program rewrites the record, to be committed with the change that explains it.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from rosetta_t5.plan.collectives import Collective
+
+HERE = pathlib.Path(__file__).parent
+RECORD = HERE / "recorded.json"
+RECIPE = "gin/examples/small_pile_pretrain.gin"
+DATASET = "--gin.train/utils.DatasetConfig"
+FP8 = [
+  "--gin.train.te_config_cls=@te_helper.TransformerEngineConfig",
+  "--gin.te_helper.TransformerEngineConfig.enabled=1",
+]
+UNPACKED = [f"{DATASET}.pack=False"]
+
+pytestmark = [
+  pytest.mark.gpu_program,
+  pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="XLA's GPU compiler is not installed: make test-gpu-program",
+  ),
+]
+
+
+def kernel(name: str) -> list[str]:
+  return [f"--gin.network.T5Config.attention_kernel='{name}'"]
+
+
+# Name → (GPU, devices, arguments, what the program must contain).
+CASES = {
+  "h200 xla": ("h200", 1, kernel("xla"), ["matmuls (cuBLASLt)"]),
+  "h200 cudnn": ("h200", 1, [*kernel("cudnn"), *UNPACKED], ["cuDNN attention"]),
+  "h200 flash packed": ("h200", 1, kernel("flash"), ["Triton kernels"]),
+  "h200 fp8": ("h200", 1, [*kernel("cudnn"), *UNPACKED, *FP8], ["fp8 matmuls (cuBLASLt)"]),
+  "a100 xla": ("a100", 1, kernel("xla"), ["matmuls (cuBLASLt)"]),
+  "a100 cudnn": ("a100", 1, [*kernel("cudnn"), *UNPACKED], ["cuDNN attention"]),
+  "a100 flash packed": ("a100", 1, kernel("flash"), ["Triton kernels"]),
+  "h200 fsdp": ("h200", 8, [*kernel("flash"), '--mesh={"fsdp": 8}'], ["Triton kernels"]),
+  "h200 tensor fp8": (
+    "h200",
+    8,
+    [*kernel("cudnn"), *UNPACKED, *FP8, '--mesh={"data": 4, "tensor": 2}'],
+    ["fp8 matmuls (cuBLASLt)", "cuDNN attention"],
+  ),
+}
+
+
+@functools.cache
+def compiled(case: str, folder: pathlib.Path) -> dict:
+  """Returns what `rosetta-t5 compile --json` writes for a case."""
+  gpu, devices, arguments, _ = CASES[case]
+  file = folder / f"{case.replace(' ', '_')}.json"
+  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", RECIPE, f"--gpu={gpu}"]
+  command += [f"--devices={devices}", f"--json={file}", f"{DATASET}.batch_size={64 * devices}"]
+  done = subprocess.run(
+    [*command, *arguments], capture_output=True, text=True, check=False, cwd=HERE.parents[1]
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+  return functools.partial(compiled, folder=tmp_path_factory.mktemp("programs"))
+
+
+def figures(result: dict) -> dict:
+  """Returns the figures of a program that are recorded."""
+  kinds = {kind: int(row["count"]) for kind, row in result["kernels_by_kind"].items()}
+  collectives: collections.Counter[str] = collections.Counter()
+  for each in result["collectives"]:
+    collectives[f"{each['kind']} over {' '.join(each['axes'])}"] += each["count"]
+  seconds = sum(each["count"] * each["seconds"] for each in result["collectives"])
+  exposed = sum(each["count"] * each["exposed_seconds"] for each in result["collectives"])
+  return {
+    "temporaries": result["memory"]["temporaries"],
+    "bytes moved": sum(row["bytes"] for row in result["kernels_by_kind"].values()),
+    "kernels": kinds,
+    "collectives": dict(collectives),
+    "share of communication that is hidden": round(1 - exposed / seconds, 3) if seconds else 1.0,
+    "least step in ms": round(result["least_step_seconds"] * 1e3, 3),
+  }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_program_is_as_good_as_the_recorded_one(case, programs):
+  found = figures(programs(case))
+  key = f"{case}, jax {'.'.join(jax.__version__.split('.')[:2])}"
+  recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+  if os.environ.get("RECORD"):
+    RECORD.write_text(json.dumps({**recorded, key: found}, indent=1, sort_keys=True) + "\n")
+    return
+  if key not in recorded:
+    pytest.skip(f"no record for {key}")
+  expected = recorded[key]
+  for name in ("temporaries", "bytes moved", "least step in ms"):
+    assert found[name] <= 1.03 * expected[name], f"{name} of {case} grew: RECORD=1 accepts this"
+  assert found["collectives"] == expected["collectives"]
+  name = "share of communication that is hidden"
+  assert found[name] >= expected[name] - 0.03
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_program_contains_the_kernels_that_were_requested(case, programs):
+  result = programs(case)
+  for kind in CASES[case][3]:
+    assert result["kernels_by_kind"].get(kind, {}).get("count"), result["kernels_by_kind"].keys()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "flash" in case or "fsdp" in case])
+def test_our_attention_kernels_do_not_spill_registers(case, programs):
+  kernels = programs(case)["triton_kernels"]
+  assert kernels
+  assert {each["name"]: each["spilled"] for each in kernels if each["spilled"]} == {}
+
+
+def test_fsdp_scatters_gradients_once_and_gathers_parameters_at_most_twice(programs):
+  """Each in bfloat16 or float32; XLA decides where it converts."""
+  result = programs("h200 fsdp")
+  parameters = 4 * 76_961_152
+  sent: collections.Counter[str] = collections.Counter()
+  for each in result["collectives"]:
+    sent[each["kind"]] += each["count"] * each["sent"]
+  once = Collective("all-gather", ("fsdp",), parameters, "parameters").wire_bytes({"fsdp": 8})
+  scattered = sent["reduce-scatter"] + sent["all-reduce"] / 2
+  assert 0.5 * once <= scattered <= 1.02 * once
+  assert sent["all-gather"] <= 2 * once
+
+
+def test_a_node_that_is_not_full_is_refused():
+  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", RECIPE, "--devices=12"]
+  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
+  assert done.returncode != 0
+  assert "--devices must be at most 8 (one node), or a multiple of 8, got 12" in done.stderr
