@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 from inline_executor import InlineExecutor
 
-from benchmarks import attention_kernels, host_scaling, results_table, roofline
-from rosetta_t5.bench import fp8_comparison, harness
+from benchmarks import attention_kernels, host_scaling, results_table
+from rosetta_t5.bench import fp8_comparison
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
 from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.flops import training_flops_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
@@ -264,24 +263,6 @@ def test_runs_learn_the_same_and_differ_by_rounding(capsys, tmp_path):
   assert "noise 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("size", ["small", "xl"])
-def test_roofline_counts_the_operations_of_t5x_s_formula(size):
-  config = harness.model_config(size)
-  expected = training_flops_of(config, encoder_length=512, decoder_length=128)
-  counted = sum(part.flops for part in roofline.parts(size, 1, (512, 128), fused=False))
-  assert 0.97 < expected / counted < 1.03
-
-
-def test_fused_attention_leaves_scores_out_of_memory():
-  by_xla, fused = (
-    {part.name: part.bytes for part in roofline.parts("base", 128, (512, 128), fused)}
-    for fused in (False, True)
-  )
-  scores = 128 * 12 * 12 * (512 * 512 + 128 * 128 + 128 * 512)
-  assert by_xla.pop("attention") - fused.pop("attention") == 10 * 2 * scores
-  assert by_xla == fused
-
-
 @pytest.mark.parametrize(
   ("arguments", "status", "text"),
   [
@@ -308,10 +289,9 @@ SCRIPTS = {
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
   "results_table": "{folder}",
-  "roofline": "--size=tiny --batch=2",
 }
-# Other tests of this file run these scripts.
-TESTED_APART = {"host_scaling", "train_step"}
+# Other tests run these scripts.
+TESTED_APART = {"gpu_programs", "host_scaling", "train_step"}
 
 
 def test_every_script_is_run_by_these_tests():

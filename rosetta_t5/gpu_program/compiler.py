@@ -69,6 +69,8 @@ def use_compiler_without_gpu() -> None:
   """
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # cuPTI does not load without a driver
   jax.config.update("jax_platforms", "cpu")
+  # A cached program would come without the compiler's reports.
+  jax.config.update("jax_enable_compilation_cache", False)
 
 
 def gpu_devices(gpu: Gpu, count: int) -> list[Any]:

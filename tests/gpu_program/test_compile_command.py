@@ -143,6 +143,15 @@ def test_fsdp_scatters_gradients_once_and_gathers_parameters_at_most_twice(progr
   assert sent["all-gather"] <= 2 * once
 
 
+def test_the_benchmark_tabulates_a_program(tmp_path):
+  command = [sys.executable, "-m", "benchmarks.gpu_programs", f"--results={tmp_path}"]
+  done = subprocess.run(
+    [*command, "--rows", "small"], capture_output=True, text=True, check=False, cwd=HERE.parents[1]
+  )
+  assert done.returncode == 0, done.stderr
+  assert "| small, 1 H200 141 GB, batch 256 |" in done.stdout
+
+
 def test_a_node_that_is_not_full_is_refused():
   command = [sys.executable, "-m", "rosetta_t5.cli", "compile", RECIPE, "--devices=12"]
   done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
