@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 STEP_HEAD = (
-  "row | batch | ms/step | seq/s per device | TFLOP/s | MFU | peak GB | temporaries, GB | "
+  "row | batch | ms/step | at least | seq/s per device | TFLOP/s | MFU | peak GB | temporaries, GB | "
   "as planned | compilation, s | switches | HLO"
 )
 TEMPORARIES = ("temporaries_gb", "planned_temporaries_gb")
@@ -27,6 +27,7 @@ def step_row(name: str, row: dict[str, Any]) -> str:
     name,
     f"{row['batch']} x {row['lengths'][0]}/{row['lengths'][1]}",
     f"{row['step_ms']:.1f}",
+    f"{row['least_ms']:.1f}" if row.get("least_ms") else "",
     f"{row['seq_per_s_per_device']:.1f}",
     f"{row['tflops_per_device']:.1f}",
     f"{row['mfu']:.1%}" if row["mfu"] else "",

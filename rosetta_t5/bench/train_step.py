@@ -31,6 +31,8 @@ from rosetta_t5.bench.harness import (
   report_row,
   time_steps,
 )
+from rosetta_t5.gpu_program.hlo import parse_program
+from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
@@ -40,6 +42,7 @@ from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
+from rosetta_t5.telemetry.gpus import gpu_of
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -155,7 +158,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     hlo={name: count for name, mark in HLO_FACTS.items() if (count := hlo.count(mark))},
     temporaries_gb=compiled.memory_analysis().temp_size_in_bytes / 1e9,
     planned_temporaries_gb=(planned["gradients"] + planned["activations"]) / 1e9,
+    least_ms=_least_milliseconds(hlo, devices),
   )
+
+
+def _least_milliseconds(hlo: str, devices: Sequence[Any]) -> float | None:
+  """Returns the step's time if each kernel reached the GPU's data sheet; None on other devices."""
+  gpu = gpu_of(devices[0].device_kind)
+  if gpu is None:
+    return None
+  return 1e3 * time_program(parse_program(hlo), gpu, {"data": len(devices)}).seconds
 
 
 def switches(args: argparse.Namespace) -> str:
