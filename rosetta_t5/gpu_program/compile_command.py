@@ -25,6 +25,7 @@ from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
+from rosetta_t5.telemetry.user_errors import exit_on_user_error
 
 _USAGE = """\
 Compiles the step of a run for GPUs that this machine need not have, and prints what they would
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
   for path in (args.json, args.hlo):  # checked first, because compiling takes minutes
     if path and not pathlib.Path(path).absolute().parent.is_dir():
       parser.error(f"the folder of {path} does not exist")
+  with exit_on_user_error():
+    compiler.check_installed()
   compiler.use_compiler_without_gpu()
   argv = [
     "rosetta-t5 compile",
