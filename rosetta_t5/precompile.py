@@ -14,6 +14,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
+from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
@@ -30,6 +31,7 @@ def precompile(
   get_dataset_fn: Callable[..., Any] = data.get_dataset,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   trainer_cls: Callable[..., Any] | None = None,
+  te_config_cls: Any = None,
 ) -> None:
   """Lowers and compiles the train step, without initializing or reading parameters.
 
@@ -48,10 +50,13 @@ def precompile(
     verify_matching_vocabs_fn: checks the vocabularies of task and model; None for no check.
     trainer_cls: builds the run's trainer, such as `trainer.Trainer` with a schedule bound; None for
       a trainer with a constant learning rate.
+    te_config_cls: as in `train`: builds the `TransformerEngineConfig` that enables fp8; None for no
+      fp8.
 
   Raises:
     ValueError: the arguments do not fit together.
   """
+  model = with_fp8(model, choose_fp8(te_config_cls))
   if random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   if verify_matching_vocabs_fn is not None:

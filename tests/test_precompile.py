@@ -13,6 +13,7 @@ from tiny_tasks import add_task, byte_model
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.networks.precision import TransformerEngineConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.precompile import precompile
 from rosetta_t5.training import Trainer
@@ -87,3 +88,20 @@ def test_run_uses_the_precompiled_program_and_its_hlo_is_written(tmp_path, progr
   import_seqio().TaskRegistry.remove(TASK)
   new = {path.name for path in set(programs.iterdir()) - compiled}
   assert not [name for name in new if "train_step" in name], "the step was compiled again"
+
+
+@pytest.mark.slow
+def test_a_step_in_fp8_is_precompiled_in_fp8(tmp_path, programs):
+  add_task(TASK)
+  precompile(
+    model=byte_model(),
+    train_dataset_cfg=data.DatasetConfig(
+      TASK, {"inputs": 16, "targets": 12}, split="train", batch_size=8, shuffle=False, seed=0
+    ),
+    partitioner=PjitPartitioner(num_partitions=1),
+    model_dir=str(tmp_path / "out"),
+    random_seed=0,
+    te_config_cls=TransformerEngineConfig(enabled=True, emulate=True),
+  )
+  import_seqio().TaskRegistry.remove(TASK)
+  assert "f8e4m3fn[" in (tmp_path / "out/lowered_hlo_pre_optimization").read_text()
