@@ -1,11 +1,12 @@
 """Fused attention with a learned bias, segments and causality (Pallas, Triton).
 
 No library kernel supports a learned bias together with packed segments, which T5 trains with. The
-logits are never stored: the backward pass recomputes each tile (Dao et al., 2022). The gradient of the
-bias, which is shared by the batch, has a kernel of its own that sums over the batch in registers.
+logits are never stored: the backward pass recomputes each tile (Dao et al., 2022). Tiles that
+causality or segments rule out are neither read nor computed. The gradient of the bias, which is shared
+by the batch, has a kernel of its own that sums over the batch in registers: sums between programs
+would need atomic additions, whose order, and with it the result, differs from run to run.
 
-Padding has segment 0. As in the XLA reference, a query that sees no key attends to all keys equally;
-keys that only pad the last tile are never visible.
+Padding has segment 0. As in the XLA reference, a query that sees no key attends to all keys equally.
 """
 
 from __future__ import annotations
@@ -17,55 +18,79 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from rosetta_t5.kernels.xla_attention import MASKED_LOGIT
+from rosetta_t5.kernels import flash_kernels
+from rosetta_t5.kernels.flash_kernels import Inputs, Residuals, Setting
+from rosetta_t5.kernels.visible_tiles import Segments, TileRange, range_of, visible_tiles
+from rosetta_t5.parallel.target_device import target_device
+from rosetta_t5.telemetry.gpus import gpu_of
 
-# The number of queries and of keys in a tile.
-_BLOCK_T = 64
-_BLOCK_S = 64
 # Tensor cores need at least 16 of every dimension.
 _SMALLEST = 16
-# The segments of the positions that pad the last tile; no query sees a key of this segment.
+# The lengths are padded to a multiple of this, which all tiles divide.
+_LONGEST_TILE = 64
+# The segments of padding inside the kernels, which differ because no query sees padding.
 _NO_KEY = -1
 _NO_QUERY = -2
 
 # The dimensions that a kernel's programs are distributed over. The letters are those of shapes in
-# names: b batch, t query, s key, h head, k head size.
-_GRIDS = {"query": "tbh", "key": "sbh", "bias": "tsh"}
-# The size of a program's block along such a dimension; None is one element, without the dimension.
-_BLOCKS = {"t": _BLOCK_T, "s": _BLOCK_S, "b": None, "h": None}
+# names: b batch, t query, s key, h head, k head size; T and S count tiles of queries and of keys.
+_GRIDS = {"forward": "tbh", "query_gradient": "tbh", "key_gradient": "sbh", "bias_gradient": "tsh"}
+_INPUT_DIMS = Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs")
+_RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
 
 
-class Segments(NamedTuple):
-  """The segment of each query and each key; 0 is padding. A query sees the keys of its own segment."""
+class Launch(NamedTuple):
+  """How a kernel runs.
 
-  query_BT: Int[Array, "B T"]
-  key_BS: Int[Array, "B S"]
+  Attributes:
+    block_t: the number of queries in a tile.
+    block_s: the number of keys in a tile.
+    warps: of a program.
+    stages: how many tiles of the loop are in shared memory at once.
+  """
 
-
-class _Inputs(NamedTuple):
-  """The inputs of all kernels, padded to whole tiles; inside a kernel, references to its blocks."""
-
-  q: Any
-  k: Any
-  v: Any
-  bias: Any
-  query: Any
-  key: Any
+  block_t: int
+  block_s: int
+  warps: int
+  stages: int
 
 
-class _Residuals(NamedTuple):
-  """Further inputs of the backward kernels: the output's gradient and three numbers per query."""
+class Tiling(NamedTuple):
+  """How each kernel runs."""
 
-  do: Any
-  highest: Any
-  total: Any
-  delta: Any
+  forward: Launch
+  query_gradient: Launch
+  key_gradient: Launch
+  bias_gradient: Launch
 
 
-_INPUT_DIMS = _Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs")
-_RESIDUAL_DIMS = _Residuals("bthk", "bht", "bht", "bht")
+# By head size, up to which a row applies, and by whether the tensor cores take their operands from shared
+# memory (Hopper and Blackwell data-center GPUs). Others, and key_gradient everywhere, hold operands or
+# two sums in registers, so that a loop with tiles of 64 would leave room for one program or would spill.
+# benchmarks/results/2026-11-22-flash-kernel.md has the figures of the alternatives.
+_TILINGS = {
+  (64, False): Tiling(
+    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)
+  ),
+  (64, True): Tiling(
+    Launch(64, 64, 4, 2), Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(64, 64, 4, 2)
+  ),
+  (128, False): Tiling(
+    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2), Launch(64, 32, 4, 2)
+  ),
+  (128, True): Tiling(
+    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)
+  ),
+}
+
+
+def tiling_for(size: int, device_kind: str) -> Tiling:
+  """Returns how the kernels run for a head size on a GPU that jax calls `device_kind`."""
+  gpu = gpu_of(device_kind)
+  reads_shared_memory = gpu is not None and gpu.capability[0] in (9, 10)
+  return _TILINGS[64 if size <= 64 else 128, reads_shared_memory]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -94,6 +119,15 @@ def flash_attention(
   return _forward(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments, causal, interpret)[0]
 
 
+class _Run(NamedTuple):
+  """What the kernels of one call share: their tiling, the number of keys, and two arguments."""
+
+  tiling: Tiling
+  keys: int
+  causal: bool
+  interpret: bool
+
+
 def _forward(
   q_BTHK: Array,
   k_BSHK: Array,
@@ -104,33 +138,33 @@ def _forward(
   interpret: bool,
 ) -> tuple[Array, tuple]:
   inputs = _pad_to_tiles(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
-  outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32), ("bht", jnp.float32)]
-  o_BTHK, highest_BHT, total_BHT = _call(
-    _forward_kernel, "query", inputs, None, outputs, causal, interpret
+  run = _Run(
+    tiling_for(inputs.q.shape[3], target_device().device_kind), k_BSHK.shape[1], causal, interpret
   )
-  residuals = (inputs, o_BTHK, highest_BHT, total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
+  outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32)]
+  o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, run)
+  residuals = (inputs, o_BTHK, log2_total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
   return o_BTHK[:, : q_BTHK.shape[1], :, : q_BTHK.shape[3]], residuals
 
 
 def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tuple:
-  inputs, o_BTHK, highest_BHT, total_BHT, (q_shape, k_shape, bias_1HTS) = residuals
+  inputs, o_BTHK, log2_total_BHT, (q_shape, k_shape, bias_1HTS) = residuals
   do_BTHK = _pad_to(do, o_BTHK.shape)
   weighted = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
   delta_BHT = jnp.sum(weighted, axis=-1).transpose(0, 2, 1)
-  backward = _Residuals(do_BTHK, highest_BHT, total_BHT, delta_BHT)
-
-  def call(kernel: Any, grid: str, *outputs: tuple[str, Any]) -> tuple[Array, ...]:
-    return _call(kernel, grid, inputs, backward, outputs, causal, interpret)
-
-  (dq_BTHK,) = call(_query_gradient_kernel, "query", ("bthk", inputs.q.dtype))
-  dk_BSHK, dv_BSHK = call(
-    _key_gradient_kernel, "key", ("bshk", inputs.k.dtype), ("bshk", inputs.v.dtype)
+  arguments = (inputs, Residuals(do_BTHK, log2_total_BHT, delta_BHT))
+  run = _Run(
+    tiling_for(inputs.q.shape[3], target_device().device_kind), k_shape[1], causal, interpret
   )
+
+  (dq_BTHK,) = _call("query_gradient", arguments, [("bthk", inputs.q.dtype)], run)
+  outputs = [("bshk", inputs.k.dtype), ("bshk", inputs.v.dtype)]
+  dk_BSHK, dv_BSHK = _call("key_gradient", arguments, outputs, run)
   dq = dq_BTHK[:, : q_shape[1], :, : q_shape[3]]
   dk, dv = (d[:, : k_shape[1], :, : k_shape[3]] for d in (dk_BSHK, dv_BSHK))
   if bias_1HTS is None:
     return dq, dk, dv, None, None
-  (dbias_HTS,) = call(_bias_gradient_kernel, "bias", ("hts", jnp.float32))
+  (dbias_HTS,) = _call("bias_gradient", arguments, [("hts", jnp.float32)], run)
   dbias = dbias_HTS[None, :, : q_shape[1], : k_shape[1]].astype(bias_1HTS.dtype)
   return dq, dk, dv, dbias, None
 
@@ -138,199 +172,87 @@ def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tup
 flash_attention.defvjp(_forward, _backward)
 
 
-def _visible_logits(
-  q: Array, k: Array, bias: Array | None, segments: tuple, first: tuple, causal: bool
-) -> tuple[Array, Array]:
-  """Returns a tile's logits with T5's mask applied, and which of them have a gradient.
-
-  Args:
-    q: [t, K].
-    k: [s, K].
-    bias: [t, s].
-    segments: those of the queries, [t], and of the keys, [s].
-    first: the positions of the tile's first query and first key.
-    causal: whether a query does not see the keys after it.
-  """
-  logits = plt.dot(q, k, trans_b=True).astype(jnp.float32)
-  if bias is not None:
-    logits += bias.astype(jnp.float32)
-  query, key = segments[0][:, None], segments[1][None, :]
-  visible = (query == key) & (key > 0)
-  if causal:
-    # Triton needs the shape of an iota, so these are not broadcast implicitly.
-    t = first[0] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    s = first[1] + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    visible &= t >= s
-  logits = jnp.where(visible, logits, MASKED_LOGIT)
-  exists = jnp.broadcast_to(key, logits.shape) != _NO_KEY
-  return jnp.where(exists, logits, -jnp.inf), visible
-
-
-def _key_tile(x: _Inputs, s: Array) -> tuple[Array, Array, Array, Array | None]:
-  """Returns the keys, values, segments and bias of tile `s` of the keys."""
-  at = pl.ds(s * _BLOCK_S, _BLOCK_S)
-  return x.k[at], x.v[at], x.key[at], None if x.bias is None else x.bias[:, at]
-
-
-def _forward_kernel(x: _Inputs, o_ref: Any, highest_ref: Any, total_ref: Any, causal: bool) -> None:
-  """Computes one tile of queries with all keys."""
-  t = pl.program_id(0)
-  q, query = x.q[...], x.query[...]
-
-  def one_tile(s: Array, carry: tuple) -> tuple:
-    o, highest, total = carry
-    k, v, key, bias = _key_tile(x, s)
-    logits, _ = _visible_logits(q, k, bias, (query, key), (t * _BLOCK_T, s * _BLOCK_S), causal)
-    new_highest = jnp.maximum(highest, jnp.max(logits, axis=1))
-    shrink = jnp.exp(highest - new_highest)
-    weights = jnp.exp(logits - new_highest[:, None])
-    o = o * shrink[:, None] + plt.dot(weights.astype(v.dtype), v)
-    return o, new_highest, total * shrink + jnp.sum(weights, axis=1)
-
-  carry = (
-    jnp.zeros(q.shape, jnp.float32),
-    jnp.full(q.shape[:1], -jnp.inf, jnp.float32),
-    jnp.zeros(q.shape[:1], jnp.float32),
-  )
-  o, highest, total = jax.lax.fori_loop(0, x.k.shape[0] // _BLOCK_S, one_tile, carry)
-  o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
-  highest_ref[...], total_ref[...] = highest, total
-
-
-def _weights_and_logit_gradient(
-  logits: Array, visible: Array, v: Array, backward: _Residuals
-) -> tuple[Array, Array]:
-  """Returns a tile's softmax and the gradient of its logits, both float32."""
-  do, highest, total, delta = backward
-  weights = jnp.exp(logits - highest[:, None]) / total[:, None]
-  dweights = plt.dot(do, v, trans_b=True).astype(jnp.float32)
-  return weights, jnp.where(visible, weights * (dweights - delta[:, None]), 0.0)
-
-
-def _query_gradient_kernel(x: _Inputs, residuals: _Residuals, dq_ref: Any, causal: bool) -> None:
-  """Computes the gradient of one tile of queries from all keys."""
-  t = pl.program_id(0)
-  q, query, backward = x.q[...], x.query[...], _Residuals(*(ref[...] for ref in residuals))
-
-  def one_tile(s: Array, dq: Array) -> Array:
-    k, v, key, bias = _key_tile(x, s)
-    first = (t * _BLOCK_T, s * _BLOCK_S)
-    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
-    _, dlogits = _weights_and_logit_gradient(logits, visible, v, backward)
-    return dq + plt.dot(dlogits.astype(k.dtype), k)
-
-  dq = jnp.zeros(q.shape, jnp.float32)
-  dq = jax.lax.fori_loop(0, x.k.shape[0] // _BLOCK_S, one_tile, dq)
-  dq_ref[...] = dq.astype(dq_ref.dtype)
-
-
-def _key_gradient_kernel(
-  x: _Inputs, residuals: _Residuals, dk_ref: Any, dv_ref: Any, causal: bool
-) -> None:
-  """Computes the gradients of one tile of keys and values from all queries."""
-  s = pl.program_id(0)
-  k, v, key = x.k[...], x.v[...], x.key[...]
-
-  def one_tile(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-    dk, dv = carry
-    at = pl.ds(t * _BLOCK_T, _BLOCK_T)
-    q, query, bias = x.q[at], x.query[at], None if x.bias is None else x.bias[at, :]
-    backward = _Residuals(*(ref[at] for ref in residuals))
-    first = (t * _BLOCK_T, s * _BLOCK_S)
-    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
-    weights, dlogits = _weights_and_logit_gradient(logits, visible, v, backward)
-    dk += plt.dot(dlogits.astype(q.dtype), q, trans_a=True)
-    dv += plt.dot(weights.astype(backward.do.dtype), backward.do, trans_a=True)
-    return dk, dv
-
-  zeros = jnp.zeros(k.shape, jnp.float32)
-  dk, dv = jax.lax.fori_loop(0, x.q.shape[0] // _BLOCK_T, one_tile, (zeros, zeros))
-  dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
-
-
-def _bias_gradient_kernel(x: _Inputs, residuals: _Residuals, dbias_ref: Any, causal: bool) -> None:
-  """Computes the gradient of one tile of the bias from all examples."""
-  first = (pl.program_id(0) * _BLOCK_T, pl.program_id(1) * _BLOCK_S)
-  bias = x.bias[...]
-
-  def one_example(b: Array, dbias: Array) -> Array:
-    q, k, v, query, key = (ref[b] for ref in (x.q, x.k, x.v, x.query, x.key))
-    backward = _Residuals(*(ref[b] for ref in residuals))
-    logits, visible = _visible_logits(q, k, bias, (query, key), first, causal)
-    return dbias + _weights_and_logit_gradient(logits, visible, v, backward)[1]
-
-  dbias = jnp.zeros(bias.shape, jnp.float32)
-  dbias_ref[...] = jax.lax.fori_loop(0, x.q.shape[0], one_example, dbias)
-
-
-def _call(
-  kernel: Any,
-  grid: str,
-  inputs: _Inputs,
-  residuals: _Residuals | None,
-  outputs: Any,
-  causal: bool,
-  interpret: bool,
-) -> tuple[Array, ...]:
+def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, ...]:
   """Runs a kernel.
 
   Args:
-    kernel: called with references to the inputs, to the residuals if there are any, and to the outputs.
-    grid: the key of `_GRIDS` whose dimensions are distributed over the programs.
-    inputs: arrays, padded to whole tiles.
-    residuals: the further inputs of backward kernels.
+    name: of the kernel, without `_kernel`.
+    arguments: `Inputs` and, for the backward kernels, `Residuals`, padded to whole tiles.
     outputs: the dimensions and the type of each output.
-    causal: passed to the kernel.
-    interpret: whether to run without a GPU.
+    run: what the kernels share.
   """
+  grid, launch = _GRIDS[name], getattr(run.tiling, name)
+  kernel = getattr(flash_kernels, f"{name}_kernel")
+  inputs = arguments[0]
+  work, work_dims = _work(grid[:2], arguments, launch, run.causal)
+  input_dims = _INPUT_DIMS._replace(bias=None) if inputs.bias is None else _INPUT_DIMS
+  dims = (input_dims, _RESIDUAL_DIMS)[: len(arguments)] + work_dims
   batch, length, heads, size = inputs.q.shape
   sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
-  spec = functools.partial(_block_spec, _GRIDS[grid], sizes)
-  input_specs = _Inputs(*map(spec, _INPUT_DIMS))
-  if inputs.bias is None:
-    input_specs = input_specs._replace(bias=None)
-  arguments: list[Any] = [inputs]
-  in_specs: list[Any] = [input_specs]
-  if residuals is not None:
-    arguments.append(residuals)
-    in_specs.append(_Residuals(*map(spec, _RESIDUAL_DIMS)))
+  blocks = {"t": launch.block_t, "s": launch.block_s}
+  spec = functools.partial(_block_spec, grid, sizes, blocks)
+  setting = Setting(launch.block_t, launch.block_s, run.keys, run.causal, run.interpret)
   return pl.pallas_call(
-    functools.partial(kernel, causal=causal),
-    grid=tuple(sizes[dim] // (_BLOCKS[dim] or 1) for dim in _GRIDS[grid]),
-    in_specs=in_specs,
+    functools.partial(kernel, setting=setting),
+    grid=tuple(sizes[dim] // blocks.get(dim, 1) for dim in grid),
+    in_specs=jax.tree.map(spec, dims),
     out_specs=tuple(spec(dims) for dims, _ in outputs),
     out_shape=tuple(
       jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
     ),
-    compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-    interpret=interpret,
-    name=kernel.__name__.strip("_"),
-  )(*arguments)
+    compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+    interpret=run.interpret,
+    name=kernel.__name__,
+  )(*arguments, *work)
 
 
-def _block_spec(grid: str, sizes: dict[str, int], dims: str) -> pl.BlockSpec:
+def _work(grid: str, arguments: tuple, launch: Launch, causal: bool) -> tuple[tuple, tuple]:
+  """Returns the arrays that state which tiles each program of a kernel computes, and their dimensions."""
+  inputs = arguments[0]
+  segments = Segments(inputs.query_segments, inputs.key_segments)
+  visible_BTS = visible_tiles(segments, launch.block_t, launch.block_s, causal)
+  if grid == "tb":
+    return (range_of(visible_BTS),), (TileRange("bT", "bT"),)
+  if grid == "sb":
+    # All heads have the same mask.
+    sees_nothing_BT = jnp.isinf(arguments[1].log2_total[:, 0])
+    tiles = sees_nothing_BT.reshape(sees_nothing_BT.shape[0], -1, launch.block_t)
+    work = (range_of(visible_BTS.transpose(0, 2, 1)), range_of(jnp.any(tiles, axis=-1)))
+    return work, (TileRange("bS", "bS"), TileRange("b", "b"))
+  examples_TSB = jnp.argsort(~visible_BTS, axis=0).astype(jnp.int32).transpose(1, 2, 0)
+  return (examples_TSB, jnp.sum(visible_BTS, axis=0, dtype=jnp.int32)), ("TSb", "TS")
+
+
+def _block_spec(
+  grid: str, sizes: dict[str, int], blocks: dict[str, int], dims: str
+) -> pl.BlockSpec:
   """Returns the block of an array with dimensions `dims` that a program of the grid works on."""
-  block = tuple(_BLOCKS[dim] if dim in grid else sizes[dim] for dim in dims)
+
+  def size(dim: str) -> int | None:
+    # A program has one example, one head and, along T and S, which count tiles, one tile.
+    return blocks.get(dim) if dim.lower() in grid else sizes[dim]
 
   def index(*program: Any) -> tuple:
-    return tuple(program[grid.index(dim)] if dim in grid else 0 for dim in dims)
+    return tuple(program[grid.index(dim.lower())] if dim.lower() in grid else 0 for dim in dims)
 
-  return pl.BlockSpec(block, index)
+  return pl.BlockSpec(tuple(size(dim) for dim in dims), index)
 
 
 def _pad_to_tiles(
   q: Array, k: Array, v: Array, bias_1HTS: Array | None, segments: Segments
-) -> _Inputs:
+) -> Inputs:
   batch, length, heads, size = q.shape
-  length, keys = pl.cdiv(length, _BLOCK_T) * _BLOCK_T, pl.cdiv(k.shape[1], _BLOCK_S) * _BLOCK_S
+  length, keys = (pl.cdiv(n, _LONGEST_TILE) * _LONGEST_TILE for n in (length, k.shape[1]))
   size = max(_SMALLEST, pl.next_power_of_2(size))
-  return _Inputs(
+  query_BT = jnp.where(segments.query_BT > 0, segments.query_BT, _NO_QUERY)
+  key_BS = jnp.where(segments.key_BS > 0, segments.key_BS, _NO_KEY)
+  return Inputs(
     _pad_to(q, (batch, length, heads, size)),
     _pad_to(k, (batch, keys, heads, size)),
     _pad_to(v, (batch, keys, heads, size)),
     None if bias_1HTS is None else _pad_to(bias_1HTS[0], (heads, length, keys)),
-    _pad_to(segments.query_BT, (batch, length), _NO_QUERY),
-    _pad_to(segments.key_BS, (batch, keys), _NO_KEY),
+    _pad_to(query_BT, (batch, length), _NO_QUERY),
+    _pad_to(key_BS, (batch, keys), _NO_KEY),
   )
 
 

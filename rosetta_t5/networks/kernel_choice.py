@@ -12,7 +12,8 @@ from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.flash_attention import Segments, flash_attention
+from rosetta_t5.kernels.flash_attention import flash_attention
+from rosetta_t5.kernels.visible_tiles import Segments
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.parallel.target_device import target_device
 

@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from rosetta_t5.kernels.flash_attention import Segments, flash_attention
+from rosetta_t5.kernels.flash_attention import flash_attention
+from rosetta_t5.kernels.visible_tiles import Segments, range_of, visible_tiles
 from rosetta_t5.kernels.xla_attention import xla_attention
 
 
-def make_case(batch, queries, keys, size, bias, causal):
+def make_case(batch, queries, keys, size, bias, causal, sort=True):
   """Returns operands, the gradient of the result, segments and the equivalent mask."""
   rng = np.random.default_rng(7)
 
   def segments(length):
     # Rows have two examples and padding; the first row has only one example.
-    ids = np.sort(rng.integers(0, 3, (batch, length)))[:, ::-1]
+    ids = rng.integers(0, 3, (batch, length))
+    ids = np.sort(ids)[:, ::-1] if sort else ids
     ids[0] = np.minimum(ids[0], 1)
     return np.ascontiguousarray(ids, np.int32)
 
@@ -43,12 +45,13 @@ CASES = {
   "short, bias": (3, 10, 10, 4, True, False),
   "long, causal, bias": (2, 70, 70, 16, True, True),
   "cross, no bias": (2, 20, 130, 8, False, False),
+  "segments and padding in any order": (2, 70, 130, 8, True, False, False),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_equal_the_reference(case):
-  causal = CASES[case][-1]
+  causal = CASES[case][5]
   operands, do, segments, mask = make_case(*CASES[case])
 
   @jax.jit
@@ -72,6 +75,60 @@ def test_results_and_gradients_equal_the_reference(case):
   np.testing.assert_allclose(got, want, atol=5e-6)
   for mine, theirs in zip(gradients(jnp.asarray(do, jnp.float32)), want_gradients, strict=True):
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_tiles_without_a_visible_pair_are_not_read():
+  length = 128
+  operands, do, _, _ = make_case(3, length, length, 8, True, True)
+  first, last = slice(0, length // 2), slice(length // 2, length)
+  # The first row is two examples, of which the second is NaN. The others are one example, whose last half
+  # is hidden by causality, and padding.
+  ids = np.ones((3, length), np.int32)
+  ids[0, last], ids[2] = 2, 0
+  for x in (*operands[:3], do):
+    x[0, last] = np.nan
+  operands[1][1, last] = operands[2][1, last] = np.nan
+
+  def fused(*operands):
+    return flash_attention(*operands, Segments(jnp.asarray(ids), jnp.asarray(ids)), True, True)
+
+  out, gradients = jax.vjp(jax.jit(fused), *(jnp.asarray(x, jnp.float32) for x in operands))
+  dq, dk, dv, dbias = gradients(jnp.asarray(do, jnp.float32))
+  assert np.isfinite(np.asarray(out[:2, first])).all()
+  assert np.isnan(np.asarray(out[:2, last])).any(axis=(1, 2, 3)).all()
+  assert np.isfinite(np.asarray(dq[:2, first])).all()
+  assert np.isfinite([x[0, first] for x in (dk, dv)]).all()
+  assert np.isfinite(np.asarray(dbias[..., first, first])).all()
+  np.testing.assert_array_equal(dbias[..., first, last], 0)
+
+
+def packed(*lengths):
+  """Returns the segments of a row of examples with these lengths."""
+  return jnp.asarray(np.repeat(np.arange(len(lengths)) + 1, lengths), jnp.int32)[None]
+
+
+@pytest.mark.parametrize(
+  ("row", "tiles", "causal_tiles"),
+  [
+    (packed(512), 64, 36),
+    (packed(256, 256), 32, 20),
+    (packed(128, 128, 128, 128), 16, 12),
+    # An example that begins inside a tile shares that tile with the one before it.
+    (packed(200, 312), 40, 24),
+    (packed(100, 150, 130, 132), 28, 18),
+    # Padding is not computed.
+    (packed(256, 256) % 2, 16, 10),
+  ],
+)
+def test_packed_rows_and_causality_leave_the_tiles_on_the_diagonal(row, tiles, causal_tiles):
+  for causal, expected in ((False, tiles), (True, causal_tiles)):
+    visible = visible_tiles(Segments(row, row), 64, 64, causal)
+    mask = (row[0, :, None] == row) & (row > 0)
+    mask &= jnp.tri(512, dtype=bool) | (not causal)
+    needed = mask.reshape(8, 64, 8, 64).any((1, 3))
+    assert not (needed & ~visible[0]).any()
+    first, end = range_of(visible)
+    assert jnp.sum(end - first) == jnp.sum(visible) == expected
 
 
 def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():

@@ -1,0 +1,66 @@
+"""Which tiles of attention's logits can contain a visible pair of a query and a key."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+class Segments(NamedTuple):
+  """The segment of each query and each key; 0 is padding. A query sees the keys of its own segment."""
+
+  query_BT: Int[Array, "B T"]
+  key_BS: Int[Array, "B S"]
+
+
+class TileRange(NamedTuple):
+  """A range of tiles, from `first` to before `end`, for each tile of the other side; both int32.
+
+  A program of a kernel computes the tiles of its range.
+  """
+
+  first: Array
+  end: Array
+
+
+def visible_tiles(
+  segments: Segments, block_t: int, block_s: int, causal: bool
+) -> Bool[Array, "B queries keys"]:
+  """Returns which tiles of `block_t` queries and `block_s` keys must be computed.
+
+  The others have no visible pair. A tile is assumed to contain all segments between its lowest and its
+  highest, which is exact for packed rows, whose segments increase. Padding sees nothing.
+
+  Args:
+    segments: of whole tiles; padding is 0 or less.
+    block_t: the number of queries in a tile.
+    block_s: the number of keys in a tile.
+    causal: whether a query does not see the keys after it.
+  """
+  lowest_q, highest_q = _segment_bounds(segments.query_BT, block_t)
+  lowest_k, highest_k = _segment_bounds(segments.key_BS, block_s)
+  visible = (lowest_q[:, :, None] <= highest_k[:, None]) & (
+    lowest_k[:, None] <= highest_q[:, :, None]
+  )
+  if causal:
+    last_query = (jnp.arange(visible.shape[1]) + 1) * block_t - 1
+    first_key = jnp.arange(visible.shape[2]) * block_s
+    visible &= last_query[None, :, None] >= first_key[None, None]
+  return visible
+
+
+def range_of(visible: Bool[Array, "*batch tiles"]) -> TileRange:
+  """Returns the range from the first to the last tile of the last axis that is visible."""
+  tiles = visible.shape[-1]
+  after_last = tiles - jnp.argmax(visible[..., ::-1], axis=-1)
+  end = jnp.where(jnp.any(visible, axis=-1), after_last, 0)
+  return TileRange(jnp.argmax(visible, axis=-1).astype(jnp.int32), end.astype(jnp.int32))
+
+
+def _segment_bounds(ids: Array, block: int) -> tuple[Array, Array]:
+  """Returns the lowest and the highest segment of each tile; they exclude each other for padding."""
+  tiles = ids.reshape(ids.shape[0], -1, block)
+  lowest = jnp.min(jnp.where(tiles > 0, tiles, jnp.iinfo(ids.dtype).max), axis=-1)
+  return lowest, jnp.max(jnp.maximum(tiles, 0), axis=-1)
