@@ -17,7 +17,7 @@ from rosetta_t5.memory_advice.suggestions import (
 )
 from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
 from rosetta_t5.plan.fitting import possible_microbatches
-from rosetta_t5.plan.memory import activation_bytes, state_bytes, step_memory
+from rosetta_t5.plan.memory import StateMemory, state_bytes
 from rosetta_t5.plan.workload import Workload, batch_workload
 
 _FULL_REMAT = ("full", "nothing_saveable")
@@ -49,18 +49,18 @@ def explain_out_of_memory(
     if trainer is None:
       now: Mapping[str, float] = state_bytes(state, specs, mesh)
       return advice_lines(now, _state_changes(work, now))
-    now = step_memory(state, specs, work)
-    return advice_lines(now, [*_activation_changes(work, now), *_state_changes(work, now)])
+    memory = StateMemory.of(state, specs, work)
+    now = memory.step(work)
+    return advice_lines(now, [*_activation_changes(work, memory), *_state_changes(work, now)])
 
   return explain_with(advice, "Smaller batches, more microbatches or more devices would help.")
 
 
-def _activation_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:
+def _activation_changes(work: Workload, memory: StateMemory) -> Iterator[Change]:
   """Yields the changes with which less is kept for the backward pass."""
-  fixed = sum(now.values()) - now.get("activations", 0.0)
 
   def needed(changed: Workload) -> float:
-    return fixed + (activation_bytes(changed) or 0)
+    return sum(memory.step(changed).values())
 
   def change(changed: Workload, line: str) -> Change:
     return Change(needed(work) - needed(changed), line)

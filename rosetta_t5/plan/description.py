@@ -21,6 +21,7 @@ from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
 from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, workload_of
 from rosetta_t5.telemetry.flops import flops_of_lengths
+from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.telemetry.model_info import count_parameters
 
 
@@ -60,6 +61,7 @@ class Plan:
   """A resolved run, and what follows from it."""
 
   resolved: ResolvedRun
+  gpu: Gpu = fitting.GPU
 
   def __getitem__(self, name: str) -> Any:
     """Returns an argument of the run; None if it is absent."""
@@ -114,11 +116,24 @@ class Plan:
     return self.trainer_settings.get("num_microbatches") or 1
 
   @property
+  def fp8(self) -> bool:
+    """Whether the run computes in fp8 on `gpu`."""
+    make_config = self["te_config_cls"]
+    requested = False if make_config is None else make_config().requested
+    return self.gpu.fp8 is not None if requested is None else requested
+
+  @property
   def work(self) -> Workload:
     """What a training step computes."""
     batch_size = self.dataset_cfg.batch_size
     return workload_of(
-      self["model"], self["partitioner"], self.lengths, batch_size, self.mesh, self.microbatches
+      self["model"],
+      self["partitioner"],
+      self.lengths,
+      batch_size,
+      self.mesh,
+      self.microbatches,
+      self.fp8,
     )
 
   @property

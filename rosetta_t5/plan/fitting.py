@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rosetta_t5.plan.memory import activation_bytes, size_text, step_memory
+from rosetta_t5.plan.memory import StateMemory, size_text
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.telemetry.gpus import GPUS
 
@@ -26,25 +26,29 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
     specs: the same tree with a PartitionSpec for each array.
     work: what the step computes.
   """
-  now = step_memory(state, specs, work)
-  limit = USABLE * GPU.memory
-  if "activations" not in now or sum(now.values()) <= limit:
+  memory = StateMemory.of(state, specs, work)
+  now, limit = memory.step(work), USABLE * GPU.memory
+  if "activations" not in now or _total(now) <= limit:
     return []
-  fixed = sum(now.values()) - now["activations"]
   is_known = hasattr(work.config, "remat_policy") and work.policy in _POLICIES
   policies = _POLICIES[_POLICIES.index(work.policy) :] if is_known else (work.policy,)
   lines: list[str] = []
-  fewest = int(work.examples) + 1
+  least, fewest = now, int(work.examples) + 1
   for policy in policies:
     # A policy that costs more must need fewer microbatches.
     for number in [n for n in possible_microbatches(work) if n < fewest]:
       option = work.replace(microbatches=number, remat_policy=policy)
-      needed = fixed + (activation_bytes(option) or 0)
-      if needed <= limit:
-        lines.append(f"{_changes_text(work, option)}: about {size_text(needed)}")
+      needed = memory.step(option)
+      least = min(least, needed, key=_total)
+      if _total(needed) <= limit:
+        lines.append(f"{_changes_text(work, option)}: about {size_text(_total(needed))}")
         fewest = number
         break
-  return lines or [_sharding_advice(now, fixed)]
+  return lines or [_sharding_advice(least)]
+
+
+def _total(parts: Mapping[str, float]) -> float:
+  return sum(parts.values())
 
 
 def _changes_text(work: Workload, option: Workload) -> str:
@@ -63,9 +67,10 @@ def possible_microbatches(work: Workload) -> Iterator[int]:
   return (number for number in numbers if work.examples % number == 0)
 
 
-def _sharding_advice(now: Mapping[str, float], fixed: float) -> str:
-  names = ", ".join(name for name in now if name != "activations")
+def _sharding_advice(least: Mapping[str, float]) -> str:
+  state = {name: least[name] for name in ("params", "optimizer", "gradients") if name in least}
   return (
-    f"microbatches and rematerialization do not suffice: {size_text(fixed)} are {names}. Shard them "
-    'over devices: partitioning.PjitPartitioner.mesh = {"fsdp": …}, or num_partitions'
+    f"microbatches and rematerialization do not suffice: {size_text(_total(state))} are "
+    f"{', '.join(state)}. Shard them over devices: "
+    'partitioning.PjitPartitioner.mesh = {"fsdp": …}, or num_partitions'
   )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from rosetta_t5.parallel.mesh_axes import FSDP_AXIS
+from rosetta_t5.plan.activations import (
+  attention_bias_copies,
+  kept_by_layer,
+  kept_outside_layers,
+  temporary_by_layer,
+)
 from rosetta_t5.plan.workload import Workload
 
-_KEEP_NOTHING = ("full", "nothing_saveable")
-_KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
+# Parameters of lookups and of the output layer.
+_ALWAYS_LISTED = ("gradients", "activations")
+_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense")
 
 
 def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -50,42 +60,164 @@ def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
   return math.prod(mesh[name] for name in names if name is not None)
 
 
-def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
-  """Returns the bytes per device of the parts of a training step.
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+  """The bytes per device of a step's gradients, by what they are the gradients of.
 
-  The parts are "params", "optimizer", "gradients" and, unless the network is unknown, "activations".
+  XLA keeps the gradient of a kernel in the compute dtype, and those of the tables (the embeddings and
+  the output layer) in float32.
+  """
+
+  tables: float
+  encoder: float
+  decoder: float
+
+
+def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: int) -> Gradients:
+  """Returns the bytes per device of the gradients.
+
+  Args:
+    params: the shapes of the parameters.
+    specs: the same tree with a PartitionSpec for each.
+    mesh: the size of each mesh axis.
+    itemsize: the bytes of a number in the compute dtype.
+  """
+  totals = {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
+  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  for (path, param), spec in zip(leaves, all_specs, strict=True):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    size = array_bytes(param, spec, mesh)
+    if _TABLES.search(name):
+      totals["tables"] += size
+    else:
+      side = "encoder" if "encoder" in name.split("/") else "decoder"
+      totals[side] += size * itemsize / param.dtype.itemsize
+  return Gradients(**totals)
+
+
+def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
+  """Returns the bytes per device of the parts of a training step, when it needs most.
+
+  The parts are "params", "optimizer", "gradients" and, unless the network is unknown, "activations"
+  and, if they exist at that moment, "logits".
 
   Args:
     state: the train state's shapes.
     specs: the same tree with a PartitionSpec for each array.
     work: what the step computes.
   """
-  parts = state_bytes(state, specs, work.mesh)
-  parts["gradients"] = parts["params"]
-  activations = activation_bytes(work)
-  return parts if activations is None else {**parts, "activations": activations}
+  return StateMemory.of(state, specs, work).step(work)
 
 
-def activation_bytes(work: Workload) -> int | None:
-  """Estimates the bytes per device that a training step keeps for its backward pass; None if unknown.
+@dataclasses.dataclass(frozen=True)
+class StateMemory:
+  """The part of a step's memory that depends on the train state and the mesh only.
 
-  They hold the inputs of each layer's matmuls and nonlinearities in the compute dtype, the attention
-  probabilities, and the logits with their gradient in float32. With rematerialization they hold only
-  what its policy keeps, and one layer that is recomputed. In practice, XLA recomputes some of these
-  arrays in any case, and needs memory for temporary ones.
+  Attributes:
+    held: the bytes per device of "params" and "optimizer".
+    gradients: the bytes per device of the gradients; None if the network is unknown.
   """
-  try:
-    layers = work.layers
-    vocabulary = work.config.vocab_size / work.model_shards
-    encoder, decoder = _numbers_kept_per_layer(work, "none")
-    kept_encoder, kept_decoder = _numbers_kept_per_layer(work, work.policy)
-  except AttributeError:
+
+  held: dict[str, float]
+  gradients: Gradients | None
+
+  @classmethod
+  def of(cls, state: Any, specs: Any, work: Workload) -> StateMemory:
+    """Returns the memory of a train state; see `step_memory`."""
+    held = state_bytes(state, specs, work.mesh)
+    if not is_known(work):
+      return cls(held, None)
+    return cls(held, gradient_bytes(state.params, specs.params, work.mesh, work.itemsize))
+
+  def step(self, work: Workload) -> dict[str, float]:
+    """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
+    if self.gradients is None:
+      return {**self.held, "gradients": self.held["params"]}
+    return {**self.held, **temporary_bytes(self.held["params"], self.gradients, work)}
+
+
+def temporary_bytes(params: float, gradients: Gradients, work: Workload) -> dict[str, float]:
+  """Returns the bytes per device that a step needs besides the train state, when it needs most.
+
+  That is at one of these moments: when the gradient of the logits exists, at the beginning of the
+  decoder's or of the encoder's backward pass, or when all gradients exist.
+
+  Args:
+    params: the bytes of the parameters.
+    gradients: the bytes of their gradients.
+    work: what the step computes.
+  """
+  return max(_moments(params, gradients, work), key=lambda parts: sum(parts.values()))
+
+
+def activation_bytes(work: Workload) -> float | None:
+  """Returns the bytes per device of the activations and logits; None if the network is unknown."""
+  if not is_known(work):
     return None
-  kept = layers["encoder"] * kept_encoder + layers["decoder"] * kept_decoder
-  recomputed = max(encoder, decoder) if work.policy != "none" else 0.0
-  logits = 2 * 4 * _logit_positions(work) * vocabulary
+  return sum(temporary_bytes(0.0, Gradients(0.0, 0.0, 0.0), work).values())
+
+
+def is_known(work: Workload) -> bool:
+  """Returns whether the network has the sizes from which activations can be computed."""
+  names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "mlp_activations")
+  return all(hasattr(work.config, name) for name in names)
+
+
+def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[dict[str, float]]:
+  """Yields what exists at each moment that may need the most memory."""
   examples = work.examples / work.microbatches
-  return int(examples * ((kept + recomputed) * work.itemsize + logits))
+  per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
+  kept = {side: examples * per_layer[side] * work.layers[side] for side in work.lengths}
+  temporary = {side: examples * per_temporary[side] for side in work.lengths}
+  ends = examples * kept_outside_layers(work) + attention_bias_copies(work)
+  logits = examples * work.config.vocab_size / work.model_shards * _logit_positions(work)
+  copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
+  forward = sum(kept.values()) + ends + sum(copies.values())
+  # Microbatches are added up in float32. XLA sets the gradients of lookups to zero early.
+  total = gradients.tables + (params if work.microbatches > 1 else 0.0)
+
+  def moment(activations: float, side: str, logits: float = 0.0) -> dict[str, float]:
+    parts = {"gradients": total, "activations": activations, "logits": logits}
+    parts["gathered parameters"] = gathered["tables"] + gathered[side]
+    return {name: size for name, size in parts.items() if size or name in _ALWAYS_LISTED}
+
+  yield moment(forward, "decoder", 2 * 4 * logits)
+  yield moment(forward + temporary["decoder"], "decoder")
+  total += gradients.decoder
+  if "encoder" in work.lengths:
+    yield moment(kept["encoder"] + copies["encoder"] + temporary["encoder"], "encoder")
+  total += gradients.encoder
+  yield moment(0.0, "tables")
+
+
+def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
+  """Returns the bytes of the parameters that are gathered over `fsdp` at one time."""
+  shards = work.mesh.get(FSDP_AXIS, 1)
+  if shards == 1:
+    return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
+  # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
+  # which XLA gathers well before their backward pass, so that communication overlaps.
+  return {
+    "tables": 1.5 * shards * gradients.tables,
+    "encoder": shards * gradients.encoder,
+    "decoder": shards * gradients.decoder,
+  }
+
+
+def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
+  """Returns the bytes of the kernels that are kept in the type in which they are multiplied."""
+  # Rematerialized layers convert them again. The gradients have the compute dtype.
+  if work.policy != "none" or work.itemsize == 4:
+    return {"encoder": 0.0, "decoder": 0.0}
+  size = 1 / work.itemsize if work.fp8 else 1.0
+  return {"encoder": gradients.encoder * size, "decoder": gradients.decoder * size}
+
+
+def _logit_positions(work: Workload) -> int:
+  """Returns the number of target positions whose logits exist at the same time."""
+  target = work.lengths["decoder"]
+  return min(work.loss_chunk_length or target, target)
 
 
 def inference_bytes(work: Workload) -> dict[str, float]:
@@ -99,62 +231,28 @@ def inference_bytes(work: Workload) -> dict[str, float]:
     AttributeError: the network is unknown.
   """
   target = work.lengths["decoder"]
-  encoder, decoder = _numbers_kept_per_layer(work, "none")
+  layer = kept_by_layer(work, "none")
   # XLA overwrites the logits with log probabilities, unless devices must communicate for them.
   copies = 1 + (work.model_shards > 1)
   position_logits = copies * 4 * work.examples * work.config.vocab_size / work.model_shards
   if work.decodes is None:
     return _largest(
-      {"activations": work.examples * work.itemsize * max(encoder, decoder)},
+      {"activations": work.examples * max(layer.values())},
       {"logits": position_logits * _logit_positions(work)},
     )
   cached = target * work.decodes * (1 + (work.decodes > 1)) + work.lengths.get("encoder", 0)
   heads = work.config.num_heads / work.model_shards
   key_and_value = 2 * heads * work.config.head_dim * work.itemsize
-  prompt = work.examples * work.itemsize * (encoder if "encoder" in work.lengths else decoder)
+  prompt = work.examples * layer["encoder" if "encoder" in work.lengths else "decoder"]
   cache = work.examples * cached * key_and_value * work.layers["decoder"]
   return _largest(
     {"activations": prompt}, {"keys and values": cache, "logits": position_logits * work.decodes}
   )
 
 
-def _logit_positions(work: Workload) -> int:
-  """Returns the number of target positions whose logits exist at the same time."""
-  target = work.lengths["decoder"]
-  return min(work.loss_chunk_length or target, target)
-
-
 def _largest(*phases: dict[str, float]) -> dict[str, float]:
   """Returns the phase that needs the most memory."""
   return max(phases, key=lambda phase: sum(phase.values()))
-
-
-def _numbers_kept_per_layer(work: Workload, policy: str) -> tuple[float, float]:
-  """Returns how many numbers a layer of the encoder and one of the decoder keep for one example."""
-  config, shards = work.config, work.model_shards
-  heads, units = config.num_heads / shards, config.mlp_dim / shards
-  inner, branches = heads * config.head_dim, len(config.mlp_activations)
-  target, source = work.lengths["decoder"], work.lengths.get("encoder", 0)
-  # If `embed` is sharded, XLA keeps the gathered activations, unless they are rematerialized.
-  is_split = work.activation_split == "length" or (
-    work.activation_split == "embed" and policy != "none"
-  )
-  residual = config.emb_dim / shards if is_split else config.emb_dim
-  # Each block has a normalized input, gathered for its matmuls, and the float32 input of the norm.
-  normed = config.emb_dim + residual * 4 / work.itemsize
-  mlp, attention, cross = normed + units * (branches + 1), normed + 4 * inner, normed + 2 * inner
-  pairs = 2 * heads  # the attention probabilities, and their logits
-  if policy in _KEEP_NOTHING:
-    return source * residual, (target + source) * residual
-  if policy in _KEEP_MATMULS:
-    # The results of matmuls with parameters, and if all matmuls are kept, those of attention too.
-    mlp, attention, cross = residual + units * branches, 3 * inner + 2 * residual, inner + residual
-    pairs = heads if policy == "dots_saveable" else 0
-  encoder = source * (attention + mlp) + pairs * source * source
-  decoder = target * (attention + mlp) + pairs * target * target
-  if source:
-    decoder += target * cross + source * 2 * inner + pairs * target * source
-  return encoder, decoder
 
 
 def size_text(number: float) -> str:

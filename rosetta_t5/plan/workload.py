@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,8 @@ class Workload:
     remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the policy of
       the network's config.
     decodes: the beams or samples per example of a prediction; None for training and scoring.
+    fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
+    kernel: the attention kernel; None for that of the network's config.
   """
 
   config: Any
@@ -47,6 +50,8 @@ class Workload:
   loss_chunk_length: int | None = None
   remat_policy: str | None = None
   decodes: int | None = None
+  fp8: bool = False
+  kernel: str | None = None
 
   @property
   def model_shards(self) -> int:
@@ -70,6 +75,12 @@ class Workload:
     """The rematerialization policy; "none" if nothing is recomputed."""
     return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
 
+  @property
+  def attention_kernel(self) -> str:
+    """The attention kernel: xla, cudnn or flash."""
+    name = str(self.kernel or getattr(self.config, "attention_kernel", "xla"))
+    return "xla" if name == "auto" else name
+
   def replace(self, **changes: Any) -> Workload:
     """Returns a copy with other values."""
     return dataclasses.replace(self, **changes)
@@ -82,6 +93,7 @@ def workload_of(
   batch_size: int,
   mesh: Mapping[str, int],
   microbatches: int | None = None,
+  fp8: bool = False,
 ) -> Workload:
   """Returns what a step of a run computes.
 
@@ -92,6 +104,7 @@ def workload_of(
     batch_size: the number of examples in the global batch.
     mesh: the size of each mesh axis.
     microbatches: the number of microbatches.
+    fp8: whether a run will compute in fp8 with this model. A run's own model knows it.
   """
   return Workload(
     config=model.network_config,
@@ -102,6 +115,7 @@ def workload_of(
     zero1=getattr(partitioner, "zero1", False),
     activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
+    fp8=fp8 or getattr(model.network_config, "make_product", None) is not None,
   )
 
 
@@ -162,6 +176,11 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     for side, kind in (("encoder", "input"), ("decoder", "input"), ("decoder", "target"))
   }
   types = dict.fromkeys(shapes, jnp.int32)
+  if hasattr(model.network_config, "attention_kernel"):
+    # The parameters are the same with every kernel, and this machine may lack the GPU that one needs.
+    model = copy.copy(model)
+    config = dataclasses.replace(model.network_config, attention_kernel="xla")
+    model.module = model.module.clone(config=config)
 
   def make(key: jax.Array) -> Any:
     variables = model.get_initial_variables(rng=key, input_shapes=shapes, input_types=types)

@@ -68,7 +68,7 @@ def test_a_step_that_fits_gets_no_advice():
 def test_a_state_that_is_too_large_must_be_sharded():
   (line,) = changes_that_fit(*state(11_000_000_000), WORK)
   assert line.startswith(
-    "microbatches and rematerialization do not suffice: 88 GB are params, gradients. Shard them"
+    "microbatches and rematerialization do not suffice: 66 GB are params, gradients. Shard them"
   )
 
 

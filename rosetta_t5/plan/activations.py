@@ -1,0 +1,153 @@
+"""The arrays that a training step keeps from its forward pass for its backward pass.
+
+XLA's GPU compiler keeps the arrays that are counted here: tests/gpu_program/test_plan_memory.py compares
+the estimate with compiled programs. Bytes are those of one device and one example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rosetta_t5.plan.workload import Workload
+
+KEEP_NOTHING = ("full", "nothing_saveable")
+KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
+
+# The pairs of queries and keys that XLA's attention keeps: logits and probabilities.
+_PAIRS = {"none": 2, "dots_saveable": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+  """The bytes of one position in each array of a layer.
+
+  Attributes:
+    width: activations between blocks, `emb_dim`.
+    gathered: the same, where activations between blocks are sharded by position, but a block's input
+      is gathered.
+    heads: queries, keys, values or the output of the heads.
+    units: the feed-forward block's hidden layer, for each of its branches.
+    pair: the attention logits of one query and one key, of all heads; 0 if the kernel stores none.
+    fp8: the bytes of a number in a matmul's input that is kept in fp8 too; 0 without fp8.
+  """
+
+  width: float
+  gathered: float
+  heads: float
+  units: float
+  pair: float
+  itemsize: int
+  fp8: bool
+
+  def matmul_input(self, size: float) -> float:
+    """Returns the bytes of a matmul's input that nothing else needs: with fp8, the rounded array."""
+    return size / self.itemsize if self.fp8 else size
+
+
+def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
+  """Returns the bytes that one layer of each side keeps for one example.
+
+  Args:
+    work: what the step computes.
+    policy: the rematerialization policy.
+
+  Raises:
+    AttributeError: the network is unknown.
+  """
+  target, source = work.lengths["decoder"], work.lengths.get("encoder", 0)
+  sizes = _sizes(work, policy)
+  if policy in KEEP_NOTHING:
+    return {"encoder": source * sizes.width, "decoder": target * sizes.width}
+  if policy in KEEP_MATMULS:
+    block, cross = _matmul_results(work, sizes)
+  else:
+    block, cross = _all_arrays(work, sizes)
+  pairs = _PAIRS.get(policy, 0) * sizes.pair
+  encoder = source * block + pairs * source * source
+  decoder = target * block + pairs * target * target
+  if source:
+    # The keys and values of cross-attention have the encoder's length.
+    decoder += target * cross + source * 2 * sizes.heads + pairs * target * source
+  return {"encoder": encoder, "decoder": decoder}
+
+
+def temporary_by_layer(work: Workload) -> dict[str, float]:
+  """Returns the bytes that exist only while a layer's backward pass is computed.
+
+  The layer's forward pass is computed again if it is rematerialized. The larger of two gradients
+  exists: that of the feed-forward block's hidden layer, or of attention's logits and probabilities.
+  """
+  sizes, branches = _sizes(work, work.policy), len(work.config.mlp_activations)
+  kept, complete = kept_by_layer(work, work.policy), kept_by_layer(work, "none")
+  found = {}
+  for side, length in work.lengths.items():
+    keys = max(length, work.lengths.get("encoder", 0))
+    gradient = max(branches * sizes.units * length, 2 * sizes.pair * length * keys)
+    found[side] = complete[side] - kept[side] + gradient
+  return found
+
+
+def kept_outside_layers(work: Workload) -> float:
+  """Returns the bytes that one example keeps before, between and after the stacks of layers."""
+  width, target = work.config.emb_dim, work.lengths["decoder"]
+  source = work.lengths.get("encoder", 0)
+  # The encoder's normalized output, and the input of the output layer, which is computed in float32.
+  kept = source * width * work.itemsize + 4 * target * width
+  # If the vocabulary is sharded, embeddings are added up over devices in float32 and kept.
+  return kept + (4 * (source + target) * width if work.model_shards > 1 else 0)
+
+
+def attention_bias_copies(work: Workload) -> float:
+  """Returns the bytes of the layers' relative biases, of all examples together.
+
+  The layers share one bias. For cuDNN on several devices XLA stores a copy for each.
+  """
+  if work.attention_kernel != "cudnn" or math.prod(work.mesh.values()) == 1:
+    return 0.0
+  heads = work.config.num_heads / work.model_shards * work.itemsize
+  return sum(work.layers[side] * heads * length**2 for side, length in work.lengths.items())
+
+
+def _sizes(work: Workload, policy: str) -> _Sizes:
+  config, shards, itemsize = work.config, work.model_shards, work.itemsize
+  heads = config.num_heads / (1 if config.num_heads % shards else shards)
+  width = config.emb_dim * itemsize
+  # If `embed` is sharded, XLA keeps the gathered activations, unless they are rematerialized.
+  is_split = work.activation_split == "length" or (
+    work.activation_split == "embed" and policy != "none"
+  )
+  stores_pairs = work.attention_kernel == "xla"
+  pair_itemsize = 4 if getattr(config, "float32_attention_logits", False) else itemsize
+  return _Sizes(
+    width=width / shards if is_split else width,
+    gathered=width,
+    heads=heads * config.head_dim * itemsize,
+    units=config.mlp_dim / shards * itemsize,
+    pair=heads * pair_itemsize if stores_pairs else 0,
+    itemsize=itemsize,
+    fp8=work.fp8,
+  )
+
+
+def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:
+  """Returns what a position keeps in self-attention and feed-forward block, and in cross-attention."""
+  config = work.config
+  branches, normed = len(config.mlp_activations), sizes.matmul_input(sizes.gathered)
+  # Queries are projected from a scaled copy of the input (`scale_attn_logits`).
+  query_inputs = 2 if getattr(config, "scale_attn_logits", False) else 1
+  rounded = sizes.heads / sizes.itemsize if sizes.fp8 else 0.0
+  # Each block has a normalized input and an output. Attention has queries, keys, values and what the
+  # heads return, which fp8 also keeps rounded.
+  attention = query_inputs * normed + 4 * sizes.heads + rounded + sizes.width
+  cross = normed + 2 * sizes.heads + rounded + sizes.width
+  # Of each branch, the matmul's result; then the activation, the product and its input to the matmul.
+  hidden = 2 * branches * sizes.units + (sizes.units / sizes.itemsize if sizes.fp8 else 0.0)
+  return attention + normed + hidden + sizes.width, cross
+
+
+def _matmul_results(work: Workload, sizes: _Sizes) -> tuple[float, float]:
+  """Returns the same for a policy that keeps the results of the matmuls with parameters."""
+  branches = len(work.config.mlp_activations)
+  block = 3 * sizes.heads + sizes.width + branches * sizes.units + sizes.width
+  return block, sizes.heads + sizes.width
