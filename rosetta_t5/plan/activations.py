@@ -101,9 +101,10 @@ def kept_outside_layers(work: Workload) -> float:
 def attention_bias_copies(work: Workload) -> float:
   """Returns the bytes of the layers' relative biases, of all examples together.
 
-  The layers share one bias. For cuDNN on several devices XLA stores a copy for each.
+  Layers share one bias, except scanned layers. For cuDNN on several devices, XLA stores a copy for each.
   """
-  if work.attention_kernel != "cudnn" or math.prod(work.mesh.values()) == 1:
+  is_copied = work.attention_kernel == "cudnn" and math.prod(work.mesh.values()) > 1
+  if not (is_copied or work.is_scanned):
     return 0.0
   heads = work.config.num_heads / work.model_shards * work.itemsize
   return sum(work.layers[side] * heads * length**2 for side, length in work.lengths.items())

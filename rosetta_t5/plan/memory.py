@@ -128,7 +128,9 @@ class StateMemory:
     held = state_bytes(state, specs, work.mesh)
     if not is_known(work):
       return cls(held, None)
-    return cls(held, gradient_bytes(state.params, specs.params, work.mesh, work.itemsize))
+    # The gradients of scanned layers are stacked in the parameters' type, float32.
+    itemsize = 4 if work.is_scanned else work.itemsize
+    return cls(held, gradient_bytes(state.params, specs.params, work.mesh, itemsize))
 
   def step(self, work: Workload) -> dict[str, float]:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
@@ -206,11 +208,14 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
 
 
 def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
-  """Returns the bytes of the kernels that are kept in the type in which they are multiplied."""
-  # Rematerialized layers convert them again. The gradients have the compute dtype.
-  if work.policy != "none" or work.itemsize == 4:
+  """Returns the bytes of the copies of kernels that are kept, each as large as the gradient.
+
+  These are kernels in the type in which they are multiplied. Rematerialized layers convert them again.
+  If layers are scanned, they are the stacked kernels with the layers' dimension first.
+  """
+  if not work.is_scanned and (work.policy != "none" or work.itemsize == 4):
     return {"encoder": 0.0, "decoder": 0.0}
-  size = 1 / work.itemsize if work.fp8 else 1.0
+  size = 1 / work.itemsize if work.fp8 and not work.is_scanned else 1.0
   return {"encoder": gradients.encoder * size, "decoder": gradients.decoder * size}
 
 

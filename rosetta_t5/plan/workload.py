@@ -76,6 +76,11 @@ class Workload:
     return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
 
   @property
+  def is_scanned(self) -> bool:
+    """Whether the layers are one scan, with stacked parameters."""
+    return bool(getattr(self.config, "scan_layers", False))
+
+  @property
   def attention_kernel(self) -> str:
     """The attention kernel: xla, cudnn or flash."""
     name = str(self.kernel or getattr(self.config, "attention_kernel", "xla"))
