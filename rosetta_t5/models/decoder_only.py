@@ -95,6 +95,11 @@ class DecoderOnlyModel(BaseTransformerModel):
       )
     return batch[_MASK]
 
+  @property
+  def is_prefix_lm(self) -> bool:
+    """Whether all inputs see each other."""
+    return self._inputs_bidirectional_attention
+
   def _compute_logits(
     self,
     params: PyTree,

@@ -122,6 +122,13 @@ class BasePartitioner(abc.ABC):
     changed._devices = devices
     return changed
 
+  def with_mesh(self, mesh: Mapping[str, int]) -> BasePartitioner:
+    """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
+    changed = copy.copy(self)
+    changed.__dict__.pop("mesh", None)
+    changed._mesh_config = MeshConfig(counts=mesh)
+    return changed
+
   def mesh_shape(self, num_devices: int) -> dict[str, int]:
     """Returns the axis sizes of the mesh for a number of devices, without touching any device.
 
@@ -295,9 +302,16 @@ class PjitPartitioner(BasePjitPartitioner):
       mesh,
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+    self._given_rules = rules
     self._rules = extend_axis_rules(rules, FSDP_AXIS if mesh else None, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
+
+  def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:
+    """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
+    changed: Any = super().with_mesh(mesh)
+    changed._rules = extend_axis_rules(self._given_rules, FSDP_AXIS, self.sequence_parallel)
+    return changed
 
   @property
   def logical_axis_rules(self) -> tuple[AxisRule, ...]:

@@ -7,6 +7,7 @@ tests/parallel/test_collectives.py compares these collectives with those of comp
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, MODEL_AXIS
-from rosetta_t5.plan.memory import array_bytes
+from rosetta_t5.plan.memory import array_bytes, is_table
 from rosetta_t5.plan.workload import Workload
 
 ALL_REDUCE = "all-reduce"
@@ -24,6 +25,7 @@ ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
 
+_LAYER = re.compile(r"(?<=layers)_\d+")
 _OVER_MODEL = (MODEL_AXIS,)
 # Parameters without the logical axis `embed`.
 _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
@@ -67,10 +69,16 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-  found: list[Collective] = []
+  # Layers are alike: the collectives of one are counted as often as there are layers.
+  alike: dict[tuple[Any, ...], list[Any]] = collections.defaultdict(list)
   for (path, param), spec in zip(leaves, all_specs, strict=True):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    found += _parameter_collectives(name, param, spec, work)
+    name = _LAYER.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
+    alike[name, param.shape, tuple(spec)].append((name, param, spec))
+  found: list[Collective] = []
+  for same in alike.values():
+    for each in _parameter_collectives(*same[0], work):
+      size, count = each.size * len(same), each.count * len(same)
+      found.append(dataclasses.replace(each, size=size, count=count))
   if work.model_shards > 1:
     is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for spec in all_specs)
     found += _activation_collectives(work, is_any_over_batch)
@@ -97,8 +105,11 @@ def _parameter_collectives(
   """Yields how a parameter is gathered and how its gradient is summed."""
   batch_axes = _batch_axes_of(spec, work.mesh)
   model_spec = [part if part == MODEL_AXIS else None for part in spec]
-  # The bytes of the parameter when it is gathered over the batch axes.
-  gathered = array_bytes(param, model_spec, work.mesh)
+  # The bytes of the parameter when it is gathered over the batch axes. Kernels are sent in the compute
+  # dtype, and so are their gradients; tables are not.
+  stored = array_bytes(param, model_spec, work.mesh)
+  itemsize = param.dtype.itemsize if is_table(name) else work.itemsize
+  gathered = stored * itemsize / param.dtype.itemsize
   lookups = _num_lookups(name, work.config)
   # A tied embedding table is also the kernel of the matmul that computes the logits.
   is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
@@ -117,7 +128,7 @@ def _parameter_collectives(
     other_terms=0 if is_from_matmul else lookups or 1,
     batch_axes=batch_axes,
     # The optimizer's state is sharded where the parameter has `embed` (see `PjitPartitioner.zero1`).
-    zero1=work.zero1 and not _WITHOUT_EMBED_AXIS.search(name),
+    stored=stored if work.zero1 and not _WITHOUT_EMBED_AXIS.search(name) else None,
     work=work,
   )
   for each in sums:
@@ -168,7 +179,7 @@ def _gradient_sums(
   terms: int,
   other_terms: int,
   batch_axes: tuple[str, ...],
-  zero1: bool,
+  stored: float | None,
   work: Workload,
 ) -> Iterator[Collective]:
   """Yields how the gradient of one parameter is summed over the batch, and what ZeRO-1 adds.
@@ -178,7 +189,7 @@ def _gradient_sums(
     terms: the number of arrays whose sum the gradient is.
     other_terms: how many of these arrays are not the result of a matmul.
     batch_axes: the batch axes that the parameter is sharded over.
-    zero1: whether the parameter's optimizer state is sharded over `data`.
+    stored: the parameter's bytes if its optimizer state is sharded over `data`, else None.
     work: what the step computes.
   """
   all_axes = _batch_axes(work.mesh)
@@ -192,11 +203,11 @@ def _gradient_sums(
   if terms and batch_axes:
     yield Collective(REDUCE_SCATTER, batch_axes, size, "gradients", terms)
     size, terms = size / shards, 1
-  zero1 = zero1 and DATA_AXIS in others
+  zero1 = stored is not None and DATA_AXIS in others
   if terms and others:
     yield Collective(REDUCE_SCATTER if zero1 else ALL_REDUCE, others, size, "gradients", terms)
   if zero1:
-    yield Collective(ALL_GATHER, (DATA_AXIS,), gradient / shards, "parameters")
+    yield Collective(ALL_GATHER, (DATA_AXIS,), (stored or 0.0) / shards, "parameters")
 
 
 def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:

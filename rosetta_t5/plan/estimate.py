@@ -7,14 +7,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING
 from rosetta_t5.plan.collectives import Collective, step_collectives
 from rosetta_t5.plan.hardware import seconds_on_links
-from rosetta_t5.plan.memory import step_memory
+from rosetta_t5.plan.memory import StateMemory, is_known
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.telemetry.flops import forward_flops_of
 from rosetta_t5.telemetry.gpus import Gpu
 
 # The backward pass as a share of the compute time.
 _BACKWARD_SHARE = 2 / 3
+# The share of their peak that large matmuls reach; what else a step does is not bound by the tensor cores.
+_MATMUL_EFFICIENCY = 0.8
+# XLA's attention writes logits and probabilities and reads them, each in several passes, and so does
+# its backward pass.
+_PAIR_PASSES = 10
+# Of the four sums of activations over `model` in a layer's forward and backward pass, two are repeated.
+_RECOMPUTED_TRAFFIC = 1.5
 # What devices can send during the backward pass.
 _CAN_OVERLAP = ("gradients", "parameters")
 
@@ -42,7 +51,7 @@ class Estimate:
 
   Attributes:
     memory: the bytes on each device, by part.
-    compute_seconds: the compute time at the MFU that a GPU reaches alone.
+    compute_seconds: the compute time of a GPU that never waits for others.
     traffic: what the devices send to each other.
   """
 
@@ -79,11 +88,62 @@ def estimate_step(
     work: what the step computes.
     flops: the floating-point operations of a step, on all devices together.
     gpu: the GPU.
-    mfu: the share of its peak FLOP/s that a GPU reaches if it never waits for others.
+    mfu: the share of its peak FLOP/s that a GPU reaches in bfloat16 if it never waits for others.
   """
+  memory = StateMemory.of(state, specs, work)
+  return estimate_with_memory(memory, state.params, specs.params, work, flops, gpu, mfu)
+
+
+def estimate_with_memory(
+  memory: StateMemory, params: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float
+) -> Estimate:
+  """Returns the same for parameters whose memory is known; see `estimate_step`."""
   traffic = []
-  for each in step_collectives(state.params, specs.params, work):
+  for each in step_collectives(params, specs, work):
     sent = each.wire_bytes(work.mesh)
+    if each.why == "activations" and work.policy in KEEP_NOTHING:
+      sent *= _RECOMPUTED_TRAFFIC
     traffic.append(Traffic(each, sent, *seconds_on_links(sent, each.axes, work.mesh, gpu)))
-  compute_seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
-  return Estimate(step_memory(state, specs, work), compute_seconds, traffic)
+  seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
+  if is_known(work):
+    seconds *= _relative_time(work, gpu, mfu)
+    seconds += (_pair_bytes(work) + _state_bytes_moved(memory, work)) / gpu.bandwidth
+  return Estimate(memory.step(work), seconds, traffic)
+
+
+def _relative_time(work: Workload, gpu: Gpu, mfu: float) -> float:
+  """Returns the compute time relative to that in bfloat16 without rematerialization.
+
+  fp8 makes the projections faster, and nothing else. Rematerialization repeats forward passes, which are
+  a third of a step.
+  """
+  forward = forward_flops_of(work.config, work.lengths.get("encoder", 0), work.lengths["decoder"])
+  matmuls = min(mfu / _MATMUL_EFFICIENCY, 1.0)  # the share of the time
+  other = 1.0 - matmuls
+  projections, attention, logits = (matmuls * part / sum(forward) for part in forward)
+  if work.fp8 and gpu.fp8:
+    projections *= gpu.bfloat16 / gpu.fp8
+  total = projections + attention + logits + other
+  if work.policy in KEEP_NOTHING:
+    total += (projections + attention + other) / 3
+  elif work.policy in KEEP_MATMULS:
+    total += (attention * (work.policy != "dots_saveable") + other) / 3
+  return total + (logits / 3 if work.loss_chunk_length else 0.0)
+
+
+def _pair_bytes(work: Workload) -> float:
+  """Returns the bytes that attention moves for logits and probabilities; 0 for a fused kernel."""
+  if work.attention_kernel != "xla":
+    return 0.0
+  source, target = work.lengths.get("encoder", 0), work.lengths["decoder"]
+  pairs = work.layers["encoder"] * source**2 + work.layers["decoder"] * target * (target + source)
+  heads = work.config.num_heads / work.model_shards * work.itemsize
+  passes = _PAIR_PASSES * (1.0 if work.policy == "none" else 4 / 3)
+  return passes * pairs * heads * work.examples
+
+
+def _state_bytes_moved(memory: StateMemory, work: Workload) -> float:
+  """Returns the bytes that the optimizer reads and writes, and the sums over microbatches."""
+  params, optimizer = memory.held["params"], memory.held.get("optimizer", 0.0)
+  sums = 3 * params * work.microbatches if work.microbatches > 1 else 0.0
+  return 2 * (params + optimizer) + params + sums

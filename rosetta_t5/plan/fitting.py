@@ -13,7 +13,7 @@ GPU = GPUS["h100"]
 # The share of a device's memory that arrays can use. XLA and NCCL need the rest.
 USABLE = 0.9
 # In order of cost: `full` computes the forward pass twice.
-_POLICIES = ("none", "minimal", "full")
+POLICIES = ("none", "minimal", "full")
 
 
 def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
@@ -30,8 +30,8 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   now, limit = memory.step(work), USABLE * GPU.memory
   if "activations" not in now or _total(now) <= limit:
     return []
-  is_known = hasattr(work.config, "remat_policy") and work.policy in _POLICIES
-  policies = _POLICIES[_POLICIES.index(work.policy) :] if is_known else (work.policy,)
+  is_known = hasattr(work.config, "remat_policy") and work.policy in POLICIES
+  policies = POLICIES[POLICIES.index(work.policy) :] if is_known else (work.policy,)
   lines: list[str] = []
   least, fewest = now, int(work.examples) + 1
   for policy in policies:

@@ -88,12 +88,17 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
   for (path, param), spec in zip(leaves, all_specs, strict=True):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     size = array_bytes(param, spec, mesh)
-    if _TABLES.search(name):
+    if is_table(name):
       totals["tables"] += size
     else:
       side = "encoder" if "encoder" in name.split("/") else "decoder"
       totals[side] += size * itemsize / param.dtype.itemsize
   return Gradients(**totals)
+
+
+def is_table(name: str) -> bool:
+  """Returns whether a parameter is one of a lookup or of the output layer, which stay in float32."""
+  return _TABLES.search(name) is not None
 
 
 def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:

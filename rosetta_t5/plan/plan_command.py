@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.plan.configurations import best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
-from rosetta_t5.plan.memory import size_text
+from rosetta_t5.plan.memory import is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 
 _USAGE = """\
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float) -> Rows:
   estimate = functools.partial(_estimate_rows, gpu=gpu, mfu=mfu)
-  return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate), Plan(resolved))
+  choices = functools.partial(_choice_rows, gpu=gpu, mfu=mfu)
+  plan = Plan(resolved, gpu)
+  return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate, choices), plan)
 
 
 def _estimate_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
@@ -104,3 +107,26 @@ def _traffic_rows(estimate: Estimate) -> Rows:
     seconds[what] += each.seconds
   lines = [f"{size_text(sent[what]):>8}  {what}: {seconds[what] * 1e3:.3g} ms" for what in sent]
   return labeled("sends", lines or ["nothing"])
+
+
+def _choice_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
+  """Returns the fastest configurations that fit, with the flags that set them."""
+  if plan.resolved.problems.messages or not plan.is_training or not is_known(plan.work):
+    return []
+  choices = best_configurations(plan, gpu, mfu)
+  if not choices:
+    text = f"no configuration fits {plan.devices[0]} {gpu.name}: use more GPUs, or a smaller batch"
+    return [("", ""), ("choices", text)]
+  rows = [
+    ("", ""),
+    ("choices", "the fastest configurations that fit, with the flags that set them:"),
+  ]
+  for number, choice in enumerate(choices, start=1):
+    mesh = " × ".join(f"{name} {size}" for name, size in choice.mesh.items() if size > 1)
+    memory = size_text(sum(choice.estimate.memory.values()))
+    seconds = choice.estimate.step_seconds
+    speed = plan.dataset_cfg.batch_size / seconds
+    text = f"{mesh or 'one GPU'}: {seconds:.3g} s, {speed:,.4g} sequences/s, {memory} on each GPU"
+    lines = choice.flags(is_fp8_set=plan["te_config_cls"] is not None)
+    rows += labeled(f"{number}.", [text, *(f"{line} \\" for line in lines[:-1]), lines[-1]])
+  return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,27 +23,42 @@ def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: i
     encoder_length: input tokens, including padding.
     decoder_length: target tokens, including padding.
   """
+  return 3.0 * sum(forward_flops_of(config, encoder_length, decoder_length))
+
+
+class ForwardFlops(NamedTuple):
+  """The FLOPs of a forward pass for one example.
+
+  Attributes:
+    projections: the matmuls of layers with parameters.
+    attention: those of queries with keys, and of probabilities with values.
+    logits: those of the output layer.
+  """
+
+  projections: float
+  attention: float
+  logits: float
+
+
+def forward_flops_of(config: Any, encoder_length: int, decoder_length: int) -> ForwardFlops:
+  """Returns the FLOPs of a forward pass; see `training_flops_of`."""
   has_encoder = hasattr(config, "num_encoder_layers")
   num_decoder_layers = config.num_decoder_layers if has_encoder else config.num_layers
   width, attention_width = config.emb_dim, config.num_heads * config.head_dim
   mlp_kernels = (len(config.mlp_activations) + 1) * width * config.mlp_dim
-
-  def layer_flops(length: int) -> int:
-    return (
-      2 * length * (4 * width * attention_width + mlp_kernels) + 4 * length**2 * attention_width
-    )
-
-  flops = num_decoder_layers * layer_flops(decoder_length)
+  layer_kernels = 2 * (4 * width * attention_width + mlp_kernels)
+  projections = num_decoder_layers * decoder_length * layer_kernels
+  pairs = num_decoder_layers * decoder_length**2
   if has_encoder:
-    flops += config.num_encoder_layers * layer_flops(encoder_length)
+    projections += config.num_encoder_layers * encoder_length * layer_kernels
     # In cross-attention, query and output are projected for the decoder's tokens, key and value for
     # the encoder's.
     lengths = decoder_length + encoder_length
-    cross_attention = 4 * lengths * width * attention_width
-    cross_attention += 4 * decoder_length * encoder_length * attention_width
-    flops += num_decoder_layers * cross_attention
+    projections += num_decoder_layers * 4 * lengths * width * attention_width
+    pairs += config.num_encoder_layers * encoder_length**2
+    pairs += num_decoder_layers * decoder_length * encoder_length
   logits = 2 * width * config.vocab_size * decoder_length
-  return 3.0 * (flops + logits)
+  return ForwardFlops(projections, 4 * pairs * attention_width, logits)
 
 
 def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:

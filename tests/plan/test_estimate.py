@@ -146,7 +146,9 @@ def test_rematerialization_and_chunks_of_the_loss_keep_less():
   assert 0.5 < (kept[0] - chunked) / (32 * 128 * 32128 * 2 * 4) < 7 / 8
 
 
-@pytest.mark.parametrize(("kernel", "stored"), [("xla", 2), ("auto", 2), ("cudnn", 0), ("flash", 0)])
+@pytest.mark.parametrize(
+  ("kernel", "stored"), [("xla", 2), ("auto", 2), ("cudnn", 0), ("flash", 0)]
+)
 def test_only_attention_by_xla_stores_logits_and_probabilities(kernel, stored):
   config = T5Config(vocab_size=32128, num_decoder_layers=0, dtype="bfloat16")
   work = Workload(config, LENGTHS, 32, {"data": 1}, kernel=kernel)

@@ -1,0 +1,154 @@
+"""Chooses mesh, microbatches, rematerialization, attention kernel and precision for a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from rosetta_t5.parallel.mesh_axes import (
+  DATA_AXIS,
+  FSDP_AXIS,
+  count_batch_shards,
+  sizes_from_counts,
+)
+from rosetta_t5.parallel.partition_specs import check_partition_specs
+from rosetta_t5.plan.estimate import Estimate, estimate_with_memory
+from rosetta_t5.plan.fitting import POLICIES, USABLE, possible_microbatches
+from rosetta_t5.plan.memory import StateMemory
+from rosetta_t5.plan.workload import Workload, workload_of
+from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
+
+# cuDNN's attention is fused for Ampere and later.
+_CUDNN_CAPABILITY = (8, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+  """A way to run a training step.
+
+  Attributes:
+    mesh: the partitioner's mesh, {"data": …, "fsdp": …, "tensor": …}.
+    work: what the step computes.
+    estimate: what that needs.
+  """
+
+  mesh: Mapping[str, int]
+  work: Workload
+  estimate: Estimate
+
+  def flags(self, is_fp8_set: bool) -> list[str]:
+    """Returns the command-line flags that set this configuration.
+
+    Args:
+      is_fp8_set: whether the recipe turns fp8 on.
+    """
+    config, fp8 = f"network.{type(self.work.config).__name__}", "te_helper.TransformerEngineConfig"
+    lines = [
+      f"partitioning.PjitPartitioner.mesh='{json.dumps(dict(self.mesh))}'",
+      "partitioning.PjitPartitioner.num_partitions=1",
+      f"trainer.Trainer.num_microbatches={self.work.microbatches}",
+      f"{config}.remat_policy=\"'{self.work.policy}'\"",
+      f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"",
+    ]
+    if self.work.fp8:
+      lines += [f"train.te_config_cls=@{fp8}", f"{fp8}.enabled=1"]
+    elif is_fp8_set:
+      lines += ["train.te_config_cls=None"]
+    return [f"--gin.{line}" for line in lines]
+
+
+def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list[Configuration]:
+  """Returns the fastest configurations that fit, the fastest first, each on another mesh.
+
+  Args:
+    plan: the run, a `Plan`.
+    gpu: the GPU.
+    mfu: see `estimate_step`.
+    count: how many to return.
+  """
+  fastest = [min(found, key=_seconds) for found in _configurations_by_mesh(plan, gpu, mfu) if found]
+  return sorted(fastest, key=_seconds)[:count]
+
+
+def _seconds(configuration: Configuration) -> float:
+  return configuration.estimate.step_seconds
+
+
+def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Configuration]]:
+  """Yields, for each mesh, its configurations that fit."""
+  model, batch_size = plan["model"], plan.dataset_cfg.batch_size
+  partitioner = plan["partitioner"].with_mesh({DATA_AXIS: -1})
+  specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
+  kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
+  for mesh in _possible_meshes(model.network_config, plan.devices[0]):
+    sizes = sizes_from_counts(mesh, plan.devices[0])
+    try:
+      check_partition_specs(plan.state, specs, sizes)
+    except ValueError:
+      continue  # a parameter cannot be split like this
+    if batch_size % count_batch_shards(sizes):
+      continue
+    work = workload_of(model, partitioner, plan.lengths, batch_size, sizes).replace(kernel=kernel)
+    memory = StateMemory.of(plan.state, specs, work)
+    found = []
+    for policy in _policies(work):
+      for fp8 in precisions:
+        option = _fewest_microbatches(work.replace(remat_policy=policy, fp8=fp8), memory, gpu)
+        if option:
+          inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
+          found.append(Configuration(mesh, option, estimate_with_memory(*inputs)))
+    yield found
+
+
+def _possible_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
+  """Yields meshes whose tensor axis is within a node and divides heads, feed-forward and vocabulary."""
+  divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+  sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
+  for tensor in divisors:
+    if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
+      continue
+    for fsdp in divisors:
+      if devices % (tensor * fsdp) == 0:
+        yield {DATA_AXIS: devices // tensor // fsdp, FSDP_AXIS: fsdp, "tensor": tensor}
+
+
+def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:
+  """Returns the step in as few microbatches as fit; None if it does not fit."""
+  for number in possible_microbatches(work):
+    option = work.replace(microbatches=number)
+    if sum(memory.step(option).values()) <= USABLE * gpu.memory:
+      return option
+  return None
+
+
+def _policies(work: Workload) -> tuple[str, ...]:
+  return POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
+
+
+def _precisions(config: Any, gpu: Gpu) -> tuple[bool, ...]:
+  """Returns whether to try fp8."""
+  is_possible = gpu.fp8 and hasattr(config, "make_product") and _is_bfloat16(config)
+  return (False, True) if is_possible else (False,)
+
+
+def _fused_kernel(plan: Any, gpu: Gpu) -> str | None:
+  """Returns the attention kernel: cuDNN's where it can be used, ours for packed rows, else XLA's."""
+  config, model = plan["model"].network_config, plan["model"]
+  if not hasattr(config, "attention_kernel"):
+    return None
+  is_prefix = getattr(model, "is_prefix_lm", False)
+  if is_prefix or getattr(config, "local_attention_window", None):
+    return "xla"
+  is_even = all(length % 2 == 0 for length in plan.lengths.values())
+  fits_cudnn = _is_bfloat16(config) and config.head_dim % 8 == 0 and is_even
+  if fits_cudnn and not plan.dataset_cfg.pack and gpu.capability >= _CUDNN_CAPABILITY:
+    return "cudnn"
+  return "flash"
+
+
+def _is_bfloat16(config: Any) -> bool:
+  return jnp.dtype(config.dtype) == jnp.bfloat16
