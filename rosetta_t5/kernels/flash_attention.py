@@ -216,8 +216,7 @@ def _work(grid: str, arguments: tuple, launch: Launch, causal: bool) -> tuple[tu
   if grid == "sb":
     # All heads have the same mask.
     sees_nothing_BT = jnp.isinf(arguments[1].log2_total[:, 0])
-    tiles = sees_nothing_BT.reshape(sees_nothing_BT.shape[0], -1, launch.block_t)
-    work = (range_of(visible_BTS.transpose(0, 2, 1)), range_of(jnp.any(tiles, axis=-1)))
+    work = (range_of(visible_BTS.transpose(0, 2, 1)), range_of(sees_nothing_BT))
     return work, (TileRange("bS", "bS"), TileRange("b", "b"))
   examples_TSB = jnp.argsort(~visible_BTS, axis=0).astype(jnp.int32).transpose(1, 2, 0)
   return (examples_TSB, jnp.sum(visible_BTS, axis=0, dtype=jnp.int32)), ("TSb", "TS")

@@ -144,7 +144,7 @@ def key_gradient_kernel(
   x: Inputs,
   residuals: Residuals,
   query_tiles: TileRange,
-  blind_tiles: TileRange,
+  blind_queries: TileRange,
   dk_ref: Any,
   dv_ref: Any,
   setting: Setting,
@@ -152,7 +152,7 @@ def key_gradient_kernel(
   """Computes the gradients of one tile of keys and values.
 
   They come from the tiles of queries that may see the keys; that of the values also from queries that
-  see no key, which are in `blind_tiles`.
+  see no key, which are among `blind_queries`.
   """
   s = pl.program_id(0)
   k, v, key_segments = x.k[...], x.v[...], x.key_segments[...][:, None]
@@ -173,11 +173,13 @@ def key_gradient_kernel(
   tiles = (query_tiles.first[...], query_tiles.end[...])
   dk, dv = jax.lax.fori_loop(*tiles, one_tile, (zeros, zeros))
   dk_ref[...] = dk.astype(dk_ref.dtype)
-  dv_ref[...] = (dv + _gradient_of_mean_value(residuals, blind_tiles, setting)).astype(dv_ref.dtype)
+  dv_ref[...] = (dv + _gradient_of_mean_value(residuals, blind_queries, setting)).astype(
+    dv_ref.dtype
+  )
 
 
 def _gradient_of_mean_value(
-  residuals: Residuals, blind_tiles: TileRange, setting: Setting
+  residuals: Residuals, blind_queries: TileRange, setting: Setting
 ) -> Array:
   """Returns the gradient of each value, [1, K], from the queries that see no key."""
 
@@ -187,7 +189,9 @@ def _gradient_of_mean_value(
     return total + jnp.sum(jnp.where(sees_nothing[:, None], do, 0.0), axis=0)
 
   zeros = jnp.zeros(residuals.do.shape[1:], jnp.float32)
-  total = jax.lax.fori_loop(blind_tiles.first[...], blind_tiles.end[...], one_tile, zeros)
+  first = blind_queries.first[...] // setting.block_t
+  end = (blind_queries.end[...] + setting.block_t - 1) // setting.block_t
+  total = jax.lax.fori_loop(first, end, one_tile, zeros)
   return total[None] / setting.keys
 
 

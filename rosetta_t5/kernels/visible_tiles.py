@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -16,13 +17,13 @@ class Segments(NamedTuple):
 
 
 class TileRange(NamedTuple):
-  """A range of tiles, from `first` to before `end`, for each tile of the other side; both int32.
+  """The tiles that a program of a kernel computes, from `first` to before `end`.
 
-  A program of a kernel computes the tiles of its range.
+  Both are int32 arrays with an element for each program; inside a kernel, references to one.
   """
 
-  first: Array
-  end: Array
+  first: Any
+  end: Any
 
 
 def visible_tiles(
@@ -51,12 +52,11 @@ def visible_tiles(
   return visible
 
 
-def range_of(visible: Bool[Array, "*batch tiles"]) -> TileRange:
-  """Returns the range from the first to the last tile of the last axis that is visible."""
-  tiles = visible.shape[-1]
-  after_last = tiles - jnp.argmax(visible[..., ::-1], axis=-1)
-  end = jnp.where(jnp.any(visible, axis=-1), after_last, 0)
-  return TileRange(jnp.argmax(visible, axis=-1).astype(jnp.int32), end.astype(jnp.int32))
+def range_of(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
+  """Returns the range from the first to the last chosen element of the last axis; if none, `end` is less than `first`."""
+  number = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
+  first = jnp.min(jnp.where(chosen, number, chosen.shape[-1]), axis=-1)
+  return TileRange(first, jnp.max(jnp.where(chosen, number + 1, 0), axis=-1))
 
 
 def _segment_bounds(ids: Array, block: int) -> tuple[Array, Array]:

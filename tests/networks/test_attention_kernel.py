@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
   ],
 )
 def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, text):
-  monkeypatch.setattr(kernel_choice.jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(kernel_choice, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
   settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
   given = {"real_queries": REAL, "real_keys": REAL} | arguments
   with pytest.raises(ValueError, match=text):
