@@ -164,7 +164,9 @@ def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[st
       "encoder": lengths.get("inputs", _ANY_LENGTH),
       "decoder": lengths.get("targets", _ANY_LENGTH),
     }
-  return {"decoder": sum(lengths.values()) or _ANY_LENGTH}
+  # Rows that a task has prepared for the model have the length of each of their features.
+  prepared = lengths.get("decoder_target_tokens")
+  return {"decoder": prepared or sum(lengths.values()) or _ANY_LENGTH}
 
 
 def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], trained: bool) -> Any:
