@@ -76,7 +76,8 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
     alike[name, param.shape, tuple(spec)].append((name, param, spec))
   found: list[Collective] = []
   for same in alike.values():
-    for each in _parameter_collectives(*same[0], work):
+    name, param, spec = same[0]
+    for each in _parameter_collectives(name, param, spec, work):
       size, count = each.size * len(same), each.count * len(same)
       found.append(dataclasses.replace(each, size=size, count=count))
   if work.model_shards > 1:
