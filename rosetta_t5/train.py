@@ -16,6 +16,7 @@ from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
 from rosetta_t5.networks.computation_summary import describe_computation
+from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
@@ -129,6 +130,8 @@ def train(
     checkpoint_cfg=checkpoint_cfg,
     data_layout=layout,
   )
+  mesh = partitioner.mesh.shape
+  model, kernel = with_measured_kernel(model, feed.element_spec, mesh)
   evaluation = LossEvaluation(
     cfg=train_eval_dataset_cfg,
     get_datasets=train_eval_get_dataset_fn,
@@ -194,8 +197,8 @@ def train(
       model_dir=model_dir,
       restored_from=restore_path,
       save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
-      computation=describe_computation(model, fp8),
-      notes=_header_notes(model, model_dir, fp8),
+      computation=describe_computation(model, fp8, kernel),
+      notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
     )
   )
 

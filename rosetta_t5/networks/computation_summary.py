@@ -6,21 +6,24 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rosetta_t5.networks.kernel_choice import choose_attention_kernel
+from rosetta_t5.networks.kernel_choice import KernelChoice, choose_attention_kernel
 from rosetta_t5.networks.precision import Fp8Choice
 
 
-def describe_computation(model: Any, fp8: Fp8Choice) -> str | None:
+def describe_computation(
+  model: Any, fp8: Fp8Choice, measured: KernelChoice | None = None
+) -> str | None:
   """Returns one line: the activations' type, fp8, the attention kernel and the settings in use.
 
   Args:
     model: the model; the result is None unless its module has a config like `T5Config`.
     fp8: the result of `choose_fp8`.
+    measured: the attention kernel and the reason, if the run has measured the kernels.
   """
   config = model.network_config
   if not hasattr(config, "dtype"):
     return None
-  kernel = choose_attention_kernel(config)
+  kernel = measured or choose_attention_kernel(config)
   parts = [
     jnp.dtype(config.dtype).name,
     f"fp8 {fp8.text}",

@@ -48,7 +48,8 @@ def choose_attention_kernel(config: Any) -> KernelChoice:
   """
   name = getattr(config, "attention_kernel", "xla")
   if name == "auto":
-    return KernelChoice("xla", "auto: no fused kernel has been measured to be faster yet")
+    where = "where it has been measured" if target_device().platform == "gpu" else "on a GPU"
+    return KernelChoice("xla", f"auto: another kernel is chosen only {where}")
   if name == "cudnn":
     _check_cudnn(config)
   if name == "flash" and _is_interpreted():

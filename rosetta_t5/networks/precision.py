@@ -6,7 +6,6 @@ and attention's own matmuls are computed in `T5Config.dtype`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.util
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
-from rosetta_t5.networks.t5_config import check_one_of
+from rosetta_t5.networks.t5_config import check_one_of, replace_config
 from rosetta_t5.parallel.sharding_constraints import count_parts
 
 # Ada, Hopper and later have fp8 tensor cores.
@@ -139,10 +138,7 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
       f"train.te_config_cls requests fp8, but {type(model.module).__name__} does not support it: "
       "its config needs a field make_product, like T5Config; or set te_config_cls = None"
     )
-  config = dataclasses.replace(config, make_product=choice.make_product)
-  changed = copy.copy(model)
-  changed.module = model.module.clone(config=config)
-  return changed
+  return replace_config(model, make_product=choice.make_product)
 
 
 def _missing_hardware_support(device: Any) -> str | None:

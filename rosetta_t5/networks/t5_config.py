@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
@@ -105,3 +107,10 @@ def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
     f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
     + (f" (did you mean {near[0]!r}?)" if near else "")
   )
+
+
+def replace_config(model: Any, **changes: Any) -> Any:
+  """Returns a copy of a model whose module has these other values in its config."""
+  changed = copy.copy(model)
+  changed.module = model.module.clone(config=dataclasses.replace(model.network_config, **changes))
+  return changed

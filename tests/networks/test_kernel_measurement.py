@@ -1,0 +1,148 @@
+"""`attention_kernel = 'auto'` takes the fastest kernel that computes the same as XLA's attention."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_tasks import byte_model
+
+from rosetta_t5.kernels.fp8 import fp8_matmul
+from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks.kernel_choice import fused_attention
+from rosetta_t5.networks.kernel_measurement import (
+  AttentionCase,
+  attention_cases,
+  choose_fastest,
+  compare_matmuls,
+  measure,
+  with_measured_kernel,
+)
+from rosetta_t5.networks.layers.dense import matmul
+from rosetta_t5.networks.layers.masks import make_boolean_mask
+from rosetta_t5.networks.t5_config import T5Config
+
+CASE = AttentionCase(2, 32, 48, 2, 16, "float32", causal=False, has_bias=True, packed=True)
+
+
+def reference(q, k, v, bias, mask):
+  visible = make_boolean_mask(
+    mask.query_BT > 0, mask.key_BS > 0, mask.query_BT, mask.key_BS, mask.causal
+  )
+  return xla_attention(q, k, v, bias, visible)
+
+
+def slow(q, k, v, bias, mask):
+  def wait(x):
+    time.sleep(0.02)
+    return x
+
+  return reference(jax.pure_callback(wait, q, jax.lax.stop_gradient(q)) * 0 + q, k, v, bias, mask)
+
+
+def without_mask(q, k, v, bias, mask):
+  return xla_attention(q, k, v, bias)
+
+
+def with_wrong_gradient(q, k, v, bias, mask):
+  return reference(q, k, v, jax.lax.stop_gradient(bias), mask)
+
+
+def not_finite(q, k, v, bias, mask):
+  return reference(q, k, v, bias, mask) / 0.0
+
+
+def failing(q, k, v, bias, mask):
+  raise RuntimeError("this GPU has no such instruction")
+
+
+def choose(**kernels):
+  return choose_fastest([CASE], list(kernels), kernels, seconds=0.05)
+
+
+def test_the_fastest_of_correct_kernels_is_chosen_and_all_times_are_reported():
+  choice = choose(xla=slow, flash=reference)
+  assert choice.name == "flash"
+  assert choice.reason.startswith("auto, measured: xla ")
+  assert choice.reason.count(" ms") == 2
+
+
+@pytest.mark.parametrize(
+  ("kernel", "problem"),
+  [
+    (without_mask, "is wrong by "),
+    (with_wrong_gradient, "is wrong by 1"),
+    (not_finite, "is wrong by inf"),
+    (failing, "failed (this GPU has no such instruction)"),
+  ],
+)
+def test_a_faster_kernel_that_is_wrong_is_rejected_with_the_reason(kernel, problem):
+  choice = choose(xla=slow, flash=kernel)
+  assert choice.name == "xla"
+  assert f"flash {problem}" in choice.reason
+
+
+@pytest.mark.parametrize(
+  ("packed", "causal", "dtype"), [(True, False, "float32"), (False, True, "bfloat16")]
+)
+def test_our_own_kernels_pass_the_comparison(packed, causal, dtype):
+  case = AttentionCase(2, 40, 40, 2, 16, dtype, causal, has_bias=True, packed=packed)
+  limit = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
+
+  def flash(q, k, v, bias, mask):
+    return fused_attention("flash", q, k, v, bias, mask)
+
+  assert measure(case, flash, 0.0).error < limit
+  assert measure(case, reference, 0.0).error < limit
+
+
+def test_cases_are_what_one_device_computes():
+  config = T5Config(vocab_size=64, num_heads=8, head_dim=64, dtype="bfloat16")
+  spec = jax.ShapeDtypeStruct
+  batch = {
+    "encoder_input_tokens": spec((64, 512), jnp.int32),
+    "decoder_target_tokens": spec((64, 128), jnp.int32),
+    "decoder_segment_ids": spec((64, 128), jnp.int32),
+  }
+  shared = {"batch": 16, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "packed": True}
+  assert attention_cases(config, batch, {"data": 4, "model": 2}) == [
+    AttentionCase(queries=128, keys=128, causal=True, has_bias=True, **shared),
+    AttentionCase(queries=512, keys=512, causal=False, has_bias=True, **shared),
+    AttentionCase(queries=128, keys=512, causal=False, has_bias=False, **shared),
+  ]
+
+
+def test_nothing_is_measured_without_a_gpu():
+  model = byte_model()
+  assert with_measured_kernel(model, {}, {"data": 1}) == (model, None)
+
+
+def test_a_run_on_the_same_device_and_shapes_uses_the_stored_choice(tmp_path, monkeypatch):
+  """The platform is the only thing replaced: the kernels are compiled and timed for real."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  batch = {
+    name: jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+  }
+  try:
+    model, first = with_measured_kernel(byte_model(), batch, {"data": 1})
+    (file,) = tmp_path.glob("attention-kernel-*.json")
+    assert model.network_config.attention_kernel == first.name == json.loads(file.read_text())[0]
+    assert "cudnn" not in first.reason  # the model is float32, which cuDNN does not compute
+    _, second = with_measured_kernel(byte_model(), batch, {"data": 1})
+    assert second == (first.name, f"{first.reason}, in an earlier run")
+    file.write_text("damaged")
+    _, third = with_measured_kernel(byte_model(), batch, {"data": 1})
+    assert not third.reason.endswith("in an earlier run")
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_emulated_fp8_is_found_to_be_slower_than_a_normal_matmul():
+  assert compare_matmuls(fp8_matmul, 256, 128, 256, jnp.float32, seconds=0.1) > 1.2
+  assert 0.3 < compare_matmuls(matmul, 256, 128, 256, jnp.float32, seconds=0.1) < 3
