@@ -70,7 +70,7 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
   leaves = jax.tree_util.tree_leaves_with_path(params)
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
   # Layers are alike: the collectives of one are counted as often as there are layers.
-  alike: dict[tuple[Any, ...], list[Any]] = collections.defaultdict(list)
+  alike: dict[tuple[Any, ...], list[tuple[str, Any, Any]]] = collections.defaultdict(list)
   for (path, param), spec in zip(leaves, all_specs, strict=True):
     name = _LAYER.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
     alike[name, param.shape, tuple(spec)].append((name, param, spec))

@@ -174,6 +174,6 @@ def test_the_header_describes_the_computation():
   text = describe_computation(fp8_model(fuse_qkv_params=True), choice)
   assert text == (
     "bfloat16; fp8 XLA's own matmuls, current scaling (auto: needs no state and no further package, "
-    "emulated); attention by xla (auto: no fused kernel has been measured to be faster yet); fused qkv"
+    "emulated); attention by xla (auto: another kernel is chosen only on a GPU); fused qkv"
   )
   assert describe_computation(make_model(Bigram()), choice) is None
