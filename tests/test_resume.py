@@ -1,4 +1,7 @@
-"""A run that is killed and restarted computes the same steps, bit for bit."""
+"""A run that is killed or terminated and restarted computes the same steps, bit for bit.
+
+These runs use gin and SeqIO, and are slow to start; tests/resume has quick ones without them.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, di
   return folder, train(folder)
 
 
-@pytest.mark.parametrize(
-  "sent", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_terminated_run_saves_its_last_step_and_its_restart_continues_from_it(
   tmp_path, unbroken, sent
 ):

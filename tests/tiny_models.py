@@ -130,6 +130,7 @@ def make_decoder_only_model(
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def initialize(module: nn.Module, key: jax.Array) -> Any:
   """Returns the module's own initial variables."""
   shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
@@ -195,6 +196,7 @@ def params_of(config: T5Config) -> Any:
   return variables(Transformer(config))["params"]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logits_of(
   module: nn.Module, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
 ) -> jax.Array:
@@ -213,8 +215,13 @@ def logits_of(
 
 def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
-  zeros = {n: jax.tree.map(jnp.zeros_like, v) for n, v in variables(module).items()}
-  return TrainState.create(adafactor(), zeros | {"params": variables(module)["params"]})
+  return _create_state(variables(module))
+
+
+@jax.jit
+def _create_state(variables: Any) -> TrainState:
+  zeros = {n: jax.tree.map(jnp.zeros_like, v) for n, v in variables.items()}
+  return TrainState.create(adafactor(), zeros | {"params": variables["params"]})
 
 
 class Bigram(nn.Module):

@@ -91,9 +91,9 @@ def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   texts = [target for _, target in PAIRS]
   assert seen["predictions"][0] == seen["scores"][0] == seen["aux"][0] == texts
   batch = batch_of(model)
-  scores = model.score_batch(state.params, batch)
+  scores = jax.jit(model.score_batch)(state.params, batch)
   np.testing.assert_allclose(seen["scores"][1], scores, rtol=1e-4)
-  decodes, aux = model.predict_batch_with_aux(state.params, batch)
+  decodes, aux = jax.jit(model.predict_batch_with_aux)(state.params, batch)
   decoded = [model.output_vocabulary.decode(row) for row in np.asarray(decodes).tolist()]
   assert seen["predictions"][1] == seen["aux"][1] == decoded
   np.testing.assert_allclose(seen["aux"][2]["scores"], aux["scores"], rtol=1e-4)

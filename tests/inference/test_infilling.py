@@ -41,9 +41,8 @@ def model_of(vocabulary: Any) -> Any:
 def fill(vocabulary: Any) -> BlankFiller:
   model = model_of(vocabulary)
   shapes = {"encoder_input_tokens": (1, 48), "decoder_input_tokens": (1, 16)}
-  return BlankFiller(
-    model, model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"], 48
-  )
+  init = jax.jit(lambda key: model.get_initial_variables(key, shapes)["params"])
+  return BlankFiller(model, init(jax.random.PRNGKey(0)), 48)
 
 
 def test_spans_follow_their_sentinels_up_to_the_end_token(vocabulary: Any) -> None:

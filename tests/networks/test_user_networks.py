@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -80,7 +81,7 @@ def test_the_axes_of_a_user_network_determine_sharding_and_factoring():
 
 def initial_variables(model):
   shapes = {"encoder_input_tokens": (1, 10), "decoder_input_tokens": (1, 6)}
-  return model.get_initial_variables(jax.random.PRNGKey(0), input_shapes=shapes)
+  return jax.jit(lambda key: model.get_initial_variables(key, shapes))(jax.random.PRNGKey(0))
 
 
 def test_an_axis_without_a_factor_rule_is_named():
@@ -111,14 +112,19 @@ class LoudTransformer(network.Transformer):
     self.decoder = network.Decoder(config=cfg, shared_embedding=self.token_embedder)
 
 
+def encoded_by(module, params, tokens):
+  encode = functools.partial(module.apply, enable_dropout=False, method=module.encode)
+  return jax.jit(encode)({"params": params}, tokens)
+
+
 def test_a_subclass_of_t5_can_add_parameters():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=1)
   module, tokens = LoudTransformer(config), make_batch(2)["encoder_input_tokens"]
   variables = initialize(module, jax.random.PRNGKey(0))
   assert variables["params_axes"]["encoder"]["gain_axes"].names == ("embed",)
   params = variables["params"]
-  loud = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)
+  loud = encoded_by(module, params, tokens)
   plain = network.Transformer(config)
   params["encoder"] = {k: v for k, v in params["encoder"].items() if k != "gain"}
-  quiet = plain.apply({"params": params}, tokens, enable_dropout=False, method=plain.encode)
+  quiet = encoded_by(plain, params, tokens)
   np.testing.assert_allclose(loud, 2 * quiet, rtol=1e-6)

@@ -20,7 +20,7 @@ Train = Callable[..., Losses]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
   """Trains in a separate process: train(model_dir, steps, kill=(after how many steps, seconds)).
 
-  Returns the exact loss of each step (see killable_run.py). A run that fails without being killed
+  With `sigterm_after`, the process gets a SIGTERM after that step instead of being killed. Returns the exact loss of each step (see killable_run.py). A run that fails without being killed
   raises ChildProcessError with the end of its output.
   """
   folder = tmp_path_factory.mktemp("programs")
@@ -38,9 +38,16 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     ) as process,
   ):
 
-    def run(model_dir: pathlib.Path, steps: int, kill: tuple[int, float] | None = None) -> Losses:
+    def run(
+      model_dir: pathlib.Path,
+      steps: int,
+      kill: tuple[int, float] | None = None,
+      sigterm_after: int = 0,
+    ) -> Losses:
       start = len((folder / "stderr").read_text())
-      print(model_dir, steps, file=process.stdin, flush=True)
+      # The status of a terminated run asks its launcher to restart it.
+      expected = signal.SIGKILL if kill else 143 << 8 if sigterm_after else 0
+      print(model_dir, steps, sigterm_after, file=process.stdin, flush=True)
       pid, losses = 0, {}
       for line in process.stdout:
         match line.split():
@@ -49,7 +56,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
           case ["step", step, loss]:
             losses[int(step)] = loss
           case ["ended", status]:
-            if int(status) != (signal.SIGKILL if kill else 0):
+            if int(status) != expected:
               raise ChildProcessError((folder / "stderr").read_text()[start:])
             return losses
         if kill is not None and pid and len(losses) == kill[0]:

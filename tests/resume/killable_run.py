@@ -1,7 +1,7 @@
 """Trains in processes that a test can kill: killable_run.py CACHE_FOLDER.
 
-Each line "MODEL_DIR STEPS" on standard input forks a process that trains there with the real run
-page. It prints "pid N" first, "step N LOSS" after each step, and "ended STATUS" at the end. The
+Each line "MODEL_DIR STEPS SIGTERM_AFTER" on standard input forks a process that trains there with the
+real run page, and sends itself a SIGTERM after that step unless it is 0. It prints "pid N" first, "step N LOSS" after each step, and "ended STATUS" at the end. The
 packages are imported once, by the parent process, which computes nothing itself.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -45,10 +46,16 @@ class Network(nn.Module):
 
 
 class PrintLoss(BaseAction):
-  """Prints the exact loss of each step."""
+  """Prints the exact loss of each step; sends a SIGTERM to this process after one of them."""
+
+  def __init__(self, sigterm_after: int):
+    self._sigterm_after = sigterm_after
 
   def run(self, train_state, metrics_by_task):
-    print("step", int(train_state.step), float(metrics_by_task["train"]["loss"]).hex(), flush=True)
+    step = int(train_state.step)
+    print("step", step, float(metrics_by_task["train"]["loss"]).hex(), flush=True)
+    if step == self._sigterm_after:
+      signal.raise_signal(signal.SIGTERM)
     return False
 
 
@@ -70,15 +77,18 @@ class WithoutSummaries(Trainer):
     super().__init__(summary_dir=None, **arguments)
 
 
-def run(model_dir: str, steps: int) -> None:
+def run(model_dir: str, steps: int, sigterm_after: int) -> None:
   train(
     model=tiny_models.make_model(Network()),
     train_dataset_cfg=data.DatasetConfig("none", {}, "train", BATCH, shuffle=False, seed=0),
     train_eval_dataset_cfg=None,
     infer_eval_dataset_cfg=None,
-    # A save and the deletion of an old checkpoint are running almost all the time.
+    # A save and the deletion of an old checkpoint are running almost all the time. In a run that is
+    # terminated, no save is due at its last step.
     checkpoint_cfg=checkpoints.CheckpointConfig(
-      save=checkpoints.SaveCheckpointConfig(period=1, keep=2, save_dataset=True)
+      save=checkpoints.SaveCheckpointConfig(
+        period=100 if sigterm_after else 1, keep=2, save_dataset=True
+      )
     ),
     partitioner=PjitPartitioner(num_partitions=1),
     trainer_cls=functools.partial(
@@ -92,7 +102,7 @@ def run(model_dir: str, steps: int) -> None:
     summarize_config_fn=lambda model_dir, writer, step: None,
     get_dataset_fn=lambda *arguments: Batches(),
     verify_matching_vocabs_fn=None,
-    actions={ActionMode.TRAIN: [PrintLoss()]},
+    actions={ActionMode.TRAIN: [PrintLoss(sigterm_after)]},
   )
 
 
@@ -100,13 +110,16 @@ def main(cache: str) -> None:
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   for line in sys.stdin:
-    model_dir, steps = line.split()
+    model_dir, *numbers = line.split()
     if pid := os.fork():
       print("pid", pid, flush=True)
       # A killed process may have printed an incomplete line.
       print("\nended", os.waitpid(pid, 0)[1], flush=True)
     else:
-      run(model_dir, int(steps))
+      try:
+        run(model_dir, *map(int, numbers))
+      except SystemExit as end:
+        os._exit(end.code)
       os._exit(0)
 
 

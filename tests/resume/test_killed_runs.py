@@ -1,4 +1,4 @@
-"""Training processes that are killed at random moments and restarted."""
+"""Training processes that are killed at random moments or terminated, and restarted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ def final_state(model_dir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
   return {
     name: array.get() for name, array in read_arrays(model_dir / f"checkpoint_{step}").items()
   }
+
+
+def test_a_terminated_run_saves_its_last_step_and_its_restart_continues_from_it(train, tmp_path):
+  whole = train(tmp_path / "whole", 6)
+  before = train(tmp_path / "terminated", 6, sigterm_after=3)
+  # The step that follows the signal may have begun already.
+  assert all_steps(tmp_path / "terminated")[1:] == [max(before)]
+  assert max(before) in (3, 4)
+  after = train(tmp_path / "terminated", 6)
+  assert min(after) == max(before) + 1
+  assert before | after == whole
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
