@@ -196,7 +196,6 @@ def params_of(config: T5Config) -> Any:
   return variables(Transformer(config))["params"]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def logits_of(
   module: nn.Module, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
 ) -> jax.Array:
@@ -215,13 +214,14 @@ def logits_of(
 
 def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
-  return _create_state(variables(module))
+  zeros = {n: jax.tree.map(np.zeros_like, v) for n, v in variables(module).items()}
+  return create_state(zeros | {"params": variables(module)["params"]})
 
 
 @jax.jit
-def _create_state(variables: Any) -> TrainState:
-  zeros = {n: jax.tree.map(jnp.zeros_like, v) for n, v in variables.items()}
-  return TrainState.create(adafactor(), zeros | {"params": variables["params"]})
+def create_state(variables: Any) -> TrainState:
+  """Returns a train state of step 0 with these variables, made by one program."""
+  return TrainState.create(adafactor(), variables)
 
 
 class Bigram(nn.Module):

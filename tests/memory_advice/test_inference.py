@@ -119,10 +119,18 @@ def changed_arguments(text: str) -> list[str]:
     ),
     pytest.param(Setting(inputs=512), ["TASK_FEATURE_LENGTHS", "batch_size"], id="long inputs"),
     pytest.param(
-      Setting(scores=True, inputs=8, targets=64), ["loss_chunk_length", "batch_size"], id="scores"
+      Setting(scores=True, inputs=8, targets=64),
+      ["loss_chunk_length", "batch_size"],
+      id="scores",
+      marks=pytest.mark.slow,
     ),
     pytest.param(Setting(batch_size=8, inputs=2, targets=2), ["num_partitions"], id="parameters"),
-    pytest.param(Setting("GPT", num_decodes=8), ["batch_size", "num_decodes"], id="GPT's samples"),
+    pytest.param(
+      Setting("GPT", num_decodes=8),
+      ["batch_size", "num_decodes"],
+      id="GPT's samples",
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       Setting("GPT", scores=True), ["loss_chunk_length", "batch_size"], id="GPT's scores"
     ),

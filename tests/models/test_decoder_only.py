@@ -166,10 +166,10 @@ def test_batches_that_do_not_mark_the_inputs_are_refused():
   with pytest.raises(
     ValueError, match="must have decoder_causal_attention, which distinguishes inputs from targets"
   ):
-    make().predict_batch(PARAMS, batch)
+    jax.eval_shape(make().predict_batch, PARAMS, batch)
   text = "inputs_bidirectional_attention = True needs the feature decoder_causal_attention"
   with pytest.raises(ValueError, match=text):
-    make(inputs_bidirectional_attention=True).eval_fn(PARAMS, batch)
+    jax.eval_shape(make(inputs_bidirectional_attention=True).eval_fn, PARAMS, batch)
 
 
 def test_a_decode_function_without_initial_index_is_refused():
@@ -178,7 +178,7 @@ def test_a_decode_function_without_initial_index_is_refused():
 
   text = "the decode function decode needs an argument initial_index"
   with pytest.raises(ValueError, match=re.escape(text)):
-    make(decode_fn=decode).predict_batch(PARAMS, BATCH)
+    jax.eval_shape(make(decode_fn=decode).predict_batch, PARAMS, BATCH)
 
 
 def test_prefixes_are_removed_from_one_decode_or_several():

@@ -13,8 +13,8 @@ import pytest
 from tiny_models import DECODER_ONLY as RELATIVE
 from tiny_models import (
   GPT,
-  adafactor,
   assert_close,
+  create_state,
   decoder_only_params,
   decoder_only_variables,
   make_decoder_only_model,
@@ -24,7 +24,7 @@ from tiny_models import (
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.training import TrainState, train_step
+from rosetta_t5.training import train_step
 from rosetta_t5.training.step import accumulate_gradients
 
 KEY = jax.random.PRNGKey(0)
@@ -83,7 +83,7 @@ def step_of(config, loss_chunk_length, microbatches, mesh, fp8=None):
   """Returns a compiled function (params, batch) → (loss, gradients)."""
   model = make_decoder_only_model(config, z_loss=1e-3, loss_chunk_length=loss_chunk_length)
   loss_fn = with_fp8(model, choose_fp8(te_config(fp8))).loss_fn
-  state = TrainState.create(adafactor(), decoder_only_variables(config))
+  state = create_state(decoder_only_variables(config))
 
   def run(params, batch):
     grads, loss, _, _ = accumulate_gradients(
@@ -188,9 +188,7 @@ def losses(recipe, scan_layers=False, steps=6):
   batch = make_batch(True)
   variables = model.get_initial_variables(KEY, {n: x.shape for n, x in batch.items()})
   params = decoder_only_params(GPT)
-  state = TrainState.create(
-    adafactor(), {**variables, "params": stacked(params) if scan_layers else params}
-  )
+  state = create_state({**variables, "params": stacked(params) if scan_layers else params})
   step = jax.jit(
     functools.partial(
       train_step,

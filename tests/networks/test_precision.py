@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import T5_1_1, Bigram, adafactor, make_batch, make_model, params_of
+from tiny_models import T5_1_1, Bigram, create_state, make_batch, make_model, params_of
 
 from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import Transformer
-from rosetta_t5.training import TrainState, train_step
+from rosetta_t5.training import train_step
 
 RECIPES = ("current", "delayed")
 OVERWRITTEN = "_overwrite_with_gradient"
@@ -47,7 +47,7 @@ def start(recipe, microbatches=None):
     learning_rate_fn=lambda _: jnp.float32(0.03),
     num_microbatches=microbatches,
   )
-  return jax.jit(step), TrainState.create(adafactor(), variables)
+  return jax.jit(step), create_state(variables)
 
 
 @functools.cache

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
-from tiny_models import adafactor, initialize, make_batch, make_model, params_of
+from tiny_models import create_state, initialize, make_batch, make_model, params_of
 
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.scalable_t5 import Transformer
 from rosetta_t5.training.step import accumulate_gradients
-from rosetta_t5.training.train_state import TrainState
 
 UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
 KEY = jax.random.PRNGKey(0)
@@ -46,13 +44,13 @@ def test_beams_equal_those_of_plain_t5():
 
 def train_state(config, params):
   shapes = jax.eval_shape(lambda: initialize(Transformer(config), KEY))
-  return TrainState.create(adafactor(), {"params": params, "params_axes": shapes["params_axes"]})
+  return create_state({"params": params, "params_axes": shapes["params_axes"]})
 
 
 def test_adafactor_treats_each_scanned_layer_as_a_separate_parameter():
   # From 128 on, Adafactor factors matrices whether they are stacked or not.
   wide = dataclasses.replace(PLAIN, emb_dim=128, mlp_dim=256)
-  plain, grads = params_of(wide), jax.tree.map(jnp.cos, params_of(wide))
+  plain, grads = params_of(wide), jax.tree.map(np.cos, params_of(wide))
   trees = [to_unscanned(tree, wide) for tree in (plain, grads)]
 
   @jax.jit
@@ -117,13 +115,11 @@ def one_step(config, fp8, params):
   model = with_fp8(make_model(Transformer(config)), fp8)
   variables = jax.eval_shape(lambda: initialize(model.module, KEY))
   zeros = {
-    name: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), collection)
+    name: jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), collection)
     for name, collection in variables.items()
     if not name.startswith("params")
   }
-  state = TrainState.create(
-    adafactor(), {**zeros, "params": params, "params_axes": variables["params_axes"]}
-  )
+  state = create_state({**zeros, "params": params, "params_axes": variables["params_axes"]})
   grads, loss, _, mutables = jax.jit(
     lambda state: accumulate_gradients(model.loss_fn, state, make_batch(4), KEY)
   )(state)

@@ -95,8 +95,9 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
     )
 
   tokens = batch["decoder_input_tokens"]
-  create_cache = functools.partial(module.apply, decode=True, enable_dropout=False)
-  _, created = create_cache({"params": params}, inputs, tokens, tokens, mutable=["cache"])
+  options = {"decode": True, "enable_dropout": False, "mutable": ["cache"]}
+  create_cache = jax.jit(functools.partial(module.apply, **options))
+  _, created = create_cache({"params": params}, inputs, tokens, tokens)
   cache = created["cache"]
   for position in range(6):
     token_B1 = batch["decoder_input_tokens"][:, position, None]
