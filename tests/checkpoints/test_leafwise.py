@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +51,9 @@ def run(fn, axes=None):
   return traced.partition(partitioner, axes)(KEY), partitioner
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, rtol=0.0):
   assert jax.tree.structure(got) == jax.tree.structure(expected)
-  jax.tree.map(np.testing.assert_array_equal, got, expected)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), got, expected)
 
 
 def test_equal_initializers_are_compiled_once_and_draw_different_values():
@@ -81,7 +83,8 @@ def test_outputs_may_be_constants_keys_or_closed_over_arrays():
     }
 
   got, _ = run(fn)
-  assert_same(got, jax.jit(fn)(KEY))
+  # A program of all outputs may round a value that several of them share differently.
+  assert_same(got, jax.jit(fn)(KEY), rtol=1e-6)
 
 
 def test_initializers_with_different_scales_are_compiled_separately():
