@@ -214,7 +214,8 @@ def logits_of(
 
 def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
-  zeros = {n: jax.tree.map(np.zeros_like, v) for n, v in variables(module).items()}
+  # Only shapes are read, because `jax.eval_shape` of this function has no values.
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables(module))
   return create_state(zeros | {"params": variables(module)["params"]})
 
 
