@@ -88,14 +88,30 @@ def temporary_by_layer(work: Workload) -> dict[str, float]:
   return found
 
 
+def deferred_by_layer(work: Workload) -> dict[str, float]:
+  """Returns the bytes of the operands of the gradients of a layer's kernels, for one example.
+
+  If activations between blocks are sharded by position, XLA's GPU compiler computes these gradients after
+  the activations' gradients of all layers. Until then it keeps inputs and outputs' gradients, gathered.
+  """
+  sizes, branches = _sizes(work, work.policy), len(work.config.mlp_activations)
+  inputs = 3 if getattr(work.config, "scale_attn_logits", False) else 2
+  block = (inputs + 2) * sizes.gathered + (1 + branches) * sizes.units + 4 * sizes.heads
+  source, target = work.lengths.get("encoder", 0), work.lengths["decoder"]
+  cross = target * (2 * sizes.gathered + 2 * sizes.heads) + source * 2 * sizes.heads
+  return {"encoder": source * block, "decoder": target * block + (cross if source else 0.0)}
+
+
 def kept_outside_layers(work: Workload) -> float:
   """Returns the bytes that one example keeps before, between and after the stacks of layers."""
   width, target = work.config.emb_dim, work.lengths["decoder"]
   source = work.lengths.get("encoder", 0)
   # The encoder's normalized output, and the input of the output layer, which is computed in float32.
   kept = source * width * work.itemsize + 4 * target * width
-  # If the vocabulary is sharded, embeddings are added up over devices in float32 and kept.
-  return kept + (4 * (source + target) * width if work.model_shards > 1 else 0)
+  # If the vocabulary is sharded, embeddings are added up over devices in float32 and kept, unless each
+  # device keeps only its positions.
+  is_summed = work.model_shards > 1 and work.activation_split != "length"
+  return kept + (4 * (source + target) * width if is_summed else 0)
 
 
 def attention_bias_copies(work: Workload) -> float:

@@ -14,6 +14,7 @@ import jax
 from rosetta_t5.parallel.mesh_axes import FSDP_AXIS
 from rosetta_t5.plan.activations import (
   attention_bias_copies,
+  deferred_by_layer,
   kept_by_layer,
   kept_outside_layers,
   temporary_by_layer,
@@ -173,7 +174,7 @@ def is_known(work: Workload) -> bool:
 
 def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[dict[str, float]]:
   """Yields what exists at each moment that may need the most memory."""
-  examples = work.examples / work.microbatches
+  examples, target = work.examples / work.microbatches, work.lengths["decoder"]
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
   kept = {side: examples * per_layer[side] * work.layers[side] for side in work.lengths}
   temporary = {side: examples * per_temporary[side] for side in work.lengths}
@@ -196,6 +197,12 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
     yield moment(kept["encoder"] + copies["encoder"] + temporary["encoder"], "encoder")
   total += gradients.encoder
   yield moment(0.0, "tables")
+  if work.activation_split == "length" and work.policy == "none":
+    deferred = deferred_by_layer(work)
+    operands = sum(deferred[side] * work.layers[side] for side in work.lengths)
+    # The last layer's gradients of its inputs are added up over devices.
+    sums = 3 * work.lengths.get("encoder", target) * work.config.emb_dim * work.itemsize
+    yield moment(examples * (operands + sums) + ends, "tables", 4 * logits)
 
 
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:

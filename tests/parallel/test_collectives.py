@@ -203,6 +203,5 @@ def test_sequence_parallelism_saves_at_least_the_memory_that_plan_computes(monke
     split = activation_split(partitioner)
     work = Workload(wide, lengths, 4, partitioner.mesh.shape, activation_split=split)
     sizes.append(memory.activation_bytes(work))
-  # XLA also needs workspace memory, with jax 0.11 more than with 0.10.
-  least = 0.25 if jax.__version_info__ >= (0, 11) else 0.4
-  assert least < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1
+  # `plan` computes what GPU programs save, which is less: they compute the gradients of kernels last.
+  assert 0.25 < (sizes[0] - sizes[1]) / (temporaries[0] - temporaries[1]) < 1
