@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import use_abstract_mesh
 
 from rosetta_t5.config import run_from_command_line
@@ -97,7 +98,7 @@ def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
 
 def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   options = xla_options(args.devices)
-  lowered, computation = steps.lower_step(plan, args.step)
+  lowered, computation = steps.lower_step(plan, args.step, gpu)
   program = compiler.compile_program(lowered, options)
   summary = summarize(
     program,
@@ -110,7 +111,8 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   if args.hlo:
     pathlib.Path(args.hlo).write_text(program.hlo)
   if args.json:
-    pathlib.Path(args.json).write_text(json.dumps(as_json(summary), indent=1))
+    facts = {"jax": jax.__version__, "computes": computation, "flags": options}
+    pathlib.Path(args.json).write_text(json.dumps(facts | as_json(summary), indent=1))
   flags = " ".join(f"--{name}={value}" for name, value in options.items()) or "XLA's defaults"
   return [
     ("computes", computation),
@@ -211,7 +213,7 @@ def _time_rows(summary: Summary) -> Rows:
   bounds = summary.timeline.seconds_by_bound
   parts = ", ".join(f"{seconds * 1e3:.1f} ms {bound}" for bound, seconds in bounds.items())
   speed = summary.sequences_per_second
-  text = f"at most {speed:,.0f} sequences/s, {speed / summary.devices:,.4g} per GPU"
+  text = f"at most {speed:,.0f} sequences/s, {speed / summary.devices:,.1f} per GPU"
   if summary.mfu is not None:
     text += f", an MFU of {summary.mfu:.1%}"
   return [

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.gpu_program.compiler import compile_program
+from rosetta_t5.gpu_program.hlo import parse_program
+from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.networks.computation_summary import describe_computation
+from rosetta_t5.networks.kernel_choice import KernelChoice
+from rosetta_t5.networks.kernel_measurement import attention_cases, case_program, usable_kernels
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
+from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.plan.description import Plan
+from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.training import Trainer
 
 STEPS = ("train", "eval", "predict", "score")
 
 
-def lower_step(plan: Plan, step: str) -> tuple[Any, str]:
+def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   """Returns one step of a run, lowered, and its number formats and kernels as text.
 
   Args:
     plan: the run. The mesh of its partitioner is the one in use (`use_abstract_mesh`).
     step: one of `STEPS`: an optimizer step, the loss of an evaluation, decoding, or scoring.
+    gpu: the GPU that it is compiled for.
 
   Raises:
     ValueError: the run has no such step, or its arguments do not fit together.
@@ -34,7 +43,11 @@ def lower_step(plan: Plan, step: str) -> tuple[Any, str]:
   fp8 = choose_fp8(plan["te_config_cls"], partitioner.mesh.devices.flat[0])
   model = with_fp8(plan["model"], fp8)
   batch = batch_shapes(model, plan.dataset_cfg)
-  computation = describe_computation(model, fp8) or ""
+  kernel = None
+  if step == "train" and getattr(model.network_config, "attention_kernel", None) == "auto":
+    kernel = choose_kernel_by_roofline(model, batch, partitioner.mesh, gpu)
+    model = replace_config(model, attention_kernel=kernel.name)
+  computation = describe_computation(model, fp8, kernel) or ""
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
   make_trainer = plan["trainer_cls"] or functools.partial(
@@ -50,6 +63,35 @@ def lower_step(plan: Plan, step: str) -> tuple[Any, str]:
     rng=jax.random.PRNGKey(0),
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
+
+
+def choose_kernel_by_roofline(
+  model: Any, batch: Mapping[str, Any], mesh: Mesh, gpu: Gpu
+) -> KernelChoice:
+  """Returns the attention kernel with the least time for the model's shapes, as `auto` might choose.
+
+  Args:
+    model: the model.
+    batch: the shape and type of each feature of the global batch.
+    mesh: the mesh of devices that the step is compiled for.
+    gpu: the kind of these devices.
+  """
+  one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
+  sharding = NamedSharding(one, PartitionSpec())
+  seconds = dict.fromkeys(usable_kernels(model, batch), 0.0)
+  for case in attention_cases(model.network_config, batch, dict(mesh.shape)):
+    for name in seconds:
+      run, inputs = case_program(case, name)
+      shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), inputs
+      )
+      with jax.set_mesh(one):
+        lowered = jax.jit(run).lower(*shapes)
+      program = parse_program(compile_program(lowered).hlo)
+      seconds[name] += time_program(program, gpu, {"data": 1}).seconds
+  best = min(seconds, key=lambda name: seconds[name])
+  times = ", ".join(f"{name} {1e3 * least:.3g} ms" for name, least in seconds.items())
+  return KernelChoice(best, f"auto, by roofline: {times}; a run measures")
 
 
 def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -98,9 +98,8 @@ def with_measured_kernel(
     return model, None
   text = ""
   if jax.process_index() == 0:
-    names = [name for name in ("cudnn", "flash") if _can_train(model, name, batch)]
-    cases = attention_cases(config, batch, mesh)
-    choice = _remembered(cases, ["xla", *names], functools.partial(choose_fastest, cases))
+    cases, names = attention_cases(config, batch, mesh), usable_kernels(model, batch)
+    choice = _remembered(cases, names, functools.partial(choose_fastest, cases))
     text = json.dumps(choice)
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
   return replace_config(model, attention_kernel=choice.name), choice
@@ -136,6 +135,22 @@ def attention_cases(
       make(queries=decoder, keys=encoder, causal=False, has_bias=False),
     ]
   return cases
+
+
+def usable_kernels(model: Any, batch: Mapping[str, Any]) -> list[str]:
+  """Returns the kernels that accept the model's dtype, sizes and masks; `xla` is always the first.
+
+  Args:
+    model: the model.
+    batch: the shape and type of each feature of the global batch.
+  """
+  return ["xla", *(name for name in ("cudnn", "flash") if _can_train(model, name, batch))]
+
+
+def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], tuple]:
+  """Returns one of our kernels, forward and backward, as a function, and random inputs for it."""
+  inputs, mask, weights = _example(case)
+  return _value_and_gradients(_kernel(name), mask, weights), inputs
 
 
 def choose_fastest(

@@ -46,7 +46,7 @@ def kernel(name: str) -> list[str]:
 CASES = {
   "h200 xla": ("h200", 1, kernel("xla"), ["matmuls (cuBLASLt)"]),
   "h200 cudnn": ("h200", 1, [*kernel("cudnn"), *UNPACKED], ["cuDNN attention"]),
-  "h200 flash packed": ("h200", 1, kernel("flash"), ["Triton kernels"]),
+  "h200 auto packed": ("h200", 1, kernel("auto"), ["Triton kernels"]),
   "h200 fp8": ("h200", 1, [*kernel("cudnn"), *UNPACKED, *FP8], ["fp8 matmuls (cuBLASLt)"]),
   "a100 xla": ("a100", 1, kernel("xla"), ["matmuls (cuBLASLt)"]),
   "a100 cudnn": ("a100", 1, [*kernel("cudnn"), *UNPACKED], ["cuDNN attention"]),
@@ -121,9 +121,11 @@ def test_program_contains_the_kernels_that_were_requested(case, programs):
   result = programs(case)
   for kind in CASES[case][3]:
     assert result["kernels_by_kind"].get(kind, {}).get("count"), result["kernels_by_kind"].keys()
+  if "auto" in case:
+    assert "attention by flash (auto, by roofline: xla " in result["computes"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "flash" in case or "fsdp" in case])
+@pytest.mark.parametrize("case", [case for case in CASES if "packed" in case or "fsdp" in case])
 def test_our_attention_kernels_do_not_spill_registers(case, programs):
   kernels = programs(case)["triton_kernels"]
   assert kernels
