@@ -53,9 +53,12 @@ def visible_tiles(
 
 
 def range_of(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
-  """Returns the range from the first to the last chosen element of the last axis; if none, `end` is less than `first`."""
+  """Returns the range from the first to the last chosen element of the last axis.
+
+  If none is chosen, `first` is the last element and `end` is 0.
+  """
   number = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
-  first = jnp.min(jnp.where(chosen, number, chosen.shape[-1]), axis=-1)
+  first = jnp.min(jnp.where(chosen, number, chosen.shape[-1] - 1), axis=-1)
   return TileRange(first, jnp.max(jnp.where(chosen, number + 1, 0), axis=-1))
 
 
