@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from rosetta_t5.networks.layers.dense import (
   Matmul,
   matmul,
   row_axes,
+  separate_from_matmul,
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
 from rosetta_t5.networks.layers.positions import apply_rotary
@@ -144,7 +146,7 @@ class MultiHeadDotProductAttention(nn.Module):
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
     out = self._dense("out", inputs_q.shape[-1], out_axes, self.kernel_init, axis=(-2, -1))
-    return out(outputs_BTHK)
+    return separate_from_matmul(out(outputs_BTHK))
 
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:
@@ -176,18 +178,23 @@ class MultiHeadDotProductAttention(nn.Module):
     query_init = self.kernel_init if self.scale_queries else divided_init
     axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
     features = (self.num_heads, self.head_dim)
-    query = self._dense("query", features, axes, query_init)
+    # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
+    is_power_of_two = math.log2(self.head_dim) % 2 == 0
+    is_fused = self.fuse_qkv_params and inputs_q is inputs_kv
+    divides_kernel = self.scale_attn_logits and (is_power_of_two or is_fused)
+    divisor = depth_scale if divides_kernel else None
+    query = self._dense("query", features, axes, query_init, kernel_divisor=divisor)
     key, value = (self._dense(name, features, axes, self.kernel_init) for name in ("key", "value"))
-    logit_scale = depth_scale if self.scale_attn_logits else None
-    scaled_q = inputs_q if logit_scale is None else inputs_q / logit_scale
+    divides_input = self.scale_attn_logits and not divides_kernel
+    scaled_q = inputs_q / depth_scale if divides_input else inputs_q
     if mode is AttentionMode.CROSS_DECODE_STEP:
       precomputed: list[jax.Array] = [
         self.get_variable(PRECOMPUTED, name) for name in ("keys", "values")
       ]
       # Without the barrier XLA transposes them before the loop and back again in every step.
       return [self._batch_first(query(scaled_q)), *jax.lax.optimization_barrier(precomputed)]
-    if self.fuse_qkv_params and inputs_q is inputs_kv:
-      heads = self._project_fused(inputs_q, [query, key, value], logit_scale)
+    if is_fused:
+      heads = self._project_fused(inputs_q, [query, key, value])
     elif self.fuse_qkv_params:
       heads = [query(scaled_q), *self._project_fused(inputs_kv, [key, value])]
     else:
@@ -205,14 +212,10 @@ class MultiHeadDotProductAttention(nn.Module):
       heads = heads.swapaxes(0, 1)
     return with_sharding_constraint(heads, ("batch", "length", "heads", "kv"))
 
-  def _project_fused(
-    self, inputs: jax.Array, projections: list[DenseGeneral], logit_scale: jax.Array | None = None
-  ) -> list[jax.Array]:
-    """Returns several projections of `inputs` from one matmul; the first is divided by the scale."""
+  def _project_fused(self, inputs: jax.Array, projections: list[DenseGeneral]) -> list[jax.Array]:
+    """Returns several projections of `inputs` from one matmul."""
     parameters = [projection(inputs, parameters_only=True) for projection in projections]
     kernels = [kernel for kernel, _ in parameters]
-    if logit_scale is not None:
-      kernels[0] = kernels[0] / logit_scale
     # Kernels are stacked along a new dimension. Concatenating kernels that are split over devices
     # would have to move them.
     w_DNJ = jnp.stack(kernels, axis=1)
@@ -230,7 +233,9 @@ class MultiHeadDotProductAttention(nn.Module):
       return heads
     return [x + bias[None, None] for x, (_, bias) in zip(heads, parameters, strict=True)]
 
-  def _dense(self, name: str, features: Any, axes: Any, init: Initializer, axis: Any = -1) -> Any:
+  def _dense(
+    self, name: str, features: Any, axes: Any, init: Initializer, axis: Any = -1, **attributes: Any
+  ) -> Any:
     return DenseGeneral(
       features,
       axis=axis,
@@ -242,6 +247,7 @@ class MultiHeadDotProductAttention(nn.Module):
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
       name=name,
+      **attributes,
     )
 
   def _attend(

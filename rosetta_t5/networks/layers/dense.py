@@ -71,6 +71,7 @@ class DenseGeneral(nn.Module):
     transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
       dimensions, because flattening them would gather a batch that is split over devices.
     use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
+    kernel_divisor: what the kernel is divided by after the cast to `dtype`; None for 1.
   """
 
   features: int | Sequence[int]
@@ -82,6 +83,7 @@ class DenseGeneral(nn.Module):
   make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
+  kernel_divisor: jax.Array | None = None
 
   @nn.compact
   def __call__(self, inputs: Float[Array, "..."], parameters_only: bool = False) -> Any:
@@ -104,6 +106,8 @@ class DenseGeneral(nn.Module):
       )
     leading = inputs.shape[: inputs.ndim - len(axes)]
     kernel = jnp.asarray(self._kernel(inputs.shape[len(leading) :], features), self.dtype)
+    if self.kernel_divisor is not None:
+      kernel = kernel / self.kernel_divisor
     bias = self._bias(features) if self.use_bias else None
     if parameters_only:
       return kernel, bias
@@ -180,6 +184,15 @@ def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Fl
   return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
 
 
+def separate_from_matmul(x: jax.Array) -> jax.Array:
+  """Returns a matmul's result such that XLA does not make what follows a part of the matmul on a GPU.
+
+  XLA would have the matmul write a gelu's input and output, and copy a residual before adding to it.
+  Both cost more than the elementwise kernel that reads the result anyway.
+  """
+  return jax.lax.optimization_barrier(x) if target_device().platform == "gpu" else x
+
+
 def row_axes(transpose_batch_sequence: bool) -> tuple[str, ...]:
   """Returns the logical axes of the rows that a projection multiplies by its kernel."""
   return ("length", "batch") if transpose_batch_sequence else ("batch",)
@@ -215,6 +228,16 @@ def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array
       "use 'linear', 'gelu', 'relu', 'silu' or another activation of flax.linen"
     )
   return function
+
+
+def _multiply_activations(
+  names: Sequence[str | Callable[[Array], Array]], *branches_BTF: jax.Array
+) -> jax.Array:
+  """Returns the product of the activations of the branches."""
+  factors = [
+    activation_function(name)(x_BTF) for name, x_BTF in zip(names, branches_BTF, strict=True)
+  ]
+  return functools.reduce(jnp.multiply, factors)
 
 
 class MlpBlock(nn.Module):
@@ -257,14 +280,19 @@ class MlpBlock(nn.Module):
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
     )
-    hidden_BTF: jax.Array | None = None
-    for index, activation in enumerate(self.activations):
+    branches = []
+    for index in range(len(self.activations)):
       name = "wi" if len(self.activations) == 1 else f"wi_{index}"
       projection = dense(self.intermediate_dim, kernel_axes=("embed", "mlp"), name=name)
-      branch_BTF = activation_function(activation)(projection(inputs))
-      hidden_BTF = branch_BTF if hidden_BTF is None else hidden_BTF * branch_BTF
+      branches.append(separate_from_matmul(projection(inputs)))
+    gate: Callable[..., jax.Array] = functools.partial(_multiply_activations, self.activations)
+    if target_device().platform == "gpu":
+      # Recomputing the activations takes a GPU less time than writing and reading them.
+      gate = jax.checkpoint(gate)
+    hidden_BTF = gate(*branches)
     dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
     hidden_BTF = dropout(hidden_BTF, deterministic=deterministic)
     axes = activation_axes("mlp", self.transpose_batch_sequence)
     hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
-    return dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")(hidden_BTF)
+    output = dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")
+    return separate_from_matmul(output(hidden_BTF))
