@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.norms import LayerNorm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases, relative_position_bucket
+from rosetta_t5.parallel import PjitPartitioner
 
 IDS = jnp.array([[0, 3, 3, 9], [10, 2**31 - 1, -1, -10]])  # the last four are outside the table
 
@@ -142,3 +144,26 @@ def test_norm_divides_by_the_root_mean_square_in_float32(dtype):
   expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
   tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
   np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=tolerance)
+
+
+def test_a_table_that_devices_split_gives_the_same_vectors_and_gradient():
+  embed = Embed(num_embeddings=16, features=4, dtype=jnp.bfloat16)
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
+  weights = jnp.asarray(rng.normal(size=(*IDS.shape, 4)), jnp.bfloat16)
+
+  def look_up(table):
+    return embed.apply({"params": {"embedding": table}}, IDS)
+
+  def vectors_and_gradient(table):
+    vectors, vjp = jax.vjp(look_up, table)
+    return vectors, vjp(weights)[0]
+
+  whole = jax.jit(vectors_and_gradient)(table)
+  spec = PartitionSpec("model")
+  split_over_devices = PjitPartitioner(num_partitions=8).partition(
+    vectors_and_gradient, (spec,), (PartitionSpec(), spec)
+  )
+  for got, want in zip(split_over_devices(table), whole, strict=True):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)

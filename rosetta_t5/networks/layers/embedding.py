@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.sharding_constraints import count_parts, with_sharding_constraint
 from rosetta_t5.parallel.target_device import target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -60,8 +62,8 @@ class Embed(nn.Module):
     # In T5X an id outside the table is a one-hot row of zeros, which is what `mode="fill"` gives.
     # A table that is split by `embed` is gathered first, since a token needs its whole vector.
     table = with_sharding_constraint(self.embedding, ("vocab", None))
-    rows = table.at[inputs]
-    vectors = rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(self.dtype)
+    is_split = count_parts(("vocab", None), table.shape)[0] > 1
+    vectors = (_look_up_sum if is_split else _look_up)(table, inputs, self.dtype)
     # Positions are split in a second step: each device looks up all tokens in its part of the
     # vocabulary, and the sums are scattered. In one step XLA would send around the whole table.
     vectors = with_sharding_constraint(vectors, ("batch", None, "embed"))
@@ -75,6 +77,33 @@ class Embed(nn.Module):
     if is_decoding_step and target_device().platform == "cpu":
       return matmul_few_rows(query, table_VD)
     return jnp.dot(query, table_VD.T)
+
+
+def _look_up(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  rows = table_VD.at[ids]
+  return rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up_sum(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the rows of a table that is split over devices, whose results are summed in `dtype`.
+
+  At most one device's result is not zero, so the numbers are those of `_look_up`, whose sum would be
+  float32. The gradient is `_look_up`'s.
+  """
+  return _look_up(table_VD.astype(dtype), ids, dtype)
+
+
+def _look_up_forward(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
+  return _look_up_sum(table_VD, ids, dtype), (table_VD, ids)
+
+
+def _look_up_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
+  table_VD, ids = saved
+  return jax.vjp(lambda table_VD: _look_up(table_VD, ids, dtype), table_VD)[1](gradient)[0], None
+
+
+_look_up_sum.defvjp(_look_up_forward, _look_up_backward)
 
 
 def output_layer(
