@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 
 # cuDNN's attention is fused for Ampere and later.
 _CUDNN_CAPABILITY = (8, 0)
+# Times whose ratio is less are considered equal.
+_SAME = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,9 @@ class Configuration:
 def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list[Configuration]:
   """Returns the fastest configurations that fit, the fastest first, each on another mesh.
 
+  Among those whose times differ by less than the estimate can tell, the one that shards the parameters
+  least comes first.
+
   Args:
     plan: the run, a `Plan`.
     gpu: the GPU.
@@ -71,7 +77,13 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list
     count: how many to return.
   """
   fastest = [min(found, key=_seconds) for found in _configurations_by_mesh(plan, gpu, mfu) if found]
-  return sorted(fastest, key=_seconds)[:count]
+  least = min(map(_seconds, fastest), default=0.0)
+
+  def rank(choice: Configuration) -> tuple[int, int]:
+    shards = choice.mesh[FSDP_AXIS] * choice.mesh["tensor"]
+    return int(math.log(_seconds(choice) / least) / math.log(_SAME)), shards
+
+  return sorted(fastest, key=rank)[:count]
 
 
 def _seconds(configuration: Configuration) -> float:

@@ -39,7 +39,8 @@ def test_three_configurations_fit_where_the_recipe_does_not(capsys):
   assert "DOES NOT FIT" in output
   flags, seconds = choices(output)
   assert len(flags) == 3
-  assert seconds == sorted(seconds)
+  assert max(seconds) < 1.1 * min(seconds)
+  assert seconds[0] < 1.03 * min(seconds)
   assert len({row[0] for row in flags}) == 3  # on different meshes
   again = plan(capsys, *arguments, *flags[0])
   assert "H100 80 GB: fits" in again
