@@ -164,9 +164,8 @@ def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tup
   dk, dv = (d[:, : k_shape[1], :, : k_shape[3]] for d in (dk_BSHK, dv_BSHK))
   if bias_1HTS is None:
     return dq, dk, dv, None, None
-  (dbias_HTS,) = _call("bias_gradient", arguments, [("hts", jnp.float32)], run)
-  dbias = dbias_HTS[None, :, : q_shape[1], : k_shape[1]].astype(bias_1HTS.dtype)
-  return dq, dk, dv, dbias, None
+  (dbias_HTS,) = _call("bias_gradient", arguments, [("hts", bias_1HTS.dtype)], run)
+  return dq, dk, dv, dbias_HTS[None, :, : q_shape[1], : k_shape[1]], None
 
 
 flash_attention.defvjp(_forward, _backward)

@@ -221,7 +221,8 @@ def bias_gradient_kernel(
     return dbias + weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
 
   dbias = jnp.zeros(bias.shape, jnp.float32)
-  dbias_ref[...] = jax.lax.fori_loop(0, number_that_see[...], one_example, dbias)
+  dbias = jax.lax.fori_loop(0, number_that_see[...], one_example, dbias)
+  dbias_ref[...] = dbias.astype(dbias_ref.dtype)
 
 
 def _key_tile(x: Inputs, s: Array, setting: Setting) -> tuple[Array, Array, Array | None]:
