@@ -35,8 +35,14 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
     gpu: the GPU that it is compiled for.
 
   Raises:
-    ValueError: the run has no such step, or its arguments do not fit together.
+    ValueError: the recipe is not for training, or its arguments do not fit together.
   """
+  if step == "train" and not plan.is_training:
+    raise ValueError(
+      f"--step train needs a recipe of a training run, but this one is for {plan.resolved.run}: add "
+      "--step predict, score or eval"
+    )
+  # As in `train`: such runs use XLA's own random numbers.
   if plan["random_seed"] is None or plan["use_hardware_rng"]:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   partitioner = plan["partitioner"]
@@ -79,6 +85,8 @@ def choose_kernel_by_roofline(
   one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(one, PartitionSpec())
   seconds = dict.fromkeys(usable_kernels(model, batch), 0.0)
+  if len(seconds) == 1:
+    return KernelChoice("xla", "auto: no other kernel supports this model")
   for case in attention_cases(model.network_config, batch, dict(mesh.shape)):
     for name in seconds:
       run, inputs = case_program(case, name)
@@ -88,7 +96,7 @@ def choose_kernel_by_roofline(
       with jax.set_mesh(one):
         lowered = jax.jit(run).lower(*shapes)
       program = parse_program(compile_program(lowered).hlo)
-      seconds[name] += time_program(program, gpu, {"data": 1}).seconds
+      seconds[name] += case.layers * time_program(program, gpu, {"data": 1}).seconds
   best = min(seconds, key=lambda name: seconds[name])
   times = ", ".join(f"{name} {1e3 * least:.3g} ms" for name, least in seconds.items())
   return KernelChoice(best, f"auto, by roofline: {times}; a run measures")

@@ -1,24 +1,28 @@
 """`attention_kernel = 'auto'` on a GPU: the fastest kernel that computes the same as XLA's attention.
 
-No table can say which kernel is fastest on hardware that nobody has measured, or that a library has no
-error there. A run therefore measures the kernels on its own shapes when it starts, and remembers the
+No table says which kernel is fastest on hardware that nobody has measured, or which library computes
+wrong results there. A run therefore measures the kernels on its own shapes when it starts, and stores the
 result beside its compiled programs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 import rosetta_t5
@@ -34,13 +38,15 @@ from rosetta_t5.networks.kernel_choice import (
 from rosetta_t5.networks.layers.dense import Matmul, matmul
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.networks.t5_config import replace_config
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 
-# More examples do not change which kernel is fastest, but XLA's float32 reference needs much memory.
+# More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32
 _SECONDS_PER_KERNEL = 1.0
 # A kernel may differ from float32 by twice as much as XLA's attention in the run's dtype.
 _ERROR_RATIO, _ERROR_FLOOR = 2.0, 1e-3
 _TIMEOUT_S = 600.0
+_FAILED = "failed"
 
 Attention = Callable[..., jax.Array]
 
@@ -50,10 +56,11 @@ class AttentionCase:
   """One kind of attention of a step, as one device computes it.
 
   Attributes:
-    batch: examples.
-    queries: positions of a row.
-    keys: positions of a row.
-    heads: heads.
+    layers: the number of layers that compute it.
+    batch: the number of examples.
+    queries: the number of queries in a row.
+    keys: the number of keys in a row.
+    heads: the number of heads.
     head_dim: the size of a head.
     dtype: the type of queries, keys and values.
     causal: whether a query does not see the keys after it.
@@ -61,6 +68,7 @@ class AttentionCase:
     packed: whether a row contains several examples.
   """
 
+  layers: int
   batch: int
   queries: int
   keys: int
@@ -72,20 +80,12 @@ class AttentionCase:
   packed: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-  """How long a kernel takes, forward and backward, and its largest relative difference from float32."""
-
-  seconds: float
-  error: float
-
-
 def with_measured_kernel(
   model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]
 ) -> tuple[Any, KernelChoice | None]:
-  """Returns the model with the fastest correct attention kernel, and the choice, if it is to be measured.
+  """Replaces `attention_kernel = 'auto'` on a GPU by the fastest correct kernel.
 
-  That is the case for `attention_kernel = 'auto'` on a GPU; otherwise the choice is None. Process 0
+  Returns the model and the choice; the choice is None if there was nothing to measure. Process 0
   measures, and all processes use its choice.
 
   Args:
@@ -99,8 +99,7 @@ def with_measured_kernel(
   text = ""
   if jax.process_index() == 0:
     cases, names = attention_cases(config, batch, mesh), usable_kernels(model, batch)
-    choice = _remembered(cases, names, functools.partial(choose_fastest, cases))
-    text = json.dumps(choice)
+    text = json.dumps(_stored_or(functools.partial(choose_fastest, cases, names), cases, names))
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
   return replace_config(model, attention_kernel=choice.name), choice
 
@@ -115,26 +114,28 @@ def attention_cases(
     batch: the shape and type of each feature of the global batch.
     mesh: the size of each mesh axis.
   """
-  tensor = mesh.get("model", 1) * mesh.get("tensor", 1)
-  devices = int(np.prod(list(mesh.values())))
+  shards, heads = mesh.get(MODEL_AXIS, 1), config.num_heads
   size, decoder = batch["decoder_target_tokens"].shape
   make = functools.partial(
     AttentionCase,
-    batch=max(1, min(size * tensor // devices, _LARGEST_BATCH)),
-    heads=max(1, config.num_heads // tensor),
+    batch=max(1, min(size // count_batch_shards(mesh), _LARGEST_BATCH)),
+    heads=heads // shards if heads % shards == 0 else heads,  # else each device computes all heads
     head_dim=config.head_dim,
     dtype=jnp.dtype(config.dtype).name,
     packed="decoder_segment_ids" in batch,
   )
-  has_bias = getattr(config, "positions", "relative") == "relative"
-  cases = [make(queries=decoder, keys=decoder, causal=True, has_bias=has_bias)]
-  if "encoder_input_tokens" in batch:
-    encoder = batch["encoder_input_tokens"].shape[1]
-    cases += [
-      make(queries=encoder, keys=encoder, causal=False, has_bias=has_bias),
-      make(queries=decoder, keys=encoder, causal=False, has_bias=False),
+  biased = getattr(config, "positions", "relative") == "relative"
+  if "encoder_input_tokens" not in batch:
+    return [
+      make(layers=config.num_layers, queries=decoder, keys=decoder, causal=True, has_bias=biased)
     ]
-  return cases
+  encoder = batch["encoder_input_tokens"].shape[1]
+  above, below = config.num_decoder_layers, config.num_encoder_layers
+  return [
+    make(layers=above, queries=decoder, keys=decoder, causal=True, has_bias=biased),
+    make(layers=below, queries=encoder, keys=encoder, causal=False, has_bias=biased),
+    make(layers=above, queries=decoder, keys=encoder, causal=False, has_bias=False),
+  ]
 
 
 def usable_kernels(model: Any, batch: Mapping[str, Any]) -> list[str]:
@@ -147,10 +148,9 @@ def usable_kernels(model: Any, batch: Mapping[str, Any]) -> list[str]:
   return ["xla", *(name for name in ("cudnn", "flash") if _can_train(model, name, batch))]
 
 
-def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], tuple]:
-  """Returns one of our kernels, forward and backward, as a function, and random inputs for it."""
-  inputs, mask, weights = _example(case)
-  return _value_and_gradients(_kernel(name), mask, weights), inputs
+def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], Any]:
+  """Returns one of our kernels, forward and backward, as a function, and the shapes of its inputs."""
+  return _forward_and_backward(_kernel(name)), jax.eval_shape(lambda: _example(case))
 
 
 def choose_fastest(
@@ -159,53 +159,64 @@ def choose_fastest(
   kernels: Mapping[str, Attention] | None = None,
   seconds: float = _SECONDS_PER_KERNEL,
 ) -> KernelChoice:
-  """Returns the kernel that is fastest over all cases among those that are correct in every case.
+  """Returns the kernel that is fastest over all layers among those that are correct in every case.
 
   Args:
     cases: what a step computes.
-    names: the candidates; the first one is the reference.
+    names: the candidates; the first one is chosen if none is better.
     kernels: the candidates' functions (q, k, v, bias, mask) → output; None for ours.
     seconds: how long each kernel is timed.
   """
   kernels = kernels or {name: _kernel(name) for name in names}
-  times, problems = dict.fromkeys(names, 0.0), {}
-  for case in cases:
-    limit = np.inf
-    for name in [name for name in names if name not in problems]:
-      try:
-        found = measure(case, kernels[name], seconds / len(cases))
-      except Exception as error:  # a kernel that fails here cannot be used, whatever the reason
-        problems[name] = f"failed ({str(error).splitlines()[0][:80]})"
-        continue
-      if name == names[0]:
-        limit = _ERROR_RATIO * found.error + _ERROR_FLOOR
-      if not found.error <= limit:
-        problems[name] = f"is wrong by {found.error:.2g}"
-      times[name] += found.seconds
+  times = dict.fromkeys(names, 0.0)
+  problems: dict[str, str] = {}
+  for case, name in itertools.product(cases, names):
+    if name in problems:
+      continue
+    try:
+      error, limit = kernel_error(case, kernels[name]), _error_limit(case)
+      run = jax.jit(_forward_and_backward(kernels[name]))
+      times[name] += case.layers * _time(run, _example(case), seconds / len(cases))
+    except Exception as failure:  # a kernel that fails here cannot be used, whatever the reason
+      problems[name] = f"{_FAILED} ({str(failure).splitlines()[0][:80]})"
+      continue
+    if not error <= limit:
+      problems[name] = f"is wrong by {error:.2g}"
   correct = [name for name in names if name not in problems] or [names[0]]
   best = min(correct, key=lambda name: times[name])
   results = [f"{name} {problems.get(name, f'{1e3 * times[name]:.3g} ms')}" for name in names]
   return KernelChoice(best, f"auto, measured: {', '.join(results)}")
 
 
-def measure(case: AttentionCase, kernel: Attention, seconds: float) -> Measurement:
-  """Returns the time of a kernel's forward and backward pass, and its error.
+def kernel_error(case: AttentionCase, kernel: Attention) -> float:
+  """Returns a kernel's largest difference from XLA's attention in float32, relative to the largest value.
 
-  The error is the largest difference of the output and of each gradient from XLA's attention in
-  float32, relative to the largest value.
+  The output at real positions and all gradients are compared, for two examples. The result is infinite
+  if a number is not finite.
 
   Args:
     case: what is computed, on random numbers, with padding at the end of each row.
     kernel: (q, k, v, bias, mask) → output.
-    seconds: how long the kernel is repeated.
   """
-  inputs, mask, weights = _example(case)
-  reference = jax.jit(_value_and_gradients(_kernel("xla"), mask, weights))
-  exact = reference(*jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
-  run = jax.jit(_value_and_gradients(kernel, mask, weights))
-  outputs = jax.block_until_ready(run(*inputs))
-  error = max(map(_relative_error, jax.tree.leaves(outputs), jax.tree.leaves(exact)))
-  return Measurement(_time(run, inputs, seconds), error)
+  example = _example(dataclasses.replace(case, batch=min(case.batch, 2)))
+  inputs, *others = example
+  precise = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+  exact = jax.jit(_forward_and_backward(_kernel("xla")))(precise, *others)
+  found = jax.jit(_forward_and_backward(kernel))(*example)
+  return max(map(_relative_difference, jax.tree.leaves(found), jax.tree.leaves(exact)))
+
+
+@functools.cache
+def _error_limit(case: AttentionCase) -> float:
+  """Returns the largest error with which a kernel counts as correct; NaN if the reference is not."""
+  error = kernel_error(case, _kernel("xla"))
+  return _ERROR_RATIO * error + _ERROR_FLOOR if np.isfinite(error) else np.nan
+
+
+def _relative_difference(found: jax.Array, exact: jax.Array) -> float:
+  a, b = np.asarray(found, np.float32), np.asarray(exact, np.float32)
+  difference = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-30))
+  return difference if np.isfinite(difference) else np.inf
 
 
 def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
@@ -221,8 +232,9 @@ def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> 
   config = model.network_config
   if getattr(config, "make_product", None) is None or jax.default_backend() != "gpu":
     return []
-  rows = int(np.prod(next(iter(batch.values())).shape)) // int(np.prod(list(mesh.values())))
-  ratio = compare_matmuls(fp8_matmul, rows, config.emb_dim, config.mlp_dim, config.dtype)
+  rows = batch["decoder_target_tokens"].size // count_batch_shards(mesh)
+  units = config.mlp_dim // mesh.get(MODEL_AXIS, 1)
+  ratio = compare_matmuls(fp8_matmul, rows, config.emb_dim, units, config.dtype)
   if ratio <= 1:
     return []
   return [
@@ -263,13 +275,6 @@ def _time(run: Callable[..., Any], inputs: Sequence[Any], seconds: float) -> flo
   return (time.perf_counter() - started) / calls
 
 
-def _relative_error(found: jax.Array, exact: jax.Array) -> float:
-  """Returns the largest difference; infinite if a number is not finite."""
-  a, b = np.asarray(found, np.float32), np.asarray(exact, np.float32)
-  error = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-30))
-  return error if np.isfinite(error) else np.inf
-
-
 def _example(case: AttentionCase) -> tuple[tuple, SegmentMask, jax.Array]:
   """Returns (q, k, v, bias), the mask, and the weights of the outputs, 0 for padding."""
   keys = iter(jax.random.split(jax.random.PRNGKey(0), 5))
@@ -293,15 +298,15 @@ def _segments(case: AttentionCase, length: int) -> jax.Array:
   return jnp.broadcast_to(row, (case.batch, length))
 
 
-def _value_and_gradients(kernel: Attention, mask: SegmentMask, weights: jax.Array) -> Any:
-  """Returns (q, k, v, bias) → the output at real positions, and the gradients of its weighted sum."""
+def _forward_and_backward(kernel: Attention) -> Callable[..., Any]:
+  """Returns a function of an example: the output at real positions, and the gradients of the inputs."""
 
-  def total(inputs: tuple) -> tuple[jax.Array, jax.Array]:
+  def total(inputs: tuple, mask: SegmentMask, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     output = kernel(*inputs, mask)
     return jnp.sum(output.astype(jnp.float32) * weights), output * (weights != 0)
 
-  def run(*inputs: Any) -> Any:
-    (_, output), gradients = jax.value_and_grad(total, has_aux=True)(inputs)
+  def run(inputs: tuple, mask: SegmentMask, weights: jax.Array) -> tuple[jax.Array, tuple]:
+    (_, output), gradients = jax.value_and_grad(total, has_aux=True)(inputs, mask, weights)
     return output, gradients
 
   return run
@@ -339,25 +344,34 @@ def _can_train(model: Any, name: str, batch: Mapping[str, Any]) -> bool:
   return True
 
 
-def _remembered(
-  cases: Sequence[AttentionCase], names: Sequence[str], choose: Callable[..., KernelChoice]
+def _stored_or(
+  choose: Callable[[], KernelChoice], cases: Sequence[AttentionCase], names: Sequence[str]
 ) -> KernelChoice:
   """Returns the choice that an earlier run has stored for the same cases, or makes and stores it."""
   settings: Any = jax.config
   folder = settings.jax_compilation_cache_dir
   if not folder:
-    return choose(names)
-  device = jax.local_devices()[0].device_kind
-  facts = [device, jax.__version__, rosetta_t5.__version__, list(names), *map(repr, cases)]
-  name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-  path = pathlib.Path(folder) / f"attention-kernel-{name}.json"
+    return choose()
+  path = pathlib.Path(folder) / f"attention-kernel-{_hash_of_facts(cases, names)}.json"
   try:
     stored = KernelChoice(*json.loads(path.read_text()))
     return KernelChoice(stored.name, f"{stored.reason}, in an earlier run")
   except (OSError, ValueError, TypeError):
-    choice = choose(names)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  scratch = path.with_suffix(f".{os.getpid()}")
-  scratch.write_text(json.dumps(choice))
-  scratch.replace(path)
+    choice = choose()
+  if _FAILED not in choice.reason:  # a failure may be temporary, as when memory is full
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(choice))
+    scratch.replace(path)
   return choice
+
+
+def _hash_of_facts(cases: Sequence[AttentionCase], names: Sequence[str]) -> str:
+  """Returns a hash of all that a choice depends on: device, versions, flags, shapes and candidates."""
+  device, cudnn = jax.local_devices()[0], ""
+  with contextlib.suppress(metadata.PackageNotFoundError):
+    cudnn = metadata.version("nvidia-cudnn-cu13")
+  versions = [jax.__version__, jaxlib.__version__, rosetta_t5.__version__, cudnn]
+  flags = os.environ.get("XLA_FLAGS", "")
+  facts = [device.device_kind, device.client.platform_version, flags, *versions, *names, *cases]
+  return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -18,14 +18,14 @@ from rosetta_t5.networks.kernel_measurement import (
   attention_cases,
   choose_fastest,
   compare_matmuls,
-  measure,
+  kernel_error,
   with_measured_kernel,
 )
 from rosetta_t5.networks.layers.dense import matmul
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.networks.t5_config import T5Config
 
-CASE = AttentionCase(2, 32, 48, 2, 16, "float32", causal=False, has_bias=True, packed=True)
+CASE = AttentionCase(1, 2, 32, 48, 2, 16, "float32", causal=False, has_bias=True, packed=True)
 
 
 def reference(q, k, v, bias, mask):
@@ -89,18 +89,25 @@ def test_a_faster_kernel_that_is_wrong_is_rejected_with_the_reason(kernel, probl
   ("packed", "causal", "dtype"), [(True, False, "float32"), (False, True, "bfloat16")]
 )
 def test_our_own_kernels_pass_the_comparison(packed, causal, dtype):
-  case = AttentionCase(2, 40, 40, 2, 16, dtype, causal, has_bias=True, packed=packed)
+  case = AttentionCase(1, 2, 40, 40, 2, 16, dtype, causal, has_bias=True, packed=packed)
   limit = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
 
   def flash(q, k, v, bias, mask):
     return fused_attention("flash", q, k, v, bias, mask)
 
-  assert measure(case, flash, 0.0).error < limit
-  assert measure(case, reference, 0.0).error < limit
+  assert kernel_error(case, flash) < limit
+  assert kernel_error(case, reference) < limit
 
 
 def test_cases_are_what_one_device_computes():
-  config = T5Config(vocab_size=64, num_heads=8, head_dim=64, dtype="bfloat16")
+  config = T5Config(
+    vocab_size=64,
+    num_heads=8,
+    head_dim=64,
+    dtype="bfloat16",
+    num_encoder_layers=3,
+    num_decoder_layers=5,
+  )
   spec = jax.ShapeDtypeStruct
   batch = {
     "encoder_input_tokens": spec((64, 512), jnp.int32),
@@ -109,9 +116,9 @@ def test_cases_are_what_one_device_computes():
   }
   shared = {"batch": 16, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "packed": True}
   assert attention_cases(config, batch, {"data": 4, "model": 2}) == [
-    AttentionCase(queries=128, keys=128, causal=True, has_bias=True, **shared),
-    AttentionCase(queries=512, keys=512, causal=False, has_bias=True, **shared),
-    AttentionCase(queries=128, keys=512, causal=False, has_bias=False, **shared),
+    AttentionCase(layers=5, queries=128, keys=128, causal=True, has_bias=True, **shared),
+    AttentionCase(layers=3, queries=512, keys=512, causal=False, has_bias=True, **shared),
+    AttentionCase(layers=5, queries=128, keys=512, causal=False, has_bias=False, **shared),
   ]
 
 
