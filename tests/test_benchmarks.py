@@ -291,7 +291,7 @@ SCRIPTS = {
   "results_table": "{folder}",
 }
 # Other tests run these scripts.
-TESTED_APART = {"gpu_programs", "host_scaling", "train_step"}
+TESTED_APART = {"flash_kernels", "gpu_programs", "host_scaling", "train_step"}
 
 
 def test_every_script_is_run_by_these_tests():

@@ -23,7 +23,7 @@ _SENT = {
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
-_PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +81,12 @@ def collective_of(
 
 
 def _group(attributes: str, devices: int) -> list[int]:
-  """Returns the first group of devices, as positions in the mesh."""
+  """Returns the first group of devices, as positions in the mesh; of pairs, the first that moves data."""
   if found := _LISTED.search(attributes):
     return [int(number) for number in found[1].split(",") if number]
   if found := _PAIRS.search(attributes):
-    return [int(found[1]), int(found[2])]
+    pairs = re.findall(r"(\d+),(\d+)", found[1])
+    return next(([int(a), int(b)] for a, b in pairs if a != b), [0])
   if found := _IOTA.search(attributes):
     shape = [int(number) for number in found[3].split(",")]
     order = [int(number) for number in found[4].split(",")] if found[4] else None

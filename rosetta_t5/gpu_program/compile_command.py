@@ -100,13 +100,15 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   options = xla_options(args.devices)
   lowered, computation = steps.lower_step(plan, args.step, gpu)
   program = compiler.compile_program(lowered, options)
+  flops, is_exact = plan.flops
   summary = summarize(
     program,
     gpu,
     plan.mesh,
     plan.dataset_cfg.batch_size,
-    flops=plan.flops[0] if args.step == "train" else None,
-    unknown_trips=plan.lengths["decoder"],  # decoding may end earlier
+    flops=flops if is_exact and args.step == "train" else None,
+    # Decoding is counted as if no text ended early.
+    unknown_trips=plan.lengths["decoder"] if args.step == "predict" else 1,
   )
   if args.hlo:
     pathlib.Path(args.hlo).write_text(program.hlo)
@@ -174,7 +176,7 @@ def _kernel_rows(summary: Summary, top: int) -> Rows:
   ]
   resources = [
     f"{each.name}: {each.registers} registers, {each.spilled} bytes spilled, "
-    f"{each.shared_memory / 1024:.0f} kB shared memory, occupancy {each.occupancy:.0%}"
+    f"{each.shared_memory / 1024:.0f} KiB shared memory, occupancy {each.occupancy:.0%}"
     for each in summary.resources
   ]
   return [
@@ -189,7 +191,9 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
   groups: dict[str, list[TimedCollective]] = collections.defaultdict(list)
   for each in summary.timeline.collectives:
     link = "network" if each.leaves_node else "NVLink"
-    groups[f"{each.call.kind} over {', '.join(each.call.axes) or 'nothing'} by {link}"].append(each)
+    groups[f"{each.call.kind} over {', '.join(each.call.axes) or 'no mesh axis'} by {link}"].append(
+      each
+    )
   lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]
   for name, members in groups.items():
     calls = sum(each.count for each in members)
@@ -200,7 +204,7 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
   waits = sorted(summary.timeline.collectives, key=lambda each: -each.count * each.exposed)[:top]
   longest = [
     f"{each.count * each.exposed * 1e3:9.2f} ms  {each.call.kind} of {size_text(each.call.size)} in "
-    f"{each.call.arrays} arrays, beside {each.overlapping} kernels: {each.call.source[:60]}"
+    f"{each.call.arrays} arrays, overlapped by {each.overlapping} kernels: {each.call.source[:60]}"
     for each in waits
     if each.exposed > 0
   ]

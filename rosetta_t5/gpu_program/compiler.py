@@ -23,7 +23,7 @@ from rosetta_t5.jax_internals import cudnn_of_another_machine
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 
 INSTALL = "pip install 'rosetta-t5[gpu]'"
-# Compiled for this cuDNN and CUDA, which jax[cuda13] installs.
+# The versions of cuDNN and CUDA that programs are compiled for: those that jax[cuda13] installs.
 _CUDNN = (9, 28, 0)
 _CUDA = (13, 0)
 # Without measurements on a GPU, XLA would otherwise compute all matmuls by Triton kernels.
@@ -65,7 +65,7 @@ def check_installed() -> None:
 def use_compiler_without_gpu() -> None:
   """Prepares jax to compile for GPUs; to be called before jax initializes its devices.
 
-  Arrays stay on the CPU, also on a machine with GPUs, which another program may be using.
+  Arrays stay on the CPU even if this machine has GPUs, because another program may be using them.
   """
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # cuPTI does not load without a driver
   jax.config.update("jax_platforms", "cpu")
@@ -107,12 +107,12 @@ def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> Comp
 
   Args:
     lowered: a function lowered for `gpu_devices`.
-    options: flags of XLA that override `OPTIONS` and XLA_FLAGS.
+    options: flags of XLA that override `OPTIONS`.
   """
   with tempfile.TemporaryDirectory() as folder:
     dump = {**_DUMP, "xla_dump_to": folder}
     started = time.monotonic()
-    compiled = lowered.compile(compiler_options=OPTIONS | dump | (options or {}))
+    compiled = lowered.compile(compiler_options=OPTIONS | (options or {}) | dump)
     seconds = time.monotonic() - started
 
     def read(suffix: str) -> list[str]:

@@ -15,7 +15,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
-  r"\b(?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+  r"\b(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _BITS = re.compile(r"\d+")
 

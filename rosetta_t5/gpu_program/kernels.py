@@ -25,16 +25,15 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency"}
 # Reads of a part of an operand.
 _SLICES = ("dynamic-slice", "slice", "gather")
-# Matrix products in each of our Triton kernels and in cuDNN's attention, per tile of logits. The
-# program does not say what a kernel computes.
-_ATTENTION_MATMULS = {
-  "forward": 2,
-  "query_gradient": 3,
-  "key_gradient": 4,
-  "bias_gradient": 2,
-  "fmha": 2,
-  "fmhaBackward": 5,
+# The matmuls of our attention kernels, each of the size of the logits times the head size. The program
+# does not say what a kernel computes.
+_OUR_MATMULS = {
+  "forward_kernel": 2,
+  "query_gradient_kernel": 3,
+  "key_gradient_kernel": 4,
+  "bias_gradient_kernel": 2,
 }
+_CUDNN_FORWARD_MATMULS, _CUDNN_BACKWARD_MATMULS = 2, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +99,14 @@ def _kind_of(program: Program, instruction: Instruction, flops: float) -> str:
     return CUDNN_ATTENTION
   if "triton" in target:
     return TRITON
+  inside = list(_fused(program, instruction)) if instruction.opcode == "fusion" else []
   if flops:
-    return TRITON_MATMUL if instruction.opcode == "fusion" else MATMUL
+    calls_cublas = any(i.text("custom_call_target").startswith("__cublas") for i in inside)
+    return TRITON_MATMUL if inside and not calls_cublas else MATMUL
   if instruction.opcode in ("copy", "copy-start", "transpose"):
     return COPY
   if instruction.opcode != "fusion":
     return OTHER
-  inside = list(_fused(program, instruction))
   if any(fused.opcode == "reduce" for fused in inside):
     return REDUCTION
   return COPY if _is_copy(inside) else LOOP
@@ -133,19 +133,19 @@ def _matmul_flops(
   """Returns the FLOPs of the matmuls in a kernel, and the type of their operands."""
   target = instruction.text("custom_call_target")
   if target.startswith("__cublas"):
-    config = instruction.backend_config["gemm_backend_config"]
-    numbers = config["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+    config = instruction.backend_config.get("gemm_backend_config", {})
+    numbers = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
     return _dot_flops(instruction, operands[0], [int(number) for number in numbers])
   if target.startswith("__cudnn$fmha"):
     logits = instruction.backend_config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]
-    matmuls = _ATTENTION_MATMULS["fmhaBackward" if "Backward" in target else "fmha"]
+    matmuls = _CUDNN_BACKWARD_MATMULS if "Backward" in target else _CUDNN_FORWARD_MATMULS
     number = math.prod(int(size) for size in logits["dimensions"])
     return _attention_flops(matmuls, number, operands[0])
   if "triton" in target:
-    matmuls = next((n for name, n in _ATTENTION_MATMULS.items() if name in instruction.source), 0)
-    q, k = operands[0].arrays[0], operands[1].arrays[0]
-    if not matmuls or len(q.shape) != 4:
+    matmuls = next((n for name, n in _OUR_MATMULS.items() if name in instruction.source), 0)
+    if not matmuls:
       return 0.0, ""
+    q, k = operands[0].arrays[0], operands[1].arrays[0]
     return _attention_flops(matmuls, math.prod(q.shape[:3]) * k.shape[1], operands[0])
   if instruction.opcode == "dot":
     return _dot_flops(instruction, operands[0], instruction.dimensions("lhs_contracting_dims"))
@@ -176,12 +176,20 @@ def _bytes_moved(program: Program, instruction: Instruction, operands: list[Inst
     return 2 * instruction.bytes
   if instruction.opcode == "dynamic-update-slice":
     return 2 * operands[1].bytes
+  if instruction.opcode == "copy-start":  # its results are the copy, the original and a context
+    return 2 * operands[0].bytes
   if instruction.opcode != "fusion" or not instruction.called:
     is_library = instruction.text("custom_call_target").startswith("__cu")
     written = [a.bytes for a in instruction.arrays if not (is_library and a.dtype in ("s8", "u8"))]
     return sum({operand.name: operand.bytes for operand in operands}.values()) + sum(written)
   fused = program.computations[instruction.called[0]]
-  updates = [i for i in fused.values() if i.opcode == "dynamic-update-slice"]
+  # An update of a parameter happens in place; only the update itself is written.
+  updates = [
+    i
+    for i in fused.values()
+    if i.opcode == "dynamic-update-slice"
+    and fused[i.operands[0]].opcode in ("parameter", "bitcast")
+  ]
   read = sum(_bytes_read(fused, number, op) for number, op in enumerate(operands))
   written_in_place = sum(update.bytes for update in updates)
   update_bytes = sum(fused[update.operands[1]].bytes for update in updates)

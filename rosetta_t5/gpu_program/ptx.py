@@ -16,7 +16,7 @@ _REGISTERS = 2**16  # of a streaming multiprocessor
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 _TARGET = re.compile(r"\.target\s+(\w+)")
 _USED = re.compile(
-  r"Function properties for (\w+)\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+  r"Function properties for ([\w$]+)\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
   r".*?Used (\d+) registers",
   re.DOTALL,
 )

@@ -4,6 +4,8 @@ A kernel takes at least as long as its matmuls at the peak of the tensor cores, 
 bandwidth, and its launch, whichever is longest (Williams et al. 2009, "Roofline"). Kernels run one after
 the other in the order of XLA's schedule. Collectives run beside them, from the instruction that starts
 them to the one that waits for them, one at a time. A real run is slower: no kernel reaches its peak.
+Attention is counted for all pairs of positions, also those that masks exclude. A kernel that skips them, as
+ours does with tiles of causal and packed rows, can be faster than its bound.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rosetta_t5.gpu_program.kernels import Kernel, kernel_of
 from rosetta_t5.plan.hardware import seconds_on_links
 from rosetta_t5.telemetry.gpus import Gpu
 
-# The shortest time between the starts of two kernels, and the time of the smallest collective.
+# About the time from the start of one small kernel to the next, and of the smallest all-reduce in a node.
+# Both are orders of magnitude, not measured here; CUDA graphs launch somewhat faster.
 LAUNCH_SECONDS = 2e-6
 COLLECTIVE_SECONDS = 10e-6
 
@@ -103,7 +106,9 @@ def time_program(
     unknown_trips: how often a loop runs if the program does not say it, as in decoding.
   """
   timeline = Timeline()
-  _Scheduler(program, gpu, mesh, timeline, unknown_trips).run(program.entry, 1)
+  scheduler = _Scheduler(program, gpu, mesh, timeline, unknown_trips)
+  scheduler.run(program.entry, 1)
+  scheduler.end_all()
   timeline.seconds = sum(timeline.seconds_by_bound.values())
   return timeline
 
@@ -141,7 +146,9 @@ class _Scheduler:
     for instruction in self._program.computations[computation].values():
       if instruction.opcode in ("while", "call", "conditional"):
         for name, times in self._calls(instruction):
+          started = self._now
           self.run(name, count * times)
+          self._now += (times - 1) * (self._now - started)
       elif instruction.opcode.endswith("-done"):
         self._wait_for(instruction, count)
       elif call := collective_of(self._program, computation, instruction, self._mesh):
@@ -152,9 +159,13 @@ class _Scheduler:
         self._now += seconds
 
   def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
-    """Yields the computations that an instruction calls, and how often. Of branches, only the last."""
+    """Yields the computations that an instruction calls, and how often.
+
+    Of branches it is the last, which jax makes the one for "true". The condition of a loop is not counted:
+    it is a comparison of two numbers.
+    """
     if instruction.opcode == "conditional":
-      yield instruction.called[-1], 1
+      yield from ((name, 1) for name in instruction.called[-1:])
       return
     known = instruction.backend_config.get("known_trip_count", {}).get("n", self._unknown_trips)
     times = int(known) if instruction.opcode == "while" else 1
@@ -175,6 +186,11 @@ class _Scheduler:
     for name in instruction.operands:
       if running := self._running.pop(name, None):
         self._end(running, count)
+
+  def end_all(self) -> None:
+    """Ends what has been started and is not waited for in the computation that started it."""
+    for name in list(self._running):
+      self._end(self._running.pop(name), 1)
 
   def _end(self, running: _Running, count: int) -> None:
     exposed = max(running.ends - self._now, 0.0)

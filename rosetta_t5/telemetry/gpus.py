@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 GPUS_PER_NODE = 8
@@ -154,4 +155,6 @@ def gpu_of(device_kind: str) -> Gpu | None:
     if gpu.kind == device_kind:
       return gpu
   by_model = {"H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200", "L40S": "l40s"}
-  return next((GPUS[key] for model, key in by_model.items() if model in device_kind), None)
+  words = re.split(r"[^A-Z0-9]+", device_kind.upper())
+  is_known = "NVL" not in words  # H100 NVL has other rates
+  return next((GPUS[key] for model, key in by_model.items() if model in words and is_known), None)
