@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from rosetta_t5.plan.workload import Workload
 
@@ -95,8 +96,11 @@ def deferred_by_layer(work: Workload) -> dict[str, float]:
   the activations' gradients of all layers. Until then it keeps inputs and outputs' gradients, gathered.
   """
   sizes, branches = _sizes(work, work.policy), len(work.config.mlp_activations)
-  inputs = 3 if getattr(work.config, "scale_attn_logits", False) else 2
-  block = (inputs + 2) * sizes.gathered + (1 + branches) * sizes.units + 4 * sizes.heads
+  block = (
+    (_query_inputs(work.config) + 3) * sizes.gathered
+    + (1 + branches) * sizes.units
+    + 4 * sizes.heads
+  )
   source, target = work.lengths.get("encoder", 0), work.lengths["decoder"]
   cross = target * (2 * sizes.gathered + 2 * sizes.heads) + source * 2 * sizes.heads
   return {"encoder": source * block, "decoder": target * block + (cross if source else 0.0)}
@@ -108,10 +112,10 @@ def kept_outside_layers(work: Workload) -> float:
   source = work.lengths.get("encoder", 0)
   # The encoder's normalized output, and the input of the output layer, which is computed in float32.
   kept = source * width * work.itemsize + 4 * target * width
-  # If the vocabulary is sharded, embeddings are added up over devices in float32 and kept, unless each
-  # device keeps only its positions.
+  # If the vocabulary is sharded, embeddings are added up over devices and kept, unless each device
+  # keeps only its positions.
   is_summed = work.model_shards > 1 and work.activation_split != "length"
-  return kept + (4 * (source + target) * width if is_summed else 0)
+  return kept + (work.itemsize * (source + target) * width if is_summed else 0)
 
 
 def attention_bias_copies(work: Workload) -> float:
@@ -151,16 +155,24 @@ def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:
   """Returns what a position keeps in self-attention and feed-forward block, and in cross-attention."""
   config = work.config
   branches, normed = len(config.mlp_activations), sizes.matmul_input(sizes.gathered)
-  # Queries are projected from a scaled copy of the input (`scale_attn_logits`).
-  query_inputs = 2 if getattr(config, "scale_attn_logits", False) else 1
   rounded = sizes.heads / sizes.itemsize if sizes.fp8 else 0.0
   # Each block has a normalized input and an output. Attention has queries, keys, values and what the
   # heads return, which fp8 also keeps rounded.
-  attention = query_inputs * normed + 4 * sizes.heads + rounded + sizes.width
+  attention = _query_inputs(config) * normed + 4 * sizes.heads + rounded + sizes.width
   cross = normed + 2 * sizes.heads + rounded + sizes.width
-  # Of each branch, the matmul's result; then the activation, the product and its input to the matmul.
-  hidden = 2 * branches * sizes.units + (sizes.units / sizes.itemsize if sizes.fp8 else 0.0)
+  # The matmul's result of each branch, and their product; a GPU recomputes the activations.
+  hidden = (branches + 1) * sizes.units + (sizes.units / sizes.itemsize if sizes.fp8 else 0.0)
   return attention + normed + hidden + sizes.width, cross
+
+
+def _query_inputs(config: Any) -> int:
+  """Returns how many arrays queries, keys and values are projected from.
+
+  With `scale_attn_logits` queries have a divided copy of the input, unless √head_dim is a power of
+  two, by which their kernel is divided.
+  """
+  is_divided = getattr(config, "scale_attn_logits", False) and math.log2(config.head_dim) % 2 != 0
+  return 2 if is_divided else 1
 
 
 def _matmul_results(work: Workload, sizes: _Sizes) -> tuple[float, float]:
