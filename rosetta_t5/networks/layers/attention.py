@@ -146,7 +146,7 @@ class MultiHeadDotProductAttention(nn.Module):
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
     out = self._dense("out", inputs_q.shape[-1], out_axes, self.kernel_init, axis=(-2, -1))
-    return separate_from_matmul(out(outputs_BTHK))
+    return separate_from_matmul(self, out(outputs_BTHK))
 
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:

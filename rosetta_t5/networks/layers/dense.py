@@ -184,13 +184,18 @@ def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Fl
   return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
 
 
-def separate_from_matmul(x: jax.Array) -> jax.Array:
+def computes_on_gpu(module: nn.Module) -> bool:
+  """Returns whether a program for a GPU is traced; False for initial values, which need no device."""
+  return not module.is_initializing() and target_device().platform == "gpu"
+
+
+def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
   """Returns a matmul's result such that XLA does not make what follows a part of the matmul on a GPU.
 
   XLA would have the matmul write a gelu's input and output, and copy a residual before adding to it.
   Both cost more than the elementwise kernel that reads the result anyway.
   """
-  return jax.lax.optimization_barrier(x) if target_device().platform == "gpu" else x
+  return jax.lax.optimization_barrier(x) if computes_on_gpu(module) else x
 
 
 def row_axes(transpose_batch_sequence: bool) -> tuple[str, ...]:
@@ -284,9 +289,9 @@ class MlpBlock(nn.Module):
     for index in range(len(self.activations)):
       name = "wi" if len(self.activations) == 1 else f"wi_{index}"
       projection = dense(self.intermediate_dim, kernel_axes=("embed", "mlp"), name=name)
-      branches.append(separate_from_matmul(projection(inputs)))
+      branches.append(separate_from_matmul(self, projection(inputs)))
     gate: Callable[..., jax.Array] = functools.partial(_multiply_activations, self.activations)
-    if target_device().platform == "gpu":
+    if computes_on_gpu(self):
       # Recomputing the activations takes a GPU less time than writing and reading them.
       gate = jax.checkpoint(gate)
     hidden_BTF = gate(*branches)
@@ -295,4 +300,4 @@ class MlpBlock(nn.Module):
     axes = activation_axes("mlp", self.transpose_batch_sequence)
     hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
     output = dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")
-    return separate_from_matmul(output(hidden_BTF))
+    return separate_from_matmul(self, output(hidden_BTF))
