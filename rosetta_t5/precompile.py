@@ -14,6 +14,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
+from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
@@ -71,6 +72,7 @@ def precompile(
     )
     for name, x in as_batch_iterator(dataset).element_spec.items()
   }
+  model, _ = with_measured_kernel(model, batch, partitioner.mesh.shape)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=model.optimizer_def,
     init_fn=model.get_initial_variables,
