@@ -134,7 +134,8 @@ def xla_options(devices: int) -> dict[str, Any]:
   with importlib.resources.as_file(folder / name) as path:
     flags, _ = assemble_flags(read_flags(path), os.environ.get("XLA_FLAGS", ""))
   pairs = (flag.removeprefix("--").partition("=") for flag in flags.split())
-  return {name: value or "true" for name, _, value in pairs}
+  booleans = {"": True, "true": True, "false": False}  # jax does not accept these as text
+  return {name: booleans.get(value.lower(), value) for name, _, value in pairs}
 
 
 def _memory_rows(summary: Summary, top: int) -> Rows:
