@@ -173,7 +173,7 @@ def test_a_process_of_a_job_is_configured_by_its_environment(run, tmp_path):
   } <= set(out.splitlines())
   flags = re.search("XLA_FLAGS=(.*)", out)[1].split()
   assert flags[-1] == "--xla_force_host_platform_device_count=1", "the user's flags come last"
-  assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags
+  assert "--xla_gpu_dot_merger_threshold_mb=0" in flags
 
 
 @pytest.mark.parametrize(
