@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import importlib.resources
 import json
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     "--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s"
   )
   parser.add_argument("--devices", type=int, required=True, help="the number of GPUs")
-  parser.add_argument("--mesh", help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
+  parser.add_argument(
+    "--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\''
+  )
   parser.add_argument("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
   parser.add_argument("--top", type=int, default=12, help="lines of the longest lists (default 12)")
   parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
@@ -75,7 +78,15 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def _mesh_bindings(mesh: str | None) -> list[str]:
+def _sizes(text: str) -> dict[str, int]:
+  """Returns the sizes of a mesh that an argument gives as JSON."""
+  with contextlib.suppress(json.JSONDecodeError):
+    if isinstance(sizes := json.loads(text), dict):
+      return sizes
+  raise argparse.ArgumentTypeError(f"must be JSON such as '{{\"fsdp\": 8}}', got {text!r}")
+
+
+def _mesh_bindings(mesh: dict[str, int] | None) -> list[str]:
   """Returns the flags that set a partitioner's mesh, in place of the recipe's."""
   if not mesh:
     return []
