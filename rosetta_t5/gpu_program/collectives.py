@@ -22,7 +22,9 @@ _SENT = {
 }
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_NAMED = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
+)
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
@@ -88,16 +90,22 @@ def _group(attributes: str, devices: int) -> list[int]:
     pairs = re.findall(r"(\d+),(\d+)", found[1])
     return next(([int(a), int(b)] for a, b in pairs if a != b), [0])
   if found := _IOTA.search(attributes):
-    shape = [int(number) for number in found[3].split(",")]
-    order = [int(number) for number in found[4].split(",")] if found[4] else None
-    grid = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-    return grid.reshape(int(found[1]), int(found[2]))[0].tolist()
+    return _device_grid(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0].tolist()
   if found := _NAMED.search(attributes):
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-    named = re.findall(r"'([^']+)'", found[2])
-    grid = np.arange(math.prod(map(int, sizes.values()))).reshape(list(map(int, sizes.values())))
+    named = re.findall(r"'([^']+)'", found[4])
+    grid = _device_grid(found[2] or ",".join(sizes.values()), found[3])
+    grid = grid.reshape([int(size) for size in sizes.values()])
     return grid[tuple(slice(None) if name in named else 0 for name in sizes)].ravel().tolist()
+  assert "replica_groups=" not in attributes or "replica_groups={}" in attributes, attributes[:300]
   return list(range(devices))
+
+
+def _device_grid(shape: str, order: str | None) -> np.ndarray:
+  """Returns the numbers of the devices in this shape, such as "4,2", with transposed dimensions."""
+  sizes = [int(size) for size in shape.split(",")]
+  axes = [int(axis) for axis in order.split(",")] if order else range(len(sizes))
+  return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
 
 
 def _axes(group: list[int], mesh: Mapping[str, int]) -> tuple[str, ...]:

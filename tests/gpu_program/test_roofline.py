@@ -151,6 +151,9 @@ def test_a_loop_counts_as_often_as_it_runs(config, times):
     ("replica_groups=[4,2]<=[8]", ("model",), 2),
     ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data",), 4),
     ("replica_groups=mesh['a'=4,'b'=2] {'a'}", ("data",), 4),
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("model",), 2),
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ("data",), 4),
+    ("replica_groups={}", ("data", "model"), 8),
     ("replica_groups=[1,8]<=[8]", ("data", "model"), 8),
   ],
 )
