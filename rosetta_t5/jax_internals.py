@@ -23,7 +23,8 @@ def coordination_client() -> Any:
 def cudnn_of_another_machine(version: int, capability: tuple[int, int]) -> Iterator[None]:
   """Inside the `with`, jax traces cuDNN attention for a GPU that this machine does not have.
 
-  jax would ask this machine's driver for the version of cuDNN and for the GPU's capability.
+  jax would ask this machine's driver for the version of cuDNN and for the GPU's capability, and has no
+  public way to state them. The functions are replaced only while a program is traced.
 
   Args:
     version: cuDNN's, such as 92800 for 9.28.0.

@@ -10,7 +10,7 @@ import jax
 def target_device() -> Any:
   """Returns a device of the mesh in use (`jax.set_mesh`), or else jax's first device.
 
-  The result has a `platform`, such as "gpu", and a `device_kind`. Whoever asks for jax's default backend
-  instead decides wrongly when a GPU program is compiled on a machine without a GPU.
+  The result has a `platform`, such as "gpu", and a `device_kind`. Code that asks for jax's default
+  backend instead is wrong when it traces a GPU program on a machine without a GPU.
   """
   return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
