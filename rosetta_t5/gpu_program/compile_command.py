@@ -206,6 +206,8 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
     groups[f"{each.call.kind} over {', '.join(each.call.axes) or 'no mesh axis'} by {link}"].append(
       each
     )
+  if not groups:
+    return []
   lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]
   for name, members in groups.items():
     calls = sum(each.count for each in members)
@@ -220,8 +222,6 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
     for each in waits
     if each.exposed > 0
   ]
-  if not groups:
-    return []
   return [*labeled("sends", lines), *(labeled("waits for", longest) if longest else [])]
 
 

@@ -65,7 +65,9 @@ def kernel_resources(
   wanted = [text for text in program.ptx if any(_base(e) in names for e in _ENTRY.findall(text))]
   found = []
   for name, stores, loads, registers in (used for text in wanted for used in _assemble(text)):
-    threads, shared = launches.get(name, ("128", "0"))
+    if _base(name) not in names or name not in launches:
+      continue  # another kernel in the same file, or one that the program does not start
+    threads, shared = launches[name]
     block = int(threads.split(",")[0])
     resident = _resident_threads(int(registers), int(shared), block, gpu)
     spilled = int(stores) + int(loads)
