@@ -295,3 +295,11 @@ def test_configure_checks_arguments_without_calling_the_function(write):
   with pytest.raises(ConfigError, match="train needs steps"):
     configure(read_program([]), train)
   assert not called
+
+
+def test_an_import_without_dynamic_registration_is_named(run):
+  assert _text(run, "toy.Optimizer.x = 1", head="import toy") == (
+    "the import of 'toy' has no effect: its file must begin with\n"
+    "  from __gin__ import dynamic_registration\n"
+    "  run.gin, line 2:  toy.Optimizer.x = 1"
+  )

@@ -220,11 +220,25 @@ def test_a_mixture_with_an_empty_task_is_refused_with_the_tasks_name(
     get_dataset(config(mixture), 0, 1, converter)
 
 
-def test_evaluation_data_too_small_for_a_batch_is_refused(
+@pytest.mark.parametrize("pack", [False, True])
+def test_empty_rows_fill_up_a_batch_of_too_few_evaluation_examples(
+  add_task: Callable[..., str], config: Config, converter: Any, pack: bool
+) -> None:
+  name = add_task(LINES, validation=LINES[:2])
+  cfg = config(name, split="validation", batch_size=8, pack=pack)
+  (dataset,) = get_training_eval_datasets(cfg, 0, 1, 2, converter).values()
+  batches = list(dataset.as_numpy_iterator())
+  assert len(batches) == 2
+  for batch in batches:
+    assert batch["encoder_input_tokens"].shape == (8, 16)
+    assert batch["decoder_loss_weights"].any(axis=1).tolist() == [True] * 2 + [False] * 6
+
+
+def test_evaluation_data_without_any_example_is_refused(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  cfg = config(add_task(LINES, validation=["a"]), split="validation", batch_size=8)
-  with pytest.raises(ValueError, match=r"does not fill one batch of 8 examples in 2 passes"):
+  cfg = config(add_task(LINES, validation=[]), split="validation")
+  with pytest.raises(ValueError, match=r"split 'validation' of the task .* has no example"):
     get_training_eval_datasets(cfg, 0, 1, 2, converter)
 
 

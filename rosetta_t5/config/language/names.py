@@ -77,6 +77,12 @@ class Namespace:
       return imported[0]
     if known:
       raise _ambiguous(selector, known)
+    first = selector.split(".")[0]
+    if any(first in namespace._modules for namespace in [self, *self._earlier]):
+      raise ConfigError(
+        f"the import of {first!r} has no effect: its file must begin with\n"
+        "  from __gin__ import dynamic_registration"
+      )
     raise ConfigError(f"nothing is called {selector!r}.{did_you_mean(selector, _all_names())}")
 
   def _find_in_earlier_files(self, selector: str) -> list[Configurable]:

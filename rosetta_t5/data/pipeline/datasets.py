@@ -21,7 +21,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
   read_task,
 )
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import seqio
@@ -111,7 +111,8 @@ def get_training_eval_datasets(
 ) -> Mapping[str, tf.data.Dataset]:
   """Returns `eval_steps` batches of a task, or of a mixture and each of its tasks, by name.
 
-  Data with fewer batches is repeated. Tasks without the split are left out.
+  Data with fewer batches is repeated. If all examples of a shard do not fill one batch, empty rows,
+  which have no loss, fill it up. Tasks without the split are left out.
 
   Args:
     cfg: the dataset; its `mixture_or_task_name` may be a mixture.
@@ -124,7 +125,7 @@ def get_training_eval_datasets(
     start_step: ignored, for the same reason.
 
   Raises:
-    ValueError: the same errors as in `get_dataset`, or a task has too few examples for a batch.
+    ValueError: the same errors as in `get_dataset`, or a shard of a task has no example.
   """
   del model_dir, start_step
   if deterministic:
@@ -149,7 +150,10 @@ def get_training_eval_datasets(
     task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
     # Reading must end even if the task filters out all examples, so the passes are limited.
     dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)
-    _check_has_batch(task_cfg, dataset, shard_id, num_shards, eval_steps)
+    if not has_element(dataset):
+      row_cfg = dataclasses.replace(task_cfg, batch_size=num_shards)
+      rows = get_dataset(row_cfg, shard_id, num_shards, feature_converter_cls, 1).unbatch()
+      dataset = _fill_up(rows, cfg.batch_size // num_shards, task_cfg)
     dataset = dataset.repeat().take(eval_steps)
     return dataset.cache() if cfg.use_memory_cache else dataset
 
@@ -166,18 +170,22 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
     )
 
 
-def _check_has_batch(
-  cfg: DatasetConfig, dataset: tf.data.Dataset, shard_id: int, num_shards: int, epochs: int
-) -> None:
-  if has_element(dataset):
-    return
-  batch_size = cfg.batch_size // num_shards
-  raise ValueError(
-    f"Shard {shard_id} of {num_shards} of the split '{cfg.split}' of the task '{cfg.name}' does "
-    f"not fill one batch of {batch_size} examples in {epochs} passes (eval_steps): it is empty or "
-    "too small. Give it more data, evaluate with a smaller DatasetConfig.batch_size, or set "
-    "train.train_eval_dataset_cfg = None."
-  )
+def _fill_up(rows: tf.data.Dataset, batch_size: int, cfg: DatasetConfig) -> tf.data.Dataset:
+  """Returns one batch of all rows, which are too few, and of empty ones.
+
+  Raises:
+    ValueError: there is no row.
+  """
+  tf = import_tensorflow()
+  if not has_element(rows):
+    raise ValueError(
+      f"A shard of the split '{cfg.split}' of the task '{cfg.name}' has no example to evaluate. Give "
+      "it more data, or set train.train_eval_dataset_cfg = None."
+    )
+  logging.warning("'%s' has fewer than %d rows to evaluate.", cfg.name, batch_size)
+  empty = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), rows.element_spec)
+  filled = rows.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+  return filled.batch(batch_size, drop_remainder=True).take(1)
 
 
 def _check_same_seed(seed: int | None) -> None:
