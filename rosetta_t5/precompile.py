@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -19,7 +17,7 @@ from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.training import Trainer
+from rosetta_t5.training.trainer import trainer_to_compile
 
 
 def precompile(
@@ -80,18 +78,12 @@ def precompile(
     input_types={name: x.dtype for name, x in batch.items()},
     partitioner=partitioner,
   )
-  make_trainer = trainer_cls or functools.partial(
-    Trainer,
-    learning_rate_fn=lambda step: jnp.float32(1e-3),
-    num_microbatches=None,  # As in T5X.
-  )
-  trainer = make_trainer(
-    model=model,
-    train_state=initializer.global_train_state_shape,
-    partitioner=partitioner,
-    eval_names=[],
-    summary_dir=None,
-    train_state_axes=initializer.train_state_axes,
+  trainer = trainer_to_compile(
+    trainer_cls,
+    model,
+    initializer.global_train_state_shape,
+    initializer.train_state_axes,
+    partitioner,
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
   started = time.monotonic()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 
 # Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
@@ -170,6 +171,4 @@ def report_row(row: dict[str, Any], path: str | None) -> dict[str, Any]:
 def write_result(result: Any, path: str | None) -> None:
   """Writes a result as JSON to `path`, if one is given; a killed process leaves no partial file."""
   if path:
-    unfinished = pathlib.Path(f"{path}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=2), encoding="utf-8")
-    unfinished.replace(path)
+    write_atomically(path, json.dumps(result, indent=2))

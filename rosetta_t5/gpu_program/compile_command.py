@@ -26,6 +26,7 @@ from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
+from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.user_errors import exit_on_user_error
 
@@ -122,10 +123,10 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
     unknown_trips=plan.lengths["decoder"] if args.step == "predict" else 1,
   )
   if args.hlo:
-    pathlib.Path(args.hlo).write_text(program.hlo)
+    write_atomically(args.hlo, program.hlo)
   if args.json:
     facts = {"jax": jax.__version__, "computes": computation, "flags": options}
-    pathlib.Path(args.json).write_text(json.dumps(facts | as_json(summary), indent=1))
+    write_atomically(args.json, json.dumps(facts | as_json(summary), indent=1))
   flags = " ".join(f"--{name}={value}" for name, value in options.items()) or "XLA's defaults"
   return [
     ("computes", computation),

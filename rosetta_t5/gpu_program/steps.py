@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.telemetry.gpus import Gpu
-from rosetta_t5.training import Trainer
+from rosetta_t5.training.trainer import trainer_to_compile
 
 STEPS = ("train", "eval", "predict", "score")
 
@@ -56,17 +55,8 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   computation = describe_computation(model, fp8, kernel) or ""
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
-  make_trainer = plan["trainer_cls"] or functools.partial(
-    Trainer, learning_rate_fn=lambda step: jnp.float32(1e-3), num_microbatches=None
-  )
-  trainer = make_trainer(
-    model=model,
-    train_state=plan.state,
-    partitioner=partitioner,
-    eval_names=[],
-    summary_dir=None,
-    train_state_axes=plan.specs,
-    rng=jax.random.PRNGKey(0),
+  trainer = trainer_to_compile(
+    plan["trainer_cls"], model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
 

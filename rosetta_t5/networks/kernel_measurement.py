@@ -39,6 +39,7 @@ from rosetta_t5.networks.layers.dense import Matmul, matmul
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
+from rosetta_t5.telemetry.atomic_files import write_atomically
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32
@@ -360,9 +361,7 @@ def _stored_or(
     choice = choose()
   if _FAILED not in choice.reason:  # a failure may be temporary, as when memory is full
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(choice))
-    scratch.replace(path)
+    write_atomically(path, json.dumps(choice))
   return choice
 
 

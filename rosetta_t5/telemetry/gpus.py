@@ -56,30 +56,38 @@ class Gpu:
     return self.bfloat16 if dtype in ("bf16", "f16") else self.tf32
 
 
-_AMPERE: dict[str, Any] = {
+# What several rows of the table share.
+_A100: dict[str, Any] = {
   "capability": (8, 0),
-  "fp8": None,
-  "cores": 108,
-  "clock": 1.41,
-  "l2": 40 << 20,
-}
-_A100: dict[str, Any] = _AMPERE | {
   "bfloat16": 312e12,
+  "fp8": None,
   "tf32": 156e12,
   "float32": 19.5e12,
   "nvlink": 300e9,
+  "network": 25e9,
+  "cores": 108,
+  "clock": 1.41,
+  "l2": 40 << 20,
+  "shared_memory": 164 * 1024,
 }
-_A100 |= {"network": 25e9, "shared_memory": 164 * 1024}
-_HOPPER: dict[str, Any] = {"capability": (9, 0), "l2": 50 << 20, "network": 50e9}
+_HOPPER: dict[str, Any] = {"capability": (9, 0), "network": 50e9, "l2": 50 << 20}
 _H100: dict[str, Any] = _HOPPER | {
   "bfloat16": 989e12,
   "fp8": 1979e12,
   "tf32": 495e12,
   "float32": 67e12,
+  "nvlink": 450e9,
+  "cores": 132,
+  "clock": 1.98,
 }
-_H100 |= {"nvlink": 450e9, "cores": 132, "clock": 1.98}
-_ADA: dict[str, Any] = {"capability": (8, 9), "nvlink": 32e9, "network": 25e9, "clock": 2.52}
-_ADA |= {"shared_memory": 100 * 1024, "threads": 1536}
+_ADA: dict[str, Any] = {
+  "capability": (8, 9),
+  "nvlink": 32e9,
+  "network": 25e9,
+  "clock": 2.52,
+  "shared_memory": 100 * 1024,
+  "threads": 1536,
+}
 
 # Sources: NVIDIA's data sheets and architecture white papers; dense rates, without sparsity.
 GPUS: dict[str, Gpu] = {

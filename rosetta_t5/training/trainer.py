@@ -285,3 +285,38 @@ class Trainer(BaseTrainer):
       in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
       out_axis_resources=_REPLICATED,
     )
+
+
+def trainer_to_compile(
+  trainer_cls: Callable[..., BaseTrainer] | None,
+  model: Any,
+  train_state: TrainState,
+  train_state_axes: Any,
+  partitioner: BasePartitioner,
+  rng: jax.Array,
+) -> BaseTrainer:
+  """Returns a trainer whose steps are only compiled: it evaluates no task and writes no metrics.
+
+  Args:
+    trainer_cls: builds the run's trainer, such as `Trainer` with a schedule bound; None for a
+      `Trainer` with a constant learning rate.
+    model: the model.
+    train_state: the state, or its shapes.
+    train_state_axes: the train state with a PartitionSpec in place of each array.
+    partitioner: compiles the steps for the mesh.
+    rng: the key for dropout.
+  """
+  make_trainer = trainer_cls or functools.partial(
+    Trainer,
+    learning_rate_fn=lambda step: jnp.float32(1e-3),
+    num_microbatches=None,  # As in T5X's precompile.
+  )
+  return make_trainer(
+    model=model,
+    train_state=train_state,
+    partitioner=partitioner,
+    eval_names=[],
+    summary_dir=None,
+    train_state_axes=train_state_axes,
+    rng=rng,
+  )

@@ -14,9 +14,10 @@ from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
 from rosetta_t5.data.local_files.local_assets import local_path
-from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job, write_atomically
+from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
+from rosetta_t5.telemetry.atomic_files import write_atomically
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"

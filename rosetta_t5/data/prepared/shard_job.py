@@ -13,7 +13,6 @@ import functools
 import hashlib
 import io
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ import numpy as np
 
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
 
 SPLITS = ("train", "validation")
 # A longer document is stored in several records, so that a segment can be read without all of it.
@@ -112,13 +112,6 @@ def run_job(job: ShardJob) -> dict[str, Any]:
   return facts
 
 
-def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
-  """Writes a file under another name and renames it, so that it never exists incompletely."""
-  scratch = _scratch_file(path)
-  scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-  scratch.replace(path)
-
-
 def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
   """Cuts a long text before spaces and newlines, which leaves its tokens unchanged."""
   start = 0
@@ -205,7 +198,7 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
 
   def __init__(self, path: pathlib.Path):
     self.documents = 0
-    self._path, self._scratch = path, _scratch_file(path)
+    self._path, self._scratch = path, unfinished_path(path)
     self._ends = [0]
     self._lengths: collections.Counter[int] = collections.Counter()
     self._digest = hashlib.sha256()
@@ -254,10 +247,6 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
     if self.documents and self._writer.is_open():
       self._writer.close()
     self._scratch.unlink(missing_ok=True)
-
-
-def _scratch_file(path: pathlib.Path) -> pathlib.Path:
-  return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 @functools.cache
