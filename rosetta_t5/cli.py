@@ -1,132 +1,298 @@
-"""The command `rosetta-t5`: a table of verbs."""
+"""The command `rosetta-t5`: the table of its verbs, their parsers, and how each of them ends."""
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from rosetta_t5 import __version__
+from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
+
+_HELP = ("-h", "--help")
 
 
-def _run_main(module: str, arguments: Sequence[str]) -> int:
-  """Runs a module such as `rosetta_t5.train` with the flags of `python -m t5x.train`."""
-  sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
-  importlib.import_module(f"rosetta_t5.{module}").main([f"rosetta-t5 {module}", *arguments])
-  return 0
+class Verb(NamedTuple):
+  """A verb of the command line.
+
+  Attributes:
+    arguments: the MODULE:FUNCTION of rosetta_t5 that adds the verb's arguments to a parser, and as
+      the default `run` the function that gets their values and returns the exit status.
+    help: what it does, in one line.
+    examples: the arguments of calls that --help shows.
+    has_flags: whether it also takes T5X's flags, such as --gin.NAME=VALUE, as `options.flags`.
+  """
+
+  arguments: str
+  help: str
+  examples: tuple[str, ...]
+  has_flags: bool = False
 
 
-def _infer(arguments: Sequence[str]) -> int:
-  if any(argument.split("=")[0] == "--input" for argument in arguments):
-    return _call("text_commands:infer", arguments)
-  return _run_main("infer", arguments)
-
-
-def _check(arguments: Sequence[str]) -> int:
-  files = [f"--gin_file={a}" if not a.startswith("-") else a for a in arguments]
-  return _run_main("main", [*files, "--dry_run"])
-
-
-def _bench(arguments: Sequence[str]) -> int:
-  from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, exit_on_user_error
-
-  modules = {"fp8": "fp8_comparison", "hugging-face": "hugging_face"}
-  module = modules.get(arguments[0]) if arguments else None
-  if "--debug" in arguments:
-    os.environ[DEBUG_VARIABLE] = "1"
-  with exit_on_user_error():
-    _call(f"bench.{module or 'train_step'}:main", arguments[1:] if module else arguments)
-  return 0
-
-
-def _call(target: str, arguments: Sequence[str]) -> Any:
-  """Calls MODULE:FUNCTION of rosetta_t5, which is imported only now."""
-  module, _, function = target.partition(":")
-  return getattr(importlib.import_module(f"rosetta_t5.{module}"), function)(arguments)
-
-
-# Verb → (the function that runs it, or its MODULE:FUNCTION; help text).
-VERBS: dict[str, tuple[str | Callable[[Sequence[str]], int], str]] = {
-  "train": (
-    partial(_run_main, "train"),
-    "Train a model; takes the flags of `python -m t5x.train`.",
+VERBS = {
+  "train": Verb(
+    "run_commands:train_arguments",
+    "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
+    (
+      "--gin_file=gin/examples/quickstart.gin",
+      "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100 --gin.MODEL_DIR=\"'runs/short'\"",
+      "--gin_file=my_run.gin --dry_run",
+    ),
+    has_flags=True,
   ),
-  "eval": (
-    partial(_run_main, "eval"),
-    "Evaluate checkpoints; takes the flags of `python -m t5x.eval`.",
+  "eval": Verb(
+    "run_commands:eval_arguments",
+    "Evaluate checkpoints of a run's folder, or as gin files configure it (python -m t5x.eval).",
+    ("--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",),
+    has_flags=True,
   ),
-  "infer": (
-    _infer,
-    "Write predictions or scores, with the flags of `python -m t5x.infer`; or use texts from a file: "
-    "--model_dir, --input.",
+  "infer": Verb(
+    "run_commands:infer_arguments",
+    "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
+    (
+      "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
+      "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    ),
+    has_flags=True,
   ),
-  "chat": ("text_commands:chat", "Fill the blanks in sentences that you type: chat MODEL_DIR."),
-  "check": (
-    _check,
-    "Report all errors in gin files, and what they would run: check FILE… [--gin.X=Y].",
+  "chat": Verb(
+    "text_commands:chat_arguments",
+    "Fill the blanks in sentences that you type.",
+    ("quickstart/run", "quickstart/run/checkpoint_600"),
   ),
-  "plan": (
-    "plan.plan_command:main",
-    "Estimate memory, time and traffic of a recipe on GPUs: plan RECIPE --devices 64 [--gpu h100].",
+  "check": Verb(
+    "run_commands:check_arguments",
+    "Report all errors in gin files, and what they would run; nothing is run.",
+    (
+      "gin/examples/small_pile_pretrain.gin",
+      "my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",
+    ),
+    has_flags=True,
   ),
-  "compile": (
-    "gpu_program.compile_command:main",
-    "Compile a recipe's step for GPUs that need not be here: compile RECIPE --gpu h200 --devices 64.",
+  "plan": Verb(
+    "plan.plan_command:add_arguments",
+    "Estimate the memory, time and traffic of a recipe on GPUs that need not be present.",
+    (
+      "gin/examples/xl_pile_pretrain.gin --devices=64",
+      "gin/examples/xl_pile_pretrain.gin --devices=64 --gpu=h200 "
+      "--gin.partitioning.PjitPartitioner.mesh='{\"fsdp\": 8}'",
+    ),
+    has_flags=True,
   ),
-  "convert": (
-    "conversion.convert:main",
-    "Write a checkpoint in another format: convert SRC DST --to {t5x,t5x-legacy,hf,rosetta}.",
+  "compile": Verb(
+    "gpu_program.compile_command:add_arguments",
+    "Compile a recipe's step for GPUs that need not be present, and show the program.",
+    (
+      "gin/examples/large_pile_pretrain.gin --gpu=h200 --devices=64",
+      "gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",
+    ),
+    has_flags=True,
   ),
-  "ckpt": (
-    "checkpoints.inspect_command:main",
-    "Inspect checkpoints of any format: ckpt ls|show|diff|verify PATH.",
+  "convert": Verb(
+    "conversion.convert:add_arguments",
+    "Write a checkpoint in another layout, and verify that the model is the same.",
+    (
+      "google/flan-t5-small runs/flan --to t5x",
+      "runs/squad exported --to hf --tokenizer spiece.model",
+    ),
   ),
-  "vocab": (
-    "data.vocabularies.vocab_command:main",
-    "Train a vocabulary on your text, or inspect one: vocab train --input GLOB --out FILE.",
+  "ckpt": Verb(
+    "checkpoints.inspect_command:add_arguments",
+    "Inspect, compare and verify checkpoints of any layout.",
+    ("ls runs/squad", "show runs/squad", "diff runs/squad exported", "verify runs/squad --write"),
   ),
-  "prepare": (
-    "data.prepared.prepare_command:main",
-    "Tokenize text into indexed shards: prepare --input GLOB --vocab MODEL --out DIR.",
+  "vocab": Verb(
+    "data.vocabularies.vocab_command:add_arguments",
+    "Train a vocabulary on your text, or show how one splits a text.",
+    (
+      "train --input 'corpus/*.jsonl.zst' --size 32000 --out my.model",
+      "show my.model 'some text'",
+    ),
   ),
-  "inspect": (
-    "data.inspection.inspect_task:main",
-    "Show a task's batches as text, their padding and their problems: inspect TASK.",
+  "prepare": Verb(
+    "data.prepared.prepare_command:add_arguments",
+    "Tokenize text into indexed shards.",
+    (
+      "--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",
+      "--input notes/ --vocab my.model --out notes_tokens --text-unit file --workers 4",
+    ),
   ),
-  "quickstart": (
-    "quickstart:main",
-    "Train a small T5 on the text of Python's standard library, on this machine.",
+  "inspect": Verb(
+    "data.inspection.inspect_task:add_arguments",
+    "Show a task's batches as text, their statistics and the problems found.",
+    (
+      "corpus_tokens",
+      "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
+      "my_task --module my.tasks --png lengths.png",
+    ),
   ),
-  "bench": (
-    _bench,
-    "Time a training step: bench --size base; compare fp8 with bfloat16: bench fp8; time Hugging Face's "
-    "T5: bench hugging-face.",
+  "quickstart": Verb(
+    "quickstart:add_arguments",
+    "Train a small T5 on the text of Python's standard library, in ./quickstart.",
+    ("", "--gin.TRAIN_STEPS=200"),
+    has_flags=True,
   ),
-  "doctor": ("doctor:main", "Show what is installed, what is missing, and the devices."),
+  "bench": Verb(
+    "bench.train_step:add_arguments",
+    "Time a training step on this machine's devices.",
+    ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
+  ),
+  "bench fp8": Verb(
+    "bench.fp8_comparison:add_arguments",
+    "Compare the losses and the speed of fp8 and bfloat16.",
+    ("--size small",),
+  ),
+  "bench hugging-face": Verb(
+    "bench.hugging_face:add_arguments",
+    "Time the same training step of Hugging Face's T5.",
+    ("--size base --batch 128",),
+  ),
+  "doctor": Verb(
+    "doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
+  ),
+  "completion": Verb(
+    "cli:completion_arguments",
+    "Print a script that makes a shell complete verbs, options and recipes.",
+    (
+      "bash > ~/.local/share/bash-completion/completions/rosetta-t5",
+      'zsh > "${fpath[1]}/_rosetta-t5"',
+    ),
+  ),
 }
 
 
+class Parser(argparse.ArgumentParser):
+  """A parser that takes only whole options, keeps the lines of examples, and reports errors as ours."""
+
+  def __init__(self, **options: Any):
+    formatter = argparse.RawDescriptionHelpFormatter
+    super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+
+  def error(self, message: str) -> NoReturn:
+    """Ends the program with status 2."""
+    self.exit(2, f"error: {message}\n  {self.prog} --help shows all options and examples.\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the verb on the command line and returns the exit status."""
-  verb, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-  if verb in ("-h", "--help", "help"):
-    print("rosetta-t5 VERB …\n")
-    print("\n".join(f"  {name:<12}{text}" for name, (_, text) in VERBS.items()))
+  """Runs the verb on the command line and returns its exit status.
+
+  Raises:
+    SystemExit: --help was given, or the command has failed; the error has been printed.
+  """
+  argv = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+  if argv[0] in _HELP or argv == ["help"]:
+    print("usage: rosetta-t5 VERB …    (rosetta-t5 VERB --help shows its options and examples)\n")
+    print("\n".join(f"  {name:<20}{verb.help}" for name, verb in VERBS.items()))
     return 0
-  if verb == "--version":
+  if argv[0] == "--version":
     print(f"rosetta-t5 {__version__}")
     return 0
-  if verb not in VERBS:
-    near = difflib.get_close_matches(verb, VERBS, n=1) or ["train"]
-    print(f"error: rosetta-t5 has no verb {verb!r}. Did you mean {near[0]}?", file=sys.stderr)
-    print(f"  verbs: {', '.join(VERBS)}", file=sys.stderr)
-    return 2
-  run, _ = VERBS[verb]
-  return _call(run, arguments) if isinstance(run, str) else run(arguments)
+  if argv[0] == "help":
+    argv = [*argv[1:], "--help"]
+  if "--debug" in argv:
+    os.environ[DEBUG_VARIABLE] = "1"
+    argv.remove("--debug")
+  sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
+  with exit_on_user_error():
+    options = parse(argv)
+    with exit_on_user_error(*options.user_errors):
+      status = int(options.run(options))
+      sys.stdout.flush()  # so that a closed pipe is noticed here
+  return status
+
+
+def run_module(verb: str) -> int:
+  """Runs `python -m t5x.VERB`: the verb with the arguments of this process."""
+  return main([verb, *sys.argv[1:]])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Returns the values of a verb's arguments; the verb comes first."""
+  name = " ".join(argv[:2]) if " ".join(argv[:2]) in VERBS else argv[0]
+  if name not in VERBS:
+    Parser(prog="rosetta-t5").error(
+      f"rosetta-t5 has no verb {name!r}.{did_you_mean(name, VERBS)}\n  verbs: {', '.join(VERBS)}"
+    )
+  arguments = argv[len(name.split()) :]
+  parser = Parser(prog=f"rosetta-t5 {name}")
+  flags: list[str] = []
+  add_arguments(parser, name, with_flags=not {*_HELP}.isdisjoint(arguments))
+  if VERBS[name].has_flags:
+    from rosetta_t5.config.command_line import split_flags
+
+    arguments, flags = split_flags(arguments, name, parser._option_string_actions)
+  options, unknown = parser.parse_known_args(arguments)
+  if unknown:
+    parser.error(_describe_unknown(unknown, parser, name))
+  options.flags = flags
+  # What the files that a run reads cannot cause has a traceback.
+  options.user_errors = () if VERBS[name].has_flags else (ValueError, OSError)
+  return options
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str, with_flags: bool) -> None:
+  """Adds a verb's arguments to a parser, its description and its examples.
+
+  Args:
+    parser: the parser.
+    name: the verb.
+    with_flags: whether T5X's flags are added too, if the verb takes them.
+  """
+  verb = VERBS[name]
+  module, _, function = verb.arguments.partition(":")
+  getattr(importlib.import_module(f"rosetta_t5.{module}"), function)(parser)
+  parser.add_argument("--debug", action="store_true", help="print the tracebacks of all errors")
+  if with_flags and verb.has_flags:
+    from rosetta_t5.config.command_line import add_flags
+
+    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    parser.usage = f"{usage} [--gin.NAME=VALUE …]"
+    add_flags(parser, name)
+  parser.description = verb.help
+  calls = (f"  rosetta-t5 {name} {example}".rstrip() for example in verb.examples)
+  parser.epilog = "\n".join(["examples:", *calls])
+
+
+def _describe_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, verb: str) -> str:
+  """Returns the text of the error for arguments that a verb does not have."""
+  argument, *rest = unknown
+  option, equals, value = argument.partition("=")
+  hint, has_flags = "", VERBS[verb].has_flags
+  if not argument.startswith("-"):
+    if has_flags and argument.startswith("gin."):
+      hint = f" Did you mean --{argument}?"
+    elif has_flags and argument.endswith(".gin"):
+      hint = f" Did you mean --gin_file={argument}?"
+    return f"unexpected argument {argument!r}.{hint}"
+  if has_flags:
+    from rosetta_t5.config.command_line import add_flags, suggest_binding
+
+    add_flags(parser, verb)
+    hint = suggest_binding(option, value if equals else "".join(rest[:1]))
+  return f"unknown option {option}.{hint or did_you_mean(option, parser._option_string_actions)}"
+
+
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 completion`."""
+  parser.add_argument("shell", choices=("bash", "zsh"))
+  parser.set_defaults(run=_print_completion)
+
+
+def _print_completion(options: argparse.Namespace) -> int:
+  from rosetta_t5.completion import completion_script
+
+  parsers: dict[str, argparse.ArgumentParser] = {"": Parser(prog="rosetta-t5")}
+  verbs_of = functools.cache(lambda group: parsers[group].add_subparsers())
+  for name, verb in VERBS.items():
+    group, _, word = name.rpartition(" ")  # "bench fp8" is a verb of "bench"
+    parsers[name] = verbs_of(group).add_parser(word, help=verb.help)
+    add_arguments(parsers[name], name, with_flags=True)
+  print(completion_script(parsers[""], options.shell))
+  return 0
 
 
 if __name__ == "__main__":

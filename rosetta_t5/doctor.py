@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import pathlib
 import platform
-from collections.abc import Sequence
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -18,7 +18,12 @@ OPTIONAL = {
 }
 
 
-def main(argv: Sequence[str] = ()) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 doctor`."""
+  parser.set_defaults(run=lambda options: main())
+
+
+def main() -> int:
   """Prints versions, import paths and devices; returns 1 if there is a problem, else 0."""
   print(f"Python {platform.python_version()} on {platform.platform()}")
   problems = _check_packages() + _check_import_paths()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import shutil
@@ -24,10 +25,11 @@ SENTENCES = (
   "This method is called ____ the connection is closed.",
 )
 _INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
-_USAGE = """usage: rosetta-t5 quickstart [--gin.NAME=VALUE …]
 
-Trains a small T5 on the text of Python's standard library, in ./quickstart, and shows the result.
-A second call resumes an unfinished run. The arguments are those of `python -m t5x.train`."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 quickstart`, which are the flags of `rosetta-t5 train`."""
+  parser.set_defaults(run=lambda options: main(options.flags))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status of the training command.
   """
   options = list(argv or ())
-  if {"-h", "--help"} & set(options):
-    print(_USAGE)
-    return 0
   facts = stdlib_corpus.prepare()
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "

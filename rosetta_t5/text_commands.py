@@ -11,20 +11,31 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
-
-from rosetta_t5.telemetry.user_errors import exit_on_user_error
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 
 
-def infer(argv: Sequence[str]) -> int:
-  """Read texts or JSON objects, one per line, and write the model's predictions or scores."""
-  options = _infer_parser().parse_args(argv)
-  with exit_on_user_error(), _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
+def infer_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 infer` that choose a model, texts and lengths."""
+  add = parser.add_argument
+  add("--model_dir", help="MODEL_DIR of a training run, or one of its checkpoints")
+  add("--input", help="a file with a text or JSON object per line, or - for stdin")
+  add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
+  add("--targets", help="makes the target of a JSON object; the target is then scored")
+  add("--output", default="-", help="a file, or - for stdout; an existing file is continued")
+  add("--batch_size", type=_positive_integer, default=8)
+  add("--num_decodes", type=_positive_integer, default=1, help="beams or samples; the best counts")
+  add("--input_length", type=_positive_integer, help="tokens; the training run's by default")
+  add("--output_length", type=_positive_integer, help="tokens; the training run's by default")
+
+
+def infer(options: argparse.Namespace) -> int:
+  """Reads texts or JSON objects, one per line, and writes the model's predictions or scores."""
+  with _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
     completed, size = _read_completed_rows(options.output)
@@ -43,14 +54,17 @@ def infer(argv: Sequence[str]) -> int:
   return 0
 
 
-def chat(argv: Sequence[str]) -> int:
-  """Read sentences with blanks from the terminal, and print them with the blanks filled."""
-  parser = argparse.ArgumentParser("rosetta-t5 chat", description=chat.__doc__)
+def chat_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 chat`."""
   parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
-  options = parser.parse_args(argv)
+  parser.set_defaults(run=chat)
+
+
+def chat(options: argparse.Namespace) -> int:
+  """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
 
-  with exit_on_user_error(), _exit_when_stopped():
+  with _exit_when_stopped():
     model = _open_model(options.model_dir)
     fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
@@ -62,21 +76,6 @@ def chat(argv: Sequence[str]) -> int:
   return 0
 
 
-def _infer_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser("rosetta-t5 infer", description=infer.__doc__)
-  add = parser.add_argument
-  add("--model_dir", required=True, help="MODEL_DIR of a training run, or one of its checkpoints")
-  add("--input", required=True, help="a file with a text or JSON object per line, or - for stdin")
-  add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
-  add("--targets", help="makes the target of a JSON object; the target is then scored")
-  add("--output", default="-", help="a file, or - for stdout; an existing file is continued")
-  add("--batch_size", type=_positive_integer, default=8)
-  add("--num_decodes", type=_positive_integer, default=1, help="beams or samples; the best counts")
-  add("--input_length", type=_positive_integer, help="tokens; the training run's by default")
-  add("--output_length", type=_positive_integer, help="tokens; the training run's by default")
-  return parser
-
-
 def _positive_integer(text: str) -> int:
   if not text.isdecimal() or int(text) < 1:
     raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
@@ -85,17 +84,13 @@ def _positive_integer(text: str) -> int:
 
 @contextlib.contextmanager
 def _exit_when_stopped(output: str = "-") -> Iterator[None]:
-  """Exits without a traceback on Ctrl-C, or when the reader of the output (such as `head`) ends."""
+  """Exits without a traceback on Ctrl-C."""
   try:
     yield
   except KeyboardInterrupt:
     saved = "" if output == "-" else f": {output} has the results so far; run again to continue"
     print(f"\nstopped{saved}", file=sys.stderr, flush=True)
     sys.exit(128 + signal.SIGINT)
-  except BrokenPipeError:
-    # Python flushes standard output at its exit, which must not fail again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(128 + signal.SIGPIPE)
 
 
 def _open_model(model_dir: str) -> Any:

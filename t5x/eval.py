@@ -1,5 +1,6 @@
 """T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
 
+from rosetta_t5.cli import run_module
 from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.eval import (
   evaluate,
@@ -10,4 +11,4 @@ from rosetta_t5.inference.inference_evaluator import (
 )
 
 if __name__ == "__main__":
-  main()
+  raise SystemExit(run_module("eval"))

@@ -1,5 +1,6 @@
 """T5X's `infer`: `python -m t5x.infer --gin_file=…`."""
 
+from rosetta_t5.cli import run_module
 from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.data.tasks.tfexample_task import (
   create_task_from_tfexample_file,
@@ -16,4 +17,4 @@ from rosetta_t5.inference.result_files import (
 )
 
 if __name__ == "__main__":
-  main()
+  raise SystemExit(run_module("infer"))

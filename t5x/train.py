@@ -1,5 +1,6 @@
 """T5X's `train`: `python -m t5x.train --gin_file=…`."""
 
+from rosetta_t5.cli import run_module
 from rosetta_t5.train import (
   main,
   train,
@@ -9,4 +10,4 @@ from rosetta_t5.training.actions import (
 )
 
 if __name__ == "__main__":
-  main()
+  raise SystemExit(run_module("train"))

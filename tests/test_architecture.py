@@ -17,6 +17,8 @@ RE_EXPORTS = sorted(path for path in (ROOT / "t5x").rglob("*.py") if path.name !
 # From top to bottom: a file imports from its own package and from packages further down.
 PACKAGES = (
   "cli",
+  "completion",
+  "run_commands",
   "compat",
   "quickstart",
   "doctor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib import metadata
 
 import pytest
@@ -13,12 +14,14 @@ from rosetta_t5 import cli, doctor
 def test_help_prints_one_line_for_each_verb(arguments, capsys):
   assert cli.main(arguments) == 0
   shown = capsys.readouterr().out.splitlines()
-  for verb in cli.VERBS:
-    assert len([line for line in shown if line.split()[:1] == [verb]]) == 1
+  for name, verb in cli.VERBS.items():
+    assert len([line for line in shown if line == f"  {name:<20}{verb.help}"]) == 1
 
 
 def test_an_unknown_verb_is_an_error_that_suggests_a_similar_one(capsys):
-  assert cli.main(["trian"]) == 2
+  with pytest.raises(SystemExit) as ended:
+    cli.main(["trian"])
+  assert ended.value.code == 2
   error = capsys.readouterr().err
   assert "rosetta-t5 has no verb 'trian'. Did you mean train?" in error
   assert f"verbs: {', '.join(cli.VERBS)}" in error
@@ -29,16 +32,63 @@ def test_version_is_that_of_the_package(capsys):
   assert capsys.readouterr().out == f"rosetta-t5 {metadata.version('rosetta-t5')}\n"
 
 
-def test_a_verb_receives_the_remaining_arguments(monkeypatch):
-  monkeypatch.setitem(cli.VERBS, "train", (len, "help"))
-  assert cli.main(["train", "--gin_file=a", "--gin.X=1"]) == 2
-
-
-def test_train_accepts_the_flags_of_t5x(capsys):
+@pytest.mark.parametrize("name", cli.VERBS)
+def test_help_of_a_verb_shows_its_own_options_and_examples_that_can_be_parsed(name, capsys):
   with pytest.raises(SystemExit) as ended:
-    cli.main(["train", "--gin_fil=a.gin"])
+    cli.main([*name.split(), "--help"])
+  assert ended.value.code == 0
+  shown = capsys.readouterr().out
+  assert shown.startswith(f"usage: rosetta-t5 {name} ")
+  assert ("--gin.NAME=VALUE" in shown) == cli.VERBS[name].has_flags
+  for example in cli.VERBS[name].examples:
+    assert f"\n  rosetta-t5 {name} {example}".rstrip() in shown
+    words = shlex.split(example.partition(" > ")[0], comments=True)
+    assert callable(cli.parse([*name.split(), *words]).run)
+
+
+def test_help_of_infer_shows_the_options_for_texts_and_not_those_of_t5x_main(capsys):
+  with pytest.raises(SystemExit):
+    cli.main(["help", "infer"])
+  shown = capsys.readouterr().out
+  for option in ("--template", "--input", "--output", "--shard_id", "--gin_file"):
+    assert f"  {option} " in shown
+  assert "--run_mode" not in shown
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ("train --lr=0.1", "--gin.utils.create_learning_rate_scheduler.base_learning_rate=0.1"),
+    ("train --batch_size 16", "unknown option --batch_size. Set --gin.BATCH_SIZE=16"),
+    ("train --steps=5", "Set --gin.TRAIN_STEPS=5"),
+    ("train --model-dir=runs/a", "Set --gin.MODEL_DIR=\"'runs/a'\""),
+    ("train --T5Config.emb_dim=8", "Set --gin.T5Config.emb_dim=8"),
+    ("train --gin_fil=a.gin", "unknown option --gin_fil. Did you mean --gin_file"),
+    ("train --shard_id=1", "unknown option --shard_id."),
+    ("train my.gin", "unexpected argument 'my.gin'. Did you mean --gin_file=my.gin?"),
+    ("train gin.STEPS=1", "unexpected argument 'gin.STEPS=1'. Did you mean --gin.STEPS=1?"),
+    ("train --gin.STEPS 3", "--gin.STEPS has no value: write --gin.STEPS=VALUE"),
+    ("prepare --workes 4", "the following arguments are required: --input, --vocab, --out"),
+    ("ckpt show run --stat", "unknown option --stat."),
+    ("doctor now", "unexpected argument 'now'."),
+    ("doctr", "rosetta-t5 has no verb 'doctr'. Did you mean doctor?"),
+  ],
+)
+def test_wrong_arguments_are_one_error_that_shows_the_right_ones(arguments, message, capsys):
+  with pytest.raises(SystemExit) as ended:
+    cli.main(arguments.split())
   assert ended.value.code == 2
-  assert "Did you mean: gin_file" in capsys.readouterr().err
+  error = capsys.readouterr().err
+  assert message in error
+  assert error.count("error:") == 1
+
+
+def test_a_run_gets_t5x_flags_whose_values_follow_a_space():
+  options = cli.parse(
+    ["check", "--devices", "8", "a.gin", "--gin.A='x y'", "--gin_search_paths", "b", "--nodebug"]
+  )
+  assert options.files == ["a.gin"]
+  assert options.flags == ["--devices=8", "--gin.A='x y'", "--gin_search_paths=b", "--nodebug"]
 
 
 def test_doctor_finds_no_problem_in_this_environment(capsys):

@@ -372,7 +372,6 @@ def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
   if lost:
     assert f"error: this run has lost process 1 ({socket.gethostname()}, process id" in output
     assert "Traceback" not in output
-    assert output.rstrip().endswith("(--debug shows where this was raised)")
   # The remaining process may write one more chunk.
   continuing = "continuing after [34] chunks" if lost else "continuing after 2 chunks"
   assert re.search(continuing, _finish(_start(2, tmp_path)))

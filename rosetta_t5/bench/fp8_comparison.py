@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import optax
 
-from rosetta_t5.bench.harness import SIZES, argument_parser, write_result
+from rosetta_t5.bench.harness import SIZES, add_workload, write_result
 from rosetta_t5.bench.train_step import add_switches, compile_step, switches
 from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
@@ -196,12 +196,16 @@ def compare(args: argparse.Namespace, tokens: np.ndarray) -> dict[str, dict[str,
   return runs | {"fp8": train(program, program.state, args, tokens, "fp8")}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Runs all three, prints losses and times, and prints the recommendation."""
-  parser = argument_parser("rosetta-t5 bench fp8", __doc__ or "", steps=200)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 bench fp8`."""
+  add_workload(parser, steps=200)
   add_switches(parser)
   parser.add_argument("--learning-rate", type=float, default=1e-3)
-  args = parser.parse_args(argv)
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Runs all three, prints losses and times, and prints the recommendation."""
   text = "\n\n".join(stdlib_paragraphs()).encode()
   tokens = np.frombuffer(text, np.uint8).astype(np.int32) + _SPECIAL_IDS
   runs = compare(args, tokens)
@@ -235,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   )
   print(result["recommendation"], flush=True)
   write_result(result, args.json)
-  return result
+  return 0

@@ -27,9 +27,8 @@ SIZES = {
 }
 
 
-def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
-  """Returns a parser of the arguments of the workload: the model's size and the batch."""
-  parser = argparse.ArgumentParser(prog, description=doc.splitlines()[0])
+def add_workload(parser: argparse.ArgumentParser, steps: int) -> None:
+  """Adds the arguments of the workload: the model's size and the batch."""
   parser.add_argument("--size", choices=SIZES, default="small")
   parser.add_argument("--batch", type=positive, default=128)
   parser.add_argument(
@@ -38,8 +37,6 @@ def argument_parser(prog: str, doc: str, steps: int) -> argparse.ArgumentParser:
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
   parser.add_argument("--steps", type=positive, default=steps)
   parser.add_argument("--json", type=_writable, metavar="OUT", help="file for the result")
-  parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-  return parser
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rosetta_t5.bench.harness import (
   SIZES,
   add_timing,
-  argument_parser,
+  add_workload,
   make_batch,
   make_row,
   report_row,
@@ -104,10 +104,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
   )
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Measures the step, prints the result, and writes it to the file that --json gives."""
-  parser = argument_parser("rosetta-t5 bench hugging-face", __doc__ or "", steps=40)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 bench hugging-face`."""
+  add_workload(parser, steps=40)
   add_timing(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
-  args = parser.parse_args(argv)
-  return report_row(measure(args), args.json)
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Measures the step, prints the result, and writes it to the file that --json gives."""
+  report_row(measure(args), args.json)
+  return 0

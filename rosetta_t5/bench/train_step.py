@@ -23,7 +23,7 @@ import optax
 
 from rosetta_t5.bench.harness import (
   add_timing,
-  argument_parser,
+  add_workload,
   make_batch,
   make_row,
   model_config,
@@ -198,11 +198,16 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(f"--{name}", action="store_true")
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-  """Measures the step, prints the result, and writes it to the file that --json gives."""
-  parser = argument_parser("rosetta-t5 bench", __doc__ or "", steps=40)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 bench`."""
+  add_workload(parser, steps=40)
   add_timing(parser)
   add_switches(parser)
   parser.add_argument("--fp8", action="store_true")
-  args = parser.parse_args(argv)
-  return report_row(measure(args), args.json)
+  parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Measures the step, prints the result, and writes it to the file that --json gives."""
+  report_row(measure(args), args.json)
+  return 0

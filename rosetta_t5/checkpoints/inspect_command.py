@@ -7,8 +7,6 @@ import datetime
 import hashlib
 import json
 import re
-import sys
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,28 +38,22 @@ _LAYOUT_NAMES = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-  """Runs `rosetta-t5 ckpt`; returns the exit status: 1 for a difference or damage."""
-  parser = argparse.ArgumentParser("rosetta-t5 ckpt", description=__doc__)
-  verbs = parser.add_subparsers(required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 ckpt`; a verb's status is 1 for a difference or damage."""
+  verbs = parser.add_subparsers(required=True, metavar="{ls,show,diff,verify}")
   ls = verbs.add_parser("ls", help="the steps in a folder of checkpoints, with sizes and dates")
+  ls.set_defaults(run=lambda options: list_steps(options.path))
   show = verbs.add_parser("show", help="a checkpoint's parameters: names, shapes, dtypes")
   show.add_argument("--state", action="store_true", help="also show the optimizer's state")
+  show.set_defaults(run=lambda options: show_arrays(options.path, options.state))
   diff = verbs.add_parser("diff", help="the differences between two checkpoints")
+  diff.set_defaults(run=lambda options: show_difference(options.path, options.other))
   verify = verbs.add_parser("verify", help="read everything and compare with stored checksums")
   verify.add_argument("--write", action="store_true", help=f"store the checksums ({CHECKSUMS})")
-  functions = {ls: list_steps, show: show_arrays, diff: show_difference, verify: verify_arrays}
-  for verb, function in functions.items():
-    verb.add_argument("path", metavar="PATH")
-    verb.set_defaults(run=function)
-  diff.add_argument("other", metavar="OTHER")
-  options = vars(parser.parse_args(arguments))
-  run = options.pop("run")
-  try:
-    return run(**options)
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
+  verify.set_defaults(run=lambda options: verify_arrays(options.path, options.write))
+  for verb in (ls, show, diff, verify):
+    verb.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
+  diff.add_argument("other", metavar="OTHER", help="another one")
 
 
 def list_steps(path: epath.PathLike) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from absl import app, flags
@@ -12,6 +15,19 @@ from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
 from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, ConfigError, Problems
 
+# A flag that people expect → the gin binding that sets the same.
+_BINDINGS = {
+  **dict.fromkeys(
+    ("lr", "learning_rate", "base_learning_rate"),
+    "utils.create_learning_rate_scheduler.base_learning_rate",
+  ),
+  **dict.fromkeys(("batch_size", "batch", "global_batch_size"), "BATCH_SIZE"),
+  **dict.fromkeys(("steps", "train_steps", "max_steps", "num_steps"), "TRAIN_STEPS"),
+  **dict.fromkeys(("task", "mixture", "mixture_or_task_name"), "MIXTURE_OR_TASK_NAME"),
+  **dict.fromkeys(("dropout", "dropout_rate"), "DROPOUT_RATE"),
+  **dict.fromkeys(("model_dir", "output_dir"), "MODEL_DIR"),
+  **dict.fromkeys(("seed", "random_seed"), "RANDOM_SEED"),
+}
 # The absl function that defines a flag of each type.
 _DEFINE: dict[str, Callable[..., Any]] = {
   "bool": flags.DEFINE_bool,
@@ -53,7 +69,7 @@ class CommandLine:
   process_index: int | None = _flag(None, "The index of this process, from 0.")
   initialization_timeout: int = _flag(1800, "Seconds to wait for all processes.")
   run_mode: str | None = _flag(
-    None, "What to run; for t5x.main.", define=flags.DEFINE_enum, enum_values=RUN_MODES
+    None, "What to run.", define=flags.DEFINE_enum, enum_values=RUN_MODES, only_for="main"
   )
   dry_run: bool = _flag(
     False, "Resolve everything, report all problems, print what would run, and use no device."
@@ -61,7 +77,7 @@ class CommandLine:
   devices: int | None = _flag(
     None, "The number of devices that --dry_run assumes. Default: the devices of this machine."
   )
-  shard_id: int | None = _flag(None, "The shard of the examples to process; for t5x.infer.")
+  shard_id: int | None = _flag(None, "The shard of the examples to process.", only_for="infer")
   debug: bool = _flag(False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
   help: bool = _flag(False, "Print this.")
 
@@ -85,6 +101,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     jax.config.parse_flags_with_absl()
   try:
     _, *rest = flags.FLAGS(rewrite_gin_args(argv))
+  except flags.UnrecognizedFlagError as error:
+    hint = suggest_binding(error.flagname, error.flagvalue.partition("=")[2])
+    raise ConfigError(f"{error}{hint and '.'}{hint}\n  --help lists the flags.") from error
   except flags.Error as error:
     raise ConfigError(f"{error}\n  --help lists the flags.") from error
   if rest:
@@ -96,10 +115,79 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
   return CommandLine(**values)
 
 
+def split_flags(
+  arguments: Sequence[str], program: str, own_options: Collection[str]
+) -> tuple[list[str], list[str]]:
+  """Separates a program's own arguments from the flags that `parse_command_line` parses.
+
+  Args:
+    arguments: the arguments, such as ["a.gin", "--devices", "8", "--gin.TRAIN_STEPS=3"].
+    program: the name of the program, such as "check".
+    own_options: the program's own options, such as {"--gpu"}.
+
+  Returns:
+    The program's own arguments, such as ["a.gin"], and the flags, such as ["--devices=8",
+    "--gin.TRAIN_STEPS=3"]: each with its value, which may have followed after a space.
+
+  Raises:
+    ConfigError: an argument --gin.NAME has no value.
+  """
+  _define_flags()
+  accepted = {*flags.FLAGS} - {f.name for f in dataclasses.fields(CommandLine)} | {
+    *(f.name for f in _fields_of(program))
+  }
+  own, found, rest = [], [], iter(arguments)
+  for argument in rest:
+    option, equals, _ = argument.partition("=")
+    name = option.lstrip("-")
+    if not argument.startswith("-") or option in own_options:
+      own.append(argument)
+    elif name in accepted and not (equals or flags.FLAGS[name].boolean):
+      found.append("=".join([argument, *itertools.islice(rest, 1)]))
+    elif name.startswith(("gin.", "jax_")) or {name, name.removeprefix("no")} & accepted:
+      found.append(argument)
+    else:
+      own.append(argument)
+  rewrite_gin_args(found)
+  return own, found
+
+
+def add_flags(parser: argparse.ArgumentParser, program: str) -> None:
+  """Adds the flags to a parser that prints --help or completes words; it does not parse them."""
+  group = parser.add_argument_group("flags, as with T5X")
+  group.add_argument(
+    "--gin.NAME=VALUE", action="store_true", help="Sets NAME = VALUE after the gin files."
+  )
+  for field in _fields_of(program):
+    if f"--{field.name}" not in parser._option_string_actions:
+      is_switch = field.type == "bool"
+      more: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": "VALUE"}
+      if field.metadata.get("define") is flags.DEFINE_multi_string:
+        more["action"] = "append"
+      group.add_argument(f"--{field.name}", help=field.metadata["help"], **more)
+
+
+def suggest_binding(option: str, value: str) -> str:
+  """Returns " Set … " with the --gin flag for an option that gin bindings replace, or "".
+
+  Args:
+    option: what was given, such as --lr, --TRAIN_STEPS or --T5Config.emb_dim.
+    value: its value; "" if it has none.
+  """
+  name = option.lstrip("-").replace("-", "_")
+  is_binding = name.isupper() or "." in name
+  binding = name if is_binding else _BINDINGS.get(name.lower())
+  if binding is None:
+    return ""
+  is_text = re.fullmatch(r"[A-Za-z_/~][\w./~:-]*", value) and value not in ("True", "False", "None")
+  return f" Set --gin.{binding}=" + (f"\"'{value}'\"" if is_text else value or "VALUE")
+
+
 def usage(program: str) -> str:
-  """Returns the text of --help, in which `program` is the command that the user runs."""
-  example = f"{program} --gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100"
-  return f"Usage, as with T5X:\n  {example}\n{flags.FLAGS.module_help(__name__)}"
+  """Returns the text of --help of `python -m t5x.PROGRAM`."""
+  parser = argparse.ArgumentParser(f"python -m t5x.{program}", add_help=False)
+  add_flags(parser, program)
+  return parser.format_help()
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
@@ -121,6 +209,12 @@ def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[..., Any])
   app.run(main, flags_parser=flags_parser)
 
 
+def _fields_of(program: str) -> list[dataclasses.Field[Any]]:
+  """Returns the flags of a program, such as `infer`."""
+  fields = dataclasses.fields(CommandLine)
+  return [field for field in fields if field.metadata.get("only_for", program) == program]
+
+
 def _rewrite(argument: str) -> str:
   if not argument.startswith("--gin."):
     return argument
@@ -135,5 +229,6 @@ def _define_flags() -> None:
   for field in dataclasses.fields(CommandLine):
     if field.name not in flags.FLAGS:
       define = field.metadata.get("define") or _DEFINE[str(field.type)]
-      define(name=field.name, **{k: v for k, v in field.metadata.items() if k != "define"})
+      ours = ("define", "only_for")
+      define(name=field.name, **{k: v for k, v in field.metadata.items() if k not in ours})
   flags.FLAGS.unparse_flags()

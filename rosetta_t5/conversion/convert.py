@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import resource
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,29 +31,29 @@ Arrays = dict[str, StoredArray]
 _STEP = "state/step"
 
 
-def main(arguments: Sequence[str]) -> int:
-  """Runs `rosetta-t5 convert SRC DST --to LAYOUT`; returns the exit status."""
-  parser = argparse.ArgumentParser("rosetta-t5 convert", description=__doc__)
-  parser.add_argument("source", metavar="SRC", help="a checkpoint of any layout, or a MODEL_DIR")
-  parser.add_argument("destination", metavar="DST", help="the folder to write")
-  parser.add_argument("--to", required=True, choices=LAYOUTS, help="the layout to write")
-  parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
-  parser.add_argument("--tree", choices=("plain", "scalable"), help="T5X's tree; default: SRC's")
-  parser.add_argument("--encoder-only", action="store_true", help="leave the decoder out")
-  parser.add_argument(
-    "--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers"
-  )
-  parser.add_argument("--activations", help="T5Config.mlp_activations, such as gelu,linear")
-  parser.add_argument("--config", help="the run's config.gin, or a config.json; default: SRC's own")
-  parser.add_argument("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
-  options = vars(parser.parse_args(arguments))
-  if options["activations"]:
-    options["activations"] = tuple(options["activations"].split(","))
-  try:
-    convert(**options)
-  except (ValueError, verification.ConversionError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 convert`."""
+  add = parser.add_argument
+  add("source", metavar="SRC", help="a checkpoint of any layout, or a MODEL_DIR")
+  add("destination", metavar="DST", help="the folder to write")
+  add("--to", required=True, choices=LAYOUTS, help="the layout to write")
+  add("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
+  add("--tree", choices=("plain", "scalable"), help="T5X's tree; default: SRC's")
+  add("--encoder-only", action="store_true", help="leave the decoder out")
+  add("--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers")
+  add("--activations", type=_comma_list, help="T5Config.mlp_activations, such as gelu,linear")
+  add("--config", help="the run's config.gin, or a config.json; default: SRC's own")
+  add("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
+  parser.set_defaults(run=_run)
+
+
+def _comma_list(text: str) -> tuple[str, ...]:
+  return tuple(text.split(","))
+
+
+def _run(options: argparse.Namespace) -> int:
+  names = inspect.signature(convert).parameters
+  convert(**{name: value for name, value in vars(options).items() if name in names})
   return 0
 
 

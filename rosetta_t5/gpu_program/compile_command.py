@@ -10,7 +10,6 @@ import importlib.resources
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,54 +27,46 @@ from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
-from rosetta_t5.telemetry.user_errors import exit_on_user_error
-
-_USAGE = """\
-Compiles the step of a run for GPUs that this machine need not have, and prints what they would
-execute. No parameter is initialized and no data is read. --gin.NAME=VALUE changes the recipe:
-  rosetta-t5 compile gin/examples/xl_pile_pretrain.gin --gpu h100 --devices 64 \\
-    --mesh '{"fsdp": 64}' --json xl.json
-XLA's flags are those of the launch scripts, and XLA_FLAGS. Times are lower bounds: each kernel at
-the peaks of the GPU's data sheet.
-"""
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 
-def main(arguments: Sequence[str]) -> int:
-  """Compiles a step and prints its summary. The arguments are those of `compile --help`."""
-  parser = argparse.ArgumentParser(
-    "rosetta-t5 compile", epilog=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("recipe", nargs="+", metavar="RECIPE")
-  parser.add_argument(
-    "--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s"
-  )
-  parser.add_argument("--devices", type=int, required=True, help="the number of GPUs")
-  parser.add_argument(
-    "--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\''
-  )
-  parser.add_argument("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
-  parser.add_argument("--top", type=int, default=12, help="lines of the longest lists (default 12)")
-  parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
-  parser.add_argument("--hlo", metavar="FILE", help="also write the optimized program to FILE")
-  args, gin = parser.parse_known_args(arguments)
-  if args.devices < 1:
-    parser.error(f"--devices must be at least 1, got {args.devices}")
-  for path in (args.json, args.hlo):  # checked first, because compiling takes minutes
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 compile`."""
+  add = parser.add_argument
+  add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
+  add("--devices", type=int, required=True, help="the number of GPUs")
+  add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
+  add("--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
+  add("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
+  add("--top", type=int, default=12, help="lines of the longest lists (default 12)")
+  add("--json", metavar="FILE", help="also write everything to FILE")
+  add("--hlo", metavar="FILE", help="also write the optimized program to FILE")
+  parser.set_defaults(run=compile_recipe)
+
+
+def compile_recipe(options: argparse.Namespace) -> int:
+  """Compiles a step and prints its summary; no parameter is initialized and no data is read.
+
+  XLA's flags are those of the launch scripts, and XLA_FLAGS. Times are lower bounds: each kernel at
+  the peaks of the GPU's data sheet.
+  """
+  if options.devices < 1:
+    raise ConfigError(f"--devices must be at least 1, got {options.devices}")
+  for path in (options.json, options.hlo):  # checked first, because compiling takes minutes
     if path and not pathlib.Path(path).absolute().parent.is_dir():
-      parser.error(f"the folder of {path} does not exist")
-  with exit_on_user_error():
-    compiler.check_installed()
+      raise ConfigError(f"the folder of {path} does not exist")
+  compiler.check_installed()
   compiler.use_compiler_without_gpu()
   argv = [
     "rosetta-t5 compile",
-    *(f"--gin_file={path}" for path in args.recipe),
+    *(f"--gin_file={path}" for path in options.recipe),
     "--gin.MODEL_DIR='not made'",
-    *_mesh_bindings(args.mesh),
-    *gin,
+    *_mesh_bindings(options.mesh),
+    *options.flags,
     "--dry_run",
-    f"--devices={args.devices}",
+    f"--devices={options.devices}",
   ]
-  run_from_command_line(None, argv, functools.partial(_describe, args=args))
+  run_from_command_line(None, argv, functools.partial(_describe, args=options))
   return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-from collections.abc import Sequence
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
@@ -15,45 +14,34 @@ from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
-
-_USAGE = """\
-Compiles nothing and uses no device. RECIPE is a gin file of a training run, such as
-gin/examples/large_pile_pretrain.gin. --gin.NAME=VALUE changes it, as in a run:
-  rosetta-t5 plan gin/examples/xl_pile_pretrain.gin --devices=64 \\
-    --gin.partitioning.PjitPartitioner.mesh='{"fsdp": 8}'
-"""
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 
-def main(arguments: Sequence[str]) -> int:
-  """Prints the memory, time and traffic of a step. The arguments are those of `plan --help`."""
-  parser = argparse.ArgumentParser(
-    "rosetta-t5 plan", epilog=_USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("recipe", nargs="+", metavar="RECIPE")
-  parser.add_argument("--devices", type=int, required=True, help="the number of GPUs")
-  parser.add_argument(
-    "--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s"
-  )
-  parser.add_argument(
-    "--mfu",
-    type=float,
-    default=0.4,
-    help="the share of its peak that one GPU reaches (default 0.4)",
-  )
-  args, gin = parser.parse_known_args(arguments)
-  if not 0 < args.mfu <= 1:
-    parser.error(f"--mfu must be a share of a GPU's peak such as 0.4, got {args.mfu}")
-  if args.devices < 1:
-    parser.error(f"--devices must be at least 1, got {args.devices}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 plan`."""
+  add = parser.add_argument
+  add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
+  add("--devices", type=int, required=True, help="the number of GPUs")
+  add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
+  add("--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)")
+  parser.set_defaults(run=plan)
+
+
+def plan(options: argparse.Namespace) -> int:
+  """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
+  if not 0 < options.mfu <= 1:
+    raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
+  if options.devices < 1:
+    raise ConfigError(f"--devices must be at least 1, got {options.devices}")
   argv = [
     "rosetta-t5 plan",
-    *(f"--gin_file={path}" for path in args.recipe),
+    *(f"--gin_file={path}" for path in options.recipe),
     "--gin.MODEL_DIR='not made'",
-    *gin,
+    *options.flags,
     "--dry_run",
-    f"--devices={args.devices}",
+    f"--devices={options.devices}",
   ]
-  describe = functools.partial(_describe, gpu=GPUS[args.gpu], mfu=args.mfu)
+  describe = functools.partial(_describe, gpu=GPUS[options.gpu], mfu=options.mfu)
   run_from_command_line(None, argv, describe)
   return 0
 

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -77,24 +78,35 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 @contextlib.contextmanager
-def exit_on_user_error() -> Iterator[None]:
+def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   """Prints user errors of the body without a traceback, and ends the program.
 
   The exit status is 2 if the command line or a gin file is wrong, and 1 if the run refused its
   input. Errors that this package did not raise itself keep their traceback. With --debug or
-  ROSETTA_T5_DEBUG=1 all errors do.
+  ROSETTA_T5_DEBUG=1 all errors do. If the reader of the output has ended, as `head` does, the
+  program ends silently with the status of SIGPIPE.
+
+  Args:
+    *also: classes of errors that are the user's, wherever they were raised.
   """
   try:
     yield
+  except BrokenPipeError:
+    # Python flushes standard output at its exit, which must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
   except Exception as error:
-    if os.environ.get(DEBUG_VARIABLE) or not _is_user_error(error):
+    is_ours = _is_ours(error)
+    if os.environ.get(DEBUG_VARIABLE) or not (
+      is_ours or isinstance(error, also) or _names_file(error)
+    ):
       raise
-    print(
-      f"\nerror: {strip_gin_notes(str(error))}\n(--debug shows where this was raised)",
-      file=sys.stderr,
-      flush=True,
-    )
-    sys.exit(2 if isinstance(error, ConfigError) else 1)
+    # The text of an error that we raised says everything, unless it reports another one.
+    is_config_error = isinstance(error, ConfigError)
+    says_all = is_config_error or (is_ours and error.__cause__ is None)
+    hint = "" if says_all else "\n(--debug shows where this was raised)"
+    print(f"\nerror: {_message(error)}{hint}", file=sys.stderr, flush=True)
+    sys.exit(2 if is_config_error else 1)
 
 
 def strip_gin_notes(text: str) -> str:
@@ -102,8 +114,8 @@ def strip_gin_notes(text: str) -> str:
   return _GIN_CALL_NOTE.sub("", text).strip()
 
 
-def _is_user_error(error: Exception) -> bool:
-  """Returns whether a user caused the error.
+def _is_ours(error: Exception) -> bool:
+  """Returns whether this package raised the error, for a cause that a user can change.
 
   These are the errors whose class is defined here, and each ValueError that was raised here.
   """
@@ -111,3 +123,14 @@ def _is_user_error(error: Exception) -> bool:
   raised_in = innermost_frame.f_globals.get("__name__", "")
   is_ours = isinstance(error, ValueError) and raised_in.startswith("rosetta_t5.")
   return is_ours or type(error).__module__.startswith("rosetta_t5.")
+
+
+def _names_file(error: Exception) -> bool:
+  """Returns whether the error is the operating system's, about a file that it names."""
+  return isinstance(error, OSError) and error.filename is not None
+
+
+def _message(error: Exception) -> str:
+  if isinstance(error, OSError) and error.filename is not None:
+    return f"{error.filename}: {error.strerror}"
+  return strip_gin_notes(str(error)) or type(error).__name__

@@ -73,6 +73,7 @@ def test_other_arguments_are_unchanged():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
+    (["--lr=0.1"], " Set --gin.utils.create_learning_rate_scheduler.base_learning_rate=0.1\n"),
     (["--gin_fil=a.gin"], "Unknown command line flag 'gin_fil'. Did you mean: gin_file"),
     (["--process_count=two"], "process_count"),
     (["--gin.MODEL_DIR", "/x"], "--gin.MODEL_DIR has no value: write --gin.MODEL_DIR=VALUE"),
@@ -86,9 +87,11 @@ def test_errors_name_the_argument(arguments, text):
   assert text in str(caught.value)
 
 
-def test_help_contains_each_flag():
+def test_help_contains_each_flag_of_the_program():
   assert _parse("--help").help
-  shown = usage("python -m t5x.train")
-  assert "python -m t5x.train --gin_file=" in shown
-  for flag in ("gin_file", "gin_search_paths", "tfds_data_dir", "process_index", "debug"):
-    assert f"--{flag}" in shown or f"--[no]{flag}" in shown
+  shown = usage("export")
+  assert shown.startswith("usage: python -m t5x.export ")
+  for flag in ("gin.NAME=VALUE", "gin_file", "tfds_data_dir", "process_index", "debug"):
+    assert f"--{flag}" in shown
+  assert "--run_mode" not in shown
+  assert "--run_mode" in usage("main")

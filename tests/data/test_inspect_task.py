@@ -11,8 +11,9 @@ import pytest
 from inline_executor import InlineExecutor
 from PIL import Image
 
-from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, main, readable
-from rosetta_t5.data.prepared import prepare, prepare_command
+from rosetta_t5 import cli
+from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, readable
+from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
@@ -47,12 +48,12 @@ def test_prepared_data_can_be_inspected(
 ) -> None:
   out = str(tmp_path / "out")
   options = ["--input", corpus, "--vocab", model, "--out", out, "--validation-percent", "20"]
-  assert prepare_command.main([*options, "--workers", "1"]) == 0
+  assert cli.main(["prepare", *options, "--workers", "1"]) == 0
   text = capsys.readouterr().out
   assert re.search(r"train +\d+ documents +\d+,\d+ tokens", text)
   assert f"data.prepared_task.folders = '{out}'" in text
   options = ["--batches", "2", "--examples", "1", "--png", str(tmp_path / "a.png")]
-  assert main([out, "--lengths", "inputs=32,targets=16", *options]) == 0
+  assert cli.main(["inspect", out, "--lengths", "inputs=32,targets=16", *options]) == 0
   text = capsys.readouterr().out
   assert re.search(r"inputs \(32\): .*⟨0⟩.*⟨1⟩ ?.*⟨end⟩\n", text)
   assert "rows 100.0% full, 0.0% padding" in text
@@ -88,7 +89,7 @@ def test_passages_of_one_split_are_found_at_any_position_of_the_other(
     executor=InlineExecutor(),
   )
   arguments = ["--lengths", "inputs=32,targets=16", "--batches", "1", "--examples", "0"]
-  assert main([str(tmp_path / "out"), *arguments]) == 1
+  assert cli.main(["inspect", str(tmp_path / "out"), *arguments]) == 1
   found = re.search(r"problem: (\d+) of (\d+) passages", capsys.readouterr().out)
   assert found is not None
   assert int(found[1]) > 0.8 * int(found[2])
@@ -98,7 +99,9 @@ def test_prepare_prints_user_errors_and_exits(
   model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   options = ["--input", "/nowhere/*.txt", "--vocab", model, "--out", str(tmp_path / "out")]
-  assert prepare_command.main(options) == 2
+  with pytest.raises(SystemExit) as ended:
+    cli.main(["prepare", *options])
+  assert ended.value.code == 1
   assert "error: There is no file '/nowhere/*.txt'" in capsys.readouterr().err
 
 
@@ -115,7 +118,10 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   (tmp_path / "inspected_task.py").write_text(TASK.format(model=model, files=first, held_out=first))
   monkeypatch.syspath_prepend(str(tmp_path))
   arguments = ["inspected", "--module", "inspected_task", "--lengths", "inputs=64,targets=8"]
-  assert main([*arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"]) == 1
+  assert (
+    cli.main(["inspect", *arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"])
+    == 1
+  )
   text = capsys.readouterr().out
   assert (
     "problem: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text

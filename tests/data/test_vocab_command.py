@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from rosetta_t5.data.vocabularies.vocab_command import main as vocab
+from rosetta_t5 import cli
 
 TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
 
@@ -17,10 +17,13 @@ def test_vocab_train_writes_a_model_and_prints_how_to_use_it(
   (tmp_path / "a.txt").write_text("\n".join(TEXT))
   out = tmp_path / "new/pieces.model"
   assert (
-    vocab(["train", "--input", str(tmp_path / "*.txt"), "--size", "16", "--out", str(out)]) == 0
+    cli.main(
+      ["vocab", "train", "--input", str(tmp_path / "*.txt"), "--size", "16", "--out", str(out)]
+    )
+    == 0
   )
   assert f"sentencepiece_model_file = '{out}'" in capsys.readouterr().out
-  assert vocab(["show", str(out), "the red cat"]) == 0
+  assert cli.main(["vocab", "show", str(out), "the red cat"]) == 0
   assert "16 pieces" in capsys.readouterr().out
 
 
@@ -33,5 +36,7 @@ def test_user_errors_are_printed_without_a_stack_trace(
     ("/nowhere.model", "error: There is no vocabulary file /nowhere.model"),
     (str(not_a_model), f"error: {not_a_model} must be a SentencePiece model"),
   ):
-    assert vocab(["show", path]) == 2
-    assert capsys.readouterr().err.startswith(message)
+    with pytest.raises(SystemExit) as ended:
+      cli.main(["vocab", "show", path])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.strip().startswith(message)

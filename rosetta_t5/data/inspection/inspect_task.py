@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,19 +58,8 @@ class BatchStatistics:
     return np.log1p([part.sum() for part in np.array_split(counts, bins)])
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command. Returns 1 if the data has problems, 2 for a user error."""
-  arguments = _parser().parse_args(argv)
-  sys.path.insert(0, os.getcwd())
-  try:
-    return _inspect(arguments)
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser("rosetta-t5 inspect", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 inspect`."""
   add = parser.add_argument
   add("task", help="the name of a task or mixture, or a folder of prepared data")
   add("--module", help="a module to import first, which registers the task")
@@ -84,10 +72,11 @@ def _parser() -> argparse.ArgumentParser:
   add("--seed", type=int, default=0)
   add("--tfds_data_dir", "--tfds-data-dir", help="the folder in which to look for data")
   add("--png", metavar="FILE", help="draw the histograms into a file")
-  return parser
+  parser.set_defaults(run=inspect)
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
+  """Shows a task's data; returns 1 if it has problems, else 0."""
   cfg = _config(arguments)
   task = find_task_or_mixture(cfg)
   vocabulary = task.output_features["targets"].vocabulary

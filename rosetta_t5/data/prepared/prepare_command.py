@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -17,9 +17,26 @@ from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 
 
-def main(argv: Sequence[str]) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 prepare`."""
+  add = parser.add_argument
+  add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
+  add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
+  add("--out", required=True, metavar="DIR", help="the folder to write; a new one")
+  add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
+  add("--workers", type=int, help="number of processes; one per core by default")
+  add("--validation-percent", type=float, default=1.0, help="size of the validation split")
+  add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
+  add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
+  add("--columns", nargs="+", help="column names of csv or tsv files without a header")
+  add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
+  add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
+  add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
+  parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
-  arguments = _parser().parse_args(argv)
   columns = tuple(arguments.columns or ()) or None
   started = time.monotonic()
   try:
@@ -37,9 +54,6 @@ def main(argv: Sequence[str]) -> int:
         executor=executor,
         progress=progress,
       )
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
   except KeyboardInterrupt:
     print("Stopped. The same command continues after the completed shards.", file=sys.stderr)
     return 130
@@ -50,24 +64,6 @@ def main(argv: Sequence[str]) -> int:
   print(f"  data.prepared_task.folders = '{os.path.abspath(arguments.out)}'")
   print("  MIXTURE_OR_TASK_NAME = @data.prepared_task()")
   return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser("rosetta-t5 prepare", description=__doc__)
-  add = parser.add_argument
-  add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
-  add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
-  add("--out", required=True, metavar="DIR", help="the folder to write; a new one")
-  add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
-  add("--workers", type=int, help="number of processes; one per core by default")
-  add("--validation-percent", type=float, default=1.0, help="size of the validation split")
-  add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
-  add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
-  add("--columns", nargs="+", help="column names of csv or tsv files without a header")
-  add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
-  add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
-  add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
-  return parser
 
 
 @contextlib.contextmanager

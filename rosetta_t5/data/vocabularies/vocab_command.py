@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import pathlib
 import random
-import sys
 from collections.abc import Iterator, Sequence
 
 from rosetta_t5.data.local_files.local_assets import local_path
@@ -17,10 +16,9 @@ from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepi
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command. Returns 2 for a user error."""
-  parser = argparse.ArgumentParser("rosetta-t5 vocab", description=__doc__)
-  verbs = parser.add_subparsers(dest="verb", required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 vocab`."""
+  verbs = parser.add_subparsers(required=True, metavar="{train,show}")
   train = verbs.add_parser("train", help="train a vocabulary with T5's special ids")
   train.add_argument("--input", nargs="+", required=True, metavar="GLOB")
   train.add_argument("--size", type=int, default=32000, help="pieces, without the sentinels")
@@ -32,16 +30,9 @@ def main(argv: Sequence[str]) -> int:
   show.add_argument("model")
   show.add_argument("text", nargs="?", default="The quick brown fox, déjà vu: 3.14 ≈ π.")
   show.set_defaults(run=_show)
-  arguments = parser.parse_args(argv)
-  try:
-    arguments.run(arguments)
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
   bad_examples = BadExamples()
   files = find_files(arguments.input)
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
@@ -54,9 +45,10 @@ def _train(arguments: argparse.Namespace) -> None:
   print(f"sha256 {hashlib.sha256(model).hexdigest()}")
   print(f"In a gin file: seqio.SentencePieceVocabulary.sentencepiece_model_file = '{out}'")
   print(f"               seqio.SentencePieceVocabulary.extra_ids = 100   # {size + 100} ids")
+  return 0
 
 
-def _show(arguments: argparse.Namespace) -> None:
+def _show(arguments: argparse.Namespace) -> int:
   import sentencepiece
 
   path = local_path(arguments.model)
@@ -71,6 +63,7 @@ def _show(arguments: argparse.Namespace) -> None:
   print(" ".join(tokenizer.encode(arguments.text, out_type=str)))
   print(" ".join(map(str, ids)))
   print(tokenizer.decode(ids))
+  return 0
 
 
 def sample_lines(
