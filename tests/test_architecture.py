@@ -17,8 +17,6 @@ RE_EXPORTS = sorted(path for path in (ROOT / "t5x").rglob("*.py") if path.name !
 # From top to bottom: a file imports from its own package and from packages further down.
 PACKAGES = (
   "cli",
-  "completion",
-  "run_commands",
   "compat",
   "quickstart",
   "doctor",
@@ -32,7 +30,6 @@ PACKAGES = (
   "export",
   "precompile",
   "gpu_program",
-  "text_commands",
   "trained_model",
   "conversion",
   "memory_advice",

@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib
 
-from rosetta_t5 import text_commands
+from rosetta_t5.cli import text_commands
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
