@@ -20,8 +20,8 @@ from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.model_info import log_model_info
 from rosetta_t5.telemetry.report import format_metrics_table
+from rosetta_t5.telemetry.run_files.model_info import log_model_info
 
 
 def evaluate(

@@ -24,7 +24,7 @@ from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.model_info import log_model_info
+from rosetta_t5.telemetry.run_files.model_info import log_model_info
 
 _MODEL_METHODS = {
   "predict": "predict_batch",

@@ -21,8 +21,9 @@ from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.model_info import log_model_info
-from rosetta_t5.telemetry.report import run_header
+from rosetta_t5.telemetry.report import RunDescription
+from rosetta_t5.telemetry.run_files.model_info import log_model_info
+from rosetta_t5.telemetry.run_files.run_log import log_event
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
@@ -185,22 +186,21 @@ def train(
     rng=trainer_rng,
   )
   del state
-  console.print_line(
-    run_header(
-      model=model,
-      params=trainer.train_state.params,
-      mesh=partitioner.mesh,
-      mesh_reason=partitioner.mesh_reason,
-      task=train_cfg.name,
-      batch=feed.element_spec,
-      steps=(first_step, total_steps),
-      model_dir=model_dir,
-      restored_from=restore_path,
-      save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
-      computation=describe_computation(model, fp8, kernel),
-      notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
-    )
+  description = RunDescription(
+    model=model,
+    params=trainer.train_state.params,
+    mesh=partitioner.mesh,
+    mesh_reason=partitioner.mesh_reason,
+    task=train_cfg.name,
+    batch=feed.element_spec,
+    steps=(first_step, total_steps),
+    model_dir=model_dir,
+    restored_from=restore_path,
+    save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
+    computation=describe_computation(model, fp8, kernel),
+    notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
   )
+  console.print_line(description.header())
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
@@ -222,6 +222,7 @@ def train(
     run_started=run_started,
   )
   if first_step < total_steps:
+    log_event(model_dir, "start", **description.facts())
     with explain_out_of_memory(model, partitioner, initializer, feed, trainer):
       loop.compile()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)

@@ -16,7 +16,8 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_metrics import RunMetrics
+from rosetta_t5.telemetry.run_files.run_log import log_event
+from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
@@ -61,6 +62,7 @@ class TrainLoop:
 
   def __post_init__(self) -> None:
     self._step = self.first_step
+    self._seconds_waited = 0.0  # for batches, since the last report
     self._is_interrupted = False
     self._is_stopped_by_action = False
     self._progress = console.Progress(
@@ -140,6 +142,9 @@ class TrainLoop:
         checkpoint=checkpoint,
       )
     )
+    if self.first_step < self.total_steps:
+      reason = "interrupted" if self._is_interrupted else "finished"
+      log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:
       console.print_line(
         f"interrupted  after step {self._step}: the same command continues from there"
@@ -164,6 +169,8 @@ class TrainLoop:
     self._check_interruption()
     state = self.trainer.train_state
     run_metrics = self.feed.measures() | self.run_metrics(self._step, values, state)
+    run_metrics[FEED_WAIT] = self._seconds_waited / max(1, self._step - start)
+    self._seconds_waited = 0.0
     raise_if_nonfinite(self.trainer.first_nonfinite, state, self.manager, run_metrics)
     self.trainer.train_metrics_manager.write_scalars(self._step, run_metrics)
     values |= run_metrics
@@ -172,12 +179,15 @@ class TrainLoop:
 
   def _draw_batches(self) -> Iterator[Any]:
     """Yields batches, and counts them as steps, until the run is interrupted."""
+    waiting_since = time.monotonic()
     for batch in self._watchdog.watch_batches(self.feed, self._step):
+      self._seconds_waited += time.monotonic() - waiting_since
       self._step += 1
       yield batch
       # Checked before the next batch is drawn: a checkpoint stores the position in the data.
       if self._check_interruption():
         return
+      waiting_since = time.monotonic()
 
   def _check_interruption(self) -> bool:
     self._is_interrupted = self._is_interrupted or self._interruption.should_stop(self._step)

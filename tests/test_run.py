@@ -23,6 +23,9 @@ from tensorboard.util import tensor_util
 from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.config import run_from_command_line
+from rosetta_t5.run_report.panels import choose_panels, missing_titles
+from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
 from rosetta_t5.train import train
 
 _HERE = pathlib.Path(__file__).parent / "run"
@@ -110,6 +113,21 @@ def test_log_line_shows_samples_rate_and_norms_as_in_tensorboard(finished):
   squares = [np.sum(np.square(saved[name])) for name in saved if name.startswith("target/")]
   assert shown[0] == 3 * 8
   assert shown[3] == pytest.approx(np.sqrt(sum(squares)), rel=1e-3)
+
+
+def test_the_report_of_a_run_has_its_facts_and_its_metrics(finished):
+  run = read_runs([str(finished[0])])[0]
+  assert run.notes == []
+  assert [(start.step, start.end["reason"]) for start in run.starts] == [(0, "finished")]
+  assert run.facts["mesh"] == {"data": 8, "model": 1}
+  assert run.facts["lengths"]["encoder_input_tokens"] == 32
+  assert sorted(run.checkpoints) == run.kept_checkpoints == [0, 2, 3]
+  assert len(run.variables) > 20
+  panels = choose_panels([run])
+  assert {panel.section for panel in panels} == {"Training", "Evaluation", "Other metrics"}
+  assert missing_titles(panels) == ["Model FLOPs utilization"]  # unknown for a CPU
+  row = dict(zip(COLUMNS, summary_row(run), strict=True))
+  assert [row[name] for name in ("Precision", "#GPUs", "TP", "BS / GPU")] == ["fp32", "8", "1", "1"]
 
 
 def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):

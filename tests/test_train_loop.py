@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
+import pathlib
 import signal
 import types
 
@@ -61,6 +63,11 @@ class Trainer:
     pass
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+
 def make_loop(trainer, numbers, total_steps=10):
   """Returns a loop from step 0 that evaluates nothing and saves nothing."""
   return TrainLoop(
@@ -78,7 +85,7 @@ def make_loop(trainer, numbers, total_steps=10):
     actions=None,
     run_metrics=lambda step, values, state: {},
     explain_out_of_memory=lambda *args, **kwargs: contextlib.nullcontext(),
-    model_dir="/runs/a",
+    model_dir="run",
     first_step=0,
     total_steps=total_steps,
     run_started=0.0,
@@ -111,6 +118,8 @@ def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_dra
   assert interrupted.value.step == 6
   assert trainer.ranges[-1] == [5]
   assert next(loop.feed) == 6
+  end = json.loads(pathlib.Path("run/run-log.jsonl").read_text())
+  assert (end["event"], end["step"], end["reason"]) == ("end", 6, "interrupted")
 
 
 def test_signal_ends_the_loop_also_with_a_trainer_that_expects_a_batch_for_each_step():

@@ -125,6 +125,15 @@ VERBS = {
     ("", "--gin.TRAIN_STEPS=200"),
     has_flags=True,
   ),
+  "report": Verb(
+    "run_report.report_command:add_arguments",
+    "Write one HTML page that shows training runs, this package's or T5X's, and compares them.",
+    (
+      "runs/small",
+      "runs/small runs/base --out compared.html --png plots",
+      "runs/small --follow",
+    ),
+  ),
   "bench": Verb(
     "bench.train_step:add_arguments",
     "Time a training step on this machine's devices.",

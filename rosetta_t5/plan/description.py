@@ -22,7 +22,7 @@ from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
 from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, workload_of
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import Gpu
-from rosetta_t5.telemetry.model_info import count_parameters
+from rosetta_t5.telemetry.run_files.model_info import count_parameters
 
 
 def describe_run(resolved: ResolvedRun) -> Rows:

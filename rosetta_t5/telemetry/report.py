@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,27 +11,14 @@ import jax
 
 from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
-from rosetta_t5.telemetry.model_info import count_parameters
+from rosetta_t5.telemetry.run_files.model_info import count_parameters
 
 
-def run_header(
-  *,
-  model: Any,
-  params: Any,
-  mesh: jax.sharding.Mesh,
-  task: str,
-  batch: Mapping[str, Any],
-  steps: tuple[int, int],
-  model_dir: str | os.PathLike[str],
-  restored_from: str | None = None,
-  save_period: int | None = None,
-  computation: str | None = None,
-  notes: Sequence[str] = (),
-  mesh_reason: str | None = None,
-) -> str:
-  """Returns the lines printed before the first step.
+@dataclasses.dataclass(frozen=True)
+class RunDescription:
+  """What a training run is about to do, for the header of its output and for its log.
 
-  Args:
+  Attributes:
     model: the model; its `network_config` determines the FLOPs.
     params: the parameters, or their shapes.
     mesh: the devices.
@@ -44,26 +32,65 @@ def run_header(
     notes: warnings about the run, one per line.
     mesh_reason: the settings that determine the mesh.
   """
-  flops = flops_of_model(model, batch)
-  cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
-  count, device = mesh.devices.size, mesh.devices.flat[0]
-  axes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-  axes += f" ({mesh_reason})" if mesh_reason else ""
-  batch_size = next(iter(batch.values())).shape[0]
-  features = ("encoder_input_tokens", "decoder_target_tokens")
-  lengths = ", ".join(f"{name} {batch[name].shape[1]}" for name in features if name in batch)
-  start = f"from {restored_from}" if restored_from else "from scratch"
-  saves = f"a checkpoint every {save_period} steps" if save_period else "no checkpoints"
-  rows = [
-    ("model", f"{type(model).__name__}, {count_parameters(params):,} parameters{cost}"),
-    ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
-    ("data", f"{task}, batch {batch_size}: {lengths}"),
-    ("steps", f"{steps[0]} to {steps[1]}, {start}"),
-    ("writes", f"{os.fspath(model_dir)}, {saves}"),
-  ]
-  if computation:
-    rows.append(("computes", computation))
-  return _format_rows([*rows, *(("note", note) for note in notes)])
+
+  model: Any
+  params: Any
+  mesh: jax.sharding.Mesh
+  task: str
+  batch: Mapping[str, Any]
+  steps: tuple[int, int]
+  model_dir: str | os.PathLike[str]
+  restored_from: str | None = None
+  save_period: int | None = None
+  computation: str | None = None
+  notes: Sequence[str] = ()
+  mesh_reason: str | None = None
+
+  def header(self) -> str:
+    """Returns the lines printed before the first step."""
+    flops = flops_of_model(self.model, self.batch)
+    cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+    count, device = self.mesh.devices.size, self.mesh.devices.flat[0]
+    axes = " ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+    axes += f" ({self.mesh_reason})" if self.mesh_reason else ""
+    features = ("encoder_input_tokens", "decoder_target_tokens")
+    lengths = self._lengths()
+    shown = ", ".join(f"{name} {lengths[name]}" for name in features if name in lengths)
+    start = f"from {self.restored_from}" if self.restored_from else "from scratch"
+    saves = f"a checkpoint every {self.save_period} steps" if self.save_period else "no checkpoints"
+    parameters = count_parameters(self.params)
+    rows = [
+      ("model", f"{type(self.model).__name__}, {parameters:,} parameters{cost}"),
+      ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
+      ("data", f"{self.task}, batch {self._batch_size()}: {shown}"),
+      ("steps", f"{self.steps[0]} to {self.steps[1]}, {start}"),
+      ("writes", f"{os.fspath(self.model_dir)}, {saves}"),
+    ]
+    if self.computation:
+      rows.append(("computes", self.computation))
+    return _format_rows([*rows, *(("note", note) for note in self.notes)])
+
+  def facts(self) -> dict[str, Any]:
+    """Returns what `rosetta-t5 report` needs to know, as numbers and texts."""
+    return {
+      "header": self.header(),
+      "step": self.steps[0],
+      "total_steps": self.steps[1],
+      "device": self.mesh.devices.flat[0].device_kind,
+      "devices": self.mesh.devices.size,
+      "processes": jax.process_count(),
+      "mesh": dict(self.mesh.shape),
+      "mesh_reason": self.mesh_reason,
+      "batch_size": self._batch_size(),
+      "lengths": self._lengths(),
+      "computes": self.computation,
+    }
+
+  def _batch_size(self) -> int:
+    return int(next(iter(self.batch.values())).shape[0])
+
+  def _lengths(self) -> dict[str, int]:
+    return {name: int(leaf.shape[1]) for name, leaf in self.batch.items() if len(leaf.shape) > 1}
 
 
 def run_summary(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +21,11 @@ UTILIZATION = "timing/model_flops_utilization"
 GRADIENT_NORM = "weight_gradient_norm"
 WEIGHT_NORM = "weight_norm"
 SKIPPED_STEPS = "skipped_steps"
+FEED_WAIT = "timing/feed_wait_seconds"  # the mean wait for a batch; measured by the loop
+DEVICE_MEMORY = "memory/device_peak_gib"
+HOST_MEMORY = "memory/host_peak_gib"
 SEQUENCES_PER_SECOND = "timing/seqs_per_second"  # measured by the steps
+_BYTES_PER_RSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
 
 
 class RunMetrics:
@@ -49,6 +55,7 @@ class RunMetrics:
     metrics = {
       SAMPLES: float(step * self._batch_size),
       WEIGHT_NORM: float(self._norm(train_state.params)),
+      **peak_memory(),
     }
     speed = values.get(SEQUENCES_PER_SECOND)
     if self._flops and self._peak and speed:
@@ -56,6 +63,14 @@ class RunMetrics:
     if (skipped := skipped_steps(train_state.param_states)) is not None:
       metrics[SKIPPED_STEPS] = float(skipped)
     return metrics
+
+
+def peak_memory() -> dict[str, float]:
+  """Returns the peaks since the start in GiB: of this process, and of its fullest device if known."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_RSS
+  statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+  in_use = [one["peak_bytes_in_use"] for one in statistics if "peak_bytes_in_use" in one]
+  return {HOST_MEMORY: peak / 2**30} | ({DEVICE_MEMORY: max(in_use) / 2**30} if in_use else {})
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

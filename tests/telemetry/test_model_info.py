@@ -9,7 +9,7 @@ import pytest
 from rosetta_t5.checkpoints import TrainStateInitializer
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.model_info import count_parameters, log_model_info, model_info
+from rosetta_t5.telemetry.run_files.model_info import count_parameters, log_model_info, model_info
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
 

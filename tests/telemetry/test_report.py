@@ -44,7 +44,7 @@ def header(**overrides):
     "steps": (0, 20),
     "model_dir": "/runs/a",
   }
-  return report.run_header(**arguments | overrides).splitlines()
+  return report.RunDescription(**arguments | overrides).header().splitlines()
 
 
 def test_header_shows_model_devices_data_steps_and_output():

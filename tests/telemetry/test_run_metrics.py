@@ -36,9 +36,11 @@ def measured(devices, optimizer=None, values=None, model=None):
   return measures(7, {"timing/seqs_per_second": 1000.0} if values is None else values, state)
 
 
-def test_run_metrics_are_samples_weight_norm_and_utilization():
+def test_run_metrics_are_samples_weight_norm_utilization_and_memory():
   flops = training_flops_of(CONFIG, encoder_length=32, decoder_length=8)
-  assert measured([H200, H200]) == {
+  values = measured([H200, H200])
+  assert 0.1 < values.pop("memory/host_peak_gib") < 1000
+  assert values == {
     "data/consumed_samples": 7 * 16,
     "weight_norm": pytest.approx(np.sqrt(12 * 4 + 4)),
     "timing/model_flops_utilization": pytest.approx(1000 * flops / (2 * 989e12)),

@@ -1,0 +1,106 @@
+"""Serves a report on this machine, and renews it when the files of its runs change."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Sequence
+
+from rosetta_t5.run_report.page import build_page, encode_data
+from rosetta_t5.run_report.run_folder import files_of_run, read_runs
+from rosetta_t5.telemetry.user_errors import ConfigError
+
+REFRESH_SECONDS = 5.0
+_HOST = "127.0.0.1"
+
+
+class ReportServer(http.server.ThreadingHTTPServer):
+  """Answers `/` with the page and `/data` with its current data, to this machine only."""
+
+  daemon_threads = True
+
+  def __init__(self, folders: Sequence[str], port: int, refresh_seconds: float = REFRESH_SECONDS):
+    """Builds a server, which answers once `serve_forever` runs.
+
+    Args:
+      folders: the MODEL_DIR of each run.
+      port: the port; 0 for any that is free.
+      refresh_seconds: how often the page asks for new data.
+
+    Raises:
+      ValueError: a folder contains no run, or the port is in use.
+    """
+    self._folders = folders
+    self._lock = threading.Lock()
+    self._state: object = None
+    self._data = ""
+    self._refresh_seconds = refresh_seconds
+    read_runs(folders)  # Errors are reported before anything is served.
+    try:
+      super().__init__((_HOST, port), _Handler)
+    except (OSError, OverflowError) as error:
+      raise ConfigError(f"--port {port} cannot be used ({error}): give another one") from error
+
+  @property
+  def address(self) -> str:
+    """The URL of the page."""
+    return f"http://{_HOST}:{self.server_port}/"
+
+  def content(self, path: str) -> tuple[str, bytes] | None:
+    """Returns the type and the content of a path; None if it does not exist."""
+    if path == "/":
+      page = build_page(read_runs(self._folders), self._refresh_seconds)
+      return "text/html; charset=utf-8", page.encode()
+    return ("text/plain; charset=utf-8", self._current_data().encode()) if path == "/data" else None
+
+  def _current_data(self) -> str:
+    with self._lock:
+      runs = read_runs(self._folders)
+      state = [
+        (file, status.st_size, status.st_mtime_ns)
+        for run in runs
+        for file in files_of_run(run.folder)
+        for status in [file.stat()]
+      ]
+      if state != self._state:
+        self._state, self._data = state, encode_data(runs)
+      return self._data
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  server: ReportServer
+
+  def do_GET(self) -> None:
+    """Answers a request."""
+    # A web site that resolves its own name to this machine must not read the report.
+    if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
+      self.send_error(403, "this report is only for this machine")
+      return
+    try:
+      found = self.server.content(self.path.partition("?")[0])
+    except (ValueError, OSError) as error:
+      self.send_error(500, str(error))
+      return
+    if found is None:
+      self.send_error(404)
+      return
+    kind, content = found
+    self.send_response(200)
+    self.send_header("Content-Type", kind)
+    self.send_header("Content-Length", str(len(content)))
+    self.send_header("Cache-Control", "no-store")
+    self.end_headers()
+    self.wfile.write(content)
+
+  def log_message(self, format: str, *args: object) -> None:
+    """Prints nothing: the page asks every few seconds."""
+
+
+def serve(folders: Sequence[str], port: int) -> None:
+  """Serves the page until Ctrl-C."""
+  with ReportServer(folders, port) as server:
+    print(f"{server.address}  refreshes every {REFRESH_SECONDS:g} s; Ctrl-C ends it", flush=True)
+    try:
+      server.serve_forever()
+    except KeyboardInterrupt:
+      print()

@@ -1,0 +1,134 @@
+"""The charts of a report: which metrics they show, in which unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from rosetta_t5.run_report.run_folder import Run
+
+TRAINING, EVALUATION, OTHER = "Training", "Evaluation", "Other metrics"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """A metric in a chart, of every run that has it.
+
+  Attributes:
+    group: the folder of event files, such as `training_eval/TASK`.
+    tag: the name of the metric.
+    label: what distinguishes the lines of one chart; "" if it has only one.
+    factor: converts the metric to the chart's unit.
+  """
+
+  group: str
+  tag: str
+  label: str = ""
+  factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """A chart.
+
+  Attributes:
+    section: the heading under which it stands.
+    title: what it shows.
+    unit: the unit of its values; "" if they have none.
+    lines: its metrics, the main one first.
+  """
+
+  section: str
+  title: str
+  unit: str
+  lines: tuple[Line, ...]
+
+
+# Title → (tag, unit, factor), of which a run shows the first that it has.
+_TRAINING = {
+  "Loss": [
+    ("loss_per_nonpadding_target_token", "nats per target token", 1),
+    ("loss_per_all_target_tokens", "nats per position, with padding", 1),
+    ("loss", "nats per batch", 1),
+  ],
+  "Cross-entropy": [
+    ("cross_ent_loss_per_all_target_tokens", "nats per position, with padding", 1),
+    ("cross_ent_loss", "nats per batch", 1),
+  ],
+  "z-loss": [
+    ("z_loss_per_all_target_tokens", "nats per position, with padding", 1),
+    ("z_loss", "nats per batch", 1),
+  ],
+  "Accuracy": [("accuracy", "% of target tokens", 100)],
+  "Learning rate": [("learning_rate/current", "", 1), ("learning_rate", "", 1)],
+  "Gradient norm": [("weight_gradient_norm", "L2 norm", 1)],
+  "Throughput": [("timing/seqs_per_second", "sequences per second", 1)],
+  "Model FLOPs utilization": [("timing/model_flops_utilization", "% of the devices’ peak", 100)],
+  "Wait for data": [("timing/feed_wait_seconds", "ms per step", 1000)],
+  "Peak memory": [
+    ("memory/device_peak_gib", "GiB per device", 1),
+    ("memory/host_peak_gib", "GiB of the first process", 1),
+  ],
+}
+_EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
+
+
+def choose_panels(runs: Sequence[Run]) -> list[Panel]:
+  """Returns the charts for these runs, and one for each further metric."""
+  panels = [*_training_panels(runs), *_evaluation_panels(runs)]
+  shown = {(line.group, line.tag) for panel in panels for line in panel.lines}
+  for group, tag in _all_tags(runs):
+    if (group, tag) not in shown:
+      panels.append(Panel(OTHER, tag, group, (Line(group, tag),)))
+  return panels
+
+
+def missing_titles(panels: Sequence[Panel]) -> list[str]:
+  """Returns the charts of training that no run has recorded."""
+  present = {panel.title for panel in panels if panel.section == TRAINING}
+  return [title for title in _TRAINING if title not in present]
+
+
+def _all_tags(runs: Sequence[Run]) -> list[tuple[str, str]]:
+  tags = {(group, tag) for run in runs for group in run.series for tag in run.series[group]}
+  return sorted(tags, key=lambda key: (key[0] != "train", key))
+
+
+def _training_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+  recorded = {tag for run in runs for tag in run.series.get("train", {})}
+  held_out = _groups(runs, "training_eval")
+  for title, choices in _TRAINING.items():
+    tag, unit, factor = next((c for c in choices if c[0] in recorded), ("", "", 1))
+    if not tag:
+      continue
+    lines = [Line("train", tag, factor=factor)]
+    # With several tasks the chart would be hard to read; each has a line in its own chart below.
+    if title in _EVALUATED and len(held_out) == 1 and _has(runs, held_out[0], tag):
+      lines = [Line("train", tag, "training", factor), Line(held_out[0], tag, "held-out", factor)]
+    yield Panel(TRAINING, title, unit, tuple(lines))
+
+
+def _evaluation_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+  held_out = _groups(runs, "training_eval")
+  for title in _EVALUATED if held_out else ():
+    for tag, unit, factor in _TRAINING[title]:
+      lines = [Line(g, tag, _task(g), factor) for g in held_out if _has(runs, g, tag)]
+      if lines:
+        yield Panel(EVALUATION, f"{title} on held-out data", unit, tuple(lines))
+        break
+  for group in _groups(runs, "inference_eval"):
+    for tag in sorted({tag for run in runs for tag in run.series.get(group, {})}):
+      title = f"{_task(group)}: {tag.removeprefix('eval/')}"
+      yield Panel(EVALUATION, title, "", (Line(group, tag),))
+
+
+def _groups(runs: Sequence[Run], parent: str) -> list[str]:
+  return sorted({g for run in runs for g in run.series if g.startswith(f"{parent}/")})
+
+
+def _task(group: str) -> str:
+  return group.partition("/")[2]
+
+
+def _has(runs: Sequence[Run], group: str, tag: str) -> bool:
+  return any(tag in run.series.get(group, {}) for run in runs)

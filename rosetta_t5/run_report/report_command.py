@@ -1,0 +1,58 @@
+"""The command `rosetta-t5 report`: a page, pictures, or a page that follows running jobs."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+
+from rosetta_t5.run_report.page import build_page
+from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.telemetry.user_errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 report`."""
+  add = parser.add_argument
+  add("folders", nargs="+", metavar="MODEL_DIR", help="the folder of a run")
+  add("--out", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
+  add("--png", metavar="DIR", help="also write each chart as a PNG into this folder")
+  add("--follow", action="store_true", help="serve the page on this machine and keep it up to date")
+  add("--port", type=int, default=6010, help="the port of --follow (default: %(default)s)")
+  parser.set_defaults(run=report_runs)
+
+
+def report_runs(options: argparse.Namespace) -> int:
+  """Writes the page and the pictures, or serves the page; returns the exit status."""
+  if options.follow:
+    from rosetta_t5.run_report.page_server import serve
+
+    serve(options.folders, options.port)
+  else:
+    _write(options.folders, pathlib.Path(options.out), options.png)
+  return 0
+
+
+def _write(folders: Sequence[str], out: pathlib.Path, png: str | None) -> None:
+  if out.is_dir():
+    raise ConfigError(
+      f"--out {out} is a folder: give the name of a file, such as {out}/report.html"
+    )
+  runs = read_runs(folders)
+  page = build_page(runs)
+  try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+  except OSError as error:
+    raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
+  for run in runs:
+    for note in run.notes:
+      print(f"note: {run.name}: {note}")
+  names = ", ".join(run.name for run in runs)
+  print(f"{out}  {len(page) / 1e6:.1f} MB, {names}: open it in a browser; it needs no network")
+  if png:
+    from rosetta_t5.run_report.figures import write_figures
+
+    written = write_figures(runs, pathlib.Path(png))
+    print(f"{png}  {len(written)} PNG files: {', '.join(path.name for path in written)}")

@@ -1,0 +1,121 @@
+"""`rosetta-t5 report`: the page, the pictures, and errors that say what to change."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import json
+import re
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+import run_files
+
+from rosetta_t5 import cli
+from rosetta_t5.run_report.event_files import Series
+from rosetta_t5.run_report.page import build_page
+from rosetta_t5.run_report.run_folder import read_runs
+
+HOSTILE = "</script><img src=x onerror=\"document.title='stolen'\">'&"
+
+
+def report(*arguments):
+  return cli.main(["report", *map(str, arguments)])
+
+
+def data_of(page):
+  """Returns what a page contains, as its program decodes it."""
+  encoded = re.search(r'<script id="data" type="text/plain">([^<]*)</script>', page)
+  return json.loads(gzip.decompress(base64.b64decode(encoded[1])))
+
+
+def values_of(series):
+  return np.frombuffer(base64.b64decode(series["points"]["values"]), "<f4")
+
+
+def test_the_page_is_one_file_that_needs_no_network(runs, tmp_path, capsys):
+  out = tmp_path / "new" / "report.html"
+  assert report(*runs, "--out", out) == 0
+  assert f"{out}  2.0 MB, first, second" in capsys.readouterr().out
+  page = out.read_text()
+  assert len(page.encode()) < 6e6
+  assert not re.search(r"""(src|href)=["']?(http|//)""", page.partition('id="data"')[0])
+  assert [
+    panel["title"] for panel in data_of(page)["panels"] if panel["section"] == "Training"
+  ] == [
+    "Loss",
+    "Cross-entropy",
+    "z-loss",
+    "Accuracy",
+    "Learning rate",
+    "Gradient norm",
+    "Throughput",
+    "Model FLOPs utilization",
+    "Wait for data",
+    "Peak memory",
+  ]
+
+
+def test_long_runs_of_many_metrics_stay_small_and_keep_their_extremes(runs):
+  steps = np.arange(200_000)
+  noise = np.random.default_rng(0).normal(size=steps.size)
+  noise[123_456] = 1e6
+  series = {f"metric_{n}": Series(steps, 10.0 * steps, noise) for n in range(100)}
+  run = dataclasses.replace(read_runs([str(runs[0])])[0], series={"train": series})
+  page = build_page([run])
+  assert len(page) < 6e6
+  assert values_of(data_of(page)["runs"][0]["series"]["train"]["metric_7"]).max() == 1e6
+
+
+def test_nothing_in_a_run_becomes_markup(tmp_path):
+  folder = run_files.write_run(tmp_path / HOSTILE.replace("/", "∕"))
+  run_files.add_event_file(folder / "train", [(1, {HOSTILE: 1.0})], started=run_files.STARTED + 9)
+  run_files.add_predictions(folder, 300, HOSTILE)
+  (folder / "config.gin").write_text(f"NAME = {HOSTILE!r}\n")
+  out = tmp_path / "report.html"
+  assert report(folder, "--out", out) == 0
+  page = out.read_text()
+  assert "<img" not in page
+  assert page.count("<script") == page.count("</script>") == 3
+  assert data_of(page)["runs"][0]["config"]["NAME"] == repr(HOSTILE)
+
+
+def test_pictures_are_as_wide_as_a_column_of_a_paper(runs, tmp_path):
+  assert report(*runs, "--out", tmp_path / "a.html", "--png", tmp_path / "plots") == 0
+  names = {path.name for path in (tmp_path / "plots").iterdir()}
+  assert {"loss.png", "throughput.png", "squad_v010_allanswers_f1.png"} <= names
+  height, width, _ = matplotlib.image.imread(tmp_path / "plots" / "loss.png").shape
+  assert (width, height) == (1005, 660)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["{runs}/nowhere"], "nowhere does not exist: give the MODEL_DIR of a training run"),
+    (["{run}", "--out", "{tmp}"], "is a folder: give the name of a file"),
+    (["{run}", "--out", "{run}/config.gin/a.html"], "cannot be written"),
+    (["{run}", "--out", "{tmp}/a.html", "--png", "{run}/config.gin"], "--png .* cannot be written"),
+    (["{run}", "--follow", "--port", "99999"], "--port 99999 cannot be used"),
+  ],
+)
+def test_errors_name_the_argument(arguments, message, runs, tmp_path, capsys):
+  names = {"runs": runs[0].parent, "run": runs[0], "tmp": tmp_path}
+  with pytest.raises(SystemExit) as ended:
+    report(*(argument.format(**names) for argument in arguments))
+  assert ended.value.code in (1, 2)
+  assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+  ("package", "option"), [("plotly", "the report needs plotly"), ("matplotlib", "--png needs")]
+)
+def test_a_missing_package_is_named(package, option, runs, tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(SystemExit):
+    report(runs[0], "--out", tmp_path / "a.html", "--png", tmp_path)
+  error = capsys.readouterr().err
+  assert option in error
+  assert "pip install 'rosetta-t5[report]'" in error

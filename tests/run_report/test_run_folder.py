@@ -1,0 +1,144 @@
+"""What a report knows of a run is read from the files in its folder, without executing any."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import run_files
+from run_files import STARTED
+
+from rosetta_t5.run_report.gin_text import parse_bindings, value_of
+from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
+
+
+def test_starts_and_their_ends_are_found(runs):
+  run = read_runs([str(runs[0])])[0]
+  assert [(start.time - STARTED, start.step) for start in run.starts] == [
+    (0, 0),
+    (210, 300),
+    (420, 600),
+  ]
+  reasons = [start.end and start.end["reason"] for start in run.starts]
+  assert reasons == ["interrupted", None, "finished"]
+
+
+def test_checkpoints_are_those_that_were_saved_and_those_that_are_kept(runs):
+  run = read_runs([str(runs[0])])[0]
+  assert sorted(run.checkpoints) == list(range(100, 1001, 100))
+  assert run.kept_checkpoints == [900, 1000]
+
+
+def test_the_row_has_the_figures_of_the_run(runs):
+  row = dict(zip(COLUMNS, summary_row(read_runs([str(runs[0])])[0]), strict=True))
+  assert row == {
+    "Run": "first",
+    "Size": "77\N{NO-BREAK SPACE}M",
+    "GPU": "H100 80GB HBM3",
+    "Precision": "bf16",
+    "#GPUs": "8",
+    "TP": "2",
+    "BS / GPU": "256",
+    "Sequences/s": "5,600",
+    "Seq/s/GPU": "700",
+    "Est. walltime": "4.23 days",
+    "GPU-days": "33.9",
+    "MNLI (acc.)": "83.10",
+    "SQuAD v1.1 (EM / F1)": "76.92 / 90.91",
+  }
+
+
+def test_t5x_own_folder_is_enough(runs, tmp_path):
+  """T5X writes no log; its rates tell the number of devices, its text the configuration."""
+  rows = run_files.training_metrics(range(10, 100, 10))
+  text = "#### Parameters:\n\n    BATCH_SIZE = 128\n    TRAIN_STEPS = 1000\n    network.T5Config.dtype = 'bfloat16'\n"
+  run_files.add_event_file(tmp_path / "train", rows, text=text, as_tensors=False)
+  run = read_runs([str(tmp_path / "train")])[0]
+  assert set(run.series) == {"train"}
+  assert run.config["BATCH_SIZE"] == "128"
+  row = dict(zip(COLUMNS, summary_row(run), strict=True))
+  assert (row["#GPUs"], row["BS / GPU"], row["Precision"]) == ("8", "16", "bf16")
+  assert row["GPU"] == "–"
+
+
+def test_predictions_are_read_with_their_targets(runs):
+  samples = read_runs([str(runs[0])])[0].samples["squad_v010_allanswers"]
+  assert sorted(samples) == [200, 1000]
+  (_, target, prediction), *_ = samples[1000]
+  assert (target, prediction) == ("Denver Broncos", "Denver Broncos")
+
+
+def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
+  for parent in ("a", "b"):
+    shutil.copytree(runs[0] / "train", tmp_path / parent / "run" / "train")
+  folders = [str(tmp_path / name / "run") for name in ("a", "b", "a")]
+  assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+
+
+@pytest.mark.parametrize(
+  ("prepare", "message"),
+  [
+    (lambda folder: None, "does not exist: give the MODEL_DIR of a training run"),
+    (lambda folder: folder.write_text("x"), "is a file: give the MODEL_DIR"),
+    (lambda folder: folder.mkdir(), r"contains no metrics of a run \(it has no event files\)"),
+    (
+      lambda folder: run_files.add_event_file(folder / "train", []),
+      "its event files contain no metrics",
+    ),
+    (
+      lambda folder: run_files.write_run(folder / "small"),
+      "contains several runs: give their folders instead: .*run/small",
+    ),
+  ],
+)
+def test_a_folder_without_a_run_is_an_error(prepare, message, tmp_path):
+  prepare(tmp_path / "run")
+  with pytest.raises(ValueError, match=message):
+    read_runs([str(tmp_path / "run")])
+
+
+def test_damaged_files_are_noted_and_the_rest_is_read(runs, tmp_path):
+  folder = shutil.copytree(runs[0], tmp_path / "damaged")
+  (events,) = (folder / "training_eval" / "c4").iterdir()
+  events.write_bytes(events.read_bytes()[:-3])
+  (folder / "run-log.jsonl").write_text('{"event": "start", "mesh": 3, "devices": "x"}\n[1]\n{"ev')
+  (folder / "model-info.txt").write_text("Variable\nTotal number of parameters: many\n")
+  (folder / "inference_eval" / "task-000001.jsonl").write_text('{"input": null}\nnot json\n')
+  run = read_runs([str(folder)])[0]
+  assert [note.partition(":")[0] for note in run.notes] == [
+    f"training_eval/c4/{events.name}",
+    "run-log.jsonl",
+    "task-000001.jsonl",
+  ]
+  assert dict(zip(COLUMNS, summary_row(run), strict=True))["#GPUs"] == "8"
+
+
+def test_the_text_of_a_gin_file_is_parsed_and_not_executed(tmp_path):
+  text = f"""import os
+include '{tmp_path}/other.gin'
+# A comment = 1
+OUTER = %INNER
+INNER = 'x'
+LOOP = %LOOP
+train/a.b.function.lengths = \\
+    {{'inputs': 64,
+     'targets': 18}}
+a.b.evil = @os.system()
+a.b.expression = __import__('os').system('exit 1')
+INNER = 512
+"""
+  bindings = parse_bindings(text)
+  assert bindings["a.b.evil"] == "@os.system()"
+  assert value_of(bindings, "OUTER") == 512
+  assert value_of(bindings, "LOOP") == "%LOOP"
+  assert value_of(bindings, "lengths") == {"inputs": 64, "targets": 18}
+  assert value_of(bindings, "expression") == "__import__('os').system('exit 1')"
+  assert set(bindings) == {
+    "OUTER",
+    "INNER",
+    "LOOP",
+    "train/a.b.function.lengths",
+    "a.b.evil",
+    "a.b.expression",
+  }
