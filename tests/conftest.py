@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import pytest
+
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 # The suite has a compilation cache of its own, so that it neither reads nor fills the user's. The
 # processes that tests start inherit the variables; jax is imported already, so it is configured too.
@@ -38,6 +41,21 @@ def shared() -> pathlib.Path:
   if not _SHARED.is_dir():
     pytest.skip("no folder ../shared with T5X's reference numbers beside this checkout")
   return _SHARED
+
+
+@pytest.fixture
+def isolated_registries() -> Iterator[None]:
+  """Restores SeqIO's registries after the test."""
+  seqio = import_seqio()
+  registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
+  before = [{name: r.get(name) for name in r.names()} for r in registries]
+  yield
+  for registry, providers in zip(registries, before, strict=True):
+    for name in list(registry.names()):
+      if registry.get(name) is not providers.get(name):
+        registry.remove(name)
+    for name in providers.keys() - registry.names():
+      registry.add_provider(name, providers[name])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,21 +70,6 @@ add_task_of_module = pytest.fixture(_adding_tasks, scope="module")
 
 
 @pytest.fixture
-def isolated_registries() -> Iterator[None]:
-  """Restores SeqIO's registries after the test."""
-  seqio = import_seqio()
-  registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
-  before = [{name: r.get(name) for name in r.names()} for r in registries]
-  yield
-  for registry, providers in zip(registries, before, strict=True):
-    for name in list(registry.names()):
-      if registry.get(name) is not providers.get(name):
-        registry.remove(name)
-    for name in providers.keys() - registry.names():
-      registry.add_provider(name, providers[name])
-
-
-@pytest.fixture
 def config() -> Callable[..., DatasetConfig]:
   """Builds a DatasetConfig with small lengths; arguments override its fields."""
 

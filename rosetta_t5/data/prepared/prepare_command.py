@@ -16,6 +16,16 @@ from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 
+_GIN_FILE = """\
+In a gin file:
+
+from __gin__ import dynamic_registration
+from rosetta_t5 import data
+
+MIXTURE_OR_TASK_NAME = @data.prepared_task()
+data.prepared_task.folders = {folder!r}
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 prepare`."""
@@ -59,10 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 130
   print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
   print("\n".join(_summary(manifest)))
-  print("In a gin file:")
-  print("  from rosetta_t5 import data")
-  print(f"  data.prepared_task.folders = '{os.path.abspath(arguments.out)}'")
-  print("  MIXTURE_OR_TASK_NAME = @data.prepared_task()")
+  print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")
   return 0
 
 

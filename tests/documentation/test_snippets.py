@@ -1,0 +1,138 @@
+"""Every command, gin file and program in the README and in docs/ works as it stands."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import shell
+from snippets import PAGES, Snippet, read_snippets
+from user_files import TEXTS, copy_user_files, write_user_files
+
+from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+
+LANGUAGES = {"bash", "console", "gin", "python", "json", "text"}
+WITH_SNIPPETS = [
+  page for page in PAGES if any(s.language != "text" and not s.reason for s in read_snippets(page))
+]
+# What a gin block is added to, if its page does not say.
+RUN = """
+include 't5x/examples/t5/t5_1_1/small.gin'
+include 't5x/configs/runs/pretrain.gin'
+MIXTURE_OR_TASK_NAME = 'the_pile_span_corruption'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 32}
+USE_CACHED_TASKS = False
+TRAIN_STEPS = 10
+DROPOUT_RATE = 0.0
+MODEL_DIR = 'runs/new'
+"""
+# What computes for long even if it is tiny, or needs the results of a run.
+LONG = ("rosetta-t5 infer --model_dir", "rosetta-t5 chat", "load_stablehlo")
+
+
+@pytest.fixture(scope="module")
+def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+  """The files that the pages assume; the variables with which they are found are set."""
+  folder = tmp_path_factory.mktemp("user")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("ROSETTA_T5_DATA", str(folder / "data"))
+    patch.setenv("ROSETTA_T5_ASSETS", f"{T5_VOCABULARY}={folder / 'spiece.model'}")
+    patch.setenv(stdlib_corpus.FOLDER_VARIABLE, str(folder / "quickstart/data"))
+    patch.setattr(stdlib_corpus, "VOCAB_SIZE", 300)
+    patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+    stdlib_corpus.prepare(paragraphs=TEXTS)
+    write_user_files(folder)
+    yield folder
+
+
+@pytest.fixture
+def run_page(
+  user_files: pathlib.Path, tmp_path: pathlib.Path, isolated_registries: None
+) -> Iterator[Callable[..., None]]:
+  """Runs all blocks of a page, in order, in a folder with the user's files."""
+  copy_user_files(user_files, tmp_path)
+  before = set(sys.modules)
+
+  def run(page: str, dry: bool) -> None:
+    runner = _PageRunner(tmp_path, dry)
+    for snippet in read_snippets(page):
+      if not snippet.reason:
+        runner.run(snippet)
+
+  yield run
+  for name in set(sys.modules) - before:  # the modules that the page has written
+    if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+      del sys.modules[name]
+
+
+class _PageRunner:
+  """Runs the blocks of one page; later ones can use what earlier ones have left."""
+
+  def __init__(self, folder: pathlib.Path, dry: bool):
+    self._folder, self._dry = folder, dry
+    self._gin_file = ""  # the last one that the page shows
+    self._names: dict[str, Any] = {"__name__": "snippet"}
+
+  def run(self, snippet: Snippet) -> None:
+    if snippet.title:
+      (self._folder / snippet.title).write_text(snippet.text)
+    if self._dry and any(long in snippet.text for long in LONG):
+      return
+    if snippet.language in ("bash", "console"):
+      shell.run_script(snippet.text, self._folder, self._dry)
+    elif snippet.language == "gin" and snippet.title:
+      self._gin_file = snippet.title
+    elif snippet.language == "gin":
+      self._check_gin(snippet)
+    elif snippet.language == "python" and not snippet.title:
+      program = compile(snippet.text, snippet.place, "exec")
+      status, output = shell.call(
+        lambda: exec(program, self._names), str(self._folder), dict(os.environ)
+      )
+      assert status == 0, output
+
+  def _check_gin(self, snippet: Snippet) -> None:
+    """Checks a block alone, or as the continuation of the file before it if it imports nothing."""
+    continues = self._gin_file if "import" not in snippet.text else ""
+    include = f"include '{continues}'\n" if continues else ""
+    (self._folder / "block.gin").write_text(RUN + include + snippet.text)
+    command = ["rosetta-t5", "check", "block.gin", *shell.TINY]
+    status, output = shell.call(
+      lambda: shell.run_in_process(command, dry=True), str(self._folder), dict(os.environ)
+    )
+    assert status == 0, f"{snippet.place}\n{output}"
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
+def test_the_snippets_of_a_page_pass_a_dry_run(page: str, run_page: Callable[..., None]) -> None:
+  run_page(page, dry=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
+def test_the_snippets_of_a_page_run(page: str, run_page: Callable[..., None]) -> None:
+  run_page(page, dry=False)
+
+
+def _all_snippets() -> list[Snippet]:
+  return [snippet for page in PAGES for snippet in read_snippets(page)]
+
+
+def test_every_block_has_a_language() -> None:
+  assert [s.place for s in _all_snippets() if s.language not in LANGUAGES] == []
+
+
+def test_few_blocks_cannot_run_here() -> None:
+  reasons = Counter(snippet.reason for snippet in _all_snippets() if snippet.reason)
+  assert reasons == {
+    "installs packages": 3,
+    "needs GPUs": 6,
+    "needs Slurm": 3,
+    "needs XLA's GPU compiler": 1,
+  }

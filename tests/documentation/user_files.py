@@ -1,0 +1,131 @@
+"""Writes the files that the pages assume a user to have: text, data sets, a vocabulary, checkpoints."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+import shutil
+from collections.abc import Iterable, Mapping
+
+import pyarrow as pa
+import shell
+
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+
+TEXTS = [
+  f"Paragraph {n} of the text states that {n * n} is the square of {n} and of {-n}."
+  for n in range(300)
+]
+_NAMES = ("Ada", "Bo", "Cy", "Di")
+_TASK_MODULE = """
+import seqio
+
+feature = seqio.Feature(seqio.SentencePieceVocabulary("vocabulary.model", extra_ids=100))
+seqio.TaskRegistry.add(
+  "my_task",
+  source=seqio.TextLineDataSource({"train": "train-0.txt", "validation": "validation.txt"}),
+  preprocessors=[
+    lambda lines: lines.map(lambda line: {"inputs": line, "targets": line}),
+    seqio.preprocessors.tokenize,
+    seqio.preprocessors.append_eos,
+  ],
+  output_features={"inputs": feature, "targets": feature},
+)
+"""
+# A checkpoint in each of the places that the pages name.
+_CHECKPOINTS = """
+python -m t5x.train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/pretrain.gin \
+  --gin_file=own_text.gin --gin.DROPOUT_RATE=0.0 --gin.TRAIN_STEPS=2 --gin.USE_CACHED_TASKS=False \
+  --gin.TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 16}" --gin.MODEL_DIR="'runs/pretrained'"
+rosetta-t5 convert runs/pretrained google/flan-t5-small --to hf --tokenizer spiece.model
+rosetta-t5 convert runs/pretrained t5x_old --to t5x-legacy
+cp -r google/flan-t5-small t5-v1_1-small
+mv t5x_old/checkpoint_2 t5x_old/checkpoint_1000000
+mv runs/pretrained/checkpoint_2 runs/pretrained/checkpoint_1000000
+for run in ft squad wmt; do cp -r runs/pretrained runs/$run; done
+"""
+_OWN_TEXT = """
+from __gin__ import dynamic_registration
+from rosetta_t5 import data
+MIXTURE_OR_TASK_NAME = @data.file_task()
+data.file_task.files = 'train-0.txt'
+"""
+_MY_FINETUNING = """
+include 't5x/examples/t5/t5_1_1/small.gin'
+include 't5x/configs/runs/finetune.gin'
+include 'own_text.gin'
+TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 16}
+USE_CACHED_TASKS = False
+TRAIN_STEPS = 10
+"""
+
+
+def write_user_files(folder: pathlib.Path) -> None:
+  """Writes everything into an empty folder, which is also the working directory of the pages."""
+  _write_text(folder)
+  _write_data_sets(folder / "data")
+  vocabulary = train_sentencepiece(TEXTS, 250)
+  for name in ("spiece.model", "vocabulary.model", "data/spiece.model"):
+    (folder / name).write_bytes(vocabulary)
+  characters = {chr(code): n for n, code in enumerate(range(33, 127))}
+  (folder / "vocab.json").write_text(json.dumps({**characters, "<|endoftext|>": len(characters)}))
+  (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+  (folder / "my").mkdir()
+  (folder / "my/tasks.py").write_text(_TASK_MODULE)
+  (folder / "own_text.gin").write_text(_OWN_TEXT)
+  (folder / "my_finetuning.gin").write_text(_MY_FINETUNING)
+  (folder / "scripts_gpu").symlink_to(pathlib.Path(__file__).resolve().parents[2] / "scripts_gpu")
+  shell.run_script(_CHECKPOINTS, folder, dry=False)
+
+
+def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the files into a folder, in which a page may change them."""
+  shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+
+
+def _write_text(folder: pathlib.Path) -> None:
+  for name in ("corpus/a.txt", "more/b.txt", "train-0.txt", "validation.txt"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("\n".join(TEXTS))
+  _write_jsonl(folder / "corpus/c.jsonl.zst", ({"text": text} for text in TEXTS))
+  questions = ({"question": f"What is {n}?", "context": text} for n, text in enumerate(TEXTS[:4]))
+  _write_jsonl(folder / "questions.jsonl", questions)
+
+
+def _write_data_sets(data: pathlib.Path) -> None:
+  for name in (*(f"train/{n:02}" for n in range(30)), "val", "test"):
+    _write_jsonl(data / f"the_pile/{name}.jsonl.zst", ({"text": text} for text in TEXTS))
+  _write_jsonl(data / "lambada/lambada_test.jsonl", ({"text": text} for text in TEXTS))
+  shutil.copy(data / "lambada/lambada_test.jsonl", data.parent / "lambada_test.jsonl")
+  paragraphs = [
+    {
+      "context": f"{name} has {n} cats.",
+      "qas": [
+        {
+          "id": f"{name}{n}",
+          "question": f"How many cats has {name}?",
+          "answers": [{"text": str(n), "answer_start": len(name) + 5}],
+        }
+      ],
+    }
+    for n in range(8)
+    for name in _NAMES
+  ]
+  (data / "squad").mkdir()
+  for name in ("train", "dev"):
+    text = json.dumps({"data": [{"title": "Cats", "paragraphs": paragraphs}]})
+    (data / f"squad/{name}-v1.1.json").write_text(text)
+  (data / "glue/mnli").mkdir(parents=True)
+  for name in ("train", "dev_matched", "dev_mismatched"):
+    with (data / f"glue/mnli/{name}.tsv").open("w") as file:
+      rows = csv.writer(file, delimiter="\t")
+      rows.writerow(["index", "sentence1", "sentence2", "gold_label"])
+      rows.writerows([n, f"{n} is odd.", f"{n} is even.", "contradiction"] for n in range(16))
+
+
+def _write_jsonl(path: pathlib.Path, rows: Iterable[Mapping[str, str]]) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+  with pa.output_stream(path, compression="zstd" if path.suffix == ".zst" else None) as file:
+    file.write(text)
