@@ -25,12 +25,15 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # it takes a quarter of that time; XLA's own passes run as ever. `make test-all` compiles as users do.
 COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
-.PHONY: quickstart setup test test-all test-gpu-program gpu-compiler lint format golden lock clean
+.PHONY: quickstart setup docs test test-all test-gpu-program gpu-compiler lint format golden lock clean
 
 quickstart: $(READY) ## Train a small T5 on text that this machine already has
 	@$(BIN)/rosetta-t5 quickstart
 
 setup: $(READY) ## Install everything into .venv
+
+docs: $(READY) ## Build the documentation into build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test: $(READY) ## Run all tests except the slow ones
 	@$(COMPILE_FAST) $(PYTEST)
@@ -56,7 +59,8 @@ golden: $(READY) ## Rewrite the golden text of every recipe (tests/golden)
 	$(BIN)/python tests/golden_recipes.py
 
 lock: ## Lock the newest versions for Python 3.11 to 3.13 (needs uv)
-	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra t5 --extra cluster --extra report \
+	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra docs --extra t5 --extra cluster \
+	  --extra report \
 	  --custom-compile-command 'make lock' --output-file requirements.lock setup.cfg
 
 clean: ## Remove everything that make created, except runs

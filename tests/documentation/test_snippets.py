@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import sys
@@ -47,6 +48,7 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     patch.setattr(stdlib_corpus, "VOCAB_SIZE", 300)
     patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
     stdlib_corpus.prepare(paragraphs=TEXTS)
+    importlib.import_module("rosetta_t5.data.tasks.stdlib_docs")  # It registers its task only once.
     write_user_files(folder)
     yield folder
 
