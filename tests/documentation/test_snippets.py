@@ -90,8 +90,9 @@ class _PageRunner:
       shell.run_script(snippet.text, self._folder, self._dry)
     elif snippet.language == "gin" and snippet.title:
       self._gin_file = snippet.title
-    elif snippet.language == "gin":
-      self._check_gin(snippet)
+    elif snippet.language == "gin":  # A block that imports nothing continues the file before it.
+      is_whole = "import" in snippet.text or not self._gin_file
+      check_gin(("" if is_whole else f"include '{self._gin_file}'\n") + snippet.text, self._folder)
     elif snippet.language == "python" and not snippet.title:
       program = compile(snippet.text, snippet.place, "exec")
       status, output = shell.call(
@@ -99,16 +100,16 @@ class _PageRunner:
       )
       assert status == 0, output
 
-  def _check_gin(self, snippet: Snippet) -> None:
-    """Checks a block alone, or as the continuation of the file before it if it imports nothing."""
-    continues = self._gin_file if "import" not in snippet.text else ""
-    include = f"include '{continues}'\n" if continues else ""
-    (self._folder / "block.gin").write_text(RUN + include + snippet.text)
-    command = ["rosetta-t5", "check", "block.gin", *shell.TINY]
-    status, output = shell.call(
-      lambda: shell.run_in_process(command, dry=True), str(self._folder), dict(os.environ)
-    )
-    assert status == 0, f"{snippet.place}\n{output}"
+
+def check_gin(text: str, folder: pathlib.Path) -> None:
+  """Checks that a run with this gin file could start."""
+  (folder / "block.gin").write_text(RUN + text)
+  status, output = shell.call(
+    lambda: shell.run_in_process(["rosetta-t5", "check", "block.gin", *shell.TINY], dry=True),
+    str(folder),
+    dict(os.environ),
+  )
+  assert status == 0, f"{text}\n{output}"
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
@@ -120,6 +121,21 @@ def test_the_snippets_of_a_page_pass_a_dry_run(page: str, run_page: Callable[...
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
 def test_the_snippets_of_a_page_run(page: str, run_page: Callable[..., None]) -> None:
   run_page(page, dry=False)
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    "rosetta-t5 prepare --input corpus --vocab spiece.model --out tokens",
+    "rosetta-t5 vocab train --input corpus --size 200 --out my.model",
+  ],
+)
+def test_the_gin_file_that_a_command_prints_works(
+  command: str, user_files: pathlib.Path, tmp_path: pathlib.Path, isolated_registries: None
+) -> None:
+  copy_user_files(user_files, tmp_path)
+  printed = shell.run_script(command, tmp_path, dry=False)
+  check_gin(printed.partition("In a gin file:\n")[2], tmp_path)
 
 
 def _all_snippets() -> list[Snippet]:

@@ -44,6 +44,8 @@ cp -r google/flan-t5-small t5-v1_1-small
 mv t5x_old/checkpoint_2 t5x_old/checkpoint_1000000
 mv runs/pretrained/checkpoint_2 runs/pretrained/checkpoint_1000000
 for run in ft squad wmt; do cp -r runs/pretrained runs/$run; done
+python -m t5x.train --gin_file=gin/examples/quickstart.gin
+mv quickstart/run/checkpoint_2 quickstart/run/checkpoint_1200
 """
 _OWN_TEXT = """
 from __gin__ import dynamic_registration
@@ -71,6 +73,8 @@ def write_user_files(folder: pathlib.Path) -> None:
   characters = {chr(code): n for n, code in enumerate(range(33, 127))}
   (folder / "vocab.json").write_text(json.dumps({**characters, "<|endoftext|>": len(characters)}))
   (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+  (folder / "docs").mkdir()
+  (folder / "docs/page.md").write_text("\n\n".join(TEXTS))
   (folder / "my").mkdir()
   (folder / "my/tasks.py").write_text(_TASK_MODULE)
   (folder / "own_text.gin").write_text(_OWN_TEXT)

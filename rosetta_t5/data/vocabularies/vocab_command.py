@@ -14,6 +14,16 @@ from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
+_GIN_FILE = """\
+In a gin file:
+
+from __gin__ import dynamic_registration
+import seqio
+
+seqio.SentencePieceVocabulary:
+  sentencepiece_model_file = {file!r}
+  extra_ids = 100  # {ids} ids in total
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +53,7 @@ def _train(arguments: argparse.Namespace) -> int:
   size = arguments.size
   print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
   print(f"sha256 {hashlib.sha256(model).hexdigest()}")
-  print(f"In a gin file: seqio.SentencePieceVocabulary.sentencepiece_model_file = '{out}'")
-  print(f"               seqio.SentencePieceVocabulary.extra_ids = 100   # {size + 100} ids")
+  print(_GIN_FILE.format(file=str(out), ids=size + 100), end="")
   return 0
 
 
