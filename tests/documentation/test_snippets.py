@@ -149,8 +149,9 @@ def test_every_block_has_a_language() -> None:
 def test_few_blocks_cannot_run_here() -> None:
   reasons = Counter(snippet.reason for snippet in _all_snippets() if snippet.reason)
   assert reasons == {
-    "installs packages": 3,
+    "installs packages": 4,
     "needs GPUs": 6,
+    "needs LAMBADA's test set": 1,
     "needs Slurm": 3,
     "needs XLA's GPU compiler": 1,
   }

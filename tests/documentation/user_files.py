@@ -101,7 +101,6 @@ def _write_data_sets(data: pathlib.Path) -> None:
   for name in (*(f"train/{n:02}" for n in range(30)), "val", "test"):
     _write_jsonl(data / f"the_pile/{name}.jsonl.zst", ({"text": text} for text in TEXTS))
   _write_jsonl(data / "lambada/lambada_test.jsonl", ({"text": text} for text in TEXTS))
-  shutil.copy(data / "lambada/lambada_test.jsonl", data.parent / "lambada_test.jsonl")
   paragraphs = [
     {
       "context": f"{name} has {n} cats.",
