@@ -11,19 +11,35 @@ import pytest
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 # Prints the arguments of `python -u` instead of running them, or fails if they contain $FAILS. Any other call
-# runs Python.
+# runs Python. The XLA flags that jax knows, for which its libraries are searched, are found once per file and
+# XLA_FLAGS.
 _PYTHON = """#!/usr/bin/env bash
+if [[ ${{2:-}} == rosetta_t5.parallel.xla_flags ]]; then
+  hash=$(md5sum <<< "$3 ${{XLA_FLAGS:-}}")
+  found={found}/${{hash%% *}}
+  if [[ ! -e $found ]]; then
+    "{python}" "$@" > "$found.$$" || exit
+    mv "$found.$$" "$found"
+  fi
+  exec cat "$found"
+fi
 [[ $1 == -u ]] || exec "{python}" "$@"
 [[ -z ${{FAILS:-}} || "$*" != *$FAILS* ]] || exit 2
 printf '%s\\n' "$@" "XLA_FLAGS=$XLA_FLAGS" "CPUS=${{JAX_NUM_CPU_DEVICES:-}}"
 """
 
 
+@pytest.fixture(scope="session")
+def found_flags(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """Returns the folder of the XLA flags that have been found."""
+  return tmp_path_factory.mktemp("found_flags")
+
+
 @pytest.fixture
-def run(tmp_path: pathlib.Path):
+def run(tmp_path: pathlib.Path, found_flags: pathlib.Path):
   """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
   python = tmp_path / "python"
-  python.write_text(_PYTHON.format(python=sys.executable))
+  python.write_text(_PYTHON.format(python=sys.executable, found=found_flags))
   python.chmod(0o755)
   (tmp_path / "spm.model").touch()
   root = str(_SCRIPTS.parent)
