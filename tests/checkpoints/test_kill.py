@@ -49,7 +49,6 @@ def check_every_checkpoint_is_whole(folder: pathlib.Path, layout: str, announced
   ("layout", "rounds"),
   [
     ("orbax", 1),
-    ("legacy", 1),
     pytest.param("orbax", 12, marks=pytest.mark.slow),
     pytest.param("legacy", 12, marks=pytest.mark.slow),
   ],

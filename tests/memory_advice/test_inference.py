@@ -115,7 +115,10 @@ def changed_arguments(text: str) -> list[str]:
   ("setting", "expected"),
   [
     pytest.param(
-      Setting(num_decodes=8, inputs=16, targets=128), ["batch_size", "num_decodes"], id="beams"
+      Setting(num_decodes=8, inputs=16, targets=128),
+      ["batch_size", "num_decodes"],
+      id="beams",
+      marks=pytest.mark.slow,
     ),
     pytest.param(Setting(inputs=512), ["TASK_FEATURE_LENGTHS", "batch_size"], id="long inputs"),
     pytest.param(
@@ -124,7 +127,12 @@ def changed_arguments(text: str) -> list[str]:
       id="scores",
       marks=pytest.mark.slow,
     ),
-    pytest.param(Setting(batch_size=8, inputs=2, targets=2), ["num_partitions"], id="parameters"),
+    pytest.param(
+      Setting(batch_size=8, inputs=2, targets=2),
+      ["num_partitions"],
+      id="parameters",
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       Setting("GPT", num_decodes=8),
       ["batch_size", "num_decodes"],

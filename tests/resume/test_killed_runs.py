@@ -33,7 +33,7 @@ def test_a_terminated_run_saves_its_last_step_and_its_restart_continues_from_it(
   assert before | after == whole
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_repeatedly_ends_like_one_that_is_not(train, tmp_path, kills):
   # No process trains much more than 4 steps, so the last kill happens before the end.
   steps = 3 * kills + 8

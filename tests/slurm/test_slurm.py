@@ -18,6 +18,8 @@ from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
+pytestmark = pytest.mark.slow
+
 _ROOT = pathlib.Path(__file__).parents[2]
 _RESUME = _ROOT / "tests" / "resume"
 _JOB = _ROOT / "scripts_gpu" / "example_slurm_pretrain_pile.sub"
@@ -100,7 +102,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_a_job_on_two_nodes_trains_to_the_end(slurm, tmp_path, prepared):
-  """Prepared text keeps this test quick: it needs no import of TensorFlow."""
   job = submit(slurm, tmp_path, "quick", data=prepared, steps=4)
   assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", show(tmp_path)
   assert sorted(losses(tmp_path, job)) == [1, 2, 3, 4]
@@ -131,7 +132,6 @@ def interrupt(slurm: Cluster, workspace: pathlib.Path, job: str) -> None:
   slurm.wait(job, "PENDING")
 
 
-@pytest.mark.slow
 def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
   slurm, tmp_path, uninterrupted
 ):
@@ -143,7 +143,6 @@ def test_a_preempted_job_is_requeued_and_has_the_losses_of_an_uninterrupted_run(
   assert losses(tmp_path, preempted) == uninterrupted
 
 
-@pytest.mark.slow
 def test_a_run_that_grows_from_one_node_to_two_has_the_losses_of_an_uninterrupted_run(
   slurm, tmp_path, prepared
 ):
