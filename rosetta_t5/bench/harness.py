@@ -19,7 +19,7 @@ from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 
 # Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
 SIZES = {
-  "tiny": (64, 2, 16, 2, 128, 1024),
+  "tiny": (64, 2, 16, 1, 128, 1024),
   "small": (512, 6, 64, 8, 1024, 32128),
   "base": (768, 12, 64, 12, 2048, 32128),
   "large": (1024, 16, 64, 24, 2816, 32128),
