@@ -92,6 +92,11 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[types.Cod
   folder = tmp_path_factory.mktemp("call_path")
   files = [f"--gin_file={RUN / 'run.gin'}", f"--gin_search_paths={RUN}"]
   settings = [f"--gin.MODEL_DIR='{folder}'", "--gin.TRAIN_STEPS=1"]
+  # Evaluation and checkpoints are not on the path.
+  settings += [
+    "--gin.train.train_eval_dataset_cfg = None",
+    "--gin.utils.CheckpointConfig.save = None",
+  ]
   with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(RUN))
     patch.setattr(jax.profiler, "StepTraceAnnotation", RecordingAnnotation)

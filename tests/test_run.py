@@ -31,6 +31,8 @@ from rosetta_t5.train import train
 _HERE = pathlib.Path(__file__).parent / "run"
 _STEP = re.compile(r"step (\d+)/\d+  loss ([\d.]+)")
 
+_WITHOUT_EVALUATION = "train.train_eval_dataset_cfg = None"
+
 # The tolerance of a run's numbers relative to T5X's at each step, in float32 on a CPU.
 T5X_TOLERANCE = 1e-4
 
@@ -144,7 +146,7 @@ def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):
       f"length_{scope}/gin_utils.steps_of.samples = {samples}",
     )
   ]
-  status, output, err = start(tmp_path / "run", *bindings)
+  status, output, err = start(tmp_path / "run", _WITHOUT_EVALUATION, *bindings)
   assert status == 0, err
   assert _STEP.findall(output) == _STEP.findall(finished[1])
   model_dirs = (finished[0], tmp_path / "run")
@@ -268,7 +270,7 @@ def damage(checkpoint):
 
 def test_run_restores_the_previous_checkpoint_if_the_latest_is_damaged(continued, caplog):
   damage(continued / "checkpoint_3")
-  status, _, err = start(continued, "TRAIN_STEPS=5")
+  status, _, err = start(continued, "TRAIN_STEPS=5", _WITHOUT_EVALUATION)
   assert status == 0, err
   assert f"checkpoint {continued}/checkpoint_3 cannot be read" in caplog.text + err
   assert f"the run continues from {continued}/checkpoint_2" in caplog.text + err
@@ -290,6 +292,7 @@ def test_error_of_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tm
     tmp_path / "run",
     "utils.create_learning_rate_scheduler.base_learning_rate=1e38",
     "utils.SaveCheckpointConfig.period=1",
+    _WITHOUT_EVALUATION,
   )
   assert status == 1
   assert re.search(r"training is not finite \(NaN or infinity\) at step \d: first in \w+", err)

@@ -33,7 +33,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-  return list(itertools.islice(stdlib_paragraphs(), 3000))
+  return list(itertools.islice(stdlib_paragraphs(), 1500))
 
 
 def train(lines: list[str], **options: object) -> bytes:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_tasks import byte_model
+from tiny_models import make_decoder_only_model
 
 from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks import kernel_measurement
 from rosetta_t5.networks.kernel_choice import fused_attention
 from rosetta_t5.networks.kernel_measurement import (
   AttentionCase,
@@ -121,29 +123,39 @@ def test_cases_are_what_one_device_computes():
   ]
 
 
-def test_nothing_is_measured_without_a_gpu():
-  model = byte_model()
+@pytest.fixture(scope="module")
+def model():
+  """Returns a decoder-only model: it has only one kind of attention to measure."""
+  return make_decoder_only_model()
+
+
+def test_nothing_is_measured_without_a_gpu(model):
   assert with_measured_kernel(model, {}, {"data": 1}) == (model, None)
 
 
-def test_a_run_on_the_same_device_and_shapes_uses_the_stored_choice(tmp_path, monkeypatch):
-  """The platform is the only thing replaced: the kernels are compiled and timed for real."""
+def test_a_run_on_the_same_device_and_shapes_uses_the_stored_choice(model, tmp_path, monkeypatch):
+  """Only the platform is replaced: the kernels are compiled and timed for real, though not for long."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(
+    kernel_measurement, "choose_fastest", functools.partial(choose_fastest, seconds=0.05)
+  )
   before = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   batch = {
     name: jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    for name in ("decoder_input_tokens", "decoder_target_tokens")
   }
   try:
-    model, first = with_measured_kernel(byte_model(), batch, {"data": 1})
+    measured, first = with_measured_kernel(model, batch, {"data": 1})
     (file,) = tmp_path.glob("attention-kernel-*.json")
-    assert model.network_config.attention_kernel == first.name == json.loads(file.read_text())[0]
+    assert measured.network_config.attention_kernel == first.name == json.loads(file.read_text())[0]
+    assert "xla " in first.reason
+    assert "flash " in first.reason
     assert "cudnn" not in first.reason  # the model is float32, which cuDNN does not compute
-    _, second = with_measured_kernel(byte_model(), batch, {"data": 1})
+    _, second = with_measured_kernel(model, batch, {"data": 1})
     assert second == (first.name, f"{first.reason}, in an earlier run")
     file.write_text("damaged")
-    _, third = with_measured_kernel(byte_model(), batch, {"data": 1})
+    _, third = with_measured_kernel(model, batch, {"data": 1})
     assert not third.reason.endswith("in an earlier run")
   finally:
     jax.config.update("jax_compilation_cache_dir", before)

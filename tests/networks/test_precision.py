@@ -61,6 +61,12 @@ def trained(recipe, steps=8, microbatches=None):
   return losses, state
 
 
+@functools.cache
+def evaluation(recipe, **switches):
+  """Returns the lowered program of an evaluation step."""
+  return jax.jit(fp8_model(recipe, **switches).eval_fn).lower(params_of(T5_1_1), BATCH)
+
+
 def _initial_scale(path, leaf):
   return jnp.full(leaf.shape, float("scale" in path[-1].key), leaf.dtype)
 
@@ -79,9 +85,8 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe):
 
 
 def test_projections_use_fp8_but_logits_and_attention_do_not():
-  model, params = fp8_model(), params_of(T5_1_1)
-  text = jax.jit(lambda p: model.eval_fn(p, BATCH)[0]).lower(params).as_text()
-  matmuls = [line for line in text.splitlines() if "dot_general" in line]
+  lines = evaluation("current").as_text().splitlines()
+  matmuls = [line for line in lines if "dot_general" in line]
   # Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
   assert sum("f8E4M3FN" in line for line in matmuls) == 18
   # Two matmuls in each of three attentions, two biases, and the logits.
@@ -108,9 +113,9 @@ def _leaves(tree):
 
 
 def test_evaluation_with_delayed_scaling_uses_the_maximum_of_each_array():
-  programs = [jax.make_jaxpr(fp8_model(r).eval_fn)(params_of(T5_1_1), BATCH) for r in RECIPES]
-  assert str(programs[0]) == str(programs[1])
-  assert "f8_e4m3fn" in str(programs[0])
+  programs = [evaluation(recipe).as_text() for recipe in RECIPES]
+  assert programs[0] == programs[1]
+  assert "f8E4M3FN" in programs[0]
 
 
 def test_fp8_does_not_change_the_parameters():
@@ -120,8 +125,10 @@ def test_fp8_does_not_change_the_parameters():
 
 
 def test_fused_projections_differ_only_by_rounding():
-  loss, _ = jax.jit(fp8_model().eval_fn)(params_of(T5_1_1), BATCH)
-  fused, _ = jax.jit(fp8_model(fuse_qkv_params=True).eval_fn)(params_of(T5_1_1), BATCH)
+  loss, fused = (
+    evaluation("current", **switches).compile()(params_of(T5_1_1), BATCH)[0]
+    for switches in ({}, {"fuse_qkv_params": True})
+  )
   np.testing.assert_allclose(fused, loss, rtol=5e-3)
 
 
