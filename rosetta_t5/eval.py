@@ -22,6 +22,7 @@ from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
+from rosetta_t5.terminal import ctrl_c
 
 
 def evaluate(
@@ -135,7 +136,10 @@ def evaluate(
 
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  with Watchdog() as watchdog:
+  stopped = ctrl_c.Section(
+    lambda: f"the results of {len(results)} checkpoints are complete, in {output_dir}"
+  )
+  with ctrl_c.entered(stopped), Watchdog() as watchdog:
     # One phase for everything: only the first process computes metrics, which may take long.
     watchdog.set_phase("evaluating checkpoints")
     states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)

@@ -25,6 +25,7 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
+from rosetta_t5.terminal import ctrl_c, progress
 
 _MODEL_METHODS = {
   "predict": "predict_batch",
@@ -178,7 +179,8 @@ def infer(
       if first:
         console.print_line(f"continuing after {first} chunks in {folder.path}")
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-      with memory_advisor.explain_out_of_memory():
+      kept = f"the complete chunks in {chunk_dir} are kept; the same command goes on after them"
+      with memory_advisor.explain_out_of_memory(), ctrl_c.entered(ctrl_c.Section(kept)):
         _infer_task(
           infer_fn=infer_fn,
           chunks=examples.chunks(task, checkpoint_period * batch_size, first),
@@ -208,7 +210,7 @@ def _infer_task(
   """Computes the results of the chunks; each is written while the next is computed."""
   writer = result_files.FailFastThreadPoolExecutor(max_workers=1)
   try:
-    for number, task_ds, model_ds in chunks:
+    for number, task_ds, model_ds in progress.track(chunks, "inferring", unit="chunks"):
       started = time.monotonic()
       watchdog.set_phase(f"inferring chunk {number}")
       # Each chunk has its own key, so that a restarted run samples the same outputs.

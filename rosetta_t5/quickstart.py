@@ -6,15 +6,15 @@ import argparse
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_in_background
+from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.inference.infilling import BlankFiller
+from rosetta_t5.terminal.command import begin
 from rosetta_t5.trained_model import open_checkpoint, run_arguments
 
 GIN_FILE = "gin/examples/quickstart.gin"
@@ -24,7 +24,6 @@ SENTENCES = (
   "Raise an exception if the file does not ____.",
   "This method is called ____ the connection is closed.",
 )
-_INTERRUPTED = 130  # the exit status of a program that Ctrl-C has ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,24 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(options: Sequence[str]) -> int:
-  """Runs the training command in a process of its own, and returns its exit status."""
-  command = ["-m", "t5x.train", f"--gin_file={GIN_FILE}", *options]
-  _say("Training with this command:", f"  {_python()} {' '.join(command)}", "")
-  with subprocess.Popen([sys.executable, *command]) as training:
-    # TensorFlow is needed after training; a second core can import it now. It must not be imported
-    # before the command starts, which would inherit the stderr that the import mutes.
-    importing = import_in_background()
-    try:
-      status = training.wait()
-    except KeyboardInterrupt:
-      training.wait()  # The terminal interrupts that process too.
-      status = _INTERRUPTED
-  importing.join()  # A thread that still imports can crash Python as it exits.
-  if status == _INTERRUPTED:
-    _say("", "Stopped. The same command resumes from the last checkpoint.")
-  elif status:
-    _say("", f"Training ended with exit status {status}; see the error above.")
-  return status
+  """Trains as the training command does, and returns its exit status."""
+  from rosetta_t5 import train
+
+  arguments = [f"--gin_file={GIN_FILE}", *options]
+  _say("Training with this command:", f"  {_python()} -m t5x.train {' '.join(arguments)}", "")
+  try:
+    train.main(["rosetta-t5 train", *arguments])
+  except RunInterrupted:
+    raise
+  except SystemExit as end:
+    _say("", f"Training ended with exit status {end.code}; see the error above.")
+    return int(end.code or 0)
+  return 0
 
 
 def _python() -> str:
@@ -152,4 +146,5 @@ def _say(*lines: str) -> None:
 
 
 if __name__ == "__main__":
+  begin("rosetta-t5 quickstart")
   sys.exit(main(sys.argv[1:]))

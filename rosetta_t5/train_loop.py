@@ -18,6 +18,7 @@ from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
 from rosetta_t5.telemetry.run_files.run_log import log_event
 from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics
+from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
@@ -70,14 +71,18 @@ class TrainLoop:
       self.total_steps,
       loss_is_sum=self.evaluation.model.loss_normalizing_factor is None,
     )
-    self._interruption = distributed.InterruptionListener()
+    self._interruption = distributed.InterruptionListener(
+      "the run finishes this step and saves its state",
+      f"the checkpoints in {self.model_dir} are kept",
+    )
     self._watchdog = distributed.Watchdog()
 
   def compile(self) -> None:
     """Compiles the train step, and waits for the data of the evaluations."""
     compile_started = time.monotonic()
     self._write_scalar("timing/init_or_restore_seconds", compile_started - self.run_started)
-    self.trainer.compile_train(self.feed.element_spec)
+    with progress.bar("compiling the train step"):
+      self.trainer.compile_train(self.feed.element_spec)
     self._write_scalar("timing/compilation_seconds", time.monotonic() - compile_started)
     self.predictions.wait_until_read()
 
@@ -105,16 +110,16 @@ class TrainLoop:
       self._watchdog,
     ):
       self._save(self.first_step)
-      if run_eval_before_training:
-        self._evaluate(self.first_step)
-      report_period = stats_period or eval_period
-      for stop in stopping_steps(self.first_step, self.total_steps, hooks, report_period):
-        self._train_until(stop)
-        run_due_hooks(hooks, self._step, self.total_steps)
-        if self._is_interrupted or self._is_stopped_by_action or self.trainer.stop_training:
-          break
-      self._save(self._step)
-      self._collect_predictions()
+      with self._ending_interrupted_evaluations():
+        if run_eval_before_training:
+          self._evaluate(self.first_step)
+        report_period = stats_period or eval_period
+        for stop in stopping_steps(self.first_step, self.total_steps, hooks, report_period):
+          self._train_until(stop)
+          run_due_hooks(hooks, self._step, self.total_steps)
+          if self._is_interrupted or self._is_stopped_by_action or self.trainer.stop_training:
+            break
+      self._complete()
 
   def finish(self) -> tuple[int, TrainState]:
     """Waits for all background writes, and prints where the output is.
@@ -146,10 +151,11 @@ class TrainLoop:
       reason = "interrupted" if self._is_interrupted else "finished"
       log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:
-      console.print_line(
-        f"interrupted  after step {self._step}: the same command continues from there"
+      way_on = (
+        "no checkpoint was saved" if self.manager is None else "the same command goes on from there"
       )
-      raise distributed.RunInterrupted(self._step)
+      console.print_line(f"interrupted  after step {self._step}: {way_on}")
+      raise distributed.RunInterrupted(self._step, self._interruption.by_ctrl_c)
     state = self.trainer.train_state
     return int(state.step), state
 
@@ -184,6 +190,7 @@ class TrainLoop:
       self._seconds_waited += time.monotonic() - waiting_since
       self._step += 1
       yield batch
+      self._progress.follow(self._step, self.trainer.step_metrics)
       # Checked before the next batch is drawn: a checkpoint stores the position in the data.
       if self._check_interruption():
         return
@@ -202,6 +209,23 @@ class TrainLoop:
     self.manager.save(self.trainer.train_state)
     self._write_scalar("timing/checkpoint_seconds", time.monotonic() - save_started)
     self._write_scalar("timing/uptime", time.monotonic() - self.run_started)
+
+  def _complete(self) -> None:
+    """Saves the last step, and waits until everything in the background is done."""
+    self._save(self._step)
+    self._collect_predictions()
+    if self.manager is not None:
+      self._watchdog.set_phase("completing the last save")
+      with progress.bar("saving"):
+        self.manager.wait_until_finished()
+
+  @contextlib.contextmanager
+  def _ending_interrupted_evaluations(self) -> Iterator[None]:
+    """Inside the `with`, an evaluation that an interruption has ended also ends the run."""
+    try:
+      yield
+    except ctrl_c.Interrupted:
+      self._is_interrupted = True
 
   def _evaluate(self, step: int) -> None:
     self._watchdog.set_phase(f"evaluating step {step}")

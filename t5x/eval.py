@@ -1,5 +1,10 @@
 """T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
 
+if __name__ == "__main__":
+  from rosetta_t5.terminal.command import begin
+
+  begin("t5x.eval")
+
 from rosetta_t5.cli import run_module
 from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.eval import (

@@ -1,5 +1,10 @@
 """T5X's `export`: `python -m t5x.export --gin_file=…`."""
 
+if __name__ == "__main__":
+  from rosetta_t5.terminal.command import begin
+
+  begin("t5x.export")
+
 from rosetta_t5.export.saved_model import (
   main,
 )

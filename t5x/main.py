@@ -1,5 +1,10 @@
 """T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…`."""
 
+if __name__ == "__main__":
+  from rosetta_t5.terminal.command import begin
+
+  begin("t5x.main")
+
 from rosetta_t5.main import RunMode, main
 
 if __name__ == "__main__":

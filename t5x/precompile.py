@@ -1,5 +1,10 @@
 """T5X's `precompile`: compiles the training step before a run."""
 
+if __name__ == "__main__":
+  from rosetta_t5.terminal.command import begin
+
+  begin("t5x.precompile")
+
 from rosetta_t5.precompile import (
   main,
   precompile,

@@ -8,11 +8,14 @@ import json
 import os
 import pathlib
 import signal
+import time
 import types
+from types import MappingProxyType
 
 import pytest
 
 from rosetta_t5.distributed import RunInterrupted
+from rosetta_t5.terminal import progress
 from rosetta_t5.train_loop import TrainLoop
 
 
@@ -42,6 +45,7 @@ class Trainer:
 
   first_nonfinite = None
   stop_training = False
+  step_metrics = MappingProxyType({})
 
   def __init__(self, after_batch=lambda batch: None):
     self.ranges, self.after_batch = [], after_batch
@@ -106,16 +110,27 @@ def test_loop_trains_in_ranges_between_reports_and_evaluations():
   assert trainer.ranges == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]]
 
 
-def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_drawn():
+@pytest.mark.parametrize(
+  ("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
+)
+def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_drawn(
+  sent, status, capsys
+):
   def send_signal(batch):
     if batch == 5:
-      os.kill(os.getpid(), signal.SIGUSR1)
+      os.kill(os.getpid(), sent)
+      time.sleep(0.5)  # Ctrl-C is handled in another thread.
 
+  before = signal.getsignal(sent)
   trainer = Trainer(send_signal)
   loop = make_loop(trainer, itertools.count())
   with pytest.raises(RunInterrupted) as interrupted:
     run(loop)
-  assert interrupted.value.step == 6
+  assert (interrupted.value.step, interrupted.value.code) == (6, status)
+  assert signal.getsignal(sent) == before
+  output = capsys.readouterr()
+  assert "interrupted  after step 6: no checkpoint was saved" in output.out
+  assert ("Press it again to end at once" in output.err) == (sent == signal.SIGINT)
   assert trainer.ranges[-1] == [5]
   assert next(loop.feed) == 6
   end = json.loads(pathlib.Path("run/run-log.jsonl").read_text())
@@ -134,6 +149,20 @@ def test_signal_ends_the_loop_also_with_a_trainer_that_expects_a_batch_for_each_
   with pytest.raises(RunInterrupted) as interrupted:
     run(make_loop(trainer, itertools.count()))
   assert interrupted.value.step == trainer.train_state.step == 6
+
+
+def test_ctrl_c_during_an_evaluation_ends_the_evaluation_and_the_run():
+  def evaluate(trainer):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    list(progress.track([1, 2], "evaluating"))
+    raise AssertionError("the evaluation was not ended")
+
+  loop = make_loop(Trainer(), itertools.count())
+  loop.evaluation.run = evaluate
+  with pytest.raises(RunInterrupted) as interrupted:
+    run(loop)
+  assert (interrupted.value.step, interrupted.value.code) == (5, 130)
 
 
 def test_trainer_can_end_the_run():

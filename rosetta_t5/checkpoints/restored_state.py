@@ -34,6 +34,7 @@ from rosetta_t5.checkpoints.reading import DAMAGE_ERRORS, read_arrays, unreadabl
 from rosetta_t5.checkpoints.saved_state import convert_parameter_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
+from rosetta_t5.terminal import progress
 
 PyTree = Any
 RestoreTransformation = Callable[..., Any]
@@ -191,14 +192,22 @@ def _transfer_to_devices(
   transferred: dict[str, jax.Array] = {}
   pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()
   bytes_in_flight = 0
-  for name, array in arrays.items():
-    while pending and bytes_in_flight + array.nbytes > MAX_BYTES_IN_FLIGHT:
-      first, finish = pending.popleft()
-      transferred[first] = finish()
-      bytes_in_flight -= arrays[first].nbytes
-    pending.append((name, start_device_transfer(array, shardings[name])))
-    bytes_in_flight += array.nbytes
-  return transferred | {name: finish() for name, finish in pending}
+  with progress.bar("restoring", sum(x.nbytes for x in arrays.values()) / 1e9, "GB") as bar:
+
+    def finish_first() -> int:
+      name, finish = pending.popleft()
+      transferred[name] = finish()
+      bar.advance(arrays[name].nbytes / 1e9)
+      return arrays[name].nbytes
+
+    for name, array in arrays.items():
+      while pending and bytes_in_flight + array.nbytes > MAX_BYTES_IN_FLIGHT:
+        bytes_in_flight -= finish_first()
+      pending.append((name, start_device_transfer(array, shardings[name])))
+      bytes_in_flight += array.nbytes
+    while pending:
+      finish_first()
+  return transferred
 
 
 def _initial_optimizer_state(

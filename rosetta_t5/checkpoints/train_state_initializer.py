@@ -17,6 +17,7 @@ from rosetta_t5.checkpoints.restore import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
+from rosetta_t5.terminal import progress
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
@@ -70,7 +71,8 @@ class TrainStateInitializer:
       self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
     if self._from_scratch is None:
       self._from_scratch = self._traced.partition(self._partitioner, self.train_state_axes)
-    return self._from_scratch(init_rng)
+    with progress.bar("initializing the parameters"):
+      return self._from_scratch(init_rng)
 
   def from_checkpoints(
     self,

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
 from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
+from rosetta_t5.terminal.command import begin
 
 _HELP = ("-h", "--help")
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   Raises:
     SystemExit: --help was given, or the command has failed; the error has been printed.
   """
+  is_own_process = argv is None
   argv = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
   if argv[0] in _HELP or argv == ["help"]:
     print("usage: rosetta-t5 VERB …    (rosetta-t5 VERB --help shows its options and examples)\n")
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if argv[0] == "--version":
     print(f"rosetta-t5 {__version__}")
     return 0
+  if is_own_process and argv[0] in VERBS and argv[0] != "completion":
+    begin(f"rosetta-t5 {argv[0]}")
   if argv[0] == "help":
     argv = [*argv[1:], "--help"]
   if "--debug" in argv:

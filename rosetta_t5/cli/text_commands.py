@@ -9,10 +9,11 @@ import itertools
 import json
 import os
 import pathlib
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
+
+from rosetta_t5.terminal import ctrl_c, progress
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
@@ -44,7 +45,12 @@ def infer(options: argparse.Namespace) -> int:
     if first is not None:
       file = _open_output(options.output, len(completed), size, stack)
       model = _open_model(options.model_dir)
-      for result in _infer_rows(model, itertools.chain([first], rows), options):
+      results = _infer_rows(model, itertools.chain([first], rows), options)
+      # On a terminal, the results themselves show the progress.
+      if options.output != "-" or not sys.stdout.isatty():
+        count = None if options.input == "-" else _count_lines(options.input) - len(completed)
+        results = progress.track(results, "inferring", count, "rows", sys.stderr)
+      for result in results:
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
     elif completed:
       print(f"all {len(completed)} rows are in {options.output}", file=sys.stderr, flush=True)
@@ -84,13 +90,10 @@ def _positive_integer(text: str) -> int:
 
 @contextlib.contextmanager
 def _exit_when_stopped(output: str = "-") -> Iterator[None]:
-  """Exits without a traceback on Ctrl-C."""
-  try:
+  """Says on Ctrl-C what is kept."""
+  kept = f"{output} has the results so far; run again to continue"
+  with ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept)):
     yield
-  except KeyboardInterrupt:
-    saved = "" if output == "-" else f": {output} has the results so far; run again to continue"
-    print(f"\nstopped{saved}", file=sys.stderr, flush=True)
-    sys.exit(128 + signal.SIGINT)
 
 
 def _open_model(model_dir: str) -> Any:
@@ -106,7 +109,7 @@ def _open_model(model_dir: str) -> Any:
 def _typed_lines() -> Iterator[str]:
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.
-  with contextlib.suppress(EOFError, KeyboardInterrupt):
+  with contextlib.suppress(EOFError):
     while text := input("> ").strip():
       yield text
 
@@ -253,6 +256,11 @@ def _parse_completed_row(path: str, line: bytes) -> Any:
     raise ValueError(
       f"--output {path} exists and is not an output of this command: {line[:60]!r}. Give another file"
     ) from error
+
+
+def _count_lines(path: str) -> int:
+  with open(path, "rb") as file:
+    return sum(not line.isspace() for line in file)
 
 
 def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> None:

@@ -24,6 +24,7 @@ from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
+from rosetta_t5.terminal import ctrl_c, progress
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -107,16 +108,19 @@ def convert(
   unfinished.rmtree(missing_ok=True)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
+  stopped = ctrl_c.removing(unfinished, f"{final} was not written, and nothing was kept")
   try:
-    if to == "hf":
-      unfinished.mkdir(parents=True)
-      weights, their_config = _for_transformers(arrays, facts, model_type)
-      hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
-      if not hugging_face_folder.tokenizer_files(tokenizer):
-        report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
-    else:
-      _write_t5x(unfinished, arrays, to)
-    verification.check(arrays, unfinished, facts, tokenizer, report)
+    with ctrl_c.entered(stopped):
+      if to == "hf":
+        unfinished.mkdir(parents=True)
+        weights, their_config = _for_transformers(arrays, facts, model_type)
+        hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
+        if not hugging_face_folder.tokenizer_files(tokenizer):
+          report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
+      else:
+        _write_t5x(unfinished, arrays, to)
+      with progress.bar("verifying"):
+        verification.check(arrays, unfinished, facts, tokenizer, report)
   except BaseException:
     unfinished.rmtree(missing_ok=True)
     raise
@@ -193,7 +197,7 @@ def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
   arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
   if to == "t5x-legacy":
     writer = t5x_legacy.LegacyWriter(folder)
-    for name, array in arrays.items():
+    for name, array in progress.track(arrays.items(), "writing", len(arrays), "arrays"):
       writer.write(name, array)
     writer.finish()
   else:

@@ -1,7 +1,8 @@
-"""Ends a run early, with a saved checkpoint, when one of its processes receives a signal."""
+"""Ends a run early, with a saved checkpoint, when one of its processes receives a signal or Ctrl-C."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -9,42 +10,56 @@ from typing import Any
 
 import jax
 
+from rosetta_t5.terminal import ctrl_c
+
 
 class RunInterrupted(SystemExit):
-  """A signal ended the run early; its state is saved.
+  """A signal or Ctrl-C ended the run early; its state is saved.
 
-  The exit status is that of a process that SIGTERM ended, so job managers restart the run.
+  The exit status is that of a process that this signal ended. Job managers restart a run with the
+  status of SIGTERM, which also stands for SIGUSR1.
   """
 
-  def __init__(self, step: int) -> None:
-    super().__init__(128 + signal.SIGTERM)
+  def __init__(self, step: int, by_ctrl_c: bool = False) -> None:
+    super().__init__(ctrl_c.EXIT_STATUS if by_ctrl_c else 128 + signal.SIGTERM)
     self.step = step
 
 
 class InterruptionListener:
-  """Listens for SIGTERM and SIGUSR1 inside a `with`; Slurm and Kubernetes send them before they kill.
+  """Listens inside a `with` for Ctrl-C, and for SIGTERM and SIGUSR1, which job managers send.
 
   With several processes, jax's coordination service passes the signal on from the process that
   received it, and all processes agree on the step after which they end.
+
+  Attributes:
+    by_ctrl_c: whether this process has received Ctrl-C.
   """
 
-  def __init__(self) -> None:
-    self._received = False
-    self._previous: dict[signal.Signals, Any] = {}
+  def __init__(self, finishes: str, outcome: str) -> None:
+    """Builds a listener.
+
+    Args:
+      finishes: what the run finishes after the first Ctrl-C, printed then.
+      outcome: what is kept if a second Ctrl-C ends the process at once.
+    """
+    self.by_ctrl_c = False
+    self._section = ctrl_c.Section(outcome, finishes, self._on_ctrl_c)
+    self._stack = contextlib.ExitStack()
 
   def __enter__(self) -> InterruptionListener:
     # With several processes, jax handles SIGTERM itself.
     alone = jax.process_count() == 1
+    self._stack.enter_context(ctrl_c.entered(self._section))
     for number in (signal.SIGTERM, signal.SIGUSR1) if alone else (signal.SIGUSR1,):
       try:
-        self._previous[number] = signal.signal(number, self._on_signal if alone else _send_sigterm)
+        previous: Any = signal.signal(number, self._on_signal if alone else _send_sigterm)
       except ValueError:  # Only Python's main thread can set handlers; elsewhere none are set.
-        return self
+        break
+      self._stack.callback(signal.signal, number, previous)
     return self
 
   def __exit__(self, *exception: object) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
+    self._stack.close()
 
   def should_stop(self, step: int) -> bool:
     """Returns whether the run must end after `step`; every process gets the same result.
@@ -53,13 +68,18 @@ class InterruptionListener:
       step: optimizer steps made so far. All processes must ask at the same steps.
     """
     if jax.process_count() == 1:
-      return self._received
+      return self._section.is_requested
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
-    self._received = True
+    self._section.is_requested = True
+
+  def _on_ctrl_c(self) -> None:
+    self.by_ctrl_c = True
+    if jax.process_count() > 1:
+      _send_sigterm(signal.SIGINT, None)
 
 
 def _send_sigterm(number: int, frame: FrameType | None) -> None:

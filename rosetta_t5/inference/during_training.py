@@ -13,6 +13,7 @@ from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_n
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
+from rosetta_t5.terminal import progress
 
 Values = dict[str, dict[str, float]]
 
@@ -68,7 +69,15 @@ class LossEvaluation:
           dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
         )
         stack.callback(feeds[name].close)
-      return {name: as_floats(values) for name, values in trainer.eval(feeds).items()}
+      tracked = {
+        name: stack.enter_context(
+          contextlib.closing(
+            progress.track(feed, f"evaluating {name}", self.num_batches, "batches")
+          )
+        )
+        for name, feed in feeds.items()
+      }
+      return {name: as_floats(values) for name, values in trainer.eval(tracked).items()}
 
 
 class PredictionEvaluation:

@@ -122,13 +122,18 @@ def shard_batches(
     num_shards: number of shards; as in T5X, example n belongs to shard n modulo `num_shards`.
     cut: shortens the features of a whole batch, so that all shards get the same length.
   """
-  elements = iter(ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds)
+  elements = iter(as_numpy(ds))
   filling: Any = None
   while group := list(itertools.islice(elements, batch_size)):
     filling = filling or (np.int64(PADDING), group[0][1])
     group = cut(group + [filling] * (batch_size - len(group)))
     indices, examples = zip(*group[shard_id::num_shards], strict=True)
     yield np.asarray(indices, np.int32), jax.tree.map(lambda *x: np.stack(x), *examples)
+
+
+def as_numpy(ds: Iterable[Any]) -> Iterable[Any]:
+  """Returns the elements of a dataset as numpy arrays."""
+  return ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds
 
 
 def join_aux(a: PyTree, b: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,9 +18,10 @@ from etils import epath
 from rosetta_t5 import data
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
-from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
+from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.terminal import progress
 
 FOLDER = "inference_eval"
 Metrics = Mapping[str, Mapping[str, Any]]
@@ -118,7 +120,14 @@ class InferenceEvaluator:
           train_state_axes=train_state_axes,
           is_scoring=method == "score_batch",
         )
-      return functools.partial(self._infer_fns[method], train_state=train_state, **arguments)
+      kind = "scoring" if method == "score_batch" else "predicting"
+
+      def infer(ds: Any) -> Any:
+        rows = progress.track(as_numpy(ds), kind, _count(ds), "examples")
+        with contextlib.closing(rows):
+          return self._infer_fns[method](rows, train_state=train_state, **arguments)
+
+      return infer
 
     # The key is always the same, so that evaluations of a model differ only by its parameters.
     rng = jax.random.PRNGKey(0)
@@ -162,6 +171,14 @@ class InferenceEvaluator:
   def close(self) -> None:
     """Waits until all files are written."""
     self._evaluator.close()
+
+
+def _count(ds: Any) -> int | None:
+  """Returns the number of examples in a dataset, if it is known without reading them."""
+  try:
+    return len(ds)
+  except TypeError:
+    return None
 
 
 def plain_numbers(metrics: Metrics | None) -> dict[str, dict[str, float]]:

@@ -222,10 +222,12 @@ def merge_chunks_to_file(
       f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
       "folder and start the run again"
     )
-  with (epath.Path(output_dir) / output_fname).open("wb") as merged:
+  unfinished = epath.Path(tmp_dir) / f"{output_fname}.unfinished"
+  with unfinished.open("wb") as merged:
     for chunk in chunks:
       with chunk.open("rb") as part:
         shutil.copyfileobj(part, merged)
+  unfinished.replace(epath.Path(output_dir) / output_fname)
 
 
 class FailFastThreadPoolExecutor(concurrent.futures.ThreadPoolExecutor):

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
-import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import jax
 
 from rosetta_t5.telemetry import run_metrics
+from rosetta_t5.telemetry.metrics_manager import as_floats, compute_values
+from rosetta_t5.terminal import progress
 
 Metrics = Mapping[str, float]
 
 # The loss per target token comes first: it can be compared between runs with different batches.
 _LOSSES = ("loss_per_nonpadding_target_token", "loss")
 _STEPS_PER_SECOND = "timing/steps_per_second"
-_TOKENS_PER_SECOND = "timing/target_tokens_per_second"
 _EPOCHS = "data/epochs/"
-_LOG_CELLS = {
-  run_metrics.SAMPLES: "{:.0f} samples",
-  "learning_rate/current": "lr {:.4g}",
+# What a line shows after the loss, as far as it was measured and there is room: the first come first.
+_CELLS = {
+  "data/bad_examples": "bad examples left out: {:.0f}",
+  "data/unreadable": "unreadable records: {:.0f}",
+  run_metrics.SKIPPED_STEPS: "skipped {:.0f} steps",
   run_metrics.GRADIENT_NORM: "grad norm {:.4g}",
-  run_metrics.WEIGHT_NORM: "param norm {:.4g}",
+  "learning_rate/current": "lr {:.4g}",
+  run_metrics.SEQUENCES_PER_SECOND: "{:.4g} seq/s",
   run_metrics.UTILIZATION: "MFU {:.1%}",
-  run_metrics.SKIPPED_STEPS: "skipped {:.0f}",
+  "timing/target_tokens_per_second": "{:,.0f} tokens/s",
+  run_metrics.SAMPLES: "{:,.0f} samples",
+  run_metrics.WEIGHT_NORM: "param norm {:.4g}",
 }
-# What a run's line shows where these were not measured: a CPU has no known peak, and only
-# optax.apply_if_finite skips steps.
-_DEFAULT_CELLS = {run_metrics.UTILIZATION: "MFU n/a", run_metrics.SKIPPED_STEPS: "skipped 0"}
-_DATA_PROBLEMS = {
-  "data/bad_examples": "bad examples left out:",
-  "data/unreadable": "unreadable records:",
-}
+_LINE_WIDTH = 120
+# On a terminal the bar shows the rest.
+_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_OF_SPEED = 10.0  # over which the bar's speed is measured
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-  """Shows steps, loss, speed and the time left: a bar on a terminal, lines elsewhere.
+  """Shows steps, loss, speed and the time left: a moving bar on a terminal, and lines.
 
   Only the first process prints.
 
@@ -67,42 +73,65 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self._first_step = first_step
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
-    self._bar: Any = None
+    self._stack = contextlib.ExitStack()
+    self._bar: progress.Bar | None = None
+    self._line_printed = -math.inf
+    # Steps whose metrics the devices may still be computing, and (time, step) of steps that are done.
+    self._started: collections.deque[tuple[int, Any]] = collections.deque()
+    self._done: collections.deque[tuple[float, int]] = collections.deque()
+    self._looked = 0.0
     self.first_loss: float | None = None
     self.last_loss: float | None = None
 
   def __enter__(self) -> Progress:
-    if _is_terminal(self._stream) and jax.process_index() == 0:
-      self._bar = _start_bar(self._first_step, self._total_steps, self._stream)
+    shown = progress.bar(
+      "step", self._total_steps, completed=self._first_step, stream=self._stream, line_period_s=0
+    )
+    self._bar = self._stack.enter_context(shown)
+    if self._bar.is_drawn:
+      ended = threading.Event()
+      thread = threading.Thread(target=self._show_done_steps, args=(ended,), daemon=True)
+      thread.start()
+      self._stack.callback(thread.join)
+      self._stack.callback(ended.set)
     return self
 
   def __exit__(self, *exc_info: object) -> None:
-    bar, self._bar = self._bar, None
-    if bar is not None:
-      bar.stop()
+    self._stack.close()
+
+  def follow(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Shows a step and its loss once the devices have computed them, without waiting for them.
+
+    Args:
+      step: a step that was started.
+      metrics: its clu metrics by name.
+    """
+    now = time.monotonic()
+    if self._bar is not None and self._bar.is_drawn and now > self._looked + _SECONDS_BETWEEN_LOOKS:
+      self._looked = now
+      self._started.append((step, {name: metrics[name] for name in _LOSSES if name in metrics}))
 
   def report(self, step: int, values: Metrics) -> None:
     """Shows the metrics of the steps up to `step`."""
     loss = loss_to_show(values, self._loss_is_sum)
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
-    cells = _loss_cells(loss)
-    if values.get(run_metrics.SEQUENCES_PER_SECOND):
-      cells.append(f"{values[run_metrics.SEQUENCES_PER_SECOND]:.4g} seq/s")
-    if values.get(_STEPS_PER_SECOND):
-      seconds_left = (self._total_steps - step) / values[_STEPS_PER_SECOND]
-      cells.append(f"eta {format_duration(seconds_left)}")
-    cells += _data_cells(values)
-    if self._bar is not None:
-      self._bar.update(self._bar.task_ids[0], completed=step, description="  ".join(cells))
-    else:
-      # A log line has room for more cells than a bar, and grep finds them all in one line.
-      self.print_line("  ".join([f"step {step}/{self._total_steps}", *cells, *_log_cells(values)]))
+    is_drawn = self._bar is not None and self._bar.is_drawn
+    if is_drawn:
+      self._show_step(step, values)
+    now = time.monotonic()
+    is_due = now > self._line_printed + _SECONDS_BETWEEN_LINES or step == self._total_steps
+    if is_due or not is_drawn:
+      self._line_printed = now
+      cells = [f"step {step}/{self._total_steps}", *self._loss_cells(values)]
+      if speed := values.get(_STEPS_PER_SECOND):
+        cells += self._speed_cells(step, speed)
+      self.print_line(_join_cells([*cells, *_measured_cells(values)]))
 
   def report_evaluation(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
     """Shows the loss and the accuracy of each task."""
     for task, values in values_by_task.items():
-      cells = _loss_cells(loss_to_show(values, self._loss_is_sum))
+      cells = self._loss_cells(values)
       cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
       self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
 
@@ -114,16 +143,45 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def print_line(self, text: str) -> None:
     """Prints a line on the first process, above the bar if there is one."""
-    if self._bar is not None:
-      self._bar.print(text, markup=False)
-    else:
-      print_line(text, self._stream)
+    print_line(text, self._stream)
+
+  def _show_done_steps(self, ended: threading.Event) -> None:
+    """Moves the bar to the last step that the devices have completed, until the display ends."""
+    while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+      done = None
+      while self._started and _is_computed(self._started[0][1]):
+        done = self._started.popleft()
+      if done is not None:
+        self._show_step(done[0], as_floats(compute_values(done[1])))
+
+  def _show_step(self, step: int, values: Metrics) -> None:
+    """Moves the bar to a step, unless it is there already."""
+    bar = self._bar
+    if bar is None or step < bar.completed:
+      return
+    now = time.monotonic()
+    while self._done and self._done[0][0] < now - _SECONDS_OF_SPEED:
+      self._done.popleft()
+    self._done.append((now, step))
+    (then, before), cells = self._done[0], self._loss_cells(values)
+    if step > before:
+      cells += self._speed_cells(step, (step - before) / (now - then))
+    bar.update(step, text="  ".join(cells))
+
+  def _speed_cells(self, step: int, steps_per_second: float) -> list[str]:
+    left = format_duration((self._total_steps - step) / steps_per_second)
+    return [f"{1000 / steps_per_second:.4g} ms/step", f"eta {left}"]
+
+  def _loss_cells(self, values: Metrics) -> list[str]:
+    """Formats the loss with three decimals, or with three digits if it is small."""
+    loss = loss_to_show(values, self._loss_is_sum)
+    if loss is None:
+      return []
+    unit = " nats/token" if self._loss_is_sum and _LOSSES[0] in values else ""
+    return [f"loss {loss:.3g}{unit}" if abs(loss) < 0.1 else f"loss {loss:.3f}{unit}"]
 
 
-def print_line(text: str, stream: IO[str] | None = None) -> None:
-  """Prints `text` on the first process, and flushes: log files are read while a run continues."""
-  if jax.process_index() == 0:
-    print(text, file=stream or sys.stdout, flush=True)
+print_line = progress.print_line
 
 
 def loss_to_show(values: Metrics, loss_is_sum: bool = True) -> float | None:
@@ -146,58 +204,24 @@ def format_duration(seconds: float) -> str:
   return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
-def _start_bar(first_step: int, total_steps: int, stream: IO[str]) -> Any:
-  from rich import console, progress
-
-  bar = progress.Progress(
-    progress.TextColumn("step {task.completed}/{task.total}"),
-    progress.BarColumn(),
-    progress.TextColumn("{task.description}"),
-    progress.TimeElapsedColumn(),
-    console=console.Console(file=stream, force_terminal=True, highlight=False),
-  )
-  bar.add_task("compiling", total=total_steps, completed=first_step)
-  bar.start()
-  return bar
+def _is_computed(metrics: Mapping[str, Any]) -> bool:
+  return all(x.is_ready() for x in jax.tree.leaves(metrics) if hasattr(x, "is_ready"))
 
 
-def _loss_cells(loss: float | None) -> list[str]:
-  """Formats a loss with three decimals, or with three digits if it is small."""
-  if loss is None:
-    return []
-  return [f"loss {loss:.3g}" if abs(loss) < 0.1 else f"loss {loss:.3f}"]
-
-
-def _log_cells(values: Metrics) -> list[str]:
-  """Returns the cells that only a log line has."""
-  cells = []
-  if values.get(_TOKENS_PER_SECOND):
-    cells.append(f"{values[_TOKENS_PER_SECOND]:.4g} tokens/s")
-  if values.get(_STEPS_PER_SECOND):
-    cells.append(f"{1000 / values[_STEPS_PER_SECOND]:.4g} ms/step")
-  # The lines of a run always have the same cells, so that a script finds each by its name.
-  defaults = _DEFAULT_CELLS if run_metrics.SAMPLES in values else {}
-  for name, template in _LOG_CELLS.items():
-    if name in values:
-      cells.append(template.format(values[name]))
-    elif name in defaults:
-      cells.append(defaults[name])
-  return cells
-
-
-def _data_cells(values: Metrics) -> list[str]:
-  """Returns how often each dataset was read, and how many of its records could not be used."""
+def _measured_cells(values: Metrics) -> list[str]:
+  """Returns what was measured besides loss and time, and how often each dataset was read."""
+  cells = [text.format(values[name]) for name, text in _CELLS.items() if values.get(name)]
   epochs = {name.removeprefix(_EPOCHS): n for name, n in values.items() if name.startswith(_EPOCHS)}
-  cells = [
+  return cells + [
     f"epoch {count:.3g} of {name}" if len(epochs) > 1 else f"epoch {count:.3g}"
     for name, count in epochs.items()
   ]
-  problems = [f"{text} {values[n]:.0f}" for n, text in _DATA_PROBLEMS.items() if n in values]
-  return cells + problems
 
 
-def _is_terminal(stream: Any) -> bool:
-  # Open MPI gives each of its processes a terminal, even if their output goes to a log file.
-  if os.environ.get("TERM") == "dumb" or "OMPI_COMM_WORLD_RANK" in os.environ:
-    return False
-  return bool(stream.isatty())
+def _join_cells(cells: Sequence[str]) -> str:
+  """Joins as many cells as fit into a line."""
+  line = cells[0]
+  for cell in cells[1:]:
+    if len(line) + 2 + len(cell) <= _LINE_WIDTH:
+      line += f"  {cell}"
+  return line

@@ -129,7 +129,7 @@ class MetricsManager:
 
     def compute_and_write() -> dict[str, clu_values.Value]:
       duration = ended.result() - started.result() if started is not None else None
-      values = _compute(metrics, duration, num_steps)
+      values = compute_values(metrics, duration, num_steps)
       self._write_values(step, values)
       return values
 
@@ -218,9 +218,16 @@ def _time_when_ready(tree: PyTree) -> float:
   return time.monotonic()
 
 
-def _compute(
-  metrics: Mapping[str, Any], duration: float | None, num_steps: int
+def compute_values(
+  metrics: Mapping[str, Any], duration: float | None = None, num_steps: int = 1
 ) -> dict[str, clu_values.Value]:
+  """Returns the values of clu metrics.
+
+  Args:
+    metrics: clu metrics by name, merged over `num_steps` steps.
+    duration: the seconds that these steps took; None leaves out the time, which speeds need.
+    num_steps: the divisor of metrics that are averaged per step.
+  """
   fetched = jax.device_get(dict(metrics))
   if duration is not None:
     fetched = set_time_metrics_duration(fetched, duration)

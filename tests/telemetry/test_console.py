@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import re
+import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.metrics import AveragePerStep
 
 VALUES = {
   "loss": 5041.98,
@@ -33,17 +39,17 @@ class Flushed(io.StringIO):
     return self.terminal
 
 
-def test_plain_line_has_step_loss_speed_and_time_left_and_is_flushed():
+def test_plain_line_has_step_loss_speed_and_time_left_with_units_and_is_flushed():
   stream = Flushed()
   with console.Progress(0, 1000, stream) as progress:
     progress.report(100, VALUES)
   # At 11.25 steps a second.
-  line = "step 100/1000  loss 3.211  12.34 seq/s  eta 1m20s  88.89 ms/step\n"
+  line = "step 100/1000  loss 3.211 nats/token  88.89 ms/step  eta 1m20s  12.34 seq/s\n"
   assert stream.getvalue() == line
   assert stream.flushes == 1
 
 
-def test_plain_line_shows_all_metrics_in_one_line():
+def test_plain_line_shows_as_many_metrics_as_fit_into_120_columns_important_ones_first():
   stream = Flushed()
   measured = {
     "skipped_steps": 2.0,
@@ -56,9 +62,12 @@ def test_plain_line_shows_all_metrics_in_one_line():
   }
   with console.Progress(0, 10, stream) as progress:
     progress.report(1, measured)
+    progress.report(2, {**VALUES, **measured})
   assert stream.getvalue() == (
-    "step 1/10  1234 tokens/s  12345678 samples  lr 0.0006  grad norm 0.9877  param norm 123.5  "
-    "MFU 45.7%  skipped 2\n"
+    "step 1/10  skipped 2 steps  grad norm 0.9877  lr 0.0006  MFU 45.7%  1,234 tokens/s  "
+    "12,345,678 samples  param norm 123.5\n"
+    "step 2/10  loss 3.211 nats/token  88.89 ms/step  eta 1s  skipped 2 steps  grad norm 0.9877  "
+    "lr 0.0006  12.34 seq/s\n"
   )
 
 
@@ -68,7 +77,7 @@ def test_line_shows_epochs_and_unusable_records():
   progress.report(1, {"data/epochs/pile": 1.234})
   progress.report(2, {"data/epochs/pile": 0.5, "data/epochs/mine": 12.0, "data/bad_examples": 3.0})
   assert stream.getvalue() == (
-    "step 1/10  epoch 1.23\nstep 2/10  epoch 0.5 of pile  epoch 12 of mine  bad examples left out: 3\n"
+    "step 1/10  epoch 1.23\nstep 2/10  bad examples left out: 3  epoch 0.5 of pile  epoch 12 of mine\n"
   )
 
 
@@ -80,10 +89,11 @@ def test_line_omits_metrics_that_were_not_measured():
   assert stream.getvalue() == "step 5/10\nstep 6/10  loss 2.000\n"
 
 
-def test_line_of_a_run_always_shows_mfu_and_skipped_steps():
+def test_line_leaves_out_zeros():
   stream = Flushed()
-  console.Progress(0, 10, stream).report(1, {"data/consumed_samples": 8.0})
-  assert stream.getvalue() == "step 1/10  8 samples  MFU n/a  skipped 0\n"
+  values = {"data/consumed_samples": 8.0, "skipped_steps": 0.0}
+  console.Progress(0, 10, stream).report(1, values)
+  assert stream.getvalue() == "step 1/10  8 samples\n"
 
 
 def test_small_loss_is_shown_with_three_digits():
@@ -111,7 +121,7 @@ def test_evaluations_and_messages_have_their_own_lines():
   )
 
 
-def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
+def test_terminal_gets_a_bar_and_lines_that_stay(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
   stream = Flushed(terminal=True)
@@ -119,9 +129,9 @@ def test_terminal_gets_a_bar_with_the_same_numbers(monkeypatch):
     progress.report(100, VALUES)
     progress.report_evaluation(100, {"pile": {"loss": 2.5}})
   text = stream.getvalue()
-  assert "step 100/1000" in text
-  assert "loss 3.211  12.34 seq/s  eta 1m20s" in text
+  assert "step 100/1000  loss 3.211 nats/token  88.89 ms/step  eta 1m20s" in text
   assert "evaluation at step 100  pile  loss 2.500" in text
+  assert re.search(r"step 100/1000 .*━.* loss 3.211 nats/token", text)
   assert "\x1b[" in text
 
 
@@ -138,6 +148,7 @@ def test_dumb_terminals_and_those_of_open_mpi_get_lines(environment, monkeypatch
 
 
 def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch):
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   monkeypatch.setattr(jax, "process_index", lambda: 1)
   stream = Flushed(terminal=True)
   with console.Progress(0, 10, stream) as progress:
@@ -164,3 +175,39 @@ def test_normalized_loss_is_not_divided_by_tokens():
   stream = io.StringIO()
   console.Progress(0, 10, stream, loss_is_sum=False).report(5, values)
   assert "loss 2.500" in stream.getvalue()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+  """Yields (a stream to a real terminal, a function that returns what has been written to it)."""
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  screen, keyboard = pty.openpty()
+  os.set_blocking(screen, False)
+  with open(keyboard, "w") as stream:
+    yield stream, lambda: os.read(screen, 100_000).decode()
+  os.close(screen)
+
+
+def test_bar_moves_without_a_report_when_a_step_has_been_computed(terminal):
+  stream, written = terminal
+  with console.Progress(0, 1000, stream) as progress:
+    progress.follow(7, {"loss": AveragePerStep(total=jnp.float32(2.5), steps=None)})
+    time.sleep(1.0)
+    text = written()
+  assert re.search(r"step 7/1000 .*━.* loss 2.500", text)
+
+
+def test_bar_stays_where_it_is_while_a_step_is_being_computed(terminal):
+  stream, written = terminal
+  with console.Progress(0, 1000, stream) as progress:
+    x = jnp.full((500, 500), 0.1)
+    loss = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ x), x).sum())(x)
+    progress.follow(7, {"loss": AveragePerStep(total=loss, steps=None)})
+    time.sleep(0.6)
+    text = written()
+    assert not loss.is_ready(), "the computation must be longer"
+    assert "step 7" not in text
+    loss.block_until_ready()
+    time.sleep(1.0)
+    assert "step 7/1000" in written()

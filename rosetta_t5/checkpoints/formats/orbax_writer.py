@@ -17,6 +17,7 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.tensorstores import kvstore, limited_cache, write_array
+from rosetta_t5.terminal import progress
 
 _COMMITTED = "Checkpoint commit was successful"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -38,7 +39,7 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
   context = limited_cache()
   # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
-  for name, array in arrays.items():
+  for name, array in progress.track(arrays.items(), "writing", len(arrays), "arrays"):
     database = {
       "driver": "ocdbt",
       "base": kvstore(state),

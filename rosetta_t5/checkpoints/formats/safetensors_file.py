@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
+from rosetta_t5.terminal import progress
 
 _CODES = {
   "float64": "F64",
@@ -73,7 +74,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> No
   text += b" " * (-len(text) % 8)
   with open(path, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
-    for array in arrays.values():
+    for array in progress.track(arrays.values(), "writing", len(arrays), "arrays"):
       _write_array(file, array)
     file.flush()
     os.fsync(file.fileno())

@@ -8,8 +8,9 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
@@ -159,7 +160,8 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
   done = {job.number: facts for job in jobs if (facts := job.stored_facts())}
   left = [job for job in jobs if job.number not in done]
   left.sort(key=lambda job: job.input_bytes, reverse=True)
-  pending = {executor.submit(run_job, job): job for job in left}
+  with _new_processes_ignore_ctrl_c():
+    pending = {executor.submit(run_job, job): job for job in left}
   try:
     while pending:
       ended, _ = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
@@ -172,6 +174,16 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
       future.cancel()
     raise
   return [done[job.number] for job in jobs]
+
+
+@contextlib.contextmanager
+def _new_processes_ignore_ctrl_c() -> Iterator[None]:
+  """Inside the `with`, Ctrl-C waits; processes that start keep it blocked, so this one ends them."""
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tuple[int, int]:

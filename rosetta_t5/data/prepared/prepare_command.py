@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
-from rosetta_t5.data.prepared.prepare import Progress, prepare
+from rosetta_t5.data.prepared.prepare import prepare
 from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
+from rosetta_t5.terminal import ctrl_c, progress
 
 _GIN_FILE = """\
 In a gin file:
@@ -49,24 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   columns = tuple(arguments.columns or ()) or None
   started = time.monotonic()
-  try:
-    with _dask_executor(arguments.dask) as executor, _progress_bar() as progress:
-      manifest = prepare(
-        arguments.input,
-        arguments.vocab,
-        arguments.out,
-        text=arguments.text_key,
-        validation_percent=arguments.validation_percent,
-        append_end=arguments.append_eos,
-        layout=Layout(arguments.format, columns, arguments.text_unit),
-        on_bad_example=arguments.on_bad_example,
-        workers=arguments.workers,
-        executor=executor,
-        progress=progress,
-      )
-  except KeyboardInterrupt:
-    print("Stopped. The same command continues after the completed shards.", file=sys.stderr)
-    return 130
+  stopped = ctrl_c.Section(partial(_end_workers, pathlib.Path(arguments.out)))
+  with (
+    ctrl_c.entered(stopped),
+    _dask_executor(arguments.dask) as executor,
+    progress.bar("preparing", unit="shards", stream=sys.stderr) as bar,
+  ):
+    manifest = prepare(
+      arguments.input,
+      arguments.vocab,
+      arguments.out,
+      text=arguments.text_key,
+      validation_percent=arguments.validation_percent,
+      append_end=arguments.append_eos,
+      layout=Layout(arguments.format, columns, arguments.text_unit),
+      on_bad_example=arguments.on_bad_example,
+      workers=arguments.workers,
+      executor=executor,
+      progress=partial(_show, bar),
+    )
   print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
   print("\n".join(_summary(manifest)))
   print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")
@@ -87,32 +92,16 @@ def _dask_executor(address: str | None) -> Iterator[Executor | None]:
     yield client.get_executor()
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress]:
-  """Shows the completed shards and the speed, if standard error is a terminal."""
-  from rich import progress
+def _show(bar: progress.Bar, done: int, shards: int, documents: int, text_bytes: int) -> None:
+  bar.update(done, shards, f"{documents:,} documents  {text_bytes / 1e6:,.1f} MB")
 
-  columns = (
-    progress.TextColumn("{task.completed}/{task.total} shards"),
-    progress.BarColumn(),
-    progress.TextColumn("{task.fields[speed]}"),
-    progress.TimeElapsedColumn(),
-  )
-  with progress.Progress(*columns, disable=not sys.stderr.isatty()) as bar:
-    task = bar.add_task("", total=None, speed="")
-    start: tuple[float, int, int] | None = None
 
-    def show(done: int, shards: int, documents: int, text_bytes: int) -> None:
-      nonlocal start
-      now = time.monotonic()
-      # Documents of earlier calls do not count for the speed.
-      start = start or (now, documents, text_bytes)
-      seconds = max(now - start[0], 1e-3)
-      megabytes = (text_bytes - start[2]) / 1e6
-      speed = f"{(documents - start[1]) / seconds:,.0f} docs/s {megabytes / seconds:.1f} MB/s"
-      bar.update(task, completed=done, total=shards, speed=speed)
-
-    yield show
+def _end_workers(out: pathlib.Path) -> str:
+  """Ends the processes that tokenize, and returns what is kept."""
+  for process in multiprocessing.active_children():
+    process.kill()
+  complete = len(list((out / "shards").glob("*.json")))
+  return f"{complete} complete shards in {out} are kept; the same command goes on after them"
 
 
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,8 @@ from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.terminal import ctrl_c
 
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 _GIN_FILE = """\
@@ -46,10 +48,11 @@ def _train(arguments: argparse.Namespace) -> int:
   bad_examples = BadExamples()
   files = find_files(arguments.input)
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
-  model = train_sentencepiece(lines, arguments.size)
+  with ctrl_c.entered(ctrl_c.Section("no vocabulary was written")):
+    model = train_sentencepiece(lines, arguments.size)
   out = pathlib.Path(arguments.out).absolute()
   out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_bytes(model)
+  write_atomically(out, model)
   size = arguments.size
   print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
   print(f"sha256 {hashlib.sha256(model).hexdigest()}")
