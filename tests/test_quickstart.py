@@ -91,3 +91,7 @@ def test_the_quickstart_trains_in_an_empty_folder_and_its_second_call_changes_no
   assert "resumes from step 4" in second
   assert "was already finished, so nothing was trained" in second
   assert {path: path.stat().st_mtime_ns for path in files} == files
+  for command in second.partition("Commands to try next:\n")[2].splitlines():
+    if "t5x.train" in command:
+      checked = command.replace("t5x.train", "t5x.train --dry_run")
+      subprocess.run(["bash", "-c", checked], cwd=tmp_path, env=environment, check=True)

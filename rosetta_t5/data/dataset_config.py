@@ -20,8 +20,8 @@ class DatasetConfig:
 
   Use `dataclasses.replace` to change a field. Example:
 
-    DatasetConfig("squad_v010_allanswers", {"inputs": 512, "targets": 64}, split="train",
-                  batch_size=128, shuffle=True, seed=None)
+      DatasetConfig("squad_v010_allanswers", {"inputs": 512, "targets": 64}, split="train",
+                    batch_size=128, shuffle=True, seed=None)
 
   Attributes:
     mixture_or_task_name: a registered name, or the `seqio.Task` or `seqio.Mixture` itself.

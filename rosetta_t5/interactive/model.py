@@ -40,13 +40,13 @@ class InteractiveModel:
 
   T5X's class. Example, given a model and a partitioner:
 
-    model = InteractiveModel(
-      batch_size=8, task_feature_lengths={"inputs": 64, "targets": 32}, output_dir="notebook",
-      partitioner=partitioner, model=model, dtype="float32", restore_mode="latest",
-      checkpoint_path="runs/my_text",
-      input_shapes={"encoder_input_tokens": (8, 64), "decoder_input_tokens": (8, 32)},
-    )
-    predictions, aux = model.predict_with_aux(["A first question?"])
+      model = InteractiveModel(
+        batch_size=8, task_feature_lengths={"inputs": 64, "targets": 32}, output_dir="notebook",
+        partitioner=partitioner, model=model, dtype="float32", restore_mode="latest",
+        checkpoint_path="runs/my_text",
+        input_shapes={"encoder_input_tokens": (8, 64), "decoder_input_tokens": (8, 32)},
+      )
+      predictions, aux = model.predict_with_aux(["A first question?"])
 
   Attributes:
     model: the model.

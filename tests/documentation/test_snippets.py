@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -136,6 +137,16 @@ def test_the_gin_file_that_a_command_prints_works(
   copy_user_files(user_files, tmp_path)
   printed = shell.run_script(command, tmp_path, dry=False)
   check_gin(printed.partition("In a gin file:\n")[2], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_flags_that_plan_prints_work(user_files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+  recipe = "gin/examples/small_pile_pretrain.gin"
+  printed = shell.run_script(f"rosetta-t5 plan {recipe} --devices 8 --gpu h100", tmp_path, dry=True)
+  flags = re.search(r"^1\..*?\n(( +--gin.*\n)+)", printed, re.MULTILINE)
+  assert flags, printed
+  check = f"rosetta-t5 check {recipe} --devices=8 --gin.MODEL_DIR=\"'runs/new'\""
+  shell.run_script(f"{check} \\\n{flags[1]}", tmp_path, dry=True)
 
 
 def _all_snippets() -> list[Snippet]:
