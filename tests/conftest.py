@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-
 # The suite has a compilation cache of its own, so that it neither reads nor fills the user's. The
 # processes that tests start inherit the variables; jax is imported already, so it is configured too.
 _COMPILATION_CACHE = {
@@ -51,6 +49,8 @@ def shared() -> pathlib.Path:
 @pytest.fixture
 def isolated_registries() -> Iterator[None]:
   """Restores SeqIO's registries after the test."""
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
   seqio = import_seqio()
   registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
   before = [{name: r.get(name) for name in r.names()} for r in registries]
