@@ -23,6 +23,7 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
 from rosetta_t5.terminal import ctrl_c
+from rosetta_t5.trained_model import OpenedModel
 
 
 def evaluate(
@@ -122,16 +123,8 @@ def evaluate(
   )
   trainer = None
   if training_evaluator_cls is not None:
-    trainer = training_evaluator_cls(
-      model=model,
-      train_state=None,
-      partitioner=partitioner,
-      eval_names=loss_evaluation.task_names(),
-      summary_dir=output_dir,
-      train_state_axes=initializer.train_state_axes,
-      rng=jax.random.PRNGKey(0),
-      learning_rate_fn=None,
-      num_microbatches=None,
+    trainer = _make_trainer(
+      training_evaluator_cls, loss_evaluation, initializer.train_state_axes, output_dir
     )
 
   results: dict[int, Values] = {}
@@ -160,6 +153,60 @@ def evaluate(
     console.print_line(format_metrics_table(results))
     console.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
   return results
+
+
+def evaluate_loss(
+  opened: OpenedModel,
+  dataset_cfg: data.DatasetConfig,
+  trainer_cls: Callable[..., Any],
+  num_batches: int,
+  output_dir: str,
+) -> dict[int, Values]:
+  """Evaluates the loss of one checkpoint, and prints it.
+
+  Args:
+    opened: the model with its parameters.
+    dataset_cfg: the task or mixture, its split, its feature lengths and the batch size.
+    trainer_cls: computes the loss, such as `training.Trainer`.
+    num_batches: the number of batches.
+    output_dir: the folder for TensorBoard's files.
+
+  Returns:
+    {step: {task: {metric: value}}}.
+
+  Raises:
+    ValueError: the data cannot be read with these feature lengths and this batch size.
+  """
+  check_output_dir("--output_dir", output_dir)
+  evaluation = LossEvaluation(
+    dataset_cfg, data.get_training_eval_datasets, num_batches, opened.model, opened.partitioner
+  )
+  trainer = _make_trainer(trainer_cls, evaluation, opened.state_axes, output_dir)
+  trainer.train_state = opened.state
+  values = evaluation.run(trainer)
+  trainer.close()
+  step, is_sum = int(opened.state.step), opened.model.loss_normalizing_factor is None
+  console.print_line(f"data     {num_batches} batches of the split '{dataset_cfg.split}'")
+  console.Progress(step, step, loss_is_sum=is_sum).report_evaluation(step, values)
+  console.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
+  return {step: values}
+
+
+def _make_trainer(
+  trainer_cls: Callable[..., Any], evaluation: LossEvaluation, state_axes: Any, output_dir: str
+) -> Any:
+  """Returns a trainer that evaluates the loss; its state is set before each evaluation."""
+  return trainer_cls(
+    model=evaluation.model,
+    train_state=None,
+    partitioner=evaluation.partitioner,
+    eval_names=evaluation.task_names(),
+    summary_dir=output_dir,
+    train_state_axes=state_axes,
+    rng=jax.random.PRNGKey(0),
+    learning_rate_fn=None,
+    num_microbatches=None,
+  )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

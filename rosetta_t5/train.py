@@ -172,6 +172,7 @@ def train(
     if state is None:
       state = initializer.from_scratch(init_rng)
     first_step = int(jax.block_until_ready(state).step)
+  facts.setdefault("first_step", first_step)  # A restart has it from its checkpoint.
   if relative_steps:
     total_steps = facts.setdefault("total_steps", first_step + relative_steps)
 
@@ -212,7 +213,7 @@ def train(
     concurrent_metrics=concurrent_metrics,
     manager=manager if checkpoint_cfg.save else None,
     actions=actions,
-    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh.devices.flat),
+    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
     explain_out_of_memory=functools.partial(
       explain_out_of_memory_in_evaluation, model, partitioner, initializer, feed
     ),
@@ -264,7 +265,7 @@ def _run_facts(
   """Returns the seeds (as given, else from the earlier run, else drawn) and the start checkpoint."""
   facts: dict[str, Any] = {}
   if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
-    facts = checkpoints.read_run_facts(restore_path)
+    facts = {"first_step": 0} | checkpoints.read_run_facts(restore_path)
   drawn = distributed.draw_seed()
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
   seed = facts.get("train_dataset_seed", drawn)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rosetta_t5 import checkpoints
+from rosetta_t5 import checkpoints, config
+from rosetta_t5.config.configuration import configure
+from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.parallel import BasePartitioner
+
+_ADVICE = (
+  "give the MODEL_DIR of a training run, which contains config.gin and checkpoint_STEP folders, or one "
+  "of these folders"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,36 +38,46 @@ class OpenedModel:
   lengths: Mapping[str, int]
 
 
-def open_model_dir(model_dir: str | os.PathLike[str]) -> OpenedModel:
-  """Returns the model of a training run.
+def open_model_dir(model_dir: str | os.PathLike[str], flags: Sequence[str] = ()) -> OpenedModel:
+  """Returns the model of a training run; for the arguments and errors, see `read_run`."""
+  return open_checkpoint(*read_run(model_dir, flags))
+
+
+def read_run(
+  model_dir: str | os.PathLike[str], flags: Sequence[str] = ()
+) -> tuple[dict[str, Any], checkpoints.RestoreCheckpointConfig]:
+  """Returns the arguments of `train` in a training run, and its checkpoint.
 
   Args:
     model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
+    flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
 
   Raises:
-    ValueError: there is no config.gin or no checkpoint, or config.gin cannot be built.
+    ValueError: there is no such folder, or no config.gin.
+    SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """
-  from rosetta_t5.config.language.statements import read_program
-
+  if "--dry_run" in flags:
+    raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
   path = pathlib.Path(model_dir).absolute()
-  config = next((f for f in (path / "config.gin", path.parent / "config.gin") if f.is_file()), None)
-  if config is None:
-    raise ValueError(
-      f"There is no {path / 'config.gin'}: give the MODEL_DIR of a training run, which contains "
-      "config.gin and checkpoint_STEP folders, or one of these folders"
-    )
-  # Gin files may import the user's modules, which `python -m` finds in the working directory.
-  sys.path.insert(0, os.getcwd())
-  recipe = run_arguments(read_program([str(config)]))
-  mode = "latest" if config.parent == path else "specific"
-  return open_checkpoint(recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode))
+  if not path.is_dir():
+    raise ValueError(f"There is no folder {model_dir}: {_ADVICE}")
+  config_file = next((f for f in _config_files(path) if f.is_file()), None)
+  if config_file is None:
+    raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
+  with temporary_run_function(train):
+    argv = ["rosetta-t5", f"--gin_file={config_file}", *flags]
+    recipe = config.run_from_command_line(train, argv)
+  mode = "latest" if config_file.parent == path else "specific"
+  return recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
+
+
+def _config_files(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """Returns the places of config.gin: in MODEL_DIR, and beside a checkpoint."""
+  return path / "config.gin", path.parent / "config.gin"
 
 
 def run_arguments(program: Any) -> dict[str, Any]:
   """Returns the arguments of `train` that a gin program configures (see `config.read_program`)."""
-  from rosetta_t5.config.configuration import configure
-  from rosetta_t5.config.language.names import temporary_run_function
-
   with temporary_run_function(train):
     return configure(program, train)()
 

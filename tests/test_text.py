@@ -93,7 +93,7 @@ def echo_model(monkeypatch):
       pairs = [(example, example["input"].encode()) for example in examples]
       return pairs, {"scores": [0.0] * len(examples)}
 
-  monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda model_dir: model)
+  monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda model_dir, flags: model)
   monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", EchoInference)
   return model
 
@@ -167,7 +167,7 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
     (["--template", "{question}", "--batch_size", "0"], "must be a positive integer, got '0'"),
     (
       ["--template", "{question}", "--model_dir", "elsewhere"],
-      "elsewhere/config.gin: give the MODEL",
+      "There is no folder elsewhere: give the",
     ),
   ],
 )

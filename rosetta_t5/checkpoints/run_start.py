@@ -17,6 +17,7 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  all_steps,
   checkpoint_path,
   older_steps,
   read_run_facts,
@@ -198,13 +199,18 @@ def _rename_damaged(path: str, damage: str) -> str:
 
 
 def _no_checkpoint_text(cfg: RestoreCheckpointConfig) -> str:
-  is_checkpoint = [path for path in cfg.paths() if step_of(path) is not None]
-  advice = (
-    f"{is_checkpoint[0]} is a checkpoint itself: set RestoreCheckpointConfig.mode = 'specific'"
-    if is_checkpoint
-    else "set RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) to a folder that contains "
-    "checkpoint_STEP folders, or mode = 'specific' and the path of one checkpoint; "
-    "fallback_to_scratch = True starts from scratch if there is none"
-  )
-  paths = ", ".join(cfg.paths())
-  return f"there is no checkpoint to restore in {paths} (mode = {cfg.mode!r}): {advice}"
+  paths = cfg.paths()
+  missing = next((path for path in paths if not epath.Path(path).exists()), None)
+  checkpoint = next((path for path in paths if step_of(path) is not None), None)
+  if missing is None and checkpoint is not None:
+    advice = f"{checkpoint} is a checkpoint itself: set RestoreCheckpointConfig.mode = 'specific'"
+  else:
+    steps = all_steps(epath.Path(missing).parent) if missing else []
+    beside = f" (its folder has the steps {', '.join(map(str, steps))})" if steps else ""
+    advice = (
+      f"{f'{missing} does not exist{beside}: ' if missing else ''}"
+      "set RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) to a folder that contains "
+      "checkpoint_STEP folders, or mode = 'specific' and the path of one checkpoint; "
+      "fallback_to_scratch = True starts from scratch if there is none"
+    )
+  return f"there is no checkpoint to restore in {', '.join(paths)} (mode = {cfg.mode!r}): {advice}"

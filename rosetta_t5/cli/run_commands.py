@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rosetta_t5.cli import text_commands
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +21,13 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 eval`."""
-  parser.set_defaults(run=functools.partial(_run_main, "eval"))
+  _add_run_arguments(parser, "MODEL_DIR/eval/SPLIT")
+  parser.set_defaults(run=_eval)
 
 
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer`."""
+  _add_run_arguments(parser, "MODEL_DIR/infer/SPLIT/checkpoint_STEP")
   text_commands.infer_arguments(parser)
   parser.set_defaults(run=_infer)
 
@@ -31,8 +38,71 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=_check)
 
 
+def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None:
+  add = parser.add_argument_group("a trained model").add_argument
+  add("--model_dir", help="MODEL_DIR of a training run, or one of its checkpoints")
+  add("--task", help="the task or mixture; default: the one that the run evaluates")
+  add("--split", help="its split; default: the one that the run evaluates")
+  add("--batch_size", type=text_commands.positive_integer, help="default: the run's; 8 for texts")
+  add("--output_dir", help=f"the folder for the results; default: {output_dir}")
+
+
+def _eval(options: argparse.Namespace) -> int:
+  if options.model_dir is None:
+    _refuse(options, ("task", "split", "batch_size", "output_dir"), "--model_dir")
+    return _run_main("eval", options)
+  from rosetta_t5 import data, eval
+  from rosetta_t5.trained_model import open_checkpoint, read_run
+
+  run, restore_cfg = read_run(options.model_dir, options.flags)
+  cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
+  model_dir, _ = _locate(restore_cfg)
+  output_dir = options.output_dir or str(model_dir / "eval" / cfg.split)
+  if data.has_metrics(cfg):
+    eval.evaluate(
+      model=run["model"],
+      dataset_cfg=dataclasses.replace(cfg, pack=False),
+      restore_checkpoint_cfg=restore_cfg,
+      partitioner=run["partitioner"],
+      output_dir=output_dir,
+      inference_evaluator_cls=run.get("inference_evaluator_cls"),
+      summarize_config_fn=_write_no_config,
+    )
+    return 0
+  cfg = _dataset_cfg(run, options, "train_eval_dataset_cfg")
+  eval.evaluate_loss(
+    open_checkpoint(run, restore_cfg), cfg, run["trainer_cls"], run["eval_steps"], output_dir
+  )
+  return 0
+
+
 def _infer(options: argparse.Namespace) -> int:
-  return _run_main("infer", options) if options.input is None else text_commands.infer(options)
+  if options.model_dir is None:
+    _refuse(options, ("input", "task", "split", "batch_size", "output_dir"), "--model_dir")
+  if options.input is not None:
+    _refuse(options, ("task", "split", "output_dir"), "a run's task: leave --input out")
+    return text_commands.infer(options)
+  _refuse(options, ("template", "targets", "input_length", "output_length"), "--input")
+  if options.model_dir is None:
+    return _run_main("infer", options)
+  from rosetta_t5.infer import infer
+  from rosetta_t5.trained_model import read_run
+
+  run, restore_cfg = read_run(options.model_dir, options.flags)
+  cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
+  lengths = cfg.task_feature_lengths or run["train_dataset_cfg"].task_feature_lengths
+  model_dir, checkpoint = _locate(restore_cfg)
+  infer(
+    mode="predict",
+    model=run["model"],
+    dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
+    restore_checkpoint_cfg=restore_cfg,
+    partitioner=run["partitioner"],
+    output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
+    checkpoint_period=100,
+    summarize_config_fn=_write_no_config,
+  )
+  return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -45,3 +115,42 @@ def _run_main(module: str, options: argparse.Namespace) -> int:
   program = f"rosetta-t5 {module}"
   importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
+
+
+def _write_no_config(**_: Any) -> None:
+  """Writes nothing: the configuration is the run's, which is in its folder."""
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> None:
+  """Raises ConfigError if one of these options is given: it has no effect without `needed`."""
+  given = [f"--{name}" for name in names if getattr(options, name) is not None]
+  if given:
+    raise ConfigError(f"{given[0]} needs {needed}")
+
+
+def _locate(restore_cfg: Any) -> tuple[pathlib.Path, str]:
+  """Returns the MODEL_DIR of a checkpoint, and the checkpoint's name in it."""
+  from rosetta_t5.checkpoints import latest_step
+
+  path = pathlib.Path(restore_cfg.path)
+  if restore_cfg.mode == "specific":
+    return path.parent, path.name
+  return path, f"checkpoint_{latest_step(path)}"
+
+
+def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: str) -> Any:
+  """Returns the first data that a run has, with the task, split and batch size of the options.
+
+  Args:
+    run: the arguments of `train`.
+    options: the values of the command line.
+    *names: the names of these arguments, in order of preference; the training data come last.
+  """
+  found = [run[name] for name in (*names, "train_dataset_cfg") if run.get(name) is not None]
+  given = {
+    "mixture_or_task_name": options.task,
+    "split": options.split,
+    "batch_size": options.batch_size,
+  }
+  changes = {name: value for name, value in given.items() if value is not None}
+  return dataclasses.replace(found[0], **changes)

@@ -21,21 +21,21 @@ _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 
 
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 infer` that choose a model, texts and lengths."""
-  add = parser.add_argument
-  add("--model_dir", help="MODEL_DIR of a training run, or one of its checkpoints")
+  """Adds the arguments of `rosetta-t5 infer` for texts."""
+  add = parser.add_argument_group("texts").add_argument
   add("--input", help="a file with a text or JSON object per line, or - for stdin")
   add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
   add("--targets", help="makes the target of a JSON object; the target is then scored")
   add("--output", default="-", help="a file, or - for stdout; an existing file is continued")
-  add("--batch_size", type=_positive_integer, default=8)
-  add("--num_decodes", type=_positive_integer, default=1, help="beams or samples; the best counts")
-  add("--input_length", type=_positive_integer, help="tokens; the training run's by default")
-  add("--output_length", type=_positive_integer, help="tokens; the training run's by default")
+  add("--num_decodes", type=positive_integer, default=1, help="beams or samples; the best counts")
+  add("--input_length", type=positive_integer, help="tokens; the training run's by default")
+  add("--output_length", type=positive_integer, help="tokens; the training run's by default")
 
 
 def infer(options: argparse.Namespace) -> int:
   """Reads texts or JSON objects, one per line, and writes the model's predictions or scores."""
+  from rosetta_t5.trained_model import open_model_dir
+
   with _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
@@ -44,7 +44,7 @@ def infer(options: argparse.Namespace) -> int:
     first = next(rows, None)
     if first is not None:
       file = _open_output(options.output, len(completed), size, stack)
-      model = _open_model(options.model_dir)
+      model = open_model_dir(options.model_dir, options.flags)
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
       if options.output != "-" or not sys.stdout.isatty():
@@ -69,9 +69,10 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
 def chat(options: argparse.Namespace) -> int:
   """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
+  from rosetta_t5.trained_model import open_model_dir
 
   with _exit_when_stopped():
-    model = _open_model(options.model_dir)
+    model = open_model_dir(options.model_dir)
     fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
     for text in _typed_lines():
@@ -82,7 +83,7 @@ def chat(options: argparse.Namespace) -> int:
   return 0
 
 
-def _positive_integer(text: str) -> int:
+def positive_integer(text: str) -> int:
   if not text.isdecimal() or int(text) < 1:
     raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
   return int(text)
@@ -94,16 +95,6 @@ def _exit_when_stopped(output: str = "-") -> Iterator[None]:
   kept = f"{output} has the results so far; run again to continue"
   with ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept)):
     yield
-
-
-def _open_model(model_dir: str) -> Any:
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-  from rosetta_t5.parallel import enable_compilation_cache
-  from rosetta_t5.trained_model import open_model_dir
-
-  enable_compilation_cache()
-  import_seqio()  # This hides GPUs from TensorFlow, so it comes before gin files import seqio.
-  return open_model_dir(model_dir)
 
 
 def _typed_lines() -> Iterator[str]:
@@ -185,7 +176,8 @@ def _infer_rows(
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
 
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
-  batch_size = options.batch_size + -options.batch_size % model.partitioner.data_mesh_size
+  batch_size = options.batch_size or 8
+  batch_size += -batch_size % model.partitioner.data_mesh_size
   texts = TextInference(
     model.model,
     model.partitioner,

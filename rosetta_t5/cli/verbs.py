@@ -35,8 +35,12 @@ VERBS = {
   ),
   "eval": Verb(
     "cli.run_commands:eval_arguments",
-    "Evaluate checkpoints of a run's folder, or as gin files configure it (python -m t5x.eval).",
-    ("--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",),
+    "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",
+    (
+      "--model_dir runs/squad",
+      "--model_dir runs/squad/checkpoint_2000 --split test",
+      "--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    ),
     has_flags=True,
   ),
   "infer": Verb(
@@ -44,6 +48,7 @@ VERBS = {
     "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
     (
       "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
+      "--model_dir runs/squad --split test",
       "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
     has_flags=True,

@@ -12,6 +12,7 @@ from rosetta_t5.data.pipeline.feed import (
   get_zeros_batch_like_spec,
   prepare_train_iter,
 )
+from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
 from rosetta_t5.data.tasks.file_task import file_task

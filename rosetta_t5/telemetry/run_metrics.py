@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,17 +31,21 @@ _BYTES_PER_RSS = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrs
 class RunMetrics:
   """Computes metrics outside the step, once per report, so that the step is no slower."""
 
-  def __init__(self, model: Any, batch: Mapping[str, Any], devices: Iterable[jax.Device]):
+  def __init__(
+    self, model: Any, batch: Mapping[str, Any], mesh: jax.sharding.Mesh, first_step: int = 0
+  ):
     """Builds the metrics of one run.
 
     Args:
       model: the model; its `network_config` determines the FLOPs.
       batch: the arrays or shapes of a batch, by feature.
-      devices: the devices of the run.
+      mesh: the mesh of the run's devices.
+      first_step: the step at which the run began, which is not 0 if it finetunes a checkpoint.
     """
     self._batch_size = int(next(iter(batch.values())).shape[0])
     self._flops = flops_of_model(model, batch)
-    self._peak = peak_flops(devices)
+    self._peak = peak_flops(mesh.devices.flat)
+    self._first_step = first_step
     self._norm = jax.jit(global_norm)
 
   def __call__(self, step: int, values: Mapping[str, float], train_state: Any) -> dict[str, float]:
@@ -53,7 +57,7 @@ class RunMetrics:
       train_state: the state after them.
     """
     metrics = {
-      SAMPLES: float(step * self._batch_size),
+      SAMPLES: float((step - self._first_step) * self._batch_size),
       WEIGHT_NORM: float(self._norm(train_state.params)),
       **peak_memory(),
     }

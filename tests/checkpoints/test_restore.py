@@ -117,7 +117,7 @@ def test_a_configured_folder_without_checkpoints_is_an_error(tmp_path):
   with pytest.raises(
     ValueError,
     match=r"there is no checkpoint to restore in .*typo \(mode = 'latest"
-    r"'\): set RestoreCheckpointConfig.path",
+    r"'\): .*typo does not exist: set RestoreCheckpointConfig.path",
   ):
     find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
   restore.fallback_to_scratch = True
@@ -127,6 +127,14 @@ def test_a_configured_folder_without_checkpoints_is_an_error(tmp_path):
 def test_the_error_for_a_checkpoint_in_mode_latest_suggests_mode_specific(pretrained, tmp_path):
   restore = RestoreCheckpointConfig(path=f"{pretrained}/checkpoint_10")
   with pytest.raises(ValueError, match=r"checkpoint_10 is a checkpoint itself: set .*'specific'"):
+    find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
+
+
+def test_the_error_for_a_missing_checkpoint_names_the_steps_beside_it(pretrained, tmp_path):
+  restore = RestoreCheckpointConfig(path=f"{pretrained}/checkpoint_15")
+  with pytest.raises(
+    ValueError, match=r"checkpoint_15 does not exist \(its folder has the steps 10, 20\): set"
+  ):
     find_start_checkpoint(CheckpointConfig(restore=restore), tmp_path)
 
 

@@ -35,7 +35,12 @@ DROPOUT_RATE = 0.0
 MODEL_DIR = 'runs/new'
 """
 # What computes for long even if it is tiny, or needs the results of a run.
-LONG = ("rosetta-t5 infer --model_dir", "rosetta-t5 chat", "load_stablehlo")
+LONG = (
+  "rosetta-t5 eval --model_dir",
+  "rosetta-t5 infer --model_dir",
+  "rosetta-t5 chat",
+  "load_stablehlo",
+)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,13 @@ def model(config=CONFIG):
   return types.SimpleNamespace(network_config=config)
 
 
+def mesh(*devices):
+  return types.SimpleNamespace(devices=np.array(devices))
+
+
 def measured(devices, optimizer=None, values=None, model=None):
   state = TrainState.create(optimizer or sgd(0.1), {"params": PARAMS})
-  measures = RunMetrics(model or globals()["model"](), BATCH, devices)
+  measures = RunMetrics(model or globals()["model"](), BATCH, mesh(*devices))
   return measures(7, {"timing/seqs_per_second": 1000.0} if values is None else values, state)
 
 
@@ -45,6 +49,12 @@ def test_run_metrics_are_samples_weight_norm_utilization_and_memory():
     "weight_norm": pytest.approx(np.sqrt(12 * 4 + 4)),
     "timing/model_flops_utilization": pytest.approx(1000 * flops / (2 * 989e12)),
   }
+
+
+def test_samples_of_the_training_before_the_run_are_not_counted():
+  state = TrainState.create(sgd(0.1), {"params": PARAMS})
+  measures = RunMetrics(model(), BATCH, mesh(*jax.devices()), first_step=1200)
+  assert measures(1250, {}, state)["data/consumed_samples"] == 50 * 16
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,7 @@ def updated(state, value):
 
 def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
   state = TrainState.create(skipping(), {"params": PARAMS})
-  measures = RunMetrics(model(), BATCH, jax.devices())
+  measures = RunMetrics(model(), BATCH, mesh(*jax.devices()))
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   for step, skipped in ((1, 1.0), (2, 2.0)):
     state = updated(state, np.nan)
@@ -84,7 +94,7 @@ def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
 
 def test_nonfinite_step_ends_the_run_of_other_optimizers():
   state = TrainState.create(sgd(0.1), {"params": PARAMS})
-  values = RunMetrics(model(), BATCH, jax.devices())(1, {}, state)
+  values = RunMetrics(model(), BATCH, mesh(*jax.devices()))(1, {}, state)
   assert skipped_steps(state.param_states) is None
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   with pytest.raises(NonFiniteError, match="first in loss"):

@@ -8,12 +8,30 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.task_lookup import check_cached, check_split, find_task_or_mixture
+from rosetta_t5.data.pipeline.task_lookup import (
+  check_cached,
+  check_split,
+  find_task_or_mixture,
+  subtasks_with_split,
+)
+from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio
+
+
+def has_metrics(cfg: DatasetConfig) -> bool:
+  """Returns whether the task, or a task of the mixture, has the split and metrics of predictions.
+
+  Raises:
+    ValueError: the task does not exist.
+  """
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    return False
+  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg))
+  return any(task.metric_objs for task in tasks)
 
 
 def make_evaluator(

@@ -1,0 +1,117 @@
+"""`rosetta-t5 eval` and `infer` with the folder of a training run alone, and options that need it."""
+
+from __future__ import annotations
+
+import json
+
+import gin
+import pytest
+from tiny_tasks import add_task, save_checkpoints
+
+from rosetta_t5 import cli
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
+CONFIG = """
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import tiny_tasks
+from t5x import partitioning
+from t5x import trainer
+from t5x import utils
+
+train_script.train:
+  model = @tiny_tasks.byte_model()
+  partitioner = @partitioning.PjitPartitioner()
+  trainer_cls = @trainer.Trainer
+  eval_steps = 1
+  train_dataset_cfg = @train/utils.DatasetConfig()
+  train_eval_dataset_cfg = @train_eval/utils.DatasetConfig()
+  infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()
+partitioning.PjitPartitioner.num_partitions = 1
+utils.DatasetConfig:
+  mixture_or_task_name = 'judged_pairs'
+  task_feature_lengths = {'inputs': 16, 'targets': 12}
+  split = 'validation'
+  batch_size = 8
+  shuffle = False
+  seed = 0
+  pack = True
+train/utils.DatasetConfig.split = 'train'
+infer_eval/utils.DatasetConfig.task_feature_lengths = None
+"""
+
+
+def likelihood(targets, scores):
+  return {"likelihood": float(scores.mean())}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+  add_task("judged_pairs", metric_fns=[likelihood])
+  add_task("unjudged_pairs")
+  folder = tmp_path_factory.mktemp("run")
+  save_checkpoints(folder, [3, 7])
+  (folder / "config.gin").write_text(CONFIG)
+  yield folder
+  for task in ("judged_pairs", "unjudged_pairs"):
+    import_seqio().TaskRegistry.remove(task)
+
+
+@pytest.fixture(autouse=True)
+def empty_gin(monkeypatch):
+  monkeypatch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+  yield
+  gin.clear_config()
+
+
+def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys):
+  assert cli.main(["eval", "--model_dir", str(model_dir)]) == 0
+  shown = capsys.readouterr().out
+  assert "judged_pairs  step  likelihood\n" in shown
+  folder = model_dir / "eval/validation/inference_eval"
+  assert f"results  {folder}" in shown
+  (line,) = (folder / "judged_pairs-metrics.jsonl").read_text().splitlines()
+  assert json.loads(line)["step"] == 7
+
+
+def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoint(
+  model_dir, tmp_path, capsys
+):
+  options = ["--task", "unjudged_pairs", "--split", "test", "--output_dir", str(tmp_path / "out")]
+  assert cli.main(["eval", "--model_dir", str(model_dir / "checkpoint_3"), *options]) == 0
+  shown = capsys.readouterr().out
+  assert "1 batches of the split 'test'" in shown
+  assert "evaluation at step 3  unjudged_pairs  loss " in shown
+  assert list((tmp_path / "out").rglob("events*"))
+
+
+def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
+  decode = "--gin.tiny_tasks.byte_model.label_smoothing=0.1"  # a binding changes the run
+  assert cli.main(["infer", "--model_dir", str(model_dir), "--split=test", decode]) == 0
+  path = model_dir / "infer/test/checkpoint_7/judged_pairs-predict.jsonl-00000-of-00001"
+  assert f"results  {path}" in capsys.readouterr().out
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  assert len(rows) == 11
+  assert {type(row["prediction"]) for row in rows} == {str}
+
+
+@pytest.mark.parametrize(
+  ("arguments", "status", "message"),
+  [
+    ("eval --split test", 2, "error: --split needs --model_dir"),
+    ("infer --input a.txt", 2, "error: --input needs --model_dir"),
+    ("infer --model_dir RUN --template x", 2, "error: --template needs --input"),
+    ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a run"),
+    ("eval --model_dir RUN --dry_run", 2, "--dry_run describes what gin files would run"),
+    ("eval --model_dir RUN --gin.NoSuch.x=1", 2, "NoSuch"),
+    ("eval --model_dir RUN --split tset", 1, "has no split 'tset'"),
+    ("eval --model_dir RUN --task nothing", 1, "nothing"),
+    ("eval --model_dir RUN/checkpoint_5", 1, "There is no folder RUN/checkpoint_5: give"),
+    ("eval --model_dir nowhere", 1, "There is no folder nowhere: give"),
+  ],
+)
+def test_options_that_cannot_be_used_are_refused(model_dir, arguments, status, message, capsys):
+  with pytest.raises(SystemExit) as ended:
+    cli.main([word.replace("RUN", str(model_dir)) for word in arguments.split()])
+  assert ended.value.code == status
+  assert message.replace("RUN", str(model_dir)) in capsys.readouterr().err
