@@ -14,7 +14,7 @@ from rosetta_t5.run_report.run_folder import Run
 from rosetta_t5.telemetry.user_errors import ConfigError
 
 _MAX_POINTS = 2000  # more than the pixels of a column
-_LABEL_WIDTH = 32  # characters along the vertical axis
+_LABEL_WIDTH = 28  # characters along the vertical axis
 _STYLE: dict[Any, Any] = {
   "figure.figsize": (3.35, 2.2),  # inches: a column of most conferences
   "figure.constrained_layout.use": True,
@@ -86,8 +86,8 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[Run]) -> None:
         shown.steps, shown.values * line.factor, dash, color=color, label=label, marker=marker
       )
   axes.set_xlabel("Step")
-  title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
-  axes.set_ylabel(textwrap.fill(title, _LABEL_WIDTH))
+  label = textwrap.fill(panel.title, _LABEL_WIDTH)
+  axes.set_ylabel(f"{label}\n({panel.unit})" if panel.unit else label)
   axes.xaxis.set_major_formatter(_engineering())
   if len(axes.get_legend_handles_labels()[1]) > 1:
     axes.figure.legend(loc="outside upper left")

@@ -72,7 +72,7 @@ def encode_data(runs: Sequence[Run]) -> str:
     "missing": missing_titles(panels),
     "runs": [_describe_run(run, max_points) for run in runs],
   }
-  return _compress(json.dumps(data).encode())
+  return _compress(json.dumps(data, allow_nan=False).encode())
 
 
 def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
   ends = [
     {
       "seconds": start.end["time"] - first_time,
-      "step": start.end.get("step"),
+      "step": step if isinstance(step := start.end.get("step"), int) else None,
       "reason": str(start.end.get("reason")),
     }
     for start in run.starts

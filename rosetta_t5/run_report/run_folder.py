@@ -22,8 +22,8 @@ from rosetta_t5.telemetry.run_files.run_log import RUN_LOG
 GROUPS = ("train", "training_eval", "inference_eval")
 _EVENT_FILE = "tfevents"
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
-_VARIABLE = re.compile(r"Variable (\S+)\s+size (\d+)\s+shape (\(.*\))\s+partition spec (.*)")
-_TOTAL = re.compile(r"Total number of parameters: (\d+)")
+_VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
+_TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
 _SAMPLES = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
 _MAX_EVALUATIONS = 24  # of which predictions are shown
 _MAX_EXAMPLES = 12

@@ -109,7 +109,7 @@ def _last(series: Any) -> str:
 
 def _positive(value: Any) -> float:
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return float(value) if is_number and value > 0 else math.nan
+  return float(value) if is_number and 0 < value < 1e18 else math.nan
 
 
 def _format(value: float, spec: str) -> str:

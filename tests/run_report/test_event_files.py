@@ -88,6 +88,18 @@ def test_a_record_whose_checksum_is_wrong_is_left_out(tmp_path):
   assert read.problem == "1 damaged records are left out"
 
 
+@pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
+def test_an_event_without_a_possible_time_is_left_out(tmp_path, time):
+  path = add_event_file(tmp_path, [(step, {"loss": 2.0}) for step in (1, 2, 3)])
+  event = event_pb2.Event(wall_time=time, step=9)
+  event.summary.value.add(tag="loss", simple_value=3.0)
+  with path.open("ab") as file:
+    RecordWriter(file).write(event.SerializeToString())
+  read = read_event_file(path)
+  assert read.series["loss"].steps.tolist() == [1, 2, 3]
+  assert read.problem == "1 damaged records are left out"
+
+
 def test_a_file_of_other_content_gives_no_series(tmp_path):
   path = tmp_path / "events.out.tfevents.1"
   for content in (b"", b"\0" * 4000, bytes(range(256)) * 20):

@@ -3,7 +3,7 @@
 
 const COLORS = ["#3b6fd4", "#d9702b", "#22936a", "#a055b8", "#b8890b", "#d1475d", "#0e8fa3", "#7a7f87"];
 const TIME_UNITS = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
-const state = { data: null, hidden: new Set(), axis: "steps", smoothing: 0, log: false };
+const state = { data: null, hidden: new Set(), axis: "steps", smoothing: 0, log: false, clip: false };
 const charts = new Map(); // element → function that draws it
 
 // ---------------------------------------------------------------------------------- small parts
@@ -38,6 +38,7 @@ function decodePoints(points) {
 }
 
 // Plotly reads a few HTML tags in the names of lines.
+const shorten = (text) => (text.length > 22 ? `${text.slice(0, 21)}…` : text);
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const color = (run) => COLORS[state.data.runs.indexOf(run) % COLORS.length];
 const visibleRuns = () => state.data.runs.filter((run) => !state.hidden.has(run.name));
@@ -81,7 +82,7 @@ function style(name) {
 function layout(xTitle, yTitle, isLog) {
   const axis = {
     gridcolor: style("--line"), linecolor: style("--line"), zeroline: false, automargin: true,
-    tickfont: { size: 11 }, exponentformat: "power", hoverformat: "",
+    tickfont: { size: 11 }, minexponent: 4,
   };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -89,14 +90,15 @@ function layout(xTitle, yTitle, isLog) {
     margin: { l: 8, r: 10, t: 8, b: 8 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--ink"), size: 12 } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--ink") },
     showlegend: false,
-    xaxis: { ...axis, title: { text: xTitle, font: { size: 12 }, standoff: 6 }, nticks: 7 },
-    yaxis: { ...axis, title: { text: yTitle, font: { size: 12 }, standoff: 6 }, type: isLog ? "log" : "linear", nticks: 6 },
+    xaxis: { ...axis, title: { text: xTitle, font: { size: 12 }, standoff: 6 }, nticks: 7, exponentformat: "SI", unifiedhovertitle: { text: `${xTitle} %{x}` } },
+    yaxis: { ...axis, title: { text: yTitle, font: { size: 12 }, standoff: 6 }, type: isLog ? "log" : "linear", nticks: 6, exponentformat: "power" },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
   };
 }
 
-const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] };
 const DASHES = [["solid", "solid"], ["dot", "dotted"], ["dash", "dashed"]]; // plotly's and CSS's names
 
 function linesOf(panel, run) {
@@ -113,18 +115,13 @@ function traces(panel, run) {
     const points = decodePoints(series.points);
     const means = series.means ? decodePoints(series.means) : points;
     const scaled = (values) => (line.factor === 1 ? values : values.map((value) => value * line.factor));
-    const name = plain([run.name, line.label].filter(Boolean).join(" · "));
-    const common = { mode: points.steps.length === 1 ? "markers" : "lines", legendgroup: name };
+    const name = plain([shorten(run.name), line.label].filter(Boolean).join(" · "));
+    const common = { mode: points.steps.length === 1 ? "markers" : "lines", hovertemplate: "%{y:.5g}" };
     const pen = { color: color(run), width: 1.6, dash };
-    const plainLine = { ...common, name, x: xValues(means, run), y: scaled(means.values), line: pen };
-    plainLine.hovertemplate = "%{y:.5g}";
-    if (!series.means && state.smoothing === 0) return [plainLine];
-    const rangeName = series.means ? `${name} · extremes` : `${name} · as measured`;
-    const faint = { ...common, name: rangeName, showlegend: false, opacity: 0.3, line: { ...pen, width: 1 } };
-    Object.assign(faint, { x: xValues(points, run), y: scaled(points.values), hovertemplate: "%{y:.5g}" });
-    plainLine.y = smooth(plainLine.y, state.smoothing);
-    plainLine.name = `${name} · ${state.smoothing ? "smoothed" : "mean"}`;
-    return [faint, plainLine];
+    const main = { ...common, name, x: xValues(means, run), y: smooth(scaled(means.values), state.smoothing), line: pen };
+    if (!series.means && state.smoothing === 0) return [main];
+    const faint = { ...common, name: series.means ? "extremes" : "as measured", opacity: 0.3, line: { ...pen, width: 1 } };
+    return [{ ...faint, x: xValues(points, run), y: scaled(points.values) }, main];
   });
 }
 
@@ -133,9 +130,18 @@ function drawPanel(plot, panel) {
   const lines = runs.flatMap((run) => traces(panel, run));
   const look = layout(axisTitle(state.axis), panel.unit, state.log);
   // Rates and shares are read against zero.
-  if (!state.log && /per second|%|GiB/.test(panel.unit)) look.yaxis.rangemode = "tozero";
+  if (!state.log && /per second|%|GiB|ms/.test(panel.unit)) look.yaxis.rangemode = "tozero";
+  if (state.clip && lines.length) look.yaxis.range = usualRange(lines);
   if (!lines.length) look.annotations = [note(emptyReason())];
   return Plotly.react(plot, lines, look, CONFIG);
+}
+
+// The range of a vertical axis without the highest and the lowest hundredth of the values.
+function usualRange(lines) {
+  const values = lines.flatMap((line) => line.y).filter((y) => !state.log || y > 0).sort((a, b) => a - b);
+  const scaled = [0.01, 0.99].map((share) => values[Math.round(share * (values.length - 1))]).map((y) => (state.log ? Math.log10(y) : y));
+  const margin = 0.05 * (scaled[1] - scaled[0]) || 1;
+  return [scaled[0] - margin, scaled[1] + margin];
 }
 
 function emptyReason() {
@@ -201,6 +207,7 @@ function drawTimeline(plot) {
   look.hovermode = "closest";
   look.showlegend = true;
   look.yaxis.rangemode = "tozero";
+  look.yaxis.exponentformat = "SI";
   if (!lines.length) look.annotations = [note(emptyReason())];
   return Plotly.react(plot, lines, look, CONFIG);
 }
@@ -454,7 +461,9 @@ function connectControls() {
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
   theme.onclick = () => { setTheme(root.dataset.theme !== "dark"); redraw(); };
   document.getElementById("axis").onchange = (event) => { state.axis = event.target.value; redraw(); };
-  document.getElementById("log").onchange = (event) => { state.log = event.target.checked; redraw(); };
+  for (const name of ["log", "clip"]) {
+    document.getElementById(name).onchange = (event) => { state[name] = event.target.checked; redraw(); };
+  }
   document.getElementById("smoothing").oninput = (event) => {
     state.smoothing = Number(event.target.value);
     document.getElementById("smoothing-value").textContent = event.target.value;
