@@ -6,17 +6,16 @@ import csv
 import json
 import pathlib
 import shutil
+import string
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pyarrow as pa
 import shell
 
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
-TEXTS = [
-  f"Paragraph {n} of the text states that {n * n} is the square of {n} and of {-n}."
-  for n in range(300)
-]
+TEXTS = [f"Return {n * n}, which is the square of {n} and of {-n}." for n in range(300)]
 _NAMES = ("Ada", "Bo", "Cy", "Di")
 _TASK_MODULE = """
 import seqio
@@ -67,11 +66,12 @@ def write_user_files(folder: pathlib.Path) -> None:
   """Writes everything into an empty folder, which is also the working directory of the pages."""
   _write_text(folder)
   _write_data_sets(folder / "data")
-  vocabulary = train_sentencepiece(TEXTS, 250)
+  characters = [" ".join(string.ascii_letters + string.punctuation)] * 20
+  vocabulary = train_sentencepiece(TEXTS + characters, 250)
   for name in ("spiece.model", "vocabulary.model", "data/spiece.model"):
     (folder / name).write_bytes(vocabulary)
-  characters = {chr(code): n for n, code in enumerate(range(33, 127))}
-  (folder / "vocab.json").write_text(json.dumps({**characters, "<|endoftext|>": len(characters)}))
+  pieces = [*(chr(code) for code in range(33, 127)), "<|endoftext|>"]
+  (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
   (folder / "merges.txt").write_text("#version: 0.2\na b\n")
   (folder / "docs").mkdir()
   (folder / "docs/page.md").write_text("\n\n".join(TEXTS))
@@ -89,9 +89,11 @@ def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _write_text(folder: pathlib.Path) -> None:
-  for name in ("corpus/a.txt", "more/b.txt", "train-0.txt", "validation.txt"):
+  texts = {"corpus/a.txt": TEXTS, "more/b.txt": TEXTS}
+  splits = {"train-0.txt": TEXTS[:250], "validation.txt": TEXTS[250:]}
+  for name, lines in {**texts, **splits}.items():
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text("\n".join(TEXTS))
+    (folder / name).write_text("\n".join(lines))
   _write_jsonl(folder / "corpus/c.jsonl.zst", ({"text": text} for text in TEXTS))
   questions = ({"question": f"What is {n}?", "context": text} for n, text in enumerate(TEXTS[:4]))
   _write_jsonl(folder / "questions.jsonl", questions)
@@ -101,30 +103,24 @@ def _write_data_sets(data: pathlib.Path) -> None:
   for name in (*(f"train/{n:02}" for n in range(30)), "val", "test"):
     _write_jsonl(data / f"the_pile/{name}.jsonl.zst", ({"text": text} for text in TEXTS))
   _write_jsonl(data / "lambada/lambada_test.jsonl", ({"text": text} for text in TEXTS))
-  paragraphs = [
-    {
-      "context": f"{name} has {n} cats.",
-      "qas": [
-        {
-          "id": f"{name}{n}",
-          "question": f"How many cats has {name}?",
-          "answers": [{"text": str(n), "answer_start": len(name) + 5}],
-        }
-      ],
-    }
-    for n in range(8)
-    for name in _NAMES
-  ]
   (data / "squad").mkdir()
-  for name in ("train", "dev"):
+  for split, numbers in (("train", range(8)), ("dev", range(8, 12))):
+    paragraphs = [_paragraph(name, n) for n in numbers for name in _NAMES]
     text = json.dumps({"data": [{"title": "Cats", "paragraphs": paragraphs}]})
-    (data / f"squad/{name}-v1.1.json").write_text(text)
+    (data / f"squad/{split}-v1.1.json").write_text(text)
   (data / "glue/mnli").mkdir(parents=True)
   for name in ("train", "dev_matched", "dev_mismatched"):
     with (data / f"glue/mnli/{name}.tsv").open("w") as file:
       rows = csv.writer(file, delimiter="\t")
       rows.writerow(["index", "sentence1", "sentence2", "gold_label"])
       rows.writerows([n, f"{n} is odd.", f"{n} is even.", "contradiction"] for n in range(16))
+
+
+def _paragraph(name: str, cats: int) -> dict[str, Any]:
+  """Returns a paragraph of SQuAD with one question."""
+  answers = [{"text": str(cats), "answer_start": len(f"{name} has ")}]
+  question = {"id": f"{name}{cats}", "question": f"How many cats has {name}?", "answers": answers}
+  return {"context": f"{name} has {cats} cats.", "qas": [question]}
 
 
 def _write_jsonl(path: pathlib.Path, rows: Iterable[Mapping[str, str]]) -> None:
