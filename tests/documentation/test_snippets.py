@@ -144,6 +144,19 @@ def test_the_gin_file_that_a_command_prints_works(
   check_gin(printed.partition("In a gin file:\n")[2], tmp_path)
 
 
+def test_the_flags_that_a_check_prints_for_missing_values_work(
+  user_files: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+  check = (
+    "rosetta-t5 check t5x/examples/t5/t5_1_1/small.gin t5x/configs/runs/pretrain.gin "
+    "--gin.USE_CACHED_TASKS=False --gin.MIXTURE_OR_TASK_NAME=\"'the_pile_span_corruption'\""
+  )
+  printed = shell.run_script(f"{check} || true", tmp_path, dry=True)
+  flags = re.findall(r"^ +(--gin\..*)", printed, re.MULTILINE)
+  assert len(flags) == 4, printed
+  shell.run_script(" ".join([check, *flags]), tmp_path, dry=True)
+
+
 @pytest.mark.slow
 def test_the_flags_that_plan_prints_work(user_files: pathlib.Path, tmp_path: pathlib.Path) -> None:
   recipe = "gin/examples/small_pile_pretrain.gin"
