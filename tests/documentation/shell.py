@@ -41,7 +41,7 @@ TINY_TRAINING = [
   "--gin.train.eval_steps=1",
   "--gin.BATCH_SIZE=8",
 ]
-_RUNS = ("train", "eval", "infer", "export", "main", "precompile")
+_RUNS = ("train", "eval", "infer", "export", "main", "precompile", "check")
 
 
 def run_in_process(argv: Sequence[str], dry: bool) -> int:
@@ -52,9 +52,9 @@ def run_in_process(argv: Sequence[str], dry: bool) -> int:
     dry: whether runs are only checked (--dry_run). If not, they are made tiny.
   """
   verb, *arguments = (argv[2].removeprefix("t5x."), *argv[3:]) if argv[0] == "python" else argv[1:]
-  if verb in _RUNS and "--input" not in arguments:
+  if verb in _RUNS and "--model_dir" not in arguments:
     arguments += TINY_TRAINING if verb == "train" else TINY
-    arguments += ["--dry_run"] if dry and "--dry_run" not in arguments else []
+    arguments += ["--dry_run"] if dry and not {verb, *arguments} & {"check", "--dry_run"} else []
   if argv[0] != "python":
     return cli.main([verb, *arguments])
   importlib.import_module(f"t5x.{verb}").main([f"rosetta-t5 {verb}", *arguments])

@@ -135,7 +135,8 @@ def _source_texts(task: Any, split: str, limit: int) -> Iterator[list[bytes]]:
     if has_split(part, split):
       dataset = part.source.get_dataset(split=split, shuffle=False)
       for example in itertools.islice(dataset.as_numpy_iterator(), limit):
-        texts = [value for name, value in sorted(example.items()) if name not in ("id", "idx")]
+        fields = example if isinstance(example, Mapping) else {"line": example}
+        texts = [value for name, value in sorted(fields.items()) if name not in ("id", "idx")]
         yield [text for text in texts if isinstance(text, bytes)]
 
 
