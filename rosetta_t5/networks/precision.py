@@ -18,7 +18,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
 from rosetta_t5.networks.t5_config import check_one_of, replace_config
-from rosetta_t5.parallel.sharding_constraints import count_parts
+from rosetta_t5.parallel.sharding_constraints import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.
 _FIRST_CAPABILITY = 8.9
@@ -177,7 +177,7 @@ class DelayedScalingMatmul(nn.Module):
 
 def _make_current_scaling_matmul(axes: tuple[str | None, ...]) -> Matmul:
   """Returns the fp8 matmul that scales each device's part of its operands separately."""
-  return lambda x_NI, w_IO: fp8_matmul(x_NI, w_IO, count_parts(axes, x_NI.shape + w_IO.shape[1:]))
+  return lambda x_NI, w_IO: fp8_matmul(x_NI, w_IO, dividing_axes(axes, x_NI.shape + w_IO.shape[1:]))
 
 
 _MAKE_MATMUL: dict[str, MakeMatmul] = {

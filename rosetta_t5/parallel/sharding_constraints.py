@@ -38,19 +38,24 @@ def with_sharding_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.A
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*kept))
 
 
-def count_parts(names: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
-  """Returns into how many parts the axis rules split each dimension of an activation or a matmul.
+def dividing_axes(names: Sequence[str | None], shape: Sequence[int]) -> tuple[Any, ...]:
+  """Returns the mesh axes over which the axis rules split each dimension, as in a PartitionSpec.
+
+  It is None for a dimension that is not split, also because its mesh axes do not divide it.
 
   Args:
-    names: the logical axis of each dimension, or None.
-    shape: its sizes. A dimension that its mesh axes do not divide is one part.
+    names: the logical axis of each dimension of an activation or a matmul, or None.
+    shape: its sizes.
   """
   rules, mesh = flax_partitioning.get_axis_rules(), jax.sharding.get_abstract_mesh()
   if not rules or mesh.empty:
-    return (1,) * len(shape)
+    return (None,) * len(shape)
   spec = flax_partitioning.logical_to_mesh_axes(tuple(names), rules) or ()
   counts = [_count_parts(axes, mesh.shape) for axes in spec]
-  return tuple(1 if size % count else count for size, count in zip(shape, counts, strict=True))
+  return tuple(
+    axes if count > 1 and size % count == 0 else None
+    for axes, size, count in zip(spec, shape, counts, strict=True)
+  )
 
 
 def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:

@@ -111,6 +111,8 @@ def test_program_is_as_good_as_the_recorded_one(case, programs):
   expected = recorded[key]
   for name in ("temporaries", "bytes moved", "least step in ms"):
     assert found[name] <= 1.03 * expected[name], f"{name} of {case} grew: RECORD=1 accepts this"
+  kernels, recorded_kernels = (sum(each["kernels"].values()) for each in (found, expected))
+  assert kernels <= 1.03 * recorded_kernels, f"{case} has more kernels: RECORD=1 accepts this"
   assert found["collectives"] == expected["collectives"]
   name = "share of communication that is hidden"
   assert found[name] >= expected[name] - 0.03

@@ -85,12 +85,11 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe):
 
 
 def test_projections_use_fp8_but_logits_and_attention_do_not():
-  lines = evaluation("current").as_text().splitlines()
-  matmuls = [line for line in lines if "dot_general" in line]
-  # Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
-  assert sum("f8E4M3FN" in line for line in matmuls) == 18
-  # Two matmuls in each of three attentions, two biases, and the logits.
-  assert sum("f8" not in line for line in matmuls) == 9
+  text = evaluation("current").as_text()
+  # Two operands. Encoder: 4 of attention, 3 of the feed-forward block; decoder: 4, 4 and 3.
+  assert len(re.findall(r"stablehlo.convert %.*-> tensor<.*f8E4M3FN>", text)) == 2 * 18
+  # The others: two matmuls in each of three attentions, two biases, and the logits.
+  assert text.count("stablehlo.dot_general") == 18 + 9
 
 
 def test_delayed_scales_are_replaced_in_each_microbatch_and_not_trained():

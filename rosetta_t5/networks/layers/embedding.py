@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.sharding_constraints import count_parts, with_sharding_constraint
+from rosetta_t5.parallel.sharding_constraints import dividing_axes, with_sharding_constraint
 from rosetta_t5.parallel.target_device import target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -62,7 +62,7 @@ class Embed(nn.Module):
     # In T5X an id outside the table is a one-hot row of zeros, which is what `mode="fill"` gives.
     # A table that is split by `embed` is gathered first, since a token needs its whole vector.
     table = with_sharding_constraint(self.embedding, ("vocab", None))
-    is_split = count_parts(("vocab", None), table.shape)[0] > 1
+    is_split = any(dividing_axes(("vocab", None), table.shape))
     vectors = (_look_up_sum if is_split else _look_up)(table, inputs, self.dtype)
     # Positions are split in a second step: each device looks up all tokens in its part of the
     # vocabulary, and the sums are scattered. In one step XLA would send around the whole table.
