@@ -136,6 +136,7 @@ def _closing_lines(model_dir: pathlib.Path) -> list[str]:
     "Commands to try next:",
     f"  {command} --gin.TRAIN_STEPS=2000  # train for more steps",
     f"  {command} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
+    f"  {_python()} -m rosetta_t5.cli report {os.path.relpath(model_dir)}  # shows the run in one page",
     f"  tensorboard --logdir={os.path.relpath(model_dir)}",
   ]
 

@@ -19,7 +19,6 @@ from rosetta_t5.run_report.event_files import Series
 from rosetta_t5.run_report.panels import choose_panels, missing_titles
 from rosetta_t5.run_report.run_folder import Run, Variable
 from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
-from rosetta_t5.telemetry.user_errors import ConfigError
 
 _MAX_POINTS = 160_000  # of all charts together: about 3 MB of the page
 _MAX_POINTS_OF_SERIES = 3000
@@ -32,9 +31,6 @@ def build_page(runs: Sequence[Run], refresh_seconds: float = 0) -> str:
   Args:
     runs: at least one run.
     refresh_seconds: the interval at which the page asks its server for new data; 0 for a file.
-
-  Raises:
-    ConfigError: plotly is not installed.
   """
   title = "Run report: " + ", ".join(run.name for run in runs)
   parts = {
@@ -203,12 +199,8 @@ def _placement(variable: Variable, facts: dict[str, Any]) -> str:
 
 
 def _plotly_source() -> str:
-  try:
-    import plotly
-  except ImportError as error:
-    raise ConfigError(
-      f"the report needs plotly, which cannot be imported ({error}): pip install 'rosetta-t5[report]'"
-    ) from error
+  import plotly
+
   return (importlib.resources.files(plotly) / "package_data" / "plotly.min.js").read_text("utf-8")
 
 

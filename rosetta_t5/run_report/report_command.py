@@ -11,12 +11,14 @@ from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.user_errors import ConfigError
 
+_PAGE = "report.html"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 report`."""
   add = parser.add_argument
   add("folders", nargs="+", metavar="MODEL_DIR", help="the folder of a run")
-  add("--out", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
+  add("--out", metavar="FILE", help=f"the page (default: {_PAGE})")
   add("--png", metavar="DIR", help="also write each chart as a PNG into this folder")
   add("--follow", action="store_true", help="serve the page on this machine and keep it up to date")
   add("--port", type=int, default=6010, help="the port of --follow (default: %(default)s)")
@@ -26,11 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report_runs(options: argparse.Namespace) -> int:
   """Writes the page and the pictures, or serves the page; returns the exit status."""
   if options.follow:
+    if options.out or options.png:
+      raise ConfigError("--follow serves the page and writes no files: leave out --out and --png")
     from rosetta_t5.run_report.page_server import serve
 
     serve(options.folders, options.port)
   else:
-    _write(options.folders, pathlib.Path(options.out), options.png)
+    _write(options.folders, pathlib.Path(options.out or _PAGE), options.png)
   return 0
 
 

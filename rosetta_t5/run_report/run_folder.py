@@ -113,8 +113,13 @@ def files_of_run(folder: pathlib.Path) -> list[pathlib.Path]:
   return sorted(files)
 
 
+def _root(folder: pathlib.Path) -> pathlib.Path:
+  """Returns MODEL_DIR, also if only a folder in it was given, such as T5X's MODEL_DIR/train."""
+  return folder.parent if folder.name in GROUPS else folder
+
+
 def _short_names(paths: Sequence[pathlib.Path]) -> list[str]:
-  names = [path.name or str(path) for path in paths]
+  names = [_root(path).name for path in paths]
   if len(set(names)) == len(names):
     return names
   common = os.path.commonpath(paths)
@@ -150,8 +155,7 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
 
 def _read_event_files(folder: pathlib.Path, notes: list[str]) -> dict[str, list[Events]]:
   """Returns the content of the event files by group, each group in the order of time."""
-  # A folder of T5X's, such as MODEL_DIR/train, may be given by itself.
-  root = folder.parent if folder.name in GROUPS else folder
+  root = _root(folder)
   by_group: dict[str, list[Events]] = collections.defaultdict(list)
   for file in files_of_run(folder):
     if _EVENT_FILE in file.name:

@@ -98,6 +98,7 @@ def test_pictures_are_as_wide_as_a_column_of_a_paper(runs, tmp_path):
     (["{run}", "--out", "{tmp}"], "is a folder: give the name of a file"),
     (["{run}", "--out", "{run}/config.gin/a.html"], "cannot be written"),
     (["{run}", "--out", "{tmp}/a.html", "--png", "{run}/config.gin"], "--png .* cannot be written"),
+    (["{run}", "--follow", "--png", "{tmp}"], "--follow serves the page and writes no files"),
     (["{run}", "--follow", "--port", "99999"], "--port 99999 cannot be used"),
   ],
 )
@@ -109,13 +110,12 @@ def test_errors_name_the_argument(arguments, message, runs, tmp_path, capsys):
   assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-  ("package", "option"), [("plotly", "the report needs plotly"), ("matplotlib", "--png needs")]
-)
-def test_a_missing_package_is_named(package, option, runs, tmp_path, monkeypatch, capsys):
-  monkeypatch.setitem(sys.modules, package, None)
+def test_pictures_without_matplotlib_are_an_error_that_names_it(
+  runs, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
   with pytest.raises(SystemExit):
     report(runs[0], "--out", tmp_path / "a.html", "--png", tmp_path)
   error = capsys.readouterr().err
-  assert option in error
+  assert "--png needs matplotlib" in error
   assert "pip install 'rosetta-t5[report]'" in error

@@ -53,8 +53,9 @@ def test_t5x_own_folder_is_enough(runs, tmp_path):
   """T5X writes no log; its rates tell the number of devices, its text the configuration."""
   rows = run_files.training_metrics(range(10, 100, 10))
   text = "#### Parameters:\n\n    BATCH_SIZE = 128\n    TRAIN_STEPS = 1000\n    network.T5Config.dtype = 'bfloat16'\n"
-  run_files.add_event_file(tmp_path / "train", rows, text=text, as_tensors=False)
-  run = read_runs([str(tmp_path / "train")])[0]
+  run_files.add_event_file(tmp_path / "t5x_run" / "train", rows, text=text, as_tensors=False)
+  run = read_runs([str(tmp_path / "t5x_run" / "train")])[0]
+  assert run.name == "t5x_run"
   assert set(run.series) == {"train"}
   assert run.config["BATCH_SIZE"] == "128"
   row = dict(zip(COLUMNS, summary_row(run), strict=True))
