@@ -73,7 +73,7 @@ class TrainLoop:
     )
     self._interruption = distributed.InterruptionListener(
       "the run finishes this step and saves its state",
-      f"the checkpoints in {self.model_dir} are kept",
+      f"the complete checkpoints in {self.model_dir} are kept",
     )
     self._watchdog = distributed.Watchdog()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import sys
@@ -19,6 +20,7 @@ def begin(name: str) -> None:
   # Imports create a million objects that stay; at the default threshold, a third of their time is
   # spent on looking for garbage among these.
   gc.set_threshold(50_000, 20, 100)
+  atexit.register(gc.freeze)  # Python would look for garbage once more before it exits.
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(line_buffering=True)  # Log files are read while a command runs.
   # With many processes, the first one prints a line for all when they have met.
