@@ -12,11 +12,13 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.argument_types import NonEmptyText, Positive, Seed
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
+from rosetta_t5.models import BaseModel
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
@@ -28,19 +30,19 @@ from rosetta_t5.trained_model import OpenedModel
 
 def evaluate(
   *,
-  model: Any,
+  model: BaseModel,
   dataset_cfg: data.DatasetConfig,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   partitioner: BasePartitioner,
-  output_dir: str,
+  output_dir: NonEmptyText,
   inference_evaluator_cls: Callable[..., Any] | None = None,
   training_evaluator_cls: Callable[..., Any] | None = None,
   summarize_config_fn: Callable[..., None] = config.summarize_gin_config,
   train_state_initializer_cls: Any = checkpoints.TrainStateInitializer,
   train_eval_get_dataset_fn: Callable[..., Any] = data.get_training_eval_datasets,
-  fallback_init_rng: int | None = None,
+  fallback_init_rng: Seed | None = None,
   use_orbax: bool = True,
-  input_length_buckets: Sequence[int] | None = (),
+  input_length_buckets: Sequence[Positive] | None = (),
 ) -> dict[int, Values]:
   """Evaluates checkpoints: predictions and scores for a task's examples, and the task's metrics.
 

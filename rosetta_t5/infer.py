@@ -16,11 +16,13 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
+from rosetta_t5.models import BaseModel
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
@@ -37,19 +39,19 @@ _MODEL_METHODS = {
 def infer(
   *,
   mode: str,
-  model: Any,
+  model: BaseModel,
   dataset_cfg: data.DatasetConfig,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   partitioner: BasePartitioner,
-  output_dir: str,
-  checkpoint_period: int,
-  shard_id: int = 0,
-  num_shards: int = 1,
+  output_dir: NonEmptyText,
+  checkpoint_period: Positive,
+  shard_id: NonNegative = 0,
+  num_shards: Positive = 1,
   merge_chunked_results: bool = True,
   write_fn: Callable[..., None] = result_files.write_inferences_to_file,
   checkpoint_ds_iter: bool = True,
   train_state_initializer_cls: Any = checkpoints.TrainStateInitializer,
-  fallback_init_rng: int | None = None,
+  fallback_init_rng: Seed | None = None,
   merge_fn: Callable[[str, str, str, int | None], None] = result_files.merge_chunks_to_file,
   summarize_config_fn: Callable[..., None] = config.summarize_gin_config,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
@@ -57,7 +59,7 @@ def infer(
   file_extension: str = "jsonl",
   keep_aux_as_numpy: bool = False,
   use_orbax: bool = True,
-  input_length_buckets: Sequence[int] | None = (),
+  input_length_buckets: Sequence[Positive] | None = (),
 ) -> None:
   """Writes a model's predictions for a task's examples, or the scores of their targets.
 
@@ -159,7 +161,7 @@ def infer(
     "infer.checkpoint_period": checkpoint_period,
     "DatasetConfig.batch_size": batch_size,
     "DatasetConfig.split": dataset_cfg.split,
-    "DatasetConfig.task_feature_lengths": dict(dataset_cfg.task_feature_lengths),
+    "DatasetConfig.task_feature_lengths": dict(dataset_cfg.task_feature_lengths or {}),
     "RestoreCheckpointConfig.path": str(restore_checkpoint_cfg.path),
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
@@ -248,7 +250,7 @@ def _write_chunk(
 class _ResultFile:
   """The file that all chunks are merged into; it is complete if a file `….COMPLETED` exists."""
 
-  output_dir: str
+  output_dir: NonEmptyText
   name: str
 
   @property

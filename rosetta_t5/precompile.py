@@ -11,7 +11,9 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
+from rosetta_t5.argument_types import NonEmptyText, Seed
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
+from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
@@ -22,11 +24,11 @@ from rosetta_t5.training.trainer import trainer_to_compile
 
 def precompile(
   *,
-  model: Any,
+  model: BaseModel,
   train_dataset_cfg: data.DatasetConfig,
   partitioner: BasePartitioner,
-  model_dir: str,
-  random_seed: int | None,
+  model_dir: NonEmptyText,
+  random_seed: Seed | None,
   get_dataset_fn: Callable[..., Any] = data.get_dataset,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   trainer_cls: Callable[..., Any] | None = None,

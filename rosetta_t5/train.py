@@ -13,8 +13,10 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, distributed
+from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
+from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
@@ -34,32 +36,32 @@ from rosetta_t5.training.hooks import automatic_garbage_collection
 @checkpoints.exclusive_model_dir
 def train(
   *,
-  model: Any,
+  model: BaseModel,
   train_dataset_cfg: data.DatasetConfig,
   train_eval_dataset_cfg: data.DatasetConfig | None,
   infer_eval_dataset_cfg: data.DatasetConfig | None,
   checkpoint_cfg: checkpoints.CheckpointConfig,
   partitioner: BasePartitioner,
   trainer_cls: Callable[..., Any],
-  model_dir: str,
-  total_steps: int,
-  eval_steps: int,
-  eval_period: int,
-  relative_steps: int | None = None,
-  stats_period: int | None = None,
-  random_seed: int | None,
+  model_dir: NonEmptyText,
+  total_steps: NonNegative,
+  eval_steps: Positive,
+  eval_period: NonNegative,
+  relative_steps: NonNegative | None = None,
+  stats_period: NonNegative | None = None,
+  random_seed: Seed | None,
   use_hardware_rng: bool = False,
   summarize_config_fn: Callable[[str, Any, int], None],
   inference_evaluator_cls: Any = None,
   get_dataset_fn: Callable[..., Any] = data.get_dataset,
   concurrent_metrics: bool = True,
-  actions: Mapping[ActionMode, Sequence[BaseAction]] | None = None,
+  actions: Mapping[ActionMode | str, Sequence[BaseAction]] | None = None,
   train_eval_get_dataset_fn: Callable[..., Any] = data.get_training_eval_datasets,
   run_eval_before_training: bool = False,
   train_state_initializer_cls: Any = checkpoints.TrainStateInitializer,
   use_orbax: bool = True,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
-  gc_period: int = 0,
+  gc_period: NonNegative = 0,
   te_config_cls: Any = None,
 ) -> tuple[int, TrainState]:
   """Trains a model, from the latest checkpoint in MODEL_DIR if there is one.
@@ -256,9 +258,9 @@ def _header_notes(model: Any, model_dir: str, fp8: Fp8Choice) -> list[str]:
 
 
 def _run_facts(
-  model_dir: str,
+  model_dir: NonEmptyText,
   restore_path: str | None,
-  random_seed: int | None,
+  random_seed: Seed | None,
   train_dataset_cfg: data.DatasetConfig,
   checkpoint_cfg: checkpoints.CheckpointConfig,
 ) -> dict[str, Any]:

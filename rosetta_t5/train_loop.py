@@ -53,7 +53,7 @@ class TrainLoop:
   predictions: PredictionEvaluation
   concurrent_metrics: bool
   manager: checkpoints.OrbaxCheckpointManagerInterface | None
-  actions: Mapping[ActionMode, Sequence[BaseAction]] | None
+  actions: Mapping[ActionMode | str, Sequence[BaseAction]] | None
   run_metrics: RunMetrics
   explain_out_of_memory: Callable[..., contextlib.AbstractContextManager[None]]
   model_dir: str

@@ -7,12 +7,15 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
+from rosetta_t5.argument_types import NonNegative, Positive, one_of
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 
 _MODES = ("latest", "all", "specific")
+Mode = Annotated[str, one_of(_MODES)]
+StoredDType = Annotated[str, one_of(("float32", "bfloat16", "float16"))]
 
 
 @runtime_checkable
@@ -46,11 +49,11 @@ class SaveCheckpointConfig:
       on this class.
   """
 
-  dtype: str | None = "float32"
-  period: int | None = None
-  checkpoint_steps: Sequence[int] | None = None
-  keep: int | None = None
-  keep_dataset_checkpoints: int | None = None
+  dtype: StoredDType | None = "float32"
+  period: NonNegative | None = None
+  checkpoint_steps: Sequence[NonNegative] | None = None
+  keep: Positive | None = None
+  keep_dataset_checkpoints: Positive | None = None
   save_dataset: bool = False
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
@@ -84,12 +87,12 @@ class RestoreCheckpointConfig:
     checkpoint_manager_cls: builds the manager.
   """
 
-  path: str | Sequence[str]
-  mode: str = "latest"
+  path: str | Sequence[str] | None
+  mode: Mode = "latest"
   assignment_map: Sequence[tuple[str, str | None]] | None = None
   strict: bool = True
   fallback_to_scratch: bool = False
-  dtype: str | None = None
+  dtype: StoredDType | None = None
   restore_dataset: bool = False
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = ()

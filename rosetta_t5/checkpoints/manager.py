@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import dataset_position, saved_state
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import mesh_tf
@@ -52,11 +53,11 @@ class OrbaxCheckpointManagerInterface:
     dataset_iterator: Any = None,
     save_dtype: Any = None,
     restore_dtype: Any = None,
-    keep: int | None = None,
-    period: int | None = 1,
-    checkpoint_steps: Sequence[int] | None = None,
-    keep_dataset_checkpoints: int | None = None,
-    force_keep_period: int | None = None,
+    keep: Positive | None = None,
+    period: NonNegative | None = 1,
+    checkpoint_steps: Sequence[NonNegative] | None = None,
+    keep_dataset_checkpoints: Positive | None = None,
+    force_keep_period: Positive | None = None,
     metric_name_to_monitor: str | None = None,
     metric_mode: str = "max",
     keep_checkpoints_without_metrics: bool = True,

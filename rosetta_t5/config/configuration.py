@@ -9,7 +9,8 @@ from typing import Any
 import gin
 
 from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
-from rosetta_t5.config.checks.mistakes import check_calls, check_integers, check_spelling
+from rosetta_t5.config.checks.mistakes import check_calls, check_spelling
+from rosetta_t5.config.checks.values import check_values
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.telemetry.user_errors import Problems
@@ -61,7 +62,7 @@ def configure(program: Program, function: Callable[..., Any]) -> Callable[..., A
 
 
 def check_bound(program: Program, function: Callable[..., Any] | None, problems: Problems) -> None:
-  """Collects what is misspelt, missing or of the wrong type in a program that has been bound.
+  """Collects what is misspelt, missing, or has a wrong type or range in a program that has been bound.
 
   Args:
     program: the statements.
@@ -72,8 +73,8 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
   for check in (check_spelling, check_macros, check_calls):
     with problems.collect():
       check(program)
+  check_values(program, problems)
   # Arguments that could not be bound are not reported as missing too.
   if function is not None and all_bound:
     with problems.collect():
       check_arguments(program, function)
-      check_integers(function)

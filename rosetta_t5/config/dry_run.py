@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
 
 from rosetta_t5.config.checks.completeness import check_required
 from rosetta_t5.config.checks.references import unused_bindings
+from rosetta_t5.config.checks.values import unchecked_arguments
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
 from rosetta_t5.config.language.binding import bind
@@ -20,6 +21,8 @@ from rosetta_t5.config.language.statements import Binding, Program, SourceLine
 from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes
 
 Rows = list[tuple[str, str]]
+# The label of a row about something that could not be described, and so may be wrong.
+NOT_CHECKED = "not checked"
 
 
 @dataclasses.dataclass
@@ -31,6 +34,7 @@ class ResolvedRun:
     program: the gin files and the bindings of the command line.
     problems: all that is wrong. Later checks add to it.
     unused: the bindings that nothing reads.
+    unchecked: what could not be checked. Later checks add to it.
     devices: the number of devices that the run will have, if the command line specifies it.
     arguments: the arguments of the run that could be built.
     settings: for each argument that is a function or class to be called later, the arguments that gin
@@ -41,6 +45,7 @@ class ResolvedRun:
   program: Program
   problems: Problems
   unused: list[Binding]
+  unchecked: list[str]
   devices: int | None = None
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
   settings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -72,12 +77,15 @@ def dry_run(
     rows = describe(resolved) if describe else []
   finally:
     gin.clear_config()  # a run in this process starts afresh
-  unused = _unused_text(resolved.unused)
+  unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
   if resolved.problems.messages:
     raise ConfigError(_paragraphs(str(resolved.problems), unused))
+  unchecked = resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
+  rows = [row for row in rows if row[0] != NOT_CHECKED]
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-  return _paragraphs(table, unused, "Nothing is wrong.")
+  verdict = "Nothing is wrong in what was checked." if unchecked else "Nothing is wrong."
+  return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
 
 
 def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
@@ -96,6 +104,7 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     program=program,
     problems=problems,
     unused=unused_bindings(program, function) if function and not problems.messages else [],
+    unchecked=[] if problems.messages else unchecked_arguments(),
     devices=command.devices,
   )
   if not binding_problems.messages:
@@ -122,8 +131,7 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     except Exception as error:
       resolved.arguments.pop(name, None)
       if not had_problems:
-        message = _build_error_text(name, error, resolved.source_of(name))
-        resolved.problems.messages.append(message)
+        resolved.problems.messages.append(_build_error_text(name, error, resolved))
 
 
 def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
@@ -133,17 +141,21 @@ def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
     return {**defaults(configurable), **gin.get_bindings(configurable.selector)}
 
 
-def _build_error_text(name: str, error: Exception, source: SourceLine | None) -> str:
+def _build_error_text(name: str, error: Exception, resolved: ResolvedRun) -> str:
   kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-  where = f"\n  {source}" if source else ""
-  return f"{name} cannot be built: {kind}{strip_gin_notes(str(error))}{where}"
+  text = f"{name} cannot be built: {kind}{strip_gin_notes(str(error))}"
+  sources = [*resolved.program.lines_with(text), resolved.source_of(name)]
+  source = next(filter(None, sources), None)
+  return f"{text}\n  {source}" if source else text
 
 
-def _unused_text(unused: list[Binding]) -> str:
-  if not unused:
+def _listing(noun: str, state: str, items: Sequence[str]) -> str:
+  """Returns "2 bindings are never used:" and a line for each of them; "" if there are none."""
+  lines = list(dict.fromkeys(items))
+  if not lines:
     return ""
-  head = f"{len(unused)} binding{'s are' if len(unused) > 1 else ' is'} never used:"
-  return "\n".join([head, *(f"  {binding.source}" for binding in unused)])
+  head = f"{len(lines)} {noun}{'s are' if len(lines) > 1 else ' is'} {state}:"
+  return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def _paragraphs(*texts: str) -> str:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5.argument_types import NonNegative, Positive, Seed
 from rosetta_t5.distributed.coordination import draw_seed
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ class DatasetConfig:
   """
 
   mixture_or_task_name: str | seqio.Task | seqio.Mixture
-  task_feature_lengths: Mapping[str, int]
+  task_feature_lengths: Mapping[str, Positive] | None
   split: str
-  batch_size: int
+  batch_size: Positive
   shuffle: bool
-  seed: int | None
+  seed: Seed | None
   use_cached: bool = False
   pack: bool = False
   use_custom_packing_ops: bool = False
@@ -54,8 +55,8 @@ class DatasetConfig:
   use_memory_cache: bool = True
   trim_output_features: bool = True
   runtime_preprocessors: Sequence[Callable[[tf.data.Dataset], tf.data.Dataset]] | None = None
-  num_prefetch_threads: int | None = None
-  num_workers: int = 0
+  num_prefetch_threads: NonNegative | None = None
+  num_workers: NonNegative = 0
 
   @property
   def name(self) -> str:

@@ -11,6 +11,7 @@ from flax import struct
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
+from rosetta_t5.argument_types import Positive
 from rosetta_t5.decoding import beams
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
@@ -100,9 +101,9 @@ def beam_search(
   cache: beams.Cache,
   tokens_to_logits: TokensToLogits,
   eos_id: int,
-  num_decodes: int = 4,
+  num_decodes: Positive = 4,
   alpha: float | Float[Array, ""] = 0.6,
-  max_decode_len: int | None = None,
+  max_decode_len: Positive | None = None,
   max_decode_step: int = -1,
   min_log_prob: float | Float[Array, ""] = NEG_INF_VALUE,
   decode_rng: jax.Array | None = None,

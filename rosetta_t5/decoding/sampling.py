@@ -13,6 +13,7 @@ from flax import struct
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
+from rosetta_t5.argument_types import NonNegative, NonNegativeNumber, Positive, Probability
 from rosetta_t5.decoding import beams, thresholds
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
@@ -54,14 +55,14 @@ def temperature_sample(
   tokens_to_logits: TokensToLogits,
   eos_id: int,
   decode_rng: jax.Array | None = None,
-  num_decodes: int = 1,
-  temperature: float | Float[Array, "..."] = 1.0,
-  topk: int | Int[Array, ""] = 1,
-  topp: float | Float[Array, ""] = 0.0,
+  num_decodes: Positive = 1,
+  temperature: NonNegativeNumber | Float[Array, "..."] = 1.0,
+  topk: NonNegative | Int[Array, ""] = 1,
+  topp: Probability | Float[Array, ""] = 0.0,
   cache_offset: int = 0,
   initial_index: Int[Array, " batch"] | None = None,
-  max_decode_steps: int | Int[Array, ""] | None = None,
-  max_decode_steps_hard_limit: int | None = None,
+  max_decode_steps: Positive | Int[Array, ""] | None = None,
+  max_decode_steps_hard_limit: NonNegative | None = None,
   rescale_log_probs: bool = True,
   state_callback_fn: StateCallbackFn | None = None,
   logit_callback_fn: LogitCallbackFn | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config
+from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export import inference_function, text_functions
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
@@ -37,7 +38,7 @@ def save(
   create_decoding_state_callback_fn: Callable[..., Any] | None = None,
   output_features: Mapping[str, Any] | None = None,
   task_feature_lengths: Mapping[str, int],
-  batch_size: int | None,
+  batch_size: Positive | None,
   output_dir: str | Mapping[str, str],
   model_name: str,
   warmup_examples: Sequence[Any] | None = None,
@@ -166,11 +167,11 @@ def ExportableModule(
   model_tf_fn: Callable[..., Any],
   postproc_tf_fn: Callable[..., Any],
   params: Mapping[str, Any],
-  batch_size: int | None,
-  num_batch_threads: int = 8,
-  max_enqueued_batches: int = 64,
-  batch_timeout_micros: int = 1_000_000,
-  max_batch_size: int | None = None,
+  batch_size: Positive | None,
+  num_batch_threads: Positive = 8,
+  max_enqueued_batches: Positive = 64,
+  batch_timeout_micros: NonNegative = 1_000_000,
+  max_batch_size: Positive | None = None,
   allowed_batch_sizes: Sequence[int] | None = None,
   jit_compile: bool = True,
   use_batch_function: bool = False,

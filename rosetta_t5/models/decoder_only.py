@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.training import losses
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 _MASK = "decoder_causal_attention"
 
@@ -32,14 +34,17 @@ class DecoderOnlyModel(BaseTransformerModel):
     self,
     module: nn.Module,
     vocabulary: Any,
-    optimizer_def: Any,
+    optimizer_def: OptimizerDef | None,
     decode_fn: Callable[..., Any] = decoding.temperature_sample,
     inputs_bidirectional_attention: bool = False,
     feature_converter_cls: Any = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
-    loss_chunk_length: int | None = None,
+    label_smoothing: Rate = 0.0,
+    z_loss: NonNegativeNumber = 0.0,
+    loss_normalizing_factor: PositiveNumber
+    | str
+    | losses.SpecialLossNormalizingFactor
+    | None = None,
+    loss_chunk_length: Positive | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -175,7 +180,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     rng: jax.Array | None = None,
     *,
     return_all_decodes: bool = False,
-    num_decodes: int = 1,
+    num_decodes: Positive = 1,
     decoder_params: Mapping[str, Any] | None = None,
   ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     """Returns the continuations of the inputs, and their scores.

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from rosetta_t5 import decoding
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.decode_call import accepts
 from rosetta_t5.training import losses
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 _OPTIONAL_FEATURES = (
   "encoder_positions",
@@ -34,7 +36,7 @@ class DecoderParams:
   """
 
   return_all_decodes: bool = False
-  num_decodes: int = 1
+  num_decodes: Positive = 1
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -47,14 +49,17 @@ class EncoderDecoderModel(BaseTransformerModel):
     module: nn.Module,
     input_vocabulary: Any,
     output_vocabulary: Any,
-    optimizer_def: Any,
+    optimizer_def: OptimizerDef | None,
     decode_fn: Callable[..., Any] = decoding.beam_search,
     feature_converter_cls: Any = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    label_smoothing: Rate = 0.0,
+    z_loss: NonNegativeNumber = 0.0,
+    loss_normalizing_factor: PositiveNumber
+    | str
+    | losses.SpecialLossNormalizingFactor
+    | None = None,
     default_decoder_params: DecoderParams | None = None,
-    loss_chunk_length: int | None = None,
+    loss_chunk_length: Positive | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -191,7 +196,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     rng: jax.Array | None = None,
     decoder_params: Mapping[str, Any] | None = None,
     return_all_decodes: bool | None = None,
-    num_decodes: int | None = None,
+    num_decodes: Positive | None = None,
     prompt_with_targets: bool = False,
   ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     """Returns decodes of the inputs and their scores.

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
+from rosetta_t5.argument_types import (
+  FloatDType,
+  NonNegative,
+  Positive,
+  PositiveNumber,
+  Rate,
+  one_of,
+)
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MakeMatmul
-from rosetta_t5.networks.t5_config import check_layer_settings, check_one_of
+from rosetta_t5.networks.t5_config import (
+  AttentionKernel,
+  RematPolicy,
+  check_layer_settings,
+  check_one_of,
+)
 
 POSITIONS = ("relative", "learned", "rotary")
 NORMS = ("rms", "layer")
+Positions = Annotated[str, one_of(POSITIONS)]
+Norm = Annotated[str, one_of(NORMS)]
 
 
 @struct.dataclass
@@ -61,30 +76,30 @@ class TransformerConfig:
     param_scan_axis: the axis that parameters are stacked along; not a field either.
   """
 
-  vocab_size: int
-  dtype: Any = jnp.float32
-  emb_dim: int = 512
-  num_heads: int = 8
-  num_layers: int = 6
-  head_dim: int = 64
-  mlp_dim: int = 2048
+  vocab_size: Positive
+  dtype: FloatDType = jnp.float32
+  emb_dim: Positive = 512
+  num_heads: Positive = 8
+  num_layers: NonNegative = 6
+  head_dim: Positive = 64
+  mlp_dim: Positive = 2048
   mlp_activations: Sequence[str] = ("relu",)
-  dropout_rate: float = 0.1
+  dropout_rate: Rate = 0.1
   logits_via_embedding: bool = False
   float32_attention_logits: bool = False
   scale_attn_logits: bool = False
   fuse_qkv_params: bool = False
-  attention_kernel: str = "auto"
-  remat_policy: str = "none"
-  positions: str = "relative"
-  max_length: int = 2048
-  norm: str = "rms"
-  norm_epsilon: float = 1e-6
+  attention_kernel: AttentionKernel = "auto"
+  remat_policy: RematPolicy = "none"
+  positions: Positions = "relative"
+  max_length: Positive = 2048
+  norm: Norm = "rms"
+  norm_epsilon: PositiveNumber = 1e-6
   use_bias: bool = False
   scale_queries: bool = False
   divide_tied_logits: bool = True
-  init_stddev: float | None = None
-  local_attention_window: int | None = None
+  init_stddev: PositiveNumber | None = None
+  local_attention_window: Positive | None = None
   padding_never_follows: bool = False
   scan_layers: bool = False
   make_product: MakeMatmul | None = None

@@ -6,16 +6,19 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
+from rosetta_t5.argument_types import FloatDType, NonNegative, Positive, Rate, one_of
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MakeMatmul
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "flash")
+AttentionKernel = Annotated[str, one_of(ATTENTION_KERNELS)]
+RematPolicy = Annotated[str, one_of(REMAT_POLICIES)]
 
 
 @struct.dataclass
@@ -47,23 +50,23 @@ class T5Config:
     attention_class: the class of the attention layers; not a field, so users cannot set it.
   """
 
-  vocab_size: int
-  dtype: Any = jnp.float32
-  emb_dim: int = 512
-  num_heads: int = 8
-  num_encoder_layers: int = 6
-  num_decoder_layers: int = 6
-  head_dim: int = 64
-  mlp_dim: int = 2048
+  vocab_size: Positive
+  dtype: FloatDType = jnp.float32
+  emb_dim: Positive = 512
+  num_heads: Positive = 8
+  num_encoder_layers: NonNegative = 6
+  num_decoder_layers: NonNegative = 6
+  head_dim: Positive = 64
+  mlp_dim: Positive = 2048
   mlp_activations: Sequence[str] = ("relu",)
-  dropout_rate: float = 0.1
+  dropout_rate: Rate = 0.1
   logits_via_embedding: bool = False
   float32_attention_logits: bool = False
   scale_attn_logits: bool = False
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
-  attention_kernel: str = "auto"
-  remat_policy: str = "none"
+  attention_kernel: AttentionKernel = "auto"
+  remat_policy: RematPolicy = "none"
   make_product: MakeMatmul | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention

@@ -13,6 +13,7 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.argument_types import Positive
 from rosetta_t5.parallel.axis_rules import (
   AxisRule,
   LogicalAxisRules,
@@ -93,8 +94,8 @@ class BasePartitioner(abc.ABC):
 
   def __init__(
     self,
-    num_partitions: int | None = None,
-    model_parallel_submesh: tuple[int, ...] | None = None,
+    num_partitions: Positive | None = None,
+    model_parallel_submesh: tuple[Positive, ...] | None = None,
     params_on_devices: bool = True,
     backend: str | None = None,
     ici_mesh_shape: tuple[int, ...] | None = None,
@@ -262,8 +263,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
   def __init__(
     self,
-    num_partitions: int | None = None,
-    model_parallel_submesh: tuple[int, ...] | None = None,
+    num_partitions: Positive | None = None,
+    model_parallel_submesh: tuple[Positive, ...] | None = None,
     params_on_devices: bool = True,
     backend: str | None = None,
     ici_mesh_shape: tuple[int, ...] | None = None,

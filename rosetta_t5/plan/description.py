@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rosetta_t5.config.changes import changes_since
-from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.parallel.data_layout import check_batch_size
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
@@ -42,12 +42,15 @@ def rows_of_sections(sections: Sequence[Callable[[Plan], Rows]], plan: Plan) -> 
     try:
       rows += section(plan)
     except ValueError as error:
-      if str(error) not in problems:
-        problems.append(str(error))
+      sources = plan.resolved.program.lines_with(str(error))
+      text = "\n".join([str(error), *(f"  {source}" for source in sources)])
+      if text not in problems:
+        problems.append(text)
     except Exception as error:
       # The cause may be a missing argument, which is a problem already, or a model with other inputs.
       if not problems:
-        rows.append(("unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        rows.append((NOT_CHECKED, text))
   return rows
 
 
@@ -200,7 +203,12 @@ def _batch_rows(plan: Plan) -> Rows:
 def _optimizer_rows(plan: Plan) -> Rows:
   if not plan.is_training:
     return []
-  optimizer = getattr(plan["model"], "optimizer_def", None)
+  model = plan["model"]
+  optimizer = getattr(model, "optimizer_def", None)
+  if model is not None and optimizer is None and plan.resolved.run == "train":
+    raise ValueError(
+      f"{type(model).__name__}.optimizer_def must be an optimizer, got None: set OPTIMIZER"
+    )
   bindings = plan.resolved.program.effective_bindings()
   name = ", ".join(_reference_names(Macro("OPTIMIZER"), bindings)) or type(optimizer).__name__
   rows = [("optimizer", name)]

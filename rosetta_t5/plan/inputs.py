@@ -10,7 +10,16 @@ from typing import Any
 from rosetta_t5 import checkpoints
 from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
-from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
+from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.pipeline.task_lookup import (
+  check_cached,
+  check_feature_lengths,
+  check_split,
+  find_task_or_mixture,
+  subtasks_with_split,
+)
+from rosetta_t5.data.prepared import PreparedTask
+from rosetta_t5.data.vocabularies.task_vocabularies import get_vocabulary
 
 # The arguments of runs that are datasets, and what a run does with each.
 _DATASETS = {
@@ -25,13 +34,13 @@ def data_rows(plan: Any) -> Rows:
   """Returns a row for each dataset of a run.
 
   Raises:
-    ValueError: a module, a task or a vocabulary's file does not exist.
+    ValueError: a module, a task, its split, cache or files, or a vocabulary's file does not exist; or
+      the lengths or the vocabulary do not fit the model.
   """
   datasets = {use: plan[argument] for argument, use in _DATASETS.items() if plan[argument]}
   rows = [(use, _dataset_text(cfg)) for use, cfg in datasets.items()]
   for cfg in datasets.values():
-    find_task_or_mixture(cfg)
-  _check_vocabulary_file(getattr(plan["model"], "input_vocabulary", None))
+    _check_dataset(plan, cfg)
   return rows
 
 
@@ -67,17 +76,68 @@ def _dataset_text(cfg: Any) -> str:
   return ", ".join(parts)
 
 
-def _check_vocabulary_file(vocabulary: Any) -> None:
-  """Raises ValueError if the path of a SentencePiece model is local and there is no such file."""
-  if type(vocabulary).__name__ != "SentencePieceVocabulary":
-    return  # a subclass may create its file when it is first used
-  path = vocabulary.sentencepiece_model_file
-  if _is_remote(path) or os.path.isfile(path):
+def _check_dataset(plan: Any, cfg: Any) -> None:
+  """Checks all of a dataset that can be checked without reading an example."""
+  provider = find_task_or_mixture(cfg)
+  if isinstance(provider, PreparedTask):
+    provider.batches(cfg, 0, 1, 0)
+  else:
+    check_cached(cfg, provider)
+    _check_files(plan, cfg, provider)
+    if plan["model"] is not None and cfg.task_feature_lengths is not None:
+      check_feature_lengths(cfg, plan["model"].FEATURE_CONVERTER_CLS(pack=cfg.pack))
+  verify = plan["verify_matching_vocabs_fn"]
+  if verify is not None and plan["model"] is not None and _has_vocabulary_files(plan, cfg):
+    verify(cfg, plan["model"])
+
+
+def _check_files(plan: Any, cfg: Any, provider: Any) -> None:
+  """Raises ValueError if the split or its files do not exist. Caches have splits of their own."""
+  if cfg.use_cached:
     return
-  raise ValueError(
-    f"there is no SentencePiece model {path!r} (looked at {os.path.abspath(path)}): set "
-    "seqio.SentencePieceVocabulary.sentencepiece_model_file"
+  try:
+    _ = provider.splits
+    sources = {task.name: task.source for task in subtasks_with_split(cfg, provider)}
+    # A user's source may write its files when they are first listed, and a check writes nothing.
+    unknown = [name for name, source in sources.items() if not _lists_only(source)]
+    files = {n: s.list_shards(cfg.split) for n, s in sources.items() if n not in unknown}
+    reason = "its source may write files when they are listed"
+  except Exception as error:  # the data is not on this machine, and may be where the run will be
+    unknown, files, reason = [cfg.name], {}, f"{type(error).__name__}: {error}".splitlines()[0]
+  plan.resolved.unchecked += [f"the data of the task '{name}' ({reason})" for name in unknown]
+  if not unknown:
+    check_split(cfg, provider)
+  for name, found in files.items():
+    if not found:
+      raise ValueError(f"no file matches the patterns of the split '{cfg.split}' of '{name}'")
+
+
+def _lists_only(source: Any) -> bool:
+  """Returns whether a source's class is SeqIO's or ours, and so lists its files without writing any."""
+  return type(source).__module__.startswith(
+    ("seqio.", "rosetta_t5.data.tasks.catalogue", "rosetta_t5.data.reading")
   )
+
+
+def _has_vocabulary_files(plan: Any, cfg: Any) -> bool:
+  """Returns whether the SentencePiece models of a task and its model are on this machine.
+
+  Raises:
+    ValueError: a path is not remote, and there is no such file.
+  """
+  model = plan["model"]
+  for vocabulary in (*get_vocabulary(cfg), model.input_vocabulary, model.output_vocabulary):
+    path = getattr(vocabulary, "sentencepiece_model_file", "")
+    try:
+      found = not path or not _is_remote(local_path(path))
+    except ValueError:
+      found = False
+      if not _is_remote(path) and type(vocabulary).__module__.startswith("seqio."):
+        raise
+    if not found:
+      plan.resolved.unchecked.append(f"the vocabulary {path} (it is not on this machine)")
+      return False
+  return True
 
 
 def _source_of_path(plan: Any) -> str:
@@ -99,7 +159,7 @@ def _training_start(plan: Any) -> Rows:
     found, path = checkpoints.find_start_checkpoint(without_restore, folder)
   if path is None and cfg.restore is not None:
     if any(map(_is_remote, _paths([cfg.restore]))):
-      return _unchecked([cfg.restore])
+      return _unchecked(plan, [cfg.restore])
     found, path = checkpoints.find_start_checkpoint(cfg, folder)
   _check(plan, found, [path] if path else [])
   return [("starts from", path or "scratch")]
@@ -108,7 +168,7 @@ def _training_start(plan: Any) -> Rows:
 def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
   """Returns the checkpoints that an evaluation, inference or export restores."""
   if any(map(_is_remote, _paths(cfgs))):
-    return _unchecked(cfgs)
+    return _unchecked(plan, cfgs)
   cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
   if not paths:
     tried = ", ".join(_paths(cfgs))
@@ -117,8 +177,10 @@ def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
   return [("restores", paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …")]
 
 
-def _unchecked(cfgs: Sequence[Any]) -> Rows:
-  return [("starts from", f"{', '.join(_paths(cfgs))} (not checked: it is not on this machine)")]
+def _unchecked(plan: Any, cfgs: Sequence[Any]) -> Rows:
+  paths = ", ".join(_paths(cfgs))
+  plan.resolved.unchecked.append(f"the checkpoint {paths} (it is not on this machine)")
+  return [("starts from", paths)]
 
 
 def _paths(cfgs: Sequence[Any]) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from rosetta_t5.argument_types import NonNegative, NonNegativeNumber
 from rosetta_t5.training.train_state import TrainState
 
 MetricsByTask = Mapping[str, Mapping[str, Any]]
@@ -40,9 +41,9 @@ class EarlyStoppingAction(BaseAction):
     self,
     metric: tuple[str, str],
     mode: str,
-    patience: int = 3,
-    atol: float = 0.0,
-    rtol: float = 0.0,
+    patience: NonNegative = 3,
+    atol: NonNegativeNumber = 0.0,
+    rtol: NonNegativeNumber = 0.0,
   ):
     """Builds the action.
 

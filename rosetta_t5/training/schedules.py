@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from rosetta_t5.argument_types import NonNegative, NonNegativeNumber, Positive
+
 Schedule = Callable[[int | jax.Array], jax.Array]
 
 # Each factor, and the argument that it divides by, which must be positive.
@@ -24,13 +26,13 @@ _DIVISORS = {
 
 def create_learning_rate_scheduler(
   factors: str = "constant * linear_warmup * rsqrt_decay",
-  base_learning_rate: float = 0.5,
-  warmup_steps: int = 1000,
-  decay_factor: float = 0.5,
-  steps_per_decay: int = 20000,
-  steps_per_cycle: int = 100000,
+  base_learning_rate: NonNegativeNumber = 0.5,
+  warmup_steps: NonNegative = 1000,
+  decay_factor: NonNegativeNumber = 0.5,
+  steps_per_decay: Positive = 20000,
+  steps_per_cycle: Positive = 100000,
   step_offset: int = 0,
-  min_learning_rate: float = 1e-8,
+  min_learning_rate: NonNegativeNumber = 1e-8,
 ) -> Schedule:
   """Returns a function from a step to its learning rate, a float32 scalar; jax can trace it.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rosetta_t5.argument_types import NonNegative
 from rosetta_t5.parallel.partitioner import BasePartitioner
 from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager
 from rosetta_t5.training.step import (
@@ -229,7 +230,7 @@ class Trainer(BaseTrainer):
     train_state_axes: Any,
     rng: jax.Array,
     learning_rate_fn: Callable[[jax.Array], jax.Array],
-    num_microbatches: int | None,
+    num_microbatches: NonNegative | None,
     weight_metrics_computer: Any = None,
     extra_writers: Sequence[MakeWriter] = (),
   ):

@@ -43,7 +43,7 @@ def check(write, capsys, monkeypatch):
 def test_a_correct_run_is_not_started(check, monkeypatch):
   import toy
 
-  def train(*, model, model_dir, total_steps):
+  def train(*, model, model_dir: str, total_steps: int):
     raise AssertionError("the run must not start")
 
   monkeypatch.setattr(toy, "train", train)
@@ -160,3 +160,30 @@ def test_functions_passed_on_uncalled_are_described_by_their_settings(check):
   text = RUN.replace("model = @toy.Model()", "model = @toy.Model")
   check(text, describe=lambda resolved: seen.append(resolved) or [])
   assert seen[0].settings["model"] == {"width": 8, "optimizer": None, "dropout_rate": 0.1}
+
+
+def test_values_of_arguments_without_a_declared_type_are_listed_as_not_checked(check):
+  text = RUN + "train_script.train.dataset_cfg = @toy.DatasetConfig()\n"
+  status, output = check(text + "toy.DatasetConfig.lengths = {'inputs': 'x'}\n")
+  assert status == 0
+  assert output == (
+    "1 value is not checked:\n  DatasetConfig.lengths\n\nNothing is wrong in what was checked.\n"
+  )
+
+
+def test_all_values_of_a_wrong_type_are_reported_at_once(check):
+  text = RUN.replace("STEPS = 3", "STEPS = '3'") + "toy.Model.dropout_rate = 'high'\n"
+  status, output = check(text)
+  assert status == 2
+  assert (
+    "1. STEPS must be an integer, got '3': write 3\n     run.gin, line 8:  STEPS = '3'\n"
+    "     read as train.total_steps\n"
+    "2. Model.dropout_rate must be a number, got 'high'\n"
+    "     run.gin, line 10:  toy.Model.dropout_rate = 'high'\n"
+  ) in output
+
+
+@pytest.mark.parametrize("value", ["1", "0.5", "None"])
+def test_integers_are_numbers_and_a_default_is_always_accepted(check, value):
+  argument = "optimizer" if value == "None" else "dropout_rate"
+  assert check(RUN + f"toy.Model.{argument} = {value}\n") == (0, "Nothing is wrong.\n")

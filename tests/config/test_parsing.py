@@ -6,7 +6,9 @@ import gin
 import pytest
 
 from rosetta_t5.config import parse_gin_flags
+from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
+from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.telemetry.user_errors import ConfigError
 
 RUN = """
@@ -143,3 +145,16 @@ def test_the_configuration_is_locked_by_default(write):
   parse_gin_flags(["."], [], ["A = %gin.REQUIRED"], finalize_config=False)
   parse_gin_flags(["."], [], ["A = 1"])
   assert gin.config_is_locked()
+
+
+def test_files_may_use_one_alias_for_different_modules(write, monkeypatch):
+  write("first_models.py", "def Model(x=0): return ('first', x)\n")
+  write("second_models.py", "def Model(x=0): return ('second', x)\n")
+  monkeypatch.syspath_prepend(".")
+  head = "from __gin__ import dynamic_registration\n"
+  for name, x in (("first", 1), ("second", 2)):
+    write(f"{name}.gin", f"{head}import {name}_models as m\nm.Model.x = {x}\n{name} = @m.Model()")
+  program = read_program(["first.gin", "second.gin"])
+  bind(program).raise_if_any()
+  assert gin.query_parameter("first/gin.macro.value").scoped_configurable_fn() == ("first", 1)
+  assert gin.query_parameter("second/gin.macro.value").scoped_configurable_fn() == ("second", 2)

@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import subprocess
 import sys
 
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
-import seqio
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.main import main
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.workload import state_shapes
 from rosetta_t5.telemetry.flops import training_flops_of
 from t5x import adafactor, checkpoints, models, partitioning
 from t5x.examples.t5 import network
-
-RUN = """
-include 't5x/examples/t5/t5_1_1/tiny.gin'
-include 't5x/configs/runs/pretrain.gin'
-MIXTURE_OR_TASK_NAME = 'some_task'
-TASK_FEATURE_LENGTHS = {'inputs': 16, 'targets': 8}
-DROPOUT_RATE = 0.0
-TRAIN_STEPS = 100
-BATCH_SIZE = 16
-USE_CACHED_TASKS = False
-VOCABULARY = None
-MODEL_DIR = 'run'
-"""
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch, capsys):
-  """Returns the exit status, the rows by name and the whole output of a check of RUN."""
-  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
-  monkeypatch.chdir(tmp_path)
-  pathlib.Path("run.gin").write_text(RUN)
-  _register_task()
-
-  def _check(*arguments: str) -> tuple[int, dict[str, str], str]:
-    try:
-      main(["train", "--gin_file=run.gin", "--dry_run", "--devices=4", *arguments])
-      status = 0
-    except SystemExit as ended:
-      status = ended.code
-    gin.clear_config()
-    shown = capsys.readouterr()
-    lines = [line.split("  ", 1) for line in shown.out.splitlines() if "  " in line]
-    return status, {name: text.strip() for name, text in lines}, shown.out + shown.err
-
-  return _check
-
-
-def _register_task() -> None:
-  if "some_task" not in seqio.TaskRegistry.names():
-    source = seqio.FunctionDataSource(lambda split, shuffle_files: None, splits=["train"])
-    seqio.TaskRegistry.add("some_task", source=source, preprocessors=[], output_features={})
 
 
 def _tiny_state() -> object:
@@ -151,7 +106,7 @@ def test_all_problems_are_reported(check):
   assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in output
   assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in output
   assert "\n     the command line:  utils.RestoreCheckpointConfig.path = 'nowhere'\n" in output
-  assert "there is no SentencePiece model 'no.model' (looked at " in output
+  assert "There is no vocabulary file no.model: set seqio.Sent" in output
 
 
 def test_the_checkpoint_of_model_dir_wins_over_a_missing_initial_checkpoint(check, saved):

@@ -1,21 +1,14 @@
-"""Likely mistakes in bindings: misspelt names, a missing `()`, numbers that must be integers."""
+"""Likely mistakes in bindings: misspelt names, a missing `()`."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
-from rosetta_t5.config.language.gin_internals import configurable_of
-from rosetta_t5.config.language.names import bound_arguments, parameters
 from rosetta_t5.config.language.statements import COMMAND_LINE, Program, Reference, leaves
-from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, did_you_mean
+from rosetta_t5.telemetry.user_errors import ConfigError, did_you_mean
 
 # The similarity above which a name is taken for a misspelling, such as TRAIN_STEP of TRAIN_STEPS.
 _SAME_NAME_SIMILARITY = 0.85
 # Functions of gin_utils. They exist for the values that they return.
 _CALCULATIONS = ("bool_fn", "steps_of", "string_split_fn", "sum_fn")
-_INTEGER_ANNOTATIONS = ("int", "int | None")
 
 
 def check_spelling(program: Program) -> None:
@@ -50,24 +43,3 @@ def check_calls(program: Program) -> None:
   ]
   if lines:
     raise ConfigError("\n".join(lines))
-
-
-def check_integers(function: Callable[..., Any]) -> None:
-  """Raises ConfigError if an argument of a run, such as total_steps, must be an integer but is not."""
-  configurable = configurable_of(function)
-  bound = bound_arguments(configurable)
-  lines = []
-  for name, parameter in parameters(configurable).items():
-    if name not in bound or parameter.annotation not in _INTEGER_ANNOTATIONS:
-      continue
-    try:
-      value = copy.deepcopy(bound[name])  # gin calls @f() when it is copied
-    except Exception:  # building the argument for the run will report it
-      continue
-    if not isinstance(value, int | None):
-      is_whole = isinstance(value, float) and value.is_integer()
-      advice = f": write {int(value)}" if is_whole else ""
-      lines.append(f"{function.__name__}.{name} must be an integer, got {value!r}{advice}")
-  if lines:
-    # A function without its parentheses is not an integer either, and has been reported already.
-    raise FollowOnError("\n".join(lines))

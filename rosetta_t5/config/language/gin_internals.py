@@ -42,6 +42,20 @@ def configurable_of(function: Callable[..., Any]) -> Configurable:
   return gin.config._INVERSE_REGISTRY[function]
 
 
+def register_under_own_module(function: Callable[..., Any]) -> Configurable:
+  """Registers a function or class under the module that defines it, whatever gin files call it.
+
+  Raises:
+    ValueError: another one of this module and name is registered.
+  """
+  module, name = function.__module__, function.__qualname__
+  source = (ImportStatement(module, False, None, None), name)
+  gin.config._make_configurable(
+    function, name=name, module=module, import_source=source, avoid_class_mutation=True
+  )
+  return configurable_of(function)
+
+
 def unregister(function: Callable[..., Any]) -> None:
   """Removes a function from gin's registry, if it is there.
 

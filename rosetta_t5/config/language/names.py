@@ -126,7 +126,11 @@ class Namespace:
         owner = getattr(found, "__name__", first)
         raise ConfigError(f"{owner} has no {name!r}.{did_you_mean(name, _public_names(found))}")
       found = getattr(found, name)
-    return self._context.get_configurable(selector)
+    try:
+      return self._context.get_configurable(selector)
+    except ValueError:
+      # Another file has used this name, such as an alias, for another object.
+      return gin_internals.register_under_own_module(found)
 
   def _find_not_imported(self, selector: str) -> Configurable:
     """Returns what earlier files call `selector`. This file does not import its first part."""

@@ -62,7 +62,7 @@ def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
   If the task does not keep its features' texts, the feature is "", and the text is the longest one of the
   source's example.
   """
-  lengths = dict(cfg.task_feature_lengths)
+  lengths = dict(cfg.task_feature_lengths or {})
   dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
   kept = [name for name in lengths if f"{name}_pretokenized" in dataset.element_spec]
   if not kept:
@@ -79,7 +79,7 @@ def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocab
   if "" in total:
     print("no text is truncated: the task cuts its texts into rows")
     return
-  lengths = cfg.task_feature_lengths
+  lengths = cfg.task_feature_lengths or {}
   truncated = collections.Counter(
     name for name, text in pairs if len(vocabulary.encode(text)) + 1 > lengths[name]
   )

@@ -126,7 +126,7 @@ def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) ->
   converter: Any = None
   if not isinstance(cfg.mixture_or_task_name, PreparedTask):
     seqio = import_seqio()
-    has_inputs = "inputs" in cfg.task_feature_lengths
+    has_inputs = "inputs" in (cfg.task_feature_lengths or {})
     converter = seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
   data = get_dataset(cfg, shard, shards, converter)
   return itertools.islice(data.as_numpy_iterator() if converter else data, count)

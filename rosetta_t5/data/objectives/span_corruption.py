@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5.argument_types import PositiveNumber, Rate
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def span_corruption(
   dataset: tf.data.Dataset,
   sequence_length: Mapping[str, int],
   output_features: Mapping[str, seqio.Feature],
-  mean_noise_span_length: float = 3.0,
-  noise_density: float = 0.15,
+  mean_noise_span_length: PositiveNumber = 3.0,
+  noise_density: Rate = 0.15,
   input_feature_key: str = "inputs",
   merge_examples_to_reduce_padding: bool = True,
   reserved_for_packing: int | None = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, one_of
 from rosetta_t5.data.prepared.batch_objectives import OBJECTIVES, make_objectives
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 from rosetta_t5.data.prepared.prepared_batches import Batches, PreparedIterator
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
   from rosetta_t5.data.dataset_config import DatasetConfig
 
 
+Objective = Annotated[str, one_of(OBJECTIVES)]
+
+
 def prepared_task(
   folders: str | Sequence[str],
-  objective: str = "span_corruption",
+  objective: Objective = "span_corruption",
   rates: Sequence[float] | None = None,
-  extra_ids: int = 100,
+  extra_ids: NonNegative = 100,
   name: str = "prepared",
-  noise_density: float = 0.15,
-  mean_span_length: float = 3.0,
+  noise_density: Rate = 0.15,
+  mean_span_length: PositiveNumber = 3.0,
 ) -> PreparedTask:
   """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
   folders = (folders,) if isinstance(folders, str) else tuple(folders)
@@ -47,10 +51,10 @@ class PreparedTask:
   folders: tuple[str, ...]
   objective: str = "span_corruption"
   rates: tuple[float, ...] | None = None
-  extra_ids: int = 100
+  extra_ids: NonNegative = 100
   name: str = "prepared"
-  noise_density: float = 0.15
-  mean_span_length: float = 3.0
+  noise_density: Rate = 0.15
+  mean_span_length: PositiveNumber = 3.0
 
   def __post_init__(self) -> None:
     if self.objective not in OBJECTIVES:
@@ -93,7 +97,7 @@ class PreparedTask:
       ValueError: the lengths do not fit the objective; or the split does not exist, or has fewer
         tokens than one example.
     """
-    lengths = dict(cfg.task_feature_lengths)
+    lengths = dict(cfg.task_feature_lengths or {})
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
     objectives = make_objectives(
       self.objective,

@@ -63,6 +63,10 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
   Raises:
     ValueError: a pattern matches nothing, or a folder contains no data file.
   """
+  if not patterns:
+    raise ValueError(
+      "the files of a task must be at least one pattern, such as 'corpus/*.txt', got none"
+    )
   found: set[str] = set()
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
     matches = glob.glob(os.path.expanduser(pattern), recursive=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from absl import logging
 
+from rosetta_t5.argument_types import Percentage, one_of
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import (
@@ -17,6 +18,8 @@ from rosetta_t5.data.objectives.text_objectives import (
   objective_preprocessors,
 )
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files, is_in_validation
+from rosetta_t5.data.reading.bad_examples import POLICIES
+from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.data.reading.file_source import make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.catalogue import registered_names
@@ -25,6 +28,12 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 if TYPE_CHECKING:
   import seqio
 
+Objective = Annotated[str, one_of(OBJECTIVES)]
+Format = Annotated[str, one_of(FORMATS)]
+TextUnit = Annotated[str, one_of(TEXT_UNITS)]
+OnBadExample = Annotated[str, one_of(POLICIES)]
+Metric = Annotated[str, one_of(known_metrics.__all__)]
+
 _digests: dict[str, str] = {}  # a digest of the arguments of each task registered here, by name
 
 
@@ -32,17 +41,17 @@ def file_task(
   files: str | Sequence[str],
   *,
   vocabulary: seqio.Vocabulary | None = None,
-  objective: str = "span_corruption",
+  objective: Objective = "span_corruption",
   text: str = "text",
   inputs: str | None = None,
   targets: str | None = None,
   validation_files: str | Sequence[str] | None = None,
-  validation_percent: float = 1.0,
-  format: str | None = None,
+  validation_percent: Percentage = 1.0,
+  format: Format | None = None,
   columns: Sequence[str] | None = None,
-  text_unit: str = "line",
-  on_bad_example: str = "skip",
-  metrics: Sequence[str] = (),
+  text_unit: TextUnit = "line",
+  on_bad_example: OnBadExample = "skip",
+  metrics: Sequence[Metric] = (),
   name: str | None = None,
 ) -> str:
   """Registers a SeqIO task, or UL2's mixture, that reads files, and returns its name.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Probability, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
 from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
@@ -99,23 +100,23 @@ class Adafactor(OptimizerDef):
 
   def __init__(
     self,
-    learning_rate: float | None = None,
+    learning_rate: NonNegativeNumber | None = None,
     factored: bool = True,
     multiply_by_parameter_scale: bool | HParamMap = True,
-    beta1: float | None = None,
-    decay_rate: float = 0.8,
+    beta1: Rate | None = None,
+    decay_rate: Probability = 0.8,
     step_offset: int = 0,
-    clipping_threshold: float | None = 1.0,
-    weight_decay_rate: float | None = None,
-    min_dim_size_to_factor: int = 128,
-    epsilon1: float = 1e-30,
-    epsilon2: float = 1e-3,
+    clipping_threshold: PositiveNumber | None = 1.0,
+    weight_decay_rate: NonNegativeNumber | None = None,
+    min_dim_size_to_factor: Positive = 128,
+    epsilon1: NonNegativeNumber = 1e-30,
+    epsilon2: NonNegativeNumber = 1e-3,
     dtype_momentum: Any = jnp.float32,
     factor_map: HParamMap | None = None,
     logical_factor_rules: Mapping[str, FactorDim | str] | None = None,
     weight_decay_rate_lr_exponent: float | None = None,
-    global_norm_clip_threshold: float | None = None,
-    max_parameter_scale: float | None = None,
+    global_norm_clip_threshold: PositiveNumber | None = None,
+    max_parameter_scale: PositiveNumber | None = None,
     skip_nan_updates: bool = False,
   ):
     if not factored and factor_map is not None:

@@ -1,0 +1,53 @@
+"""Types of arguments that have a range, such as `Positive`. `config.checks` refuses other values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """What the value of an argument must satisfy besides having the right type.
+
+  Attributes:
+    text: completes "the argument must be an integer …".
+    holds: returns whether a value satisfies it.
+    choices: the values that satisfy it, if they are few.
+  """
+
+  text: str
+  holds: Callable[[Any], bool]
+  choices: tuple[str, ...] = ()
+
+
+def one_of(choices: Collection[str]) -> Condition:
+  """Returns the condition that a value is one of a few strings."""
+  known = tuple(choices)
+  return Condition(f"one of {', '.join(map(repr, known))}", lambda value: value in known, known)
+
+
+def _is_float_dtype(value: Any) -> bool:
+  import jax.numpy as jnp
+
+  try:
+    return jnp.issubdtype(jnp.dtype(value), jnp.floating)
+  except TypeError:
+    return False
+
+
+Positive = Annotated[int, Condition("of at least 1", lambda n: n >= 1)]
+NonNegative = Annotated[int, Condition("of at least 0", lambda n: n >= 0)]
+Seed = Annotated[int, Condition("of at most 63 bits", lambda n: -(2**63) <= n < 2**63)]
+PositiveNumber = Annotated[float, Condition("greater than 0", lambda x: 0 < x < math.inf)]
+NonNegativeNumber = Annotated[float, Condition("of at least 0", lambda x: 0 <= x < math.inf)]
+# A rate of dropout, of smoothing, or of an average that decays.
+Rate = Annotated[float, Condition("of at least 0 and less than 1", lambda x: 0 <= x < 1)]
+Probability = Annotated[float, Condition("from 0 to 1", lambda x: 0 <= x <= 1)]
+Percentage = Annotated[float, Condition("from 0 to 100", lambda x: 0 <= x <= 100)]
+NonEmptyText = Annotated[str, Condition("that is not empty", bool)]
+FloatDType = Annotated[
+  Any, Condition("the name of a floating-point type, such as 'bfloat16'", _is_float_dtype)
+]
