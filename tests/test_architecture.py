@@ -48,6 +48,7 @@ PACKAGES = (
   "distributed",
   "telemetry",
   "terminal",
+  "argument_types",
   "jax_internals",
 )
 # Each third-party package that only some packages may import.

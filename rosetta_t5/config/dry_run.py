@@ -18,6 +18,7 @@ from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import Binding, Program, SourceLine
+from rosetta_t5.config.t5x.paths import is_recipe
 from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes
 
 Rows = list[tuple[str, str]]
@@ -103,13 +104,22 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     run=function.__name__ if function else "",
     program=program,
     problems=problems,
-    unused=unused_bindings(program, function) if function and not problems.messages else [],
+    unused=_unused(program, function) if function and not problems.messages else [],
     unchecked=[] if problems.messages else unchecked_arguments(),
     devices=command.devices,
   )
   if not binding_problems.messages:
     _build(resolved, function)
   return resolved
+
+
+def _unused(program: Program, function: Callable[..., Any]) -> list[Binding]:
+  """Returns the bindings of the user's own files and flags that nothing reads.
+
+  A recipe also binds what another recipe replaces, such as the arguments of its optimizer.
+  """
+  unused = unused_bindings(program, function)
+  return [binding for binding in unused if not is_recipe(binding.source.file)]
 
 
 def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:

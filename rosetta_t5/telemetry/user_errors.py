@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import linecache
 import os
 import re
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
 # Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class ConfigError(ValueError):
@@ -82,8 +89,8 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   """Prints user errors of the body without a traceback, and ends the program.
 
   The exit status is 2 if the command line or a gin file is wrong, and 1 if the run refused its
-  input. Errors that this package did not raise itself keep their traceback. With --debug or
-  ROSETTA_T5_DEBUG=1 all errors do. If the reader of the output has ended, as `head` does, the
+  input. Other errors are raised; if nothing catches them, Python shows the line of the user's code or,
+  if there is none, the traceback. With --debug or ROSETTA_T5_DEBUG=1 all errors keep their traceback. If the reader of the output has ended, as `head` does, the
   program ends silently with the status of SIGPIPE.
 
   Args:
@@ -100,6 +107,8 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
     if os.environ.get(DEBUG_VARIABLE) or not (
       is_ours or isinstance(error, also) or _names_file(error)
     ):
+      if not os.environ.get(DEBUG_VARIABLE):
+        sys.excepthook = _show_line_of_user
       raise
     # The text of an error that we raised says everything, unless it reports another one.
     is_config_error = isinstance(error, ConfigError)
@@ -112,6 +121,40 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
 def strip_gin_notes(text: str) -> str:
   """Returns an error's text without the lines that gin adds for each configured function."""
   return _GIN_CALL_NOTE.sub("", text).strip()
+
+
+def last_line_of_user(error: BaseException) -> tuple[str, int, str] | None:
+  """Returns (file, line number, text) of the last line of a traceback that is in the user's code.
+
+  TensorFlow reports the lines of functions that it traces in the text of its errors, so these are
+  searched too.
+  """
+  text = "".join(traceback.format_exception(error))
+  lines = [(file, int(number)) for file, number in _FRAME.findall(text) if _is_users(file)]
+  if not lines:
+    return None
+  file, number = lines[-1]
+  return file, number, linecache.getline(file, number).strip()
+
+
+def _is_users(file: str) -> bool:
+  """Returns whether a file is neither installed, nor part of this distribution, nor generated."""
+  packages = (f"{_ROOT}/rosetta_t5/", f"{_ROOT}/t5x/")
+  others = ("<", *sysconfig.get_paths().values(), *packages)
+  return not file.startswith(others) and "__autograph_generated_file" not in file
+
+
+def _show_line_of_user(kind: Any, error: BaseException, trace: Any) -> None:
+  """Prints an uncaught error of the user's code with its line; other errors with their tracebacks."""
+  found = last_line_of_user(error)
+  if found is None or not isinstance(error, Exception):
+    sys.__excepthook__(kind, error, trace)
+    return
+  file, number, text = found
+  message = (_message(error).splitlines() or [""])[-1].strip()
+  message = message if message.startswith(f"{kind.__name__}:") else f"{kind.__name__}: {message}"
+  place = f"  {file}, line {number}:  {text}"
+  print(f"\nerror: {message}\n{place}\n(--debug prints the whole traceback)", file=sys.stderr)
 
 
 def _is_ours(error: Exception) -> bool:

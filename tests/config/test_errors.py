@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -84,6 +85,38 @@ def test_a_value_without_quotes_is_named(write):
 def test_an_unquoted_string_on_the_command_line_gets_a_hint(write):
   message = _text(read_program, [], ["MODEL_DIR = /tmp/run"])
   assert "a string needs quotes that the shell keeps: --gin.MODEL_DIR=\"'/tmp/run'\"" in message
+
+
+@pytest.mark.parametrize(
+  ("given", "value"), [("false", "False"), ("TRUE", "True"), ("none", "None")]
+)
+def test_a_constant_in_the_wrong_case_is_corrected(given, value):
+  message = _text(read_program, [], [f"PACK = {given}"])
+  assert message.endswith(f"  write --gin.PACK={value}")
+
+
+def test_curly_quotes_are_replaced_by_straight_ones():
+  message = _text(read_program, [], ["MODEL_DIR = ‘/tmp/run’"])
+  assert message.endswith("--gin.MODEL_DIR=\"'/tmp/run'\"")
+
+
+def test_an_error_in_the_users_code_is_shown_with_the_users_line(
+  write, tmp_path, capsys, monkeypatch
+):
+  import importlib
+
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.syspath_prepend(".")
+  write("my_rows.py", "import json\ndef parse(line):\n  return json.loads(line)\n")
+  with pytest.raises(ValueError, match="Expecting value") as caught, exit_on_user_error():
+    importlib.import_module("my_rows").parse("x")
+  sys.excepthook(caught.type, caught.value, caught.tb)
+  assert capsys.readouterr().err == (
+    "\nerror: JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n"
+    f"  {tmp_path}/my_rows.py, line 3:  return json.loads(line)\n"
+    "(--debug prints the whole traceback)\n"
+  )
 
 
 def test_a_misspelt_argument_gets_a_suggestion(run):

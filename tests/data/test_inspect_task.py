@@ -131,6 +131,33 @@ def test_inspect_finds_examples_that_are_in_two_splits(
   assert "decode(encode(text)) equals the text, except for spaces, in 128 of 128" in text
 
 
+def test_texts_of_a_task_that_reads_lines_are_compared_and_lost_characters_named(
+  model: str,
+  tmp_path: pathlib.Path,
+  capsys: pytest.CaptureFixture[str],
+  isolated_registries: None,
+) -> None:
+  seqio = import_seqio()
+  for split in ("train", "validation"):
+    (tmp_path / f"{split}.txt").write_text("red {cat}\nold hat\n" * 8)
+  patterns = {split: str(tmp_path / f"{split}.txt") for split in ("train", "validation")}
+  feature = seqio.Feature(seqio.SentencePieceVocabulary(model, extra_ids=100))
+  seqio.TaskRegistry.add(
+    "lines_of_text",
+    source=seqio.TextLineDataSource(patterns),
+    preprocessors=[
+      lambda lines: lines.map(lambda line: {"inputs": line, "targets": line}),
+      seqio.preprocessors.tokenize,
+    ],
+    output_features={"inputs": feature, "targets": feature},
+  )
+  arguments = ["--lengths", "inputs=64,targets=18", "--batches", "1", "--examples", "0"]
+  assert cli.main(["inspect", "lines_of_text", *arguments]) == 1
+  text = capsys.readouterr().out
+  assert "lost characters: '{' 16 times, '}' 16 times" in text
+  assert "2 of 2 examples (of the first 20,000 of each split) of 'validation' are also" in text
+
+
 def test_sentinels_and_the_end_token_are_shown(model: str) -> None:
   vocabulary = import_seqio().SentencePieceVocabulary(model, extra_ids=100)
   tokens = [*vocabulary.encode("red"), 117, *vocabulary.encode("sun cat"), 116, 1]

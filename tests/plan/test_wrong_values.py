@@ -7,6 +7,7 @@ import pathlib
 import gin
 import pytest
 
+from rosetta_t5 import train
 from rosetta_t5.main import main
 
 WRONG = [
@@ -107,3 +108,18 @@ def test_what_is_not_on_this_machine_is_listed_as_not_checked(check):
   assert status == 0
   assert "1 value is not checked:\n  the vocabulary gs://nowhere/x.model (it is not on" in output
   assert output.endswith("Nothing is wrong in what was checked.\n")
+
+
+def test_a_run_without_a_gin_file_lists_the_arguments_that_it_needs(capsys, monkeypatch):
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  with pytest.raises(SystemExit) as ended:
+    train.main(["train", "--gin.TRAIN_STEPS=3"])
+  gin.clear_config()
+  assert ended.value.code == 2
+  assert "error: train.train needs model, train_dataset_cfg, " in capsys.readouterr().err
+
+
+def test_what_a_recipe_replaces_is_not_reported_as_never_used(check):
+  status, _, output = check("--gin_file=gin/models/t5_1_1/adamw_opt.gin")
+  assert status == 0, output
+  assert "never used" not in output

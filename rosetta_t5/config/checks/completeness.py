@@ -89,8 +89,9 @@ def _how_to_set(name: str) -> str:
 
 
 def _required_arguments(configurable: Configurable) -> list[str]:
-  """Returns the arguments without a default; none if a decorator may provide some of them."""
-  if hasattr(configurable.wrapped, "__wrapped__"):
+  """Returns the arguments without a default; none if a user's decorator may provide some of them."""
+  function = configurable.wrapped
+  if hasattr(function, "__wrapped__") and not function.__module__.startswith("rosetta_t5."):
     return []
   return [name for name in parameters(configurable) if name not in defaults(configurable)]
 

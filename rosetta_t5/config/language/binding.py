@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import pkgutil
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from rosetta_t5.config.language.statements import (
 )
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
-from rosetta_t5.telemetry.user_errors import ConfigError, Problems, did_you_mean
+from rosetta_t5.telemetry.user_errors import ConfigError, Problems, did_you_mean, last_line_of_user
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.
 gin.config.register_file_reader(open_recipe, find_recipe)
@@ -93,7 +92,7 @@ class _Binder:
     except Exception as error:
       raise ConfigError(
         f"importing {statement.module} failed: {type(error).__name__}: {error}\n"
-        f"  {_last_line_of_user(error)}"
+        f"  {_line_of_user(error)}"
       ) from error
 
   def _bind_value(self, binding: Binding, namespace: Namespace) -> None:
@@ -156,10 +155,8 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
   return f"there is no module {missing!r}.{hint or ' Is its folder on PYTHONPATH?'}"
 
 
-def _last_line_of_user(error: Exception) -> SourceLine:
-  """Returns the last line of the traceback that is in the user's code, not in an installed package."""
-  frames = traceback.extract_tb(error.__traceback__)
-  installed = ("<frozen", *sysconfig.get_paths().values())
-  own = [frame for frame in frames if not frame.filename.startswith(installed)]
-  last = (own or frames)[-1]
-  return SourceLine(last.filename, last.lineno or 0, last.line or "")
+def _line_of_user(error: Exception) -> str:
+  """Returns the last line of the traceback in the user's code, or else the last line."""
+  last = traceback.extract_tb(error.__traceback__)[-1]
+  found = last_line_of_user(error) or (last.filename, last.lineno or 0, last.line or "")
+  return str(SourceLine(*found))

@@ -251,8 +251,12 @@ def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding 
       name, _, value = (part.strip() for part in text.partition("="))
       if not value or value[0] in "'\"@%[({":
         raise
+      constant = value.strip("‘’“”").capitalize()
+      if constant in ("True", "False", "None"):
+        raise ConfigError(f"{error}\n  write --gin.{name}={constant}") from error
       raise ConfigError(
-        f"{error}\n  a string needs quotes that the shell keeps: --gin.{name}=\"'{value}'\""
+        f"{error}\n  a string needs quotes that the shell keeps: "
+        f"--gin.{name}=\"'{value.strip('‘’“”')}'\""
       ) from error
   return []
 

@@ -45,6 +45,13 @@ def find_recipe(path: str) -> pathlib.Path | None:
   return None
 
 
+def is_recipe(path: str) -> bool:
+  """Returns whether a gin file, as the user named it, is one of the recipes."""
+  return find_recipe(path) is not None or pathlib.Path(path).resolve().is_relative_to(
+    RECIPES.resolve()
+  )
+
+
 def open_recipe(path: str) -> TextIO:
   """Opens the recipe that `find_recipe` finds."""
   found = find_recipe(path)

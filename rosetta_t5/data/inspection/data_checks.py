@@ -39,9 +39,13 @@ def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]
   if not texts:
     print("decode(encode(text)) is not checked, because the task keeps tokens without their texts")
     return
-  changed = [text for text in texts if not _survives(text, vocabulary)]
+  lost = [_lost_characters(text, vocabulary) for text in texts]
+  changed = [text for text, characters in zip(texts, lost, strict=True) if characters]
   same = len(texts) - len(changed)
   print(f"decode(encode(text)) equals the text, except for spaces, in {same} of {len(texts)}")
+  if changed:
+    counts = sum(lost, collections.Counter()).most_common(_SHOWN_CHARACTERS // 4)
+    print(f"  lost characters: {', '.join(f'{c!r} {n} times' for c, n in counts)}")
   # A vocabulary may lack some characters: T5's has no braces. If it changes many texts, it is wrong.
   if len(changed) > _MAX_CHANGED * len(texts):
     first = repr(changed[0][:_SHOWN_CHARACTERS])
@@ -88,8 +92,16 @@ def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocab
     print(f"truncated, of the first {max(total.values())} texts: {', '.join(counts)}")
 
 
-def _survives(text: str, vocabulary: Any) -> bool:
-  return "".join(vocabulary.decode(vocabulary.encode(text)).split()) == "".join(text.split())
+def _lost_characters(text: str, vocabulary: Any) -> collections.Counter[str]:
+  """Returns the characters, except spaces, that encoding and decoding loses or replaces, with their
+  numbers; those that it adds if it only adds or reorders some."""
+  before, after = (
+    "".join(part.split()) for part in (text, vocabulary.decode(vocabulary.encode(text)))
+  )
+  if before == after:
+    return collections.Counter()
+  counts = collections.Counter(before), collections.Counter(after)
+  return counts[0] - counts[1] or counts[1] - counts[0] or counts[0]
 
 
 def check_shards(first: set[bytes], second: set[bytes]) -> Iterator[str]:
