@@ -41,12 +41,12 @@ def _is_float_dtype(value: Any) -> bool:
 Positive = Annotated[int, Condition("of at least 1", lambda n: n >= 1)]
 NonNegative = Annotated[int, Condition("of at least 0", lambda n: n >= 0)]
 Seed = Annotated[int, Condition("of at most 63 bits", lambda n: -(2**63) <= n < 2**63)]
-PositiveNumber = Annotated[float, Condition("greater than 0", lambda x: 0 < x < math.inf)]
-NonNegativeNumber = Annotated[float, Condition("of at least 0", lambda x: 0 <= x < math.inf)]
+PositiveNumber = Annotated[float | int, Condition("greater than 0", lambda x: 0 < x < math.inf)]
+NonNegativeNumber = Annotated[float | int, Condition("of at least 0", lambda x: 0 <= x < math.inf)]
 # A rate of dropout, of smoothing, or of an average that decays.
-Rate = Annotated[float, Condition("of at least 0 and less than 1", lambda x: 0 <= x < 1)]
-Probability = Annotated[float, Condition("from 0 to 1", lambda x: 0 <= x <= 1)]
-Percentage = Annotated[float, Condition("from 0 to 100", lambda x: 0 <= x <= 100)]
+Rate = Annotated[float | int, Condition("of at least 0 and less than 1", lambda x: 0 <= x < 1)]
+Probability = Annotated[float | int, Condition("from 0 to 1", lambda x: 0 <= x <= 1)]
+Percentage = Annotated[float | int, Condition("from 0 to 100", lambda x: 0 <= x <= 100)]
 NonEmptyText = Annotated[str, Condition("that is not empty", bool)]
 FloatDType = Annotated[
   Any, Condition("the name of a floating-point type, such as 'bfloat16'", _is_float_dtype)

@@ -116,7 +116,7 @@ def test_a_run_without_a_gin_file_lists_the_arguments_that_it_needs(capsys, monk
     train.main(["train", "--gin.TRAIN_STEPS=3"])
   gin.clear_config()
   assert ended.value.code == 2
-  assert "error: train.train needs model, train_dataset_cfg, " in capsys.readouterr().err
+  assert "train_script.train needs model, train_dataset_cfg, " in capsys.readouterr().err
 
 
 def test_what_a_recipe_replaces_is_not_reported_as_never_used(check):
