@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -77,6 +78,9 @@ def _as_a_process(folder: str, environment: dict[str, str], stdin: str) -> Itera
       yield output
     finally:
       gin.clear_config()
+      # A tf.data iterator that is freed while its thread calls Python waits forever for that thread,
+      # which waits for Python's lock. In a process of its own, it would never be freed.
+      gc.freeze()
 
 
 def call(command: Callable[[], int | None], folder: str, environment: Any, stdin: str = "") -> Any:

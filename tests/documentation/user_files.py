@@ -48,9 +48,9 @@ mv quickstart/run/checkpoint_2 quickstart/run/checkpoint_1200
 """
 _OWN_TEXT = """
 from __gin__ import dynamic_registration
-from rosetta_t5 import data
-MIXTURE_OR_TASK_NAME = @data.file_task()
-data.file_task.files = 'train-0.txt'
+from rosetta_t5.data.tasks import stdlib_docs
+MIXTURE_OR_TASK_NAME = 'stdlib_docs_span_corruption'
+VOCABULARY = @stdlib_docs.vocabulary()
 """
 _MY_FINETUNING = """
 include 't5x/examples/t5/t5_1_1/small.gin'
