@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import gin
+import jaxtyping
 
 from rosetta_t5 import cli
 
@@ -74,9 +75,11 @@ def _as_a_process(folder: str, environment: dict[str, str], stdin: str) -> Itera
     contextlib.redirect_stdout(output),
     contextlib.redirect_stderr(output),
   ):
+    jaxtyping.config.update("jaxtyping_disable", True)  # Users' processes check no shapes.
     try:
       yield output
     finally:
+      jaxtyping.config.update("jaxtyping_disable", False)
       gin.clear_config()
       # A tf.data iterator that is freed while its thread calls Python waits forever for that thread,
       # which waits for Python's lock. In a process of its own, it would never be freed.
