@@ -17,11 +17,13 @@ from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.result_files import check_output_dir
+from rosetta_t5.inference.sample_predictions import SampleLog
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.models import BaseModel
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.metrics_manager import MetricsManager
 from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
 from rosetta_t5.terminal import ctrl_c
@@ -43,6 +45,7 @@ def evaluate(
   fallback_init_rng: Seed | None = None,
   use_orbax: bool = True,
   input_length_buckets: Sequence[Positive] | None = (),
+  num_eval_samples: NonNegative = 3,
 ) -> dict[int, Values]:
   """Evaluates checkpoints: predictions and scores for a task's examples, and the task's metrics.
 
@@ -65,6 +68,8 @@ def evaluate(
     use_orbax: accepted as in T5X; the checkpoint's layout is detected.
     input_length_buckets: shorter lengths for batches of short inputs, such as (64, 128); see
       `inference.get_infer_fn`.
+    num_eval_samples: the number of examples of each task that are shown with their predictions, on
+      the console, in TensorBoard and in OUTPUT_DIR/samples.jsonl. 0 shows none.
 
   Returns:
     {step: {task: {metric: value}}}; processes other than the first have no values.
@@ -129,6 +134,8 @@ def evaluate(
       training_evaluator_cls, loss_evaluation, initializer.train_state_axes, output_dir
     )
 
+  samples = SampleLog(num_eval_samples, output_dir)
+  samples_manager = MetricsManager(FOLDER, output_dir)
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
   stopped = ctrl_c.Section(
@@ -145,10 +152,12 @@ def evaluate(
       with memory_advisor.explain_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
+      samples.write(int(state.step), evaluator.samples, samples_manager)
       evaluated.add(path)
       duration = console.format_duration(time.monotonic() - started)
       console.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
+  samples_manager.close()
   if trainer is not None:
     trainer.close()
   if results:

@@ -63,6 +63,7 @@ def train(
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   gc_period: NonNegative = 0,
   te_config_cls: Any = None,
+  num_eval_samples: NonNegative = 3,
 ) -> tuple[int, TrainState]:
   """Trains a model, from the latest checkpoint in MODEL_DIR if there is one.
 
@@ -100,6 +101,9 @@ def train(
       automatic garbage collection enabled.
     te_config_cls: builds the `TransformerEngineConfig` that enables fp8 (NVIDIA's T5X); None for no
       fp8.
+    num_eval_samples: the number of examples of each task that are shown with their predictions at
+      each evaluation, on the console, in TensorBoard and in MODEL_DIR/samples.jsonl. Where only the
+      loss is evaluated, a few held-out rows are decoded for it. 0 shows none.
 
   Returns:
     (the number of completed steps, the train state).
@@ -223,6 +227,7 @@ def train(
     first_step=first_step,
     total_steps=total_steps,
     run_started=run_started,
+    num_eval_samples=num_eval_samples,
   )
   if first_step < total_steps:
     log_event(model_dir, "start", **description.facts())

@@ -12,6 +12,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
+from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
@@ -44,6 +45,7 @@ class TrainLoop:
     first_step: the number of steps completed before the run.
     total_steps: the number of steps completed when the run ends.
     run_started: `time.monotonic()` at the start of the run.
+    num_eval_samples: the number of sample predictions of each task at an evaluation.
   """
 
   trainer: BaseTrainer
@@ -60,6 +62,7 @@ class TrainLoop:
   first_step: int
   total_steps: int
   run_started: float
+  num_eval_samples: int = 0
 
   def __post_init__(self) -> None:
     self._step = self.first_step
@@ -71,6 +74,7 @@ class TrainLoop:
       self.total_steps,
       loss_is_sum=self.evaluation.model.loss_normalizing_factor is None,
     )
+    self._samples = SampleLog(self.num_eval_samples, self.model_dir, self._progress.print_line)
     self._interruption = distributed.InterruptionListener(
       "the run finishes this step and saves its state",
       f"the complete checkpoints in {self.model_dir} are kept",
@@ -240,7 +244,15 @@ class TrainLoop:
       self.predictions.run(self.trainer.train_state, self.train_state_axes, show)
     if not self.concurrent_metrics:
       self._collect_predictions()
+    if self.evaluation.cfg is not None or self.predictions.cfg is not None:
+      self._samples.write(step, self._make_samples, self.trainer.train_metrics_manager)
     self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
+
+  def _make_samples(self, number: int) -> list[Sample]:
+    """Returns predictions that have been evaluated or, if there are none, those of held-out rows."""
+    return self.predictions.samples(number) or self.evaluation.samples(
+      self.trainer.train_state, self.train_state_axes, number
+    )
 
   def _collect_predictions(self) -> None:
     if (values := self.predictions.collect()) is not None:

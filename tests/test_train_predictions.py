@@ -7,7 +7,8 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from tiny_tasks import add_task, byte_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_tasks import PAIRS, add_task, byte_model
 
 from rosetta_t5.checkpoints import CheckpointConfig
 from rosetta_t5.data import DatasetConfig
@@ -50,7 +51,7 @@ class Record(BaseAction):
     return len(self.shown) >= self._patience
 
 
-def run(model_dir, infer_eval_task=TASK, infer_eval=None, **arguments):
+def run(model_dir, infer_eval_task=TASK, infer_eval=None, train_eval=False, **arguments):
   """Trains for two steps with an evaluation before the first and after each."""
 
   def config(name, **fields):
@@ -61,7 +62,7 @@ def run(model_dir, infer_eval_task=TASK, infer_eval=None, **arguments):
   given = {
     "model": byte_model(),
     "train_dataset_cfg": config(TASK, pack=True),
-    "train_eval_dataset_cfg": None,
+    "train_eval_dataset_cfg": config(TASK, pack=True, split="test") if train_eval else None,
     "infer_eval_dataset_cfg": config(
       infer_eval_task, task_feature_lengths=None, split="validation", **(infer_eval or {})
     ),
@@ -88,7 +89,7 @@ def logged(model_dir):
 
 def test_predictions_are_evaluated_before_training_and_at_each_period(tmp_path, capsys):
   action = Record()
-  run(tmp_path, actions={ActionMode.INFER_EVAL: [action]})
+  run(tmp_path, train_eval=True, actions={ActionMode.INFER_EVAL: [action]})
   rows = logged(tmp_path)
   assert [row["step"] for row in rows] == [0, 1, 2]
   values = [row["likelihood"] for row in rows]
@@ -102,6 +103,18 @@ def test_predictions_are_evaluated_before_training_and_at_each_period(tmp_path, 
     assert (
       f"predictions at step {row['step']}  {TASK}  likelihood {row['likelihood']:.4g}" in output
     )
+  # The metric needs only scores, so the first examples of the held-out batches are predicted too.
+  samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+  assert [(row["step"], row["input"], row["target"]) for row in samples] == [
+    (step, *pair) for step in range(3) for pair in PAIRS[:3]
+  ]
+  assert samples[0]["prediction"] != samples[6]["prediction"]
+  for row in samples:
+    assert f"samples at step {row['step']}  {TASK}\n  input      {PAIRS[0][0]}\n" in output
+  events = EventAccumulator(str(tmp_path / "train"), {"tensors": 0}).Reload()
+  texts = [entry.tensor_proto.string_val[0] for entry in events.Tensors(f"samples/{TASK}")]
+  assert len(texts) == 3
+  assert b"question 0" in texts[0]
 
 
 @pytest.mark.slow
@@ -159,3 +172,15 @@ def test_a_metric_that_fails_ends_the_run(tmp_path):
   message = "pairs_with_a_broken_metric: KeyError: 'the metric is broken' .* in broken.*are saved"
   with pytest.raises(ValueError, match=message):
     run(tmp_path, "pairs_with_a_broken_metric")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_predict_trains_without_samples(tmp_path, capsys):
+  def decode(*args, **kwargs):
+    raise NotImplementedError("this decode function is not written yet")
+
+  steps, _ = run(tmp_path, train_eval=True, model=byte_model(decode_fn=decode))
+  assert steps == 2
+  assert (
+    capsys.readouterr().out.count("no sample predictions: NotImplementedError: this decod") == 1
+  )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Protocol
 
 import gin
@@ -31,11 +31,16 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
   """
   if show_provenance:
     raise ValueError("gin-config records no provenance: leave show_provenance at False.")
+  return gin_internals.format_bindings(_arguments())
+
+
+def _arguments() -> dict[gin_internals.ScopeAndName, dict[str, Any]]:
+  """Returns every binding, and the defaults of the functions called so far."""
   bound = gin_internals.all_bindings()
   values = {key: dict(arguments) for key, arguments in bound.items()}
   for (scope, selector), arguments in gin_internals.arguments_in_use().items():
     values.setdefault(_binding_scope(scope, selector, bound), {}).update(arguments)
-  return gin_internals.format_bindings(values)
+  return values
 
 
 def _binding_scope(scope: str, selector: str, bound: Container[tuple[str, str]]) -> tuple[str, str]:
@@ -49,8 +54,32 @@ def _binding_scope(scope: str, selector: str, bound: Container[tuple[str, str]])
   return scope, selector
 
 
+def get_hyperparameters() -> dict[str, bool | int | float | str]:
+  """Returns the numbers, strings and truth values of the configuration, by their names in gin.
+
+  Those in dictionaries have the key at the end of the name: `TASK_FEATURE_LENGTHS.inputs`. A value
+  that refers to a macro is left out, because the macro itself is there.
+  """
+  values: dict[str, bool | int | float | str] = {}
+  for (scope, selector), arguments in _arguments().items():
+    if selector == gin_internals.MACRO:
+      values |= _flatten(scope, arguments["value"])
+      continue
+    name = gin_internals.shortest_name(selector)
+    values |= _flatten(f"{scope}/{name}" if scope else name, arguments)
+  return values
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:
+  if isinstance(value, bool | int | float | str):
+    yield name, value
+  elif isinstance(value, Mapping):
+    for key, item in value.items():
+      yield from _flatten(f"{name}.{key}", item)
+
+
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
-  """Writes MODEL_DIR/config.gin, and TensorBoard text if there is a writer (T5X's contract).
+  """Writes MODEL_DIR/config.gin, and TensorBoard's text and HParams if there is a writer (T5X).
 
   Only process 0 writes. The file is replaced as a whole, so no reader sees half of it.
 
@@ -69,4 +98,5 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
   draft.replace(folder / "config.gin")
   if summary_writer is not None:
     summary_writer.write_texts(step, {"config": gin.markdown(text)})
+    summary_writer.write_hparams(get_hyperparameters())
     summary_writer.flush()

@@ -22,7 +22,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, t5_writer
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.conversion import verification
+from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.terminal import ctrl_c, progress
 
@@ -120,7 +120,12 @@ def convert(
       else:
         _write_t5x(unfinished, arrays, to)
       with progress.bar("verifying"):
-        verification.check(arrays, unfinished, facts, tokenizer, report)
+        verified: list[str] = []
+        verification.check(arrays, unfinished, facts, tokenizer, verified.append)
+      report("\n".join(verified))
+      if to == "hf":
+        model_card.write(unfinished, final.name, path, facts.source_config, arrays, verified)
+        report("README.md describes the model: check it and set its license before you publish it")
   except BaseException:
     unfinished.rmtree(missing_ok=True)
     raise

@@ -8,8 +8,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from rosetta_t5 import data
+from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.sample_predictions import HeldOutSampler, Row, Sample
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
@@ -38,6 +42,7 @@ class LossEvaluation:
 
   def __post_init__(self) -> None:
     self._datasets = _run_in_background(self._open_datasets)
+    self._sampler: HeldOutSampler | None = None
 
   def _open_datasets(self) -> Mapping[str, Any]:
     """Returns each task's batches."""
@@ -78,6 +83,19 @@ class LossEvaluation:
         for name, feed in feeds.items()
       }
       return {name: as_floats(values) for name, values in trainer.eval(tracked).items()}
+
+  def samples(self, train_state: Any, train_state_axes: Any, number: int) -> list[Sample]:
+    """Predicts the first rows of each task, at most `number`; [] without data.
+
+    It must be called after `run`, which reads all data: a cache keeps nothing that is read in part.
+    """
+    if self.cfg is None:
+      return []
+    if self._sampler is None:
+      datasets = self._datasets.result()
+      rows = {name: _first_rows(dataset, number) for name, dataset in datasets.items()}
+      self._sampler = HeldOutSampler(rows, self.model, self.partitioner, train_state_axes)
+    return self._sampler(train_state)
 
 
 class PredictionEvaluation:
@@ -132,6 +150,11 @@ class PredictionEvaluation:
       lambda done: None if done.exception() else show(plain_numbers(done.result()))
     )
 
+  def samples(self, number: int) -> list[Sample]:
+    """Returns each task's first examples with the predictions of the last `run`; [] without any."""
+    evaluator = self._evaluator.result()
+    return [] if evaluator is None else evaluator.samples(number)
+
   def collect(self) -> Values | None:
     """Waits for the metrics of the last `run` and returns them; None if they were collected before.
 
@@ -145,6 +168,12 @@ class PredictionEvaluation:
     """Waits until all files are written."""
     if self.cfg is not None:
       self._evaluator.result().close()
+
+
+def _first_rows(dataset: Any, number: int) -> list[Row]:
+  batch = {name: np.asarray(x) for name, x in next(as_batch_iterator(dataset)).items()}
+  size = min(number, *map(len, batch.values()))
+  return [{name: x[row] for name, x in batch.items()} for row in range(size)]
 
 
 def _run_in_background(make: Callable[[], Any]) -> concurrent.futures.Future[Any]:

@@ -20,6 +20,7 @@ from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
 from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.sample_predictions import Sample, token_text
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.terminal import progress
 
@@ -76,6 +77,7 @@ class InferenceEvaluator:
     )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
     self._infer_fns: dict[str, InferFn] = {}
+    self._outputs: Mapping[str, Mapping[Any, Any]] = {}
     self._evaluator = make_evaluator(
       infer_eval_dataset_cfg, model.FEATURE_CONVERTER_CLS, inference_evaluator_cls, self._folder
     )
@@ -139,6 +141,7 @@ class InferenceEvaluator:
       score_fn=infer_fn("score_batch"),
       predict_with_aux_fn=infer_fn("predict_batch_with_aux", rng=rng),
     )
+    self._outputs = outputs
     result: Future[Any] = Future()
 
     def finish(done: Future[Any]) -> None:
@@ -163,10 +166,28 @@ class InferenceEvaluator:
       files.append(os.fspath(self._folder / f"{task}-{step}.unjudged.jsonl"))
       with epath.Path(files[-1]).open("w") as file:
         for output in kinds.values():
-          for row in output[0] if isinstance(output, tuple) else output:
+          for row in _without_aux(output):
             value = vocabularies[task].decode(row) if isinstance(row, list) else row
             file.write(json.dumps({"output": value}, ensure_ascii=False) + "\n")
     return files
+
+  def samples(self, number: int) -> list[Sample]:
+    """Returns each task's first examples with their predictions in the last evaluation.
+
+    Tasks whose metrics need only scores have none.
+    """
+    samples = []
+    for task in self.eval_tasks:
+      kinds = self._outputs.get(task.name, {}).items()
+      predicted = next((x for kind, x in kinds if kind.name.startswith("PREDICTION")), ())
+      examples = self._evaluator.cached_task_datasets[task.name].take(number)
+      for example, tokens in zip(
+        examples.as_numpy_iterator(), _without_aux(predicted), strict=False
+      ):
+        given, target = (_feature_text(task, example, name) for name in ("inputs", "targets"))
+        prediction = token_text(task.output_features["targets"].vocabulary, tokens)
+        samples.append(Sample(task.name, given, target, prediction))
+    return samples
 
   def close(self) -> None:
     """Waits until all files are written."""
@@ -189,6 +210,21 @@ def plain_numbers(metrics: Metrics | None) -> dict[str, dict[str, float]]:
     is_number = {name: x.ndim == 0 and x.dtype.kind in "fiub" for name, x in arrays.items()}
     numbers[task] = {name: float(x) for name, x in arrays.items() if is_number[name]}
   return numbers
+
+
+def _without_aux(output: Any) -> Sequence[Any]:
+  """Returns the model's output for each example, without the auxiliary values if there are any."""
+  return output[0] if isinstance(output, tuple) and output else output
+
+
+def _feature_text(task: Any, example: Mapping[str, Any], name: str) -> str:
+  """Returns a feature's text before tokenization if the task keeps it, else its decoded tokens."""
+  text = example.get(f"{name}_pretokenized")
+  if isinstance(text, bytes):
+    return text.decode("utf-8", errors="replace")
+  if name not in example:
+    return ""
+  return token_text(task.output_features[name].vocabulary, example[name].tolist())
 
 
 def _failure_text(error: BaseException, files: list[str]) -> str:

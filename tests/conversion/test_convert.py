@@ -8,6 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
@@ -75,7 +76,17 @@ def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_pat
   assert run("ckpt", "diff", MESH_TF, scalable) == 1, (
     "the layers share the bias there, and have one each here"
   )
+  (scalable.parent / "config.gin").write_text("A = '```'\n# ---")
   encoder = convert.convert(scalable, tmp_path / "b", "hf", encoder_only=True, **quiet)
+  card = ModelCard.load(encoder / "README.md")
+  assert card.data.to_dict() == {
+    "library_name": "transformers",
+    "pipeline_tag": "feature-extraction",
+    "tags": ["umt5", "t5", "rosetta-t5"],
+  }
+  assert "````\nA = '```'\n# ---\n````" in card.text
+  assert "from_pretrained" in card.text
+  assert "largest difference" in card.text
   config = json.loads((encoder / "config.json").read_text())
   assert (config["architectures"], config["is_encoder_decoder"]) == (["UMT5EncoderModel"], False)
   inputs = np.array([[5, 6, 7, 1, 0]])
@@ -118,7 +129,11 @@ def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):
   folder.write(tmp_path, theirs, config, shard_bytes=3000)
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert len(set(index["weight_map"].values())) > 3
+  (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [de, fr]\n---\nText")
   half = convert.convert(tmp_path, tmp_path / "half", "hf", dtype="bfloat16", report=lambda _: None)
+  data = ModelCard.load(half / "README.md").data
+  assert (data.license, data.language) == ("mit", ["de", "fr"])
+  assert data.pipeline_tag == "text2text-generation"
   original, stored = read_arrays(MESH_TF), read_arrays(half)
   assert {x.dtype.name for x in stored.values()} == {"bfloat16"}
   name = "target/decoder/logits_dense/kernel"

@@ -87,7 +87,7 @@ def batch_of(model):
 
 
 def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
-  _, _, metrics, model, state = evaluated
+  evaluator, _, metrics, model, state = evaluated
   texts = [target for _, target in PAIRS]
   assert seen["predictions"][0] == seen["scores"][0] == seen["aux"][0] == texts
   batch = batch_of(model)
@@ -97,6 +97,8 @@ def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   decoded = [model.output_vocabulary.decode(row) for row in np.asarray(decodes).tolist()]
   assert seen["predictions"][1] == seen["aux"][1] == decoded
   np.testing.assert_allclose(seen["aux"][2]["scores"], aux["scores"], rtol=1e-4)
+  samples = [("pairs_with_metrics", *pair, decoded[n].rstrip()) for n, pair in enumerate(PAIRS[:2])]
+  assert [(*x[:3], x[3].rstrip()) for x in evaluator.samples(2)] == samples
   assert set(metrics["pairs_with_metrics"]) == {"exact", "likelihood", "confidence"}
 
 

@@ -16,6 +16,9 @@ from gin.config_parser import ImportStatement
 # A scope, such as "train_eval" or "", and the full name of a registered function.
 ScopeAndName = tuple[str, str]
 
+# The function that holds a macro's value; the scope is the macro's name.
+MACRO = "gin.macro"
+
 
 def registered_configurables() -> list[Configurable]:
   """Returns every function and class that is registered with gin."""
@@ -28,9 +31,9 @@ def find_configurables(name: str) -> list[Configurable]:
   return [registry[selector] for selector in registry.matching_selectors(name)]
 
 
-def shortest_name(configurable: Configurable) -> str:
-  """Returns the shortest name that no other registered function shares."""
-  return str(gin.config._REGISTRY.minimal_selector(configurable.selector))
+def shortest_name(selector: str) -> str:
+  """Returns the shortest name of a registered function that no other one shares."""
+  return str(gin.config._REGISTRY.minimal_selector(selector))
 
 
 def configurable_of(function: Callable[..., Any]) -> Configurable:
@@ -90,7 +93,7 @@ def format_bindings(bindings: Mapping[ScopeAndName, Mapping[str, Any]]) -> str:
 def is_macro_set(name: str) -> bool:
   """Returns whether a macro of this name has a value, or a gin constant of this name exists."""
   is_constant = bool(gin.config._CONSTANTS.matching_selectors(name))
-  return is_constant or (name, "gin.macro") in gin.config._CONFIG
+  return is_constant or (name, MACRO) in gin.config._CONFIG
 
 
 def record_imports(statements: Iterable[ImportStatement]) -> None:

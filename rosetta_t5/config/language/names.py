@@ -229,7 +229,7 @@ def _signature(configurable: Configurable) -> inspect.Signature | None:
 def _all_names() -> list[str]:
   """Returns the full name and the shortest unique name of everything registered, except gin's own."""
   known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
-  return [c.selector for c in known] + [gin_internals.shortest_name(c) for c in known]
+  return [c.selector for c in known] + [gin_internals.shortest_name(c.selector) for c in known]
 
 
 def _ambiguous(selector: str, known: Sequence[Configurable]) -> ConfigError:

@@ -19,6 +19,8 @@ from typing import Any
 # reads the variable again when tf.keras is first used, and by then it is unset.
 _VARIABLE = "TF_USE_LEGACY_KERAS"
 _KERAS_USERS = ("tensorflow_text.python.keras", "tensorboard.plugins.hparams.api")
+# What is used of these modules without Keras, and the modules that define it.
+_WITHOUT_KERAS = {"hparams": "tensorboard.plugins.hparams.summary_v2"}
 
 
 @contextlib.contextmanager
@@ -47,6 +49,8 @@ class _LazyModule(ModuleType):
     # __path__ only when they import one of its submodules.
     if name.startswith("__") and name != "__path__":
       raise AttributeError(name)
+    if name in _WITHOUT_KERAS:
+      return getattr(importlib.import_module(_WITHOUT_KERAS[name]), name)
     if sys.modules.get(self.__name__) is self:
       del sys.modules[self.__name__]
     return getattr(importlib.import_module(self.__name__), name)

@@ -1,0 +1,229 @@
+"""Samples: a few inputs and targets beside the model's predictions, for people to read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+
+from rosetta_t5.inference.infer_fn import get_infer_fn
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.parallel.mesh_axes import count_batch_shards
+from rosetta_t5.telemetry import console
+
+Row = Mapping[str, np.ndarray]
+
+FILE = "samples.jsonl"
+# The number of tokens of a decode, and of the prompt that is cut from a text without inputs. They fill
+# a line of the console, and decoding them costs little, whatever the lengths of the data.
+_LENGTH = 64
+_CONSOLE_WIDTH = 120
+_CONSOLE_SAMPLES = 6  # of one evaluation; each task shows at least one.
+_MASK = "decoder_causal_attention"
+
+
+class Sample(NamedTuple):
+  """An example of a task, as text, and what the model predicts for it."""
+
+  task: str
+  input: str
+  target: str
+  prediction: str
+
+
+class SampleLog:
+  """Shows samples on the console and in TensorBoard, and adds them to MODEL_DIR/samples.jsonl.
+
+  A run never ends because its model cannot make samples: the reason is printed once.
+  """
+
+  def __init__(
+    self,
+    number: int,
+    model_dir: str,
+    print_line: Callable[[str], None] = console.print_line,
+  ):
+    """Prepares the log.
+
+    Args:
+      number: the number of samples of each task; 0 shows none.
+      model_dir: the folder of the file.
+      print_line: prints a line on the console.
+    """
+    self._number, self._print_line = number, print_line
+    self._file = epath.Path(model_dir) / FILE
+
+  def write(
+    self, step: int, make_samples: Callable[[int], Sequence[Sample]], metrics_manager: Any
+  ) -> None:
+    """Shows the samples of one evaluation. All processes call it, and the first one writes.
+
+    Args:
+      step: the number of completed steps.
+      make_samples: returns the samples; called with the number of samples of each task.
+      metrics_manager: the `MetricsManager` whose folder gets the text for TensorBoard.
+    """
+    if not self._number:
+      return
+    reason = "nothing is predicted, because no metric needs predictions"
+    samples: Sequence[Sample] = ()
+    try:
+      samples = make_samples(self._number)
+    except (
+      Exception
+    ) as error:  # A run whose model cannot predict, or lacks memory for it, trains on.
+      reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if not samples:
+      self._number = 0  # On all processes, which predict together.
+      self._print_line(f"note     this run shows no sample predictions: {reason}")
+    elif jax.process_index() == 0:
+      self._write(step, samples, metrics_manager)
+
+  def _write(self, step: int, samples: Sequence[Sample], metrics_manager: Any) -> None:
+    rows = [
+      json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
+    ]
+    # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
+    with self._file.open("ab") as file:
+      file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
+    tasks = {
+      task: list(group) for task, group in itertools.groupby(samples, operator.attrgetter("task"))
+    }
+    texts = {f"samples/{task}": markdown_table(group) for task, group in tasks.items()}
+    metrics_manager.summary_writer.write_texts(step, texts)
+    shown = max(1, _CONSOLE_SAMPLES // len(tasks))
+    for task, group in tasks.items():
+      self._print_line(f"samples at step {step}  {task}")
+      for sample in group[:shown]:
+        for name in ("input", "target", "prediction"):
+          self._print_line(_one_line(f"  {name:11}", getattr(sample, name)))
+
+
+def markdown_table(samples: Sequence[Sample]) -> str:
+  """Returns a Markdown table of samples, in which no character of a text has a meaning of its own."""
+  lines = ["| input | target | prediction |", "| --- | --- | --- |"]
+  for sample in samples:
+    lines.append("| " + " | ".join(map(_escape, sample[1:])) + " |")
+  return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+  return re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", text)
+
+
+def _one_line(label: str, text: str) -> str:
+  """Returns a line of the console; control characters of the text become spaces."""
+  words = "".join(x if x.isprintable() else " " for x in text).split()
+  line = label + " ".join(words)
+  return line if len(line) <= _CONSOLE_WIDTH else line[: _CONSOLE_WIDTH - 1] + "…"
+
+
+class HeldOutSampler:
+  """Predicts the first rows of held-out batches on which otherwise only the loss is evaluated.
+
+  The decoding is compiled at the first call, for a batch of a few rows. Every call predicts the same
+  rows, so their samples show the progress of a run.
+  """
+
+  def __init__(
+    self,
+    rows: Mapping[str, Sequence[Row]],
+    model: Any,
+    partitioner: BasePartitioner,
+    train_state_axes: Any,
+  ):
+    """Prepares the rows.
+
+    Args:
+      rows: the first rows of each task, with the features that the model's loss needs. They may be
+        packed: the first example of each is predicted. All processes give as many rows; those of the
+        first process are predicted.
+      model: the model.
+      partitioner: splits batches over the devices.
+      train_state_axes: the train state with PartitionSpecs in place of arrays.
+
+    Raises:
+      ValueError: the rows do not have the features of our models.
+    """
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+
+      rows = multihost_utils.broadcast_one_to_all(dict(rows))
+    examples = [(task, _first_example(row)) for task, given in rows.items() for row in given]
+    # Empty rows fill up a batch of too few examples.
+    examples = [(task, row) for task, row in examples if row["decoder_target_tokens"].any()]
+    self._tasks = [task for task, _ in examples]
+    self._rows = _cut([row for _, row in examples])
+    self._model = model
+    shards = count_batch_shards(partitioner.mesh.shape)
+    largest = max(map(len, rows.values()), default=1)
+    self._infer = get_infer_fn(
+      model.predict_batch, largest + -largest % shards, train_state_axes, partitioner
+    )
+
+  def __call__(self, train_state: Any) -> list[Sample]:
+    """Returns the samples of all tasks, the same on every process."""
+    predicted = self._infer(enumerate(self._rows), train_state, rng=jax.random.PRNGKey(0))
+    inputs, outputs = self._model.input_vocabulary, self._model.output_vocabulary
+    samples = []
+    for task, row, (_, tokens) in zip(self._tasks, self._rows, predicted, strict=True):
+      given, target = _split(row)
+      texts = token_text(inputs, given), token_text(outputs, target), token_text(outputs, tokens)
+      samples.append(Sample(task, *texts))
+    return samples
+
+
+def token_text(vocabulary: Any, tokens: Any) -> str:
+  """Returns tokens as text, without padding and end tokens; other outputs as Python prints them.
+
+  Of several decodes of one example, [N, T], the last one is taken, which is the best.
+  """
+  if not isinstance(tokens, list):
+    return str(tokens)
+  if tokens and isinstance(tokens[0], list):
+    tokens = tokens[-1]
+  return str(vocabulary.decode([x for x in tokens if x not in (0, vocabulary.eos_id)]))
+
+
+def _first_example(row: Row) -> dict[str, np.ndarray]:
+  """Returns the first example of a row that may be packed, in the features of unpacked data."""
+  if "decoder_target_tokens" not in row:
+    raise ValueError(f"the batches have no decoder_target_tokens (they have {', '.join(row)})")
+
+  def keep_first(name: str, feature: np.ndarray) -> np.ndarray:
+    segments = row.get(f"{name.partition('_')[0]}_segment_ids")
+    return feature if segments is None else feature * (segments == segments[0])
+
+  unpacked = (name for name in row if not name.endswith(("_segment_ids", "_positions")))
+  example = {name: keep_first(name, np.asarray(row[name])) for name in unpacked}
+  if "encoder_input_tokens" not in example and _MASK not in example:
+    # A text without inputs. Its first half is the prompt.
+    targets = example["decoder_target_tokens"]
+    prompt = min(int(np.count_nonzero(targets)) // 2, _LENGTH)
+    example[_MASK] = (np.arange(len(targets)) <= prompt).astype(np.int32)
+  return example
+
+
+def _split(example: Row) -> tuple[list[int], list[int]]:
+  """Returns the tokens of the inputs and of the targets."""
+  targets = example["decoder_target_tokens"].tolist()
+  if "encoder_input_tokens" in example:
+    return example["encoder_input_tokens"].tolist(), targets
+  end = int(np.sum(example[_MASK])) - 1  # The mask includes the first target.
+  return targets[:end], targets[end:]
+
+
+def _cut(examples: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+  """Cuts the decoder's features, so that at most _LENGTH tokens follow the longest inputs."""
+  length = _LENGTH + max((int(np.sum(row.get(_MASK, 0))) for row in examples), default=0)
+  return [
+    {name: x[:length] if name.startswith("decoder_") else x for name, x in row.items()}
+    for row in examples
+  ]
