@@ -100,10 +100,8 @@ class TrainLoop:
     run_eval_before_training: bool,
   ) -> None:
     """Trains until `total_steps`, an interruption, or an action that ends the run."""
-    hooks = [
-      Hook(self._evaluate, eval_period, at_end=True),
-      Hook(lambda _: gc.collect(), gc_period),
-    ]
+    evaluate = Hook(self._evaluate, eval_period, at_end=True)
+    hooks = [evaluate, Hook(lambda _: gc.collect(), gc_period)]
     if save_cfg is not None:
       # Checkpoints come first: an evaluation that fails must not lose the steps before it.
       hooks.insert(0, Hook(self._save, save_cfg.period, save_cfg.checkpoint_steps or ()))
