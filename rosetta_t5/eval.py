@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.argument_types import NonEmptyText, Positive, Seed
+from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
