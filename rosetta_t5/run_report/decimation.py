@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from rosetta_t5.run_report.event_files import Series
 
@@ -53,20 +53,6 @@ def decimate(series: Series, max_points: int) -> Curve:
   means = np.add.reduceat(series.values, firsts) / sizes
   middles = firsts + sizes // 2
   return Curve(points, Series(series.steps[middles], series.times[middles], means), nonfinite_steps)
-
-
-def smooth(values: Float[np.ndarray, " n"], weight: float) -> Float[np.ndarray, " n"]:
-  """Returns the exponential moving average of values, without a bias towards 0 at the start.
-
-  Args:
-    values: finite numbers.
-    weight: the weight of the previous average, 0 ≤ weight < 1.
-  """
-  average, smoothed = 0.0, []
-  for n, value in enumerate(values, 1):
-    average = weight * average + (1 - weight) * value
-    smoothed.append(average / (1 - weight**n))
-  return np.array(smoothed)
 
 
 def _take(series: Series, selection: np.ndarray) -> Series:

@@ -25,6 +25,7 @@ _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
 _SAMPLES = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
+_METRICS = "-metrics.jsonl"
 _MAX_EVALUATIONS = 24  # of which predictions are shown
 _MAX_EXAMPLES = 12
 _MAX_CHARACTERS = 1000
@@ -132,7 +133,8 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
     raise ValueError(f"{folder} {what}: give the MODEL_DIR of a training run")
   notes: list[str] = []
   by_group = _read_event_files(folder, notes)
-  series = {group: _join(events) for group, events in by_group.items()}
+  series = _read_metric_files(folder / "inference_eval", notes)
+  series |= {group: _join(events) for group, events in by_group.items()}
   log = _read_json_lines(folder / RUN_LOG, notes)
   facts = [line for line in log if line.get("event") == "start"]
   variables, num_parameters = _read_model_info(folder / "model-info.txt")
@@ -215,7 +217,8 @@ def _find_starts(events: Sequence[Events], log: Sequence[dict[str, Any]]) -> lis
 
 
 def _number(value: Any) -> float:
-  return float(value) if isinstance(value, int | float) else math.nan
+  is_number = isinstance(value, int | float) and abs(value) < 1e15
+  return float(value) if is_number else math.nan
 
 
 def _saved_checkpoints(train: dict[str, Series]) -> dict[int, float]:
@@ -272,6 +275,31 @@ def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = N
   if damaged:
     notes.append(f"{file.name}: {damaged} lines are not JSON objects and are left out")
   return rows
+
+
+def _read_metric_files(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
+  """Returns the metrics of predictions in SeqIO's TASK-metrics.jsonl, as event files would have them.
+
+  The files have no times, so all values have that of the last one.
+  """
+  by_group = {}
+  for file in sorted(folder.glob(f"*{_METRICS}")):
+    found: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for row in _read_json_lines(file, notes):
+      for name, value in row.items():
+        if name != "step" and not math.isnan(step := _number(row.get("step"))):
+          found[f"eval/{name}"].append((step, _number(value)))
+    time = file.stat().st_mtime
+    by_group[f"inference_eval/{file.name.removesuffix(_METRICS)}"] = {
+      tag: Series(
+        np.array([step for step, _ in rows], np.int64),
+        np.full(len(rows), time),
+        np.array([value for _, value in rows]),
+      )
+      for tag, rows in found.items()
+      if not all(math.isnan(value) for _, value in rows)
+    }
+  return by_group
 
 
 def _read_samples(

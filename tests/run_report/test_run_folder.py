@@ -70,6 +70,17 @@ def test_predictions_are_read_with_their_targets(runs):
   assert (target, prediction) == ("Denver Broncos", "Denver Broncos")
 
 
+def test_metrics_of_predictions_are_also_read_from_seqio_files(runs, tmp_path):
+  folder = shutil.copytree(runs[0], tmp_path / "run")
+  shutil.rmtree(folder / "inference_eval" / "squad_v010_allanswers")
+  lines = ['{"step": 100, "em": 10.5, "text": "x"}', '{"step": 200, "em": 20.5, "text": "y"}']
+  (folder / "inference_eval" / "boolq-metrics.jsonl").write_text("\n".join(lines))
+  series = read_runs([str(folder)])[0].series["inference_eval/boolq"]
+  assert set(series) == {"eval/em"}
+  assert series["eval/em"].steps.tolist() == [100, 200]
+  assert series["eval/em"].values.tolist() == [10.5, 20.5]
+
+
 def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
   for parent in ("a", "b"):
     shutil.copytree(runs[0] / "train", tmp_path / parent / "run" / "train")
@@ -103,7 +114,10 @@ def test_damaged_files_are_noted_and_the_rest_is_read(runs, tmp_path):
   folder = shutil.copytree(runs[0], tmp_path / "damaged")
   (events,) = (folder / "training_eval" / "c4").iterdir()
   events.write_bytes(events.read_bytes()[:-3])
-  (folder / "run-log.jsonl").write_text('{"event": "start", "mesh": 3, "devices": "x"}\n[1]\n{"ev')
+  (folder / "run-log.jsonl").write_text(
+    '{"event": "start", "mesh": 3, "devices": "x"}\n{"event": "end", "time": 1%s}\n[1]\n{"ev'
+    % (400 * "0")
+  )
   (folder / "model-info.txt").write_text("Variable\nTotal number of parameters: many\n")
   (folder / "inference_eval" / "task-000001.jsonl").write_text('{"input": null}\nnot json\n')
   run = read_runs([str(folder)])[0]
