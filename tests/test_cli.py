@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import shlex
+import signal
 from importlib import metadata
 
 import pytest
@@ -89,6 +92,55 @@ def test_a_run_gets_t5x_flags_whose_values_follow_a_space():
   )
   assert options.files == ["a.gin"]
   assert options.flags == ["--devices=8", "--gin.A='x y'", "--gin_search_paths=b", "--nodebug"]
+
+
+@pytest.mark.parametrize("verb", ["help", "ckpt --help", "completion bash"])
+def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, monkeypatch, capfd):
+  read_end, write_end = os.pipe()
+  os.close(read_end)
+  with open(write_end, "w") as pipe:
+    monkeypatch.setattr("sys.stdout", pipe)
+    with pytest.raises(SystemExit) as ended:
+      cli.main(verb.split())
+  assert ended.value.code == 128 + signal.SIGPIPE
+  assert capfd.readouterr().err == ""
+
+
+def test_a_closed_output_is_no_error(monkeypatch):
+  monkeypatch.setattr("sys.stdout", None)
+  assert cli.main(["help"]) == 0
+
+
+@pytest.mark.parametrize(
+  ("arguments", "status", "message"),
+  [
+    ("vocab train --input text.txt --size 0 --out out", 2, "must be a positive integer, got '0'"),
+    ("vocab train --input text.txt --size 9999 --out out", 1, "Please set it to a value <= "),
+    ("vocab train --input none.txt --out out", 1, "There is no file 'none.txt'"),
+    ("vocab train --input text.txt --out folder", 1, "is a folder: give the file to write"),
+    ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
+    ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
+    ("check binary", 2, "binary is not a gin file: it is not text in UTF-8"),
+    ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
+    ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
+    ("chat text.txt", 1, "There is no folder text.txt: give the MODEL_DIR"),
+  ],
+)
+def test_unsuitable_files_are_one_error_without_a_traceback(
+  arguments, status, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path("text.txt").write_text("a text of a few words\n")
+  pathlib.Path("empty").write_text("")
+  pathlib.Path("binary").write_bytes(b"\xf6\xdb\x01")
+  pathlib.Path("folder").mkdir()
+  with pytest.raises(SystemExit) as ended:
+    cli.main(arguments.split())
+  assert ended.value.code == status
+  error = capsys.readouterr().err
+  assert message in error
+  assert error.count("error:") == 1
+  assert "--debug shows" not in error
 
 
 def test_doctor_finds_no_problem_in_this_environment(capsys):

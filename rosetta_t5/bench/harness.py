@@ -16,6 +16,7 @@ import numpy as np
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
+from rosetta_t5.terminal.argument_types import positive_integer
 
 # Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
 SIZES = {
@@ -30,19 +31,23 @@ SIZES = {
 def add_workload(parser: argparse.ArgumentParser, steps: int) -> None:
   """Adds the arguments of the workload: the model's size and the batch."""
   parser.add_argument("--size", choices=SIZES, default="small")
-  parser.add_argument("--batch", type=positive, default=128)
+  parser.add_argument("--batch", type=positive_integer, default=128)
   parser.add_argument(
-    "--lengths", type=positive, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
+    "--lengths", type=positive_integer, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-  parser.add_argument("--steps", type=positive, default=steps)
+  parser.add_argument("--steps", type=positive_integer, default=steps)
   parser.add_argument("--json", type=_writable, metavar="OUT", help="file for the result")
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of the timing."""
-  parser.add_argument("--group", type=positive, default=5, help="steps that are timed together")
-  parser.add_argument("--warmup", type=positive, default=5, help="steps before the first group")
+  parser.add_argument(
+    "--group", type=positive_integer, default=5, help="steps that are timed together"
+  )
+  parser.add_argument(
+    "--warmup", type=positive_integer, default=5, help="steps before the first group"
+  )
 
 
 def _writable(path: str) -> str:
@@ -50,13 +55,6 @@ def _writable(path: str) -> str:
   if not pathlib.Path(path).absolute().parent.is_dir():
     raise argparse.ArgumentTypeError(f"folder {pathlib.Path(path).parent} does not exist")
   return path
-
-
-def positive(text: str) -> int:
-  """Returns a positive integer; the type of an argument."""
-  if (number := int(text)) < 1:
-    raise argparse.ArgumentTypeError(f"must be a positive integer, got {number}")
-  return number
 
 
 def model_config(size: str, **switches: Any) -> T5Config:

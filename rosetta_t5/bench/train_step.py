@@ -27,7 +27,6 @@ from rosetta_t5.bench.harness import (
   make_batch,
   make_row,
   model_config,
-  positive,
   report_row,
   time_steps,
 )
@@ -43,6 +42,7 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.telemetry.gpus import gpu_of
+from rosetta_t5.terminal.argument_types import positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -190,8 +190,8 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
   """Adds the switches of our training step."""
   parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
   parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
-  parser.add_argument("--loss-chunk", type=positive, default=None, metavar="POSITIONS")
-  parser.add_argument("--microbatches", type=positive, default=None)
+  parser.add_argument("--loss-chunk", type=positive_integer, default=None, metavar="POSITIONS")
+  parser.add_argument("--microbatches", type=positive_integer, default=None)
   parser.add_argument("--recipe", choices=("current", "delayed"), default="current")
   parser.add_argument("--fp8-backend", choices=("auto", "native", "te"), default="auto")
   for name in ("fuse-qkv", "transpose", "pack", "emulate"):

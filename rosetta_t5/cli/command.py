@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
 from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
-from rosetta_t5.terminal.command import begin
+from rosetta_t5.terminal.command import begin, replace_closed_streams
 
 _HELP = ("-h", "--help")
 
@@ -36,6 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   Raises:
     SystemExit: --help was given, or the command has failed; the error has been printed.
   """
+  replace_closed_streams()
+  with exit_on_user_error():
+    try:
+      return _run(argv)
+    finally:
+      sys.stdout.flush()  # so that a closed pipe is noticed here
+
+
+def run_module(verb: str) -> int:
+  """Runs `python -m t5x.VERB`: the verb with the arguments of this process."""
+  return main([verb, *sys.argv[1:]])
+
+
+def _run(argv: Sequence[str] | None) -> int:
   is_own_process = argv is None
   argv = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
   if argv[0] in _HELP or argv == ["help"]:
@@ -53,17 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[DEBUG_VARIABLE] = "1"
     argv.remove("--debug")
   sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
-  with exit_on_user_error():
-    options = parse(argv)
-    with exit_on_user_error(*options.user_errors):
-      status = int(options.run(options))
-      sys.stdout.flush()  # so that a closed pipe is noticed here
-  return status
-
-
-def run_module(verb: str) -> int:
-  """Runs `python -m t5x.VERB`: the verb with the arguments of this process."""
-  return main([verb, *sys.argv[1:]])
+  options = parse(argv)
+  with exit_on_user_error(*options.user_errors):
+    return int(options.run(options))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

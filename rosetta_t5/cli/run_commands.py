@@ -12,6 +12,7 @@ from typing import Any
 
 from rosetta_t5.cli import text_commands
 from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.terminal.argument_types import positive_integer
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add("--model_dir", help="MODEL_DIR of a training run, or one of its checkpoints")
   add("--task", help="the task or mixture; default: the one that the run evaluates")
   add("--split", help="its split; default: the one that the run evaluates")
-  add("--batch_size", type=text_commands.positive_integer, help="default: the run's; 8 for texts")
+  add("--batch_size", type=positive_integer, help="default: the run's; 8 for texts")
   add("--output_dir", help=f"the folder for the results; default: {output_dir}")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from rosetta_t5.terminal import ctrl_c, progress
+from rosetta_t5.terminal.argument_types import positive_integer
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
@@ -81,12 +82,6 @@ def chat(options: argparse.Namespace) -> int:
       except ValueError as error:  # An error in one line does not end the command.
         print(error, flush=True)
   return 0
-
-
-def positive_integer(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-  return int(text)
 
 
 @contextlib.contextmanager

@@ -28,17 +28,18 @@ from rosetta_t5.plan.memory import size_text
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.terminal.argument_types import positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 compile`."""
   add = parser.add_argument
   add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
-  add("--devices", type=int, required=True, help="the number of GPUs")
+  add("--devices", type=positive_integer, required=True, help="the number of GPUs")
   add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
   add("--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
   add("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
-  add("--top", type=int, default=12, help="lines of the longest lists (default 12)")
+  add("--top", type=positive_integer, default=12, help="lines of the longest lists (default 12)")
   add("--json", metavar="FILE", help="also write everything to FILE")
   add("--hlo", metavar="FILE", help="also write the optimized program to FILE")
   parser.set_defaults(run=compile_recipe)
@@ -50,8 +51,6 @@ def compile_recipe(options: argparse.Namespace) -> int:
   XLA's flags are those of the launch scripts, and XLA_FLAGS. Times are lower bounds: each kernel at
   the peaks of the GPU's data sheet.
   """
-  if options.devices < 1:
-    raise ConfigError(f"--devices must be at least 1, got {options.devices}")
   for path in (options.json, options.hlo):  # checked first, because compiling takes minutes
     if path and not pathlib.Path(path).absolute().parent.is_dir():
       raise ConfigError(f"the folder of {path} does not exist")

@@ -15,13 +15,14 @@ from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.terminal.argument_types import positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 plan`."""
   add = parser.add_argument
   add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
-  add("--devices", type=int, required=True, help="the number of GPUs")
+  add("--devices", type=positive_integer, required=True, help="the number of GPUs")
   add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
   add("--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)")
   parser.set_defaults(run=plan)
@@ -31,8 +32,6 @@ def plan(options: argparse.Namespace) -> int:
   """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
   if not 0 < options.mfu <= 1:
     raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
-  if options.devices < 1:
-    raise ConfigError(f"--devices must be at least 1, got {options.devices}")
   argv = [
     "rosetta-t5 plan",
     *(f"--gin_file={path}" for path in options.recipe),

@@ -238,9 +238,18 @@ def _read_file(name: str, context: _IncludeContext) -> GinFile:
       raise ConfigError("the file includes itself: remove one of the includes.")
     inner = dataclasses.replace(context, files=(*context.files, path.resolve()))
     # One by one: if a statement is invalid, those before it are kept.
-    for statement in _parse_statements(path.read_text(encoding="utf-8"), name, inner):
+    for statement in _parse_statements(_read_text(path), name, inner):
       statements.append(statement)
   return GinFile(tuple(statements))
+
+
+def _read_text(path: pathlib.Path) -> str:
+  try:
+    return path.read_text(encoding="utf-8")
+  except UnicodeDecodeError as error:
+    raise ConfigError(
+      f"{path} is not a gin file: it is not text in UTF-8 ({error.reason})"
+    ) from None
 
 
 def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding | GinFile]:

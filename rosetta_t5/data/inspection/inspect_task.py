@@ -20,6 +20,7 @@ from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.terminal.argument_types import feature_lengths, positive_integer
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
@@ -64,9 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("task", help="the name of a task or mixture, or a folder of prepared data")
   add("--module", help="a module to import first, which registers the task")
   add("--split", default="train")
-  add("--lengths", default="inputs=512,targets=128", help="tokens of each feature")
-  add("--batches", type=int, default=4)
-  add("--batch-size", type=int, default=8)
+  add(
+    "--lengths",
+    type=feature_lengths,
+    default="inputs=512,targets=128",
+    help="tokens of each feature",
+  )
+  add("--batches", type=positive_integer, default=4)
+  add("--batch-size", type=positive_integer, default=8)
   add("--examples", type=int, default=2, help="the number of examples to show as text")
   add("--pack", action="store_true")
   add("--seed", type=int, default=0)
@@ -105,13 +111,12 @@ def inspect(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> DatasetConfig:
   if arguments.tfds_data_dir:
     import_seqio().set_tfds_data_dir_override(arguments.tfds_data_dir)
-  lengths = dict(part.split("=") for part in arguments.lengths.split(","))
   name: Any = arguments.task
   if os.path.exists(os.path.join(name, MANIFEST)):
     name = prepared_task(name)
   return DatasetConfig(
     name,
-    {feature: int(length) for feature, length in lengths.items()},
+    arguments.lengths,
     arguments.split,
     arguments.batch_size,
     shuffle=True,

@@ -99,10 +99,11 @@ def prepare(
 def _count_pieces(vocabulary: str, model: bytes) -> int:
   import sentencepiece
 
-  try:
-    return sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
-  except RuntimeError as error:
-    raise ValueError(f"{vocabulary} is not a SentencePiece model: give another file") from error
+  with contextlib.suppress(RuntimeError):
+    # An empty file is loaded as a model without pieces.
+    if pieces := sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size():
+      return pieces
+  raise ValueError(f"{vocabulary} is not a SentencePiece model: give another file")
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:

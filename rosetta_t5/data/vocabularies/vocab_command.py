@@ -14,6 +14,7 @@ from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.terminal import ctrl_c
+from rosetta_t5.terminal.argument_types import positive_integer
 
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 _GIN_FILE = """\
@@ -33,10 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   verbs = parser.add_subparsers(required=True, metavar="{train,show}")
   train = verbs.add_parser("train", help="train a vocabulary with T5's special ids")
   train.add_argument("--input", nargs="+", required=True, metavar="GLOB")
-  train.add_argument("--size", type=int, default=32000, help="pieces, without the sentinels")
+  train.add_argument(
+    "--size", type=positive_integer, default=32000, help="pieces, without the sentinels"
+  )
   train.add_argument("--out", required=True, help="the file to write, such as vocabulary.model")
   train.add_argument("--text", "--text-key", default="text", help="column or template")
-  train.add_argument("--max-characters", type=int, default=200_000_000, help="size of the sample")
+  train.add_argument(
+    "--max-characters", type=positive_integer, default=200_000_000, help="size of the sample"
+  )
   train.set_defaults(run=_train)
   show = verbs.add_parser("show", help="show the pieces and ids of a text")
   show.add_argument("model")
@@ -45,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+  out = pathlib.Path(arguments.out).absolute()
+  if out.is_dir():
+    raise ValueError(f"--out {arguments.out} is a folder: give the file to write")
+  out.parent.mkdir(parents=True, exist_ok=True)  # before the training, which takes minutes
   bad_examples = BadExamples()
   files = find_files(arguments.input)
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
