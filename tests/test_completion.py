@@ -52,7 +52,7 @@ def test_bash_completes_verbs_options_values_files_and_recipes(folder: pathlib.P
     "rosetta-t5 plan --gpu h1": "h100 h100-pcie",
     "rosetta-t5 ckpt ver": "verify",
     "rosetta-t5 check my": "my_run.gin",
-    "rosetta-t5 chat my": "my_notes.txt my_run.gin",
+    "rosetta-t5 chat my_n": "my_notes.txt",
     "rosetta-t5 check gin/examples/quickstart_": "gin/examples/quickstart_finetune.gin",
     "rosetta-t5 train --gin_file = my": "my_run.gin",  # bash splits at =
     "rosetta-t5 train --gin_file = my_run.gin --dry": "--dry_run",
