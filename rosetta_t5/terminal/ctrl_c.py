@@ -48,6 +48,7 @@ class Section:
 
 _sections = [Section("there was nothing to save")]
 _is_listening = False
+_stderr = 2  # While TensorFlow is imported, 2 is a buffer.
 
 
 def listen() -> Callable[[], None]:
@@ -56,7 +57,7 @@ def listen() -> Callable[[], None]:
   Does nothing outside the main thread, where no handler can be set, and in a process that was started
   to ignore Ctrl-C, such as a background job.
   """
-  global _is_listening
+  global _is_listening, _stderr
   in_main_thread = threading.current_thread() is threading.main_thread()
   if _is_listening or not in_main_thread or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     return lambda: None
@@ -65,14 +66,15 @@ def listen() -> Callable[[], None]:
   handler = signal.signal(signal.SIGINT, lambda number, frame: None)
   wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
   threading.Thread(target=_act_on_signals, args=(read_end,), name="ctrl-c", daemon=True).start()
-  _is_listening = True
+  _is_listening, _stderr = True, os.dup(2)
 
   def end() -> None:
-    global _is_listening
+    global _is_listening, _stderr
     signal.signal(signal.SIGINT, handler)
     signal.set_wakeup_fd(wakeup)
     os.close(write_end)
-    _is_listening = False
+    os.close(_stderr)
+    _is_listening, _stderr = False, 2
 
   return end
 
@@ -127,7 +129,7 @@ def _act_on_ctrl_c(section: Section) -> None:
     return
   outcome = section.outcome if isinstance(section.outcome, str) else section.outcome()
   # Nothing here may wait for the main thread, which may hold any lock of Python's streams.
-  for terminal in filter(os.isatty, (1, 2)):
+  for terminal in filter(os.isatty, (1, _stderr)):
     os.write(terminal, b"\x1b[?25h")  # Shows the cursor, which a bar has hidden.
-  os.write(2, f"{os.linesep * os.isatty(2)}stopped: {outcome}\n".encode())
+  os.write(_stderr, f"{os.linesep * os.isatty(_stderr)}stopped: {outcome}\n".encode())
   os._exit(EXIT_STATUS)

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import (
-  import_in_background,
-  import_seqio,
   import_tensorflow,
   quiet_tensorflow_import,
 )
@@ -24,11 +22,6 @@ def test_importing_the_data_package_imports_no_tensorflow() -> None:
 
 def test_tensorflow_sees_no_gpu() -> None:
   assert import_tensorflow().config.get_visible_devices("GPU") == []
-
-
-def test_the_background_thread_imports_seqio() -> None:
-  import_in_background().join()
-  assert import_seqio() is sys.modules["seqio"]
 
 
 MESSAGES = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

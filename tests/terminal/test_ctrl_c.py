@@ -73,6 +73,17 @@ with ctrl_c.entered(section):
   ]
 
 
+def test_the_line_is_printed_while_tensorflow_is_imported():
+  program = """
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import quiet_tensorflow_import
+with quiet_tensorflow_import():
+  print("ready", flush=True)
+  time.sleep(60)
+"""
+  status, errors = press_ctrl_c(program, "ready")
+  assert (status, errors.splitlines()[1:]) == (130, ["stopped: there was nothing to save"])
+
+
 def test_unfinished_files_are_removed(tmp_path: pathlib.Path):
   (tmp_path / "new.unfinished").mkdir()
   program = f"""

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,13 +67,3 @@ def import_seqio() -> Any:
 
   replace_model_loader(load_vocabulary_model)
   return seqio
-
-
-def import_in_background() -> threading.Thread:
-  """Imports TensorFlow and seqio in a thread, which takes about ten seconds, and returns the thread.
-
-  Other threads that import them meanwhile wait on Python's import lock.
-  """
-  thread = threading.Thread(target=import_seqio, name="import-tensorflow", daemon=True)
-  thread.start()
-  return thread
