@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
@@ -66,4 +67,12 @@ def import_seqio() -> Any:
     import seqio
 
   replace_model_loader(load_vocabulary_model)
+  logging.getLogger("absl").addFilter(_is_useful)
   return seqio
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+  """Returns whether a message of SeqIO can be acted on; these describe what every run does."""
+  return not str(record.msg).startswith(
+    ("Features not in `features_length`", "Given sequence lengths are longer than necessary")
+  )
