@@ -21,6 +21,7 @@ WRONG = [
   ("network.T5Config.attention_kernel='cudn'", "got 'cudn'. Did you mean cudnn?"),
   ("network.T5Config.mlp_activations='relu'", "must be a list, got 'relu': write ['relu']"),
   ("TRAIN_STEPS=-5", "TRAIN_STEPS must be an integer of at least 0, got -5"),
+  ("TRAIN_STEPS=%NOPE", "1 value is missing:\n  NOPE, needed at the command line"),
   ("DROPOUT_RATE=1.5", "DROPOUT_RATE must be a number of at least 0 and less than 1, got 1.5"),
   ("LABEL_SMOOTHING='0.1'", "and less than 1, got '0.1': write 0.1"),
   ("USE_CACHED_TASKS='false'", "USE_CACHED_TASKS must be True or False, got 'false': write False"),
