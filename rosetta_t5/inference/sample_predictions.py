@@ -76,9 +76,8 @@ class SampleLog:
     samples: Sequence[Sample] = ()
     try:
       samples = make_samples(self._number)
-    except (
-      Exception
-    ) as error:  # A run whose model cannot predict, or lacks memory for it, trains on.
+    except Exception as error:
+      # A run whose model cannot predict, or lacks the memory for it, trains on.
       reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if not samples:
       self._number = 0  # On all processes, which predict together.
