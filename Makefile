@@ -27,7 +27,7 @@ COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla
 
 .PHONY: quickstart setup docs test test-all test-gpu-program gpu-compiler lint format golden lock clean
 
-quickstart: $(READY) ## Train a small T5 on text that this machine already has
+quickstart: $(READY) ## Pretrain and finetune a small T5 on text of this machine
 	@$(BIN)/rosetta-t5 quickstart
 
 setup: $(READY) ## Install everything into .venv

@@ -1,10 +1,12 @@
-"""The quickstart: prepares text and a vocabulary, trains a small T5, and shows the result."""
+"""The quickstart: pretrains a small T5 on text, finetunes it on dates, and shows the result."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,18 +14,16 @@ from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data.local_files.dates import write_dates
 from rosetta_t5.distributed import RunInterrupted
-from rosetta_t5.inference.infilling import BlankFiller
 from rosetta_t5.terminal.command import begin
-from rosetta_t5.trained_model import open_checkpoint, run_arguments
+from rosetta_t5.trained_model import run_arguments
 
-GIN_FILE = "gin/examples/quickstart.gin"
-RUN_FOLDER = pathlib.Path("quickstart/run")
-SENTENCES = (
-  "Return the ____ of the object as a string.",
-  "Raise an exception if the file does not ____.",
-  "This method is called ____ the connection is closed.",
-)
+PRETRAIN = "gin/examples/quickstart.gin"
+FINETUNE = "gin/examples/quickstart_dates.gin"
+DATES = pathlib.Path("quickstart/dates.jsonl")
+_PRETRAIN_STEPS, _FINETUNE_STEPS = 1200, 400  # as in the recipes
+_SHOWN = 8  # predictions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,50 +32,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Trains a small T5 on the text of Python's standard library, and shows the result.
+  """Pretrains a small T5 on the text of Python's standard library, and finetunes it on dates.
 
-  A second call resumes an unfinished run, and leaves a finished one unchanged.
+  A second call resumes what is unfinished, and leaves finished runs unchanged.
 
   Args:
-    argv: further arguments for the training command, such as --gin.TRAIN_STEPS=1000.
+    argv: further arguments of both training commands, such as --gin.network.T5Config.emb_dim=256.
+      --gin.TRAIN_STEPS and --gin.MODEL_DIR are those of the pretraining.
 
   Returns:
-    The exit status of the training command.
+    The exit status of the training command that failed, or 0.
   """
   options = list(argv or ())
   facts = stdlib_corpus.prepare()
+  write_dates(DATES)
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
     f"{facts['characters'] / 1e6:.1f} MB: {facts['source']}",
     f"In {os.path.relpath(stdlib_corpus.data_folder())}, with a vocabulary of "
     f"{stdlib_corpus.VOCAB_SIZE:,} tokens trained on it.",
   )
-  started_at = checkpoints.latest_step(RUN_FOLDER)
-  if started_at:
-    _say(f"The run in {RUN_FOLDER} resumes from step {started_at}.")
-  status = _train(options)
-  if status:
+  if status := _train("Pretraining", PRETRAIN, options):
     return status
-  if started_at and checkpoints.latest_step(RUN_FOLDER) == started_at:
-    _say(f"The run in {RUN_FOLDER} was already finished, so nothing was trained.")
-  _show_results(options)
+  recipe = read_recipe(options)
+  pretrained = pathlib.Path(recipe["model_dir"])
+  finetuned = pretrained.with_name(f"{pretrained.name}_dates")
+  step = checkpoints.latest_step(pretrained) or 0
+  if options or step != _PRETRAIN_STEPS:  # else the recipe's own values are the same
+    options += [
+      f"--gin.INITIAL_CHECKPOINT_PATH='{pretrained}/checkpoint_{step}'",
+      f"--gin.TRAIN_STEPS={step + _FINETUNE_STEPS}",
+      f"--gin.MODEL_DIR='{finetuned}'",
+    ]
+  if status := _train("Finetuning", FINETUNE, options):
+    return status
+  _say("", "Loss of the pretraining in nats per token:")
+  task = recipe["train_eval_dataset_cfg"].name
+  for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
+    first, last = first_and_last_loss(pretrained / name)
+    _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
+  _say("", *_prediction_lines(finetuned / "inference_eval"), "", *_closing_lines(finetuned))
   return 0
 
 
-def _train(options: Sequence[str]) -> int:
+def _train(what: str, gin_file: str, options: Sequence[str]) -> int:
   """Trains as the training command does, and returns its exit status."""
   from rosetta_t5 import train
 
-  arguments = [f"--gin_file={GIN_FILE}", *options]
-  _say("Training with this command:", f"  {_python()} -m t5x.train {' '.join(arguments)}", "")
+  arguments = [f"--gin_file={gin_file}", *options]
+  _say(
+    "",
+    f"{what} with this command:",
+    f"  {_python()} -m t5x.train {' '.join(map(_quote, arguments))}",
+    "",
+  )
   try:
     train.main(["rosetta-t5 train", *arguments])
   except RunInterrupted:
     raise
   except SystemExit as end:
-    _say("", f"Training ended with exit status {end.code}; see the error above.")
+    _say("", f"{what} ended with exit status {end.code}; see the error above.")
     return int(end.code or 0)
   return 0
+
+
+def _quote(argument: str) -> str:
+  """Quotes an argument for a shell, in double quotes where that is more legible."""
+  is_plain = "'" in argument and not set('"$`\\!') & set(argument)
+  return f'"{argument}"' if is_plain else shlex.quote(argument)
 
 
 def _python() -> str:
@@ -87,29 +111,11 @@ def _python() -> str:
   return os.path.relpath(sys.executable)
 
 
-def _show_results(options: Sequence[str]) -> None:
-  """Prints losses, filled blanks, the files of the run, and commands to try next."""
-  recipe = read_recipe(options)
-  model_dir = pathlib.Path(recipe["model_dir"])
-  task = recipe["train_eval_dataset_cfg"].name
-  _say("", "Loss in nats per token:")
-  for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
-    first, last = first_and_last_loss(model_dir / name)
-    _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
-  _say("", "Blanks filled by the model:")
-  latest = checkpoints.RestoreCheckpointConfig(os.fspath(model_dir.absolute()), mode="latest")
-  opened = open_checkpoint(recipe, latest)
-  fill = BlankFiller(opened.model, opened.state.params, opened.lengths["inputs"])
-  for filled in fill(SENTENCES):
-    _say(f"  {filled}")
-  _say("", *_closing_lines(model_dir))
-
-
 def read_recipe(options: Sequence[str]) -> dict[str, Any]:
   """Returns the arguments that the gin file and the options give to the training run."""
   from rosetta_t5.config.command_line import parse_command_line
 
-  command = parse_command_line(["quickstart", f"--gin_file={GIN_FILE}", *options])
+  command = parse_command_line(["quickstart", f"--gin_file={PRETRAIN}", *options])
   return run_arguments(command.read_program())
 
 
@@ -126,18 +132,37 @@ def first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[
   return losses[0], losses[-1]
 
 
-def _closing_lines(model_dir: pathlib.Path) -> list[str]:
-  step = checkpoints.latest_step(model_dir)
-  command = f"{_python()} -m t5x.train --gin_file={GIN_FILE}"
+def _prediction_lines(folder: pathlib.Path) -> list[str]:
+  """Returns the first of the last predictions beside their targets, and the number that match."""
+  last = max(folder.glob("dates-*[0-9].jsonl"))
+  rows = [json.loads(line) for line in last.read_text().splitlines()]
+  table = [("date", "prediction", "target")]
+  table += [
+    (r["input"]["inputs_pretokenized"], r["prediction"], r["target"]) for r in rows[:_SHOWN]
+  ]
+  width = max(len(cells[0]) for cells in table)
+  matches = sum(row["prediction"] == row["target"] for row in rows)
   return [
-    f"The files of the run are in {os.path.relpath(model_dir)}: the model (checkpoint_{step}), TensorBoard's files, "
+    "Dates that the model has not seen, and what it makes of them:",
+    *(f"  {text:{width}}  {prediction:12}{target}" for text, prediction, target in table),
+    f"{matches} of {len(rows)} predictions equal their targets.",
+  ]
+
+
+def _closing_lines(model_dir: pathlib.Path) -> list[str]:
+  model = os.path.relpath(model_dir)
+  verbs = f"{_python()} -m rosetta_t5.cli"
+  pretrain = f"{_python()} -m t5x.train --gin_file={PRETRAIN}"
+  return [
+    f"The files of the runs are in {model.removesuffix('_dates')} and {model}: checkpoints, TensorBoard's files, "
     "config.gin, model-info.txt.",
     "",
     "Commands to try next:",
-    f"  {command} --gin.TRAIN_STEPS=2000  # train for more steps",
-    f"  {command} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
-    f"  {_python()} -m rosetta_t5.cli report {os.path.relpath(model_dir)}  # shows the run in one page",
-    f"  tensorboard --logdir={os.path.relpath(model_dir)}",
+    '  echo "the 25th of December 2026" > my_dates.txt',
+    f"  {verbs} infer --model_dir {model} --input my_dates.txt  # dates of your own",
+    f"  {verbs} report {model}  # shows the run in one page",
+    f"  {pretrain} --gin.TRAIN_STEPS=2000  # pretrains for more steps",
+    f"  {pretrain} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
   ]
 
 

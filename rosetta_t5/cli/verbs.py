@@ -126,7 +126,7 @@ VERBS = {
   ),
   "quickstart": Verb(
     "quickstart:add_arguments",
-    "Train a small T5 on the text of Python's standard library, in ./quickstart.",
+    "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
     ("", "--gin.TRAIN_STEPS=200"),
     has_flags=True,
   ),
