@@ -27,7 +27,14 @@ WITH_SNIPPETS = [
 RUN = """
 include 't5x/examples/t5/t5_1_1/small.gin'
 include 't5x/configs/runs/pretrain.gin'
-MIXTURE_OR_TASK_NAME = 'the_pile_span_corruption'
+
+from __gin__ import dynamic_registration
+from rosetta_t5 import data
+
+MIXTURE_OR_TASK_NAME = @data.file_task()
+data.file_task:
+  files = 'train-0.txt'
+  vocabulary = %VOCABULARY
 TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 32}
 USE_CACHED_TASKS = False
 TRAIN_STEPS = 10
@@ -109,7 +116,8 @@ class _PageRunner:
 
 def check_gin(text: str, folder: pathlib.Path) -> None:
   """Checks that a run with this gin file could start."""
-  (folder / "block.gin").write_text(RUN + text)
+  (folder / "run.gin").write_text(RUN)
+  (folder / "block.gin").write_text(f"include 'run.gin'\n{text}")
   status, output = shell.call(
     lambda: shell.run_in_process(["rosetta-t5", "check", "block.gin"], dry=True),
     str(folder),

@@ -70,7 +70,7 @@ def write_user_files(folder: pathlib.Path) -> None:
   vocabulary = train_sentencepiece(TEXTS + characters, 250)
   for name in ("spiece.model", "vocabulary.model", "data/spiece.model"):
     (folder / name).write_bytes(vocabulary)
-  pieces = [*(chr(code) for code in range(33, 127)), "<|endoftext|>"]
+  pieces = [*(chr(code) for code in range(33, 127)), "ab", "<|endoftext|>"]
   (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
   (folder / "merges.txt").write_text("#version: 0.2\na b\n")
   (folder / "docs").mkdir()
