@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,7 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
     variables=variables,
     num_parameters=num_parameters,
     facts=facts[-1] if facts else {},
-    samples=_read_samples(folder / "inference_eval", notes),
+    samples=_read_samples(folder, notes),
     notes=notes,
   )
 
@@ -307,18 +307,32 @@ def _read_samples(
 ) -> dict[str, dict[int, list[tuple[str, str, str]]]]:
   """Returns the first predictions of each task at each evaluation, or at some if there are many."""
   files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
-  for file in sorted(folder.glob("*.jsonl")):
+  for file in sorted((folder / "inference_eval").glob("*.jsonl")):
     if match := _SAMPLES.fullmatch(file.name):
       files[match["task"]][int(match["step"])] = file
   samples = {}
   for task, by_step in files.items():
-    steps = sorted(by_step)
-    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MAX_EVALUATIONS)).astype(int))
     rows = {
-      steps[n]: _read_json_lines(by_step[steps[n]], notes, limit=_MAX_EXAMPLES) for n in shown
+      step: _read_json_lines(by_step[step], notes, limit=_MAX_EXAMPLES) for step in _spread(by_step)
     }
     samples[task] = {step: [_texts_of(row) for row in found] for step, found in rows.items()}
+  # Of a step that a restart has repeated, the last prediction of each input remains.
+  others: dict[str, dict[int, dict[str, tuple[str, str, str]]]] = {}
+  for row in _read_json_lines(folder / "samples.jsonl", notes):
+    if not math.isnan(step := _number(row.get("step"))):
+      texts = _texts_of(row)
+      others.setdefault(str(row.get("task")), {}).setdefault(int(step), {})[texts[0]] = texts
+  for task, by_input in others.items():
+    shown = {step: list(by_input[step].values())[:_MAX_EXAMPLES] for step in _spread(by_input)}
+    samples.setdefault(task, shown)
   return samples
+
+
+def _spread(steps: Iterable[int]) -> list[int]:
+  """Returns the steps in order, or some that are evenly spread if there are many."""
+  steps = sorted(steps)
+  shown = np.linspace(0, len(steps) - 1, min(len(steps), _MAX_EVALUATIONS)).astype(int)
+  return [steps[n] for n in np.unique(shown)]
 
 
 def _texts_of(row: dict[str, Any]) -> tuple[str, str, str]:

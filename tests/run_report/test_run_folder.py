@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -68,6 +69,16 @@ def test_predictions_are_read_with_their_targets(runs):
   assert sorted(samples) == [200, 1000]
   (_, target, prediction), *_ = samples[1000]
   assert (target, prediction) == ("Denver Broncos", "Denver Broncos")
+
+
+def test_samples_of_tasks_without_files_of_predictions_are_read(runs, tmp_path):
+  folder = shutil.copytree(runs[0], tmp_path / "run")
+  sample = {"task": "text", "input": "a ____ c", "target": "b"}
+  lines = [{**sample, "step": 7, "prediction": "x"}, {**sample, "step": 7, "prediction": "b"}, {}]
+  (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  samples = read_runs([str(folder)])[0].samples
+  assert samples["text"] == {7: [("a ____ c", "b", "b")]}
+  assert "squad_v010_allanswers" in samples
 
 
 def test_metrics_of_predictions_are_also_read_from_seqio_files(runs, tmp_path):
