@@ -120,6 +120,9 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ("vocab train --input text.txt --out folder", 1, "is a folder: give the file to write"),
     ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
     ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
+    ("check empty", 2, "the gin files configure no run"),
+    ("plan empty --devices 8", 2, "the gin files configure no run"),
+    ("report loop", 1, "loop does not exist: give the MODEL_DIR of a training run"),
     ("check binary", 2, "binary is not a gin file: it is not text in UTF-8"),
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
@@ -134,6 +137,7 @@ def test_unsuitable_files_are_one_error_without_a_traceback(
   pathlib.Path("empty").write_text("")
   pathlib.Path("binary").write_bytes(b"\xf6\xdb\x01")
   pathlib.Path("folder").mkdir()
+  pathlib.Path("loop").symlink_to("loop")
   with pytest.raises(SystemExit) as ended:
     cli.main(arguments.split())
   assert ended.value.code == status

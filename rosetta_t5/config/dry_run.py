@@ -9,7 +9,7 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.checks.completeness import check_required
+from rosetta_t5.config.checks.completeness import check_required, missing_run_text
 from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.checks.values import unchecked_arguments
 from rosetta_t5.config.command_line import CommandLine
@@ -56,6 +56,11 @@ class ResolvedRun:
     bindings = self.program.effective_bindings()
     found = bindings.get((argument,)) or bindings.get(("", self.run, argument))
     return found.source if found else None
+
+  def require_run(self) -> None:
+    """Adds a problem if there is no run, unless other problems may be the reason."""
+    if not (self.run or self.problems.messages):
+      self.problems.messages.append(missing_run_text())
 
 
 def dry_run(
@@ -108,6 +113,8 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     unchecked=[] if problems.messages else unchecked_arguments(),
     devices=command.devices,
   )
+  if not program.effective_bindings():
+    resolved.require_run()
   if not binding_problems.messages:
     _build(resolved, function)
   return resolved

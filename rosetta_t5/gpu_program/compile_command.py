@@ -87,6 +87,7 @@ def _mesh_bindings(mesh: dict[str, int] | None) -> list[str]:
 
 
 def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
+  resolved.require_run()
   plan = Plan(resolved)
   if resolved.problems.messages:
     return rows_of_sections(STEP_SECTIONS, plan)

@@ -48,6 +48,7 @@ def plan(options: argparse.Namespace) -> int:
 def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float) -> Rows:
   estimate = functools.partial(_estimate_rows, gpu=gpu, mfu=mfu)
   choices = functools.partial(_choice_rows, gpu=gpu, mfu=mfu)
+  resolved.require_run()
   plan = Plan(resolved, gpu)
   return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate, choices), plan)
 

@@ -95,7 +95,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
   Raises:
     ValueError: a folder does not exist or contains no run.
   """
-  paths = list(dict.fromkeys(pathlib.Path(folder).resolve() for folder in folders))
+  paths = list(dict.fromkeys(pathlib.Path(os.path.realpath(folder)) for folder in folders))
   return [_read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
 
 

@@ -70,6 +70,11 @@ def check_arguments(program: Program, function: Callable[..., object]) -> None:
     raise ConfigError("\n".join(messages))
 
 
+def missing_run_text() -> str:
+  """Returns the problem of gin files that configure no run, with a file that configures one."""
+  return f"the gin files configure no run\n  for a training run: {_how_to_set('train')}"
+
+
 def _raise_if_missing(missing: Mapping[str, SourceLine], program: Program) -> None:
   if not missing:
     return
