@@ -101,6 +101,7 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
     ("eval --split test", 2, "error: --split needs --model_dir"),
     ("infer --input a.txt", 2, "error: --input needs --model_dir"),
     ("infer --model_dir RUN --template x", 2, "error: --template needs --input"),
+    ("infer --model_dir RUN --output x", 2, "error: --output needs --input"),
     ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a run"),
     ("eval --model_dir RUN --dry_run", 2, "--dry_run describes what gin files would run"),
     ("eval --model_dir RUN --gin.NoSuch.x=1", 2, "NoSuch"),

@@ -83,7 +83,8 @@ def _infer(options: argparse.Namespace) -> int:
   if options.input is not None:
     _refuse(options, ("task", "split", "output_dir"), "a run's task: leave --input out")
     return text_commands.infer(options)
-  _refuse(options, ("template", "targets", "input_length", "output_length"), "--input")
+  of_texts = ("template", "targets", "output", "num_decodes", "input_length", "output_length")
+  _refuse(options, of_texts, "--input")
   if options.model_dir is None:
     return _run_main("infer", options)
   from rosetta_t5.infer import infer

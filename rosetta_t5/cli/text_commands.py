@@ -27,8 +27,8 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--input", help="a file with a text or JSON object per line, or - for stdin")
   add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
   add("--targets", help="makes the target of a JSON object; the target is then scored")
-  add("--output", default="-", help="a file, or - for stdout; an existing file is continued")
-  add("--num_decodes", type=positive_integer, default=1, help="beams or samples; the best counts")
+  add("--output", help="a file, or - for stdout (the default); an existing file is continued")
+  add("--num_decodes", type=positive_integer, help="beams or samples, 1 by default; the best counts")
   add("--input_length", type=positive_integer, help="tokens; the training run's by default")
   add("--output_length", type=positive_integer, help="tokens; the training run's by default")
 
@@ -37,24 +37,25 @@ def infer(options: argparse.Namespace) -> int:
   """Reads texts or JSON objects, one per line, and writes the model's predictions or scores."""
   from rosetta_t5.trained_model import open_model_dir
 
-  with _exit_when_stopped(options.output), contextlib.ExitStack() as stack:
+  output = options.output or "-"
+  with _exit_when_stopped(output), contextlib.ExitStack() as stack:
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
-    completed, size = _read_completed_rows(options.output)
-    _skip_completed(rows, completed, options.output)
+    completed, size = _read_completed_rows(output)
+    _skip_completed(rows, completed, output)
     first = next(rows, None)
     if first is not None:
-      file = _open_output(options.output, len(completed), size, stack)
+      file = _open_output(output, len(completed), size, stack)
       model = open_model_dir(options.model_dir, options.flags)
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
-      if options.output != "-" or not sys.stdout.isatty():
+      if output != "-" or not sys.stdout.isatty():
         count = None if options.input == "-" else _count_lines(options.input) - len(completed)
         results = progress.track(results, "inferring", count, "rows", sys.stderr)
       for result in results:
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
     elif completed:
-      print(f"all {len(completed)} rows are in {options.output}", file=sys.stderr, flush=True)
+      print(f"all {len(completed)} rows are in {output}", file=sys.stderr, flush=True)
     else:
       name = "Standard input" if options.input == "-" else options.input
       raise ValueError(f"{name} contains no text: give one text or JSON object per line")
@@ -183,7 +184,7 @@ def _infer_rows(
   )
   is_scoring = options.targets is not None
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
-  arguments = {} if is_scoring else {"num_decodes": options.num_decodes}
+  arguments = {} if is_scoring else {"num_decodes": options.num_decodes or 1}
   preprocessors = default_preprocessors()
   while batch := list(itertools.islice(rows, batch_size)):
     examples = [example for _, example in batch]

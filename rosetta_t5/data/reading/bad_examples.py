@@ -13,7 +13,7 @@ from typing import ClassVar
 from absl import logging
 
 POLICIES = ("skip", "refuse")
-_FIRST_LOGGED = 10  # After these, only every bad example whose number is a power of two is logged.
+_LOGGED_REASONS = 10  # For each of the first reasons, the first bad example is logged.
 # If all of the first records are bad, it is the wrong file, or it is read in the wrong way.
 _MAX_BAD_START = 1000
 
@@ -55,7 +55,8 @@ class BadExample:
 class BadExamples:
   """Counts and logs bad examples, or refuses them; thread-safe.
 
-  Each example is counted and logged once, no matter how often its file is read.
+  Each example is counted once, no matter how often its file is read. One of each reason is logged,
+  and then those whose number is a power of two, once there are many.
 
   Attributes:
     counts: number of bad examples by reason.
@@ -99,7 +100,8 @@ class BadExamples:
       self.first = self.first or bad
       BadExamples.total_in_process += 1
       total = self.counts.total()
-    if total <= _FIRST_LOGGED or total.bit_count() == 1:
+      is_new = self.counts[bad.reason] == 1 and len(self.counts) <= _LOGGED_REASONS
+    if is_new or (total > _MAX_BAD_START and total.bit_count() == 1):
       logging.warning("Bad example %d is left out: %s", total, bad)
 
   def raise_if_all_bad(self, path: str, good: int, bad: int, is_end: bool) -> None:

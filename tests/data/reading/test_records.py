@@ -244,10 +244,13 @@ def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
     list(reader("refuse").examples(str(path)))
 
 
-def test_a_file_without_any_good_example_is_refused(folder: pathlib.Path) -> None:
+def test_a_file_without_any_good_example_is_refused_after_one_line_in_the_log(
+  folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
   text = r"None of the 600 records of .*a\.jsonl .*line 1: no column 'body' among 'text', 'meta'"
   with pytest.raises(ValueError, match=text):
     list(reader(column="body").examples(str(folder / "a.jsonl")))
+  assert caplog.text.count("is left out") == 1
 
 
 def test_templates_convert_records_to_texts_or_return_why_they_cannot() -> None:
