@@ -171,6 +171,14 @@ def test_values_of_arguments_without_a_declared_type_are_listed_as_not_checked(c
   )
 
 
+def test_values_of_an_argument_whose_annotation_is_not_a_type_are_not_checked(check, monkeypatch):
+  import toy
+
+  monkeypatch.setitem(toy.Model.__init__.__annotations__, "dropout_rate", [0.1, 0.2])
+  status, output = check(RUN + "toy.Model.dropout_rate = 0.2\n")
+  assert (status, output.splitlines()[1]) == (0, "  Model.dropout_rate")
+
+
 def test_all_values_of_a_wrong_type_are_reported_at_once(check):
   text = RUN.replace("STEPS = 3", "STEPS = '3'") + "toy.Model.dropout_rate = 'high'\n"
   status, output = check(text)

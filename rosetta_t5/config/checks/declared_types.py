@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union
 
 from gin.config import Configurable, ConfigurableReference
@@ -16,26 +16,17 @@ from gin.config import Configurable, ConfigurableReference
 from rosetta_t5.argument_types import Condition
 from rosetta_t5.config.language.names import parameters
 
-# Which of gin's values an argument of a plain type accepts. T5X's scripts write 0 and 1 for False and
-# True, and a whole number is a number.
-_PLAIN: dict[Any, Callable[[Any], bool]] = {
-  bool: lambda value: isinstance(value, int) and value in (0, 1),
-  int: lambda value: isinstance(value, int) and not isinstance(value, bool),
-  float: lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-  str: lambda value: isinstance(value, str),
-  bytes: lambda value: isinstance(value, bytes),
-  complex: lambda value: False,
-  None: lambda value: value is None,
-  types.NoneType: lambda value: value is None,
-}
-_PLAIN_TEXTS: dict[Any, str] = {
-  bool: "True or False",
-  int: "an integer",
-  float: "a number",
-  str: "a string",
-  bytes: "bytes",
-  None: "None",
-  types.NoneType: "None",
+# What an argument of a plain type accepts: in words, and which of gin's values. T5X's scripts write 0
+# and 1 for False and True, and a whole number is a number.
+_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+  bool: ("True or False", lambda value: isinstance(value, int) and value in (0, 1)),
+  int: ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+  float: ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
+  str: ("a string", lambda value: isinstance(value, str)),
+  bytes: ("bytes", lambda value: isinstance(value, bytes)),
+  complex: ("a complex number", lambda value: False),
+  None: ("None", lambda value: value is None),
+  types.NoneType: ("None", lambda value: value is None),
 }
 _LISTS = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
 _DICTS = (dict, Mapping, collections.abc.MutableMapping)
@@ -44,7 +35,7 @@ _PACKAGES_OF_OBJECTS = ("flax", "rosetta_t5", "seqio", "t5x")
 
 
 def declared_type(configurable: Configurable, argument: str) -> Any:
-  """Returns the annotation of an argument; Any if it has none, or one that cannot be evaluated."""
+  """Returns the type of an argument; Any if it has none, or if its annotation is not a type."""
   parameter = parameters(configurable).get(argument)
   if parameter is None or parameter.annotation is parameter.empty:
     return Any
@@ -56,7 +47,7 @@ def declared_type(configurable: Configurable, argument: str) -> Any:
       annotation = eval(annotation, {}, names)
     except Exception:  # whatever a user's annotation raises
       return Any
-  return annotation
+  return annotation if isinstance(annotation, Hashable) else Any
 
 
 def _namespaces(function: Any) -> list[dict[str, Any]]:
@@ -117,8 +108,10 @@ def _members(declared: Any) -> Iterator[Any]:
 
 
 def _relevant_members(declared: Any) -> list[Any]:
-  """Returns the members of a union without classes of arrays and the like, whose objects gin's values
-  can hardly be, if it also has members that they can be."""
+  """Returns the members of a union that can be compared with gin's values.
+
+  The others, such as classes of arrays, are kept if the union accepts anything or little else remains.
+  """
   members = list(_members(declared))
   known = [member for member in members if not _is_unknown(member)]
   is_anything = any(_without_conditions(m) in (Any, object) for m in set(members) - set(known))
@@ -152,7 +145,7 @@ def _has_type(value: Any, base: Any) -> bool:
   if parts is not None:
     return all(accepts(part, of_part) for _, part, of_part in parts)
   if base in _PLAIN:
-    return _PLAIN[base](value)
+    return _PLAIN[base][1](value)
   if typing.get_origin(base) is Literal:
     return any(value == known and type(value) is type(known) for known in typing.get_args(base))
   if _is_function(base):
@@ -178,8 +171,11 @@ def _parts(value: Any, base: Any) -> list[tuple[str, Any, Any]] | None:
 
 
 def _accepts_reference(reference: ConfigurableReference, member: Any) -> bool:
-  """Returns whether an argument accepts @f or @f(). The types of objects are compared only if this
-  package defines both: a user's class may be used like one of ours without being derived from it."""
+  """Returns whether an argument accepts @f or @f().
+
+  The classes of objects are compared only if this package defines both: a user's class may be used
+  like one of ours without being derived from it.
+  """
   base = _without_conditions(member)
   if not reference.evaluate:
     is_value = base in _PLAIN or _is_container(base) or typing.get_origin(base) is Literal
@@ -208,8 +204,8 @@ def _describe_member(member: Any) -> str:
   base, conditions = _without_conditions(member), _conditions(member)
   if any(condition.choices for condition in conditions):
     text = ""
-  elif base in _PLAIN_TEXTS:
-    text = _PLAIN_TEXTS[base]
+  elif base in _PLAIN:
+    text = _PLAIN[base][0]
   elif typing.get_origin(base) is Literal:
     text = f"one of {', '.join(map(repr, typing.get_args(base)))}"
   elif _is_container(base):
