@@ -100,9 +100,9 @@ def read_event_file(path: str | os.PathLike[str]) -> Events:
 def _describe_problem(damaged: int, rest: int) -> str | None:
   problems = []
   if damaged:
-    problems.append(f"{damaged:,} damaged records are left out")
+    problems.append(f"{damaged:,} damaged record(s) left out")
   if rest:
-    problems.append(f"the last {rest:,} bytes are an incomplete record, as of a running job")
+    problems.append(f"the last {rest:,} bytes are an incomplete record, which a job may still be writing")
   return "; ".join(problems) or None
 
 

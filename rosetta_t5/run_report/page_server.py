@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rosetta_t5.run_report.page import build_page, encode_data
 from rosetta_t5.run_report.run_folder import files_of_run, read_runs
 from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.terminal import ctrl_c
 
 REFRESH_SECONDS = 5.0
 _HOST = "127.0.0.1"
@@ -98,9 +99,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def serve(folders: Sequence[str], port: int) -> None:
   """Serves the page until Ctrl-C."""
-  with ReportServer(folders, port) as server:
+  stopped = ctrl_c.Section("the page is no longer updated")
+  with ReportServer(folders, port) as server, ctrl_c.entered(stopped):
     print(f"{server.address}  refreshes every {REFRESH_SECONDS:g} s; Ctrl-C ends it", flush=True)
-    try:
-      server.serve_forever()
-    except KeyboardInterrupt:
-      print()
+    server.serve_forever()

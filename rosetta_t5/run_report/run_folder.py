@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -228,9 +229,13 @@ def _saved_checkpoints(train: dict[str, Series]) -> dict[int, float]:
 
 
 def _kept_checkpoints(folder: pathlib.Path) -> dict[int, float]:
-  """Returns the checkpoints in the folder and when they were last changed."""
-  found = ((_CHECKPOINT.fullmatch(entry.name), entry) for entry in folder.iterdir())
-  return {int(match[1]): entry.stat().st_mtime for match, entry in found if match}
+  """Returns the checkpoints in the folder and when they were last changed, in seconds since 1970."""
+  kept = {}
+  for entry in folder.iterdir():
+    if match := _CHECKPOINT.fullmatch(entry.name):
+      with contextlib.suppress(FileNotFoundError):  # A running job deletes old checkpoints.
+        kept[int(match[1])] = entry.stat().st_mtime
+  return kept
 
 
 def _config_text(folder: pathlib.Path, by_group: dict[str, list[Events]]) -> str:
@@ -273,7 +278,7 @@ def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = N
       if len(rows) == limit:
         break
   if damaged:
-    notes.append(f"{file.name}: {damaged} lines are not JSON objects and are left out")
+    notes.append(f"{file.name}: {damaged} line(s) left out, which are not JSON objects")
   return rows
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.run_report.decimation import without_repeated_steps
+from rosetta_t5.run_report.event_files import Series
 from rosetta_t5.run_report.gin_text import value_of
 from rosetta_t5.run_report.run_folder import Run
 
 UNKNOWN = "–"
-_SECONDS_A_DAY = 86400.0
+_SECONDS_PER_DAY = 86400.0
 # As in the README of NVIDIA's T5X.
 COLUMNS = (
   "Run",
@@ -37,7 +38,7 @@ def summary_row(run: Run) -> list[str]:
   batch = _positive(run.facts.get("batch_size") or value_of(run.config, "BATCH_SIZE", "batch_size"))
   steps = _positive(run.facts.get("total_steps") or value_of(run.config, "TRAIN_STEPS"))
   speed = _median(run, "timing/seqs_per_second")
-  days = steps * batch / speed / _SECONDS_A_DAY
+  days = steps * batch / speed / _SECONDS_PER_DAY
   return [
     run.name,
     _format_size(run.num_parameters),
@@ -101,10 +102,12 @@ def _score(run: Run, task: str, metrics: tuple[str, ...]) -> str:
   return UNKNOWN
 
 
-def _last(series: Any) -> str:
-  value = float(without_repeated_steps(series).values[-1])
+def _last(series: Series) -> str:
+  """Returns the last value of a rate in percent."""
+  values = without_repeated_steps(series).values
   # SeqIO's accuracies are fractions or percentages, depending on the task.
-  return f"{100 * value if 0 <= value <= 1 else value:.2f}"
+  factor = 100 if (values <= 1).all() else 1
+  return f"{factor * values[-1]:.2f}"
 
 
 def _positive(value: Any) -> float:
@@ -131,4 +134,4 @@ def _format_days(days: float) -> str:
   for unit, name in ((1.0, "days"), (1 / 24, "h"), (1 / 1440, "min")):
     if days >= unit:
       return f"{days / unit:,.3g} {name}"
-  return f"{days * _SECONDS_A_DAY:.3g} s"
+  return f"{days * _SECONDS_PER_DAY:.3g} s"

@@ -85,7 +85,7 @@ def test_a_record_whose_checksum_is_wrong_is_left_out(tmp_path):
   path.write_bytes(content)
   read = read_event_file(path)
   assert read.series["loss"].steps.tolist() == [1, 2, 3, 4]
-  assert read.problem == "1 damaged records are left out"
+  assert read.problem == "1 damaged record(s) left out"
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
@@ -97,7 +97,7 @@ def test_an_event_without_a_possible_time_is_left_out(tmp_path, time):
     RecordWriter(file).write(event.SerializeToString())
   read = read_event_file(path)
   assert read.series["loss"].steps.tolist() == [1, 2, 3]
-  assert read.problem == "1 damaged records are left out"
+  assert read.problem == "1 damaged record(s) left out"
 
 
 def test_a_file_of_other_content_gives_no_series(tmp_path):

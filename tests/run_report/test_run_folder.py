@@ -50,6 +50,14 @@ def test_the_row_has_the_figures_of_the_run(runs):
   }
 
 
+def test_a_percentage_below_one_is_not_taken_for_a_fraction(tmp_path):
+  folder = run_files.write_run(tmp_path / "run")
+  scores = [(step, {"eval/accuracy": value}) for step, value in ((2000, 34.5), (3000, 0.5))]
+  run_files.add_event_file(folder / "inference_eval" / "glue_mnli_matched_v002", scores)
+  row = dict(zip(COLUMNS, summary_row(read_runs([str(folder)])[0]), strict=True))
+  assert row["MNLI (acc.)"] == "0.50"
+
+
 def test_t5x_own_folder_is_enough(runs, tmp_path):
   """T5X writes no log; its rates tell the number of devices, its text the configuration."""
   rows = run_files.training_metrics(range(10, 100, 10))
