@@ -181,7 +181,7 @@ def infer(
       if first:
         console.print_line(f"continuing after {first} chunks in {folder.path}")
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-      kept = f"the complete chunks in {chunk_dir} are kept; the same command goes on after them"
+      kept = f"the complete chunks in {chunk_dir} are kept; run the same command to continue"
       with memory_advisor.explain_out_of_memory(), ctrl_c.entered(ctrl_c.Section(kept)):
         _infer_task(
           infer_fn=infer_fn,

@@ -154,8 +154,8 @@ def _closing_lines(model_dir: pathlib.Path) -> list[str]:
   verbs = f"{_python()} -m rosetta_t5.cli"
   pretrain = f"{_python()} -m t5x.train --gin_file={PRETRAIN}"
   return [
-    f"The files of the runs are in {model.removesuffix('_dates')} and {model}: checkpoints, TensorBoard's files, "
-    "config.gin, model-info.txt.",
+    f"The files of the runs are in {model.removesuffix('_dates')} and {model}: checkpoints, "
+    "TensorBoard's files, config.gin, model-info.txt.",
     "",
     "Commands to try next:",
     '  echo "the 25th of December 2026" > my_dates.txt',

@@ -153,10 +153,8 @@ class TrainLoop:
       reason = "interrupted" if self._is_interrupted else "finished"
       log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:
-      way_on = (
-        "no checkpoint was saved" if self.manager is None else "the same command goes on from there"
-      )
-      console.print_line(f"interrupted  after step {self._step}: {way_on}")
+      hint = "run the same command to continue" if self.manager else "no checkpoint was saved"
+      console.print_line(f"interrupted  after step {self._step}: {hint}")
       raise distributed.RunInterrupted(self._step, self._interruption.by_ctrl_c)
     state = self.trainer.train_state
     return int(state.step), state

@@ -17,8 +17,6 @@ from typing import Any
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
 # Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
-
-
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -89,9 +87,10 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   """Prints user errors of the body without a traceback, and ends the program.
 
   The exit status is 2 if the command line or a gin file is wrong, and 1 if the run refused its
-  input. Other errors are raised; if nothing catches them, Python shows the line of the user's code or,
-  if there is none, the traceback. With --debug or ROSETTA_T5_DEBUG=1 all errors keep their traceback. If the reader of the output has ended, as `head` does, the
-  program ends silently with the status of SIGPIPE.
+  input. Other errors are raised; if nothing catches them, Python shows the line of the user's code
+  or, if there is none, the traceback. With --debug or ROSETTA_T5_DEBUG=1 all errors keep their
+  traceback. If the reader of the output has ended, as `head` does, the program ends silently with
+  the status of SIGPIPE.
 
   Args:
     *also: classes of errors that are the user's, wherever they were raised.

@@ -46,4 +46,4 @@ def test_a_run_shows_a_line_at_once_and_moves_its_bar_and_ctrl_c_saves_its_last_
   assert first_line < 3  # 0.1 s on a quiet machine
   assert "Traceback" not in text
   last = all_steps(tmp_path)[-1]
-  assert f"interrupted  after step {last}: the same command goes on from there" in text
+  assert f"interrupted  after step {last}: run the same command to continue" in text

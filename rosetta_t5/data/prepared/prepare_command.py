@@ -102,7 +102,7 @@ def _end_workers(out: pathlib.Path) -> str:
   for process in multiprocessing.active_children():
     process.kill()
   complete = len(list((out / "shards").glob("*.json")))
-  return f"{complete} complete shards in {out} are kept; the same command goes on after them"
+  return f"{complete} complete shards in {out} are kept; run the same command to continue"
 
 
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
