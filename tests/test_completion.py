@@ -53,7 +53,7 @@ def test_bash_completes_verbs_options_values_files_and_recipes(folder: pathlib.P
     "rosetta-t5 ckpt ver": "verify",
     "rosetta-t5 check my": "my_run.gin",
     "rosetta-t5 chat my_n": "my_notes.txt",
-    "rosetta-t5 check gin/examples/quickstart_": "gin/examples/quickstart_finetune.gin",
+    "rosetta-t5 check gin/examples/quickstart_f": "gin/examples/quickstart_finetune.gin",
     "rosetta-t5 train --gin_file = my": "my_run.gin",  # bash splits at =
     "rosetta-t5 train --gin_file = my_run.gin --dry": "--dry_run",
     "rosetta-t5 convert a b --to =": "t5x t5x-legacy hf rosetta",

@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 bench fp8`."""
   add_workload(parser, steps=200)
   add_switches(parser)
-  parser.add_argument("--learning-rate", type=float, default=1e-3)
+  parser.add_argument("--learning-rate", type=float, default=1e-3, help="AdamW's (default: 0.001)")
   parser.set_defaults(run=run)
 
 

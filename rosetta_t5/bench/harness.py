@@ -30,23 +30,34 @@ SIZES = {
 
 def add_workload(parser: argparse.ArgumentParser, steps: int) -> None:
   """Adds the arguments of the workload: the model's size and the batch."""
-  parser.add_argument("--size", choices=SIZES, default="small")
-  parser.add_argument("--batch", type=positive_integer, default=128)
-  parser.add_argument(
-    "--lengths", type=positive_integer, nargs=2, default=(512, 128), metavar=("ENC", "DEC")
+  add = parser.add_argument
+  add("--size", choices=SIZES, default="small", help="the size of T5 1.1 (default: small)")
+  add("--batch", type=positive_integer, default=128, help="sequences in a batch (default: 128)")
+  add(
+    "--lengths",
+    type=positive_integer,
+    nargs=2,
+    default=(512, 128),
+    metavar=("ENC", "DEC"),
+    help="tokens of inputs and targets (default: 512 128)",
   )
-  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-  parser.add_argument("--steps", type=positive_integer, default=steps)
-  parser.add_argument("--json", type=_writable, metavar="OUT", help="file for the result")
+  add(
+    "--dtype",
+    choices=("float32", "bfloat16"),
+    default="bfloat16",
+    help="the dtype of activations (default: bfloat16)",
+  )
+  add("--steps", type=positive_integer, default=steps, help="training steps (default: %(default)s)")
+  add("--json", type=_writable, metavar="OUT", help="file for the result")
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of the timing."""
   parser.add_argument(
-    "--group", type=positive_integer, default=5, help="steps that are timed together"
+    "--group", type=positive_integer, default=5, help="steps that are timed together (default: 5)"
   )
   parser.add_argument(
-    "--warmup", type=positive_integer, default=5, help="steps before the first group"
+    "--warmup", type=positive_integer, default=5, help="steps before the first group (default: 5)"
   )
 
 

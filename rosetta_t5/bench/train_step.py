@@ -188,14 +188,27 @@ def switches(args: argparse.Namespace) -> str:
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
   """Adds the switches of our training step."""
-  parser.add_argument("--kernel", choices=ATTENTION_KERNELS, default="auto")
-  parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
-  parser.add_argument("--loss-chunk", type=positive_integer, default=None, metavar="POSITIONS")
-  parser.add_argument("--microbatches", type=positive_integer, default=None)
-  parser.add_argument("--recipe", choices=("current", "delayed"), default="current")
-  parser.add_argument("--fp8-backend", choices=("auto", "native", "te"), default="auto")
-  for name in ("fuse-qkv", "transpose", "pack", "emulate"):
-    parser.add_argument(f"--{name}", action="store_true")
+  add = parser.add_argument
+  add("--kernel", choices=ATTENTION_KERNELS, default="auto", help="the attention kernel")
+  add("--remat", choices=REMAT_POLICIES, default="none", help="T5Config.remat_policy")
+  add(
+    "--loss-chunk",
+    type=positive_integer,
+    metavar="POSITIONS",
+    help="target positions whose logits exist at a time",
+  )
+  add("--microbatches", type=positive_integer, help="parts that the batch is split into")
+  add("--recipe", choices=("current", "delayed"), default="current", help="the scaling of fp8")
+  add(
+    "--fp8-backend",
+    choices=("auto", "native", "te"),
+    default="auto",
+    help="XLA's fp8 matmuls, or Transformer Engine's (te)",
+  )
+  add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
+  add("--transpose", action="store_true", help="keep activations as [length, batch, ...]")
+  add("--pack", action="store_true", help="pack several sequences into a row")
+  add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_workload(parser, steps=40)
   add_timing(parser)
   add_switches(parser)
-  parser.add_argument("--fp8", action="store_true")
+  parser.add_argument("--fp8", action="store_true", help="compute projections in fp8")
   parser.set_defaults(run=run)
 
 

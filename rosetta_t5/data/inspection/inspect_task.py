@@ -64,18 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("task", help="the name of a task or mixture, or a folder of prepared data")
   add("--module", help="a module to import first, which registers the task")
-  add("--split", default="train")
+  add("--split", default="train", help="the split of the data (default: train)")
   add(
     "--lengths",
     type=feature_lengths,
     default="inputs=512,targets=128",
-    help="tokens of each feature",
+    help="tokens of each feature (default: inputs=512,targets=128)",
   )
-  add("--batches", type=positive_integer, default=4)
-  add("--batch-size", type=positive_integer, default=8)
-  add("--examples", type=int, default=2, help="the number of examples to show as text")
-  add("--pack", action="store_true")
-  add("--seed", type=int, default=0)
+  add("--batches", type=positive_integer, default=4, help="batches to read (default: 4)")
+  add("--batch-size", type=positive_integer, default=8, help="rows of a batch (default: 8)")
+  add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
+  add("--pack", action="store_true", help="pack several examples into a row")
+  add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
   add("--tfds_data_dir", "--tfds-data-dir", help="the folder in which to look for data")
   add("--png", metavar="FILE", help="draw the histograms into a file")
   parser.set_defaults(run=inspect)
