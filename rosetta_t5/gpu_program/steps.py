@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,9 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   partitioner = plan["partitioner"]
   fp8 = choose_fp8(plan["te_config_cls"], partitioner.mesh.devices.flat[0])
   model = with_fp8(plan["model"], fp8)
+  # Delayed scaling adds variables to the train state.
+  arguments = {**plan.resolved.arguments, "model": model}
+  plan = Plan(dataclasses.replace(plan.resolved, arguments=arguments), gpu)
   batch = batch_shapes(model, plan.dataset_cfg)
   kernel = None
   if step == "train" and getattr(model.network_config, "attention_kernel", None) == "auto":
