@@ -28,7 +28,9 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
   add("--targets", help="makes the target of a JSON object; the target is then scored")
   add("--output", help="a file, or - for stdout (the default); an existing file is continued")
-  add("--num_decodes", type=positive_integer, help="beams or samples, 1 by default; the best counts")
+  add(
+    "--num_decodes", type=positive_integer, help="beams or samples, 1 by default; the best counts"
+  )
   add("--input_length", type=positive_integer, help="tokens; the training run's by default")
   add("--output_length", type=positive_integer, help="tokens; the training run's by default")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import re
@@ -18,6 +17,7 @@ from user_files import TEXTS, copy_user_files, write_user_files
 
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 LANGUAGES = {"bash", "console", "gin", "python", "json", "text"}
 WITH_SNIPPETS = [
@@ -61,9 +61,18 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     patch.setattr(stdlib_corpus, "VOCAB_SIZE", 300)
     patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
     stdlib_corpus.prepare(paragraphs=TEXTS)
-    importlib.import_module("rosetta_t5.data.tasks.stdlib_docs")  # It registers its task only once.
+    _register_stdlib_docs()
     write_user_files(folder)
     yield folder
+  _register_stdlib_docs()
+
+
+def _register_stdlib_docs() -> None:
+  """Registers the quickstart's task for the folder of text that is current."""
+  from rosetta_t5.data.tasks import stdlib_docs
+
+  import_seqio().TaskRegistry.remove(stdlib_docs.TASK)
+  stdlib_docs.register()
 
 
 @pytest.fixture
