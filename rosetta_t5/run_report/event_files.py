@@ -102,7 +102,9 @@ def _describe_problem(damaged: int, rest: int) -> str | None:
   if damaged:
     problems.append(f"{damaged:,} damaged record(s) left out")
   if rest:
-    problems.append(f"the last {rest:,} bytes are an incomplete record, which a job may still be writing")
+    problems.append(
+      f"the last {rest:,} bytes are an incomplete record, which a job may still be writing"
+    )
   return "; ".join(problems) or None
 
 
