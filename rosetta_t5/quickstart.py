@@ -16,6 +16,7 @@ from rosetta_t5 import checkpoints
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.local_files.dates import write_dates
 from rosetta_t5.distributed import RunInterrupted
+from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.terminal.command import begin
 from rosetta_t5.trained_model import run_arguments
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   _say("", "Loss of the pretraining in nats per token:")
   task = recipe["train_eval_dataset_cfg"].name
   for name, what in (("train", "training"), (f"training_eval/{task}", "held-out text")):
-    first, last = first_and_last_loss(pretrained / name)
+    first, last = first_and_last_loss(pretrained, name)
     _say(f"  {what:14}{first[1]:.2f} at step {first[0]}, {last[1]:.2f} at step {last[0]}")
   _say("", *_prediction_lines(finetuned / "inference_eval"), "", *_closing_lines(finetuned))
   return 0
@@ -119,17 +120,19 @@ def read_recipe(options: Sequence[str]) -> dict[str, Any]:
   return run_arguments(command.read_program())
 
 
-def first_and_last_loss(folder: pathlib.Path) -> tuple[tuple[int, float], tuple[int, float]]:
-  """Returns (step, loss per token) of the first and the last entry in TensorBoard's files."""
-  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-  from tensorboard.util import tensor_util
+def first_and_last_loss(
+  model_dir: pathlib.Path, group: str
+) -> tuple[tuple[int, float], tuple[int, float]]:
+  """Returns (step, loss in nats per token) of the first and the last entry in TensorBoard's files.
 
-  events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
-  entries = events.Tensors("loss_per_nonpadding_target_token")
-  losses = sorted(
-    (entry.step, float(tensor_util.make_ndarray(entry.tensor_proto))) for entry in entries
-  )
-  return losses[0], losses[-1]
+  Args:
+    model_dir: the folder of a run.
+    group: the folder of event files in it, such as `train`.
+  """
+  run = read_runs([os.fspath(model_dir)])[0]
+  losses = run.series[group]["loss_per_nonpadding_target_token"]
+  first, last = ((int(losses.steps[n]), float(losses.values[n])) for n in (0, -1))
+  return first, last
 
 
 def _prediction_lines(folder: pathlib.Path) -> list[str]:

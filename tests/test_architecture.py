@@ -18,8 +18,8 @@ RE_EXPORTS = sorted(path for path in (ROOT / "t5x").rglob("*.py") if path.name !
 PACKAGES = (
   "cli",
   "compat",
-  "run_report",
   "quickstart",
+  "run_report",
   "doctor",
   "bench",
   "main",

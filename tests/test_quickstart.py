@@ -31,11 +31,11 @@ def test_first_and_last_loss_are_read_from_tensorboards_files(tmp_path: pathlib.
   from clu import metric_writers
 
   for steps in ((20, 40), (60, 80)):  # A restart begins a new file.
-    writer = metric_writers.SummaryWriter(str(tmp_path))
+    writer = metric_writers.SummaryWriter(str(tmp_path / "train"))
     for step in steps:
       writer.write_scalars(step, {"loss_per_nonpadding_target_token": 100.0 / step})
     writer.close()
-  assert quickstart.first_and_last_loss(tmp_path) == ((20, 5.0), (80, 1.25))
+  assert quickstart.first_and_last_loss(tmp_path, "train") == ((20, 5.0), (80, 1.25))
 
 
 def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
