@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import gin
 import jax
 
 from rosetta_t5.config.language import gin_internals
+from rosetta_t5.telemetry.atomic_files import write_atomically
 
 
 class SummarizeConfigFn(Protocol):
@@ -93,9 +93,7 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
   text = get_gin_config_str()
   folder = pathlib.Path(model_dir)
   folder.mkdir(parents=True, exist_ok=True)
-  draft = folder / f".config.gin.{os.getpid()}"
-  draft.write_text(text, encoding="utf-8")
-  draft.replace(folder / "config.gin")
+  write_atomically(folder / "config.gin", text)
   if summary_writer is not None:
     summary_writer.write_texts(step, {"config": gin.markdown(text)})
     summary_writer.write_hparams(get_hyperparameters())

@@ -93,8 +93,10 @@ def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocab
 
 
 def _lost_characters(text: str, vocabulary: Any) -> collections.Counter[str]:
-  """Returns the characters, except spaces, that encoding and decoding loses or replaces, with their
-  numbers; those that it adds if it only adds or reorders some."""
+  """Returns how often each character, except spaces, is lost or replaced by encoding and decoding.
+
+  If none is, but the text changes, the characters that are added or, if it is only reordered, all.
+  """
   before, after = (
     "".join(part.split()) for part in (text, vocabulary.decode(vocabulary.encode(text)))
   )
