@@ -12,7 +12,7 @@ from typing import Any
 
 from rosetta_t5.cli import text_commands
 from rosetta_t5.telemetry.user_errors import ConfigError
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]

@@ -28,7 +28,7 @@ from rosetta_t5.plan.memory import size_text
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

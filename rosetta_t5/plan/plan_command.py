@@ -15,7 +15,7 @@ from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-from rosetta_t5.terminal.argument_types import feature_lengths, positive_integer
+from rosetta_t5.terminal.option_types import feature_lengths, positive_integer
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 

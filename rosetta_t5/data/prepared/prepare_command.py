@@ -19,7 +19,7 @@ from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 _GIN_FILE = """\
 In a gin file:

@@ -14,7 +14,7 @@ from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.terminal import ctrl_c
-from rosetta_t5.terminal.argument_types import positive_integer
+from rosetta_t5.terminal.option_types import positive_integer
 
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 _GIN_FILE = """\
