@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import pathlib
 import threading
 from collections.abc import Sequence
 
@@ -56,15 +57,16 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
   def _current_data(self) -> str:
     with self._lock:
-      runs = read_runs(self._folders)
+      # Before the files are read: what is written meanwhile changes the state of the next call.
       state = [
         (file, status.st_size, status.st_mtime_ns)
-        for run in runs
-        for file in files_of_run(run.folder)
+        for folder in self._folders
+        for file in files_of_run(pathlib.Path(folder))
         for status in [file.stat()]
       ]
       if state != self._state:
-        self._state, self._data = state, encode_data(runs)
+        self._data = encode_data(read_runs(self._folders))
+        self._state = state
       return self._data
 
 
