@@ -37,7 +37,7 @@ class BaseTransformerModel(BaseModel):
     decode_fn: Callable[..., Any] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    loss_normalizing_factor: float | int | str | losses.SpecialLossNormalizingFactor | None = None,
+    loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     loss_chunk_length: int | None = None,
   ):
     """Builds a model around a linen module.

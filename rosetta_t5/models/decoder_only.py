@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
-from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.training import losses
@@ -40,10 +40,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     feature_converter_cls: Any = None,
     label_smoothing: Rate = 0.0,
     z_loss: NonNegativeNumber = 0.0,
-    loss_normalizing_factor: PositiveNumber
-    | str
-    | losses.SpecialLossNormalizingFactor
-    | None = None,
+    loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     loss_chunk_length: Positive | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.

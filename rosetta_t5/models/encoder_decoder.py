@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rosetta_t5 import decoding
-from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.decode_call import accepts
@@ -54,10 +54,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     feature_converter_cls: Any = None,
     label_smoothing: Rate = 0.0,
     z_loss: NonNegativeNumber = 0.0,
-    loss_normalizing_factor: PositiveNumber
-    | str
-    | losses.SpecialLossNormalizingFactor
-    | None = None,
+    loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     default_decoder_params: DecoderParams | None = None,
     loss_chunk_length: Positive | None = None,
   ):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from rosetta_t5.argument_types import PositiveNumber
 from rosetta_t5.kernels.cross_entropy import cross_entropy
 
 Scalar = float | int | Num[Array, ""]
@@ -121,6 +122,10 @@ class SpecialLossNormalizingFactor(enum.Enum):
   AVERAGE_PER_SEQUENCE = 3
 
 
+# The divisor of a loss: a number, or a special factor or its name.
+LossNormalizingFactor = PositiveNumber | str | SpecialLossNormalizingFactor
+
+
 def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
   """Returns the factor with this name in upper or lower case, as gin files give it.
 
@@ -139,7 +144,7 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
 
 
 def get_loss_normalizing_factor_and_weights(
-  loss_normalizing_factor: float | int | str | SpecialLossNormalizingFactor | None,
+  loss_normalizing_factor: LossNormalizingFactor | None,
   batch: Mapping[str, jax.Array],
 ) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
   """Returns the divisor of the loss, and the weight of each target token.
