@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from rosetta_t5.bench.harness import argument_parser
+from rosetta_t5.bench.harness import add_workload
 from rosetta_t5.bench.hugging_face import hugging_face_step
 from rosetta_t5.bench.train_step import add_switches, compile_step
 from rosetta_t5.bench.turns import Run, time_in_turns
@@ -49,7 +49,8 @@ def our_step(args: argparse.Namespace) -> Callable[[], float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Times the implementations in turns and prints one line for each; ours is the last."""
-  parser = argument_parser("benchmarks/cpu_step.py", __doc__ or "", steps=5)
+  parser = argparse.ArgumentParser("benchmarks/cpu_step.py", description=__doc__)
+  add_workload(parser, steps=5)
   parser.set_defaults(batch=8, dtype="float32", fp8=False)
   parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
   parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")

@@ -75,8 +75,8 @@ def logged(model_dir, name="train"):
     for event in event_file_loader.EventFileLoader(str(path)).Load():
       for value in event.summary.value:
         found = tensor_util.make_ndarray(value.tensor)
-        is_text = found.dtype == object
-        values.setdefault(event.step, {})[value.tag] = str(found) if is_text else float(found)
+        is_number = found.ndim == 0 and found.dtype != object
+        values.setdefault(event.step, {})[value.tag] = float(found) if is_number else str(found)
   return values
 
 

@@ -79,7 +79,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   """Returns the compiled training step and its first arguments.
 
   Args:
-    args: the arguments of `argument_parser` and `add_switches`, and `fp8`.
+    args: the arguments of `add_workload` and `add_switches`, and `fp8`.
     optimizer: the optimizer; AdamW by default.
   """
   config = model_config(

@@ -25,7 +25,7 @@ def test_a_missing_compiler_is_one_sentence_with_what_to_install(capsys):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    (["--devices", "0"], "--devices must be at least 1, got 0"),
+    (["--devices", "0"], "--devices: must be a positive integer, got '0'"),
     (["--devices", "8", "--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"),
     (["--devices", "8", "--step", "tain"], "argument --step: invalid choice: 'tain'"),
     (["--devices", "8", "--json", "nowhere/x.json"], "the folder of nowhere/x.json does not exist"),

@@ -74,7 +74,7 @@ def test_heads_that_cannot_be_sharded_are_reported(capsys):
       "argument --gpu: invalid choice: 'h20' (choose from",
     ),
     (("--devices=8", "--mfu=40"), "--mfu must be a share of a GPU's peak such as 0.4, got 40.0"),
-    (("--devices=0",), "--devices must be at least 1, got 0"),
+    (("--devices=0",), "--devices: must be a positive integer, got '0'"),
     (
       ("--devices=8", '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 3}'),
       "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible meshes:",
