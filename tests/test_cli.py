@@ -121,6 +121,7 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
     ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
     ("check empty", 2, "the gin files configure no run"),
+    ("check --gin.TRAIN_STEPS=3", 2, "the gin files configure no run"),
     ("plan empty --devices 8", 2, "the gin files configure no run"),
     ("report loop", 1, "loop does not exist: give the MODEL_DIR of a training run"),
     ("check binary", 2, "binary is not a gin file: it is not text in UTF-8"),

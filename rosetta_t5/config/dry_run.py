@@ -17,7 +17,7 @@ from rosetta_t5.config.configuration import check_bound
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, defaults
-from rosetta_t5.config.language.statements import Binding, Program, SourceLine
+from rosetta_t5.config.language.statements import COMMAND_LINE, Binding, Program, SourceLine
 from rosetta_t5.config.t5x.paths import is_recipe
 from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes
 
@@ -113,8 +113,8 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     unchecked=[] if problems.messages else unchecked_arguments(),
     devices=command.devices,
   )
-  if not program.effective_bindings():
-    resolved.require_run()
+  if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):
+    resolved.require_run()  # Files with bindings may be a part of a run, such as an optimizer.
   if not binding_problems.messages:
     _build(resolved, function)
   return resolved

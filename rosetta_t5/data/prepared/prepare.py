@@ -100,9 +100,8 @@ def _count_pieces(vocabulary: str, model: bytes) -> int:
   import sentencepiece
 
   with contextlib.suppress(RuntimeError):
-    # An empty file is loaded as a model without pieces.
-    if pieces := sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size():
-      return pieces
+    if model:  # An empty file is loaded as a model without pieces.
+      return sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
   raise ValueError(f"{vocabulary} is not a SentencePiece model: give another file")
 
 
