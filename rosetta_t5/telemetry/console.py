@@ -39,7 +39,7 @@ _CELLS = {
 _LINE_WIDTH = 120
 # On a terminal the bar shows the rest.
 _SECONDS_BETWEEN_LINES = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.25
+_POLL_SECONDS = 0.25
 _SECONDS_OF_SPEED = 10.0  # over which the bar's speed is measured
 
 
@@ -79,7 +79,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     # Steps whose metrics the devices may still be computing, and (time, step) of steps that are done.
     self._started: collections.deque[tuple[int, Any]] = collections.deque()
     self._done: collections.deque[tuple[float, int]] = collections.deque()
-    self._looked = 0.0
+    self._last_poll = 0.0
     self.first_loss: float | None = None
     self.last_loss: float | None = None
 
@@ -107,8 +107,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       metrics: its clu metrics by name.
     """
     now = time.monotonic()
-    if self._bar is not None and self._bar.is_drawn and now > self._looked + _SECONDS_BETWEEN_LOOKS:
-      self._looked = now
+    if self._bar is not None and self._bar.is_drawn and now > self._last_poll + _POLL_SECONDS:
+      self._last_poll = now
       self._started.append((step, {name: metrics[name] for name in _LOSSES if name in metrics}))
 
   def report(self, step: int, values: Metrics) -> None:
@@ -147,7 +147,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def _show_done_steps(self, ended: threading.Event) -> None:
     """Moves the bar to the last step that the devices have completed, until the display ends."""
-    while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+    while not ended.wait(_POLL_SECONDS):
       done = None
       while self._started and _is_computed(self._started[0][1]):
         done = self._started.popleft()
