@@ -73,7 +73,7 @@ def test_zsh_completes_verbs_options_values_files_and_recipes(folder: pathlib.Pa
     "rosetta-t5 infer --te": "rosetta-t5 infer --template=",
     "rosetta-t5 bench fp8 --si": "rosetta-t5 bench fp8 --size=",
     "rosetta-t5 convert a b --to h": "rosetta-t5 convert a b --to hf ",
-    "rosetta-t5 train --gin_file=gin/examples/quickstart_": "gin/examples/quickstart_finetune.gin ",
+    "rosetta-t5 train --gin_file=gin/examples/quickstart_f": "gin/examples/quickstart_finetune.gin ",
     "rosetta-t5 check my": "rosetta-t5 check my_run.gin ",
   }
   done = subprocess.run(
