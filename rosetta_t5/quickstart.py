@@ -146,7 +146,7 @@ def _prediction_lines(folder: pathlib.Path) -> list[str]:
   width = max(len(cells[0]) for cells in table)
   matches = sum(row["prediction"] == row["target"] for row in rows)
   return [
-    "Dates that the model has not seen, and what it makes of them:",
+    "Dates that the model has not seen, and its predictions:",
     *(f"  {text:{width}}  {prediction:12}{target}" for text, prediction, target in table),
     f"{matches} of {len(rows)} predictions equal their targets.",
   ]
@@ -164,7 +164,6 @@ def _closing_lines(model_dir: pathlib.Path) -> list[str]:
     '  echo "the 25th of December 2026" > my_dates.txt',
     f"  {verbs} infer --model_dir {model} --input my_dates.txt  # dates of your own",
     f"  {verbs} report {model}  # shows the run in one page",
-    f"  {pretrain} --gin.TRAIN_STEPS=2000  # pretrains for more steps",
     f"  {pretrain} --gin.MODEL_DIR=\"'quickstart/wider'\" --gin.network.T5Config.emb_dim=256",
   ]
 
