@@ -120,6 +120,7 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ("vocab train --input text.txt --out folder", 1, "is a folder: give the file to write"),
     ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
     ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
+    ("prepare --validation-percent nan", 2, "must be a number from 0 to 100, got 'nan'"),
     ("check empty", 2, "the gin files configure no run"),
     ("check --gin.TRAIN_STEPS=3", 2, "the gin files configure no run"),
     ("plan empty --devices 8", 2, "the gin files configure no run"),

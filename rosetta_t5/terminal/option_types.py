@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 
 def positive_integer(text: str) -> int:
@@ -14,6 +15,18 @@ def positive_integer(text: str) -> int:
   if not text.isdecimal() or int(text) < 1:
     raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
   return int(text)
+
+
+def percentage(text: str) -> float:
+  """Returns a number from 0 to 100.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  with contextlib.suppress(ValueError):
+    if 0 <= (number := float(text)) <= 100:
+      return number
+  raise argparse.ArgumentTypeError(f"must be a number from 0 to 100, got {text!r}")
 
 
 def feature_lengths(text: str) -> dict[str, int]:

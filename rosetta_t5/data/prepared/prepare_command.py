@@ -19,7 +19,7 @@ from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal.option_types import percentage, positive_integer
 
 _GIN_FILE = """\
 In a gin file:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--out", required=True, metavar="DIR", help="the folder to write; a new one")
   add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
   add("--workers", type=positive_integer, help="number of processes; one per core by default")
-  add("--validation-percent", type=float, default=1.0, help="size of the validation split")
+  add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")
   add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
   add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
   add("--columns", nargs="+", help="column names of csv or tsv files without a header")
