@@ -58,7 +58,7 @@ def _namespaces(function: Any) -> list[dict[str, Any]]:
 
 
 def is_known(declared: Any) -> bool:
-  """Returns whether a type tells which of gin's strings, numbers, lists and dicts it accepts."""
+  """Returns whether a type determines which of gin's strings, numbers, lists and dicts it accepts."""
   return not any(map(_is_unknown, _relevant_members(declared)))
 
 
