@@ -90,8 +90,11 @@ class SampleLog:
       json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
     ]
     # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
-    with self._file.open("ab") as file:
-      file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
+    try:
+      with self._file.open("ab") as file:
+        file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
+    except OSError as error:
+      self._print_line(f"note     the samples of step {step} are not in {self._file}: {error}")
     tasks = {
       task: list(group) for task, group in itertools.groupby(samples, operator.attrgetter("task"))
     }

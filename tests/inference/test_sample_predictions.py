@@ -142,3 +142,12 @@ def test_a_model_that_cannot_predict_is_reported_once_and_the_run_goes_on(tmp_pa
     "note     this run shows no sample predictions: NotImplementedError: this model only scores"
   ]
   assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_reported_and_the_samples_are_shown(tmp_path):
+  (tmp_path / "samples.jsonl").mkdir()
+  lines: list[str] = []
+  log = SampleLog(1, str(tmp_path), lines.append)
+  log.write(7, lambda number: [Sample("t", "a", "b", "c")], Writer())
+  assert lines[0].startswith("note     the samples of step 7 are not in ")
+  assert lines[-1] == "  prediction c"
