@@ -1,0 +1,49 @@
+"""What `python` and `rosetta-t5` are in a fault's commands: runs the command through server.py.
+
+Usage: client.py SOCKET NAME ARGUMENT…
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+
+def _is_closed(file: int) -> bool:
+  try:
+    os.fstat(file)
+  except OSError:
+    return True
+  return False
+
+
+address, *argv = sys.argv[1:]
+closed = [number for number in range(3) if _is_closed(number)]
+connection = socket.socket(socket.AF_UNIX)
+while connection.fileno() < 3:  # A closed standard file's number is taken by the next file.
+  connection = socket.socket(fileno=os.dup(connection.detach()))
+connection.connect(address)
+umask = os.umask(0)
+os.umask(umask)
+limits = ("RLIMIT_AS", "RLIMIT_NOFILE", "RLIMIT_FSIZE")
+request = {
+  "argv": argv,
+  "folder": os.getcwd(),
+  "environment": dict(os.environ),
+  "closed": closed,
+  "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
+  "umask": umask,
+  "uid": os.getuid(),
+  "gid": os.getgid(),
+}
+nothing = os.open(os.devnull, os.O_RDWR)
+files = [nothing if number in closed else number for number in range(3)]
+socket.send_fds(connection, [json.dumps(request).encode()], files)
+reply = connection.makefile()
+process = int(reply.readline())
+for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+  signal.signal(name, lambda number, _: os.kill(process, number))
+status = int(reply.readline())
+sys.exit(status if status >= 0 else 128 - status)
