@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
@@ -202,7 +201,7 @@ def train(
     batch=feed.element_spec,
     steps=(first_step, total_steps),
     model_dir=model_dir,
-    restored_from=restore_path,
+    restored_from=checkpoints.restored_checkpoint(restore_path, first_step),
     save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
     computation=describe_computation(model, fp8, kernel),
     notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
@@ -270,9 +269,7 @@ def _run_facts(
   checkpoint_cfg: checkpoints.CheckpointConfig,
 ) -> dict[str, Any]:
   """Returns the seeds (as given, else from the earlier run, else drawn) and the start checkpoint."""
-  facts: dict[str, Any] = {}
-  if restore_path is not None and epath.Path(restore_path).parent == epath.Path(model_dir):
-    facts = {"first_step": 0} | checkpoints.read_run_facts(restore_path)
+  facts = checkpoints.read_start_facts(model_dir, restore_path)
   drawn = distributed.draw_seed()
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
   seed = facts.get("train_dataset_seed", drawn)

@@ -27,6 +27,8 @@ from rosetta_t5.checkpoints.run_start import (
   create_checkpoint_manager_and_restore,
   find_base_checkpoint,
   find_start_checkpoint,
+  read_start_facts,
+  restored_checkpoint,
 )
 from rosetta_t5.checkpoints.saved_state import CheckpointSaveError, finish_saves_on_error
 from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer

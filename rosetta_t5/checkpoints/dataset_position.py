@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, checksum
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import has_checksums
+
 DATASET_PREFIX = "train_ds"
 # The run fact that stores the shapes of the batches. A position is valid only for these shapes.
 BATCH_FACT = "dataset_batch"
 
+_CHECKSUMS = ".checksums"
 _START_OVER = (
   "To start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
   "restart in MODEL_DIR: SaveCheckpointConfig.save_dataset = False)"
@@ -52,7 +57,12 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
   def save(self, directory: epath.Path, args: DatasetArgs) -> None:
     """Writes the position of `args.item` immediately, before the iterator advances."""
     if self._should_write:
-      args.item.save(os.fspath(epath.Path(directory) / self._filename))
+      folder = epath.Path(directory)
+      args.item.save(os.fspath(folder / self._filename))
+      files = {
+        name: checksum((folder / name).read_bytes()) for name in _files(folder, self._filename)
+      }
+      (folder / f"{self._filename}{_CHECKSUMS}").write_text(json.dumps(files))
 
   def restore(self, directory: epath.Path, args: DatasetArgs | None = None) -> Any:
     """Moves `args.item` to the stored position and returns it.
@@ -63,12 +73,13 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     if args is None or args.item is None:
       raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
     folder, filename = epath.Path(directory), self._filename
-    found = sorted(entry.name for entry in folder.glob(f"{DATASET_PREFIX}-*"))
+    found = sorted(name for name in _files(folder, DATASET_PREFIX) if not name.endswith(_CHECKSUMS))
     if not any(name.startswith(filename) for name in found):
       # A position that is only a step number is the same in every shard.
       if not (found and getattr(args.item, "is_shard_independent", False)):
         raise ValueError(_missing_position_text(folder, filename, found))
       filename = found[0]
+    _check_files(folder, f"{filename}{_CHECKSUMS}")
     args.item.restore(os.fspath(folder / filename))
     return args.item
 
@@ -105,6 +116,26 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
     f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
     f"position refers to other examples. Restore these settings. {_START_OVER}"
   )
+
+
+def _files(folder: epath.Path, prefix: str) -> list[str]:
+  names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+  return [name for name in names if name.startswith(prefix)]
+
+
+def _check_files(folder: epath.Path, checksums: str) -> None:
+  """Raises ChecksumError if a file of a position differs from the one that was saved."""
+  if not (folder / checksums).exists():
+    if has_checksums(folder.parent):
+      raise ChecksumError(f"{folder / checksums} is missing")
+    return
+  try:
+    saved = dict(json.loads((folder / checksums).read_bytes()))
+  except (ValueError, TypeError) as error:
+    raise ChecksumError(f"{folder / checksums} is damaged: {error}") from error
+  for name, expected in saved.items():
+    if not (folder / name).exists() or checksum((folder / name).read_bytes()) != expected:
+      raise ChecksumError(f"{folder / name} has changed since it was saved")
 
 
 def _missing_position_text(folder: epath.Path, filename: str, found: list[str]) -> str:

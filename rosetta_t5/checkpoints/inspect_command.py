@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import json
 import re
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays import checksums
+from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
@@ -25,9 +26,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   resolve_checkpoint,
 )
 from rosetta_t5.checkpoints.model_dir.retention import is_pinned_checkpoint
-from rosetta_t5.checkpoints.reading import read_arrays
-
-CHECKSUMS = "checksums.json"
+from rosetta_t5.checkpoints.reading import checksum_folder, read_arrays, read_checksums
 
 _MAX_BYTES_PER_READ = 64 * 1024 * 1024
 _LAYOUT_NAMES = {
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   diff = verbs.add_parser("diff", help="the differences between two checkpoints")
   diff.set_defaults(run=lambda options: show_difference(options.path, options.other))
   verify = verbs.add_parser("verify", help="read everything and compare with stored checksums")
-  verify.add_argument("--write", action="store_true", help=f"store the checksums ({CHECKSUMS})")
+  verify.add_argument("--write", action="store_true", help="store checksums if it has none")
   verify.set_defaults(run=lambda options: verify_arrays(options.path, options.write))
   for verb in (ls, show, diff, verify):
     verb.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
@@ -128,29 +127,26 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
     1 if there is a problem, else 0.
   """
   folder = resolve_checkpoint(path)
-  file = (folder if folder.is_dir() else folder.parent) / CHECKSUMS
-  stored = json.loads(file.read_text()) if file.exists() and not write else {}
-  problems, checksums = [], {}
-  for name, array in read_arrays(folder).items():
+  arrays = read_arrays(folder)
+  problems = []
+  for name, array in arrays.items():
     try:
-      checksums[name], num_nonfinite = _checksum(array)
+      num_nonfinite = sum(_count_nonfinite(array.read(part)) for part in _slices(array))
     except (OSError, ValueError) as error:
       problems.append(f"{name} cannot be read: {error}")
       continue
     if num_nonfinite:
       problems.append(f"{name} contains {num_nonfinite} values that are not finite")
-    if stored and stored.get(name) != checksums[name]:
-      problems.append(f"{name} does not match its stored checksum")
-  problems += [f"{name} is missing" for name in sorted(set(stored) - set(checksums))]
   for problem in problems:
     print(problem)
-  comparison = f"no {CHECKSUMS} to compare with (verify --write)"
-  if stored:
-    comparison = f"compared with {CHECKSUMS}"
-  elif write and not problems:
-    file.write_text(json.dumps(checksums, indent=1, sort_keys=True))
-    comparison = f"{CHECKSUMS} written"
-  print(f"{folder}: {len(checksums)} arrays read, {comparison}, {len(problems)} problems")
+  comparison = "compared with the checksums of its save"
+  if read_checksums(folder) is None:
+    comparison = "no checksums to compare with (verify --write stores them)"
+    if write and not problems:
+      computed = {name: checksums.compute(array) for name, array in arrays.items()}
+      checksums.write(checksum_folder(folder), computed)
+      comparison = "checksums written"
+  print(f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems")
   return 1 if problems else 0
 
 
@@ -169,27 +165,15 @@ def _describe_difference(a: StoredArray, b: StoredArray) -> str | None:
   return f"differs by up to {largest:.3g}, {relative:.1e} of its largest value{dtypes}"
 
 
-def _checksum(array: StoredArray) -> tuple[str, int]:
-  """Returns the SHA-256 of an array's shape, dtype and values, and how many are not finite."""
-  digest = hashlib.sha256(f"{array.shape} {array.dtype.name}".encode())
-  num_nonfinite = 0
-  for part in _slices(array):
-    values = np.ascontiguousarray(array.read(part))
-    if jnp.issubdtype(values.dtype, jnp.floating):
-      num_nonfinite += int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
-    digest.update(values.tobytes())
-  return digest.hexdigest(), num_nonfinite
+def _count_nonfinite(values: np.ndarray) -> int:
+  if not jnp.issubdtype(values.dtype, jnp.floating):
+    return 0
+  return int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
 
 
-def _slices(array: StoredArray) -> list[Index]:
+def _slices(array: StoredArray) -> Iterator[Index]:
   """Returns slices that cover an array, so that only a part of it is in memory at a time."""
-  if not array.shape:
-    return [()]
-  rest = (slice(None),) * (array.ndim - 1)
-  rows = max(1, array.shape[0])
-  if array.sliceable and array.nbytes:
-    rows = max(1, _MAX_BYTES_PER_READ * array.shape[0] // array.nbytes)
-  return [(slice(start, start + rows), *rest) for start in range(0, array.shape[0], rows)]
+  return ArrayChecksums.of(array, array.row_block(_MAX_BYTES_PER_READ)).indices()
 
 
 def _sort_key(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import dataset_position, saved_state
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
+from rosetta_t5.checkpoints.formats.orbax_internals import writing_checksums
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import DATASET_ITEM, STATE_ITEM
@@ -173,9 +176,13 @@ class OrbaxCheckpointManagerInterface:
       if shapes := dataset_position.batch_shapes(self._dataset_iterator):
         facts[dataset_position.BATCH_FACT] = shapes
     try:
-      self._orbax_manager().save(
-        step, args=ocp.args.Composite(**items), force=True, custom_metadata=facts
-      )
+      with writing_checksums():
+        self._orbax_manager().save(
+          step,
+          args=ocp.args.Composite(**items),
+          force=True,
+          custom_metadata=checkpoint_folders.with_checksum(facts),
+        )
     except Exception as error:
       raise saved_state.save_error(self.directory, step, error) from error
     self._pending = step
@@ -294,11 +301,15 @@ class OrbaxCheckpointManagerInterface:
     args = dataset_position.DatasetArgs(self._dataset_iterator)
     try:
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ChecksumError) as error:
       raise unreadable_error(folder, error) from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-    leaves = flatten_arrays(state_dict)
+    replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
+    leaves = {
+      name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, replicated)
+      for name, leaf in flatten_arrays(state_dict).items()
+    }
     save_args = {
       name: ocp.SaveArgs(
         dtype=saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)

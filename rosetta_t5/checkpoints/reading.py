@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import logging
+import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays import checksums
+from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats import mesh_tf, orbax_reader, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  STATE_ITEM,
   CheckpointTypes,
+  checkpoint_path,
   detect_checkpoint_type,
+  has_checksums,
   older_steps,
+  state_path,
+  step_of,
 )
 
 # What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
 # runs out of memory is not damage.
 DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
+# TensorStore states the operating system's error in its messages.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_ERRORS_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# The name under which every layout with a train state has the step.
+_STEP = "state/step"
+
+_log = logging.getLogger(__name__)
+
 _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
   CheckpointTypes.ORBAX: orbax_reader.read_arrays,
   CheckpointTypes.T5X: t5x_legacy.read_arrays,
@@ -43,17 +64,88 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     UnreadableCheckpointError: files are missing or damaged.
     ValueError: there is no checkpoint.
   """
-  layout = detect_checkpoint_type(path)
+  is_own_folder = step_of(path) is not None and epath.Path(path).is_dir()
   try:
-    return {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    layout = detect_checkpoint_type(path)
+  except ValueError as error:
+    raise (unreadable_error(path, error) if is_own_folder else error) from None
+  try:
+    arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    arrays = _with_verification(epath.Path(path), arrays)
+    step = int(arrays[_STEP].get()) if _STEP in arrays and is_own_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
+  if step not in (None, step_of(path)):
+    raise ValueError(_other_step_text(epath.Path(path), step))
+  return arrays
 
 
-def unreadable_error(path: epath.PathLike, error: Exception) -> UnreadableCheckpointError:
-  """Returns the error for a damaged checkpoint, which names the reason and the older checkpoints."""
+def read_checksums(path: epath.PathLike) -> dict[str, ArrayChecksums] | None:
+  """Returns the checksums of the arrays of the checkpoint at `path`; None if it was saved without.
+
+  Raises:
+    ChecksumError: the checksums are missing or damaged.
+  """
+  folder = checksum_folder(path)
+  root = folder.parent if folder.name == STATE_ITEM else folder
+  return checksums.read(folder, with_run_facts=has_checksums(root))
+
+
+def checksum_folder(path: epath.PathLike) -> epath.Path:
+  """Returns the folder in which the checkpoint at `path` has its checksums."""
+  given = epath.Path(path)
+  return state_path(given) if given.is_dir() else given.parent
+
+
+def _is_of_this_machine(error: Exception) -> bool:
+  """Returns whether an error is about the machine's resources or permissions, not about the files."""
+  found = _OS_ERROR.search(str(error))
+  number = int(found[1]) if found else getattr(error, "errno", None)
+  if number is None:
+    return str(error).startswith(_REMOTE_ERRORS)
+  return number not in _ERRORS_OF_FILES
+
+
+def _other_step_text(folder: epath.Path, step: int) -> str:
+  return (
+    f"{folder} contains the checkpoint of step {step}: the folder was renamed, copied or exchanged for "
+    f"another. Rename it to {checkpoint_path(folder.parent, step).name}, or, to restore a copy under "
+    "another name, to one that does not begin with checkpoint_"
+  )
+
+
+def _with_verification(
+  path: epath.Path, arrays: Mapping[str, StoredArray]
+) -> dict[str, StoredArray]:
+  found = read_checksums(path)
+  if found is None:
+    _report_no_checksums(os.fspath(path))
+    return dict(arrays)
+  return checksums.verified(arrays, found, checksum_folder(path))
+
+
+@functools.cache
+def _report_no_checksums(path: str) -> None:
+  _log.warning(
+    "checkpoint %s was saved without checksums, so damage to its values cannot be found; "
+    "`rosetta-t5 ckpt verify --write` stores them",
+    path,
+  )
+
+
+def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
+  """Returns the error for a checkpoint that cannot be read: an UnreadableCheckpointError if it is damaged.
+
+  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit of open
+  files, or a failing disk or network is not damage.
+  """
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+  if _is_of_this_machine(error):
+    return ValueError(
+      f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
+      "damaged, and nothing has been changed. Start again once the machine can read it"
+    )
   text = f"checkpoint {folder} cannot be read: {reason}"
   older = older_steps(folder)
   if not older:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
   RestoreCheckpointConfig,
@@ -85,9 +87,30 @@ def find_base_checkpoint(
   """
   if restore_path is None or checkpoint_cfg.restore is None or not checkpoint_cfg.restore.paths():
     return None
-  is_own = epath.Path(restore_path).parent == epath.Path(model_dir)
-  facts = read_run_facts(restore_path) if is_own else {}
+  facts = read_start_facts(model_dir, restore_path)
   return facts.get(STARTED_FROM) or os.fspath(restore_path)
+
+
+def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dict[str, Any]:
+  """Returns the run facts that a run in `model_dir` continues with; {} if it does not continue there.
+
+  If those of `restore_path` are damaged, they are read from the checkpoints before it, to which the
+  run falls back.
+  """
+  if restore_path is None or epath.Path(restore_path).parent != epath.Path(model_dir):
+    return {}
+  paths = [checkpoint_path(model_dir, step) for step in reversed(older_steps(restore_path))]
+  for path in (restore_path, *paths):
+    with contextlib.suppress(ChecksumError):
+      return {"first_step": 0} | read_run_facts(path)
+  return {}
+
+
+def restored_checkpoint(restore_path: str | None, step: int) -> str | None:
+  """Returns the checkpoint that was restored: `restore_path`, or if it was damaged, that of `step`."""
+  if restore_path is None or epath.Path(restore_path).exists():
+    return restore_path
+  return os.fspath(checkpoint_path(epath.Path(restore_path).parent, step))
 
 
 def create_checkpoint_manager_and_restore(

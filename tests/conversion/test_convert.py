@@ -43,7 +43,7 @@ def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
   from etils import epath
 
   arrays = read_arrays(MESH_TF)
-  orbax_writer.write(tmp_path / "checkpoint_1", arrays)
+  orbax_writer.write(tmp_path / "checkpoint_1000", arrays)
   tree = ocp.PyTreeCheckpointHandler().restore(epath.Path(tmp_path / "checkpoint_1/state"))
   assert len(jax.tree.leaves(tree)) == len(arrays)
   np.testing.assert_array_equal(
@@ -58,7 +58,7 @@ def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
 @pytest.mark.parametrize("name", ["a%20b", "what?", "a b"])
 def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path, name):
   arrays = {"target/kernel": as_stored_array(np.ones((2, 3), np.float32))}
-  orbax_writer.write(tmp_path / name / "checkpoint_1", arrays)
+  orbax_writer.write(tmp_path / name / "checkpoint_1000", arrays)
   assert [folder.name for folder in tmp_path.iterdir()] == [name]
   read = read_arrays(tmp_path / name / "checkpoint_1")
   np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
@@ -229,8 +229,8 @@ def test_a_model_with_an_unknown_forward_pass_is_compared_by_its_parameters(tmp_
     for n, x in read_arrays(MESH_TF).items()
     if not any(part in n for part in ("encoder", "relpos_bias"))
   }
-  orbax_writer.write(tmp_path / "checkpoint_1", arrays)
-  assert run("convert", tmp_path / "checkpoint_1", tmp_path / "out", "--to", "t5x-legacy") == 0
+  orbax_writer.write(tmp_path / "checkpoint_1000", arrays)
+  assert run("convert", tmp_path / "checkpoint_1000", tmp_path / "out", "--to", "t5x-legacy") == 0
   assert "parameters are equal (no logits compared)" in capsys.readouterr().out
   name = "target/decoder/layers_0/mlp/wo/kernel"
   other = {**arrays, name: as_stored_array(arrays[name].get() + 1)}
@@ -240,8 +240,8 @@ def test_a_model_with_an_unknown_forward_pass_is_compared_by_its_parameters(tmp_
 
 def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reasons(tmp_path, capsys):
   arrays = {n: x for n, x in read_arrays(MESH_TF).items() if "encoder" not in n}
-  orbax_writer.write(tmp_path / "checkpoint_1", arrays)
-  assert run("convert", tmp_path / "checkpoint_1", tmp_path / "hf", "--to", "hf") == 1
+  orbax_writer.write(tmp_path / "checkpoint_1000", arrays)
+  assert run("convert", tmp_path / "checkpoint_1000", tmp_path / "hf", "--to", "hf") == 1
   output = capsys.readouterr().err
   for reason in (
     "GPT-2 or GPT-Neo, but this one is neither",

@@ -121,6 +121,13 @@ class StoredArray(LazyThreadPoolArray):
     """Reads the part at `index`, which has one slice per axis. Slices may exceed the shape."""
     return np.asarray(self._read_fn(self._clip(index))).astype(self.dtype, copy=False)
 
+  def row_block(self, max_bytes: int) -> tuple[int, ...]:
+    """Returns the shape of the rows that can be read at a time within a limit of memory."""
+    if not (self.shape and self.nbytes and self.sliceable):
+      return self.shape
+    rows = max(1, max_bytes * self.shape[0] // self.nbytes)
+    return (min(rows, self.shape[0]), *self.shape[1:])
+
   def start_read(self, index: Index) -> PendingRead:
     """Starts to read the part at `index` in the background; returns a function that waits for it."""
     if self._start_read_fn is None:

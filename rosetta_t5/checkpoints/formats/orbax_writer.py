@@ -15,8 +15,10 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.tensorstores import kvstore, limited_cache, write_array
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.terminal import progress
 
 _COMMITTED = "Checkpoint commit was successful"
@@ -39,6 +41,7 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
   context = limited_cache()
   # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
+  stored: dict[str, checksums.ArrayChecksums] = {}
   for name, array in progress.track(arrays.items(), "writing", len(arrays), "arrays"):
     database = {
       "driver": "ocdbt",
@@ -48,8 +51,11 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
     }
     transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
     # Training runs do not compress their checkpoints either.
-    write_array(database, array, compressor=None, transaction=transaction, context=context)
+    _, stored[name] = write_array(
+      database, array, compressor=None, transaction=transaction, context=context
+    )
   small_arrays.commit_sync()
+  checksums.write(state, stored, with_run_facts=True)
   (state / "_METADATA").write_text(json.dumps(_tree_metadata(arrays)))
   (state / "commit_success.txt").write_text(_COMMITTED)
   step = {
@@ -58,7 +64,7 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
     "performance_metrics": {},
     "init_timestamp_nsecs": started,
     "commit_timestamp_nsecs": time.time_ns(),
-    "custom_metadata": {},
+    "custom_metadata": checkpoint_folders.with_checksum({}),
   }
   (root / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
   (root / "commit_success.txt").write_text(_COMMITTED)

@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
+from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import tensorstores
@@ -57,16 +58,20 @@ class LegacyWriter:
     self.unfinished.rmtree(missing_ok=True)
     self.unfinished.mkdir(parents=True)
     self._index: dict[str, Any] = {}
+    self._checksums: dict[str, checksums.ArrayChecksums] = {}
 
   def write(self, name: str, array: Any) -> None:
     """Writes one array; an array of a single value becomes a part of the msgpack file."""
     array = as_stored_array(array)
     if array.size <= 1:
       self._index[name] = array.get()
+      self._checksums[name] = checksums.compute(array)
       return
     inner = name.replace("/", ".")
     store = tensorstores.kvstore(self.unfinished / inner)
-    spec = tensorstores.write_array(store, array, compressor={"id": "gzip", "level": 1})
+    spec, self._checksums[name] = tensorstores.write_array(
+      store, array, compressor={"id": "gzip", "level": 1}
+    )
     # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     self._index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
@@ -80,6 +85,7 @@ class LegacyWriter:
     state = unflatten_state_dict({**(empty or {}), **self._index})
     contents = serialization.msgpack_serialize({"version": _VERSION, "optimizer": state})
     (self.unfinished / INDEX).write_bytes(contents)
+    checksums.write(self.unfinished, self._checksums)
     self.unfinished.rename(self.folder)
     return self.folder
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
+from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 
 # T5X's chunk size: large enough for remote storage, small enough to be read in parts.
@@ -92,8 +93,8 @@ def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def write_array(
   store: Mapping[str, Any], array: StoredArray, compressor: Any, **options: Any
-) -> dict[str, Any]:
-  """Writes an array in zarr's format and returns its spec; one row of chunks is in memory at a time.
+) -> tuple[dict[str, Any], ArrayChecksums]:
+  """Writes an array in zarr's format, one row of chunks at a time; returns its spec and checksums.
 
   Args:
     store: TensorStore's description of where to write.
@@ -105,14 +106,13 @@ def write_array(
   metadata = {"shape": list(array.shape), "chunks": chunks, "compressor": compressor}
   spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": dict(store), "metadata": metadata}
   target = ts.open(spec, create=True, **options).result()
-  if not array.shape or not array.sliceable:
-    target.write(array.get()).result()
-    return spec
-  inner = (slice(None),) * (array.ndim - 1)
-  for start in range(0, array.shape[0], max(chunks[0], 1)):
-    values = array.read((slice(start, start + chunks[0]), *inner))
-    target[start : start + len(values)].write(values).result()
-  return spec
+  row = chunks[:1] if array.sliceable else array.shape[:1]
+  checksums = ArrayChecksums.of(array, (*row, *array.shape[1:]))
+  for index in checksums.indices():
+    values = array.read(index)
+    checksums.add(index, values)
+    target[index].write(values).result()
+  return spec, checksums
 
 
 def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:

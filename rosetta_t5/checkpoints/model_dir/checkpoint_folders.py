@@ -7,11 +7,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, json_checksum
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 
 STEP_PREFIX = "checkpoint"
@@ -23,6 +24,8 @@ _ARRAY_METADATA = "_METADATA"
 _COMMITTED = "commit_success.txt"
 _LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
+# The run fact that contains the checksum of the others. With it, the arrays have checksums too.
+_FACTS_CHECKSUM = "checksum"
 # The first byte of a msgpack map with few entries. TensorFlow's file of the same name is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
 
@@ -171,15 +174,36 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   folder = epath.Path(checkpoint_dir)
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
+  return _read_facts(folder)[0]
+
+
+def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns run facts as they are stored: with their checksum."""
+  return {**facts, _FACTS_CHECKSUM: json_checksum(facts)}
+
+
+def has_checksums(folder: epath.PathLike) -> bool:
+  """Returns whether the Orbax checkpoint at `folder` was saved with checksums.
+
+  Raises:
+    ChecksumError: the file of run facts is damaged.
+  """
+  return _read_facts(epath.Path(folder))[1]
+
+
+def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], bool]:
+  """Returns the run facts of a checkpoint, and whether they have a checksum."""
   metadata = folder / _STEP_METADATA
   if not metadata.exists():
-    return {}
+    return {}, False
   try:
-    return dict(json.loads(metadata.read_text()).get("custom_metadata") or {})
-  except ValueError as error:
-    raise ValueError(
-      f"{metadata} is not valid JSON ({error}): the checkpoint is damaged"
-    ) from error
+    facts = dict(json.loads(metadata.read_bytes()).get("custom_metadata") or {})
+  except (ValueError, TypeError, AttributeError) as error:
+    raise ChecksumError(f"{metadata} is damaged: it is not valid JSON ({error})") from error
+  checksum = facts.pop(_FACTS_CHECKSUM, None)
+  if checksum not in (None, json_checksum(facts)):
+    raise ChecksumError(f"{metadata} is damaged: the checksum of the run's facts does not match")
+  return facts, checksum is not None
 
 
 def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
