@@ -230,7 +230,7 @@ def train(
   )
   if first_step < total_steps:
     log_event(model_dir, "start", **description.facts())
-    with explain_out_of_memory(model, partitioner, initializer, feed, trainer):
+    with loop.log_failure(), explain_out_of_memory(model, partitioner, initializer, feed, trainer):
       loop.compile()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)

@@ -17,7 +17,7 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files.run_log import log_event
+from rosetta_t5.telemetry.run_files.run_log import LostOutputLog, log_end, logged_failure
 from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
@@ -75,11 +75,16 @@ class TrainLoop:
       loss_is_sum=self.evaluation.model.loss_normalizing_factor is None,
     )
     self._samples = SampleLog(self.num_eval_samples, self.model_dir, self._progress.print_line)
+    self._lost_output = LostOutputLog(self.model_dir, self._progress.print_line)
     self._interruption = distributed.InterruptionListener(
       "the run finishes this step and saves its state",
       f"the complete checkpoints in {self.model_dir} are kept",
     )
     self._watchdog = distributed.Watchdog()
+
+  def log_failure(self) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which an error that ends the run is logged in the run's folder."""
+    return logged_failure(self.model_dir, lambda: self._step)
 
   def compile(self) -> None:
     """Compiles the train step, and waits for the data of the evaluations."""
@@ -151,7 +156,7 @@ class TrainLoop:
     )
     if self.first_step < self.total_steps:
       reason = "interrupted" if self._is_interrupted else "finished"
-      log_event(self.model_dir, "end", step=self._step, reason=reason)
+      log_end(self.model_dir, self._step, reason)
     if self._is_interrupted:
       hint = "run the same command to continue" if self.manager else "no checkpoint was saved"
       console.print_line(f"interrupted  after step {self._step}: {hint}")
@@ -243,6 +248,7 @@ class TrainLoop:
     if self.evaluation.cfg is not None or self.predictions.cfg is not None:
       self._samples.write(step, self._make_samples, self.trainer.train_metrics_manager)
     self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
+    self._lost_output.report(step)
 
   def _make_samples(self, number: int) -> list[Sample]:
     """Returns predictions that have been evaluated or, if there are none, those of held-out rows."""

@@ -63,7 +63,7 @@ RESTRICTED = {
 # Exceptions to RESTRICTED, inside functions, with the reason.
 EXCEPTIONS = {
   "rosetta_t5/models/base_model.py": {"seqio"},  # the feature converter, once data is read
-  "rosetta_t5/telemetry/metrics_manager.py": {"tensorflow"},  # hides GPUs from clu's writer
+  "rosetta_t5/telemetry/run_files/metric_writer.py": {"tensorflow"},  # hides GPUs from clu's writer
 }
 # These take seconds to import, so they are imported inside functions.
 SLOW_TO_IMPORT = {

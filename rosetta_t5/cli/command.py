@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
 from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
-from rosetta_t5.terminal.command import begin, replace_closed_streams
+from rosetta_t5.terminal.command import begin
+from rosetta_t5.terminal.standard_streams import protect
 
 _HELP = ("-h", "--help")
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   Raises:
     SystemExit: --help was given, or the command has failed; the error has been printed.
   """
-  replace_closed_streams()
+  protect()
   with exit_on_user_error():
     try:
       return _run(argv)

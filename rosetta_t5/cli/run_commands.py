@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -13,6 +14,7 @@ from typing import Any
 from rosetta_t5.cli import text_commands
 from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal.standard_streams import outlived
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add("--output_dir", help=f"the folder for the results; default: {output_dir}")
 
 
+@outlived()
 def _eval(options: argparse.Namespace) -> int:
   if options.model_dir is None:
     _refuse(options, ("task", "split", "batch_size", "output_dir"), "--model_dir")
@@ -94,16 +97,17 @@ def _infer(options: argparse.Namespace) -> int:
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
   lengths = cfg.task_feature_lengths or run["train_dataset_cfg"].task_feature_lengths
   model_dir, checkpoint = _locate(restore_cfg)
-  infer(
-    mode="predict",
-    model=run["model"],
-    dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
-    restore_checkpoint_cfg=restore_cfg,
-    partitioner=run["partitioner"],
-    output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
-    checkpoint_period=100,
-    summarize_config_fn=_write_no_config,
-  )
+  with outlived():
+    infer(
+      mode="predict",
+      model=run["model"],
+      dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
+      restore_checkpoint_cfg=restore_cfg,
+      partitioner=run["partitioner"],
+      output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
+      checkpoint_period=100,
+      summarize_config_fn=_write_no_config,
+    )
   return 0
 
 
@@ -114,8 +118,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def _run_main(module: str, options: argparse.Namespace) -> int:
   """Runs `rosetta_t5.train`, `eval`, `infer` or `main` with T5X's flags."""
-  program = f"rosetta-t5 {module}"
-  importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
+  is_dry = any(flag.lstrip("-").startswith("dry_run") for flag in options.flags)
+  with contextlib.nullcontext() if is_dry else outlived():
+    program = f"rosetta-t5 {module}"
+    importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
 
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal.standard_streams import outlived
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
@@ -41,6 +42,8 @@ def infer(options: argparse.Namespace) -> int:
 
   output = options.output or "-"
   with _exit_when_stopped(output), contextlib.ExitStack() as stack:
+    if output != "-":
+      stack.enter_context(outlived())
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
     completed, size = _read_completed_rows(output)

@@ -11,6 +11,7 @@ import jax
 
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.terminal import lost_output
 
 
 class SummarizeConfigFn(Protocol):
@@ -92,8 +93,9 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
     return
   text = get_gin_config_str()
   folder = pathlib.Path(model_dir)
-  folder.mkdir(parents=True, exist_ok=True)
-  write_atomically(folder / "config.gin", text)
+  with lost_output.counted("copies of the configuration"):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.gin", text)
   if summary_writer is not None:
     summary_writer.write_texts(step, {"config": gin.markdown(text)})
     summary_writer.write_hparams(get_hyperparameters())

@@ -25,6 +25,7 @@ from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.terminal import ctrl_c, progress
+from rosetta_t5.terminal.standard_streams import outlived
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -52,6 +53,7 @@ def _comma_list(text: str) -> tuple[str, ...]:
   return tuple(text.split(","))
 
 
+@outlived()
 def _run(options: argparse.Namespace) -> int:
   names = inspect.signature(convert).parameters
   convert(**{name: value for name, value in vars(options).items() if name in names})

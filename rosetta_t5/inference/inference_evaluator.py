@@ -22,7 +22,7 @@ from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.inference.sample_predictions import Sample, token_text
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.terminal import progress
+from rosetta_t5.terminal import lost_output, progress
 
 FOLDER = "inference_eval"
 Metrics = Mapping[str, Mapping[str, Any]]
@@ -113,7 +113,8 @@ class InferenceEvaluator:
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
-      self._folder.mkdir(parents=True, exist_ok=True)
+      with lost_output.counted("folders of results"):
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def infer_fn(method: str, **arguments: Any) -> InferFn:
       if method not in self._infer_fns:

@@ -17,6 +17,7 @@ from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.mesh_axes import count_batch_shards
 from rosetta_t5.telemetry import console
+from rosetta_t5.terminal import lost_output
 
 Row = Mapping[str, np.ndarray]
 
@@ -90,11 +91,8 @@ class SampleLog:
       json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
     ]
     # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
-    try:
-      with self._file.open("ab") as file:
-        file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
-    except OSError as error:
-      self._print_line(f"note     the samples of step {step} are not in {self._file}: {error}")
+    with lost_output.counted(f"lines of {FILE}", len(rows)), self._file.open("ab") as file:
+      file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
     tasks = {
       task: list(group) for task, group in itertools.groupby(samples, operator.attrgetter("task"))
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,30 +16,11 @@ import numpy as np
 from clu import values as clu_values
 
 from rosetta_t5.telemetry.metrics import set_step_metrics_num_steps, set_time_metrics_duration
+from rosetta_t5.telemetry.run_files.metric_writer import MetricWriter, make_tensorboard_writer
 
 PyTree = Any
 Values = Mapping[str, clu_values.Value]
 MakeWriter = Callable[[str, str], Any]
-
-_log = logging.getLogger(__name__)
-
-
-def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
-  """Returns clu's writer for the folder `summary_dir/name`; None without TensorFlow."""
-  try:
-    # TensorFlow must not allocate the accelerator's memory to write a few numbers.
-    import tensorflow as tf
-
-    tf.config.set_visible_devices([], "GPU")
-    from clu import metric_writers
-  except ImportError as error:
-    _log.warning(
-      "no TensorBoard files are written for %s: %s (pip install tensorflow tensorboard)",
-      name,
-      error,
-    )
-    return None
-  return metric_writers.SummaryWriter(os.path.join(summary_dir, name))
 
 
 class MetricsManager:
@@ -67,16 +47,17 @@ class MetricsManager:
       make_writer: the same for TensorBoard. It is called at the first write, in the background,
         because it imports TensorFlow.
     """
-    self._name = name
     self._summary_dir = None
     if summary_dir is not None and jax.process_index() == 0:
       self._summary_dir = os.fspath(summary_dir)
-    # Built now rather than at the first write: a missing package is reported before training.
-    self._extra_writers = (
-      [make(name, self._summary_dir) for make in extra_writers] if self._summary_dir else []
-    )
-    self._make_writer = make_writer
-    self._writers: list[Any] | None = None
+    self._writers: list[MetricWriter] = []
+    if self._summary_dir is not None:
+      open_writer = functools.partial(make_writer, name, self._summary_dir)
+      self._writers.append(MetricWriter(open_writer))
+      for make in extra_writers:
+        open_writer = functools.partial(make, name, self._summary_dir)
+        # Opened now rather than at the first write: a missing package is reported before training.
+        self._writers.append(MetricWriter(open_writer, open_writer()))
     self._clock_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
     self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
     self._pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
@@ -122,7 +103,7 @@ class MetricsManager:
       A future of the values by name.
 
     Raises:
-      Exception: the error of an earlier write that failed.
+      Exception: a metric of an earlier call could not be computed.
     """
     step, started, self._started = int(step), self._started, None
     ended = self._clock_thread.submit(_time_when_ready, metrics)
@@ -139,9 +120,9 @@ class MetricsManager:
     """Waits until all values are computed and written to disk.
 
     Raises:
-      Exception: the error of a write that failed.
+      Exception: a metric could not be computed.
     """
-    self._submit(lambda: self._call_writers("flush") if self._writers else None)
+    self._submit(self._call_writers, "flush")
     while self._pending:
       self._pending.popleft().result()
 
@@ -152,8 +133,7 @@ class MetricsManager:
     finally:
       self._clock_thread.shutdown()
       self._writer_thread.shutdown()
-      for writer in self._writers or ():
-        writer.close()
+      self._call_writers("close")
 
   def _submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Queues `task` behind the earlier ones, and raises the error of one that has failed."""
@@ -162,25 +142,18 @@ class MetricsManager:
     self._pending.append(self._writer_thread.submit(task, *args, **kwargs))
     return self._pending[-1]
 
-  def _open_writers(self) -> list[Any]:
-    """Returns all writers, in the thread that writes: a clu writer serves one thread."""
-    if self._writers is None and self._summary_dir is not None:
-      own = self._make_writer(self._name, self._summary_dir)
-      self._writers = [*([] if own is None else [own]), *self._extra_writers]
-    return self._writers or []
-
   def _call_writers(self, method: str, *args: Any, **kwargs: Any) -> None:
-    for writer in self._open_writers():
+    for writer in self._writers:
       getattr(writer, method)(*args, **kwargs)
 
   def _write_values(self, step: int, values: Values) -> None:
     scalars = as_floats(values)
     self._call_writers("write_scalars", step, scalars)
     others = {name: value for name, value in values.items() if name not in scalars}
-    if others and self._summary_dir is not None:
+    if others and self._writers:
       from clu import metric_writers
 
-      for writer in self._open_writers():
+      for writer in self._writers:
         metric_writers.write_values(writer, step, others)
 
 

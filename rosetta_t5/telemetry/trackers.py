@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class _MetricWriter:
-  """A clu MetricWriter that drops everything that a subclass does not write."""
+class NoWriter:
+  """A clu MetricWriter that does nothing except what a subclass implements."""
 
   def __init__(self, name: str):
     self._name = name
@@ -30,7 +30,7 @@ class _MetricWriter:
     return lambda *args, **kwargs: None
 
 
-class WandbWriter(_MetricWriter):
+class WandbWriter(NoWriter):
   """Writes to Weights & Biases; all writers of a process share one run.
 
   Attributes:
@@ -70,7 +70,7 @@ class WandbWriter(_MetricWriter):
     self.run.config.update(dict(texts), allow_val_change=True)
 
 
-class AimWriter(_MetricWriter):
+class AimWriter(NoWriter):
   """Writes to an Aim repository; all writers of a process share one run.
 
   Attributes:

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rosetta_t5.terminal.standard_streams import finish_output
+
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
 # Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
@@ -98,8 +100,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   try:
     yield
   except BrokenPipeError:
-    # Python flushes standard output at its exit, which must not fail again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finish_output()
     sys.exit(128 + signal.SIGPIPE)
   except Exception as error:
     is_ours = _is_ours(error)
@@ -114,6 +115,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
     says_all = is_config_error or (is_ours and error.__cause__ is None)
     hint = "" if says_all else "\n(--debug shows where this was raised)"
     print(f"\nerror: {_message(error)}{hint}", file=sys.stderr, flush=True)
+    finish_output()
     sys.exit(2 if is_config_error else 1)
 
 

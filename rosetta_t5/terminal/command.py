@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
-import os
 import sys
 
-from rosetta_t5.terminal import ctrl_c
+from rosetta_t5.terminal import ctrl_c, standard_streams
 
 
 def begin(name: str) -> None:
@@ -17,24 +15,13 @@ def begin(name: str) -> None:
   Args:
     name: the command, such as "rosetta-t5 train".
   """
-  replace_closed_streams()
+  standard_streams.protect()
   ctrl_c.listen()
   # Imports create a million objects that stay; at the default threshold, a third of their time is
   # spent on looking for garbage among these.
   gc.set_threshold(50_000, 20, 100)
   atexit.register(gc.freeze)  # Python would look for garbage once more before it exits.
-  if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(line_buffering=True)  # Log files are read while a command runs.
   # With many processes, the first one prints a line for all when they have met.
   silent = ("--multiprocess_gpu", "-h", "--help")
   if not any(argument.startswith(silent) for argument in sys.argv[1:]):
     print(f"{name} is loading its libraries …", file=sys.stderr, flush=True)
-
-
-def replace_closed_streams() -> None:
-  """Discards what is written to a closed output, which a file that is opened later must not receive."""
-  while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
-    pass
-  os.close(descriptor)
-  sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-  sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

@@ -129,7 +129,8 @@ def _act_on_ctrl_c(section: Section) -> None:
     return
   outcome = section.outcome if isinstance(section.outcome, str) else section.outcome()
   # Nothing here may wait for the main thread, which may hold any lock of Python's streams.
-  for terminal in filter(os.isatty, (1, _stderr)):
-    os.write(terminal, b"\x1b[?25h")  # Shows the cursor, which a bar has hidden.
-  os.write(_stderr, f"{os.linesep * os.isatty(_stderr)}stopped: {outcome}\n".encode())
+  with contextlib.suppress(OSError):  # The terminal may be closed.
+    for terminal in filter(os.isatty, (1, _stderr)):
+      os.write(terminal, b"\x1b[?25h")  # Shows the cursor, which a bar has hidden.
+    os.write(_stderr, f"{os.linesep * os.isatty(_stderr)}stopped: {outcome}\n".encode())
   os._exit(EXIT_STATUS)

@@ -22,6 +22,7 @@ from tiny_models import (
 
 from rosetta_t5.inference.sample_predictions import HeldOutSampler, Sample, SampleLog
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.terminal import lost_output
 
 
 class Writer:
@@ -149,5 +150,5 @@ def test_a_file_that_cannot_be_written_is_reported_and_the_samples_are_shown(tmp
   lines: list[str] = []
   log = SampleLog(1, str(tmp_path), lines.append)
   log.write(7, lambda number: [Sample("t", "a", "b", "c")], Writer())
-  assert lines[0].startswith("note     the samples of step 7 are not in ")
+  assert lost_output.take_all().keys() == {"lines of samples.jsonl"}
   assert lines[-1] == "  prediction c"

@@ -16,7 +16,9 @@ from rosetta_t5.data.pipeline.task_lookup import (
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
+from rosetta_t5.data.tensorflow_setup import seqio_internals
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.terminal import lost_output
 
 if TYPE_CHECKING:
   import seqio
@@ -75,7 +77,7 @@ def make_evaluator(
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
-  return evaluator_cls(
+  evaluator = evaluator_cls(
     mixture_or_task_name=cfg.name,
     feature_converter=feature_converter_cls(pack=False),
     eval_split=cfg.split,
@@ -85,3 +87,18 @@ def make_evaluator(
     use_memory_cache=cfg.use_memory_cache,
     **log_options,
   )
+  seqio_internals.replace_loggers(evaluator, _without_errors)
+  return evaluator
+
+
+def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
+  """Returns a logger that counts what it cannot write instead of ending the run."""
+
+  def log(*args: Any, **kwargs: Any) -> None:
+    with lost_output.counted("results of predictions", errors=Exception):
+      try:
+        logger(*args, **kwargs)
+      finally:
+        seqio_internals.check_event_files(logger)
+
+  return log

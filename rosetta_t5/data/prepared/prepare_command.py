@@ -20,6 +20,7 @@ from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import percentage, positive_integer
+from rosetta_t5.terminal.standard_streams import outlived
 
 _GIN_FILE = """\
 In a gin file:
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=run)
 
 
+@outlived()
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   columns = tuple(arguments.columns or ()) or None

@@ -6,7 +6,9 @@ passes with it.
 
 from __future__ import annotations
 
+import errno
 import functools
+import glob
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -21,6 +23,27 @@ def tfds_data_dir_override() -> str | None:
 def passthrough_features(converter: Any) -> Set[str]:
   """Returns the names of the features that a SeqIO feature converter copies unchanged."""
   return set(getattr(converter, "_passthrough_features", ()))
+
+
+def replace_loggers(
+  evaluator: Any, replace: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+  """Replaces each logger of a SeqIO evaluator, which has a getter for them but no setter."""
+  evaluator._loggers = tuple(replace(logger) for logger in getattr(evaluator, "_loggers", ()))
+
+
+def check_event_files(logger: Any) -> None:
+  """Makes a SeqIO logger open its event files again if they were removed, which it does not notice.
+
+  Raises:
+    FileNotFoundError: they were removed.
+  """
+  writers = getattr(logger, "_summary_writers", {})
+  removed = [folder for folder in writers if not glob.glob(f"{glob.escape(folder)}/events*")]
+  for folder in removed:
+    del writers[folder]
+  if removed:
+    raise FileNotFoundError(errno.ENOENT, f"the files in {removed[0]} were removed")
 
 
 def replace_model_loader(loader: Callable[..., Any]) -> None:

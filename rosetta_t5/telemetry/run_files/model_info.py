@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from rosetta_t5.terminal import lost_output
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,7 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   return "".join(f"{line}\n" for line in lines)
 
 
+@lost_output.counted("descriptions of the model")
 def log_model_info(
   log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
 ) -> None:

@@ -1,29 +1,90 @@
-"""`run-log.jsonl`: a line for each start and each end of a training run."""
+"""`run-log.jsonl`: a line for each start and each end of a training run, and for output that was lost."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from rosetta_t5.terminal import lost_output
 
 RUN_LOG = "run-log.jsonl"
 
 
-def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> None:
+def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bool:
   """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
 
   Args:
     model_dir: the run's folder; created if absent.
-    event: `start` or `end`.
+    event: `start`, `end` or `lost`.
     **facts: numbers, texts, and lists and dictionaries of them.
+
+  Returns:
+    Whether it is written; if not, it is counted as lost.
   """
   import jax  # The report reads the log on machines without it, and faster.
 
   if jax.process_index() != 0:
-    return
+    return True
   folder = pathlib.Path(model_dir)
-  folder.mkdir(parents=True, exist_ok=True)
-  with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
-    file.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
+  line = json.dumps({"event": event, "time": time.time(), **facts}) + "\n"
+  with lost_output.counted(f"lines of {RUN_LOG}"):
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
+      file.write(line)
+    return True
+  return False
+
+
+def log_end(model_dir: str | os.PathLike[str], step: int, reason: str, **facts: Any) -> None:
+  """Logs the end of a run, and what it has lost by then.
+
+  Args:
+    model_dir: the run's folder.
+    step: the number of completed steps.
+    reason: `finished`, `interrupted` or `failed`.
+    **facts: more about the reason.
+  """
+  if lost := lost_output.all_lost():
+    facts["lost"] = lost_output.describe(lost)
+  log_event(model_dir, "end", step=step, reason=reason, **facts)
+
+
+@contextlib.contextmanager
+def logged_failure(
+  model_dir: str | os.PathLike[str], get_step: Callable[[], int]
+) -> Iterator[None]:
+  """Inside the `with`, an error that ends the run is logged, because nobody may see the console."""
+  try:
+    yield
+  except Exception as error:
+    log_end(model_dir, get_step(), "failed", error=str(error))
+    raise
+
+
+class LostOutputLog:
+  """Reports, as soon as that is possible, that a run loses output."""
+
+  def __init__(self, model_dir: str | os.PathLike[str], print_line: Callable[[str], None]):
+    """Prepares the log.
+
+    Args:
+      model_dir: the run's folder.
+      print_line: prints a line on the console.
+    """
+    self._model_dir, self._print_line = model_dir, print_line
+    self._reported: set[str] = set()
+
+  def report(self, step: int) -> None:
+    """Reports each kind of output once; the end of the run reports how much was lost."""
+    lost = lost_output.all_lost()
+    if lost.keys() <= self._reported:
+      return
+    text = lost_output.describe(lost)
+    if log_event(self._model_dir, "lost", step=step, output=text):
+      self._reported = {*lost}
+      self._print_line(f"note     this run goes on although output was lost: {text}")

@@ -1,0 +1,101 @@
+"""Writes metrics to TensorBoard's files and to trackers, without ever ending the run."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import glob
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rosetta_t5.telemetry.trackers import NoWriter
+from rosetta_t5.terminal import lost_output
+
+_FLUSH_INTERVAL_S = 10.0
+_PROBE_BYTES = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
+  """Returns clu's writer for the folder `summary_dir/name`; without TensorFlow, one that does nothing.
+
+  TensorFlow does not notice that its file was removed, so the writer's `flush` raises an error then.
+
+  Raises:
+    OSError: the folder cannot be written to. TensorFlow would leave an empty file there.
+  """
+  try:
+    # TensorFlow must not allocate the accelerator's memory to write a few numbers.
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], "GPU")
+    from clu import metric_writers
+  except ImportError as error:
+    _log.warning(
+      "no TensorBoard files are written for %s: %s (pip install tensorflow tensorboard)",
+      name,
+      error,
+    )
+    return NoWriter(name)
+  folder = os.path.join(summary_dir, name)
+  if "://" in folder:
+    return metric_writers.SummaryWriter(folder)
+
+  class Writer(metric_writers.SummaryWriter):
+    def flush(self) -> None:
+      super().flush()
+      if not glob.glob("events*", root_dir=folder):
+        raise FileNotFoundError(errno.ENOENT, f"the files in {folder} were removed")
+
+  os.makedirs(folder, exist_ok=True)
+  with tempfile.NamedTemporaryFile(dir=folder) as probe:
+    probe.write(bytes(_PROBE_BYTES))
+  return Writer(folder)
+
+
+class MetricWriter:
+  """A clu MetricWriter whose errors are counted as lost output, and which is opened again after one.
+
+  What it writes counts as written once it is flushed, which happens every few seconds.
+  """
+
+  def __init__(self, make: Callable[[], Any], writer: Any = None):
+    """Prepares a writer; nothing is opened before the first call.
+
+    Args:
+      make: opens a clu MetricWriter.
+      writer: one that is open already.
+    """
+    self._make, self._writer = make, writer
+    self._unflushed = 0  # the number of writes since the last flush
+    self._flushed = time.monotonic()
+
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    if name not in ("flush", "close") and not name.startswith("write_"):
+      raise AttributeError(name)
+    return functools.partial(self._call, name)
+
+  def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    is_write = method.startswith("write_")
+    self._unflushed += is_write
+    try:
+      if is_write and self._writer is None:
+        self._writer = self._make()
+      if self._writer is not None:
+        self._call_and_flush(method, *args, **kwargs)
+    except Exception as error:
+      lost_output.count("metric lines", error, self._unflushed)
+      self._writer, self._unflushed = None, 0
+
+  def _call_and_flush(self, method: str, *args: Any, **kwargs: Any) -> None:
+    is_due = method != "flush" and time.monotonic() > self._flushed + _FLUSH_INTERVAL_S
+    if method == "close" or is_due:
+      self._call_and_flush("flush")
+    getattr(self._writer, method)(*args, **kwargs)
+    if method == "flush":
+      self._unflushed, self._flushed = 0, time.monotonic()
