@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -132,6 +133,10 @@ def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
 
 
 def _read_rows(source: IO[str], template: str | None, targets: str | None) -> Iterator[Row]:
+  from rosetta_t5.data.reading.templates import make_converter
+
+  templates = {"input": template, "target": targets}
+  convert = make_converter({name: text for name, text in templates.items() if text is not None})
   for number, line in enumerate(source, 1):
     if not line.isascii() and any("\udc80" <= letter <= "\udcff" for letter in line):
       raise ValueError(f"Line {number} of the input is invalid UTF-8: {line[:80]!r}")
@@ -149,24 +154,10 @@ def _read_rows(source: IO[str], template: str | None, targets: str | None) -> It
       ) from error
     if not isinstance(fields, dict):
       raise ValueError(f"Line {number} of the input is not a JSON object: {text[:80]}")
-    target = "" if targets is None else _fill(targets, fields, number)
-    yield fields, {"input": _fill(template, fields, number), "target": target}
-
-
-def _fill(template: str, fields: dict[str, Any], number: int) -> str:
-  try:
-    return template.format(**fields)
-  except KeyError as error:
-    raise ValueError(
-      f"Line {number} of the input has no field {error}, which the template {template!r} contains; "
-      f"it has {', '.join(fields)}"
-    ) from error
-  except (AttributeError, LookupError, TypeError, ValueError) as error:
-    # Templates such as {text.size}, {text[5]} or {text:d} do not fit every value.
-    raise ValueError(
-      f"The template {template!r} does not fit line {number} of the input, {fields!r}: {error}. "
-      "Write a field in braces, as {question}, and double a brace that is part of the text"
-    ) from error
+    example = convert(fields)
+    if isinstance(example, str):
+      raise ValueError(f"Line {number} of the input cannot be used: {example}")
+    yield fields, {"target": "", **example}
 
 
 def _infer_rows(
@@ -179,20 +170,23 @@ def _infer_rows(
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
   batch_size = options.batch_size or 8
   batch_size += -batch_size % model.partitioner.data_mesh_size
+  lengths = _lengths(model.lengths, options)
   texts = TextInference(
     model.model,
     model.partitioner,
     model.state_axes,
     batch_size,
-    _lengths(model.lengths, options),
+    lengths,
     inputs_end="inputs" in model.lengths,
   )
   is_scoring = options.targets is not None
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
   arguments = {} if is_scoring else {"num_decodes": options.num_decodes or 1}
   preprocessors = default_preprocessors()
+  truncated: Counter[str] = Counter()
   while batch := list(itertools.islice(rows, batch_size)):
     examples = [example for _, example in batch]
+    truncated += texts.count_truncated(examples)
     results, aux = texts.infer(mode, examples, preprocessors, model.state, **arguments)
     for number, ((inputs, _), (_, output)) in enumerate(zip(batch, results, strict=True)):
       if is_scoring:
@@ -200,6 +194,13 @@ def _infer_rows(
       else:
         text = output.decode("utf-8", errors="replace")
         yield {"inputs": inputs, "prediction": text, "score": aux["scores"][number]}
+  for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
+    if truncated[feature]:
+      print(
+        f"note: {truncated[feature]} {feature} had more than {lengths[feature]} tokens and were cut: "
+        f"give a larger {option}",
+        file=sys.stderr,
+      )
 
 
 def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,19 @@ class TextInference:
       examples, preprocessors, self._lengths, self.features
     )
     return dataset, self._converter(dataset, task_feature_lengths=self._lengths)
+
+  def count_truncated(self, examples: Sequence[Mapping[str, str]]) -> Counter[str]:
+    """Returns how many inputs and targets have more tokens than fit, end token included.
+
+    Args:
+      examples: {"input": text, "target": text}.
+    """
+    return Counter(
+      name
+      for name, feature in self.features.items()
+      for example in examples
+      if len(feature.vocabulary.encode(example[name[:-1]])) + feature.add_eos > self._lengths[name]
+    )
 
   def infer(
     self,

@@ -73,6 +73,8 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     if not matches:
       raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
     for match in matches:
+      if not os.path.isdir(match) and not os.path.isfile(match):
+        raise ValueError(f"{match} is not a regular file but a pipe, a device or a broken link")
       files = _data_files(pathlib.Path(match)) if os.path.isdir(match) else [match]
       if not files:
         raise ValueError(

@@ -33,6 +33,8 @@ def make_converter(templates: Mapping[str, str]) -> Any:
         values = ["" if column is None else _as_text(record[column]) for _, column in parts]
       except KeyError as error:
         return f"no column {error} among {', '.join(map(repr, record))}"[:200]
+      except TypeError as error:
+        return f"{names[feature]} {error}"
       if not any(value and not value.isspace() for value in values):
         return f"{names[feature]} is empty"
       text = "".join(before + value for (before, _), value in zip(parts, values, strict=True))
@@ -60,6 +62,8 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
 
 
 def _as_text(value: Any) -> str:
+  if isinstance(value, Mapping):
+    raise TypeError(f"is an object, not text: {value}"[:120])
   if isinstance(value, (list, tuple)):
     return " ".join(map(_as_text, value))
   return "" if value is None else str(value)

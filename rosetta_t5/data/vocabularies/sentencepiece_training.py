@@ -36,7 +36,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
   except RuntimeError as error:
     reason = str(error).rpartition("] ")[2]  # without the position in SentencePiece's source
     raise ValueError(
-      f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text: {reason} "
-      "Use more text or a smaller vocabulary (vocab train --size)."
+      f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text: "
+      f"{reason or 'there is none.'} Use more text or a smaller vocabulary (vocab train --size)."
     ) from None
   return model.getvalue()

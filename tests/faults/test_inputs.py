@@ -1,0 +1,204 @@
+"""What commands do with texts, data and metrics that they cannot use, and outputs they cannot write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fault import Fault, fault_table
+
+FILES = "--gin.data.file_task.files"
+NEW = "rm -rf run; "
+
+FAULTS = [
+  # infer --input
+  Fault("the input does not exist", "$INFER --input no.txt", "There is no file 'no.txt'"),
+  Fault("the input is a folder", "mkdir d; $INFER --input d", "There is no file 'd'"),
+  Fault(
+    "the input is empty", ": > e; $INFER --input e --output o; test ! -e o", "no text", status=0
+  ),
+  Fault(
+    "the input is no UTF-8",
+    "printf 'a\\n\\xff\\n' > b; $INFER --input b",
+    "Line 2 of the input is invalid UTF-8",
+  ),
+  Fault(
+    "a text has more tokens than the model reads",
+    "head -c 3000000 /dev/zero | tr '\\0' a > b; $INFER --input b --output o",
+    "1 inputs had more than 32 tokens and were cut: give a larger --input_length",
+    status=0,
+    fast=True,
+  ),
+  Fault(
+    "the output is the input",
+    "echo a > b; $INFER --input b --output b; test $? = 1 -a $(cat b) = a",
+    "b exists and is not an output of this command",
+    status=0,
+  ),
+  Fault(
+    "the output's folder does not exist",
+    "echo a > b; $INFER --input b --output no/such/o",
+    "no/such/o cannot be written: check no/such",
+  ),
+  Fault(
+    "a row of the input has another field than the template",
+    """echo '{"q": 1}' > b; $INFER --input b --template '{question}'""",
+    "Line 1 of the input cannot be used: no column 'question' among 'q'",
+  ),
+  Fault(
+    "a field of the input is null",
+    """echo '{"question": null}' > b; $INFER --input b --template '{question}'""",
+    "Line 1 of the input cannot be used: question is empty",
+  ),
+  Fault(
+    "a field of the input is an object",
+    """echo '{"question": {"a": 1}}' > b; $INFER --input b --template '{question}'""",
+    "Line 1 of the input cannot be used: question is an object, not text",
+  ),
+  Fault(
+    "a row of the input is cut",
+    """echo '{"question": ' > b; $INFER --input b --template '{question}'""",
+    "Line 1 of the input is invalid JSON",
+  ),
+  Fault(
+    "more output tokens than an array can have",
+    "echo a > b; $INFER --input b --output_length 1000000",
+    "at most 46,340 tokens",
+  ),
+  # eval
+  Fault("a split that does not exist", "$INFER --split nope", "it has 'train', 'validation'"),
+  Fault("a task that does not exist", "$INFER --task nope", "no SeqIO task or mixture 'nope'"),
+  Fault(
+    "eval's output folder cannot exist", "$EVAL --output_dir /dev/null/x", "set a folder that you"
+  ),
+  Fault(
+    "a checkpoint that does not exist",
+    "rosetta-t5 eval --model_dir run/checkpoint_99",
+    "There is no folder run/checkpoint_99",
+  ),
+  Fault("the data was deleted", "rm rows.jsonl; $EVAL", "There is no file 'rows.jsonl'"),
+  Fault("the data was emptied", ": > rows.jsonl; $EVAL", "has no example to evaluate"),
+  Fault(
+    "no checkpoint is left",
+    "rm -r run/checkpoint_0 run/checkpoint_2 run/checkpoint_4; $EVAL",
+    "There is no checkpoint in",
+  ),
+  # train
+  Fault("MODEL_DIR is a file", "$TRAIN --gin.MODEL_DIR=\"'rows.jsonl'\"", "MODEL_DIR rows.jsonl"),
+  Fault("MODEL_DIR is empty", "$TRAIN --gin.MODEL_DIR=\"''\"", "a string that is not empty", 2),
+  Fault(
+    "fewer steps than the run has done", "$TRAIN --gin.TRAIN_STEPS=2", "nothing was left to do", 0
+  ),
+  Fault(
+    "another model than the checkpoint's",
+    "$TRAIN --gin.TRAIN_STEPS=6 --gin.network.T5Config.num_heads=4",
+    "wrong shape.*set an empty folder",
+  ),
+  Fault(
+    "the data is a pipe that nobody fills",
+    f"mkfifo p.jsonl; $TRAIN {FILES}=\"'p.jsonl'\"",
+    "p.jsonl is not a regular file",
+    fast=True,
+  ),
+  Fault(
+    "the data is an endless device",
+    f"$TRAIN {FILES}=\"'/dev/zero'\" --gin.data.file_task.format=\"'jsonl'\"",
+    "/dev/zero is not a regular file",
+  ),
+  Fault(
+    "the data is a link to itself",
+    f"ln -s l.jsonl l.jsonl; $TRAIN {FILES}=\"'l.jsonl'\"",
+    "l.jsonl is not a regular file",
+  ),
+  Fault(
+    "the data is nested brackets",
+    NEW + "head -c 100000 /dev/zero | tr '\\0' '[' > rows.jsonl; $TRAIN",
+    "None of the 1 records of rows.jsonl can be used.*recursion",
+    keeps=False,
+  ),
+  Fault(
+    "the data is a cut archive",
+    NEW + f"gzip rows.jsonl; truncate_to_half rows.jsonl.gz; $TRAIN {FILES}=\"'rows.jsonl.gz'\"",
+    "rows.jsonl.gz, line 1: the file is damaged here",
+    keeps=False,
+  ),
+  Fault(
+    "the data is no Parquet file",
+    NEW + f"head -c 1000 /dev/urandom > r.parquet; $TRAIN {FILES}=\"'r.parquet'\"",
+    "None of the 1 records of r.parquet can be used",
+    keeps=False,
+  ),
+  Fault(
+    "every target is null",
+    NEW + """sed -i 's/"answer": "[0-9]*"/"answer": null/' rows.jsonl; $TRAIN""",
+    "None of the 200 records of rows.jsonl can be used.*answer is empty",
+    keeps=False,
+  ),
+  Fault(
+    "every target is an object",
+    NEW + """sed -i 's/"answer": "\\([0-9]*\\)"/"answer": {"is": \\1}/' rows.jsonl; $TRAIN""",
+    "None of the 200 records of rows.jsonl can be used.*answer is an object, not text",
+    keeps=False,
+  ),
+  Fault(
+    "some targets are null",
+    NEW + """sed -i '50,70s/"answer": "[0-9]*"/"answer": null/' rows.jsonl; $TRAIN""",
+    "Bad example 1 is left out: rows.jsonl, line 5[0-9]: answer is empty",
+    status=0,
+    keeps=False,
+  ),
+  Fault(
+    "too few rows to evaluate",
+    NEW + "sed -i 4q rows.jsonl; $TRAIN",
+    "has no example to evaluate",
+    keeps=False,
+  ),
+  # report, inspect, vocab, prepare
+  Fault("a report on nothing", "mkdir x; rosetta-t5 report x", "no metrics of a run"),
+  Fault(
+    "an event file has a flipped byte",
+    "flip $(find run/train -name 'events*') 100; rosetta-t5 report run --out r",
+    "1 damaged record.*r  2",
+    status=0,
+  ),
+  Fault(
+    "an event file is zeros",
+    "zeros $(find run/train -name 'events*'); rosetta-t5 report run --out r",
+    "damaged record.*r  2",
+    status=0,
+  ),
+  Fault(
+    "the run's log has random bytes",
+    "head -c 300 /dev/urandom >> run/run-log.jsonl; rosetta-t5 report run --out r",
+    r"run-log.jsonl: \d+ line.*left out",
+    status=0,
+  ),
+  Fault("the report's name is a folder", "rosetta-t5 report run --out run", "is a folder", 2),
+  Fault(
+    "a port that does not exist", "rosetta-t5 report run --follow --port 80000", "--port 80000", 2
+  ),
+  Fault("inspect of a file", "rosetta-t5 inspect rows.jsonl", "no SeqIO task .*'rows.jsonl'"),
+  Fault(
+    "a vocabulary of no text",
+    ": > e.txt; rosetta-t5 vocab train --input e.txt --size 100 --out v; test ! -e v",
+    "on this text: there is none",
+    status=0,
+  ),
+  Fault(
+    "a vocabulary that is junk",
+    "echo junk > j.model; rosetta-t5 prepare --input rows.jsonl --vocab j.model --out t; test ! -e t",
+    "j.model",
+    status=0,
+  ),
+  # convert
+  Fault(
+    "convert's result exists", "rosetta-t5 convert run run --to t5x", "exists and is not empty"
+  ),
+  Fault("convert of nothing", "rosetta-t5 convert no out --to t5x", "no such file or folder"),
+  Fault("convert to nowhere", "rosetta-t5 convert run /dev/null/x --to t5x", "Not a directory"),
+  Fault("convert of a file", "rosetta-t5 convert tiny.gin o --to hf", "not a checkpoint"),
+]
+
+
+@fault_table(FAULTS)
+def test_faults_of_inputs(fault: Fault, check_fault: Callable[[Fault], None]) -> None:
+  check_fault(fault)
