@@ -7,12 +7,14 @@ import contextlib
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import (
   folder,
   gpt_names,
@@ -20,6 +22,8 @@ from rosetta_t5.checkpoints.formats.hugging_face import (
   t5_names,
   t5_reader,
 )
+from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import check_config
+from rosetta_t5.config.checks import declared_types
 from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
@@ -76,30 +80,47 @@ def read_facts(
       raise ValueError(f"--config {file}: there is no such file")
     return ModelFacts(activations or numpy_t5.default_activations(arrays))
   if gpt_names.POSITIONS in arrays:
-    return _read_gpt_facts(file)
+    return _read_gpt_facts(file, arrays)
   if file.suffix == ".json":
     contents = folder.read_config(file, t5_names.FAMILIES)
+    check_config(file, contents, to_plain_tree(arrays))
     activations = activations or t5_reader.read_activations(contents)
     return ModelFacts(activations, source_config=contents)
-  found = _read_literals(file.read_text(), "T5Config").get("mlp_activations")
+  found = _read_literals(_read_text(file), "T5Config").get("mlp_activations")
   return ModelFacts(activations or tuple(found or numpy_t5.default_activations(arrays)))
 
 
-def _read_gpt_facts(file: epath.Path) -> ModelFacts:
+def _read_gpt_facts(file: epath.Path, arrays: Mapping[str, StoredArray]) -> ModelFacts:
   if file.suffix == ".json":
     contents = folder.read_config(file, gpt_names.FAMILIES)
-    network = TransformerConfig(**gpt_reader.network_values(contents))
+    check_config(file, contents, to_plain_tree(arrays))
+    network = _make_network(file, gpt_reader.network_values(contents))
     return ModelFacts((), network, not contents.get(gpt_reader.KEEPS_IDS), contents)
-  text = file.read_text()
+  text = _read_text(file)
   values = _read_literals(text, "TransformerConfig")
   if "num_heads" not in values:
     raise ValueError(
       f"{file} does not bind TransformerConfig.num_heads: set --config to the config.gin of the run "
       "that trained this model, or to the config.json that it came with"
     )
-  fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-  network = TransformerConfig(**{name: x for name, x in values.items() if name in fields})
+  network = _make_network(file, values)
   return ModelFacts((), network, network.padding_never_follows or _SHIFTED_VOCABULARY in text)
+
+
+def _make_network(file: epath.Path, values: Mapping[str, Any]) -> TransformerConfig:
+  """Returns the network with the fields among `values`, which must have the fields' types."""
+  types = typing.get_type_hints(TransformerConfig, include_extras=True)
+  fields = {name: value for name, value in values.items() if name in types}
+  for name, value in fields.items():
+    if not declared_types.accepts(value, types[name]):
+      raise ValueError(
+        f"{file}: {name} must be {declared_types.describe(types[name])}, got {value!r}"
+      )
+  return TransformerConfig(**fields)
+
+
+def _read_text(file: epath.Path) -> str:
+  return file.read_bytes().decode("utf-8", errors="replace")
 
 
 def _read_literals(text: str, configurable: str) -> dict[str, Any]:
@@ -107,6 +128,7 @@ def _read_literals(text: str, configurable: str) -> dict[str, Any]:
   values = {}
   pattern = _BINDING.format(configurable=configurable)
   for name, value in re.findall(pattern, text, re.MULTILINE):
-    with contextlib.suppress(ValueError, SyntaxError):  # Macros and references are not literals.
+    # Macros and references are not literals.
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
       values[name] = ast.literal_eval(value)
   return values

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from etils import epath
 
+from rosetta_t5.data.local_files.local_assets import load_sentencepiece
+
 _BYTE_OFFSET = 3  # In ByT5's vocabulary, ids 0 to 2 are padding, end and unknown.
 # The text is from Herman Melville's Moby-Dick (1851).
 _INPUT = (
@@ -41,9 +43,7 @@ def _load_encoder(tokenizer: epath.Path | None) -> Callable[[str], list[int]]:
   if tokenizer is not None:
     file = tokenizer / "spiece.model" if tokenizer.is_dir() else tokenizer
     if file.exists() and file.suffix == ".model":
-      import sentencepiece
-
-      processor = sentencepiece.SentencePieceProcessor(model_file=os.fspath(file))
+      processor = load_sentencepiece(file)
       return lambda text: list(processor.encode(text))
     pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
     if pieces.exists() and merges.exists():

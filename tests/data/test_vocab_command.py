@@ -34,7 +34,7 @@ def test_user_errors_are_printed_without_a_stack_trace(
   not_a_model.write_text("some text")
   for path, message in (
     ("/nowhere.model", "error: There is no vocabulary file /nowhere.model"),
-    (str(not_a_model), f"error: {not_a_model} must be a SentencePiece model"),
+    (str(not_a_model), f"error: {not_a_model} is not a SentencePiece model"),
   ):
     with pytest.raises(SystemExit) as ended:
       cli.main(["vocab", "show", path])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flax import traverse_util
+from etils import epath
+from flax import serialization, traverse_util
 from flax.core import unfreeze
 
 _SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
@@ -28,6 +29,20 @@ def flatten_state_dict(
   return traverse_util.flatten_dict(
     unfreeze(dict(state_dict)), sep="/", keep_empty_nodes=keep_empty_nodes, is_leaf=tensorstore_leaf
   )
+
+
+def read_state_dict(file: epath.Path) -> dict[str, Any]:
+  """Returns the nested dict in a msgpack file of flax.
+
+  Raises:
+    ValueError: the file is damaged.
+  """
+  content = file.read_bytes()
+  try:
+    state: dict[str, Any] = serialization.msgpack_restore(content)
+    return dict(state)
+  except Exception as error:  # flax raises whatever its functions on arrays do.
+    raise ValueError(f"{file} is damaged: {str(error) or type(error).__name__}") from error
 
 
 def unflatten_state_dict(flat: Mapping[str, Any]) -> dict[str, Any]:

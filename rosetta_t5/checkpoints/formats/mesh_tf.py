@@ -186,8 +186,9 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     try:
       with lock:
         return function(argument)
-    except tf.errors.OpError as error:
-      raise ValueError(f"{argument} is damaged: {error.message}") from error
+    except (tf.errors.OpError, IndexError, RuntimeError) as error:
+      what = prefix if argument == prefix else f"{argument} in {prefix}"
+      raise ValueError(f"{what} is damaged: {error}") from error
 
   reader = call(tf.train.load_checkpoint, prefix)
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()

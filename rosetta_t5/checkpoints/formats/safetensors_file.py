@@ -57,8 +57,11 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
 
 def _read(path: str | os.PathLike[str], name: str, index: Index) -> np.ndarray:
   # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
-  with safe_open(path, "numpy") as file:
-    return np.asarray(file.get_slice(name)[index or ...])
+  try:
+    with safe_open(path, "numpy") as file:
+      return np.asarray(file.get_slice(name)[index or ...])
+  except SafetensorError as error:
+    raise ValueError(f"{name} in {path} cannot be read: {error}") from error
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> None:

@@ -16,8 +16,13 @@ from flax import serialization
 
 from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
-from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_state_dict,
+  read_state_dict,
+  unflatten_state_dict,
+)
 from rosetta_t5.checkpoints.formats import tensorstores
+from rosetta_t5.telemetry.json_files import expect_content
 
 INDEX = "checkpoint"
 _VERSION = 3
@@ -31,9 +36,10 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   given = epath.Path(path)
   index = given / INDEX if given.is_dir() else given
-  contents = serialization.msgpack_restore(index.read_bytes())
-  flat = flatten_state_dict(contents.get("optimizer", contents))
-  specs = {n: _spec(index.parent, value) for n, value in flat.items() if isinstance(value, dict)}
+  contents = read_state_dict(index)
+  with expect_content(index, "the arrays of a checkpoint"):
+    flat = flatten_state_dict(contents.get("optimizer", contents))
+    specs = {n: _spec(index.parent, value) for n, value in flat.items() if isinstance(value, dict)}
   values = {
     name: as_stored_array(value)
     for name, value in flat.items()
@@ -44,8 +50,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
 
 def _spec(folder: epath.Path, value: Mapping[str, Any]) -> dict[str, Any]:
   # TensorStore before 0.1.14 wrote the path outside `kvstore`.
-  inner = value["kvstore"].get("path") or value["path"]
-  return {"driver": value["driver"], "kvstore": tensorstores.kvstore(folder / inner.strip("/"))}
+  inner = tensorstores.inner_path(folder, value["kvstore"].get("path") or value["path"])
+  return {"driver": "zarr", "kvstore": tensorstores.kvstore(inner)}
 
 
 class LegacyWriter:

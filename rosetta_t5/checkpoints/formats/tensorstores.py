@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
@@ -27,6 +28,17 @@ def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
     bucket, _, inner = text.removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": inner.rstrip("/") + "/"}
   return {"driver": "file", "path": os.path.abspath(text).rstrip("/") + "/"}
+
+
+def inner_path(folder: epath.Path, path: str) -> epath.Path:
+  """Returns a path that a file in `folder` names, relative to it.
+
+  Raises:
+    ValueError: the path leads outside the folder.
+  """
+  if not isinstance(path, str) or ".." in path.split("/"):
+    raise ValueError(f"{folder} must name paths in this folder, got {path!r}")
+  return folder / path.strip("/")
 
 
 def limited_cache() -> ts.Context:
@@ -63,10 +75,21 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   # Version 2 of T5X's layout stores bfloat16 as its bits.
   is_bfloat16 = dtype == np.uint16
+  location = store.kvstore.path
+  # TensorStore ends the process if it cannot allocate a chunk.
+  chunk = store.chunk_layout.read_chunk.shape or ()
+  if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
+    raise ValueError(
+      f"{location} is damaged: its chunks of shape {chunk} are larger than the array, whose shape "
+      f"is {store.shape}"
+    )
 
   def start_read(index: Index) -> PendingRead:
     part = store[index] if index else store
-    values = _allocate_aligned(part.shape, dtype)
+    try:
+      values = _allocate_aligned(part.shape, dtype)
+    except MemoryError as error:
+      raise MemoryError(f"{location}: {error}") from error
     written = ts.array(values).write(part)
 
     def finish() -> np.ndarray:

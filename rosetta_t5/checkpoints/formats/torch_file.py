@@ -7,12 +7,15 @@ each tensor's storage.
 from __future__ import annotations
 
 import collections
+import io
+import math
 import os
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,42 +34,80 @@ _STORAGES = {
   "ByteStorage": np.dtype(np.uint8),
   "BoolStorage": np.dtype(np.bool_),
 }
-_LOCAL_HEADER = struct.Struct("<26xHH")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class _Storage(NamedTuple):
+  """Values of one dtype in the file, from byte `start` on."""
+
+  dtype: np.dtype
+  start: int
+  count: int
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """Returns {name: array} of a file that `torch.save` wrote; the values are read later.
 
   Raises:
-    ValueError: the file was not written by PyTorch 1.6 or later, or contains more than tensors.
+    ValueError: the file is damaged, was written by PyTorch before 1.6, or contains more than tensors.
   """
   if not zipfile.is_zipfile(path):
     raise ValueError(
       f"{path} must be a zip archive: this one is damaged, or was written by PyTorch before 1.6. "
       "Load and save it once with PyTorch, or use the folder's model.safetensors"
     )
-  with zipfile.ZipFile(path) as archive:
-    names = archive.namelist()
-    root = next((n.removesuffix("data.pkl") for n in names if n.endswith("data.pkl")), None)
+  try:
+    with zipfile.ZipFile(path) as archive:
+      contents = _TensorUnpickler(_Archive(os.fspath(path), archive)).load()
+    state = contents.get("state_dict", contents)
+    return {str(name): x for name, x in state.items() if isinstance(x, StoredArray)}
+  except Exception as error:  # Unpickling may raise any class of errors.
+    raise ValueError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+
+
+class _Archive:
+  """The members of the archive, which must be uncompressed and within the file."""
+
+  def __init__(self, path: str, archive: zipfile.ZipFile):
+    self.path = path
+    self._members = {info.filename: info for info in archive.infolist()}
+    root = next((n.removesuffix("data.pkl") for n in self._members if n.endswith("data.pkl")), None)
     if root is None:
       raise ValueError(
-        f"{path} must contain data.pkl, as files that torch.save writes do, got {names[:3]}. Save the "
-        "weights again with PyTorch"
+        f"it must contain data.pkl, as files that torch.save writes do, got {[*self._members][:3]}. "
+        "Save the weights again with PyTorch"
       )
-    with archive.open(root + "data.pkl") as file:
-      contents = _TensorUnpickler(file, archive, root).load()
-  state = contents.get("state_dict", contents)
-  return {name: value for name, value in state.items() if isinstance(value, StoredArray)}
+    self._root = root
+
+  def find(self, name: str) -> tuple[int, int]:
+    """Returns the byte of the file at which a member begins, and its size in bytes."""
+    info = self._members[self._root + name]
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+      raise ValueError(f"{info.filename} must not be compressed. Save the file again with PyTorch")
+    with open(self.path, "rb") as file:
+      file.seek(info.header_offset)
+      signature, *sizes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    start = info.header_offset + _LOCAL_HEADER.size + sum(sizes)
+    if signature != zipfile.stringFileHeader or start + info.file_size > os.path.getsize(self.path):
+      raise ValueError(f"{info.filename} is outside the file, which is damaged")
+    return start, info.file_size
+
+  def read(self, name: str) -> bytes:
+    """Returns the content of a member."""
+    start, size = self.find(name)
+    with open(self.path, "rb") as file:
+      file.seek(start)
+      return file.read(size)
 
 
 class _TensorUnpickler(pickle.Unpickler):
   """Unpickles tensors, dicts and plain values; raises ValueError for everything else."""
 
-  def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str):
-    super().__init__(file, encoding="utf-8")
+  def __init__(self, archive: _Archive):
+    pickled = archive.read("data.pkl")
+    _check_memo(pickled)
+    super().__init__(io.BytesIO(pickled), encoding="utf-8")
     self._archive = archive
-    self._path = str(archive.filename)
-    self._root = root
     self._allowed: dict[tuple[str, str], Any] = {
       ("collections", "OrderedDict"): collections.OrderedDict,
       ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_tensor,
@@ -81,36 +122,44 @@ class _TensorUnpickler(pickle.Unpickler):
     if module in ("torch", "torch.storage") and name in _STORAGES:
       return _STORAGES[name]
     raise ValueError(
-      f"{self._path} was not read, because it would execute {module}.{name}, which weights do "
-      "not need. Save the model as safetensors"
+      f"it would execute {module}.{name}, which weights do not need. Save the model as safetensors"
     )
 
-  def persistent_load(self, pid: Any) -> tuple[np.dtype, str]:
+  def persistent_load(self, pid: Any) -> _Storage:
     _, dtype, key, *_ = pid
-    return dtype, key
+    start, size = self._archive.find(f"data/{key}")
+    return _Storage(dtype, start, size // dtype.itemsize)
 
   def _rebuild_tensor(
-    self, storage: tuple[np.dtype, str], first: int, shape: Any, strides: Any, *_: Any
+    self, storage: _Storage, first: int, shape: Any, strides: Any, *_: Any
   ) -> StoredArray:
-    dtype, key = storage
-    offset = self._find_storage(key) + first * dtype.itemsize
+    dtype, start, count = storage
+    numbers, size = (first, *shape, *strides), math.prod(shape)
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    is_possible = all(type(number) is int and number >= 0 for number in numbers) and size <= count
+    if not is_possible or (size and last >= count):
+      raise ValueError(
+        f"a tensor of shape {shape}, strides {strides} and offset {first} exceeds its storage of "
+        f"{count} values"
+      )
+    path = self._archive.path
     byte_strides = [stride * dtype.itemsize for stride in strides]
 
     def read(index: Index) -> np.ndarray:
+      if not size:
+        return np.zeros(shape, dtype)[index]
       # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
-      memory = np.memmap(self._path, np.uint8, "r", offset)
+      memory = np.memmap(path, np.uint8, "r", offset=start + first * dtype.itemsize)
       return np.array(np.ndarray(shape, dtype, memory, 0, byte_strides)[index])
 
     return StoredArray(shape, dtype, read)
 
-  def _find_storage(self, key: str) -> int:
-    """Returns the byte of the file at which a storage begins."""
-    info = self._archive.getinfo(f"{self._root}data/{key}")
-    if info.compress_type != zipfile.ZIP_STORED:
-      raise ValueError(
-        f"{self._path}: {info.filename} must not be compressed. Save the file again with PyTorch"
-      )
-    with open(self._path, "rb") as file:
-      file.seek(info.header_offset)
-      name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return info.header_offset + _LOCAL_HEADER.size + name + extra
+
+def _check_memo(pickled: bytes) -> None:
+  """Refuses numbers of remembered objects that no pickle of this size needs.
+
+  Python allocates a table up to the largest of these numbers.
+  """
+  for opcode, number, _ in pickletools.genops(pickled):
+    if "PUT" in opcode.name and number > len(pickled):
+      raise ValueError(f"its pickle remembers an object as number {number}, so it is damaged")

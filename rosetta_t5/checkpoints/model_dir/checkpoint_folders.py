@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, json_checksum
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
+from rosetta_t5.telemetry.json_files import read_json_object
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
@@ -197,9 +197,9 @@ def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], bool]:
   if not metadata.exists():
     return {}, False
   try:
-    facts = dict(json.loads(metadata.read_bytes()).get("custom_metadata") or {})
-  except (ValueError, TypeError, AttributeError) as error:
-    raise ChecksumError(f"{metadata} is damaged: it is not valid JSON ({error})") from error
+    facts = dict(read_json_object(metadata).get("custom_metadata") or {})
+  except (ValueError, TypeError) as error:
+    raise ChecksumError(f"{metadata} is damaged: {error}") from error
   checksum = facts.pop(_FACTS_CHECKSUM, None)
   if checksum not in (None, json_checksum(facts)):
     raise ChecksumError(f"{metadata} is damaged: the checksum of the run's facts does not match")

@@ -299,6 +299,8 @@ def _parse(text: str, name: str) -> Iterator[Any]:
     # Gin adds the token to Python's message, "malformed node or string: <ast.Name object at 0x…>".
     message = error.msg.splitlines()[-1].strip()
     raise ConfigError(f"invalid gin syntax: {message}\n  {source}{hint}") from error
+  except (RecursionError, MemoryError) as error:  # the latter from Python's parser of literals
+    raise ConfigError(f"{name} is not a gin file: brackets are nested too deeply") from error
   except tokenize.TokenError as error:
     message, (line, _) = error.args
     lines = text.splitlines() or [""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TextIO
@@ -67,7 +68,7 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
   """
   for folder in ("", *search_paths):
     candidate = pathlib.Path(folder, path)
-    if candidate.is_file():
+    if os.path.isfile(candidate):  # False, and no error, for a name that is too long
       return candidate
   found = find_recipe(path)
   if found is None:

@@ -7,6 +7,7 @@ a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -63,6 +64,23 @@ def _candidates(path: str, setting: str) -> list[pathlib.Path]:
   return candidates
 
 
+def load_sentencepiece(path: str | os.PathLike[str]) -> Any:
+  """Returns the `SentencePieceProcessor` of a .model file.
+
+  Raises:
+    ValueError: the file is not a SentencePiece model.
+  """
+  import sentencepiece
+
+  with contextlib.suppress(RuntimeError):
+    processor = sentencepiece.SentencePieceProcessor(
+      model_proto=pathlib.Path(path).read_bytes(), num_threads=1
+    )
+    if processor.get_piece_size():  # An empty file is loaded as a model without pieces.
+      return processor
+  raise ValueError(f"{path} is not a SentencePiece model, or is damaged: give another file")
+
+
 def load_vocabulary_model(
   load: Callable[..., Any], path: str | os.PathLike[str], extra_ids: int, *options: Any
 ) -> Any:
@@ -79,6 +97,7 @@ def load_vocabulary_model(
     *options: passed on to `load`.
   """
   file = local_path(os.fspath(path))
+  load_sentencepiece(file)
   context = load(file, extra_ids, *options)
   announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
   last_piece = context.tokenizer.IdToPiece(context.tokenizer.GetPieceSize() - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_files.local_assets import load_sentencepiece, local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
@@ -70,7 +70,7 @@ def prepare(
   files = find_files(inputs)
   folder = pathlib.Path(out)
   model = pathlib.Path(local_path(vocabulary)).read_bytes()
-  pieces = _count_pieces(vocabulary, model)
+  pieces = load_sentencepiece(local_path(vocabulary)).get_piece_size()
   (folder / "shards").mkdir(parents=True, exist_ok=True)
   _check_folder(folder)
   copy = folder / VOCABULARY
@@ -94,15 +94,6 @@ def prepare(
   manifest = _manifest(jobs[0], pieces, shards)
   write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
   return manifest
-
-
-def _count_pieces(vocabulary: str, model: bytes) -> int:
-  import sentencepiece
-
-  with contextlib.suppress(RuntimeError):
-    if model:  # An empty file is loaded as a model without pieces.
-      return sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
-  raise ValueError(f"{vocabulary} is not a SentencePiece model: give another file")
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rosetta_t5.data.local_files.local_assets import load_sentencepiece
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
@@ -252,7 +253,5 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
 @functools.cache
 def _tokenizer(path: str, digest: str) -> Any:
   """Loads a SentencePiece model; the digest distinguishes models that replace one another."""
-  import sentencepiece
-
   del digest
-  return sentencepiece.SentencePieceProcessor(model_file=path, num_threads=1)
+  return load_sentencepiece(path)

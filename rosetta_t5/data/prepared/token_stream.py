@@ -6,33 +6,55 @@ import collections
 import functools
 import hashlib
 import itertools
-import json
 import os
 import pathlib
 import threading
-from collections.abc import Iterator, Sequence
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rosetta_t5.data.local_files.local_assets import load_sentencepiece
 from rosetta_t5.data.prepared.prepare import MANIFEST, VOCABULARY
+from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the manifest of a prepared folder.
 
   Raises:
-    ValueError: the folder has no manifest, because it is incomplete or is not prepared data.
+    ValueError: the folder has no manifest, because it is incomplete or is not prepared data; or the
+      manifest is damaged.
   """
   path = pathlib.Path(folder) / MANIFEST
   if path.exists():
-    return json.loads(path.read_text())
+    manifest = read_json_object(path)
+    with expect_content(path, "prepared data"):
+      _check_manifest(manifest)
+    return manifest
   done = len(list(path.parent.glob("shards/*.json")))
   state = f"only {done} shards are complete" if done else "the folder is not prepared data"
   raise ValueError(
     f"There is no {path}: {state}. Prepare it: rosetta-t5 prepare --input FILES --vocab MODEL "
     f"--out {folder}"
   )
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
+  """Raises TypeError or LookupError unless the entries that are used have the expected types."""
+  vocabulary, splits = manifest["vocabulary"], manifest["splits"].values()
+  shards = [shard for split in splits for shard in split["shards"]]
+  texts = [vocabulary["sha256"], *(shard["sha256_of_tokens"] for shard in shards)]
+  numbers = [vocabulary["pieces"], *(shard[key] for shard in shards for key in ("bytes", "tokens"))]
+  if wrong := [text for text in texts if not isinstance(text, str)]:
+    raise TypeError(f"a digest must be a string, got {wrong[0]!r}")
+  if wrong := [number for number in numbers if type(number) is not int or number < 0]:
+    raise TypeError(f"a size must be an integer, got {wrong[0]!r}")
+  if wrong := [s["file"] for s in shards if pathlib.PurePath(s["file"]).name != s["file"]]:
+    raise TypeError(f"a shard must be a file of the same folder, got {wrong[0]!r}")
+  if manifest["bytes_a_token"] not in (2, 4):
+    raise TypeError(f"bytes_a_token must be 2 or 4, got {manifest['bytes_a_token']!r}")
 
 
 class TokenStream:
@@ -61,7 +83,7 @@ class TokenStream:
       existing = ", ".join(repr(name) for name in splits if splits[name])
       raise ValueError(f"{folder} has no split '{split}'; it has {existing}")
     dtype = np.dtype(f"<u{self.manifest['bytes_a_token']}")
-    self._shards = [_Shard(self.folder / facts["file"], dtype, facts["bytes"]) for facts in shards]
+    self._shards = [_Shard(self.folder, dtype, facts) for facts in shards]
     self._starts = np.cumsum([0, *(facts["tokens"] for facts in shards)])
     self.size = int(self._starts[-1])
     digests = "".join(facts["sha256_of_tokens"] for facts in shards)
@@ -78,9 +100,7 @@ class TokenStream:
 
   def encode(self, text: str) -> list[int]:
     """Tokenizes a text with the vocabulary."""
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=self.vocabulary).encode(text)
+    return load_sentencepiece(self.vocabulary).encode(text)
 
   def read(self, starts: Sequence[int], count: int) -> np.ndarray:
     """Returns `count` tokens from each start on, as int32 [len(starts), count].
@@ -116,18 +136,29 @@ class TokenStream:
 class _Shard:
   """An ArrayRecord file of tokens with its index; both are opened when they are first needed."""
 
-  def __init__(self, path: pathlib.Path, dtype: np.dtype, size: int):
+  def __init__(self, folder: pathlib.Path, dtype: np.dtype, facts: Mapping[str, Any]):
+    path, size = folder / facts["file"], facts["bytes"]
     if not path.exists():
       raise ValueError(_damaged_text(path, "it is missing"))
     if path.stat().st_size != size:
       raise ValueError(_damaged_text(path, f"{path.stat().st_size} bytes instead of {size}"))
-    self._path, self._dtype = path, dtype
+    self._path, self._dtype, self._tokens = path, dtype, facts["tokens"]
     self._lock = threading.Lock()
 
   @functools.cached_property
   def ends(self) -> np.ndarray:
     """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
-    return np.load(self._path.with_suffix(".ends.npy"), mmap_mode="r")
+    path = self._path.with_suffix(".ends.npy")
+    try:
+      ends = np.load(path, mmap_mode="r")
+    except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
+      raise ValueError(_damaged_text(self._path, f"{path.name}: {error}")) from error
+    is_index = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype == np.uint64
+    if not (is_index and ends.size and ends[0] == 0 and ends[-1] == self._tokens):
+      raise ValueError(_damaged_text(self._path, f"{path.name} is not the index of its tokens"))
+    if (ends[1:] <= ends[:-1]).any():
+      raise ValueError(_damaged_text(self._path, f"the numbers in {path.name} do not increase"))
+    return ends
 
   @functools.cached_property
   def _reader(self) -> Any:

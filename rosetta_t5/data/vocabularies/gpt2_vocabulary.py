@@ -41,6 +41,8 @@ def load_gpt2_tokenizer(vocab_file: str, merges_file: str) -> tokenizers.Tokeniz
     tokenizer = Tokenizer(models.BPE.from_file(*paths))
   except Exception as error:  # tokenizers raises no narrower type
     raise ValueError(f"{message}: {error}") from error
+  if max(tokenizer.get_vocab().values(), default=0) > np.iinfo(np.int32).max:
+    raise ValueError(f"{message}: the numbers of tokens must have 32 bits")
   if tokenizer.token_to_id(END) is None:
     raise ValueError(f"{message}: there is no token {END}")
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -8,7 +8,7 @@ import pathlib
 import random
 from collections.abc import Iterator, Sequence
 
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_files.local_assets import load_sentencepiece, local_path
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
@@ -70,13 +70,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-  import sentencepiece
-
   path = local_path(arguments.model)
-  try:
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-  except RuntimeError:
-    raise ValueError(f"{path} must be a SentencePiece model, but it cannot be parsed") from None
+  tokenizer = load_sentencepiece(path)
   ids = tokenizer.encode(arguments.text)
   digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
   print(f"{path}: {tokenizer.get_piece_size()} pieces, sha256 {digest}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,17 +16,28 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_names, gpt_reader, t5_names, t5_reader
+from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import check_config
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
   SENTENCEPIECE,
   write_gpt_tokenizer,
 )
+from rosetta_t5.telemetry.json_files import read_json_object
 
 CONFIG = "config.json"
 FAMILIES = (*t5_names.FAMILIES, *gpt_names.FAMILIES)
+_INDEX = ".index.json"
+# Where weights are looked for, in this order.
+_WEIGHTS = (
+  *("model.safetensors.index.json", "model.safetensors"),
+  *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+_SHARD = re.compile(r"[^/\\\0]+\.(safetensors|bin)")
 _SHARD_BYTES = 5_000_000_000
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
+_log = logging.getLogger(__name__)
 # The supported values of entries of config.json. The first one is the default of a missing entry.
 _T5_VALUES: dict[str, tuple[Any, ...]] = {
   "relative_attention_max_distance": (128,),
@@ -39,23 +52,52 @@ _GPT_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def weight_files(folder: str | os.PathLike[str]) -> list[epath.Path]:
-  """Returns the files of weights in `folder`, safetensors if there are any; [] if there are none."""
-  root = epath.Path(folder)
-  for file in (root / "model.safetensors", root / "pytorch_model.bin"):
-    index = root / f"{file.name}.index.json"
-    if index.exists():
-      shards = json.loads(index.read_text())["weight_map"].values()
-      return [root / name for name in sorted(set(shards))]
-    if file.exists():
-      return [file]
-  return []
-
-
 def is_hugging_face(path: str | os.PathLike[str]) -> bool:
   """Returns whether `path` is a folder with config.json and files of weights."""
   root = epath.Path(path)
-  return root.is_dir() and (root / CONFIG).exists() and bool(weight_files(root))
+  return root.is_dir() and (root / CONFIG).exists() and _find_weights(root) is not None
+
+
+def _find_weights(root: epath.Path) -> epath.Path | None:
+  """Returns the file of weights or, if they are in several files, the index of these."""
+  return next((root / name for name in _WEIGHTS if (root / name).exists()), None)
+
+
+def _read_weights(root: epath.Path) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} of all files of weights."""
+  file = _find_weights(root)
+  if file is None:
+    raise ValueError(f"{root} must contain one of {', '.join(_WEIGHTS)}, got none")
+  if not file.name.endswith(_INDEX):
+    return _read_file(file)
+  weights: dict[str, StoredArray] = {}
+  weight_map = _read_weight_map(file)
+  for shard in sorted(set(weight_map.values())):
+    if not (root / shard).exists():
+      raise ValueError(f"{root / shard} is missing, although the folder's index lists it")
+    found = _read_file(root / shard)
+    if missing := [name for name, at in weight_map.items() if at == shard and name not in found]:
+      raise ValueError(f"{root / shard} lacks {missing[0]}, although {file.name} lists it there")
+    weights.update(found)
+  return weights
+
+
+def _read_file(file: epath.Path) -> dict[str, StoredArray]:
+  return (safetensors_file if file.suffix == ".safetensors" else torch_file).read_arrays(file)
+
+
+def _read_weight_map(index: epath.Path) -> dict[str, str]:
+  """Returns {name of a weight: name of its file} of an index."""
+  weight_map = read_json_object(index).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError(f"{index}: weight_map must be an object that names the file of each weight")
+  for name, file in weight_map.items():
+    if not isinstance(file, str) or not _SHARD.fullmatch(file):
+      raise ValueError(
+        f"{index}: weight_map must name files of the same folder, such as "
+        f"model-00001-of-00002.safetensors, got {reprlib.repr(file)} for {reprlib.repr(name)}"
+      )
+  return weight_map
 
 
 def read_config(
@@ -70,17 +112,19 @@ def read_config(
   Raises:
     ValueError: the model is of another family, or computes something that our networks do not.
   """
-  config: dict[str, Any] = json.loads(epath.Path(file).read_text())
+  config = read_json_object(file)
   family = config.get("model_type")
-  if family not in families:
-    raise ValueError(f"{file}: model_type must be one of {', '.join(families)}, got {family!r}")
+  if family not in (*families,):
+    raise ValueError(
+      f"{file}: model_type must be one of {', '.join(families)}, got {reprlib.repr(family)}"
+    )
   supported = _GPT_VALUES if family in gpt_names.FAMILIES else _T5_VALUES
   for key, values in supported.items():
     if config.get(key, values[0]) not in values:
       allowed = " or ".join(map(repr, values))
       raise ValueError(
-        f"{file}: {key} must be {allowed}, got {config[key]!r}, which this project's {family} "
-        "does not support"
+        f"{file}: {key} must be {allowed}, got {reprlib.repr(config[key])}, which this project's "
+        f"{family} does not support"
       )
   return config
 
@@ -89,19 +133,20 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """Returns {our name: array} of the folder at `path`, in the plain tree; values are read later.
 
   Raises:
-    ValueError: weights are missing, or belong to another architecture.
+    ValueError: files are damaged, weights are missing or belong to another architecture, or
+      config.json contradicts them.
   """
-  config = read_config(epath.Path(path) / CONFIG)
-  weights: dict[str, StoredArray] = {}
-  for file in weight_files(path):
-    if not file.exists():
-      raise ValueError(f"{file} is missing, although the folder's index lists it")
-    module = safetensors_file if file.suffix == ".safetensors" else torch_file
-    weights.update(module.read_arrays(file))
+  root = epath.Path(path)
+  config = read_config(root / CONFIG)
   # Transformers adds this prefix where a GPT is saved with its output layer.
-  weights = {name.removeprefix("transformer."): array for name, array in weights.items()}
-  reader = gpt_reader if config["model_type"] in gpt_names.FAMILIES else t5_reader
-  return reader.read_arrays(weights, config)
+  weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
+  is_gpt = config["model_type"] in gpt_names.FAMILIES
+  arrays = (gpt_reader if is_gpt else t5_reader).read_arrays(weights, config)
+  check_config(root / CONFIG, config, arrays)
+  if is_gpt:
+    values = ", ".join(f"{k} = {value!r}" for k, value in network_values(config).items())
+    _log.info("Transformers' model needs network.TransformerConfig: %s", values)
+  return arrays
 
 
 def write(

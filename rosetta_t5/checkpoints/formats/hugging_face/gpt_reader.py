@@ -8,8 +8,8 @@ a copy of the row of `<|endoftext|>`, the token that these models have seen befo
 
 from __future__ import annotations
 
-import logging
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +18,13 @@ import numpy as np
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import from_transformers
+from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import (
+  check_complete,
+  count_layers,
+  from_transformers,
+)
 
 KEEPS_IDS = "padding_is_token_0"
-_log = logging.getLogger(__name__)
 # PyTorch's files also contain masks and the tied output layer.
 _NOT_WEIGHTS = re.compile(r"h\.\d+\.attn\.(attention\.)?(masked_)?bias|lm_head\.weight")
 
@@ -57,15 +60,20 @@ def network_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _local_attention_window(config: Mapping[str, Any]) -> int | None:
   """Returns the window of GPT-Neo's local layers, in positions; None if there are no such layers."""
-  kinds = [kind for group, times in config.get("attention_types", []) for kind in group * times]
-  if "local" not in kinds:
+  layers, types = config.get("num_layers", 0), config.get("attention_types", [])
+  try:
+    kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
+  except (TypeError, ValueError):
+    kinds = ["unknown"]
+  if kinds in ([], ["global"] * layers):
     return None
-  if kinds != [("global", "local")[layer % 2] for layer in range(len(kinds))]:
+  if kinds != [("global", "local")[layer % 2] for layer in range(layers)]:
     raise ValueError(
-      "attention_types must alternate between 'global' and 'local', beginning with 'global', got "
-      f"{config['attention_types']}"
+      f"attention_types must alternate between 'global' and 'local', beginning with 'global', for "
+      f"{layers} layers, got {reprlib.repr(types)}"
     )
-  return int(config.get("window_size", 256))
+  window: int = config.get("window_size", 256)
+  return window
 
 
 def read_arrays(
@@ -80,23 +88,20 @@ def read_arrays(
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
-  values, family = network_values(config), config["model_type"]
-  listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
-  _log.info("Transformers' %s needs network.TransformerConfig: %s", family, listed)
+  family = config["model_type"]
   weights = {name: x for name, x in weights.items() if not _NOT_WEIGHTS.fullmatch(name)}
-  table = gpt_names.weight_table(family, values["num_layers"])
+  layers = count_layers(weights, r"h\.")
+  table = gpt_names.weight_table(family, layers)
   arrays = from_transformers(weights, table, family)
-  missing = [row.theirs for row in table if row.theirs not in weights]
-  if missing:
-    raise ValueError(
-      f"the folder lacks {len(missing)} of the {len(table)} weights of its {family}: "
-      f"{', '.join(missing[:8])}"
-    )
+  check_complete(weights, table, family)
   if not config.get(KEEPS_IDS):
-    table_VD, start = arrays[gpt_names.EMBEDDING], start_token(config)
+    table_VD, start = (
+      arrays[gpt_names.EMBEDDING],
+      start_token({**config, "vocab_size": arrays[gpt_names.EMBEDDING].shape[0]}),
+    )
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[gpt_names.EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  for name in gpt_names.unsupported_biases(family, values["num_layers"]):
+  for name in gpt_names.unsupported_biases(family, layers):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
     arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
@@ -106,6 +111,6 @@ def start_token(config: Mapping[str, Any]) -> int:
   """Returns the token that starts a text; 0 if config.json names none that is in the vocabulary."""
   for name in ("bos_token_id", "eos_token_id"):
     token = config.get(name)
-    if token is not None and 0 <= token < config["vocab_size"]:
-      return int(token)
+    if isinstance(token, int) and 0 <= token < config["vocab_size"]:
+      return token
   return 0

@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS
+from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 SENTENCEPIECE = "spiece.model"
 # The name of the start token if training has made it a token of its own.
@@ -48,11 +49,15 @@ def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
   # Reading checkpoints must not import SentencePiece.
   from rosetta_t5.checkpoints.formats.hugging_face import sentencepiece_tokenizer
 
-  model = sentencepiece_tokenizer.read_model((root / SENTENCEPIECE).read_bytes())
+  file = root / SENTENCEPIECE
+  try:
+    model = sentencepiece_tokenizer.read_model(file.read_bytes())
+    tokenizer = sentencepiece_tokenizer.make_tokenizer(model, _PADDING)
+  except Exception as error:  # tokenizers raises no narrower type
+    raise ValueError(f"{file}: {error}") from error
   end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
   for name in ("special_tokens_map.json", "added_tokens.json"):
     (root / name).unlink(missing_ok=True)
-  tokenizer = sentencepiece_tokenizer.make_tokenizer(model, _PADDING)
   tokenizer.save(str(root / "tokenizer.json"), pretty=False)
   ids = {"bos_token": _PADDING, "pad_token": _PADDING, "eos_token": end}
   _write_json(
@@ -68,8 +73,9 @@ def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
 
 def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
   """Writes which token starts a text, and that a start token of its own is never generated."""
-  ids = json.loads((root / "vocab.json").read_text("utf-8"))
-  pieces = {id_: piece for piece, id_ in ids.items()}
+  ids = read_json_object(root / "vocab.json")
+  with expect_content(root / "vocab.json", "the number of each token"):
+    pieces = {id_: piece for piece, id_ in ids.items()}
   end = pieces.get(config["eos_token_id"])
   start_id = config.get("bos_token_id", config["eos_token_id"])
   start = pieces.get(start_id, _START)

@@ -64,7 +64,9 @@ def make_tokenizer(model: Model, start: int) -> Tokenizer:
 
 
 def _check_is_supported(model: Model) -> None:
-  trainer = model.trainer_spec
+  trainer, charsmap = model.trainer_spec, model.normalizer_spec.precompiled_charsmap
+  # `tokenizers` ends the process if the size of the map's first part, its first 4 bytes, is wrong.
+  first_part = int.from_bytes(charsmap[:4], "little")
   types = {piece.type for piece in model.pieces}
   is_bpe = trainer.model_type == _TrainerSpec.BPE
   kind = _TrainerSpec.ModelType.Name(trainer.model_type).lower()
@@ -73,6 +75,9 @@ def _check_is_supported(model: Model) -> None:
     (trainer.treat_whitespace_as_suffix, "treat_whitespace_as_suffix must be false"),
     (is_bpe and _Piece.USER_DEFINED in types, "bpe with user_defined_symbols is not supported"),
     (_Piece.UNUSED in types, "pieces of type UNUSED are not supported"),
+    (first_part % 4 or first_part > max(len(charsmap) - 4, 0), "precompiled_charsmap is damaged"),
+    (not 0 <= trainer.unk_id < len(model.pieces), f"unk_id {trainer.unk_id} is not a piece"),
+    (trainer.eos_id >= len(model.pieces), f"eos_id {trainer.eos_id} is not a piece"),
   ):
     if is_wrong:
       raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from rosetta_t5.checkpoints.formats.hugging_face import t5_names, weight_mapping
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_EMBEDDING
 
 _VALUES_COMPARED_AT_ONCE = 16_000_000
+# Weights that only some of the models have.
+_OPTIONAL = re.compile(r"lm_head|relative_attention_bias|DenseReluDense\.wi|final_layer_norm")
 
 
 def read_arrays(
@@ -41,6 +44,7 @@ def read_arrays(
   decoder_layers = weight_mapping.count_layers(weights, r"decoder\.block\.")
   table = t5_names.weight_table(encoder_layers, decoder_layers)
   arrays = weight_mapping.from_transformers(weights, table, "T5X's T5")
+  weight_mapping.check_complete(weights, [x for x in table if not _OPTIONAL.search(x.theirs)], "T5")
   arrays = t5_names.rename_shared_biases(arrays)
   return _with_head(arrays, config) if decoder_layers else arrays
 
@@ -72,8 +76,7 @@ def scales_logits(config: Mapping[str, Any]) -> bool:
     return bool(config.get("scale_decoder_outputs", tied is not False))
   if config["model_type"] == "umt5":
     return tied is not False
-  version = str(config.get("transformers_version", "5"))
-  return tied is True and int(version.split(".")[0]) < 5
+  return tied is True and re.match(r"[0-4]\.", str(config.get("transformers_version"))) is not None
 
 
 def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dict[str, StoredArray]:

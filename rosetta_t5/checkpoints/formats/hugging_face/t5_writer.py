@@ -9,6 +9,7 @@ from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale
 from rosetta_t5.checkpoints.formats.hugging_face import t5_names
+from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import t5_sizes
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_HEAD
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers, to_transformers
 
@@ -56,11 +57,8 @@ def make_config(
       f"mlp_activations must be one of {', '.join(map(str, _PROJECTIONS))} for Transformers, got "
       f"{tuple(activations)}"
     )
-  vocabulary, width = arrays[EMBEDDING].shape
-  heads, buckets = next(x for n, x in arrays.items() if n.endswith("rel_embedding")).shape
-  heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape[1]
-  encoder_layers, decoder_layers = _layer_counts(arrays)
-  has_decoder = decoder_layers > 0
+  sizes = t5_sizes(arrays)
+  has_decoder = "num_decoder_layers" in sizes
   class_suffix = "ForConditionalGeneration" if has_decoder else "EncoderModel"
   dtype = arrays[EMBEDDING].dtype.name
   dropped = ("_name_or_path", "scale_decoder_outputs")
@@ -70,14 +68,8 @@ def make_config(
     **{key: value for key, value in source_config.items() if key not in dropped},
     "architectures": [_ARCHITECTURES[family] + class_suffix],
     "model_type": family,
-    "vocab_size": vocabulary,
-    "d_model": width,
-    "d_kv": heads_width // heads,
-    "d_ff": arrays["target/encoder/layers_0/mlp/wo/kernel"].shape[0],
-    "num_heads": heads,
-    "num_layers": encoder_layers,
-    "num_decoder_layers": decoder_layers or encoder_layers,
-    "relative_attention_num_buckets": buckets,
+    "num_decoder_layers": sizes["num_layers"],
+    **sizes,
     "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6,
     "feed_forward_proj": projection,

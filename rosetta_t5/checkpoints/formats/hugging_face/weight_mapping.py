@@ -27,9 +27,16 @@ class WeightMapping(NamedTuple):
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:
-  """Returns 1 + the highest number that follows the regular expression `prefix` in `names`."""
-  pattern = re.compile(rf"{prefix}(\d+)")
-  return 1 + max((int(match[1]) for name in names if (match := pattern.match(name))), default=-1)
+  """Returns how many numbers from 0 on follow the regular expression `prefix` in `names`.
+
+  Raises:
+    ValueError: a number is missing.
+  """
+  pattern = re.compile(rf"{prefix}(\d{{1,9}})\b")
+  layers = {int(match[1]) for name in names if (match := pattern.match(name))}
+  if missing := layers.symmetric_difference(range(len(layers))):
+    raise ValueError(f"the layers must be numbered from 0 on, but layer {min(missing)} is missing")
+  return len(layers)
 
 
 def from_transformers(
@@ -53,6 +60,18 @@ def from_transformers(
     if row.theirs in weights:
       arrays |= _split(row, weights[row.theirs])
   return arrays
+
+
+def check_complete(
+  weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
+) -> None:
+  """Raises ValueError unless all weights of a table are there."""
+  missing = [row.theirs for row in table if row.theirs not in weights]
+  if missing:
+    raise ValueError(
+      f"the folder lacks {len(missing)} of the {len(table)} weights of its {family}: "
+      f"{', '.join(missing[:_NAMES_SHOWN])}"
+    )
 
 
 def to_transformers(

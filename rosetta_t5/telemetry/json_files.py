@@ -1,0 +1,50 @@
+"""Reads JSON files that other programs wrote, which may be damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+
+def read_json_object(path: epath.PathLike) -> dict[str, Any]:
+  """Returns the object that a JSON file contains.
+
+  Raises:
+    ValueError: the file contains something else, or an object in it has a key twice.
+    OSError: the file cannot be read.
+  """
+  content = epath.Path(path).read_bytes()
+  try:
+    value = json.loads(content, object_pairs_hook=_object_of_pairs)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path} is not valid JSON: {error}") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"{path} must contain a JSON object, got a {type(value).__name__}")
+  return value
+
+
+@contextlib.contextmanager
+def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
+  """Makes a body that takes parsed values apart raise ValueError where they are not as expected.
+
+  Args:
+    path: the file.
+    what: what the file must describe.
+  """
+  try:
+    yield
+  except (AttributeError, LookupError, TypeError) as error:
+    reason = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is damaged: it must describe {what} ({reason})") from error
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  keys = Counter(key for key, _ in pairs)
+  if len(keys) < len(pairs):
+    raise ValueError(f"the key {keys.most_common(1)[0][0]!r} occurs more than once")
+  return dict(pairs)
