@@ -75,9 +75,9 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   # Version 2 of T5X's layout stores bfloat16 as its bits.
   is_bfloat16 = dtype == np.uint16
-  location = store.kvstore.path
+  location = "" if store.kvstore is None else store.kvstore.path
   # TensorStore ends the process if it cannot allocate a chunk.
-  chunk = store.chunk_layout.read_chunk.shape or ()
+  chunk = tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
   if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
     raise ValueError(
       f"{location} is damaged: its chunks of shape {chunk} are larger than the array, whose shape "

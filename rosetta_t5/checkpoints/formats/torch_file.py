@@ -34,15 +34,16 @@ _STORAGES = {
   "ByteStorage": np.dtype(np.uint8),
   "BoolStorage": np.dtype(np.bool_),
 }
+_LOCAL_SIGNATURE = b"PK\3\4"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class _Storage(NamedTuple):
-  """Values of one dtype in the file, from byte `start` on."""
+  """`length` values of one dtype in the file, from byte `start` on."""
 
   dtype: np.dtype
   start: int
-  count: int
+  length: int
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -88,7 +89,7 @@ class _Archive:
       file.seek(info.header_offset)
       signature, *sizes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + sum(sizes)
-    if signature != zipfile.stringFileHeader or start + info.file_size > os.path.getsize(self.path):
+    if signature != _LOCAL_SIGNATURE or start + info.file_size > os.path.getsize(self.path):
       raise ValueError(f"{info.filename} is outside the file, which is damaged")
     return start, info.file_size
 
@@ -133,14 +134,14 @@ class _TensorUnpickler(pickle.Unpickler):
   def _rebuild_tensor(
     self, storage: _Storage, first: int, shape: Any, strides: Any, *_: Any
   ) -> StoredArray:
-    dtype, start, count = storage
+    dtype, start, length = storage
     numbers, size = (first, *shape, *strides), math.prod(shape)
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    is_possible = all(type(number) is int and number >= 0 for number in numbers) and size <= count
-    if not is_possible or (size and last >= count):
+    is_possible = all(type(number) is int and number >= 0 for number in numbers) and size <= length
+    if not is_possible or (size and last >= length):
       raise ValueError(
         f"a tensor of shape {shape}, strides {strides} and offset {first} exceeds its storage of "
-        f"{count} values"
+        f"{length} values"
       )
     path = self._archive.path
     byte_strides = [stride * dtype.itemsize for stride in strides]
@@ -161,5 +162,5 @@ def _check_memo(pickled: bytes) -> None:
   Python allocates a table up to the largest of these numbers.
   """
   for opcode, number, _ in pickletools.genops(pickled):
-    if "PUT" in opcode.name and number > len(pickled):
+    if number is not None and "PUT" in opcode.name and number > len(pickled):
       raise ValueError(f"its pickle remembers an object as number {number}, so it is damaged")
