@@ -1,6 +1,8 @@
 """T5X's `adafactor`: the optimizer of T5 and its factorization rules."""
 
 from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.adafactor import AdafactorHyperParams as _AdafactorHyperParams
+from rosetta_t5.training.optimizers.adafactor import AdafactorParamState as _AdafactorParamState
 from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
   FactorDim,

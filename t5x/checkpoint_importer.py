@@ -19,4 +19,4 @@ from rosetta_t5.checkpoints.formats.mesh_tf import (
   shared_embeddings,
   t5_importer,
 )
-from rosetta_t5.compat.checkpoint_loading import LazyAwaitableArray
+from rosetta_t5.compat.checkpoints.checkpoint_loading import LazyAwaitableArray

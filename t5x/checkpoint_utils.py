@@ -12,4 +12,4 @@ from rosetta_t5.checkpoints.model_dir.retention import (
   remove_dataset_checkpoint,
   unpin_checkpoint,
 )
-from rosetta_t5.compat.checkpoint_loading import get_restore_parameters
+from rosetta_t5.compat.checkpoints.checkpoint_loading import get_restore_parameters

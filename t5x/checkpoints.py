@@ -9,7 +9,7 @@ from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpoi
 from rosetta_t5.checkpoints.model_dir.best_metric import populate_metrics_for_steps
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, latest_step
 from rosetta_t5.checkpoints.saved_state import get_local_data
-from rosetta_t5.compat.checkpoint_loading import (
+from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   LazyAwaitableArray,
   fake_param_info,
   find_checkpoint,
@@ -17,7 +17,7 @@ from rosetta_t5.compat.checkpoint_loading import (
   load_t5x_checkpoint,
   register_ts_spec_for_serialization,
 )
-from rosetta_t5.compat.legacy_checkpointer import (
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import (
   Checkpointer,
   SaveBestCheckpointer,
   all_dataset_checkpoint_steps,

@@ -12,12 +12,15 @@ from rosetta_t5.checkpoints import (
   restore,
 )
 from rosetta_t5.checkpoints.saved_state import get_local_data
-from rosetta_t5.compat.checkpoint_steps import (
+from rosetta_t5.compat.checkpoints.checkpoint_steps import (
   find_first_checkpoint_step,
   find_next_checkpoint_step,
 )
+from rosetta_t5.compat.checkpoints.legacy_checkpoint_manager import (
+  LegacyCheckpointer,
+  LegacyCheckpointManager,
+)
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
-from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointer, LegacyCheckpointManager
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
 from rosetta_t5.compat.processes import (
   multihost_assert_equal,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax.core import unfreeze
 
 from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
@@ -52,6 +53,7 @@ class TrainStateInitializer:
 
     def init(rng: jax.Array) -> Any:
       variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
+      variables = unfreeze(dict(variables))  # Some users' models freeze them.
       if optimizer_def is None:
         return InferenceState.create(variables)
       return TrainState.create(optimizer_def, variables)

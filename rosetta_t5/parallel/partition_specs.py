@@ -18,16 +18,21 @@ _MAX_SUGGESTIONS = 12
 def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
   """Returns the train state with a PartitionSpec in place of each array.
 
-  A user's partitioner may return None for a replicated array, as T5X's did.
+  A user's partitioner may return None for a replicated array or for parts without arrays, as T5X's did.
 
   Raises:
-    ValueError: an array cannot be split like this.
+    ValueError: an array cannot be split like this, or there is a PartitionSpec where the state has no
+      array.
   """
-  specs = jax.tree.map(
-    lambda _, spec: PartitionSpec() if spec is None else spec,
-    train_state,
-    partitioner.get_mesh_axes(train_state),
+  given = dict(jax.tree_util.tree_flatten_with_path(partitioner.get_mesh_axes(train_state))[0])
+  specs = jax.tree_util.tree_map_with_path(
+    lambda path, _: given.pop(path, None) or PartitionSpec(), train_state
   )
+  if given:
+    raise ValueError(
+      f"{type(partitioner).__name__}.get_mesh_axes must return a tree like the train state, but the "
+      f"state has no array {', '.join(map(jax.tree_util.keystr, given))}"
+    )
   check_partition_specs(train_state, specs, partitioner.mesh.shape)
   return specs
 

@@ -33,6 +33,8 @@ from rosetta_t5.parallel.mesh_axes import (
 
 PyTree = Any
 
+_PARAM_STATES = jax.tree_util.GetAttrKey("param_states")
+
 
 class PartitionedFunction:
   """A jitted function that is traced and run under its mesh and logical axis rules.
@@ -325,14 +327,23 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ValueError: a logical axis has no rule.
     """
-    names = self.get_logical_axes(train_state)
-    to_spec = functools.partial(_to_spec, self._rules)
-    specs = jax.tree.map(to_spec, train_state, names)
-    if not self.zero1 or not hasattr(train_state, "optimizer_def"):
-      return specs
-    to_zero1_spec = functools.partial(_to_zero1_spec, self._rules)
-    param_states = jax.tree.map(to_zero1_spec, train_state.param_states, names.param_states)
-    return specs.replace(param_states=param_states)
+    names, _ = jax.tree_util.tree_flatten_with_path(
+      self.get_logical_axes(train_state), is_leaf=_is_axis_names
+    )
+    names_by_path = dict(names)
+
+    def spec_of(path: tuple[Any, ...], array: Any) -> PartitionSpec:
+      is_split_further = self.zero1 and _PARAM_STATES in path
+      to_spec = _to_zero1_spec if is_split_further else _to_spec
+      return to_spec(self._rules, array, names_by_path.get(path))
+
+    # By path, because the tree of names may lack parts, and its dicts may be frozen.
+    return jax.tree_util.tree_map_with_path(spec_of, train_state)
+
+
+def _is_axis_names(node: Any) -> bool:
+  """Returns whether a node of a tree of logical axes is the names of one array's axes."""
+  return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def _to_spec(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> PartitionSpec:

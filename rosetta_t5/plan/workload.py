@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
@@ -191,6 +192,7 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
 
   def make(key: jax.Array) -> Any:
     variables = model.get_initial_variables(rng=key, input_shapes=shapes, input_types=types)
+    variables = unfreeze(variables)
     if not trained:
       return InferenceState.create(variables)
     return TrainState.create(model.optimizer_def, variables)

@@ -15,26 +15,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
-from rosetta_t5.training.train_state import InferenceState, TrainState
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, Any]
 LossFn = Callable[..., tuple[jax.Array, Any]]
+State = Any  # a TrainState, or a user's state with its attributes and methods
 
 FIRST_NONFINITE = "first_nonfinite"
 
 
 def train_step(
-  state: TrainState,
+  state: State,
   batch: Batch,
   rng: jax.Array,
   *,
   loss_fn: LossFn,
   learning_rate_fn: Callable[[Int[Array, ""]], Float[Array, ""]],
   num_microbatches: int | None = None,
-  weight_metrics: Callable[[PyTree, TrainState, TrainState], Metrics] | None = None,
-) -> tuple[TrainState, Metrics]:
+  weight_metrics: Callable[[PyTree, State, State], Metrics] | None = None,
+) -> tuple[State, Metrics]:
   """Returns the state after one optimizer step on `batch`, and the metrics of the batch.
 
   Args:
@@ -70,7 +70,7 @@ def learning_rate_metrics(learning_rate: Float[Array, ""]) -> Metrics:
 
 def accumulate_gradients(
   loss_fn: LossFn,
-  state: TrainState,
+  state: State,
   batch: Batch,
   dropout_rng: jax.Array,
   num_microbatches: int | None = None,
@@ -133,7 +133,7 @@ def _gradients(
   return grads, loss, metrics, {**mutables, **overwritten}
 
 
-def eval_step(state: TrainState | InferenceState, batch: Batch, *, eval_fn: LossFn) -> Metrics:
+def eval_step(state: State, batch: Batch, *, eval_fn: LossFn) -> Metrics:
   """Returns the metrics of a batch without dropout: eval_fn(params, batch) → (loss, metrics)."""
   return dict(eval_fn(state.params, batch)[1])
 

@@ -8,8 +8,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import serialization, struct
-from flax.core import unfreeze
+from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
+from flax.traverse_util import flatten_dict
 
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
@@ -21,6 +22,7 @@ _AXES_SUFFIX = "_axes"
 class _StateMethods:
   """The methods that both states share."""
 
+  params: PyTree
   params_axes: PyTree
   flax_mutables: PyTree
   flax_mutables_axes: PyTree
@@ -46,8 +48,10 @@ class _StateMethods:
     """
     return self.replace(
       step=None,
-      params=unfreeze(_param_axis_names(self.params_axes)),
+      params=_like(self.params, param_axis_names(self.params_axes)),
+      params_axes=None,
       flax_mutables=_mutables_axis_names(self.flax_mutables, self.flax_mutables_axes),
+      flax_mutables_axes=None,
     )
 
   def _stored_mutables(self) -> dict[str, Any]:
@@ -196,7 +200,7 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
   def restore_state(self, state_dict: Mapping[str, Any]) -> InferenceState:
     """Returns this state with the values of `state_dict`; its optimizer state is ignored."""
     return self.replace(
-      params=serialization.from_state_dict(unfreeze(self.params), state_dict["target"]),
+      params=serialization.from_state_dict(self.params, state_dict["target"]),
       step=state_dict["state"]["step"],
       flax_mutables=self._restored_mutables(state_dict),
     )
@@ -205,17 +209,36 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, PyTree]:
   """Returns the parameters, their axes, the other collections, and the axes of those."""
   variables = unfreeze(dict(model_variables))
-  params = variables.pop("params")
-  params_axes = variables.pop("params_axes", None)
-  mutables_axes = {
+  all_axes = {
     name.removesuffix(_AXES_SUFFIX): variables.pop(name)
     for name in list(variables)
     if name.endswith(_AXES_SUFFIX)
   }
-  return params, params_axes, variables, mutables_axes or None
+  for name, axes in all_axes.items():
+    _check_all_have_axes(variables.get(name, {}), axes)
+  params, params_axes = variables.pop("params"), all_axes.pop("params", None)
+  return (
+    _like(model_variables, params),
+    params_axes if params_axes is None else _like(model_variables, params_axes),
+    _like(model_variables, variables),
+    _like(model_variables, all_axes) if all_axes else None,
+  )
 
 
-def _param_axis_names(params_axes: PyTree) -> PyTree:
+def _check_all_have_axes(variables: PyTree, axes: PyTree) -> None:
+  """Raises ValueError, with T5X's message, unless `axes` names the axes of each variable."""
+  names = flatten_dict(unfreeze(flax_partitioning.get_axis_names(axes)), sep="/")
+  if missing := flatten_dict(variables, sep="/").keys() - names.keys():
+    raise ValueError(f"Missing axis names for parameters: {missing}")
+
+
+def _like(model_variables: PyTree, tree: PyTree) -> PyTree:
+  """Returns a nested dict that is frozen if `model_variables` is."""
+  return freeze(tree) if isinstance(model_variables, FrozenDict) else unfreeze(tree)
+
+
+def param_axis_names(params_axes: PyTree) -> PyTree:
+  """Returns the logical axis names of each parameter; raises ValueError if the module has none."""
   if params_axes is None:
     raise ValueError(
       "the model's parameters have no logical axes, so they cannot be partitioned. Create them "

@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

@@ -9,7 +9,7 @@ import pytest
 from rosetta_t5.checkpoints import SaveCheckpointConfig, all_steps, create_orbax_checkpoint_manager
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric, populate_metrics_for_steps
 from rosetta_t5.checkpoints.model_dir.retention import Retention, pin_checkpoint
-from rosetta_t5.compat.legacy_checkpointer import SaveBestCheckpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import SaveBestCheckpointer
 
 
 def test_metric_values_are_read_by_run_and_tag(tmp_path, write_scalars):

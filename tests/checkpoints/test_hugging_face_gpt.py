@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.checkpoints.formats.hugging_face.folder import read_config
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.compat.checkpoint_loading import load_t5x_checkpoint
+from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
 from rosetta_t5.conversion import convert, numpy_gpt
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 

@@ -16,7 +16,7 @@ from saver_process import WIDTH
 from tiny_state import Counter, Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps, latest_step
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
 def save_until_killed(folder: pathlib.Path, layout: str, delay: float) -> int:

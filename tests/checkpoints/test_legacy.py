@@ -18,13 +18,13 @@ from rosetta_t5.checkpoints import (
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
-from rosetta_t5.compat.checkpoint_loading import (
+from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   LazyAwaitableArray,
   find_checkpoint,
   load_t5x_checkpoint,
 )
-from rosetta_t5.compat.legacy_checkpoint_manager import LegacyCheckpointManager
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpoint_manager import LegacyCheckpointManager
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
 
 
 def checkpointer(setup, folder, cls=Checkpointer, **arguments):

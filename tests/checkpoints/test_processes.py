@@ -15,7 +15,7 @@ from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
 from rosetta_t5.checkpoints.model_dir.lock import lock_model_dir
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
 def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]]:

@@ -13,7 +13,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.restored_state import read_state
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import PjitPartitioner
 
 

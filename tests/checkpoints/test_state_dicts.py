@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax.core import freeze
 
 from rosetta_t5.checkpoints.arrays import state_dicts
-from rosetta_t5.compat.checkpoint_loading import get_name_tree, intersect_state
+from rosetta_t5.compat.checkpoints.checkpoint_loading import get_name_tree, intersect_state
 
 
 def test_unflattening_restores_empty_nodes():

@@ -13,7 +13,7 @@ from etils import epath
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from rosetta_t5.checkpoints.restored_state import RestoreTransformation
 from rosetta_t5.checkpoints.saved_state import SaveTransformation
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import BasePartitioner
 
 

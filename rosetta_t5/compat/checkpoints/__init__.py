@@ -1,0 +1,1 @@
+"""T5X's older checkpoint managers, and its functions on checkpoints."""

@@ -1,0 +1,29 @@
+"""Assigning to a name of `t5x` changes what `rosetta_t5` uses."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from rosetta_t5.compat import trainer_functions
+from t5x import trainer
+from t5x.examples.t5 import layers
+
+
+def test_functions_are_replaced_until_they_are_restored():
+  before = trainer.apply_grads
+  accumulate = mock.patch("t5x.trainer.accumulate_grads_microbatched", return_value=(1, {}, None))
+  with accumulate, mock.patch("t5x.trainer.apply_grads", return_value="mine"):
+    assert trainer.train_with_lr(None, {}, 0.1, None, None, None) == "mine"
+  assert trainer_functions.apply_grads is trainer.apply_grads is before
+
+
+def test_a_class_is_replaced_where_networks_use_it(monkeypatch):
+  from rosetta_t5.networks import t5
+
+  class Mine(layers.LayerNorm):
+    """A user's layer."""
+
+  monkeypatch.setattr(layers, "LayerNorm", Mine)
+  assert t5.LayerNorm is Mine
+  monkeypatch.undo()
+  assert t5.LayerNorm is not Mine
