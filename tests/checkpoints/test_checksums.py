@@ -15,7 +15,7 @@ from tiny_state import Counter, Setup, Tiny
 from rosetta_t5.checkpoints import UnreadableCheckpointError, read_run_facts
 from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.compat.legacy_checkpointer import Checkpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 DATASET_FILE = "train_ds-000-of-001"
 
