@@ -23,3 +23,4 @@ from rosetta_t5.decoding import (
   top_k_two_stage,
   unflatten_beam_dim,
 )
+from rosetta_t5.decoding.sampling import sample_expanded as _temperature_sample_single_trial

@@ -98,19 +98,66 @@ def temperature_sample(
   if max_decode_steps is not None and limit > 0:
     minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
     max_decode_steps = minimum(max_decode_steps, limit)
+  batch_size = inputs.shape[0]
+  if num_decodes > 1:
+    expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
+    inputs = expand(inputs)
+    cache = beams.cache_map(
+      functools.partial(expand, offset=cache_offset),
+      cache,
+      apply_to_index=initial_index is not None,
+    )
+    initial_index = None if initial_index is None else expand(initial_index)
+  flat_decodes, flat_log_prob = sample_expanded(
+    inputs,
+    cache,
+    tokens_to_logits,
+    eos_id,
+    decode_rng,
+    num_decodes=num_decodes,
+    temperature=temperature,
+    topk=topk,
+    topp=topp,
+    initial_index=initial_index,
+    max_decode_steps=max_decode_steps,
+    rescale_log_probs=rescale_log_probs,
+    state_callback_fn=state_callback_fn,
+    logit_callback_fn=logit_callback_fn,
+  )
+  decodes = beams.unflatten_beam_dim(flat_decodes, batch_size, num_decodes)
+  log_prob = beams.unflatten_beam_dim(flat_log_prob, batch_size, num_decodes)
+  best_last = jnp.argsort(log_prob, axis=-1)
+  ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
+  return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
+
+
+def sample_expanded(
+  inputs: Int[Array, "decodes length"],
+  cache: beams.Cache,
+  tokens_to_logits: TokensToLogits,
+  eos_id: int,
+  decode_rng: jax.Array | None,
+  num_decodes: int = 1,
+  temperature: float | Float[Array, "..."] = 1.0,
+  topk: int | Int[Array, ""] = 20,
+  topp: float | Float[Array, ""] = 0.0,
+  initial_index: Int[Array, " decodes"] | None = None,
+  max_decode_steps: int | Int[Array, ""] | None = None,
+  rescale_log_probs: bool = True,
+  state_callback_fn: StateCallbackFn | None = None,
+  logit_callback_fn: LogitCallbackFn | None = None,
+) -> tuple[Int[Array, "decodes length"], Float[Array, " decodes"]]:
+  """Returns one sample for each row of `inputs`, and its log probability.
+
+  `temperature_sample` describes the arguments; here `inputs`, `cache` and `initial_index` are repeated
+  already, `num_decodes` times per example, and a `temperature` of shape [batch] is not.
+  """
   _check_limits(topk, topp, max_decode_steps, inputs.shape[1])
   change_state = state_callback_fn or (lambda state: state)
   change_logits = logit_callback_fn or (lambda logits, state: logits)
-  batch_size, length = inputs.shape
-  if num_decodes > 1:
-    expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
-    is_prefilled = initial_index is not None
-    inputs = expand(inputs)
-    cache = beams.cache_map(functools.partial(expand, offset=cache_offset), cache, is_prefilled)
-    initial_index = None if initial_index is None else expand(initial_index)
-  max_len: int | jax.Array = length
+  max_len: int | jax.Array = inputs.shape[1]
   if max_decode_steps is not None:
-    max_len = jnp.minimum(length, jnp.sum(inputs != 0, axis=1) + max_decode_steps)
+    max_len = jnp.minimum(max_len, jnp.sum(inputs != 0, axis=1) + max_decode_steps)
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
@@ -130,11 +177,7 @@ def temperature_sample(
 
   final = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start)
   final = change_state(final)
-  decodes = beams.unflatten_beam_dim(final.sequences[:, 1:-1], batch_size, num_decodes)
-  log_prob = beams.unflatten_beam_dim(final.log_prob, batch_size, num_decodes)
-  best_last = jnp.argsort(log_prob, axis=-1)
-  ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
-  return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
+  return final.sequences[:, 1:-1], final.log_prob
 
 
 def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
