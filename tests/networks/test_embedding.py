@@ -56,7 +56,9 @@ def test_the_table_and_the_sum_of_its_gradient_are_float32():
 
 
 def test_ids_must_be_integers():
-  with pytest.raises(ValueError, match="token ids must be integers, got float32"):
+  with pytest.raises(
+    ValueError, match="integer or unsigned integer. Token ids must .* got float32"
+  ):
     Embed(10, 4, cast_input_dtype=jnp.float32).init(jax.random.PRNGKey(0), IDS)
 
 
@@ -113,6 +115,22 @@ def test_relative_bias_is_a_gather_from_the_table_and_so_is_its_gradient(
   expected = np.zeros((2, 32), np.float64)
   np.add.at(expected, (slice(None), buckets), weights[0])
   np.testing.assert_allclose(grad, expected, atol=1e-4)
+
+
+def test_in_decoding_the_relative_bias_is_computed_once_and_then_read_from_the_cache():
+  bias = RelativePositionBiases(32, 128, 2, jnp.float32)
+  table = {"rel_embedding": jax.random.normal(jax.random.PRNGKey(0), (2, 32))}
+  call = functools.partial(bias.apply, qlen=5, klen=5, bidirectional=False)
+  value, variables = call({"params": table}, decode=True, mutable=["cache"])
+  np.testing.assert_array_equal(value, call({"params": table}))
+  other = {"rel_embedding": table["rel_embedding"] + 1}
+  np.testing.assert_array_equal(call({"params": other, **variables}, decode=True), value)
+  with pytest.raises(ValueError, match=r"shape \(1, 2, 5, 6\) but .* has the shape \(1, 2, 5, 5\)"):
+    bias.apply({"params": table, **variables}, 5, 6, bidirectional=False, decode=True)
+  with pytest.raises(ValueError, match="Set bidirectional=False"):
+    bias.apply({"params": table}, 5, 5, decode=True)
+  with pytest.raises(ValueError, match=r"use model\.apply to initialize the decoding cache"):
+    bias.init(jax.random.PRNGKey(0), 5, 5, bidirectional=False, decode=True)
 
 
 def test_too_many_pairs_of_positions_are_refused_with_the_longest_length():

@@ -67,13 +67,30 @@ class RelativePositionBiases(nn.Module):
   embedding_init: Initializer = default_embed_init
 
   @nn.compact
-  def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> Float[Array, "1 H T S"]:
+  def __call__(
+    self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False
+  ) -> Float[Array, "1 H T S"]:
     """Returns the bias of `qlen` queries and `klen` keys, which is the same for every example.
 
+    Args:
+      qlen: the number of queries.
+      klen: the number of keys.
+      bidirectional: whether keys after the query have buckets of their own.
+      decode: whether the bias is kept in the collection `cache` and read from there in later calls.
+
     Raises:
-      ValueError: there are more pairs than XLA can count.
+      ValueError: there are more pairs than XLA can count, or `decode` is set in `init`, with
+        `bidirectional`, or with a cache for other lengths.
     """
-    _check_lengths(qlen, klen)
+    if decode and bidirectional:
+      raise ValueError(
+        "bidirectional RelativePositionBiases are not supported when `decode=True`. Set "
+        "bidirectional=False"
+      )
+    if decode and self.is_initializing():
+      raise ValueError(
+        "decode-mode cannot be enabled during init. use model.apply to initialize the decoding cache."
+      )
     table_HN = param_with_axes(
       "rel_embedding",
       self.embedding_init,
@@ -81,18 +98,34 @@ class RelativePositionBiases(nn.Module):
       jnp.float32,
       axes=("heads", "relpos_buckets"),
     )
-    distance_D = np.arange(1 - qlen, klen)
-    bucket_D = relative_position_bucket(
-      distance_D, bidirectional, self.num_buckets, self.max_distance
-    )
-    # The smallest integer type that fits: at a length of 16,384 the pairs then take 0.3 GB.
-    bucket_D = bucket_D.astype(np.min_scalar_type(-self.num_buckets))
-    bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_D, klen)[::-1]
-    # A matmul with one-hot columns gives T5X's numbers to the last bit. The gradient of a gather is a
-    # scatter, and every other way to compute its sums rounds differently.
-    one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), self.num_buckets, dtype=self.dtype, axis=0)
-    bias_HL = jnp.dot(jnp.asarray(table_HN, self.dtype), one_hot_NL)
-    return bias_HL.reshape(1, self.num_heads, qlen, klen)
+    arguments = (table_HN, self.dtype, qlen, klen, bidirectional, self.max_distance)
+    if not decode:
+      return _bias(*arguments)
+    cached = self.variable("cache", "cached_bias", _bias, *arguments).value
+    if cached.shape != (1, self.num_heads, qlen, klen):
+      raise ValueError(
+        "The cached relative position attention bias was expected to have shape "
+        f"{(1, self.num_heads, qlen, klen)} but instead has the shape {cached.shape}."
+      )
+    return cached
+
+
+def _bias(
+  table_HN: jax.Array, dtype: Any, qlen: int, klen: int, bidirectional: bool, max_distance: int
+) -> Float[Array, "1 H T S"]:
+  """Returns each pair's column of the table; see `RelativePositionBiases`."""
+  _check_lengths(qlen, klen)
+  heads, num_buckets = table_HN.shape
+  distance_D = np.arange(1 - qlen, klen)
+  bucket_D = relative_position_bucket(distance_D, bidirectional, num_buckets, max_distance)
+  # The smallest integer type that fits: at a length of 16,384 the pairs then take 0.3 GB.
+  bucket_D = bucket_D.astype(np.min_scalar_type(-num_buckets))
+  bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_D, klen)[::-1]
+  # A matmul with one-hot columns gives T5X's numbers to the last bit. The gradient of a gather is a
+  # scatter, and every other way to compute its sums rounds differently.
+  one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), num_buckets, dtype=dtype, axis=0)
+  bias_HL = jnp.dot(jnp.asarray(table_HN, dtype), one_hot_NL)
+  return bias_HL.reshape(1, heads, qlen, klen)
 
 
 def _check_lengths(qlen: int, klen: int) -> None:
