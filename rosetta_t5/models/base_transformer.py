@@ -25,6 +25,11 @@ from rosetta_t5.training import losses
 class BaseTransformerModel(BaseModel):
   """The loss, the scores and the decoding that encoder-decoder and decoder-only models share."""
 
+  # The defaults also hold for a subclass whose `__init__` does not call this one.
+  _decode_fn: Callable[..., Any] | None = None
+  _label_smoothing: float = 0.0
+  _z_loss: float = 0.0
+
   # Returns the next logits for a `DecodingState`; subclasses differ in the further arguments.
   _compute_logits_from_slice: Callable[..., tuple[jax.Array, PyTree]]
 
@@ -134,7 +139,7 @@ class BaseTransformerModel(BaseModel):
       options = {"mutable": list(flax_mutables), "other_variables": flax_mutables}
     outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
     logits, mutables = outputs if flax_mutables else (outputs, None)
-    targets, segments = batch["decoder_target_tokens"], self._segment_ids(batch)
+    targets, segments = _targets(batch), self._segment_ids(batch)
     factor, weights = losses.get_loss_normalizing_factor_and_weights(
       self._loss_normalizing_factor, batch
     )
@@ -148,7 +153,14 @@ class BaseTransformerModel(BaseModel):
       loss, z_loss, _ = losses.compute_weighted_cross_entropy(
         logits, targets, weights, self._label_smoothing, self._z_loss, factor
       )
-      metrics = self._compute_metrics(logits, targets, weights, loss, z_loss, segment_ids=segments)
+      metrics = self._compute_metrics(
+        logits=logits,
+        targets=targets,
+        mask=weights,
+        loss=loss,
+        z_loss=z_loss,
+        segment_ids=segments,
+      )
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
 
   def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
@@ -187,10 +199,10 @@ class BaseTransformerModel(BaseModel):
     also returns the intermediates that the module sowed and, under `decoder`, T5X's `target_tokens`,
     `loss_weights` and `token_scores`, each in a tuple of one.
     """
-    mutable: Any = ["intermediates"] if return_intermediates else False
-    outputs = self._logits_or_factors(params, batch, mutable=mutable)
+    options = {"mutable": ["intermediates"]} if return_intermediates else {}
+    outputs = self._logits_or_factors(params, batch, **options)
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
-    targets_BT = batch["decoder_target_tokens"]
+    targets_BT = _targets(batch)
     weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
     scores_BT = self._log_probs(logits_BTV, targets_BT) * weights_BT
     scores_B = jnp.sum(scores_BT, axis=-1)
@@ -272,8 +284,11 @@ class BaseTransformerModel(BaseModel):
       name: decoding.flat_batch_beam_expand(array, num_decodes)
       for name, array in context.items()
     }
-    # Subclasses that were written for T5X override this method without the argument.
-    if accepts(self._compute_logits_from_slice, "precomputed_variables"):
+    # Subclasses that were written for T5X override this method without the argument, and a module
+    # that is not a linen module has no collection for these variables.
+    if isinstance(self.module, nn.Module) and accepts(
+      self._compute_logits_from_slice, "precomputed_variables"
+    ):
       _, variables = self._decode_step(
         {"params": params, "cache": cache},
         tuple(context.values()),
@@ -283,7 +298,8 @@ class BaseTransformerModel(BaseModel):
       )
       precomputed = {name: values for name, values in variables.items() if name != "cache"}
       step_arguments["precomputed_variables"] = precomputed
-    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
+    is_scanned = getattr(self.module, "scan_layers", False)
+    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0}
     if initial_index_B is not None:
       optional["initial_index"] = initial_index_B
     decodes_BNT, scores_BN = call_decode_fn(
@@ -296,12 +312,17 @@ class BaseTransformerModel(BaseModel):
       tokens_to_logits=functools.partial(
         self._compute_logits_from_slice, params=params, max_decode_length=length, **step_arguments
       ),
-      eos_id=self.output_vocabulary.eos_id,
+      eos_id=self.output_vocabulary.eos_id or 1,
       num_decodes=num_decodes,
     )
     if return_all_decodes:
       return decodes_BNT, {"scores": scores_BN}
     return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
+
+
+def _targets(batch: Batch) -> jax.Array:
+  """Returns the target ids as integers; pipelines written for T5X may pass them as floats."""
+  return batch["decoder_target_tokens"].astype(jnp.int32)
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Any:

@@ -52,10 +52,15 @@ class DecodeFnCallable(Protocol):
     """
 
 
+def has_argument(function: Callable[..., Any], argument: str) -> bool:
+  """Returns whether a function has a parameter of this name."""
+  return argument in inspect.signature(function).parameters
+
+
 def accepts(function: Callable[..., Any], argument: str) -> bool:
   """Returns whether a function can be called with the keyword `argument`."""
-  parameters = inspect.signature(function).parameters.values()
-  return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
+  parameters = inspect.signature(function).parameters
+  return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def call_decode_fn(
@@ -81,7 +86,8 @@ def call_decode_fn(
   if rng is not None:
     if params.get("decode_rng") is not None:
       raise ValueError(
-        "decoding accepts one random key, got two: the argument rng and decoder_params['decode_rng']"
+        f"Got RNG both from the `rng` argument ({rng}) and `decoder_params['decode_rng']` "
+        f"({params['decode_rng']}). Please specify one or the other."
       )
     params["decode_rng"] = rng
   for name, value in optional.items():

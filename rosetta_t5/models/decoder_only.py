@@ -29,6 +29,7 @@ class DecoderOnlyModel(BaseTransformerModel):
   """
 
   FEATURE_CONVERTER_CLS = LazySeqioClass("DecoderFeatureConverter")
+  _inputs_bidirectional_attention = False
 
   def __init__(
     self,
@@ -159,9 +160,9 @@ class DecoderOnlyModel(BaseTransformerModel):
     )
     _, variables = self.module.apply(
       {"params": params, "cache": variables["cache"]},
-      inputs[:, : causal_attention_mask.shape[1]],
+      decoder_input_tokens=inputs[:, : causal_attention_mask.shape[1]],
       # Passed as the targets, whose nonzero positions are visible: the start token must be, too.
-      causal_attention_mask,
+      decoder_target_tokens=causal_attention_mask,
       decoder_causal_attention=self._get_decoder_causal_attention({_MASK: causal_attention_mask}),
       enable_dropout=False,
       prefill=True,

@@ -14,7 +14,7 @@ from rosetta_t5 import decoding
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
-from rosetta_t5.models.decode_call import accepts
+from rosetta_t5.models.decode_call import has_argument
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -43,6 +43,7 @@ class EncoderDecoderModel(BaseTransformerModel):
   """T5 (T5X: EncoderDecoderModel)."""
 
   FEATURE_CONVERTER_CLS = LazySeqioClass("EncDecFeatureConverter")
+  _default_decoder_params = DecoderParams()
 
   def __init__(
     self,
@@ -100,7 +101,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     def ones(name: str) -> jax.Array:
       return jnp.ones(input_shapes[name], types.get(name, jnp.int32))
 
-    optional: dict[str, Any] = {n: ones(n) for n in _OPTIONAL_FEATURES if n in input_shapes}
+    optional = {n: ones(n) if n in input_shapes else None for n in _OPTIONAL_FEATURES}
     tokens = [ones(name) for name in ("encoder_input_tokens", "decoder_input_tokens")]
     targets = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
     return self.module.init(rng, *tokens, targets, decode=False, enable_dropout=False, **optional)
@@ -165,26 +166,36 @@ class EncoderDecoderModel(BaseTransformerModel):
       decoder_input_tokens: the prompts, if any.
       prefill_decoder_prompt: whether to write the prompts into the cache.
     """
-    ones = (jnp.ones_like(encoder_input_tokens), *[jnp.ones_like(decoder_input_tokens)] * 2)
+    ones = jnp.ones_like(decoder_input_tokens)
     _, variables = self.module.apply(
-      {"params": params}, *ones, decode=True, enable_dropout=False, mutable=["cache"]
+      {"params": params},
+      encoder_input_tokens=jnp.ones_like(encoder_input_tokens),
+      decoder_input_tokens=ones,
+      decoder_target_tokens=ones,
+      decode=True,
+      enable_dropout=False,
+      mutable=["cache"],
     )
     if not prefill_decoder_prompt:
       return variables["cache"], None
     lengths_B = jnp.sum(decoder_input_tokens != 0, axis=1)
     _, variables = self.module.apply(
       {"params": params, "cache": variables["cache"]},
-      encoded_inputs,
-      encoder_input_tokens,
-      decoder_input_tokens,
-      jnp.ones_like(decoder_input_tokens),
+      encoded=encoded_inputs,
+      encoder_input_tokens=encoder_input_tokens,
+      decoder_input_tokens=decoder_input_tokens,
+      decoder_target_tokens=ones,
       enable_dropout=False,
       prefill=True,
       prefill_lengths=lengths_B,
       mutable=["cache"],
       method=self.module.decode,
     )
-    return variables["cache"], lengths_B
+    cache = variables["cache"]
+    if "position_embedder" in cache.get("decoder", {}):
+      # Flaxformer's decoder counts positions here, and its prefill does not set the count.
+      cache["decoder"]["position_embedder"]["position_embedder_index"] = lengths_B
+    return cache, lengths_B
 
   def predict_batch_with_aux(
     self,
@@ -226,11 +237,16 @@ class EncoderDecoderModel(BaseTransformerModel):
     encoded_BSD: Any = self.module.apply(
       {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
     )
-    can_prefill = accepts(self.decode_fn, "initial_index") and accepts(
+    # A function with only `**kwargs` could ignore the index and decode the prompt a second time.
+    can_prefill = has_argument(self.decode_fn, "initial_index") and has_argument(
       self.module.decode, "prefill"
     )
     cache, initial_index = self._compute_kv_cache(
-      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
+      params,
+      encoded_inputs=encoded_BSD,
+      encoder_input_tokens=inputs_BS,
+      decoder_input_tokens=prompts_BT,
+      prefill_decoder_prompt=can_prefill,
     )
     return self._decode(
       params,

@@ -287,7 +287,7 @@ def test_the_decode_function_receives_the_batch_dimension_of_a_scanned_cache():
     ({"decoder_params": {"alhpa": 0.5}}, r"\(did you mean 'alpha'\?\): it accepts inputs, cache, "),
     (
       {"decoder_params": {"decode_rng": jax.random.PRNGKey(0)}, "rng": jax.random.PRNGKey(1)},
-      r"one random key, got two: the argument rng and decoder_params\['decode_rng'\]",
+      r"Got RNG both from the `rng` argument .* Please specify one or the other",
     ),
   ],
 )
