@@ -57,7 +57,7 @@ def test_the_table_and_the_sum_of_its_gradient_are_float32():
 
 def test_ids_must_be_integers():
   with pytest.raises(
-    ValueError, match="integer or unsigned integer. Token ids must .* got float32"
+    ValueError, match=r"integer or unsigned integer\. Token ids must .* got float32"
   ):
     Embed(10, 4, cast_input_dtype=jnp.float32).init(jax.random.PRNGKey(0), IDS)
 
