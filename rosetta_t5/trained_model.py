@@ -1,4 +1,4 @@
-"""Opens the model of a training run, from its config.gin and a checkpoint."""
+"""Opens the model of a training run, from its model.json or config.gin, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints, config
+from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
+from rosetta_t5.config.language.allow_list import STRICT, AllowList
 from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.launch import join_run
+from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
+from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
 
 _ADVICE = (
@@ -38,22 +43,33 @@ class OpenedModel:
   lengths: Mapping[str, int]
 
 
-def open_model_dir(model_dir: str | os.PathLike[str], flags: Sequence[str] = ()) -> OpenedModel:
+def open_model_dir(
+  model_dir: str | os.PathLike[str],
+  flags: Sequence[str] = (),
+  allowed: AllowList | None = STRICT,
+) -> OpenedModel:
   """Returns the model of a training run; for the arguments and errors, see `read_run`."""
-  return open_checkpoint(*read_run(model_dir, flags))
+  return open_checkpoint(*read_run(model_dir, flags, allowed))
 
 
 def read_run(
-  model_dir: str | os.PathLike[str], flags: Sequence[str] = ()
-) -> tuple[dict[str, Any], checkpoints.RestoreCheckpointConfig]:
+  model_dir: str | os.PathLike[str],
+  flags: Sequence[str] = (),
+  allowed: AllowList | None = STRICT,
+) -> tuple[Mapping[str, Any], checkpoints.RestoreCheckpointConfig]:
   """Returns the arguments of `train` in a training run, and its checkpoint.
+
+  They are read from model.json, which runs no code. config.gin is read instead if there is none, if it
+  says that the run has functions or classes that it cannot describe, if flags change the run, or if the
+  user allows modules.
 
   Args:
     model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
+    allowed: what config.gin may use; None if the user trusts the folder.
 
   Raises:
-    ValueError: there is no such folder, or no config.gin.
+    ValueError: there is no such folder, or no config.gin; or model.json is invalid.
     SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """
   if "--dry_run" in flags:
@@ -64,11 +80,22 @@ def read_run(
   config_file = next((f for f in _config_files(path) if f.is_file()), None)
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
-  with temporary_run_function(train):
-    argv = ["rosetta-t5", f"--gin_file={config_file}", *flags]
-    recipe = config.run_from_command_line(train, argv)
   mode = "latest" if config_file.parent == path else "specific"
-  return recipe, checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
+  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
+  command = parse_command_line(["rosetta-t5", *flags])
+  model_file = config_file.with_name(NAME)
+  is_changed = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
+  if model_file.is_file() and not is_changed and (run := read_model_file(model_file)):
+    join_run(command)
+    return run, restore_cfg
+  with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
+    argv = ["rosetta-t5", f"--gin_file={config_file}", *flags]
+    recipe = config.run_from_command_line(train, argv, allowed=allowed)
+  lengths = recipe["train_dataset_cfg"].task_feature_lengths
+  needed = (
+    recipe if allowed is None else {name: recipe[name] for name in ARGUMENTS if name in recipe}
+  )
+  return {**needed, "task_feature_lengths": lengths}, restore_cfg
 
 
 def _config_files(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -100,7 +127,7 @@ def open_checkpoint(
     ValueError: there is no checkpoint.
   """
   model, partitioner = recipe["model"], recipe["partitioner"]
-  lengths = recipe["train_dataset_cfg"].task_feature_lengths
+  lengths = recipe["task_feature_lengths"]
   model_lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=None,

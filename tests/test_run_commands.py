@@ -65,7 +65,7 @@ def empty_gin(monkeypatch):
 
 
 def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys):
-  assert cli.main(["eval", "--model_dir", str(model_dir)]) == 0
+  assert cli.main(["eval", "--model_dir", str(model_dir), "--module=tiny_tasks"]) == 0
   shown = capsys.readouterr().out
   assert "judged_pairs  step  likelihood\n" in shown
   folder = model_dir / "eval/validation/inference_eval"
@@ -78,6 +78,7 @@ def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoi
   model_dir, tmp_path, capsys
 ):
   options = ["--task", "unjudged_pairs", "--split", "test", "--output_dir", str(tmp_path / "out")]
+  options += ["--module", "tiny_tasks"]
   assert cli.main(["eval", "--model_dir", str(model_dir / "checkpoint_3"), *options]) == 0
   shown = capsys.readouterr().out
   assert "1 batches of the split 'test'" in shown
@@ -87,7 +88,8 @@ def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoi
 
 def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
   decode = "--gin.tiny_tasks.byte_model.label_smoothing=0.1"  # a binding changes the run
-  assert cli.main(["infer", "--model_dir", str(model_dir), "--split=test", decode]) == 0
+  options = ["--split=test", decode, "--trust"]
+  assert cli.main(["infer", "--model_dir", str(model_dir), *options]) == 0
   path = model_dir / "infer/test/checkpoint_7/judged_pairs-predict.jsonl-00000-of-00001"
   assert f"results  {path}" in capsys.readouterr().out
   rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -104,9 +106,11 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
     ("infer --model_dir RUN --output x", 2, "error: --output needs --input"),
     ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a run"),
     ("eval --model_dir RUN --dry_run", 2, "--dry_run describes what gin files would run"),
-    ("eval --model_dir RUN --gin.NoSuch.x=1", 2, "NoSuch"),
-    ("eval --model_dir RUN --split tset", 1, "has no split 'tset'"),
-    ("eval --model_dir RUN --task nothing", 1, "nothing"),
+    ("eval --model_dir RUN --trust --gin.NoSuch.x=1", 2, "NoSuch"),
+    ("eval --model_dir RUN --trust --split tset", 1, "has no split 'tset'"),
+    ("eval --model_dir RUN --trust --split ../..", 2, "the split must be a name, got '../..'"),
+    ("eval --model_dir RUN --trust --task nothing", 1, "nothing"),
+    ("eval --model_dir RUN", 2, "the module 'tiny_tasks' is not imported"),
     ("eval --model_dir RUN/checkpoint_5", 1, "There is no folder RUN/checkpoint_5: give"),
     ("eval --model_dir nowhere", 1, "There is no folder nowhere: give"),
   ],

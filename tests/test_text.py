@@ -19,6 +19,7 @@ from tiny_tasks import save_checkpoints
 
 from rosetta_t5 import cli
 from rosetta_t5 import trained_model as opened
+from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.gin_internals import registered_configurables
 
 CONFIG = """
@@ -69,7 +70,7 @@ def rows_file(tmp_path):
 def test_opening_a_model_does_not_replace_the_run_function(model_dir):
   main = sys.modules["__main__"]
   before = getattr(main, "train", None)
-  opened.open_model_dir(model_dir)
+  opened.open_model_dir(model_dir, allowed=AllowList(("tiny_tasks",)))
   assert getattr(main, "train", None) is before
   assert opened.train not in [known.wrapped for known in registered_configurables()]
 
@@ -97,7 +98,7 @@ def echo_model(monkeypatch):
       pairs = [(example, example["input"].encode()) for example in examples]
       return pairs, {"scores": [0.0] * len(examples)}
 
-  monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda model_dir, flags: model)
+  monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda *arguments: model)
   monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", EchoInference)
   return model
 
@@ -113,7 +114,9 @@ def test_a_language_model_continues_half_a_row_without_an_end_token(echo_model, 
 
 
 def infer(model_dir, *arguments):
-  return cli.main(["infer", "--model_dir", str(model_dir), *map(str, arguments)])
+  return cli.main(
+    ["infer", "--module=tiny_tasks", "--model_dir", str(model_dir), *map(str, arguments)]
+  )
 
 
 def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file, tmp_path, capfd):
@@ -297,7 +300,7 @@ def test_a_file_that_is_not_an_output_is_not_changed(model_dir, rows_file, tmp_p
 def test_chat_fills_blanks_until_an_empty_line(model_dir, monkeypatch, capfd):
   typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
-  assert cli.main(["chat", str(model_dir)]) == 0
+  assert cli.main(["chat", str(model_dir), "--module=tiny_tasks"]) == 0
   printed = capfd.readouterr().out
   assert "There is no blank to fill" in printed
   assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in printed

@@ -67,10 +67,22 @@ def _run(argv: Sequence[str] | None) -> int:
   if "--debug" in argv:
     os.environ[DEBUG_VARIABLE] = "1"
     argv.remove("--debug")
-  sys.path.insert(0, os.getcwd())  # as `python -m` does: gin files import the user's modules
   options = parse(argv)
+  if _imports_users_modules(argv[0], options):
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
   with exit_on_user_error(*options.user_errors):
     return int(options.run(options))
+
+
+def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
+  """Returns whether a command may import modules in the working directory.
+
+  Otherwise a file there, such as a matplotlib.py beside the config.gin that somebody sent, would be
+  imported in place of a package.
+  """
+  is_trusted = getattr(options, "trust", True) or options.module
+  opens_others = getattr(options, "model_dir", "") is not None
+  return VERBS[verb].imports_modules and bool(is_trusted or not opens_others)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5.cli import text_commands
+from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import outlived
@@ -38,6 +39,7 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 check`."""
   parser.add_argument("files", nargs="*", metavar="FILE", help="a gin file, such as a recipe")
+  add_trust_options(parser)
   parser.set_defaults(run=_check)
 
 
@@ -48,6 +50,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add("--split", help="its split; default: the one that the run evaluates")
   add("--batch_size", type=positive_integer, help="default: the run's; 8 for texts")
   add("--output_dir", help=f"the folder for the results; default: {output_dir}")
+  add_trust_options(parser)
 
 
 @outlived()
@@ -57,8 +60,9 @@ def _eval(options: argparse.Namespace) -> int:
     return _run_main("eval", options)
   from rosetta_t5 import data, eval
   from rosetta_t5.trained_model import open_checkpoint, read_run
+  from rosetta_t5.training import Trainer
 
-  run, restore_cfg = read_run(options.model_dir, options.flags)
+  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
   model_dir, _ = _locate(restore_cfg)
   output_dir = options.output_dir or str(model_dir / "eval" / cfg.split)
@@ -74,8 +78,9 @@ def _eval(options: argparse.Namespace) -> int:
     )
     return 0
   cfg = _dataset_cfg(run, options, "train_eval_dataset_cfg")
+  trainer_cls = run.get("trainer_cls") or Trainer
   eval.evaluate_loss(
-    open_checkpoint(run, restore_cfg), cfg, run["trainer_cls"], run["eval_steps"], output_dir
+    open_checkpoint(run, restore_cfg), cfg, trainer_cls, run["eval_steps"], output_dir
   )
   return 0
 
@@ -93,9 +98,9 @@ def _infer(options: argparse.Namespace) -> int:
   from rosetta_t5.infer import infer
   from rosetta_t5.trained_model import read_run
 
-  run, restore_cfg = read_run(options.model_dir, options.flags)
+  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
-  lengths = cfg.task_feature_lengths or run["train_dataset_cfg"].task_feature_lengths
+  lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
   model_dir, checkpoint = _locate(restore_cfg)
   with outlived():
     infer(
@@ -112,8 +117,13 @@ def _infer(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-  options.flags = [*(f"--gin_file={file}" for file in options.files), *options.flags, "--dry_run"]
-  return _run_main("main", options)
+  from rosetta_t5.config import run_from_command_line
+  from rosetta_t5.plan.description import describe_run
+
+  files = (f"--gin_file={file}" for file in options.files)
+  argv = ["rosetta-t5 check", *files, *options.flags, "--dry_run"]
+  run_from_command_line(None, argv, describe_run, allowed_by(options))
+  return 0
 
 
 def _run_main(module: str, options: argparse.Namespace) -> int:
@@ -161,4 +171,9 @@ def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: st
     "batch_size": options.batch_size,
   }
   changes = {name: value for name, value in given.items() if value is not None}
-  return dataclasses.replace(found[0], **changes)
+  cfg = dataclasses.replace(found[0], **changes)
+  if pathlib.PurePath(cfg.split).name != cfg.split:  # it is part of the path of the results
+    raise ConfigError(f"the split must be a name, got {cfg.split!r}")
+  if cfg.module and (allowed := allowed_by(options)):
+    allowed.check_import(cfg.module)
+  return cfg

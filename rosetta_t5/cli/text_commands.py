@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import outlived
@@ -52,7 +53,7 @@ def infer(options: argparse.Namespace) -> int:
     first = next(rows, None)
     if first is not None:
       file = _open_output(output, len(completed), size, stack)
-      model = open_model_dir(options.model_dir, options.flags)
+      model = open_model_dir(options.model_dir, options.flags, allowed_by(options))
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
       if output != "-" or not sys.stdout.isatty():
@@ -71,6 +72,7 @@ def infer(options: argparse.Namespace) -> int:
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 chat`."""
   parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
+  add_trust_options(parser)
   parser.set_defaults(run=chat)
 
 
@@ -80,7 +82,7 @@ def chat(options: argparse.Namespace) -> int:
   from rosetta_t5.trained_model import open_model_dir
 
   with _exit_when_stopped():
-    model = open_model_dir(options.model_dir)
+    model = open_model_dir(options.model_dir, allowed=allowed_by(options))
     fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
     for text in _typed_lines():

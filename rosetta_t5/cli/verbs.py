@@ -14,12 +14,14 @@ class Verb(NamedTuple):
     help: what it does, in one line.
     examples: the arguments of calls that --help shows.
     has_flags: whether it also takes T5X's flags, such as --gin.NAME=VALUE, as `options.flags`.
+    imports_modules: whether it may import the user's modules.
   """
 
   arguments: str
   help: str
   examples: tuple[str, ...]
   has_flags: bool = False
+  imports_modules: bool = False
 
 
 VERBS = {
@@ -32,6 +34,7 @@ VERBS = {
       "--gin_file=my_run.gin --dry_run",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "eval": Verb(
     "cli.run_commands:eval_arguments",
@@ -42,6 +45,7 @@ VERBS = {
       "--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "infer": Verb(
     "cli.run_commands:infer_arguments",
@@ -52,6 +56,7 @@ VERBS = {
       "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "chat": Verb(
     "cli.text_commands:chat_arguments",
@@ -66,6 +71,7 @@ VERBS = {
       "my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "plan": Verb(
     "plan.plan_command:add_arguments",
@@ -76,6 +82,7 @@ VERBS = {
       "--gin.partitioning.PjitPartitioner.mesh='{\"fsdp\": 8}'",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "compile": Verb(
     "gpu_program.compile_command:add_arguments",
@@ -85,6 +92,7 @@ VERBS = {
       "gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",
     ),
     has_flags=True,
+    imports_modules=True,
   ),
   "convert": Verb(
     "conversion.convert:add_arguments",
@@ -123,12 +131,14 @@ VERBS = {
       "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
       "my_task --module my.tasks --png lengths.png",
     ),
+    imports_modules=True,
   ),
   "quickstart": Verb(
     "quickstart:add_arguments",
     "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
     ("", "--gin.TRAIN_STEPS=200"),
     has_flags=True,
+    imports_modules=True,
   ),
   "report": Verb(
     "run_report.report_command:add_arguments",

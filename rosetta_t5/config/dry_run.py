@@ -14,6 +14,7 @@ from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.checks.values import unchecked_arguments
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
+from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, defaults
@@ -67,6 +68,7 @@ def dry_run(
   command: CommandLine,
   function: Callable[..., Any] | None,
   describe: Callable[[ResolvedRun], Rows] | None = None,
+  allowed: AllowList | None = None,
 ) -> str:
   """Returns a description of what a command line would run.
 
@@ -74,13 +76,17 @@ def dry_run(
     command: the command line.
     function: the run function; None if the gin files bind none.
     describe: returns a description of the resolved run, and adds to its problems.
+    allowed: what the gin files may use; None for the user's own files, which may use everything.
 
   Raises:
     ConfigError: lists all that is wrong.
   """
+  from rosetta_t5.data.dataset_config import imports_limited_to
+
   try:
-    resolved = resolve(command, function)
-    rows = describe(resolved) if describe else []
+    with imports_limited_to(allowed.importable if allowed else None):
+      resolved = resolve(command, function, allowed)
+      rows = describe(resolved) if describe else []
   finally:
     gin.clear_config()  # a run in this process starts afresh
   unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
@@ -94,14 +100,16 @@ def dry_run(
   return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
 
 
-def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
+def resolve(
+  command: CommandLine, function: Callable[..., Any] | None, allowed: AllowList | None = None
+) -> ResolvedRun:
   """Reads, binds and builds all that a command line asks for. Errors are collected, not raised."""
   problems = Problems()
   program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
     check_required(program)
-  binding_problems = bind(program, function)
+  binding_problems = bind(program, function, allowed=allowed)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
   problems.messages += binding_problems.messages

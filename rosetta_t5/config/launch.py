@@ -13,6 +13,7 @@ from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
+from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
 from rosetta_t5.telemetry.user_errors import (
   DEBUG_VARIABLE,
@@ -26,6 +27,7 @@ def run_from_command_line(
   function: Callable[..., Any] | None,
   argv: Sequence[str] | None = None,
   describe: Callable[[ResolvedRun], Rows] | None = None,
+  allowed: AllowList | None = None,
 ) -> Any:
   """Runs `function` as the command line and its gin files configure it.
 
@@ -37,6 +39,7 @@ def run_from_command_line(
       the function that --run_mode names, or else the one whose arguments the gin files bind.
     argv: the program's name and its arguments; None for those of this process.
     describe: returns the description of a run that --dry_run prints.
+    allowed: what the gin files may use; None for the user's own files, which may use everything.
 
   Returns:
     What `function` returns; None for --help and --dry_run.
@@ -57,14 +60,14 @@ def run_from_command_line(
     if command.dry_run:
       if is_own_process:
         _prepare_dry_run(command)
-      print(dry_run(command, function, describe))
+      print(dry_run(command, function, describe, allowed))
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Set --run_mode={'|'.join(RUN_MODES)}")
     program = command.read_program()
     check_required(program)
-    _join_run(command)
-    run = configure(program, function)
+    join_run(command)
+    run = configure(program, function, allowed)
     return run() if command.shard_id is None else run(shard_id=command.shard_id)
 
 
@@ -89,7 +92,7 @@ def _prepare_dry_run(command: CommandLine) -> None:
   _import_seqio(command)
 
 
-def _join_run(command: CommandLine) -> None:
+def join_run(command: CommandLine) -> None:
   """Joins the other processes of the run, and then imports TensorFlow.
 
   TensorFlow is imported in this thread. Beside a thread that imports jax or parses gin the import

@@ -10,6 +10,7 @@ import gin
 import jax
 
 from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.terminal import lost_output
 
@@ -82,7 +83,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | 
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
   """Writes MODEL_DIR/config.gin, and TensorBoard's text and HParams if there is a writer (T5X).
 
-  Only process 0 writes. The file is replaced as a whole, so no reader sees half of it.
+  A training run also gets model.json (see `model_file`). Only process 0 writes. A file is replaced as a whole, so no reader sees half of it.
 
   Args:
     model_dir: the run's folder; created if absent.
@@ -96,6 +97,7 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
   with lost_output.counted("copies of the configuration"):
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.gin", text)
+    write_model_file(folder)
   if summary_writer is not None:
     summary_writer.write_texts(step, {"config": gin.markdown(text)})
     summary_writer.write_hparams(get_hyperparameters())

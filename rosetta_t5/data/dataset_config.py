@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
@@ -13,6 +14,10 @@ from rosetta_t5.distributed.coordination import draw_seed
 if TYPE_CHECKING:
   import seqio
   import tensorflow as tf
+
+
+# The modules that may be imported; None for all.
+_importable: Container[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +70,29 @@ class DatasetConfig:
     return given if isinstance(given, str) else given.name
 
 
+@contextlib.contextmanager
+def imports_limited_to(modules: Container[str] | None) -> Iterator[None]:
+  """Limits what `import_module` imports inside the `with`; None for no limit."""
+  global _importable
+  before, _importable = _importable, modules
+  try:
+    yield
+  finally:
+    _importable = before
+
+
 def import_module(module: str) -> Any:
   """Imports the module that registers a run's task.
 
   Raises:
-    ValueError: the module does not exist. Errors inside the module are raised unchanged.
+    ValueError: the module does not exist, or the file that names it is not trusted. Errors inside the
+      module are raised unchanged.
   """
+  if _importable is not None and module not in _importable:
+    raise ValueError(
+      f"The module {module!r} (DatasetConfig.module) is not imported, because the file that names it "
+      f"may be from elsewhere. If you trust the module: --module {module}"
+    )
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ from jax.sharding import use_abstract_mesh
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.gpu_program import compiler, steps
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--top", type=positive_integer, default=12, help="lines of the longest lists (default 12)")
   add("--json", metavar="FILE", help="also write everything to FILE")
   add("--hlo", metavar="FILE", help="also write the optimized program to FILE")
+  add_trust_options(parser)
   parser.set_defaults(run=compile_recipe)
 
 
@@ -65,7 +67,8 @@ def compile_recipe(options: argparse.Namespace) -> int:
     "--dry_run",
     f"--devices={options.devices}",
   ]
-  run_from_command_line(None, argv, functools.partial(_describe, args=options))
+  describe = functools.partial(_describe, args=options)
+  run_from_command_line(None, argv, describe, allowed_by(options))
   return 0
 
 

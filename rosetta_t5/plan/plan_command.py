@@ -8,6 +8,7 @@ import functools
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.plan.configurations import best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--devices", type=positive_integer, required=True, help="the number of GPUs")
   add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
   add("--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)")
+  add_trust_options(parser)
   parser.set_defaults(run=plan)
 
 
@@ -41,7 +43,7 @@ def plan(options: argparse.Namespace) -> int:
     f"--devices={options.devices}",
   ]
   describe = functools.partial(_describe, gpu=GPUS[options.gpu], mfu=options.mfu)
-  run_from_command_line(None, argv, describe)
+  run_from_command_line(None, argv, describe, allowed_by(options))
   return 0
 
 

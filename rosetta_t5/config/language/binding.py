@@ -13,6 +13,7 @@ from typing import Any
 import gin
 from gin.config_parser import ImportStatement
 
+from rosetta_t5.config.language.allow_list import AllowList, is_only_named
 from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
 from rosetta_t5.config.language.statements import (
@@ -37,6 +38,7 @@ def bind(
   program: Program,
   function: Callable[..., Any] | None = None,
   skip_unknown: bool | Sequence[str] = False,
+  allowed: AllowList | None = None,
 ) -> Problems:
   """Binds every statement in order: the files, then the command line. Returns the problems.
 
@@ -44,10 +46,11 @@ def bind(
     program: the statements.
     function: the function that will run, if known. Gin files find it in `__main__`.
     skip_unknown: skip imports and bindings of names that do not exist: all, or only these names.
+    allowed: what the files may use; None for the user's own files, which may use everything.
   """
   if gin.config_is_locked():  # by an earlier run of this process
     gin.clear_config()
-  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown)
+  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown, allowed)
   for file in program.files:
     binder.bind_file(file)
   return binder.problems
@@ -60,11 +63,13 @@ class _Binder:
   Attributes:
     namespaces: the names that each file bound so far imports.
     skip_unknown: see `bind`.
+    allowed: see `bind`.
     problems: the errors so far.
   """
 
   namespaces: list[Namespace]
   skip_unknown: bool | Sequence[str]
+  allowed: AllowList | None = None
   problems: Problems = dataclasses.field(default_factory=Problems)
 
   def bind_file(self, file: GinFile) -> None:
@@ -85,7 +90,9 @@ class _Binder:
   def _import(self, statement: ImportStatement, namespace: Namespace) -> None:
     """Imports a module for one file."""
     try:
-      namespace.add_import(statement)
+      namespace.add_import(statement, self.allowed)
+    except ConfigError:
+      raise
     except ModuleNotFoundError as error:
       if not self._may_skip(statement.module):
         raise ConfigError(_missing_module_text(statement.module, error)) from error
@@ -97,7 +104,7 @@ class _Binder:
 
   def _bind_value(self, binding: Binding, namespace: Namespace) -> None:
     """Sets one argument or macro."""
-    resolve = functools.partial(_as_gin_reference, namespace=namespace)
+    resolve = functools.partial(_as_gin_reference, namespace=namespace, allowed=self.allowed)
     try:
       key = self._gin_key(binding, namespace)
       if key is not None:
@@ -119,6 +126,8 @@ class _Binder:
       raise
     if (configurable.name, binding.argument) in RETIRED_ARGUMENTS:
       return None
+    if self.allowed:
+      self.allowed.check_binding(configurable)
     check_argument(configurable, binding.argument)
     return binding.scope, configurable.selector, binding.argument
 
@@ -126,12 +135,29 @@ class _Binder:
     return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
 
 
-def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
+class _UncalledReference(gin.config.ConfigurableReference):
+  """`@name` of a function or class that a file from elsewhere may pass on, but not call."""
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+    """Returns what gin passes to the function that has this argument."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+      raise ConfigError(f"{self} is not called for a file from elsewhere; if you trust it: --trust")
+
+    return refuse
+
+
+def _as_gin_reference(value: Any, namespace: Namespace, allowed: AllowList | None) -> Any:
   """Returns gin's own object for a reference or macro, and other values as they are."""
   match value:
     case Reference(evaluate=evaluate):
       *scopes, selector = value.name.split("/")
-      full_name = "/".join([*scopes, namespace.find(selector).selector])
+      configurable = namespace.find(selector)
+      full_name = "/".join([*scopes, configurable.selector])
+      if allowed:
+        allowed.check_reference(configurable, evaluate)
+        if is_only_named(configurable.wrapped):
+          return _UncalledReference(full_name, evaluate)
       return gin.config.ConfigurableReference(full_name, evaluate)
     case Macro(name=name):
       return gin.config.ParserDelegate().macro(name)

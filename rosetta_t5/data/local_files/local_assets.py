@@ -26,7 +26,7 @@ def local_path(path: str) -> str:
     ValueError: the file does not exist. The message lists the paths searched and what to set.
   """
   if not path.startswith("gs://"):
-    if not os.path.exists(path) and "://" not in path:
+    if not os.path.isfile(path) and "://" not in path:  # a device or a pipe would never end
       raise ValueError(
         f"There is no vocabulary file {path}: set "
         "seqio.SentencePieceVocabulary.sentencepiece_model_file to an existing file, or train "

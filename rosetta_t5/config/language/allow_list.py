@@ -1,0 +1,194 @@
+"""What a gin file from elsewhere may import, call and name, and what a model file may contain.
+
+Gin calls whatever a file refers to, and reaches every attribute of the modules that it imports:
+`@seqio.os.system()`. A file that somebody else wrote is therefore limited to the functions and classes
+below. They are compared as objects, so the path by which a file reaches them does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from gin.config import Configurable
+
+from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
+from rosetta_t5.telemetry.user_errors import ConfigError
+
+# The names in each module that gin may call. They compute and describe: whatever their arguments are, none
+# of them writes, deletes, sends, or calls anything but the functions that it is given.
+CALLED = types.MappingProxyType(
+  {
+    "jax.nn": "gelu relu sigmoid silu softplus tanh",
+    "jax.nn.initializers": "constant lecun_normal normal ones truncated_normal uniform "
+    "variance_scaling xavier_uniform zeros",
+    "optax": "*",
+    "rosetta_t5.data": "file_task gpt2_vocabulary known_task prepared_task",
+    "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
+    "rosetta_t5.data.tasks.tfexample_task": "create_task_from_tfexample_file",
+    "seqio": "ByteVocabulary ContinuousFeature DecoderFeatureConverter EncDecFeatureConverter "
+    "Feature LMFeatureConverter PassThroughFeatureConverter PassThroughVocabulary "
+    "PrefixLMFeatureConverter SentencePieceVocabulary",
+    "t5x.adafactor": "Adafactor HParamMap HeuristicRule standard_logical_factor_rules",
+    "t5x.contrib.gpu.t5.network": "T5Config Transformer",
+    "t5x.decoding": "beam_search temperature_sample",
+    "t5x.examples.decoder_only.network": "DecoderWrapper TransformerConfig",
+    "t5x.examples.scalable_t5.network": "T5Config Transformer",
+    "t5x.examples.t5.network": "T5Config Transformer",
+    "t5x.gin_utils": "bool_fn steps_of string_split_fn sum_fn",
+    "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
+    "get_output_vocabulary",
+    "t5x.optimizers": "adabelief adagrad adam adamw amos chain dpsgd fromage lamb lars lion "
+    "noisy_sgd radam rmsprop sgd yogi",
+    "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
+    "t5x.te_helper": "TransformerEngineConfig",
+    "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",
+    "t5x.utils": "CheckpointConfig DatasetConfig RestoreCheckpointConfig SaveCheckpointConfig "
+    "create_learning_rate_scheduler get_vocabulary round_vocab_size_to_multiple "
+    "verify_matching_vocabs",
+  }
+)
+# The names that gin may pass on. They may write files, so they cannot be called for such a file.
+NAMED = types.MappingProxyType(
+  {
+    "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
+    "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
+    "t5x.export_lib": "ExportableModule create_batch_polymorphic_shapes create_inference_function "
+    "create_postprocessor create_preprocessor create_preprocessor_from_task write_warmup_examples",
+    "t5x.gin_utils": "summarize_gin_config",
+    "t5x.trainer": "Trainer",
+    "t5x.utils": "LegacyCheckpointManager TrainStateInitializer get_dataset "
+    "get_deterministic_dataset get_infer_fn get_training_eval_datasets",
+  }
+)
+# Modules that define the run functions or register tasks.
+_OTHER_MODULES = (
+  "__gin__.dynamic_registration",
+  "__main__",
+  "jax",
+  "t5.data.mixtures",
+  "t5.data.tasks",
+  "t5x",
+  "t5x.contrib.gpu.scripts_gpu.seqio_tasks",
+  "t5x.eval",
+  "t5x.infer",
+  "t5x.scripts_gpu.seqio_tasks",
+  "t5x.train",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllowList:
+  """What one file that somebody else may have written can use.
+
+  Attributes:
+    modules: the modules that the user allows in addition, with all that they define.
+  """
+
+  modules: tuple[str, ...] = ()
+
+  @property
+  def importable(self) -> frozenset[str]:
+    """The names of the modules that may be imported."""
+    return frozenset([*CALLED, *NAMED, *_OTHER_MODULES, *self.modules])
+
+  def check_import(self, module: str) -> None:
+    """Raises ConfigError if a file may not import a module."""
+    if module not in self.importable:
+      raise ConfigError(
+        f"the module {module!r} is not imported, because this file may be from elsewhere\n"
+        f"  if you trust the module: --module {module}; if you trust the file: --trust"
+      )
+
+  def check_binding(self, configurable: Configurable) -> None:
+    """Raises ConfigError if a file may not set an argument of a function, class or method."""
+    function = configurable.wrapped
+    is_run = configurable.name in RUN_FUNCTION_MODULES
+    if not (is_run or is_only_named(function) or _is_method_of_listed(function)):
+      self.check_reference(configurable, is_evaluated=True)
+
+  def check_reference(self, configurable: Configurable, is_evaluated: bool) -> None:
+    """Raises ConfigError if a file may not refer to a function or class, or not with `()`."""
+    function = configurable.wrapped
+    defined_in = getattr(function, "__module__", None)
+    is_users = any(f"{defined_in}.".startswith(f"{module}.") for module in self.modules)
+    is_named = is_only_named(function) and not is_evaluated
+    if not (configurable.module == "gin" or is_users or is_named or public_name(function)):
+      raise ConfigError(
+        f"{configurable.selector} is not used: this file may be from elsewhere, and such files are "
+        "limited to a list of functions and classes\n  if you trust the file: --trust"
+      )
+
+
+# For files about which the user has said nothing.
+STRICT = AllowList()
+
+
+def is_only_named(function: Any) -> bool:
+  """Returns whether gin may pass a listed function or class on, but not call it."""
+  return inspect.unwrap(function) in _listed(NAMED).values()
+
+
+def public_name(function: Any) -> str | None:
+  """Returns the full name of a listed function or class that gin may call; None for others."""
+  found = inspect.unwrap(function)
+  return next((name for name, listed in _listed(CALLED).items() if listed is found), None)
+
+
+def find_public(name: str) -> Any:
+  """Returns the listed function or class of a full name, such as t5x.models.EncoderDecoderModel.
+
+  Raises:
+    ConfigError: it is not listed.
+  """
+  module, _, short = name.rpartition(".")
+  listed = _listed_in(module, CALLED[module]) if module in CALLED else {}
+  if short not in listed:
+    raise ConfigError(f"{name!r} is not a function or class that this file may name")
+  return listed[short]
+
+
+def _is_method_of_listed(function: Any) -> bool:
+  name = getattr(function, "__name__", "")
+  classes = filter(inspect.isclass, _listed(CALLED).values())
+  return any(getattr(each, name, None) is function for each in classes)
+
+
+def _listed(table: Mapping[str, str]) -> dict[str, Any]:
+  """Returns the listed functions and classes by their full names.
+
+  Those of a module that has not been imported are left out, because no gin file can refer to them. The
+  modules of t5x are imported, because their contents can also be reached through others.
+  """
+  return {
+    f"{module}.{name}": found
+    for module, names in table.items()
+    if module in sys.modules or module.startswith("t5x.")
+    for name, found in _listed_in(module, names).items()
+  }
+
+
+@functools.cache
+def _listed_in(module_name: str, names: str) -> dict[str, Any]:
+  module = importlib.import_module(module_name)
+  return {
+    name: inspect.unwrap(getattr(module, name))
+    for name in (_optimizers(module) if names == "*" else names.split())
+  }
+
+
+def _optimizers(optax: Any) -> list[str]:
+  """Returns the names of Optax's functions that make gradient transformations or schedules."""
+
+  def is_one(name: str) -> bool:
+    function = getattr(optax, name)
+    result = str(getattr(function, "__annotations__", {}).get("return"))
+    return inspect.isfunction(function) and ("GradientTransf" in result or "Callable[[" in result)
+
+  return [*filter(is_one, dir(optax)), "nadam", "nadamw", "scale_by_factored_rms"]

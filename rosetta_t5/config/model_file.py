@@ -1,0 +1,241 @@
+"""MODEL_DIR/model.json: what evaluation and inference need of a run, as data that runs no code.
+
+Training writes it beside config.gin. A value is a number, a string, true, false, null, a list, an object,
+or one of
+
+    {"@call": "t5x.examples.t5.network.T5Config", "vocab_size": 32128}   what this returns
+    {"@name": "t5x.decoding.beam_search", "alpha": 0.6}    the function itself, with these arguments
+    {"@tuple": ["gelu", "linear"]}
+
+Only functions and classes in `allow_list.CALLED` can be named. If a run uses others, such as a model of
+the user's own, the file has only their names, and the folder is opened by its config.gin.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import gin
+from gin.config import ConfigurableReference
+
+from rosetta_t5.argument_types import Positive
+from rosetta_t5.config.checks import declared_types
+from rosetta_t5.config.language import allow_list, gin_internals
+from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
+from rosetta_t5.config.language.statements import leaves
+from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.telemetry.user_errors import ConfigError
+
+NAME = "model.json"
+_VERSION = 1
+# The arguments of `train` that evaluation and inference need.
+ARGUMENTS = (
+  "model",
+  "partitioner",
+  "train_dataset_cfg",
+  "train_eval_dataset_cfg",
+  "infer_eval_dataset_cfg",
+  "eval_steps",
+)
+_LENGTHS = "task_feature_lengths"
+_MAX_BYTES = 1 << 20
+_PLAIN = (bool, int, float, str, type(None))
+# The key of the names that only config.gin can refer to.
+_OTHERS = "only_in_config_gin"
+# Functions for gin files alone, which return plain values.
+_CALCULATIONS = "t5x.gin_utils."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Other:
+  """The name of a function or class that cannot be described."""
+
+  name: str
+
+
+def write_model_file(folder: pathlib.Path) -> None:
+  """Writes FOLDER/model.json, if `train` runs with arguments from gin."""
+  names = [name for _, name in gin_internals.arguments_in_use() if name.split(".")[-1] == "train"]
+  if not names:
+    return
+  (train,) = gin_internals.find_configurables(names[0])
+  bound = bound_arguments(train)
+  run = {name: _describe(bound[name]) for name in ARGUMENTS if name in bound}
+  content = {"version": _VERSION, _LENGTHS: _lengths(run), **run}
+  if others := sorted(set(_not_described(run))):
+    content = {"version": _VERSION, _OTHERS: others}
+  write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
+
+
+def read_model_file(file: pathlib.Path) -> ModelFile | None:
+  """Returns what a model file describes; None if it says that only config.gin describes the run.
+
+  Raises:
+    ConfigError: it is not a model file, or one of a later version.
+  """
+  try:
+    if file.stat().st_size > _MAX_BYTES:
+      raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
+    content = json.loads(file.read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ConfigError(f"{file} is not a model file: {error}") from error
+  version = content.get("version") if isinstance(content, dict) else None
+  if version != _VERSION:
+    raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
+  return None if _OTHERS in content else ModelFile(file, content)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFile(Mapping[str, Any]):
+  """The arguments of `train` in a model file, and task_feature_lengths. Each is built when it is read.
+
+  Attributes:
+    file: the path.
+    content: the JSON.
+  """
+
+  file: pathlib.Path
+  content: dict[str, Any]
+
+  def __iter__(self) -> Iterator[str]:
+    return (name for name in self.content if name != "version")
+
+  def __len__(self) -> int:
+    return len(self.content) - 1
+
+  def __getitem__(self, name: str) -> Any:
+    """Returns an argument.
+
+    Raises:
+      ConfigError: the file names what it may not, or a value has a wrong type.
+    """
+    from rosetta_t5.data.dataset_config import imports_limited_to
+
+    try:
+      with imports_limited_to(allow_list.STRICT.importable):
+        value = _build(self.content[name], name)
+    except RecursionError:
+      raise ConfigError(f"{self.file}: {name} is nested too deeply") from None
+    except ConfigError as error:
+      raise ConfigError(f"{self.file}: {error}") from error
+    _check_type(value, _declared_types()[name], f"{self.file}: {name}")
+    return value
+
+
+def _declared_types() -> dict[str, Any]:
+  """Returns the types of the arguments of `train`."""
+  from rosetta_t5.data import DatasetConfig
+  from rosetta_t5.models import BaseTransformerModel
+  from rosetta_t5.parallel import BasePartitioner
+
+  datasets = {name: DatasetConfig | None for name in ARGUMENTS if name.endswith("_cfg")}
+  others = {_LENGTHS: Mapping[str, Positive], "eval_steps": Positive}
+  return {"model": BaseTransformerModel, "partitioner": BasePartitioner, **datasets, **others}
+
+
+def _build(node: Any, where: str) -> Any:
+  """Returns the value that JSON describes; `where` is its name, such as model.module."""
+  match node:
+    case {"@call": str(name)}:
+      return _call(name, node, where)
+    case {"@name": str(name)}:
+      function = allow_list.find_public(name)
+      built = _arguments(function, node, where)
+      return functools.partial(function, **built) if built else function
+    case {"@tuple": list(items)}:
+      return tuple(_build(item, f"{where}[{n}]") for n, item in enumerate(items))
+    case list():
+      return [_build(item, f"{where}[{n}]") for n, item in enumerate(node)]
+    case dict() if not any(key.startswith("@") for key in node):
+      return {key: _build(item, f"{where}[{key!r}]") for key, item in node.items()}
+    case dict():
+      raise ConfigError(f"{where} must be a value of a model file, got {node}")
+    case _:
+      return node
+
+
+def _call(name: str, node: Mapping[str, Any], where: str) -> Any:
+  function = allow_list.find_public(name)
+  built = _arguments(function, node, where)
+  try:
+    return function(**built)
+  except Exception as error:
+    raise ConfigError(f"{where} cannot be built: {error}") from error
+
+
+def _arguments(function: Any, described: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """Returns the arguments of a function, built and checked against its signature."""
+  configurable: Any = SimpleNamespace(wrapped=function, name=function.__name__)
+  built = {}
+  for name, node in described.items():
+    if name.startswith("@"):
+      continue
+    check_argument(configurable, name)
+    value = built[name] = _build(node, f"{where}.{name}")
+    declared = declared_types.declared_type(configurable, name)
+    if isinstance(declared, type) or all(isinstance(leaf, _PLAIN) for leaf in leaves(value)):
+      _check_type(value, declared, f"{where}.{name}")
+  return built
+
+
+def _check_type(value: Any, declared: Any, where: str) -> None:
+  if not declared_types.accepts(value, declared):
+    part, wrong, of_part = declared_types.wrong_part(value, declared, where)
+    raise ConfigError(f"{part} must be {declared_types.describe(of_part)}, got {wrong!r}")
+
+
+def _lengths(run: Mapping[str, Any]) -> Any:
+  """Returns the feature lengths of the training data: inference needs nothing else of the data."""
+  cfg = run.get("train_dataset_cfg")
+  return cfg.get(_LENGTHS) if isinstance(cfg, dict) else None
+
+
+def _not_described(node: Any) -> Iterator[str]:
+  """Yields the names that only config.gin can refer to."""
+  for leaf in leaves(node):
+    if isinstance(leaf, _Other):
+      yield leaf.name
+
+
+def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:
+  """Returns a value that gin has bound, in these scopes, as JSON."""
+  match value:
+    case ConfigurableReference():
+      return _describe_reference(value, value.scopes or scopes)
+    case tuple():
+      return {"@tuple": [_describe(item, scopes) for item in value]}
+    case list():
+      return [_describe(item, scopes) for item in value]
+    case dict() if all(isinstance(key, str) and key[:1] != "@" for key in value):
+      return {key: _describe(item, scopes) for key, item in value.items()}
+    case _:
+      return value if isinstance(value, _PLAIN) else _Other(repr(value))
+
+
+def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str]) -> Any:
+  configurable = reference.configurable
+  bound = bound_arguments(configurable, scopes)
+  name = allow_list.public_name(configurable.wrapped)
+  if configurable.selector == gin_internals.MACRO and "value" in bound:
+    return _describe(bound["value"], scopes)
+  if name is None:
+    return _Other(configurable.selector)
+  for method in gin_internals.registered_configurables():
+    if method.is_method and method.module == configurable.selector and bound_arguments(method):
+      return _Other(method.selector)
+  if name.startswith(_CALCULATIONS) and reference.evaluate:
+    with gin.config_scope(list(scopes) or None):
+      return copy.deepcopy(reference)
+  known = defaults(configurable) if reference.evaluate else {}
+  plain = {key: item for key, item in known.items() if isinstance(item, _PLAIN)}
+  # Inference needs no optimizer, so one that cannot be described does not matter.
+  arguments = {**plain, **bound} | ({"optimizer_def": None} if "optimizer_def" in bound else {})
+  described = {key: _describe(item, scopes) for key, item in arguments.items()}
+  return {"@call" if reference.evaluate else "@name": name, **described}
