@@ -11,7 +11,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, checksum
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import has_checksums
+from rosetta_t5.checkpoints.formats.tensorstores import plain_path
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import files_matching, has_checksums
+from rosetta_t5.telemetry.json_files import read_json_object
 
 DATASET_PREFIX = "train_ds"
 # The run fact that stores the shapes of the batches. A position is valid only for these shapes.
@@ -59,10 +61,9 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     if self._should_write:
       folder = epath.Path(directory)
       args.item.save(os.fspath(folder / self._filename))
-      files = {
-        name: checksum((folder / name).read_bytes()) for name in _files(folder, self._filename)
-      }
-      (folder / f"{self._filename}{_CHECKSUMS}").write_text(json.dumps(files))
+      files = files_matching(folder, f"{self._filename}*")
+      checksums = {file.name: checksum(file.read_bytes()) for file in files}
+      (folder / f"{self._filename}{_CHECKSUMS}").write_text(json.dumps(checksums))
 
   def restore(self, directory: epath.Path, args: DatasetArgs | None = None) -> Any:
     """Moves `args.item` to the stored position and returns it.
@@ -73,14 +74,15 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     if args is None or args.item is None:
       raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
     folder, filename = epath.Path(directory), self._filename
-    found = sorted(name for name in _files(folder, DATASET_PREFIX) if not name.endswith(_CHECKSUMS))
+    positions = files_matching(folder, f"{DATASET_PREFIX}-*")
+    found = [file.name for file in positions if not file.name.endswith(_CHECKSUMS)]
     if not any(name.startswith(filename) for name in found):
       # A position that is only a step number is the same in every shard.
       if not (found and getattr(args.item, "is_shard_independent", False)):
         raise ValueError(_missing_position_text(folder, filename, found))
       filename = found[0]
     _check_files(folder, f"{filename}{_CHECKSUMS}")
-    args.item.restore(os.fspath(folder / filename))
+    args.item.restore(os.path.join(plain_path(folder), filename))
     return args.item
 
 
@@ -118,11 +120,6 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
   )
 
 
-def _files(folder: epath.Path, prefix: str) -> list[str]:
-  names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-  return [name for name in names if name.startswith(prefix)]
-
-
 def _check_files(folder: epath.Path, checksums: str) -> None:
   """Raises ChecksumError if a file of a position differs from the one that was saved."""
   if not (folder / checksums).exists():
@@ -130,8 +127,8 @@ def _check_files(folder: epath.Path, checksums: str) -> None:
       raise ChecksumError(f"{folder / checksums} is missing")
     return
   try:
-    saved = dict(json.loads((folder / checksums).read_bytes()))
-  except (ValueError, TypeError) as error:
+    saved = read_json_object(folder / checksums)
+  except ValueError as error:
     raise ChecksumError(f"{folder / checksums} is damaged: {error}") from error
   for name, expected in saved.items():
     if not (folder / name).exists() or checksum((folder / name).read_bytes()) != expected:

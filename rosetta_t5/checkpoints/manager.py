@@ -18,6 +18,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.orbax_internals import writing_checksums
+from rosetta_t5.checkpoints.formats.tensorstores import plain_path
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import DATASET_ITEM, STATE_ITEM
@@ -347,7 +348,10 @@ class OrbaxCheckpointManagerInterface:
         todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else REMOVED_FOLDER,
       )
       self._remover.start()
+      self.directory.mkdir(parents=True, exist_ok=True)
       self._writer = ocp.CheckpointManager(
-        self.directory.absolute(), item_handlers=handlers, options=options
+        plain_path(self.directory),
+        item_handlers=handlers,
+        options=options,
       )
     return self._writer

@@ -215,7 +215,7 @@ def merge_chunks_to_file(
     ValueError: there are no chunks, or one is missing.
   """
   del step
-  chunks = sorted(epath.Path(tmp_dir).glob(f"{output_fname}-chunk?????"))
+  chunks = sorted(pathlib.Path(tmp_dir).glob(f"{output_fname}-chunk?????"))
   numbers = [int(chunk.name[-5:]) for chunk in chunks]
   if not chunks or numbers != list(range(len(chunks))):
     raise ValueError(

@@ -17,8 +17,83 @@ FAULTS = [
   Fault(
     "the largest array file of the newest checkpoint is cut to half",
     'truncate_to_half "$(largest run/checkpoint_4/state)"; $TRAIN --gin.TRAIN_STEPS=6',
-    expected="checkpoint_4 cannot be read.*steps     2 to 6",
+    expected="checkpoint_4 cannot be read.*steps     2 to 6, from run/checkpoint_2",
     status=0,
+  ),
+  Fault(
+    "a byte of an array is flipped, and the run continues",
+    'flip "$(largest run/checkpoint_4/state)"; $TRAIN --gin.TRAIN_STEPS=6',
+    expected="checkpoint_4 cannot be read: the array .* changed.*steps     2 to 6, from run/checkpoint_2",
+    status=0,
+    fast=True,
+  ),
+  Fault(
+    "an array consists of zeros, and the run continues",
+    'zeros "$(largest run/checkpoint_4/state)"; $TRAIN --gin.TRAIN_STEPS=6',
+    expected="checkpoint_4 cannot be read: the array .* changed.*steps     2 to 6, from run/checkpoint_2",
+    status=0,
+  ),
+  *[
+    Fault(
+      f"arrays consist of zeros, and {name} reads them",
+      f'zeros "$(largest run/checkpoint_4/state)"; {command}',
+      expected=r"error: .*array .*checkpoint_4/state has changed since it was saved",
+    )
+    for name, command in {
+      "an evaluation": "$EVAL",
+      "an inference": "$INFER --input rows.jsonl --template '{question}'",
+      "a conversion": "rosetta-t5 convert run converted --to t5x || (! ls converted/* && exit 1)",
+      "a comparison": "rosetta-t5 ckpt diff run/checkpoint_4 run/checkpoint_2",
+    }.items()
+  ],
+  Fault(
+    "the file of run facts is damaged",
+    "flip run/checkpoint_4/_CHECKPOINT_METADATA 20; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="_CHECKPOINT_METADATA is damaged.*steps     2 to 6, from run/checkpoint_2",
+    status=0,
+  ),
+  Fault(
+    "the file of run facts is missing",
+    "rm run/checkpoint_4/_CHECKPOINT_METADATA; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="_CHECKPOINT_METADATA have lost their checksum.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "the checksums are missing",
+    "rm run/checkpoint_4/state/checksums-*; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="the checksums .*checkpoint_4.* are missing.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "the feed's position is cut to half",
+    "truncate_to_half run/checkpoint_4/dataset/*.feed; $TRAIN --gin.TRAIN_STEPS=6",
+    expected=r"checkpoint_4 cannot be read: .*\.feed has changed since it was saved.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "the newest checkpoint is an empty folder",
+    "mkdir run/checkpoint_30; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="checkpoint_30 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",
+    status=0,
+    fast=True,
+  ),
+  Fault(
+    "a checkpoint is copied to a later step",
+    "cp -r run/checkpoint_2 run/checkpoint_1000000000000; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="error: .*checkpoint_1000000000000 contains the checkpoint of step 2",
+  ),
+  Fault(
+    "two checkpoints are exchanged",
+    "cd run; mv checkpoint_2 x; mv checkpoint_4 checkpoint_2; mv x checkpoint_4; cd ..; $EVAL",
+    expected="error: .*checkpoint_4 contains the checkpoint of step 2",
+  ),
+  Fault(
+    "MODEL_DIR has a name of special characters",
+    r"""mv run 'we ird%20#?|[x]*\n$a'; $TRAIN --gin.MODEL_DIR="r'we ird%20#?|[x]*\n\$a'" \
+      --gin.TRAIN_STEPS=6 && rosetta-t5 eval --model_dir 'we ird%20#?|[x]*\n$a'""",
+    expected="steps     4 to 6.*evaluation at step 6",
+    status=0,
+    keeps=False,
   ),
 ]
 

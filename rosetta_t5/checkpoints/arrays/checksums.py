@@ -21,6 +21,7 @@ import xxhash
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
+from rosetta_t5.telemetry.json_files import read_json_object
 
 # Each process of a run writes the checksums of what it wrote into a file of its own.
 _FILES = "checksums-"
@@ -173,8 +174,8 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
   if not path.exists():
     raise ChecksumError(f"the checksums {path} are missing")
   try:
-    contents = dict(json.loads(path.read_bytes()))
-  except (ValueError, TypeError) as error:
+    contents = read_json_object(path)
+  except ValueError as error:
     raise ChecksumError(f"{path} is damaged: {error}") from error
   if contents.pop(_OWN_CHECKSUM, None) != json_checksum(contents):
     raise ChecksumError(f"{path} is damaged: its own checksum does not match")

@@ -22,6 +22,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.formats import tensorstores
+from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.telemetry.json_files import expect_content
 
 INDEX = "checkpoint"
@@ -98,6 +99,6 @@ class LegacyWriter:
 
 def remove_unfinished(directory: str | os.PathLike[str]) -> None:
   """Deletes the unfinished checkpoints of killed runs under `directory`."""
-  for entry in epath.Path(directory).glob("checkpoint_*.tmp-*"):
+  for entry in checkpoint_folders.files_matching(directory, "checkpoint_*.tmp-*"):
     if re.fullmatch(r"checkpoint_\d+\.tmp-\d+", entry.name):
       entry.rmtree()

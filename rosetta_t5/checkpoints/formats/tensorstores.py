@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +16,14 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
+from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums, checksum
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 
 # T5X's chunk size: large enough for remote storage, small enough to be read in parts.
 _CHUNK_BYTES = 64 * 1024 * 1024
 _CACHE_BYTES = 100_000_000
 _ALIGNMENT = 64
+_ODD_CHARACTER = re.compile(r"[^\w./ ,:=+@~-]")
 
 
 def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -27,7 +32,31 @@ def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
   if text.startswith("gs://"):
     bucket, _, inner = text.removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": inner.rstrip("/") + "/"}
-  return {"driver": "file", "path": os.path.abspath(text).rstrip("/") + "/"}
+  return {"driver": "file", "path": plain_path(text).rstrip("/") + "/"}
+
+
+def plain_path(path: str | os.PathLike[str]) -> str:
+  """Returns an absolute path that other libraries take literally: `path`, or a local one through a link.
+
+  TensorStore takes a backslash for a slash. Orbax and TensorFlow take brackets and stars for patterns.
+  """
+  if "://" in os.fspath(path):
+    return os.fspath(path)
+  folder, rest = os.path.abspath(path), ""
+  if not _ODD_CHARACTER.search(folder):
+    return folder
+  while not os.path.isdir(folder):
+    folder, name = os.path.split(folder)
+    rest = os.path.join(name, rest)
+  link = os.path.join(_link_folder().name, checksum(folder.encode()))
+  with contextlib.suppress(FileExistsError):
+    os.symlink(folder, link)
+  return os.path.join(link, rest)
+
+
+@functools.cache
+def _link_folder() -> tempfile.TemporaryDirectory[str]:
+  return tempfile.TemporaryDirectory(prefix="rosetta-t5-", ignore_cleanup_errors=True)
 
 
 def inner_path(folder: epath.Path, path: str) -> epath.Path:

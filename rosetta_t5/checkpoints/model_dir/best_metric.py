@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from etils import epath
 
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import files_matching
+
 
 @dataclasses.dataclass(frozen=True)
 class BestMetric:
@@ -85,7 +87,7 @@ def _read_scalars(run: epath.Path, tag: str) -> dict[int, float]:
   from tensorboard.util import tensor_util
 
   values = {}
-  for file in sorted(run.glob("*tfevents*")):
+  for file in files_matching(run, "*tfevents*"):
     for event in EventFileLoader(os.fspath(file)).Load():
       for value in event.summary.value:
         if value.tag == tag:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 import logging
 import os
 import re
@@ -63,6 +64,16 @@ def all_steps(directory: epath.PathLike) -> list[int]:
   if os.fspath(root).startswith("gs://"):
     folders = [f for f in folders if (f / _COMMITTED).exists() or (f / _LEGACY_INDEX).exists()]
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)
+
+
+def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
+  """Returns what is in a folder and has a name like `*.index`, sorted; [] if there is no folder.
+
+  `Path.glob` would take brackets in the folder's own name for a part of the pattern.
+  """
+  folder = epath.Path(folder)
+  entries = folder.iterdir() if folder.is_dir() else ()
+  return sorted(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
 
 def latest_step(directory: epath.PathLike) -> int | None:
@@ -215,7 +226,7 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.exists() and not index.is_dir() and (found := _detect_by_index(index)):
       return found
-  has_tensorflow_index = path.is_dir() and any(path.glob("*.ckpt-*.index"))
+  has_tensorflow_index = path.is_dir() and bool(files_matching(path, "*.ckpt-*.index"))
   is_tensorflow = has_tensorflow_index or epath.Path(f"{path}.index").exists()
   return CheckpointTypes.T5X_TF if is_tensorflow else None
 

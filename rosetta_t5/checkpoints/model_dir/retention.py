@@ -18,6 +18,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   DATASET_ITEM,
   all_steps,
   checkpoint_path,
+  files_matching,
 )
 
 # The folder in MODEL_DIR to which checkpoints are moved before their files are deleted. A process
@@ -121,7 +122,7 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
   if is_pinned_checkpoint(folder):
     return
   for parent in (folder, folder / DATASET_ITEM):
-    for position in parent.glob(f"{train_ds_prefix}*"):
+    for position in files_matching(parent, f"{train_ds_prefix}*"):
       if position.is_dir():
         position.rmtree()
       else:

@@ -1,0 +1,74 @@
+"""Checkpoints in folders with unusual names, folders that contain another step, and unreadable folders."""
+
+from __future__ import annotations
+
+import pathlib
+import resource
+
+import jax
+import numpy as np
+import pytest
+from tiny_state import Counter
+
+from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
+from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
+
+
+def save(setup, folder: pathlib.Path, step: int, **options) -> pathlib.Path:
+  manager = setup.manager(folder, **options)
+  manager.save(setup.state(step=step))
+  manager.close()
+  return folder / f"checkpoint_{step}"
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["a%20b #?|&:@", "back\\slash", "[x]*{y}", "'quotes\"", "line\nbreak", "-dash", "ü", "n" * 255],
+)
+def test_a_folder_of_any_name_is_written_read_and_cleaned(setup, tmp_path, name):
+  folder = tmp_path / name / "run"
+  counter = Counter()
+  next(counter)
+  for step in (1, 2):
+    save(setup, folder, step, dataset_iterator=counter, keep=1)
+  assert all_steps(folder) == [2]
+  restored = Counter()
+  state = setup.manager(folder, dataset_iterator=restored).restore()
+  jax.tree.map(np.testing.assert_array_equal, state, setup.state(step=2))
+  assert restored.position == 1
+  Checkpointer(setup.state(), setup.partitioner, folder).save(setup.state(step=3))
+  assert read_arrays(folder / "checkpoint_3").keys() == read_arrays(folder / "checkpoint_2").keys()
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_that_contains_another_step_is_refused_unless_its_name_has_no_step(
+  setup, tmp_path
+):
+  saved = save(setup, tmp_path, 20)
+  renamed = saved.rename(tmp_path / "checkpoint_3000")
+  with pytest.raises(
+    ValueError, match=r"checkpoint_3000 contains the checkpoint of step 20.*Rename"
+  ):
+    setup.manager(tmp_path).restore()
+  renamed.rename(tmp_path / "pretrained")
+  assert setup.manager(tmp_path).restore(path=tmp_path / "pretrained").step == 20
+
+
+def test_a_checkpoint_that_this_machine_cannot_open_is_not_damaged(setup, tmp_path):
+  saved = save(setup, tmp_path, 1)
+  limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+  try:
+    with pytest.raises(ValueError, match=r"cannot be opened on this machine: .*Too many") as caught:
+      read_arrays(saved)
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+  assert not isinstance(caught.value, UnreadableCheckpointError)
+
+
+def test_an_empty_folder_of_a_step_is_a_damaged_checkpoint(setup, tmp_path):
+  save(setup, tmp_path, 1)
+  (tmp_path / "checkpoint_30").mkdir()
+  with pytest.raises(UnreadableCheckpointError, match=r"the folder is empty.*Older steps.*: 1\."):
+    setup.manager(tmp_path).restore()
