@@ -153,6 +153,7 @@ def infer(
       keep_aux_as_numpy=keep_aux_as_numpy,
       input_length_buckets=input_length_buckets,
       is_scoring=mode == "score",
+      limit=data.token_limit(model),
     ),
     train_state=state,
   )

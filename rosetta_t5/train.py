@@ -129,13 +129,7 @@ def train(
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_cfg, model)
-  layout = partitioner.get_data_layout(train_cfg.batch_size)
-  feed = data.prepare_train_iter(
-    get_dataset_fn(train_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS),
-    partitioner=partitioner,
-    checkpoint_cfg=checkpoint_cfg,
-    data_layout=layout,
-  )
+  feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   mesh = partitioner.mesh.shape
   model, kernel = with_measured_kernel(model, feed.element_spec, mesh)
   evaluation = LossEvaluation(

@@ -182,11 +182,25 @@ class TrainLoop:
     run_metrics = self.feed.measures() | self.run_metrics(self._step, values, state)
     run_metrics[FEED_WAIT] = self._seconds_waited / max(1, self._step - start)
     self._seconds_waited = 0.0
-    raise_if_nonfinite(self.trainer.first_nonfinite, state, self.manager, run_metrics)
+    self._check_values(values | run_metrics)
     self.trainer.train_metrics_manager.write_scalars(self._step, run_metrics)
     values |= run_metrics
     self._progress.report(self._step, values)
     self._run_actions(ActionMode.TRAIN, {"train": values})
+
+  def _check_values(self, values: Mapping[str, float]) -> None:
+    """Raises an error if the state after this step must not be saved."""
+    trainer = self.trainer
+    raise_if_nonfinite(
+      trainer.first_nonfinite, trainer.train_state, self.manager, values, self._step
+    )
+    rate = min(values.get(name, 0.0) for name in ("learning_rate", "learning_rate/current"))
+    # A schedule that falls to 0 may end slightly below it, because of rounding.
+    if rate < -1e-7 and self.evaluation.model.optimizer_def.uses_learning_rate:
+      raise ValueError(
+        f"the learning rate is negative ({rate:.4g}) at step {self._step}: correct the schedule, "
+        "trainer.Trainer.learning_rate_fn, so that it is at least 0 at every step"
+      )
 
   def _draw_batches(self) -> Iterator[Any]:
     """Yields batches, and counts them as steps, until the run is interrupted."""
@@ -206,8 +220,15 @@ class TrainLoop:
     return self._is_interrupted
 
   def _save(self, step: int) -> None:
-    """Starts to save the state in the background, unless a checkpoint of this step exists."""
-    if self.manager is None or step in self.manager.all_steps():
+    """Starts to save the state in the background, unless a checkpoint of this step exists.
+
+    Raises:
+      NonFiniteError: a parameter is not finite.
+    """
+    if self.manager is None:
+      return
+    self._check_values(self.run_metrics(step, {}, self.trainer.train_state))
+    if step in self.manager.all_steps():
       return
     self._watchdog.set_phase(f"saving step {step}")
     save_started = time.monotonic()

@@ -40,6 +40,8 @@ class SaveCheckpointConfig:
     keep: how many of the latest checkpoints are kept; None for all.
     keep_dataset_checkpoints: how many of the latest dataset positions are kept; None for all.
     save_dataset: whether the position in the training data is stored too.
+    ignore_dataset_until: the positions of MODEL_DIR's checkpoints up to this step are not restored, so
+      a restart from them starts the data from its beginning; None restores every position.
     checkpointer_cls: T5X's field for its older layout. Checkpoints are always written in Orbax's
       layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
       (metric_name_to_monitor, ...) are given to the manager.
@@ -55,6 +57,7 @@ class SaveCheckpointConfig:
   keep: Positive | None = None
   keep_dataset_checkpoints: Positive | None = None
   save_dataset: bool = False
+  ignore_dataset_until: NonNegative | None = None
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
   checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (

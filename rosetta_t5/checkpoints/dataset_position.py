@@ -12,7 +12,11 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, checksum
 from rosetta_t5.checkpoints.formats.tensorstores import plain_path
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import files_matching, has_checksums
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  files_matching,
+  has_checksums,
+  step_of,
+)
 from rosetta_t5.telemetry.json_files import read_json_object
 
 DATASET_PREFIX = "train_ds"
@@ -20,10 +24,6 @@ DATASET_PREFIX = "train_ds"
 BATCH_FACT = "dataset_batch"
 
 _CHECKSUMS = ".checksums"
-_START_OVER = (
-  "To start the data from its beginning, set RestoreCheckpointConfig.restore_dataset = False (for a "
-  "restart in MODEL_DIR: SaveCheckpointConfig.save_dataset = False)"
-)
 
 
 def dataset_filename(shard_id: int, num_shards: int) -> str:
@@ -91,6 +91,19 @@ ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_rest
 )
 
 
+def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:
+  """Returns how a run continues from a checkpoint, its own or another run's, with the data's beginning."""
+  setting = (
+    f"SaveCheckpointConfig.ignore_dataset_until={step_of(checkpoint)}"
+    if is_own
+    else "RestoreCheckpointConfig.restore_dataset=False"
+  )
+  return (
+    "To continue from this checkpoint and start the data from its beginning, set "
+    f"--gin.utils.{setting}"
+  )
+
+
 def batch_shapes(iterator: Any) -> dict[str, list[int]]:
   """Returns {feature: shape of a batch} of an iterator; {} if it does not provide them."""
   spec = getattr(iterator, "element_spec", None) or {}
@@ -116,7 +129,7 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
   raise ValueError(
     f"checkpoint {folder} contains a position in data with other batches "
     f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
-    f"position refers to other examples. Restore these settings. {_START_OVER}"
+    "position refers to other examples. Restore these settings"
   )
 
 
@@ -140,6 +153,5 @@ def _missing_position_text(folder: epath.Path, filename: str, found: list[str]) 
   have = f"it has {', '.join(found)}" if found else "it has none"
   return (
     f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process ({have}): "
-    "the run that wrote it did not save its dataset, or read it in another number of shards (hosts). "
-    f"{_START_OVER}"
+    "the run that wrote it did not save its dataset, or read it in another number of shards (hosts)"
   )

@@ -298,12 +298,15 @@ class OrbaxCheckpointManagerInterface:
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     stored = checkpoint_folders.read_run_facts(folder).get(dataset_position.BATCH_FACT)
-    dataset_position.check_batch_shapes(folder, stored, self._dataset_iterator)
     args = dataset_position.DatasetArgs(self._dataset_iterator)
     try:
+      dataset_position.check_batch_shapes(folder, stored, self._dataset_iterator)
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
     except (OSError, KeyError, ChecksumError) as error:
       raise unreadable_error(folder, error) from error
+    except ValueError as error:
+      advice = dataset_position.start_over_text(folder, folder.parent == self.directory)
+      raise ValueError(f"{error}. {advice}") from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
     replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())

@@ -69,6 +69,9 @@ def find_start_checkpoint(
       f"RestoreCheckpointConfig names {len(paths)} checkpoints ({', '.join(paths[:3])}, ...), but "
       "training starts from one: set mode = 'latest' or 'specific' and one path"
     )
+  ignored_until = save.ignore_dataset_until if save else None
+  if cfg is own and ignored_until is not None and (step_of(paths[0]) or 0) <= ignored_until:
+    own.restore_dataset = False
   if cfg is None and given and given.paths() and not given.fallback_to_scratch:
     raise ValueError(_no_checkpoint_text(given))
   return cfg, paths[0] if paths else None

@@ -1,6 +1,7 @@
 """Data: SeqIO's tasks and mixtures as batches on the devices. TensorFlow is imported on first use."""
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
+from rosetta_t5.data.pipeline.batch_checks import token_limit
 from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
   get_dataset_inner,
@@ -11,6 +12,7 @@ from rosetta_t5.data.pipeline.feed import (
   get_zeros_batch_like_dataset,
   get_zeros_batch_like_spec,
   prepare_train_iter,
+  training_feed,
 )
 from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
 from rosetta_t5.data.prepared import prepared_task

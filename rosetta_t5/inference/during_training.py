@@ -71,7 +71,13 @@ class LossEvaluation:
       feeds = {}
       for name, dataset in self._datasets.result().items():
         feeds[name] = data.prepare_train_iter(
-          dataset, partitioner=self.partitioner, checkpoint_cfg=None, data_layout=layout
+          dataset,
+          partitioner=self.partitioner,
+          checkpoint_cfg=None,
+          data_layout=layout,
+          dataset_cfg=dataclasses.replace(self.cfg, mixture_or_task_name=name),
+          limit=data.token_limit(self.model),
+          is_training=False,
         )
         stack.callback(feeds[name].close)
       tracked = {

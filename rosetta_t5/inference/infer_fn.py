@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rosetta_t5.data.pipeline.batch_checks import TokenLimit, check_ids
 from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
 from rosetta_t5.parallel import BasePartitioner
 
@@ -36,6 +37,7 @@ def get_infer_fn(
   keep_aux_as_numpy: bool = False,
   input_length_buckets: Sequence[int] | None = (),
   is_scoring: bool = False,
+  limit: TokenLimit | None = None,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).
 
@@ -51,6 +53,7 @@ def get_infer_fn(
       is compiled once. The results are the same except for rounding errors of sums.
     is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
       decoder-only model then apply to inputs and targets together.
+    limit: the limit of the model's token ids.
 
   Returns:
     `f(ds, train_state, rng=None)`. `ds` yields pairs (index, example), as `Dataset.enumerate()` does,
@@ -61,7 +64,8 @@ def get_infer_fn(
     size of the dataset.
 
   Raises:
-    ValueError: the batch size is not divisible by the devices; from the function: `ds` is empty.
+    ValueError: the batch size is not divisible by the devices; from the function: `ds` is empty, or
+      has a token id out of the model's range.
   """
   buckets = check_buckets(input_length_buckets)
   cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
@@ -89,6 +93,7 @@ def get_infer_fn(
     rows: list[Row] = []
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
+      check_ids(batch, "the data for inference", limit)
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from rosetta_t5.data.pipeline.batch_checks import token_limit
 from rosetta_t5.data.pipeline.inference_data import iterate_chunks
 from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -147,5 +148,6 @@ class TextInference:
         self._partitioner,
         input_length_buckets=default_buckets(self._row_length),
         is_scoring=is_scoring,
+        limit=token_limit(self._model),
       )
     return self._infer_fns[key]

@@ -202,7 +202,11 @@ class InteractiveModel:
     """Runs one step on the iterator's next batch, which has the model's features."""
     # The feed gets a single batch, because batches that it prefetches would be lost.
     feed = data.prepare_train_iter(
-      [next(iterator)], partitioner=self.partitioner, checkpoint_cfg=None, data_layout=self._layout
+      [next(iterator)],
+      partitioner=self.partitioner,
+      checkpoint_cfg=None,
+      data_layout=self._layout,
+      limit=data.token_limit(self.model),
     )
     try:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)

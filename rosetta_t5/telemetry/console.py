@@ -15,6 +15,7 @@ import jax
 
 from rosetta_t5.telemetry import run_metrics
 from rosetta_t5.telemetry.metrics_manager import as_floats, compute_values
+from rosetta_t5.telemetry.nonfinite import nonfinite_metrics
 from rosetta_t5.terminal import progress
 
 Metrics = Mapping[str, float]
@@ -134,12 +135,21 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       cells = self._loss_cells(values)
       cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
       self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
+      self._report_nonfinite(step, task, values)
 
   def report_predictions(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
     """Shows the metrics of each task's predictions."""
     for task, values in values_by_task.items():
       cells = [f"{name} {value:.4g}" for name, value in values.items()]
       self.print_line("  ".join([f"predictions at step {step}", task, *cells]))
+      self._report_nonfinite(step, task, values)
+
+  def _report_nonfinite(self, step: int, task: str, values: Metrics) -> None:
+    """Prints which metrics of an evaluation are NaN or infinite. Training continues."""
+    if names := nonfinite_metrics(values):
+      self.print_line(
+        f"note     not finite in the evaluation of {task} at step {step}: {', '.join(names)}"
+      )
 
   def print_line(self, text: str) -> None:
     """Prints a line on the first process, above the bar if there is one."""

@@ -1,4 +1,4 @@
-"""The error that ends a run whose loss or gradients became NaN or infinite."""
+"""The error that ends a run whose loss, gradients or metrics became NaN or infinite."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PyTree = Any
 
 
 class NonFiniteError(ArithmeticError):
-  """The loss or a gradient is not finite; the run stops before it saves a bad checkpoint.
+  """Training is not finite; the run stops before it saves a bad checkpoint.
 
   Attributes:
     step: the step in which it was found.
-    first_bad: "loss", or the first parameter whose gradient was not finite.
+    first_bad: "loss", the first parameter whose gradient was not finite, or a metric.
   """
 
   def __init__(self, step: int, first_bad: str, last_good: Any = None):
@@ -28,7 +28,7 @@ class NonFiniteError(ArithmeticError):
 
     Args:
       step: the step in which it was found.
-      first_bad: "loss", or "gradients " and the name of a parameter.
+      first_bad: "loss", or "gradients " and the name of a parameter, or "metric " and its name.
       last_good: the path of the last checkpoint before it; None if there is none.
     """
     self.step = step
@@ -48,9 +48,9 @@ class NonFiniteError(ArithmeticError):
 
 
 def raise_if_nonfinite(
-  record: Any, train_state: Any, manager: Any, run_metrics: Mapping[str, float]
+  record: Any, train_state: Any, manager: Any, metrics: Mapping[str, float], step: int
 ) -> None:
-  """Raises NonFiniteError if a step of `record` was not finite.
+  """Raises NonFiniteError if a step of `record` was not finite, or if a metric is not.
 
   It does not raise if `optax.apply_if_finite` has skipped all such steps, so that the parameters are
   still finite.
@@ -59,19 +59,32 @@ def raise_if_nonfinite(
     record: the `training.step.FirstNonFinite` of the last steps; None if there is none.
     train_state: the state after them; its parameters give the names.
     manager: the checkpoint manager, whose pending save is awaited; None if there is none.
-    run_metrics: the `RunMetrics` after these steps.
+    metrics: the values that the last steps measured, and the `RunMetrics` after them.
+    step: the number of completed steps.
   """
   first_bad = None if record is None else first_bad_name(record.bad, train_state.params)
-  were_skipped = SKIPPED_STEPS in run_metrics and math.isfinite(run_metrics[WEIGHT_NORM])
+  if first_bad is not None:
+    step = int(record.step) + 1
+  elif names := nonfinite_metrics(metrics):
+    first_bad = f"metric {names[0]}"
+  were_skipped = SKIPPED_STEPS in metrics and math.isfinite(metrics[WEIGHT_NORM])
   if first_bad is None or were_skipped:
     return
-  completed_steps = int(record.step)
   last_good = None
   if manager is not None:
     manager.wait_until_finished()
-    steps = [step for step in manager.all_steps() if step <= completed_steps]
+    steps = [saved for saved in manager.all_steps() if saved < step]
     last_good = manager.directory / f"checkpoint_{steps[-1]}" if steps else None
-  raise NonFiniteError(completed_steps + 1, first_bad, last_good)
+  raise NonFiniteError(step, first_bad, last_good)
+
+
+def nonfinite_metrics(metrics: Mapping[str, float]) -> list[str]:
+  """Returns the names of metrics that are NaN or infinite, except durations and speeds."""
+  return [
+    name
+    for name, value in metrics.items()
+    if not name.startswith("timing/") and not math.isfinite(value)
+  ]
 
 
 def first_bad_name(bad: Any, params: PyTree) -> str | None:

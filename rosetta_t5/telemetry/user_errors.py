@@ -161,11 +161,12 @@ def _show_line_of_user(kind: Any, error: BaseException, trace: Any) -> None:
 def _is_ours(error: Exception) -> bool:
   """Returns whether this package raised the error, for a cause that a user can change.
 
-  These are the errors whose class is defined here, and each ValueError that was raised here.
+  These are the errors whose class is defined here, and each ValueError that was raised here or by
+  SeqIO, which checks users' tasks.
   """
   *_, (innermost_frame, _) = traceback.walk_tb(error.__traceback__)
   raised_in = innermost_frame.f_globals.get("__name__", "")
-  is_ours = isinstance(error, ValueError) and raised_in.startswith("rosetta_t5.")
+  is_ours = isinstance(error, ValueError) and raised_in.startswith(("rosetta_t5.", "seqio."))
   return is_ours or type(error).__module__.startswith("rosetta_t5.")
 
 

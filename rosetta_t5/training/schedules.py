@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -59,8 +60,20 @@ def create_learning_rate_scheduler(
     min_learning_rate: the minimum of the product.
 
   Raises:
-    ValueError: a factor is unknown, or an argument that it divides by is not positive.
+    ValueError: a factor is unknown, an argument that it divides by is not positive, or a number is
+      negative or not finite.
   """
+  numbers = {
+    "base_learning_rate": base_learning_rate,
+    "warmup_steps": warmup_steps,
+    "decay_factor": decay_factor,
+    "min_learning_rate": min_learning_rate,
+  }
+  for name, number in numbers.items():
+    if not 0 <= number < math.inf:
+      raise ValueError(
+        f"create_learning_rate_scheduler.{name} must be a number of at least 0, got {number}"
+      )
 
   def linear_decay(s: jax.Array) -> jax.Array:
     decay = 1.0 + decay_factor * (warmup_steps - s)

@@ -179,7 +179,7 @@ def test_the_error_for_a_missing_dataset_position_suggests_a_setting(setup, coun
   with pytest.raises(
     ValueError,
     match=r"(?s)checkpoint_1 contains no dataset position.*it has none.*"
-    r"restore_dataset = False",
+    r"ignore_dataset_until=1",
   ):
     setup.manager(tmp_path, dataset_iterator=counter).restore()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import types
 
@@ -55,14 +56,14 @@ def record(step, *bad):
 
 
 def test_finite_steps_pass():
-  raise_if_nonfinite(None, STATE, None, {})
-  raise_if_nonfinite(record(3, False, False, False), STATE, None, {})
+  raise_if_nonfinite(None, STATE, None, {}, 3)
+  raise_if_nonfinite(record(3, False, False, False), STATE, None, {"timing/x": math.inf}, 4)
 
 
 def test_error_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
   manager = Manager(tmp_path, [0, 10, 20, 30])
   with pytest.raises(NonFiniteError) as caught:
-    raise_if_nonfinite(record(25, False, True, False), STATE, manager, {})
+    raise_if_nonfinite(record(25, False, True, False), STATE, manager, {}, 30)
   assert "at step 26: first in gradients a/kernel. " in str(caught.value)
   assert f"The last good checkpoint is {tmp_path}/checkpoint_20;" in str(caught.value)
   assert manager.waited, "a pending save may be the last good one"
@@ -70,4 +71,4 @@ def test_error_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
 
 def test_error_without_checkpoints():
   with pytest.raises(NonFiniteError, match=r"step 1: first in loss\. There is no checkpoint"):
-    raise_if_nonfinite(record(0, True, True, True), STATE, None, {})
+    raise_if_nonfinite(record(0, True, True, True), STATE, None, {}, 1)

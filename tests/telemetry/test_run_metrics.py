@@ -85,11 +85,11 @@ def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
     state = updated(state, np.nan)
     values = measures(step, {}, state)
     assert values["skipped_steps"] == skipped
-    raise_if_nonfinite(record, state, None, values)
+    raise_if_nonfinite(record, state, None, values, 3)
   # After two in a row, optax applies the third.
   state = updated(state, np.nan)
   with pytest.raises(NonFiniteError, match="not finite"):
-    raise_if_nonfinite(record, state, None, measures(3, {}, state))
+    raise_if_nonfinite(record, state, None, measures(3, {}, state), 3)
 
 
 def test_nonfinite_step_ends_the_run_of_other_optimizers():
@@ -98,4 +98,4 @@ def test_nonfinite_step_ends_the_run_of_other_optimizers():
   assert skipped_steps(state.param_states) is None
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   with pytest.raises(NonFiniteError, match="first in loss"):
-    raise_if_nonfinite(record, state, None, values)
+    raise_if_nonfinite(record, state, None, values, 3)

@@ -13,6 +13,8 @@ import numpy as np
 from clu.data import dataset_iterator
 from etils import epath
 
+from rosetta_t5.data.reading.file_facts import digest_of
+
 
 class StepIndexedIterator(dataset_iterator.DatasetIterator):
   """A source whose batches are a function of the step, such as prepared data.
@@ -63,6 +65,7 @@ class IterableBatches(dataset_iterator.DatasetIterator):
   def __init__(self, batches: Iterable[Mapping[str, np.ndarray]]):
     self._batches = batches
     self._spec: dict[str, dataset_iterator.ArraySpec] | None = None
+    self._first_digest = ""
     self.reset()
 
   def reset(self) -> None:
@@ -89,8 +92,15 @@ class IterableBatches(dataset_iterator.DatasetIterator):
         )
       self._iterator = itertools.chain([first], self._iterator)
       arrays = {name: np.asarray(value) for name, value in first.items()}
+      numeric = [name for name in sorted(arrays) if arrays[name].dtype.kind != "O"]
+      self._first_digest = digest_of(arrays[name].tobytes() for name in numeric)
       self._spec = {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
     return self._spec
+
+  def describe_data(self) -> dict[str, str]:
+    """Returns a digest of the first batch, with which a restart compares its own."""
+    _ = self.element_spec
+    return {"first_batch": self._first_digest}
 
   def save(self, filename: epath.PathLike) -> None:
     """Writes the number of batches that have been returned."""

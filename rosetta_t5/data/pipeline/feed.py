@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,18 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
+from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.batch_checks import (
+  TokenLimit,
+  check_has_target,
+  check_ids,
+  token_limit,
+)
 from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
+from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.reading import BadExamples, unwrap_reader_errors
+from rosetta_t5.data.reading.file_facts import Facts
+from rosetta_t5.telemetry import console
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -47,6 +58,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     iterator: dataset_iterator.DatasetIterator,
     partitioner: BasePartitioner,
     global_shapes: Mapping[str, tuple[int, ...]],
+    dataset_cfg: DatasetConfig | None = None,
+    check: Callable[[HostBatch], None] | None = None,
   ):
     """Wraps a source of host batches.
 
@@ -54,10 +67,14 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       iterator: yields dictionaries of numpy arrays, this process's part of each batch.
       partitioner: its mesh and `data_partition_spec` determine the sharding of the batch.
       global_shapes: the shape of each feature in the global batch; other features are dropped.
+      dataset_cfg: describes the data, which is stored with a position and compared when the position
+        is restored; None stores and compares nothing.
+      check: raises an error for a batch that must not be used; None accepts every batch.
     """
     self.iterator = iterator
     self.is_shard_independent = isinstance(iterator, StepIndexedIterator)
     self._global_shapes = dict(global_shapes)
+    self._dataset_cfg, self._check = dataset_cfg, check
     self._sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
     self._pending: collections.deque[Future[tuple[HostBatch, GlobalBatch]]] = collections.deque()
@@ -92,6 +109,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     with unwrap_reader_errors():
       batch = next(self.iterator)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
+    if self._check is not None:
+      self._check(host_batch)
     return host_batch, self._to_devices(host_batch)
 
   def _to_devices(self, host_batch: HostBatch) -> GlobalBatch:
@@ -126,6 +145,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       measures["data/bad_examples"] = float(bad)
     return measures
 
+  @functools.cached_property
+  def _facts(self) -> Facts | None:
+    """What the feed reads, as it is when the first position is saved or restored."""
+    cfg = self._dataset_cfg
+    return None if cfg is None else data_facts(cfg, self.iterator)
+
   def reset(self) -> None:
     """Returns to the first batch."""
     self._wait_for_reads()
@@ -153,6 +178,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "outside of tf.data (tf.py_function, from_generator)."
       ) from error
     state = {
+      "data": self._facts,
       "batches_handed_out": self.batches_handed_out,
       "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
@@ -164,26 +190,48 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     A position that T5X wrote has no second file; then only the source is restored.
 
     Raises:
-      ValueError: the position does not exist or belongs to another pipeline.
+      ValueError: the position does not exist or belongs to other data or another pipeline.
     """
     self._wait_for_reads()
+    state: dict[str, Any] = {}
+    if (feed_file := _feed_file(filename)).exists():
+      state = serialization.msgpack_restore(feed_file.read_bytes())
+    self._compare_data(state.get("data"), filename)
     try:
       self.iterator.restore(filename)
     except Exception as error:
       raise ValueError(
-        f"The input pipeline's position cannot be restored from {filename} ({_first_line(error)}). "
-        "It is missing, or another task, batch size or data folder wrote it. Undo that change, or "
-        "set utils.RestoreCheckpointConfig.restore_dataset = False to start the data from the "
-        "beginning."
+        f"the input pipeline's position cannot be restored from {filename} ({_first_line(error)}): it "
+        "is missing, or another task, batch size or data folder wrote it. Undo that change"
       ) from error
     self._pending.clear()
-    if not _feed_file(filename).exists():
-      return
-    state = serialization.msgpack_restore(_feed_file(filename).read_bytes())
-    self.batches_handed_out = int(state["batches_handed_out"])
-    for _, host_batch in sorted(state["drawn_ahead"].items()):
+    self.batches_handed_out = int(state.get("batches_handed_out", self.batches_handed_out))
+    for _, host_batch in sorted(state.get("drawn_ahead", {}).items()):
       self._pending.append(Future())
       self._pending[-1].set_result((host_batch, self._to_devices(host_batch)))
+
+  def _compare_data(self, stored: Facts | None, filename: str | epath.Path) -> None:
+    """Raises ValueError if a position was saved in other data than the feed reads."""
+    if self._facts is None:
+      return
+    if stored is None:
+      console.print_line(
+        f"note     the position {filename} does not state which data it belongs to (an older version "
+        "saved it), so changes of the data are not noticed"
+      )
+      return
+    changes, notes = compare_facts(stored, self._facts)
+    if changes:
+      raise ValueError(
+        f"the training data has changed since the position {filename} was saved:\n"
+        + "".join(f"  {change}\n" for change in changes)
+        + "Undo the change to continue with the next example"
+      )
+    if notes:
+      more = f" (and {len(notes) - 1} more)" if notes[1:] else ""
+      console.print_line(
+        f"note     the training data is the same in another place: {notes[0]}{more}"
+      )
 
   def _wait_for_reads(self) -> list[HostBatch]:
     """Waits until the thread is idle, and returns the prefetched batches."""
@@ -199,8 +247,43 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._thread.shutdown(wait=True, cancel_futures=True)
 
 
+def training_feed(
+  get_dataset_fn: Callable[..., Any],
+  cfg: DatasetConfig,
+  model: Any,
+  partitioner: BasePartitioner,
+  checkpoint_cfg: Any,
+) -> ShardedDatasetIterator:
+  """Returns the feed of a training run: its dataset function's batches, checked for its model.
+
+  Args:
+    get_dataset_fn: returns this process's batches, such as `get_dataset`.
+    cfg: the data, with its seed.
+    model: provides the feature converter and the limit of token ids.
+    partitioner: see `prepare_train_iter`.
+    checkpoint_cfg: see `prepare_train_iter`.
+  """
+  layout = partitioner.get_data_layout(cfg.batch_size)
+  batches = get_dataset_fn(cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS)
+  return prepare_train_iter(
+    batches,
+    partitioner=partitioner,
+    checkpoint_cfg=checkpoint_cfg,
+    data_layout=layout,
+    dataset_cfg=cfg,
+    limit=token_limit(model),
+  )
+
+
 def prepare_train_iter(
-  train_iter: Any, *, partitioner: BasePartitioner, checkpoint_cfg: Any, data_layout: DataLayout
+  train_iter: Any,
+  *,
+  partitioner: BasePartitioner,
+  checkpoint_cfg: Any,
+  data_layout: DataLayout,
+  dataset_cfg: DatasetConfig | None = None,
+  limit: TokenLimit | None = None,
+  is_training: bool = True,
 ) -> ShardedDatasetIterator:
   """Returns the feed of a training run, which reads its first batches in the background.
 
@@ -210,17 +293,27 @@ def prepare_train_iter(
     partitioner: determines the sharding of the batch.
     checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
     data_layout: the size of the global batch and the number of shards.
+    dataset_cfg: the data's configuration; see `ShardedDatasetIterator`.
+    limit: the limit of the model's token ids.
+    is_training: whether each batch must have a target to learn from.
 
   Raises:
     ValueError: the batches do not have the run's batch size, or their shapes are not fixed.
   """
+  name = f"the task '{dataset_cfg.name}'" if dataset_cfg else "the training data"
+
+  def check(batch: HostBatch) -> None:
+    check_ids(batch, name, limit)
+    if is_training and data_layout.num_shards == 1:  # Other hosts may have the batch's targets.
+      check_has_target(batch, name)
+
   source = as_batch_iterator(train_iter)
   shapes = {
     name: _global_shape(name, spec.shape, data_layout)
     for name, spec in source.element_spec.items()
     if np.dtype(spec.dtype).kind not in "OSU"
   }
-  feed = ShardedDatasetIterator(source, partitioner, shapes)
+  feed = ShardedDatasetIterator(source, partitioner, shapes, dataset_cfg, check)
   restore_cfg = checkpoint_cfg.restore if checkpoint_cfg else None
   if not (restore_cfg and restore_cfg.restore_dataset):
     feed.start_prefetching()

@@ -49,6 +49,7 @@ def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> 
   check_cached(cfg, provider)
   check_split(cfg, provider)
   check_feature_lengths(cfg, converter)
+  _check_types(cfg, provider, converter)
   return provider
 
 
@@ -148,6 +149,18 @@ def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter)
     f"{type(converter).__name__} reads {sorted(wanted)}: set for example "
     f"TASK_FEATURE_LENGTHS = {example}."
   )
+
+
+def _check_types(cfg: DatasetConfig, provider: Any, converter: seqio.FeatureConverter) -> None:
+  """Raises ValueError if a feature of the task has another type than the model reads."""
+  for name, spec in converter.TASK_FEATURES.items():
+    feature = provider.output_features.get(name)
+    if feature is not None and feature.dtype != spec.dtype:
+      raise ValueError(
+        f"The feature '{name}' of the task '{cfg.name}' must have the type {spec.dtype.name}, got "
+        f"{feature.dtype.name}: write seqio.Feature(..., dtype=tf.{spec.dtype.name}), and convert the "
+        f"values in a preprocessor with tf.cast(..., tf.{spec.dtype.name})."
+      )
 
 
 def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardInfo) -> None:

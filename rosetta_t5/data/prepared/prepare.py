@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
@@ -143,7 +145,19 @@ def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
   count = min(workers or os.cpu_count() or 1, len(jobs))
   # A fork of a process that has threads, as JAX has, can hang.
   context = multiprocessing.get_context("spawn")
-  return ProcessPoolExecutor(count, mp_context=context)
+  return ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+  """Ends this process when its parent is killed, so that it does not write into a later call's shards."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+
+  def wait_for_parent() -> None:
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+  threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:

@@ -10,9 +10,11 @@ import collections
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -23,6 +25,8 @@ from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator
 from rosetta_t5.data.prepared.batch_objectives import Objective
 from rosetta_t5.data.prepared.corruption import random_keys
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
+from rosetta_t5.data.prepared.token_stream import DamagedIndexError
+from rosetta_t5.data.reading.file_facts import listing
 
 HostBatch = dict[str, np.ndarray]
 
@@ -79,6 +83,20 @@ class Batches:
     ]
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
+  def describe_data(self) -> dict[str, Any]:
+    """Returns what a batch depends on as JSON values; folders may be moved."""
+    assert isinstance(self.mixture, RateMixture)
+    streams = {str(segments.stream.folder): segments.stream for segments in self.segments}
+    paths = [os.path.abspath(path) for path in streams]
+    sizes, digests = zip(
+      *((stream.size, stream.digest) for stream in streams.values()), strict=True
+    )
+    return {
+      "folders": listing(paths, sizes, digests, is_movable=True),
+      "shares": list(map(str, self.mixture.shares)),
+      "objectives": list(map(str, self.objectives)),
+    }
+
   def measures(self, step: int) -> dict[str, float]:
     """Returns metrics at the beginning of a step.
 
@@ -116,6 +134,8 @@ class Batches:
     starts = [segments.start(index) for index in indices]
     try:
       return segments.stream.read(starts, segments.length)
+    except DamagedIndexError:
+      raise
     except ValueError:
       return np.stack([self._read_or_replace(segments, index) for index in indices])
 
@@ -124,6 +144,8 @@ class Batches:
     for candidate in range(index, index + segments.count):
       try:
         return segments.stream.read([segments.start(candidate)], segments.length)[0]
+      except DamagedIndexError:
+        raise
       except ValueError as error:
         self.unreadable += 1
         if self.unreadable.bit_count() == 1:  # powers of two, so that the log remains short
@@ -180,6 +202,10 @@ class PreparedIterator(StepIndexedIterator):
     batch = next(self._iterator)
     self._step += 1
     return batch
+
+  def describe_data(self) -> dict[str, Any]:
+    """Returns what the batches depend on; see `Batches.describe_data`."""
+    return self.batches.describe_data()
 
   def measures(self, step: int) -> dict[str, float]:
     """Returns metrics at the beginning of a step; see `Batches.measures`."""

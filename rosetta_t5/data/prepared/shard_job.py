@@ -15,7 +15,7 @@ import io
 import json
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,11 +95,19 @@ class ShardJob:
     """Returns the facts of the shard if this job has completed it earlier, else None."""
     try:
       facts = json.loads(self.facts_file.read_text())
-      sizes = {pathlib.Path(self.out, f["file"]): f["bytes"] for f in facts["splits"].values()}
-      is_complete = all(path.stat().st_size == size for path, size in sizes.items())
+      is_complete = all(
+        pathlib.Path(self.out, name).stat().st_size == size
+        for split in facts["splits"].values()
+        for name, size in ((split["file"], split["bytes"]), _index_size(split))
+      )
     except (OSError, ValueError, KeyError):
       return None
     return facts if is_complete and facts.get("fingerprint") == self.fingerprint() else None
+
+
+def _index_size(split: Mapping[str, Any]) -> tuple[str, int]:
+  """Returns the name and the size of a split's index: numpy's header, and a number per record."""
+  return str(pathlib.Path(split["file"]).with_suffix(".ends.npy")), 128 + 8 * (split["records"] + 1)
 
 
 def run_job(job: ShardJob) -> dict[str, Any]:

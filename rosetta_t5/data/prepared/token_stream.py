@@ -57,6 +57,10 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     raise TypeError(f"bytes_a_token must be 2 or 4, got {manifest['bytes_a_token']!r}")
 
 
+class DamagedIndexError(ValueError):
+  """The index of a shard cannot be used, so none of its examples can be read."""
+
+
 class TokenStream:
   """All tokens of a split, one document after the other.
 
@@ -93,10 +97,21 @@ class TokenStream:
     """Makes another process that receives the stream open the files itself."""
     return TokenStream, (self.folder, self._split)
 
-  @property
+  @functools.cached_property
   def vocabulary(self) -> str:
-    """The path of the vocabulary."""
-    return str(self.folder / VOCABULARY)
+    """The path of the vocabulary.
+
+    Raises:
+      ValueError: it is not the vocabulary with which the folder was prepared.
+    """
+    path = self.folder / VOCABULARY
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    if digest != self.manifest["vocabulary"]["sha256"]:
+      raise ValueError(
+        f"{path} is {'damaged' if digest else 'missing'}: its SHA-256 must be the one in {MANIFEST}. "
+        "Copy the vocabulary with which the folder was prepared to this file"
+      )
+    return str(path)
 
   def encode(self, text: str) -> list[int]:
     """Tokenizes a text with the vocabulary."""
@@ -152,12 +167,16 @@ class _Shard:
     try:
       ends = np.load(path, mmap_mode="r")
     except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
-      raise ValueError(_damaged_text(self._path, f"{path.name}: {error}")) from error
+      raise DamagedIndexError(_damaged_text(self._path, f"{path.name}: {error}")) from error
     is_index = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype == np.uint64
     if not (is_index and ends.size and ends[0] == 0 and ends[-1] == self._tokens):
-      raise ValueError(_damaged_text(self._path, f"{path.name} is not the index of its tokens"))
+      raise DamagedIndexError(
+        _damaged_text(self._path, f"{path.name} is not the index of its tokens")
+      )
     if (ends[1:] <= ends[:-1]).any():
-      raise ValueError(_damaged_text(self._path, f"the numbers in {path.name} do not increase"))
+      raise DamagedIndexError(
+        _damaged_text(self._path, f"the numbers in {path.name} do not increase")
+      )
     return ends
 
   @functools.cached_property

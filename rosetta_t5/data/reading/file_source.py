@@ -15,50 +15,66 @@ if TYPE_CHECKING:
 
 
 def make_file_source(
-  files: Mapping[str, Sequence[str]], readers: Mapping[str, BlockReader], names: Sequence[str]
+  files: Mapping[str, Sequence[str]],
+  readers: Mapping[str, BlockReader],
+  names: Sequence[str],
+  arguments: Mapping[str, Any] | None = None,
 ) -> seqio.DataSource:
-  """Returns a data source of examples {name: text}.
+  """Returns a data source of examples {name: text}. A position in it contains no paths.
 
   Args:
     files: the files of each split.
     readers: the reader of each split.
     names: the features of the examples.
+    arguments: JSON values that determine the examples besides the files, the source's `arguments`.
   """
   seqio: Any = import_seqio()
 
-  class OneReaderSource(seqio.FileDataSource):
-    """Takes the files as they are listed, where SeqIO's class expands patterns."""
+  class NumberedFiles(seqio.FileDataSource):
+    """Reads files by their numbers, where SeqIO's class expands patterns."""
+
+    def list_shards(self, split: str) -> Sequence[str]:
+      return [str(number) for number in range(len(files[split]))]
+
+  class FileSource(seqio.FileDataSource):
+    """Has a reader for each split."""
+
+    is_movable = True
 
     def list_shards(self, split: str) -> Sequence[str]:
       return list(files[split])
 
-  class FileSource(OneReaderSource):
-    """Has a reader for each split."""
-
     def get_dataset(self, split: str = "train", **options: Any) -> Any:
-      source = OneReaderSource(
-        read_file_fn=lambda path: _examples(readers[split], path, names),
+      paths = {str(number): path for number, path in enumerate(files[split])}
+      source = NumberedFiles(
+        read_file_fn=lambda number: _examples(readers[split], paths, number, names),
         split_to_filepattern=files,
       )
       return source.get_dataset(split=split, **options)
 
-  return FileSource(read_file_fn=None, split_to_filepattern=files)
+  source = FileSource(read_file_fn=None, split_to_filepattern=files)
+  source.arguments = arguments
+  return source
 
 
-def _examples(reader: BlockReader, path: Any, names: Sequence[str]) -> Any:
-  """Returns a tf.data.Dataset of one file's examples."""
+def _examples(
+  reader: BlockReader, paths: Mapping[str, str], number: Any, names: Sequence[str]
+) -> Any:
+  """Returns a tf.data.Dataset of the examples of the file with this number in `paths`."""
   tf = import_tensorflow()
   text_types = [tf.string] * len(names)
 
-  def read_block(path: bytes, block: np.int64) -> list[Any]:
-    examples, has_more = reader.read(path.decode(), int(block))
+  def read_block(number: bytes, block: np.int64) -> list[Any]:
+    file = number.decode()
+    # Positions that older versions saved contain the path.
+    examples, has_more = reader.read(paths.get(file, file), int(block))
     columns = [[fields[name].encode() for fields in examples] for name in names]
     return [np.bool_(has_more), *(np.array(column, object) for column in columns)]
 
   def load(block: Any) -> list[Any]:
     # For tf.data this function has no state, because a block depends only on its number.
     types = [tf.bool, *text_types]
-    has_more, *columns = tf.numpy_function(read_block, [path, block], types, stateful=False)
+    has_more, *columns = tf.numpy_function(read_block, [number, block], types, stateful=False)
     has_more.set_shape([])
     for column in columns:
       column.set_shape([None])

@@ -139,6 +139,10 @@ def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       return self._splits or self._source.splits
 
     @property
+    def is_movable(self) -> bool:
+      return getattr(self._source, "is_movable", False)
+
+    @property
     def supports_arbitrary_sharding(self) -> bool:
       return self._source.supports_arbitrary_sharding
 

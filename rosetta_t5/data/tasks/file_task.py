@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,6 +106,12 @@ def file_task(
     {"train": train, "validation": find_files(validation_files) if validation_files else train},
     {"train": reader(False), "validation": reader(True)},
     list(templates),
+    {
+      "objective": objective,
+      "text": dict(templates),
+      "layout": dataclasses.asdict(layout),
+      "validation_percent": None if validation_files else validation_percent,
+    },
   )
   logging.info("Task '%s': %s on %d files", name, objective, len(train))
   vocabulary = vocabulary or import_seqio().SentencePieceVocabulary(T5_VOCABULARY)

@@ -1,0 +1,283 @@
+"""A position in the data is restored only in the data in which it was saved."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from clu.data import dataset_iterator
+
+from rosetta_t5.data import (
+  DatasetConfig,
+  ShardedDatasetIterator,
+  file_task,
+  get_dataset,
+  prepare_train_iter,
+)
+from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
+from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
+from rosetta_t5.data.reading.file_facts import compare_files, file_facts
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.parallel.partitioner import PjitPartitioner
+
+pytestmark = pytest.mark.usefixtures("isolated_registries")
+
+MakeFeed = Callable[[DatasetConfig, Any], ShardedDatasetIterator]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+  """Three files of 40 numbered lines."""
+  (tmp_path / "text").mkdir()
+  for number in range(3):
+    lines = [f"line {line:02} of file {number}\n" for line in range(40)]
+    (tmp_path / f"text/{number}.txt").write_text("".join(lines))
+  return tmp_path / "text"
+
+
+@pytest.fixture
+def make_feed() -> Iterator[MakeFeed]:
+  feeds = []
+
+  def make(cfg: DatasetConfig, batches: Any = None) -> ShardedDatasetIterator:
+    partitioner = PjitPartitioner(num_partitions=1)
+    if batches is None:
+      batches = get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter, num_epochs=9)
+    feed = prepare_train_iter(
+      batches,
+      partitioner=partitioner,
+      checkpoint_cfg=None,
+      data_layout=partitioner.get_data_layout(8),
+      dataset_cfg=cfg,
+    )
+    feeds.append(feed)
+    return feed
+
+  yield make
+  for feed in feeds:
+    feed.close()
+
+
+def config(name: str, **overrides: Any) -> DatasetConfig:
+  lengths = {"inputs": 32, "targets": 16}
+  fields = {"split": "train", "batch_size": 8, "shuffle": True, "seed": 0}
+  return DatasetConfig(name, **{"task_feature_lengths": lengths, **fields, **overrides})
+
+
+def own_files(folder: pathlib.Path, **arguments: Any) -> str:
+  import_seqio().TaskRegistry.reset()
+  vocabulary = import_seqio().ByteVocabulary()
+  return file_task(f"{folder}/*.txt", vocabulary=vocabulary, objective="prefix_lm", **arguments)
+
+
+def facts(cfg: DatasetConfig) -> dict[str, Any]:
+  dataset = import_tensorflow().data.Dataset.from_tensors({"x": [0]})
+  return data_facts(cfg, as_batch_iterator(dataset))
+
+
+def rewrite(path: pathlib.Path, old: str, new: str) -> None:
+  path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+  ("change", "expected"),
+  [
+    (
+      lambda f: rewrite(f / "1.txt", "20", "21"),
+      r"changed: 1\.txt \(other contents of the same si",
+    ),
+    (lambda f: rewrite(f / "1.txt", "20", ""), r"changed: 1\.txt \(size 720 → 718\)"),
+    (lambda f: (f / "3.txt").write_text("x\n"), r"added: 3\.txt"),
+    (lambda f: (f / "2.txt").unlink(), r"removed: 2\.txt"),
+    (lambda f: (f / "0.txt").rename(f / "9.txt"), r"removed: 0\.txt; added: 9\.txt"),
+  ],
+)
+def test_changed_files_are_named(folder: pathlib.Path, change: Any, expected: str) -> None:
+  before = facts(config(own_files(folder)))
+  change(folder)
+  changes, notes = compare_facts(before, facts(config(own_files(folder))))
+  assert not notes
+  (text,) = changes
+  assert text.startswith(f"task.file_task.data: in {folder}, ")
+  assert re.search(expected, text), text
+
+
+@pytest.mark.parametrize(
+  ("arguments", "overrides", "expected"),
+  [
+    ({}, {"seed": 1}, "seed: 0 → 1"),
+    ({}, {"pack": True}, "pack: False → True"),
+    ({}, {"split": "validation"}, "split: train → validation"),
+    (
+      {},
+      {"task_feature_lengths": {"inputs": 32, "targets": 8}},
+      "task_feature_lengths.targets: 16 → 8",
+    ),
+    ({"text_unit": "file"}, {}, "task.file_task.arguments.layout.text_unit: line → file"),
+    ({"validation_percent": 5}, {}, "task.file_task.arguments.validation_percent: 1.0 → 5"),
+  ],
+)
+def test_changed_settings_are_named(
+  folder: pathlib.Path, arguments: dict, overrides: dict, expected: str
+) -> None:
+  before = facts(config(own_files(folder)))
+  assert compare_facts(before, facts(config(own_files(folder)))) == ([], [])
+  after = facts(config(own_files(folder, **arguments), **overrides))
+  assert compare_facts(before, after) == ([expected], [])
+
+
+def test_a_restart_continues_with_the_next_example_after_its_files_were_moved(
+  folder: pathlib.Path, make_feed: MakeFeed, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+  feed = make_feed(config(own_files(folder)))
+  for _ in range(4):
+    next(feed)
+  feed.save(tmp_path / "position")
+  expected = [next(feed) for _ in range(6)]
+  moved = folder.rename(tmp_path / "moved")
+  restarted = make_feed(config(own_files(moved)))
+  restarted.restore(tmp_path / "position")
+  for batch in expected:
+    for name, value in next(restarted).items():
+      np.testing.assert_array_equal(value, batch[name])
+  assert (
+    f"same in another place: task.file_task.data: moved from {folder} to {moved}"
+    in capsys.readouterr().out
+  )
+
+
+def test_a_restart_with_other_data_is_refused(
+  folder: pathlib.Path, make_feed: MakeFeed, tmp_path: pathlib.Path
+) -> None:
+  make_feed(config(own_files(folder))).save(tmp_path / "position")
+  rewrite(folder / "2.txt", "line 39", "line xx")
+  restarted = make_feed(config(own_files(folder)))
+  with pytest.raises(ValueError, match=r"(?s)data has changed since.*changed: 2\.txt"):
+    restarted.restore(tmp_path / "position")
+
+
+def test_a_position_without_facts_is_restored_with_a_note(
+  folder: pathlib.Path, make_feed: MakeFeed, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+  make_feed(config(own_files(folder))).save(tmp_path / "position")
+  (tmp_path / "position.feed").unlink()  # as in T5X
+  make_feed(config(own_files(folder))).restore(tmp_path / "position")
+  assert "does not state which data it belongs to" in capsys.readouterr().out
+
+
+def test_a_task_that_stores_paths_must_not_move(tmp_path: pathlib.Path) -> None:
+  tf, seqio = import_tensorflow(), import_seqio()
+
+  def facts_of(folder: pathlib.Path) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "a.tfrecord").write_bytes(b"record")
+    seqio.TaskRegistry.reset()
+    seqio.TaskRegistry.add(
+      "records",
+      source=seqio.TFExampleDataSource(
+        {"train": f"{folder}/*"}, {"inputs": tf.io.FixedLenFeature([], tf.string)}
+      ),
+      preprocessors=[],
+      output_features={"inputs": seqio.Feature(seqio.ByteVocabulary())},
+    )
+    return facts(config("records"))
+
+  changes, _ = compare_facts(facts_of(tmp_path / "a"), facts_of(tmp_path / "b"))
+  assert changes == [
+    f"task.records.data: moved from {tmp_path}/a to {tmp_path}/b (the position contains paths, so make "
+    "the old one a link to the new one)"
+  ]
+
+
+def test_a_mixture_of_functions_is_compared_by_rates_examples_vocabularies_and_preprocessors(
+  add_task: Callable[..., str],
+) -> None:
+  seqio = import_seqio()
+
+  def facts_of(rate: float, lines: list[str], **task: Any) -> dict[str, Any]:
+    seqio.TaskRegistry.reset()
+    seqio.MixtureRegistry.reset()
+    names = [add_task(["same"], "one"), add_task(lines, "two", **task)]
+    seqio.MixtureRegistry.add("both", [(names[0], 1.0), (names[1], rate)])
+    return facts(config("both"))
+
+  before = facts_of(1.0, ["a", "b"])
+  assert compare_facts(before, facts_of(1.0, ["a", "b"])) == ([], [])
+  assert compare_facts(before, facts_of(3.0, ["a", "b"]))[0] == ["task.two.rate: 1.0 → 3.0"]
+  (examples,) = compare_facts(before, facts_of(1.0, ["a", "c"]))[0]
+  assert examples.startswith("task.two.first_examples: ")
+  vocabulary = seqio.ByteVocabulary(extra_ids=7)
+  changes = compare_facts(before, facts_of(1.0, ["a", "b"], vocabulary=vocabulary))[0]
+  assert "ByteVocabulary of 259 tokens with an end token → ByteVocabulary of 266" in changes[0]
+  trim = seqio.preprocessors.append_eos
+  changes = compare_facts(before, facts_of(1.0, ["a", "b"], preprocessors=[trim]))[0]
+  assert "append_eos" in changes[0].partition("→")[2]
+
+
+def counting(first: int) -> Iterator[dict[str, np.ndarray]]:
+  for number in range(first, 50):
+    yield {"x": np.full((8, 2), number, np.int32)}
+
+
+def test_batches_of_a_function_are_compared_by_the_first_one(
+  make_feed: MakeFeed, tmp_path: pathlib.Path
+) -> None:
+  cfg = config("own")
+  make_feed(cfg, counting(0)).save(tmp_path / "position")
+  make_feed(cfg, counting(0)).restore(tmp_path / "position")
+  with pytest.raises(ValueError, match=r"data\.first_batch: "):
+    make_feed(cfg, counting(1)).restore(tmp_path / "position")
+
+
+class OwnIterator(dataset_iterator.DatasetIterator):
+  """A user's iterator, which describes its data."""
+
+  def __init__(self, path: str):
+    self._path = path
+
+  @property
+  def element_spec(self) -> dict[str, dataset_iterator.ArraySpec]:
+    return {"x": dataset_iterator.ArraySpec(np.dtype(np.int32), (8, 2))}
+
+  def describe_data(self) -> dict[str, str]:
+    return {"path": self._path}
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    return {"x": np.zeros((8, 2), np.int32)}
+
+  def reset(self) -> None:
+    pass
+
+  def save(self, filename: Any) -> None:
+    pathlib.Path(filename).write_text("0")
+
+  def restore(self, filename: Any) -> None:
+    pass
+
+
+def test_a_users_iterator_describes_its_data(make_feed: MakeFeed, tmp_path: pathlib.Path) -> None:
+  make_feed(config("own"), OwnIterator("a")).save(tmp_path / "position")
+  with pytest.raises(ValueError, match=r"data\.path: a → b"):
+    make_feed(config("own"), OwnIterator("b")).restore(tmp_path / "position")
+
+
+def test_large_files_are_compared_by_samples_and_their_size(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "large"
+  with path.open("wb") as file:
+    file.truncate(100 << 20)  # no disk space
+
+  def found() -> dict[str, Any]:
+    return json.loads(json.dumps(file_facts([str(path)], is_movable=True)))
+
+  before = found()
+  assert compare_files(before, found()) == ([], [])
+  with path.open("r+b") as file:
+    file.seek(-1, 2)
+    file.write(b"x")
+  (text,), _ = compare_files(before, found())
+  assert "changed: large (other contents of the same size, 104,857,600)" in text

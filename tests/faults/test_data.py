@@ -1,0 +1,130 @@
+"""What happens to runs whose data changes, is damaged, or contains bad numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fault import Fault, fault_table
+
+_MORE = "$TRAIN --gin.TRAIN_STEPS=6"
+_POSITION = "run/checkpoint_4/dataset/train_ds-000-of-001"
+
+
+def task(code: str) -> str:
+  """Returns commands that train on a SeqIO task of pairs of token ids, `inputs, targets = {code}`."""
+  return f"""cat > bad_task.py <<'END'
+import seqio, tensorflow as tf
+inputs, targets = {code}
+def read(split, shuffle_files=False, seed=None):
+  return tf.data.Dataset.from_tensors({{"inputs": inputs, "targets": targets}}).repeat(50)
+feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=False)
+source = seqio.FunctionDataSource(read, splits=["train", "validation"])
+seqio.TaskRegistry.add(
+  "bad", source=source, preprocessors=[], output_features={{"inputs": feature, "targets": feature}})
+END
+PYTHONPATH=. $TRAIN --gin.MODEL_DIR="'new'" --gin.MIXTURE_OR_TASK_NAME="'bad'" \\
+  --gin.MIXTURE_OR_TASK_MODULE="'bad_task'" """
+
+
+def schedule(rate: str) -> str:
+  """Returns commands that train with a learning-rate schedule of one's own, a function of `step`."""
+  return f"""echo 'def schedule(): return lambda step: {rate}' > own.py
+PYTHONPATH=. $TRAIN --gin.TRAIN_STEPS=20 --gin_bindings='from __gin__ import dynamic_registration' \\
+  --gin_bindings='import own' --gin_bindings='trainer.Trainer.learning_rate_fn = @own.schedule()'"""
+
+
+FAULTS = [
+  Fault(
+    "one character of the data has changed",
+    f"sed -i 's/8 and 8/8 und 8/' rows.jsonl; {_MORE}",
+    expected=r"changed: rows\.jsonl \(other contents of the same size.*ignore_dataset_until=4",
+    fast=True,
+  ),
+  Fault(
+    "a restart reads other files",
+    f"head -50 rows.jsonl > few.jsonl; {_MORE} --gin.data.file_task.files=\"'few.jsonl'\"",
+    expected=r"removed: rows\.jsonl; added: few\.jsonl",
+  ),
+  Fault(
+    "a restart has another seed of the data",
+    f"{_MORE} --gin.train/utils.DatasetConfig.seed=7",
+    expected=r"\n  seed: \d+ → 7\n",
+  ),
+  Fault(
+    "changed data is started from its beginning",
+    f"sed -i 's/8 and 8/8 und 8/' rows.jsonl; "
+    f"{_MORE} --gin.utils.SaveCheckpointConfig.ignore_dataset_until=4",
+    expected="steps     4 to 6, from run/checkpoint_4.*step 6/6",
+    status=0,
+  ),
+  Fault(
+    "the data has moved",
+    f"mkdir moved; mv rows.jsonl moved; {_MORE} --gin.data.file_task.files=\"'moved/rows.jsonl'\"",
+    expected=r"the same in another place: task\.file_task\.data: moved from \S+ to \S+/moved",
+    status=0,
+  ),
+  Fault(
+    "the batches of a position are cut to half",
+    f"truncate_to_half {_POSITION}.feed; {_MORE}",
+    expected=r"train_ds\S+\.feed has changed since it was saved.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "a byte of the data's position is flipped",
+    f"flip {_POSITION}.data-00000-of-00001; {_MORE}",
+    expected=r"train_ds\S+\.data-00000-of-00001 has changed since it was saved.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "all targets are empty",
+    task("[5, 6], tf.zeros([0], tf.int32)"),
+    expected="a batch of the task 'bad' has no target to learn from",
+  ),
+  Fault(
+    "all targets are padding",
+    task("[5, 6], [0, 0]"),
+    expected="a batch of the task 'bad' has no target to learn from",
+  ),
+  Fault(
+    "an input id is beyond the vocabulary",
+    task("[5, 5000], [7]"),
+    expected=r"'bad' has the value 5000 in encoder_input_tokens \(row 0, position 1.*384 ids",
+  ),
+  Fault(
+    "a target id is negative",
+    task("[5], [7, -7]"),
+    expected=r"'bad' has the value -7 in decoder_target_tokens \(row 0, position 1",
+  ),
+  Fault(
+    "a task yields 64-bit ids",
+    task("tf.constant([5], tf.int64), [7]"),
+    expected="incorrect type for feature 'inputs'.*int64, expected int32",
+  ),
+  Fault(
+    "a length of the data is 0",
+    "$TRAIN --gin.TASK_FEATURE_LENGTHS=\"{'inputs': 32, 'targets': 0}\"",
+    expected=r"TASK_FEATURE_LENGTHS\['targets'\] must be an integer of at least 1, got 0",
+    status=2,
+  ),
+  Fault(
+    "the learning rate is negative",
+    "$TRAIN --gin.utils.create_learning_rate_scheduler.base_learning_rate=-0.1",
+    expected="base_learning_rate must be a number of at least 0, got -0.1",
+    status=2,
+  ),
+  Fault(
+    "a schedule becomes negative during the run",
+    schedule("0.01 - 0.002 * step"),
+    expected=r"the learning rate is negative \(-0\.002\) at step 7.*learning_rate_fn",
+  ),
+  Fault(
+    "the parameters overflow although loss and gradients are finite",
+    schedule("1e38"),
+    expected=r"training is not finite \(NaN or infinity\) at step 5: first in metric weight_norm",
+  ),
+]
+
+
+@fault_table(FAULTS)
+def test_faults_of_data(fault: Fault, check_fault: Callable[[Fault], None]) -> None:
+  check_fault(fault)
