@@ -88,11 +88,9 @@ class TrainLoop:
 
   def compile(self) -> None:
     """Compiles the train step, and waits for the data of the evaluations."""
-    compile_started = time.monotonic()
-    self._write_scalar("timing/init_or_restore_seconds", compile_started - self.run_started)
+    self._write_scalar("timing/init_or_restore_seconds", time.monotonic() - self.run_started)
     with progress.bar("compiling the train step"):
       self.trainer.compile_train(self.feed.element_spec)
-    self._write_scalar("timing/compilation_seconds", time.monotonic() - compile_started)
     self.predictions.wait_until_read()
 
   def run(

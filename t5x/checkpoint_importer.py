@@ -4,6 +4,9 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   LazyArray,
   LazyThreadPoolArray,
 )
+from rosetta_t5.checkpoints.formats.hugging_face.t5_names import (
+  rename_shared_biases as _maybe_correct_relpos_bias,
+)
 from rosetta_t5.checkpoints.formats.mesh_tf import (
   CheckpointTranslator,
   attention_layers,

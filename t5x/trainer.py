@@ -19,6 +19,7 @@ from rosetta_t5.compat.trainer_functions import (
   train_with_lr,
 )
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
+from rosetta_t5.telemetry.metrics_manager import now as _time
 from rosetta_t5.training.actions import (
   ActionMode,
   BaseAction,

@@ -70,7 +70,7 @@ def test_help_of_infer_shows_the_options_for_texts_and_not_those_of_t5x_main(cap
     ("train --shard_id=1", "unknown option --shard_id."),
     ("train my.gin", "unexpected argument 'my.gin'. Did you mean --gin_file=my.gin?"),
     ("train gin.STEPS=1", "unexpected argument 'gin.STEPS=1'. Did you mean --gin.STEPS=1?"),
-    ("train --gin.STEPS 3", "--gin.STEPS has no value: write --gin.STEPS=VALUE"),
+    ("train --gin.STEPS 3", "of the form '--gin.<param>=<value>', got: --gin.STEPS"),
     ("prepare --workes 4", "the following arguments are required: --input, --vocab, --out"),
     ("ckpt show run --stat", "unknown option --stat."),
     ("doctor now", "unexpected argument 'now'."),

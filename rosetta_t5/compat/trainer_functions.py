@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys
 from rosetta_t5.telemetry.metrics import AveragePerStep
+from rosetta_t5.training import step
 from rosetta_t5.training.step import (
   Batch,
   Metrics,
@@ -119,7 +120,7 @@ def apply_grads(
 
 def eval_step(model: Any, train_state: TrainState, batch: Batch) -> Metrics:
   """Returns the metrics of a batch, without dropout (T5X)."""
-  return dict(model.eval_fn(train_state.params, batch)[1])
+  return step.eval_step(train_state, batch, eval_fn=model.eval_fn)
 
 
 def train_with_lr(

@@ -220,7 +220,7 @@ def _rewrite(argument: str) -> str:
     return argument
   name, equals, value = argument.removeprefix("--gin.").partition("=")
   if not equals:
-    raise ConfigError(f"{argument} has no value: write {argument}=VALUE")
+    raise ConfigError(f"Gin bindings must be of the form '--gin.<param>=<value>', got: {argument}")
   return f"--gin_bindings={name} = {value}"
 
 

@@ -78,8 +78,10 @@ class BaseModel(abc.ABC):
   ) -> tuple[Float[Array, ""], Metrics]:
     """Returns the loss and the metrics of a batch; `dropout_rng = None` disables dropout."""
 
-  def eval_fn(self, params: PyTree, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-    """Returns the loss and the metrics of a batch, without dropout."""
+  def eval_fn(
+    self, params: PyTree, batch: Batch, flax_mutables: PyTree | None = None
+  ) -> tuple[Float[Array, ""], Metrics]:
+    """Returns the loss and the metrics of a batch, without dropout; ignores mutable collections."""
     return self.loss_fn(params, batch, dropout_rng=None)
 
   def predict_batch(

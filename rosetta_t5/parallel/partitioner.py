@@ -220,8 +220,10 @@ class BasePartitioner(abc.ABC):
     """Returns `fn` jitted for the mesh, with the given PartitionSpecs of its arguments and results."""
 
   def compile(self, partitioned_fn: Any, *args: Any) -> Any:
-    """Returns `partitioned_fn` compiled for arguments of these shapes."""
-    return partitioned_fn.compile(*args)
+    """Returns `partitioned_fn`, the result of `partition`, compiled for arguments of these shapes."""
+    if isinstance(partitioned_fn, PartitionedFunction):
+      return partitioned_fn.compile(*args)
+    return partitioned_fn.lower(*args).compile()  # A subclass's `partition` may return a `jax.jit`.
 
 
 class BasePjitPartitioner(BasePartitioner):

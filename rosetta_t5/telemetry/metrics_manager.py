@@ -28,6 +28,9 @@ class MetricsManager:
 
   One thread waits for the devices and another computes values and writes files, so the training loop
   waits for neither. clu's AsyncWriter is not used: it would import TensorFlow before the first step.
+
+  Attributes:
+    summary_dir: the folder of this name's files, on every process; None if none are written.
   """
 
   def __init__(
@@ -47,6 +50,7 @@ class MetricsManager:
       make_writer: the same for TensorBoard. It is called at the first write, in the background,
         because it imports TensorFlow.
     """
+    self.summary_dir = None if summary_dir is None else os.path.join(summary_dir, name)
     self._summary_dir = None
     if summary_dir is not None and jax.process_index() == 0:
       self._summary_dir = os.fspath(summary_dir)
@@ -58,10 +62,9 @@ class MetricsManager:
         open_writer = functools.partial(make, name, self._summary_dir)
         # Opened now rather than at the first write: a missing package is reported before training.
         self._writers.append(MetricWriter(open_writer, open_writer()))
-    self._clock_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
+    self._duration_timer = _DurationTimer()
     self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
     self._pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
-    self._started: concurrent.futures.Future[float] | None = None
 
   @property
   def summary_writer(self) -> Any:
@@ -86,8 +89,7 @@ class MetricsManager:
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
     """Starts the clock that the next `write_metrics_summary` reads, once `block_on` is computed."""
-    copies = jax.tree.map(_copy_if_scalar, block_on)
-    self._started = self._clock_thread.submit(_time_when_ready, copies)
+    self._duration_timer.start(block_on)
 
   def write_metrics_summary(
     self, metrics: Mapping[str, Any], step: int, num_steps: int
@@ -105,12 +107,10 @@ class MetricsManager:
     Raises:
       Exception: a metric of an earlier call could not be computed.
     """
-    step, started, self._started = int(step), self._started, None
-    ended = self._clock_thread.submit(_time_when_ready, metrics)
+    step, duration = int(step), self._duration_timer.stop(metrics)
 
     def compute_and_write() -> dict[str, clu_values.Value]:
-      duration = ended.result() - started.result() if started is not None else None
-      values = compute_values(metrics, duration, num_steps)
+      values = compute_values(metrics, duration.result(), num_steps)
       self._write_values(step, values)
       return values
 
@@ -131,7 +131,7 @@ class MetricsManager:
     try:
       self.flush()
     finally:
-      self._clock_thread.shutdown()
+      self._duration_timer.close()
       self._writer_thread.shutdown()
       self._call_writers("close")
 
@@ -166,6 +166,29 @@ def as_floats(values: Values) -> dict[str, float]:
   }
 
 
+class _DurationTimer:
+  """Measures times between computations on the devices, in a thread of its own."""
+
+  def __init__(self) -> None:
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
+    self._start_future: concurrent.futures.Future[float] | None = None
+
+  def start(self, block_on: PyTree) -> None:
+    """Starts the clock once `block_on` is computed."""
+    copies = jax.tree.map(_copy_if_scalar, block_on)
+    self._start_future = self._thread.submit(_time_when_ready, copies)
+
+  def stop(self, block_on: PyTree) -> concurrent.futures.Future[float | None]:
+    """Returns a future of the seconds until `block_on` is computed; of None if it was not started."""
+    started, self._start_future = self._start_future, None
+    ended = self._thread.submit(_time_when_ready, block_on)
+    return self._thread.submit(lambda: ended.result() - started.result() if started else None)
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._thread.shutdown()
+
+
 class _BackgroundWriter:
   """Has every method of a clu MetricWriter, and calls it in the background."""
 
@@ -178,7 +201,8 @@ class _BackgroundWriter:
 
 def _copy_if_scalar(leaf: Any) -> Any:
   """Copies a scalar array, because the next step may donate the original's memory."""
-  return jnp.copy(leaf) if isinstance(leaf, jax.Array) and leaf.size == 1 else leaf
+  is_scalar = isinstance(leaf, jax.Array) and leaf.size == 1
+  return jnp.copy(leaf) if is_scalar and not leaf.is_deleted() else leaf
 
 
 def _time_when_ready(tree: PyTree) -> float:
@@ -188,6 +212,11 @@ def _time_when_ready(tree: PyTree) -> float:
     # An array that a later step has deleted (by donation) must have been computed before.
     if not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(tree)):
       raise
+  return now()
+
+
+def now() -> float:
+  """Returns the time in seconds from an arbitrary start."""
   return time.monotonic()
 
 

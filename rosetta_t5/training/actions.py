@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import collections
 import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
+from clu import values as clu_values
 from jax.experimental import multihost_utils
 
 from rosetta_t5.argument_types import NonNegative, NonNegativeNumber
@@ -35,7 +38,7 @@ class BaseAction(abc.ABC):
 
 
 class EarlyStoppingAction(BaseAction):
-  """Ends the run when a metric has not improved for `patience` evaluations in a row."""
+  """Ends the run when none of a metric's last `patience` values improves on the value before (as in T5X)."""
 
   def __init__(
     self,
@@ -50,9 +53,10 @@ class EarlyStoppingAction(BaseAction):
     Args:
       metric: (name of the task, name of the metric).
       mode: "min" if lower values are better, else "max".
-      patience: the number of evaluations without improvement that ends the run.
-      atol: the absolute change that counts as an improvement.
-      rtol: the change relative to the best value that counts as an improvement, added to `atol`.
+      patience: the number of values in a row that are compared, each with the one before it; less than
+        2 counts as 2.
+      atol: the absolute change that a value must exceed to be an improvement.
+      rtol: the change relative to the previous value that is added to `atol`.
 
     Raises:
       ValueError: `mode` is neither "min" nor "max".
@@ -61,21 +65,21 @@ class EarlyStoppingAction(BaseAction):
       raise ValueError(f"EarlyStoppingAction.mode must be 'min' or 'max', got {mode!r}")
     self._task, self._metric = metric
     self._sign = 1.0 if mode == "max" else -1.0
-    self._patience, self._atol, self._rtol = patience, atol, rtol
-    self._best = -math.inf
-    self._without_improvement = 0
+    self._atol, self._rtol = atol, rtol
+    self._last_values: collections.deque[float] = collections.deque(maxlen=max(patience, 2))
 
   def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-    """Returns whether there were `patience` evaluations without improvement."""
+    """Returns whether there are `patience` values, and none of them improves on the one before."""
     value = _value(metrics_by_task, self._task, self._metric)
     if value is None:
       return False
-    needed = self._atol if math.isinf(self._best) else self._atol + self._rtol * abs(self._best)
-    if self._sign * value > self._best + needed:
-      self._best, self._without_improvement = self._sign * value, 0
-    else:
-      self._without_improvement += 1
-    return self._without_improvement >= self._patience
+    self._last_values.append(value)
+    if len(self._last_values) < (self._last_values.maxlen or 0):
+      return False
+    return not any(itertools.starmap(self._is_better, itertools.pairwise(self._last_values)))
+
+  def _is_better(self, before: float, after: float) -> bool:
+    return self._sign * (after - before) > self._atol + self._rtol * abs(before)
 
 
 class TerminateOnNanAction(BaseAction):
@@ -113,4 +117,10 @@ def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | No
     logging.warning("task %r has no metric %r; it has %s", task, metric, sorted(values))
     return None
   value = values[metric]
-  return float(np.asarray(getattr(value, "value", value)))
+  if isinstance(value, clu_values.Scalar):
+    value = value.value
+  elif not isinstance(value, (float, np.floating)):
+    kind = type(value).__name__
+    logging.warning("metric %r of task %r must be a float or a Scalar, got %s", metric, task, kind)
+    return None
+  return float(np.asarray(value))

@@ -134,8 +134,16 @@ def _gradients(
 
 
 def eval_step(state: State, batch: Batch, *, eval_fn: LossFn) -> Metrics:
-  """Returns the metrics of a batch without dropout: eval_fn(params, batch) → (loss, metrics)."""
-  return dict(eval_fn(state.params, batch)[1])
+  """Returns the metrics of a batch without dropout.
+
+  Args:
+    state: the state.
+    batch: arrays whose first dimension is the batch.
+    eval_fn: eval_fn(params, batch) → (loss, metrics). If the state has mutable collections, they are
+      its third argument.
+  """
+  mutables = (state.flax_mutables,) if state.flax_mutables else ()
+  return dict(eval_fn(state.params, batch, *mutables)[1])
 
 
 @struct.dataclass

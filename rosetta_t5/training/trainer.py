@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegative
 from rosetta_t5.parallel.partitioner import BasePartitioner
-from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager
+from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager, now
 from rosetta_t5.training.step import (
   FIRST_NONFINITE,
   Batch,
@@ -196,20 +197,33 @@ class BaseTrainer(abc.ABC):
 
   def compile_train(self, batch: PyTree) -> None:
     """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs)."""
-    self._compiled_train_step = self._partitioner.compile(
-      self._partitioned_train_step, self.train_state, batch
-    )
+    with self._timed_compilation(self.train_metrics_manager):
+      self._compiled_train_step = self._partitioner.compile(
+        self._partitioned_train_step, self.train_state, batch
+      )
 
   def compile_eval(self, batches: Mapping[str, PyTree]) -> None:
     """Compiles the eval step for each task's batches; equal shapes share one program."""
     by_shape: dict[Any, Callable[..., Any]] = {}
     for name, batch in batches.items():
       key = tuple((feature, x.shape, str(x.dtype)) for feature, x in sorted(batch.items()))
-      if key not in by_shape:
-        by_shape[key] = self._partitioner.compile(
-          self._partitioned_eval_step, self.train_state, batch
-        )
+      with self._timed_compilation(self.eval_metrics_managers[name]):
+        if key not in by_shape:
+          by_shape[key] = self._partitioner.compile(
+            self._partitioned_eval_step, self.train_state, batch
+          )
       self._compiled_eval_steps[name] = by_shape[key]
+
+  @contextlib.contextmanager
+  def _timed_compilation(self, manager: MetricsManager) -> Iterator[None]:
+    started = now()
+    yield
+    step = self.train_state.step
+    # A state of shapes, which is enough for compiling, has no values.
+    is_known = not isinstance(step, jax.ShapeDtypeStruct)
+    manager.write_scalar(
+      "timing/compilation_seconds", now() - started, int(step) if is_known else 0
+    )
 
   def close(self) -> None:
     """Waits until all metrics are written."""

@@ -18,7 +18,7 @@ def test_unflattening_restores_empty_nodes():
 
 def test_name_tree_has_a_name_in_place_of_each_leaf():
   assert get_name_tree({"a": {"b": 1}}) == {"a": {"b": "a/b"}}
-  assert get_name_tree({"a": {"b": {}}}, keep_empty_nodes=True) == {"a": {"b": {}}}
+  assert get_name_tree({"a": {"b": {}}}, keep_empty_nodes=True) == {"a": {"b": "a/b"}}
 
 
 def test_the_intersection_has_the_values_of_the_first_state():

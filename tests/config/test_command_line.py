@@ -76,7 +76,7 @@ def test_other_arguments_are_unchanged():
     (["--lr=0.1"], " Set --gin.utils.create_learning_rate_scheduler.base_learning_rate=0.1\n"),
     (["--gin_fil=a.gin"], "Unknown command line flag 'gin_fil'. Did you mean: gin_file"),
     (["--process_count=two"], "process_count"),
-    (["--gin.MODEL_DIR", "/x"], "--gin.MODEL_DIR has no value: write --gin.MODEL_DIR=VALUE"),
+    (["--gin.MODEL_DIR", "/x"], "of the form '--gin.<param>=<value>', got: --gin.MODEL_DIR"),
     (["gin.STEPS=1"], "unexpected argument 'gin.STEPS=1'. Did you mean --gin.STEPS=1?"),
     (["pretrain"], "unexpected argument 'pretrain'."),
   ],

@@ -19,7 +19,7 @@ from rosetta_t5.training.actions import (
 def stops_at(action, values, metric="loss"):
   """Returns the index of the value at which the action ends the run; None if it never does."""
   for number, value in enumerate(values):
-    if action.run(None, {"task": {metric: value}}):
+    if action.run(None, {"task": {metric: float(value)}}):
       return number
   return None
 
@@ -27,19 +27,19 @@ def stops_at(action, values, metric="loss"):
 @pytest.mark.parametrize(
   ("settings", "values", "stop"),
   [
-    ({"mode": "min"}, [3, 2, 2, 2, 2], 4),
-    ({"mode": "min"}, [3, 2, 2, 2, 1, 1, 1, 1], 7),
+    ({"mode": "min"}, [3, 2, 2, 2, 2], 3),
+    ({"mode": "min"}, [3, 2, 2, 1, 1, 1], 5),
     ({"mode": "min", "patience": 1}, [3, 4], 1),
-    ({"mode": "min", "patience": 2}, [3, 4, 2.9, 3, 3], 4),
-    ({"mode": "max"}, [0.1, 0.2, 0.1, 0.1, 0.1], 4),
+    ({"mode": "min", "patience": 2}, [3, 2.9, 2.8, 2.8], 3),
+    ({"mode": "max"}, [0.1, 0.2, 0.1, 0.1], 3),
     ({"mode": "max", "patience": 2}, [0.1, 0.2, 0.3, 0.4], None),
     ({"mode": "max", "patience": 1}, [-3.0, -2.0, -1.0], None),
-    ({"mode": "min", "atol": 0.5, "patience": 2}, [3, 2.6, 2.4, 2.4, 2.4], 4),
-    ({"mode": "min", "rtol": 0.1, "patience": 1}, [10, 8.9, 8.1], 2),
+    ({"mode": "min", "atol": 0.5}, [3, 2.4, 2.0, 1.6], 3),
+    ({"mode": "min", "rtol": 0.1, "patience": 2}, [10, 8.9, 8.1], 2),
     ({"mode": "max", "patience": 1}, [0.5, math.nan], 1),
   ],
 )
-def test_early_stopping_ends_the_run_after_patience_evaluations_without_improvement(
+def test_early_stopping_compares_each_of_the_last_values_with_the_one_before(
   settings, values, stop
 ):
   action = EarlyStoppingAction(("task", "loss"), **settings)
@@ -58,6 +58,8 @@ def test_missing_metric_is_logged_and_does_not_end_the_run(caplog):
   assert stops_at(action, [1.0, 1.0], metric="accuracy") is None
   assert "task 'task' has no metric 'loss'; it has ['accuracy']" in caplog.text
   assert not TerminateOnNanAction("other").run(None, {"task": {"loss": math.nan}})
+  assert not TerminateOnNanAction("task").run(None, {"task": {"loss": "a text"}})
+  assert "metric 'loss' of task 'task' must be a float or a Scalar, got str" in caplog.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])

@@ -141,7 +141,12 @@ def detect_checkpoint_type(
   if found is None:
     raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
   if expected not in (None, found):
-    _log.warning("%s was expected to be %s, but is %s", checkpoint_path, expected, found)
+    _log.warning(
+      "Expected %s to be %s format, but the actual detected format was %s",
+      checkpoint_path,
+      expected,
+      found,
+    )
   return found
 
 

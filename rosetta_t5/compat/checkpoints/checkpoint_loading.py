@@ -13,7 +13,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
-from flax import traverse_util
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
@@ -128,10 +127,8 @@ class LazyAwaitableArray(LazyArray):
 
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-  """Returns the same nested dict with each leaf replaced by its flat name."""
-  flat = flatten_state_dict(state_dict, keep_empty_nodes)
-  empty = traverse_util.empty_node
-  return unflatten_state_dict({n: leaf if leaf is empty else n for n, leaf in flat.items()})
+  """Returns the same nested dict with each leaf, or kept empty node, replaced by its flat name."""
+  return unflatten_state_dict({n: n for n in flatten_state_dict(state_dict, keep_empty_nodes)})
 
 
 def intersect_state(

@@ -1,0 +1,84 @@
+"""What users' code reads of T5X's trainer: its metrics manager, its clock, its compiled steps."""
+
+from __future__ import annotations
+
+import os
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_models import Bigram, make_batch, make_model, make_state
+
+from t5x import metrics, partitioning, trainer
+
+
+def make_trainer(model=None, eval_names=()):
+  state = make_state(Bigram())
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  return trainer.Trainer(
+    model or make_model(Bigram()),
+    state,
+    partitioner,
+    eval_names=eval_names,
+    summary_dir=None,
+    train_state_axes=partitioner.get_mesh_axes(state),
+    rng=jax.random.PRNGKey(0),
+    learning_rate_fn=lambda step: jnp.float32(0.1),
+    num_microbatches=None,
+  )
+
+
+def test_the_manager_names_its_folder_and_measures_with_the_clock_of_a_test(tmp_path):
+  manager = trainer.MetricsManager("eval", summary_dir=str(tmp_path))
+  assert manager.summary_dir == os.path.join(tmp_path, "eval")
+  with mock.patch("t5x.trainer._time", side_effect=[3.0, 7.0]):
+    manager.start_duration_timer(block_on=jnp.ones(1))
+    summary = manager.write_metrics_summary({"time": metrics.Time()}, step=4, num_steps=2)
+    assert summary.result()["time"].value == 4.0
+  manager.close()
+
+
+def test_a_donated_array_does_not_stop_the_clock():
+  manager = trainer.MetricsManager("train")
+  donated = jnp.ones(1)
+  donated.delete()
+  manager.start_duration_timer(block_on=donated)
+  assert manager._duration_timer._start_future.result() > 0
+  manager.close()
+
+
+def test_the_time_of_each_compilation_is_written():
+  ours = make_trainer(eval_names=["a", "b"])
+  managers = [mock.Mock() for _ in range(3)]
+  ours.train_metrics_manager, ours.eval_metrics_managers = (
+    managers[0],
+    dict(zip("ab", managers[1:], strict=True)),
+  )
+  with mock.patch("t5x.trainer._time", side_effect=[0, 2, 10, 14, 20, 21]):
+    ours.compile_train(make_batch(8))
+    ours.compile_eval(dict.fromkeys("ab", make_batch(8)))
+  seconds = [manager.write_scalar.call_args.args for manager in managers]
+  assert seconds == [("timing/compilation_seconds", n, 0) for n in (2, 4, 1)]
+  assert ours._compiled_eval_steps["a"] is ours._compiled_eval_steps["b"]
+
+
+def test_a_partitioner_may_return_a_jitted_function():
+  class Plain(partitioning.PjitPartitioner):
+    def partition(self, fn, *args, **kwargs):
+      return jax.jit(fn)
+
+  partitioner = Plain(num_partitions=1)
+  compiled = partitioner.compile(partitioner.partition(jnp.sin, None, None), jnp.ones(3))
+  np.testing.assert_allclose(compiled(jnp.zeros(3)), 0)
+
+
+def test_eval_fn_gets_the_mutable_collections_of_the_state():
+  def eval_fn(params, batch, flax_mutables):
+    loss = jnp.sum(flax_mutables["scale"] * batch["x"])
+    return loss, {"loss": metrics.Sum(loss)}
+
+  state = types.SimpleNamespace(params={}, flax_mutables={"scale": 3.0})
+  found = trainer.eval_step(types.SimpleNamespace(eval_fn=eval_fn), state, {"x": jnp.ones(2)})
+  assert float(found["loss"].compute()) == 6.0
