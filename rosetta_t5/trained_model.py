@@ -87,6 +87,7 @@ def read_run(
   is_changed = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
   if model_file.is_file() and not is_changed and (run := read_model_file(model_file)):
     join_run(command)
+    run.import_modules()
     return run, restore_cfg
   with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
     argv = ["rosetta-t5", f"--gin_file={config_file}", *flags]
@@ -128,7 +129,13 @@ def open_checkpoint(
   """
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["task_feature_lengths"]
-  model_lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
+  converter = model.FEATURE_CONVERTER_CLS(pack=False)
+  if set(lengths or ()) != set(converter.TASK_FEATURES):
+    raise ValueError(
+      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
+      f"{lengths} (task_feature_lengths)"
+    )
+  model_lengths = converter.get_model_feature_lengths(lengths)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=None,
     init_fn=model.get_initial_variables,

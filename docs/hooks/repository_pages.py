@@ -10,7 +10,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/results/*.md")
+PAGES = (
+  "README.md",
+  "CHANGELOG.md",
+  "CONTRIBUTING.md",
+  "LICENSE",
+  "SECURITY.md",
+  "benchmarks/results/*.md",
+)
 _PATH_IN_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 

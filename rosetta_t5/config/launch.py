@@ -20,6 +20,7 @@ from rosetta_t5.telemetry.user_errors import (
   ConfigError,
   Problems,
   exit_on_user_error,
+  printable,
 )
 
 
@@ -60,7 +61,7 @@ def run_from_command_line(
     if command.dry_run:
       if is_own_process:
         _prepare_dry_run(command)
-      print(dry_run(command, function, describe, allowed))
+      print(printable(dry_run(command, function, describe, allowed)))
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Set --run_mode={'|'.join(RUN_MODES)}")

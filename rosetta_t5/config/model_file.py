@@ -16,6 +16,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
+import inspect
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +46,7 @@ ARGUMENTS = (
   "infer_eval_dataset_cfg",
   "eval_steps",
 )
+_MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
 _MAX_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, type(None))
@@ -68,7 +71,9 @@ def write_model_file(folder: pathlib.Path) -> None:
   (train,) = gin_internals.find_configurables(names[0])
   bound = bound_arguments(train)
   run = {name: _describe(bound[name]) for name in ARGUMENTS if name in bound}
-  content = {"version": _VERSION, _LENGTHS: _lengths(run), **run}
+  # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
+  modules = [module for module in gin_internals.imported_modules() if _may_import(module)]
+  content = {"version": _VERSION, _MODULES: modules, _LENGTHS: _lengths(run), **run}
   if others := sorted(set(_not_described(run))):
     content = {"version": _VERSION, _OTHERS: others}
   write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
@@ -105,10 +110,21 @@ class ModelFile(Mapping[str, Any]):
   content: dict[str, Any]
 
   def __iter__(self) -> Iterator[str]:
-    return (name for name in self.content if name != "version")
+    return (name for name in self.content if name not in ("version", _MODULES))
 
   def __len__(self) -> int:
-    return len(self.content) - 1
+    return sum(1 for _ in self)
+
+  def import_modules(self) -> None:
+    """Imports the modules that the run has imported and that may be imported.
+
+    Raises:
+      ConfigError: the file names others.
+    """
+    for module in self.content.get(_MODULES) or ():
+      if not _may_import(module):
+        raise ConfigError(f"{self.file}: {module!r} is not a module that this file may name")
+      importlib.import_module(module)
 
   def __getitem__(self, name: str) -> Any:
     """Returns an argument.
@@ -126,7 +142,26 @@ class ModelFile(Mapping[str, Any]):
     except ConfigError as error:
       raise ConfigError(f"{self.file}: {error}") from error
     _check_type(value, _declared_types()[name], f"{self.file}: {name}")
+    if name == "model":
+      _check_model(value, self.file)
     return value
+
+
+def _check_model(model: Any, file: pathlib.Path) -> None:
+  """Checks the arguments of a model for which no type is declared, because users have their own."""
+  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
+  seqio, converter = import_seqio(), model.FEATURE_CONVERTER_CLS
+  decode = getattr(model.decode_fn, "func", model.decode_fn)
+  is_valid = {
+    "input_vocabulary": isinstance(model.input_vocabulary, seqio.Vocabulary),
+    "output_vocabulary": isinstance(model.output_vocabulary, seqio.Vocabulary),
+    "feature_converter_cls": inspect.isclass(converter)
+    and issubclass(converter, seqio.FeatureConverter),
+    "decode_fn": str(allow_list.public_name(decode)).startswith("t5x.decoding."),
+  }
+  if wrong := [name for name, valid in is_valid.items() if not valid]:
+    raise ConfigError(f"{file}: model.{wrong[0]} has a value of another kind")
 
 
 def _declared_types() -> dict[str, Any]:
@@ -189,6 +224,11 @@ def _check_type(value: Any, declared: Any, where: str) -> None:
   if not declared_types.accepts(value, declared):
     part, wrong, of_part = declared_types.wrong_part(value, declared, where)
     raise ConfigError(f"{part} must be {declared_types.describe(of_part)}, got {wrong!r}")
+
+
+def _may_import(module: Any) -> bool:
+  known = allow_list.STRICT.importable
+  return isinstance(module, str) and module in known and not module.startswith("__")
 
 
 def _lengths(run: Mapping[str, Any]) -> Any:

@@ -114,9 +114,14 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
     is_config_error = isinstance(error, ConfigError)
     says_all = is_config_error or (is_ours and error.__cause__ is None)
     hint = "" if says_all else "\n(--debug shows where this was raised)"
-    print(f"\nerror: {_message(error)}{hint}", file=sys.stderr, flush=True)
+    print(f"\nerror: {printable(_message(error))}{hint}", file=sys.stderr, flush=True)
     finish_output()
     sys.exit(2 if is_config_error else 1)
+
+
+def printable(text: str) -> str:
+  """Returns a text in which control characters, which a terminal would obey, are escaped."""
+  return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def strip_gin_notes(text: str) -> str:

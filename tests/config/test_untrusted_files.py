@@ -183,6 +183,7 @@ def test_a_model_file_describes_what_gin_configures(model_file):
   assert model.decode_fn.keywords == {"alpha": 0.25}
   assert read["train_dataset_cfg"] == arguments["train_dataset_cfg"]
   assert read["task_feature_lengths"] == {"inputs": 16, "targets": 8}
+  assert {"seqio", "t5x.models"} <= set(read.content["modules"])
   assert read["partitioner"].mesh.shape == arguments["partitioner"].mesh.shape
 
 
@@ -240,6 +241,14 @@ def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, wh
   with pytest.raises(ConfigError, match=NAME) as raised:
     read_model_file(file)[where.split(".")[0]]
   assert error in str(raised.value)
+
+
+@pytest.mark.parametrize("modules", [["evil"], [3], [["seqio"]], "evil"])
+def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
+  file = model_file[1]
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"modules": modules}))
+  with pytest.raises(ConfigError, match="is not a module that this file may name"):
+    read_model_file(file).import_modules()
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "\ud800", "9" * 10_000])

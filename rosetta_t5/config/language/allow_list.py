@@ -101,9 +101,11 @@ class AllowList:
   def check_import(self, module: str) -> None:
     """Raises ConfigError if a file may not import a module."""
     if module not in self.importable:
+      is_pythons = module.partition(".")[0] in sys.stdlib_module_names
       raise ConfigError(
-        f"the module {module!r} is not imported, because this file may be from elsewhere\n"
-        f"  if you trust the module: --module {module}; if you trust the file: --trust"
+        f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
+        + ("" if is_pythons else f"if it is a module of yours: --module {module}; ")
+        + "if you trust the file: --trust"
       )
 
   def check_binding(self, configurable: Configurable) -> None:
@@ -132,13 +134,12 @@ STRICT = AllowList()
 
 def is_only_named(function: Any) -> bool:
   """Returns whether gin may pass a listed function or class on, but not call it."""
-  return inspect.unwrap(function) in _listed(NAMED).values()
+  return _name_in(NAMED, function) is not None
 
 
 def public_name(function: Any) -> str | None:
   """Returns the full name of a listed function or class that gin may call; None for others."""
-  found = inspect.unwrap(function)
-  return next((name for name, listed in _listed(CALLED).items() if listed is found), None)
+  return _name_in(CALLED, function)
 
 
 def find_public(name: str) -> Any:
@@ -152,6 +153,12 @@ def find_public(name: str) -> Any:
   if short not in listed:
     raise ConfigError(f"{name!r} is not a function or class that this file may name")
   return listed[short]
+
+
+def _name_in(table: Mapping[str, str], function: Any) -> str | None:
+  # Gin and JAX wrap some of the functions.
+  same = (n for n, f in _listed(table).items() if inspect.unwrap(f) is inspect.unwrap(function))
+  return next(same, None)
 
 
 def _is_method_of_listed(function: Any) -> bool:
@@ -178,8 +185,7 @@ def _listed(table: Mapping[str, str]) -> dict[str, Any]:
 def _listed_in(module_name: str, names: str) -> dict[str, Any]:
   module = importlib.import_module(module_name)
   return {
-    name: inspect.unwrap(getattr(module, name))
-    for name in (_optimizers(module) if names == "*" else names.split())
+    name: getattr(module, name) for name in (_optimizers(module) if names == "*" else names.split())
   }
 
 

@@ -99,3 +99,8 @@ def is_macro_set(name: str) -> bool:
 def record_imports(statements: Iterable[ImportStatement]) -> None:
   """Adds import statements to those that `format_bindings` writes."""
   gin.config._IMPORTS.update(statements)
+
+
+def imported_modules() -> list[str]:
+  """Returns the names of the modules that gin files have imported."""
+  return sorted({statement.module for statement in gin.config._IMPORTS})

@@ -69,7 +69,8 @@ def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
     return f"{text}. The module {cfg.module!r} was imported, but registers no such name."
   return (
     f"{text}. If your own module registers it, import that module in the gin file or set "
-    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set."
+    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set; with --model_dir, "
+    "add --module your.module."
   )
 
 
