@@ -2,6 +2,7 @@
 
 from rosetta_t5.compat.meshes import (
   AxisNames,
+  PjittedFnWithContext,
   bounds_from_last_device,
   get_coords,
   get_cpu_mesh,
@@ -25,4 +26,3 @@ from rosetta_t5.parallel.partitioner import (
   BasePjitPartitioner,
   PartitionSpec,
 )
-from rosetta_t5.parallel.partitioner import PartitionedFunction as PjittedFnWithContext

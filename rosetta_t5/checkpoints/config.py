@@ -84,7 +84,8 @@ class RestoreCheckpointConfig:
     fallback_to_scratch: initialize what the checkpoint lacks.
     dtype: the dtype of the restored floating-point parameters; None for the model's.
     restore_dataset: continue at the stored position in the training data.
-    checkpointer_cls: T5X's field for its older layout; not needed, since the layout is detected.
+    checkpointer_cls: a subclass of T5X's Checkpointer that overrides `restore`, which then restores.
+      T5X's own classes are not needed, since the layout is detected.
     state_transformation_fns: after assignment_map, each `fn(checkpoint's state dict, model's)`
       returns the first one, changed.
     checkpoint_manager_cls: builds the manager.

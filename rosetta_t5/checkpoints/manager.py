@@ -46,8 +46,11 @@ class OrbaxCheckpointManagerInterface:
     directory: the folder of checkpoints.
     run_facts: small JSON values stored with each checkpoint, such as the random seeds.
       `read_run_facts` reads them without restoring the state.
+    user_checkpointer: restores in place of the manager, if it is not None.
     state_transformation_fns: applied to the saved state if `save` gets none.
   """
+
+  user_checkpointer: Any = None
 
   def __init__(
     self,

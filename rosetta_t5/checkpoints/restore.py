@@ -61,10 +61,13 @@ def restore(
     states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
     return states[0] if len(states) == 1 else states
   options: dict[str, Any] = {}
+  restorer: Any = checkpoint_manager
   if isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface):
     # Users' own manager classes have only T5X's arguments.
     options = {"restore_dataset": restore_cfg.restore_dataset, "strict": restore_cfg.strict}
-  return checkpoint_manager.restore(
+    if checkpoint_manager.user_checkpointer is not None:
+      restorer, options = checkpoint_manager.user_checkpointer, {}
+  return restorer.restore(
     path=paths,
     fallback_state=fallback_state,
     state_transformation_fns=restore_cfg.state_transformation_fns,
@@ -172,6 +175,8 @@ def create_orbax_checkpoint_manager(
   directory = model_dir or next(iter(restore_cfg.paths() if restore_cfg else []), None)
   if directory is None:
     raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR")
+  if restore_cfg is not None and restore_cfg.checkpoint_manager_cls is None:
+    raise ValueError("RestoreCheckpointConfig.checkpoint_manager_cls must be a class, got None")
   saving: dict[str, Any] = {}
   if save_cfg is not None:
     saving = {
@@ -195,6 +200,8 @@ def create_orbax_checkpoint_manager(
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.run_facts = dict(run_facts or {})
   manager.state_transformation_fns = tuple(save_cfg.state_transformation_fns if save_cfg else ())
+  if restore_cfg is not None:
+    manager.user_checkpointer = _user_checkpointer(restore_cfg, train_state, partitioner, ds_iter)
   _protect_base_checkpoint(manager)
   return manager
 
@@ -212,6 +219,23 @@ def _checkpointer_options(
     train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
   )
   return checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}
+
+
+def _user_checkpointer(
+  cfg: RestoreCheckpointConfig, train_state: Any, partitioner: BasePartitioner, ds_iter: Any
+) -> Any:
+  """Returns the checkpointer of a class with a `restore` of its own; None if the class has T5X's."""
+  if cfg.checkpointer_cls is None:
+    return None
+  checkpointer = cfg.checkpointer_cls(
+    train_state=train_state,
+    partitioner=partitioner,
+    checkpoints_dir="",
+    dataset_iterator=ds_iter if cfg.restore_dataset else None,
+    restore_dtype=cfg.dtype,
+  )
+  is_ours = type(checkpointer).restore.__module__.startswith("rosetta_t5.")
+  return None if is_ours else checkpointer
 
 
 def _protect_base_checkpoint(manager: OrbaxCheckpointManagerInterface) -> None:

@@ -117,7 +117,7 @@ class TrainStateInitializer:
     _, paths = get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
       raise ValueError(
-        f"{len(paths)} checkpoints are given where one is needed: {', '.join(paths[:5])}; set "
+        f"Expected at most 1 checkpoint, got {len(paths)}: {', '.join(paths[:5])}. Set "
         "RestoreCheckpointConfig.path to one of them and mode = 'specific'"
       )
     states = self.from_checkpoints(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)

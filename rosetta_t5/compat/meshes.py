@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from rosetta_t5.parallel.mesh import default_mesh
 from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.partitioner import PartitionedFunction
 
 PyTree = Any
 
@@ -26,6 +29,21 @@ class AxisNames(tuple):
   def __repr__(self) -> str:
     """Returns the names after the name of the class."""
     return f"AxisNames{tuple(self)!r}"
+
+
+class PjittedFnWithContext(PartitionedFunction):
+  """A function that runs under its mesh, as a user's partitioner returns it (T5X).
+
+  The function may be made by `jax.experimental.pjit.pjit`, which reads the mesh of an older context.
+  """
+
+  @contextlib.contextmanager
+  def _context(self) -> Iterator[None]:
+    with super()._context(), contextlib.ExitStack() as stack:
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        stack.enter_context(self._mesh)
+      yield
 
 
 def global_mesh_defined() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import traverse_util
-from flax.core import unfreeze
+from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen.partitioning import AxisMetadata
 
 
@@ -19,8 +19,8 @@ def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
 def override_params_axes_names(
   model_variables: Mapping[str, Any],
   params_axes_names_override: Sequence[tuple[str, tuple[str, ...]]] = (),
-) -> dict[str, Any]:
-  """Returns a module's variables with other logical axis names for some parameters.
+) -> Mapping[str, Any]:
+  """Returns a module's variables, frozen if they were, with other logical axis names for some parameters.
 
   Args:
     model_variables: the result of `module.init`, with `params` and `params_axes`.
@@ -34,19 +34,19 @@ def override_params_axes_names(
   variables = unfreeze(dict(model_variables))
   if "params_axes" not in variables:
     raise ValueError(
-      "override_params_axes_names needs variables with 'params_axes': the module must create its "
-      "parameters with flax.linen.partitioning.param_with_axes"
+      "Model variables do not contain a 'params_axes' collection to apply an override to."
     )
   axes = flatten_dict_string_keys(variables["params_axes"])
   for name, param in flatten_dict_string_keys(variables["params"]).items():
     rules = [rule for rule in params_axes_names_override if re.fullmatch(rule[0], name)]
     if not rules:
       continue
-    pattern, names = rules[0]
+    names = tuple(rules[0][1])
     if len(names) != len(param.shape):
       raise ValueError(
-        f"params_axes_names_override must have {len(param.shape)} axis names for {name} of shape "
-        f"{tuple(param.shape)}, got {tuple(names)} (from the pattern {pattern!r})"
+        f"Provided axis name override for {name} does not match param rank ({len(param.shape)}): "
+        f"{names}"
       )
-    axes[f"{name}_axes"] = AxisMetadata(names=tuple(names))
-  return {**variables, "params_axes": traverse_util.unflatten_dict(axes, sep="/")}
+    axes[f"{name}_axes"] = AxisMetadata(names=names)
+  variables["params_axes"] = traverse_util.unflatten_dict(axes, sep="/")
+  return freeze(variables) if isinstance(model_variables, FrozenDict) else variables

@@ -43,7 +43,8 @@ def get_infer_fn(
 
   Args:
     infer_step: `f(params, batch)` or `f(params, batch, rng)`, such as a model's `predict_batch`,
-      `predict_batch_with_aux` or `score_batch`.
+      `predict_batch_with_aux` or `score_batch`. If it has an argument `flax_mutables`, it also gets
+      the train state's mutable collections.
     batch_size: number of examples in a batch, over all processes.
     train_state_axes: the train state with PartitionSpecs in place of arrays.
     partitioner: splits parameters and batches over the devices.
@@ -71,16 +72,26 @@ def get_infer_fn(
   cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
   layout = partitioner.get_data_layout(batch_size)
   data_spec, params_axes = partitioner.data_partition_spec, train_state_axes.params
-  takes_rng = "rng" in inspect.signature(infer_step).parameters
+  parameters = inspect.signature(infer_step).parameters
+  takes_mutables = "flax_mutables" in parameters
 
-  def step(params: PyTree, batch: PyTree, rng: jax.Array | None, index_B: jax.Array) -> PyTree:
-    outputs = infer_step(params, batch, rng) if takes_rng else infer_step(params, batch)
-    return index_B, outputs
+  def step(
+    params: PyTree, batch: PyTree, rng: jax.Array | None, index_B: jax.Array, mutables: PyTree
+  ) -> PyTree:
+    options = {"flax_mutables": mutables} if takes_mutables else {}
+    args = (params, batch, rng) if "rng" in parameters else (params, batch)
+    return index_B, infer_step(*args, **options)
 
   # Every process gets all results: the first one writes them, the others may inspect them.
   partitioned_step = partitioner.partition(
     step,
-    in_axis_resources=(params_axes, data_spec, None, data_spec),
+    in_axis_resources=(
+      params_axes,
+      data_spec,
+      None,
+      data_spec,
+      train_state_axes.flax_mutables if takes_mutables else None,
+    ),
     out_axis_resources=PartitionSpec(),
   )
   sharding = NamedSharding(partitioner.mesh, data_spec)
@@ -91,6 +102,7 @@ def get_infer_fn(
 
   def infer_fn(ds: Iterable[Any], train_state: Any, rng: jax.Array | None = None) -> Any:
     rows: list[Row] = []
+    mutables = train_state.flax_mutables if takes_mutables else None
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
       check_ids(batch, "the data for inference", limit)
@@ -98,7 +110,7 @@ def get_infer_fn(
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
       batch = jax.tree.map(to_devices, dict(batch))
-      result = partitioned_step(train_state.params, batch, step_rng, to_devices(index_B))
+      result = partitioned_step(train_state.params, batch, step_rng, to_devices(index_B), mutables)
       in_flight.append(jax.tree.map(_start_copy_to_host, result))
       if len(in_flight) > _IN_FLIGHT:
         rows += _unstack_result(in_flight.popleft(), keep_aux_as_numpy)

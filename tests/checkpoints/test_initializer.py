@@ -75,7 +75,7 @@ def test_from_checkpoint_restores_exactly_one_checkpoint(setup, two_checkpoints)
   latest = RestoreCheckpointConfig(path=str(two_checkpoints))
   assert int(setup.initializer.from_checkpoint([latest]).step) == 2
   every = RestoreCheckpointConfig(path=str(two_checkpoints), mode="all")
-  with pytest.raises(ValueError, match="2 checkpoints are given where one is needed"):
+  with pytest.raises(ValueError, match="Expected at most 1 checkpoint, got 2"):
     setup.initializer.from_checkpoint([every])
 
 

@@ -19,7 +19,7 @@ from rosetta_t5.parallel import BasePartitioner
 PyTree = Any
 
 # A leaf that depends on most of the program (such as an initializer that uses data) has a large slice.
-# If all slices together exceed the program this many times, the program runs as a whole.
+# If all slices together are at least this many times as long as the program, the program runs as a whole.
 _MAX_GROWTH = 4
 
 
@@ -57,7 +57,7 @@ class LeafwiseFunction:
     program = self._program.jaxpr
     producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
     slices = [_slice_for_output(program, output, producers) for output in program.outvars]
-    if sum(len(part.program.eqns) for part in slices) > _MAX_GROWTH * len(program.eqns):
+    if sum(len(part.program.eqns) for part in slices) >= _MAX_GROWTH * len(program.eqns):
       return partitioner.partition(self._fn, None, out_axes)
     specs, structure = jax.tree.flatten(out_axes)
     # Programs with equal text are equal, because jax numbers the variables in order of appearance.

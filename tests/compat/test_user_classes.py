@@ -1,0 +1,78 @@
+"""Users' checkpointers, partitioners and inference steps, written for T5X."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tiny_models import Bigram, make_model
+
+from t5x import checkpoints, partitioning, utils
+
+
+def make_initializer(partitioner=None):
+  model = make_model(Bigram())
+  return utils.TrainStateInitializer(
+    optimizer_def=model.optimizer_def,
+    init_fn=model.get_initial_variables,
+    input_shapes={"encoder_input_tokens": (8, 4), "decoder_input_tokens": (8, 4)},
+    partitioner=partitioner or partitioning.PjitPartitioner(num_partitions=1),
+  )
+
+
+class Tenfold(checkpoints.Checkpointer):
+  """Multiplies what it restores by ten."""
+
+  def restore(self, *args, **kwargs):
+    state = super().restore(*args, **kwargs)
+    return state.replace_params(jax.tree.map(lambda x: 10 * x, state.params))
+
+
+def test_a_checkpointer_with_a_restore_of_its_own_restores(tmp_path):
+  initializer = make_initializer()
+  state = initializer.from_scratch(jax.random.PRNGKey(0))
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
+
+  def restored(checkpointer_cls):
+    cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), checkpointer_cls=checkpointer_cls)
+    return initializer.from_checkpoint([cfg]).params["table"]
+
+  table = np.asarray(state.params["table"])
+  np.testing.assert_array_equal(restored(checkpoints.SaveBestCheckpointer), table)
+  np.testing.assert_array_equal(restored(Tenfold), 10 * table)
+
+
+def test_a_restore_config_without_a_manager_class_is_rejected(tmp_path):
+  cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), checkpoint_manager_cls=None)
+  with pytest.raises(ValueError, match="checkpoint_manager_cls must be a class, got None"):
+    utils.create_orbax_checkpoint_manager(restore_cfg=cfg, train_state=None, partitioner=None)
+
+
+def test_a_partitioner_may_use_pjit_with_partition_specs():
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pjit import pjit
+  mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("data", "model"))
+  spec = PartitionSpec("data")
+  doubled = pjit(lambda x: 2 * x, in_shardings=spec, out_shardings=spec)
+  found = partitioning.PjittedFnWithContext(doubled, mesh)(np.ones(8))
+  assert found.sharding.spec == spec
+
+
+def test_an_inference_step_gets_the_mutable_collections():
+  def infer_step(params, batch, flax_mutables):
+    return batch["x"] * params["w"] + flax_mutables["bias"]
+
+  def state(of):
+    return types.SimpleNamespace(params={"w": of(3.0)}, flax_mutables={"bias": of(0.5)})
+
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  infer = utils.get_infer_fn(infer_step, 8, state(lambda _: PartitionSpec()), partitioner)
+  rows = infer([(n, {"x": np.float32(n)}) for n in range(3)], state(jnp.float32))
+  assert rows == [(0, 0.5), (1, 3.5), (2, 6.5)]
