@@ -2,6 +2,7 @@
 
 import sys
 
+from rosetta_t5 import __version__
 from rosetta_t5.compat.replaced_names import ReExports
 
 sys.modules[__name__].__class__ = ReExports

@@ -6,6 +6,11 @@ if __name__ == "__main__":
   begin("t5x.infer")
 
 from rosetta_t5.cli import run_module
+from rosetta_t5.compat.inferences import Inferences
+from rosetta_t5.compat.inferences import Inferences as _Inferences
+from rosetta_t5.compat.inferences import (
+  extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
+)
 from rosetta_t5.config.summary import SummarizeConfigFn
 from rosetta_t5.data.tasks.tfexample_task import (
   create_task_from_tfexample_file,

@@ -35,7 +35,7 @@ class TrainStateInitializer:
     self,
     optimizer_def: OptimizerDef | None,
     init_fn: Callable[..., Mapping[str, Any]],
-    input_shapes: Mapping[str, tuple[int, ...]],
+    input_shapes: Mapping[str, Sequence[int]],
     partitioner: BasePartitioner,
     input_types: Mapping[str, Any] | None = None,
   ):
@@ -50,9 +50,11 @@ class TrainStateInitializer:
       input_types: the dtype of each input; None for the model's default.
     """
     self._partitioner = partitioner
+    # T5X's notebooks give shapes as arrays.
+    shapes = {name: tuple(int(size) for size in shape) for name, shape in input_shapes.items()}
 
     def init(rng: jax.Array) -> Any:
-      variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
+      variables = init_fn(rng=rng, input_shapes=shapes, input_types=input_types)
       variables = unfreeze(dict(variables))  # Some users' models freeze them.
       if optimizer_def is None:
         return InferenceState.create(variables)

@@ -1,4 +1,4 @@
-"""Names of `t5x` that a user replaces are replaced in `rosetta_t5` too.
+"""What `t5x` does as T5X does it: replaced names take effect, and submodules need no import.
 
 Code written for T5X changes T5X by assignment: `decoding.beam_search = mine`, or
 `mock.patch("t5x.utils.get_dataset")`. The modules of `t5x` only re-export, so the assignment alone would
@@ -7,6 +7,8 @@ have no effect on the functions of `rosetta_t5` that use the name.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -17,6 +19,19 @@ class ReExports(types.ModuleType):
 
   # For each name that was replaced, the places that had its first value: (module, name there).
   _places: dict[str, list[tuple[types.ModuleType, str]]]
+
+  def __getattr__(self, name: str) -> Any:
+    """Imports a submodule on first use: after `import t5x`, programs use `t5x.utils` and others."""
+    submodule = f"{self.__name__}.{name}"
+    if (
+      name.startswith("_")
+      or "__path__" not in vars(self)
+      or not importlib.util.find_spec(submodule)
+    ):
+      raise AttributeError(
+        f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self
+      )
+    return importlib.import_module(submodule)
 
   def __setattr__(self, name: str, value: Any) -> None:
     if isinstance(value, types.ModuleType) and value.__name__ == f"{self.__name__}.{name}":

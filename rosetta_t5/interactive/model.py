@@ -101,6 +101,7 @@ class InteractiveModel:
     """
     self.model, self.partitioner = model, partitioner
     self.batch_size, self.task_feature_lengths = batch_size, task_feature_lengths
+    self._task_feature_lengths = task_feature_lengths  # T5X's name, which its notebooks read
     # On gs://, a double slash would name another folder, so repeated slashes become one.
     self.output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
     self._layout = partitioner.get_data_layout(batch_size)

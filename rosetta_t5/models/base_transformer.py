@@ -188,7 +188,7 @@ class BaseTransformerModel(BaseModel):
     if packed:
       return packed
     tokens = ("encoder_input_tokens", "decoder_target_tokens")
-    return {name: (batch[name] != 0).astype("int32") for name in tokens if name in batch}
+    return {name: _is_real(batch[name]).astype("int32") for name in tokens if name in batch}
 
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False
@@ -318,6 +318,13 @@ class BaseTransformerModel(BaseModel):
     if return_all_decodes:
       return decodes_BNT, {"scores": scores_BN}
     return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
+
+
+def _is_real(tokens: jax.Array) -> jax.Array:
+  """Returns whether each position, [B, L], is not padding, which is 0 in all its numbers."""
+  is_real = tokens != 0
+  # Continuous inputs, such as the frames of a spectrogram, are [B, L, ...].
+  return is_real if is_real.ndim == 2 else jnp.any(is_real, axis=tuple(range(2, is_real.ndim)))
 
 
 def _targets(batch: Batch) -> jax.Array:

@@ -66,13 +66,13 @@ def compute_metrics(
 
 
 def compute_base_metrics(
-  logits: Float[Array, "B T V"] | None,
-  targets: Int[Array, "B T"],
-  mask: Shaped[Array, "B T"] | None,
+  logits: Float[Array, "*tokens V"] | None,
+  targets: Int[Array, "*tokens"],
+  mask: Shaped[Array, "*tokens"] | None,
   loss: Float[Array, ""],
-  z_loss: Float[Array, ""] | None = None,
-  segment_ids: Mapping[str, Int[Array, "B L"]] | None = None,
-  correct: Bool[Array, "B T"] | None = None,
+  z_loss: Float[Array, ""] | float | None = None,
+  segment_ids: Mapping[str, Int[Array, "B L"] | None] | None = None,
+  correct: Bool[Array, "*tokens"] | None = None,
 ) -> Metrics:
   """Returns T5X's metrics of one batch.
 
@@ -82,7 +82,8 @@ def compute_base_metrics(
     mask: each target's weight; None for 1.
     loss: the loss including z-loss.
     z_loss: the z-loss part of the loss.
-    segment_ids: for each feature, the example that each position belongs to; 0 is padding.
+    segment_ids: for each feature, the example that each position belongs to; 0 is padding. Features
+      that are None or have no positions are left out.
     correct: whether each target has the highest logit; None computes it from the logits.
   """
   if correct is None:
@@ -117,7 +118,8 @@ def compute_base_metrics(
       "cross_ent_loss": per_step(total=cross_entropy),
       "cross_ent_loss_per_all_target_tokens": average(total=cross_entropy, count=num_tokens),
     }
-  return metrics | _padding_metrics(segment_ids or {})
+  present = {n: ids for n, ids in (segment_ids or {}).items() if ids is not None and ids.shape[1]}
+  return metrics | _padding_metrics(present)
 
 
 def _padding_metrics(segment_ids: Mapping[str, Int[Array, "B L"]]) -> Metrics:

@@ -108,7 +108,9 @@ class BasePartitioner(abc.ABC):
       num_partitions, model_parallel_submesh or None, ici_mesh_shape, dcn_mesh_shape, mesh or None
     )
     self._mesh_config.check()
-    self._num_partitions = num_partitions or 1  # T5X's name, which users' subclasses read
+    # T5X's names, which users' subclasses and notebooks read.
+    self._num_partitions = num_partitions or 1
+    self._model_parallel_submesh = model_parallel_submesh
     self._backend = backend
     self._devices: Sequence[Any] | None = None
     self.params_on_devices = params_on_devices  # T5X's setting; here they always stay on devices

@@ -54,6 +54,10 @@ class _StateMethods:
       flax_mutables_axes=None,
     )
 
+  def __hash__(self) -> int:
+    """Returns a hash, as programs cache functions by `train_state_axes`."""
+    return hash(jax.tree.structure(self))
+
   def _stored_mutables(self) -> dict[str, Any]:
     if not self.flax_mutables:
       return {}
@@ -86,6 +90,8 @@ class TrainState(struct.PyTreeNode, _StateMethods):
   params_axes: PyTree = None
   flax_mutables_axes: PyTree = None
   optimizer_def: OptimizerDef | None = struct.field(pytree_node=False, default=None)
+
+  __hash__ = _StateMethods.__hash__  # A dataclass would otherwise hash its fields, such as dicts.
 
   @classmethod
   def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> TrainState:
@@ -176,6 +182,8 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
   params_axes: PyTree = None
   flax_mutables: PyTree = struct.field(default_factory=dict)
   flax_mutables_axes: PyTree = None
+
+  __hash__ = _StateMethods.__hash__
 
   @classmethod
   def create(cls, model_variables: Mapping[str, Any]) -> InferenceState:

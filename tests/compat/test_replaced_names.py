@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from unittest import mock
 
 from rosetta_t5.compat import trainer_functions
@@ -15,6 +17,12 @@ def test_functions_are_replaced_until_they_are_restored():
   with accumulate, mock.patch("t5x.trainer.apply_grads", return_value="mine"):
     assert trainer.train_with_lr(None, {}, 0.1, None, None, None) == "mine"
   assert trainer_functions.apply_grads is trainer.apply_grads is before
+
+
+def test_submodules_need_no_import():
+  program = "import t5x; print(t5x.losses.__name__, hasattr(t5x, 'nothing'), t5x.__version__[0])"
+  out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+  assert out.stdout.split() == ["t5x.losses", "False", "0"]
 
 
 def test_a_class_is_replaced_where_networks_use_it(monkeypatch):
