@@ -25,7 +25,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # it takes a quarter of that time; XLA's own passes run as ever. `make test-all` compiles as users do.
 COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
-.PHONY: quickstart setup docs test test-all test-gpu-program gpu-compiler lint format golden lock clean
+.PHONY: quickstart setup docs test test-all soak test-gpu-program gpu-compiler lint format golden lock clean
 
 quickstart: $(READY) ## Pretrain and finetune a small T5 on text of this machine
 	@$(BIN)/rosetta-t5 quickstart
@@ -43,6 +43,9 @@ test-all: $(READY) ## Run all tests
 
 test-gpu-program: $(GPU_READY) ## Compile steps for GPUs, which need not be here, and compare with the recorded figures
 	@.venv-gpu/bin/pytest -q -m gpu_program tests/gpu_program
+
+soak: $(READY) ## Train through 200 random faults, and compare with an undisturbed run (20 minutes)
+	@$(BIN)/python tests/resume/soak.py $(SOAK)
 
 gpu-compiler: $(GPU_READY) ## Install XLA's GPU compiler into .venv-gpu (3 GB)
 

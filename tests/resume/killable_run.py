@@ -1,8 +1,9 @@
 """Trains in processes that a test can kill: killable_run.py CACHE_FOLDER.
 
-Each line "MODEL_DIR STEPS SIGTERM_AFTER" on standard input forks a process that trains there with the
-real run page, and sends itself a SIGTERM after that step unless it is 0. It prints "pid N" first, "step N LOSS" after each step, and "ended STATUS" at the end. The
-packages are imported once, by the parent process, which computes nothing itself.
+Each line "MODEL_DIR STEPS PERIOD SIGTERM_AFTER" on standard input forks a process that trains there with
+the real run page, saves every PERIOD steps, and sends itself a SIGTERM after a step unless that is 0. It
+prints "pid N" first, "step N LOSS" after each step, and "ended STATUS" at the end. The packages are
+imported once, by the parent process, which computes nothing itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tiny_models
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.terminal import ctrl_c
 from rosetta_t5.train import train
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.actions import ActionMode, BaseAction
@@ -77,18 +79,14 @@ class WithoutSummaries(Trainer):
     super().__init__(summary_dir=None, **arguments)
 
 
-def run(model_dir: str, steps: int, sigterm_after: int) -> None:
+def run(model_dir: str, steps: int, period: int, sigterm_after: int) -> None:
   train(
     model=tiny_models.make_model(Network()),
     train_dataset_cfg=data.DatasetConfig("none", {}, "train", BATCH, shuffle=False, seed=0),
     train_eval_dataset_cfg=None,
     infer_eval_dataset_cfg=None,
-    # A save and the deletion of an old checkpoint are running almost all the time. In a run that is
-    # terminated, no save is due at its last step.
     checkpoint_cfg=checkpoints.CheckpointConfig(
-      save=checkpoints.SaveCheckpointConfig(
-        period=100 if sigterm_after else 1, keep=2, save_dataset=True
-      )
+      save=checkpoints.SaveCheckpointConfig(period=period, keep=3, save_dataset=True)
     ),
     partitioner=PjitPartitioner(num_partitions=1),
     trainer_cls=functools.partial(
@@ -116,6 +114,7 @@ def main(cache: str) -> None:
       # A killed process may have printed an incomplete line.
       print("\nended", os.waitpid(pid, 0)[1], flush=True)
     else:
+      ctrl_c.listen()
       try:
         run(model_dir, *map(int, numbers))
       except SystemExit as end:

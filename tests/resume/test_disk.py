@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import subprocess
 
 import pytest
+import soak
 
 from rosetta_t5.checkpoints import all_steps
 
@@ -15,13 +15,10 @@ from rosetta_t5.checkpoints import all_steps
 @pytest.fixture
 def disk(tmp_path):
   """A disk in memory, and how it changes: remount(disk, "size=40m")."""
-  folder = tmp_path / "disk"
-  folder.mkdir()
-  mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-  if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-    pytest.skip("only root can mount a small disk")
-  yield folder
-  subprocess.run(["umount", "--lazy", str(folder)], check=True)
+  with soak.small_disk(tmp_path / "disk", "4m") as is_mounted:
+    if not is_mounted:
+      pytest.skip("only root can mount a small disk")
+    yield tmp_path / "disk"
 
 
 def remount(folder: pathlib.Path, options: str) -> None:

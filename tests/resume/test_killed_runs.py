@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
 import random
 
 import numpy as np
 import pytest
+from soak import final_state
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.reading import read_arrays
 
 # The time of a restart on an idle machine, where nothing is imported or compiled.
 _SECONDS_TO_START = 0.7
 _SECONDS_A_STEP = 0.2
-
-
-def final_state(model_dir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-  return {
-    name: array.get() for name, array in read_arrays(model_dir / f"checkpoint_{step}").items()
-  }
 
 
 def test_a_terminated_run_saves_its_last_step_and_its_restart_continues_from_it(train, tmp_path):
