@@ -214,7 +214,7 @@ class TrainLoop:
       waiting_since = time.monotonic()
 
   def _check_interruption(self) -> bool:
-    self._is_interrupted = self._is_interrupted or self._interruption.should_stop(self._step)
+    self._is_interrupted = self._is_interrupted or self._interruption.should_stop()
     return self._is_interrupted
 
   def _save(self, step: int) -> None:

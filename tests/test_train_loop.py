@@ -121,6 +121,7 @@ def test_signal_ends_the_loop_after_the_current_step_and_no_further_batch_is_dra
       os.kill(os.getpid(), sent)
       time.sleep(0.5)  # Ctrl-C is handled in another thread.
 
+  pathlib.Path("run").mkdir()
   before = signal.getsignal(sent)
   trainer = Trainer(send_signal)
   loop = make_loop(trainer, itertools.count())

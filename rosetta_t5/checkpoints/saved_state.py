@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
+from rosetta_t5.checkpoints.model_dir.lock import was_moved
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
@@ -136,6 +137,12 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
   """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
+  if not directory.exists() or was_moved(directory):
+    return CheckpointSaveError(
+      f"checkpoint {checkpoint_path(directory, step)} could not be saved, because {directory} was moved "
+      "or removed during the run: move it back, or set MODEL_DIR to its new place, then start the run "
+      "again to resume from its last checkpoint."
+    )
   complete = [s for s in all_steps(directory) if s != step]
   last = f"the last complete one is step {complete[-1]}" if complete else "there is no complete one"
   is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)

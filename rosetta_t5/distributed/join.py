@@ -15,8 +15,9 @@ from rosetta_t5.distributed.launchers import (
 from rosetta_t5.distributed.preflight import run_preflight
 from rosetta_t5.distributed.rendezvous import wait_for_processes
 
-# When a process dies or freezes, the others end after this time.
-_HEARTBEAT_TIMEOUT_S = 45
+# When a process dies or freezes, the others end after this time. A job that is suspended for a minute
+# goes on.
+_HEARTBEAT_TIMEOUT_S = 100
 
 
 def join_processes(

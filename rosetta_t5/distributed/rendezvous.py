@@ -21,8 +21,8 @@ from rosetta_t5.distributed.watchdog import EXIT_STATUS
 
 # Seconds between two lines about the processes that are still missing.
 REPORT_INTERVAL_S = 30.0
-# Seconds that an earlier run at the same address has to end: jax needs up to 45 to notice a lost process.
-FOREIGN_SERVER_GRACE_S = 60.0
+# Seconds that an earlier run at the same address has to end: jax needs up to 100 to notice a lost process.
+FOREIGN_SERVER_GRACE_S = 120.0
 # Seconds for which process 0 also sends the reason for a refusal to processes that arrive late.
 _LATECOMERS_S = 10.0
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _RETRY_S = 5.0, 2.0, 0.2

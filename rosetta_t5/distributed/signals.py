@@ -43,7 +43,8 @@ class InterruptionListener:
       outcome: what is kept if a second Ctrl-C ends the process at once.
     """
     self.by_ctrl_c = False
-    self._section = ctrl_c.Section(outcome, finishes, self._on_ctrl_c)
+    self._section = ctrl_c.Section(outcome, finishes, self._on_ctrl_c, agree=self.should_stop)
+    self._calls = 0
     self._stack = contextlib.ExitStack()
 
   def __enter__(self) -> InterruptionListener:
@@ -61,17 +62,17 @@ class InterruptionListener:
   def __exit__(self, *exception: object) -> None:
     self._stack.close()
 
-  def should_stop(self, step: int) -> bool:
-    """Returns whether the run must end after `step`; every process gets the same result.
+  def should_stop(self) -> bool:
+    """Returns whether the run must end now. Every process must call this equally often.
 
-    Args:
-      step: optimizer steps made so far. All processes must ask at the same steps.
+    Of several processes, each gets the same result at the same call.
     """
     if jax.process_count() == 1:
       return self._section.is_requested
     from jax.experimental import multihost_utils
 
-    return multihost_utils.reached_preemption_sync_point(step)
+    self._calls += 1
+    return multihost_utils.reached_preemption_sync_point(self._calls)
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
     self._section.is_requested = True

@@ -241,7 +241,7 @@ class Watchdog:
         print(
           f"silent: process {process} ({report.host}) has not reported for "
           f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is dead or "
-          "frozen, jax ends this run within a minute.",
+          "frozen, jax ends this run within two minutes.",
           file=sys.stderr,
           flush=True,
         )

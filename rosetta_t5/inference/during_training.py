@@ -83,7 +83,7 @@ class LossEvaluation:
       tracked = {
         name: stack.enter_context(
           contextlib.closing(
-            progress.track(feed, f"evaluating {name}", self.num_batches, "batches")
+            progress.track(feed, f"evaluating {name}", self.num_batches, "batches", together=True)
           )
         )
         for name, feed in feeds.items()

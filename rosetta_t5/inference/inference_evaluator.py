@@ -127,7 +127,7 @@ class InferenceEvaluator:
       kind = "scoring" if method == "score_batch" else "predicting"
 
       def infer(ds: Any) -> Any:
-        rows = progress.track(as_numpy(ds), kind, _count(ds), "examples")
+        rows = progress.track(as_numpy(ds), kind, _count(ds), "examples", together=True)
         with contextlib.closing(rows):
           return self._infer_fns[method](rows, train_state=train_state, **arguments)
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from etils import epath
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import array_to_lists
+from rosetta_t5.telemetry import atomic_files
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -152,9 +154,14 @@ class ChunkFolder:
       settings: what determines their content (batch size, checkpoint, …); JSON can represent it.
 
     Raises:
-      ValueError: an earlier run with other settings has left chunks in the folder.
+      ValueError: an earlier run with other settings has left chunks in the folder, or another process
+        writes to it.
     """
     self.path = epath.Path(folder)
+    if jax.process_index() == 0:
+      self.path.mkdir(parents=True, exist_ok=True)
+      if "://" not in os.fspath(folder):
+        weakref.finalize(self, os.close, atomic_files.lock_output(folder))
     self._name = name
     settings = json.loads(json.dumps(settings))  # As they are after being read from the file.
     file = self.path / _SETTINGS
@@ -162,7 +169,6 @@ class ChunkFolder:
     if file.exists() and self._marker(0).exists():
       _check_same_settings(json.loads(file.read_text()), settings, self.path)
     elif jax.process_index() == 0:
-      self.path.mkdir(parents=True, exist_ok=True)
       file.write_text(json.dumps(settings))
 
   def chunk(self, number: int) -> str:

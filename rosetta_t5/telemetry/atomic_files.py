@@ -1,7 +1,8 @@
-"""Files that appear under their names only when they are complete."""
+"""Files that appear under their names only when they are complete, or that one process writes."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 
@@ -17,3 +18,27 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
   unfinished = unfinished_path(path)
   unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
   unfinished.replace(path)
+
+
+def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
+  """Locks a file or folder for this process, and returns a descriptor; closing it ends the lock.
+
+  Args:
+    path: the file or folder.
+    create: whether it is a new file, which must not exist yet.
+
+  Raises:
+    ValueError: another process writes to it.
+  """
+  descriptor = os.open(path, os.O_RDONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    os.close(descriptor)
+    raise ValueError(
+      f"another process writes its results to {os.fspath(path)}: wait until it ends, or give another "
+      "output"
+    ) from error
+  except OSError:  # The file system has no locks.
+    pass
+  return descriptor

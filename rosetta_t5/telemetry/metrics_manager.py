@@ -17,6 +17,7 @@ from clu import values as clu_values
 
 from rosetta_t5.telemetry.metrics import set_step_metrics_num_steps, set_time_metrics_duration
 from rosetta_t5.telemetry.run_files.metric_writer import MetricWriter, make_tensorboard_writer
+from rosetta_t5.terminal import lost_output
 
 PyTree = Any
 Values = Mapping[str, clu_values.Value]
@@ -56,6 +57,9 @@ class MetricsManager:
       self._summary_dir = os.fspath(summary_dir)
     self._writers: list[MetricWriter] = []
     if self._summary_dir is not None:
+      if "://" not in self._summary_dir:
+        with lost_output.counted("folders of metrics"):
+          os.makedirs(self._summary_dir, exist_ok=True)
       open_writer = functools.partial(make_writer, name, self._summary_dir)
       self._writers.append(MetricWriter(open_writer))
       for make in extra_writers:

@@ -38,12 +38,15 @@ class Section:
     finishes: what the command finishes after the first Ctrl-C; None if it ends at once.
     on_request: called after the first Ctrl-C of a section that finishes something.
     is_requested: whether there was a first Ctrl-C.
+    agree: returns whether all processes end now; each must call it equally often. None if the section
+      has one process.
   """
 
   outcome: str | Callable[[], str]
   finishes: str | None = None
   on_request: Callable[[], None] | None = None
   is_requested: bool = False
+  agree: Callable[[], bool] | None = None
 
 
 _sections = [Section("there was nothing to save")]
@@ -101,12 +104,18 @@ def entered(section: Section) -> Iterator[Section]:
     end_listening()
 
 
-def check() -> None:
+def check(together: bool = False) -> None:
   """Raises Interrupted after a first Ctrl-C that did not end the command at once.
 
-  Does nothing if the run has several processes, because the others would wait for this one.
+  Args:
+    together: whether all processes of a run call this equally often, so that they can end together.
+      Otherwise nothing happens in a run of several, because the others would wait for this one.
   """
-  if any(section.is_requested for section in _sections) and index_and_count()[1] == 1:
+  if index_and_count()[1] == 1:
+    must_end = any(section.is_requested for section in _sections)
+  else:
+    must_end = together and any(section.agree() for section in _sections if section.agree)
+  if must_end:
     raise Interrupted
 
 

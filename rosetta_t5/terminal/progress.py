@@ -130,15 +130,24 @@ def track(
   total: float | None = None,
   unit: str = "",
   stream: IO[str] | None = None,
+  together: bool = False,
 ) -> Generator[T, None, None]:
   """Yields the items and shows how many have been used. Ctrl-C can end the operation between two.
+
+  Args:
+    items: the items.
+    label: what is done.
+    total: how many items there are; None if that is unknown.
+    unit: of `total`.
+    stream: where to show it; None for standard output.
+    together: whether all processes of the run have as many items.
 
   Raises:
     Interrupted: Ctrl-C was pressed, and the command finishes something because of it.
   """
   with bar(label, total, unit, stream=stream) as shown:
     for item in items:
-      ctrl_c.check()
+      ctrl_c.check(together)
       yield item
       shown.advance()
 

@@ -161,14 +161,12 @@ def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
   ("sent", "stall_limit"),
   [(signal.SIGSTOP, _STALL_LIMIT), (signal.SIGSTOP, {}), (signal.SIGKILL, {})],
 )
-def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other_within_a_minute(
-  tmp_path, sent, stall_limit
-):
+def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other(tmp_path, sent, stall_limit):
   with two_processes(tmp_path, **stall_limit) as (first, second):
     wait_until_trained(tmp_path, first)
     time.sleep(6)  # They report every 5 s.
     second.send_signal(sent)
-    assert first.wait(60) != 0
+    assert first.wait(150) != 0
     output = (tmp_path / "0.txt").read_text()
     silent = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", output, re.MULTILINE)
     assert silent == [("1", str(second.pid))], output[-5000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -101,11 +102,61 @@ FAULTS = [
     expected=r"done +step 6.*lines of run-log.jsonl: \d+ \(Is a directory\)",
     status=74,
   ),
+  Fault(
+    "a run gets SIGTERM twice",
+    "$TRAIN --gin.TRAIN_STEPS=4000 & until test -e run/checkpoint_6; do sleep 0.1; done;"
+    "kill -TERM %1; kill -TERM %1; wait %1",
+    expected=r"interrupted  after step \d+: run the same command to continue",
+    status=143,
+  ),
+  Fault(
+    "a run gets SIGTERM while it saves its last step",
+    "$TRAIN --gin.TRAIN_STEPS=6 & until ls -d run/checkpoint_6* 2> none; do :; done; kill -TERM %1;"
+    "wait %1; test -e run/checkpoint_6 && ! ls -d run/*tmp*",
+    expected="step 6/6",
+    status=0,
+  ),
+  Fault(
+    "MODEL_DIR is moved during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved) &"
+    "$TRAIN --gin.TRAIN_STEPS=4000",
+    expected="run was moved or removed during the run: move it back",
+    unexpected="note .*checkpoint",  # TensorStore itself may print a traceback.
+    keeps=False,
+  ),
+  Fault(
+    "the clock has gone back, and all files are from the future",
+    "find run -exec touch -d 2040-01-01 {} +; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="steps     4 to 6, from run/checkpoint_4.*done +step 6",
+    status=0,
+  ),
+  Fault(
+    "another process writes the same output of inference",
+    "echo 'What is 2 and 2?' > in.txt; flock out.jsonl $INFER --input in.txt --output out.jsonl",
+    expected="another process writes its results to out.jsonl",
+  ),
+  Fault(
+    "the folder of a run is mounted read-only",
+    "mount --bind run run && mount -o remount,ro,bind run || exit 9; trap 'umount run' EXIT;"
+    "$TRAIN --gin.TRAIN_STEPS=6; $EVAL && exit 9; $EVAL --output_dir out || exit 9; exit 1",
+    expected="MODEL_DIR run cannot be written to.*output_dir = .* cannot be written.*results  out",
+  ),
+  Fault(
+    "the folder of a run belongs to another user",
+    """folder=$(mktemp -d); chmod 755 $folder; cp -r run *.* $folder; cd $folder; python -c "
+import os
+import rosetta_t5.cli
+os.setgid(65534)
+os.setuid(65534)
+rosetta_t5.cli.main(['train', '--gin_file=tiny.gin', '--gin.TRAIN_STEPS=6'])
+" """,
+    expected="MODEL_DIR run cannot be written to .*Permission denied",
+  ),
 ]
 
 
 @fault_table(FAULTS)
 def test_faults_of_surroundings(fault: Fault, check_fault: Callable[[Fault], None]) -> None:
-  if "mount" in fault.commands and os.geteuid() != 0:
-    pytest.skip("only root can mount a small disk")
+  if re.search("mount|setuid", fault.commands) and os.geteuid() != 0:
+    pytest.skip("only root can mount a disk or become another user")
   check_fault(fault)

@@ -91,6 +91,12 @@ def check_lock_is_held(directory: epath.PathLike) -> None:
     )
 
 
+def was_moved(directory: epath.PathLike) -> bool:
+  """Returns whether this process has locked a folder that is no longer in its place."""
+  path = epath.Path(directory)
+  return os.fspath(path) in _locks_held and not (path / LOCK_FILE).exists()
+
+
 class RunLock:
   """The lock of one MODEL_DIR, held from its construction until `release`."""
 

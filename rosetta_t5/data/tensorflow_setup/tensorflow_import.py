@@ -72,7 +72,8 @@ def import_seqio() -> Any:
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
-  """Returns whether a message of SeqIO can be acted on; these describe what every run does."""
-  return not str(record.msg).startswith(
+  """Returns whether a message can be acted on: not what every run does, nor what is raised as an error."""
+  is_raised = record.exc_info is not None and "/orbax/" in record.pathname
+  return not is_raised and not str(record.msg).startswith(
     ("Features not in `features_length`", "Given sequence lengths are longer than necessary")
   )

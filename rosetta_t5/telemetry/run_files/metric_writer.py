@@ -52,6 +52,8 @@ def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
       if not glob.glob("events*", root_dir=folder):
         raise FileNotFoundError(errno.ENOENT, f"the files in {folder} were removed")
 
+  if not os.path.isdir(summary_dir):  # It was moved during the run.
+    raise FileNotFoundError(errno.ENOENT, f"{summary_dir} was moved or removed")
   os.makedirs(folder, exist_ok=True)
   with tempfile.NamedTemporaryFile(dir=folder) as probe:
     probe.write(bytes(_PROBE_BYTES))

@@ -33,7 +33,8 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
   folder = pathlib.Path(model_dir)
   line = json.dumps({"event": event, "time": time.time(), **facts}) + "\n"
   with lost_output.counted(f"lines of {RUN_LOG}"):
-    folder.mkdir(parents=True, exist_ok=True)
+    if event == "start":  # A folder that was moved during the run is not created again.
+      folder.mkdir(parents=True, exist_ok=True)
     with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
       file.write(line)
     return True
