@@ -105,7 +105,7 @@ def get_infer_fn(
     mutables = train_state.flax_mutables if takes_mutables else None
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
-      check_ids(batch, "the data for inference", limit)
+      check_ids(batch, f"the batch that begins with example {index_B[0]}", limit)
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)

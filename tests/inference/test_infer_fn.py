@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_1, make_batch, make_model, variables
 
+from rosetta_t5.data import token_limit
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import PADDING, shard_batches
 from rosetta_t5.networks.t5 import Transformer
@@ -48,6 +49,14 @@ def test_results_are_in_the_order_of_the_indices_not_of_reading():
   results = infer_fn()([(i + 100, EXAMPLES[i]) for i in mixed], STATE)
   assert [index for index, _ in results] == list(range(100, 111))
   np.testing.assert_allclose([score for _, score in results], expected_scores(), rtol=1e-4)
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused_with_its_batch():
+  wrong = {**EXAMPLES[9], "encoder_input_tokens": EXAMPLES[9]["encoder_input_tokens"] + 5000}
+  with pytest.raises(
+    ValueError, match=r"begins with example 8 has the value 50\d\d in encoder_input"
+  ):
+    infer_fn(limit=token_limit(MODEL))(enumerate([*EXAMPLES[:9], wrong]), STATE)
 
 
 def test_predictions_are_lists_of_numbers_and_aux_is_in_their_order():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from rosetta_t5.telemetry.nonfinite import NonFiniteError, first_bad_name, raise_if_nonfinite
+from rosetta_t5.telemetry.run_metrics import SKIPPED_STEPS, WEIGHT_NORM
 
 
 def test_error_contains_step_tensor_checkpoint_and_advice(tmp_path):
@@ -72,3 +73,20 @@ def test_error_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
 def test_error_without_checkpoints():
   with pytest.raises(NonFiniteError, match=r"step 1: first in loss\. There is no checkpoint"):
     raise_if_nonfinite(record(0, True, True, True), STATE, None, {}, 1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_metric_that_is_not_finite_ends_the_run_before_its_checkpoint(tmp_path, value):
+  manager = Manager(tmp_path, [0, 10, 20])
+  metrics = {"accuracy": 0.5, "loss_per_token": value}
+  finite = record(18, False, False, False)
+  with pytest.raises(NonFiniteError, match=r"at step 20: first in metric loss_per_token") as caught:
+    raise_if_nonfinite(finite, STATE, manager, metrics, 20)
+  assert f"The last good checkpoint is {tmp_path}/checkpoint_10;" in str(caught.value)
+
+
+def test_steps_that_optax_has_skipped_may_have_metrics_that_are_not_finite():
+  skipped = {SKIPPED_STEPS: 1.0, WEIGHT_NORM: 3.0, "loss": math.nan}
+  raise_if_nonfinite(None, STATE, None, skipped, 5)
+  with pytest.raises(NonFiniteError):
+    raise_if_nonfinite(None, STATE, None, skipped | {WEIGHT_NORM: math.nan}, 5)

@@ -95,3 +95,19 @@ def test_divisors_must_be_positive(factors, number):
 
 def test_constant_does_not_need_warmup():
   assert create_learning_rate_scheduler("constant", 0.25, warmup_steps=0)(3) == 0.25
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"base_learning_rate": -1.0},
+    {"base_learning_rate": float("nan")},
+    {"warmup_steps": -1},
+    {"decay_factor": -0.5},
+    {"min_learning_rate": float("inf")},
+  ],
+)
+def test_negative_and_infinite_numbers_are_refused(wrong):
+  (name,) = wrong
+  with pytest.raises(ValueError, match=f"{name} must be a number of at least 0, got"):
+    create_learning_rate_scheduler(**wrong)

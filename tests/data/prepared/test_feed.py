@@ -24,6 +24,7 @@ from rosetta_t5.data import (
   get_training_eval_datasets,
   prepare_train_iter,
 )
+from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.data.prepared.example_order import RateMixture
@@ -198,6 +199,51 @@ def test_a_position_of_other_batches_is_refused(
   other = get_dataset(cfg, 0, 1, None)
   with pytest.raises(ValueError, match="a step of other prepared folders, rates, objective or see"):
     other.restore(tmp_path / "position")
+
+
+def test_a_changed_folder_is_named_and_a_moved_one_is_not_a_change(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  def facts(*paths: str, **arguments: Any) -> dict[str, Any]:
+    cfg = config(prepared_task(paths, **arguments))
+    return data_facts(cfg, get_dataset(cfg, 0, 1, None))
+
+  before = facts(folders[0])
+  top = pathlib.Path(folders[0]).parent
+  moved = shutil.copytree(folders[0], tmp_path / "moved" / "a")
+  assert compare_facts(before, facts(str(moved))) == (
+    [],
+    [f"data.folders: moved from {top} to {moved.parent}"],
+  )
+  assert compare_facts(before, facts(folders[1]))[0] == [
+    f"data.folders: in {top}, removed: a; added: b"
+  ]
+  (change,) = compare_facts(before, facts(folders[0], mean_span_length=4.0))[0]
+  assert "3.0" in change.partition("→")[0]
+  assert "4.0" in change.partition("→")[2]
+
+
+def test_a_damaged_index_ends_the_run_instead_of_replacing_its_examples(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  copy = shutil.copytree(folders[0], tmp_path / "a")
+  (index,) = copy.glob("train-*.ends.npy")
+  ends = np.load(index)
+  np.save(index, np.concatenate([ends[:1], ends[-2:0:-1], ends[-1:]]))
+  batches = get_dataset(config(prepared_task([folders[1], str(copy)])), 0, 1, None).batches
+  with pytest.raises(ValueError, match=r"the numbers in \S+ends\.npy do not increase"):
+    _ = [batches[step] for step in range(3)]
+  assert not batches.unreadable
+
+
+def test_a_vocabulary_that_is_not_the_folders_is_refused(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  copy = shutil.copytree(folders[0], tmp_path / "a")
+  model = copy / "vocabulary.model"
+  model.write_bytes(model.read_bytes()[:-10])
+  with pytest.raises(ValueError, match=r"a/vocabulary\.model is damaged: its SHA-256 must be"):
+    _ = prepared_task(str(copy)).output_features
 
 
 def test_another_seed_gives_other_batches(folders: list[str]) -> None:
