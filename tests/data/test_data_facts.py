@@ -219,6 +219,29 @@ def test_a_mixture_of_functions_is_compared_by_rates_examples_vocabularies_and_p
   assert "append_eos" in changes[0].partition("→")[2]
 
 
+def test_a_task_that_cannot_be_described_is_reported_and_can_be_saved(
+  make_feed: MakeFeed, tmp_path: pathlib.Path, caplog: Any
+) -> None:
+  tf, seqio = import_tensorflow(), import_seqio()
+
+  class Unloadable(seqio.ByteVocabulary):
+    @property
+    def vocab_size(self) -> int:
+      raise OSError("no file")
+
+  def read(split: str, shuffle_files: bool = False, seed: int | None = None) -> Any:
+    return tf.data.Dataset.from_tensors({"inputs": [1], "targets": [1]}).repeat(20)
+
+  feature = seqio.Feature(Unloadable(), add_eos=False)
+  features = {"inputs": feature, "targets": feature}
+  source = seqio.FunctionDataSource(read, splits=["train"])
+  seqio.TaskRegistry.add("uncounted", source=source, preprocessors=[], output_features=features)
+  for _ in range(2):
+    make_feed(config("uncounted")).save(tmp_path / "position")
+    make_feed(config("uncounted")).restore(tmp_path / "position")
+  assert "Changes of the data of 'uncounted' cannot be noticed: no file" in caplog.text
+
+
 def counting(first: int) -> Iterator[dict[str, np.ndarray]]:
   for number in range(first, 50):
     yield {"x": np.full((8, 2), number, np.int32)}

@@ -33,6 +33,17 @@ PYTHONPATH=. $TRAIN --gin.TRAIN_STEPS=20 --gin_bindings='from __gin__ import dyn
   --gin_bindings='import own' --gin_bindings='trainer.Trainer.learning_rate_fn = @own.schedule()'"""
 
 
+PREPARE = """rosetta-t5 prepare --input 'rows*.jsonl' --text-key question --vocab v.model \\
+  --out tokens --workers 1"""
+PREPARED = f"""for n in 1 2 3; do cp rows.jsonl rows$n.jsonl; done
+rosetta-t5 vocab train --input rows.jsonl --text-key question --size 40 --out v.model
+{PREPARE}
+"""
+TRAIN_PREPARED = """$TRAIN --gin.MODEL_DIR="'new'" --gin.train_script.train.train_eval_dataset_cfg=None \\
+  --gin.MIXTURE_OR_TASK_NAME=@data.prepared_task\\(\\) --gin.data.prepared_task.folders="'tokens'" \\
+  --gin.VOCABULARY=@seqio.SentencePieceVocabulary\\(\\) --gin.seqio.SentencePieceVocabulary.extra_ids=100 \\
+  --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="'tokens/vocabulary.model'" """
+
 FAULTS = [
   Fault(
     "one character of the data has changed",
@@ -73,6 +84,35 @@ FAULTS = [
     "a byte of the data's position is flipped",
     f"flip {_POSITION}.data-00000-of-00001; {_MORE}",
     expected=r"train_ds\S+\.data-00000-of-00001 has changed since it was saved.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
+    "the index of prepared data is not sorted",
+    PREPARED
+    + """cat > reverse.py <<'END'
+import glob, numpy as np
+for path in glob.glob("tokens/train-*.ends.npy"):
+  ends = np.load(path)
+  np.save(path, np.concatenate([ends[:1], ends[-2:0:-1], ends[-1:]]))
+END
+python reverse.py
+"""
+    + TRAIN_PREPARED,
+    expected=r"prepared shard \S+ is damaged \(the numbers in \S+\.ends\.npy do not increase",
+  ),
+  Fault(
+    "the vocabulary of prepared data is truncated",
+    PREPARED + f"truncate_to_half tokens/vocabulary.model; {TRAIN_PREPARED}",
+    expected=r"tokens/vocabulary\.model is",
+  ),
+  Fault(
+    "prepare is killed and repeated",
+    f"""{PREPARED} mv tokens whole
+{PREPARE} &
+until ls tokens/.train* tokens/train* 2> /dev/null; do :; done; kill -9 $!
+wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards && echo the same files
+""",
+    expected="the same files",
     status=0,
   ),
   Fault(

@@ -6,10 +6,11 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from clu.data import dataset_iterator
 
 from rosetta_t5.data.dataset_config import DatasetConfig
@@ -92,17 +93,27 @@ def _facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
       "source": type(task.source).__name__,
       "preprocessors": _function_names(task.preprocessors) if arguments is None else None,
       "arguments": arguments,
-      "features": {n: _feature_text(feature) for n, feature in task.output_features.items()},
     }
-    paths = _cached_files(task, cfg) if cfg.use_cached else task.source.list_shards(cfg.split)
-    if any(os.path.isfile(path) or "://" in path for path in paths):
-      is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
-      facts[name]["data"] = read_files(tuple(paths), is_movable)
-    else:
-      facts[name]["first_examples"] = _digest_of_examples(task.source, cfg.split)
+    try:
+      facts[name] |= _facts_of_source(task, cfg, read_files)
+    except Exception as error:  # of a user's source, which need not list its files or be read twice
+      logging.warning("Changes of the data of '%s' cannot be noticed: %s", task.name, error)
     if isinstance(provider, import_seqio().Mixture):
       facts[name]["rate"] = float(provider.get_rate(task))
   return facts
+
+
+def _facts_of_source(task: Any, cfg: DatasetConfig, read_files: Callable[..., Facts]) -> Facts:
+  """Returns the facts of a task's features, and of its files or examples."""
+  facts: Facts = {
+    "features": {n: _feature_text(f) for n, f in task.output_features.items()},
+    "number_of_examples": task.source.num_input_examples(cfg.split),  # None if it is not known
+  }
+  paths = _cached_files(task, cfg) if cfg.use_cached else task.source.list_shards(cfg.split)
+  if any(os.path.isfile(path) or "://" in path for path in paths):
+    is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
+    return facts | {"data": read_files(tuple(paths), is_movable)}
+  return facts | {"first_examples": _digest_of_examples(task.source, cfg.split)}
 
 
 def _cached_files(task: Any, cfg: DatasetConfig) -> list[str]:
