@@ -29,6 +29,15 @@ class SetsManagerOptions(Protocol):
     """Returns keyword arguments for `SaveCheckpointConfig.checkpoint_manager_cls`."""
 
 
+@runtime_checkable
+class TransformsRestoredState(Protocol):
+  """A class of checkpointers that changes what is restored, such as `UpcycleCheckpointer`."""
+
+  @staticmethod
+  def transform_restored_state(stored: Any, expected: Any, *, is_resuming: bool = False) -> Any:
+    """Returns the checkpoint's state dict, changed; see `state_transformation_fns`."""
+
+
 @dataclasses.dataclass
 class SaveCheckpointConfig:
   """When and how checkpoints are saved.
@@ -85,7 +94,8 @@ class RestoreCheckpointConfig:
     dtype: the dtype of the restored floating-point parameters; None for the model's.
     restore_dataset: continue at the stored position in the training data.
     checkpointer_cls: a subclass of T5X's Checkpointer that overrides `restore`, which then restores.
-      T5X's own classes are not needed, since the layout is detected.
+      T5X's own classes are not needed, since the layout is detected. If the class implements
+      `TransformsRestoredState`, as UpcycleCheckpointer does, its function follows assignment_map.
     state_transformation_fns: after assignment_map, each `fn(checkpoint's state dict, model's)`
       returns the first one, changed.
     checkpoint_manager_cls: builds the manager.
@@ -112,6 +122,9 @@ class RestoreCheckpointConfig:
         f"RestoreCheckpointConfig.mode must be one of {', '.join(_MODES)}, got {self.mode!r}{hint}"
       )
     _check_dtype(self.dtype, "RestoreCheckpointConfig.dtype")
+    if isinstance(self.checkpointer_cls, TransformsRestoredState):
+      transform = self.checkpointer_cls.transform_restored_state
+      self.state_transformation_fns = (transform, *self.state_transformation_fns)
     if self.assignment_map is not None:
       # As in T5X, the map is the first of the transformations.
       rename = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)

@@ -18,6 +18,8 @@ from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree
 from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
 from rosetta_t5.models.decode_call import accepts, call_decode_fn
+from rosetta_t5.models.expert_losses import ExpertLosses, expert_losses
+from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.training import losses
 
@@ -44,6 +46,8 @@ class BaseTransformerModel(BaseModel):
     z_loss: float = 0.0,
     loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     loss_chunk_length: int | None = None,
+    aux_loss_factor: float = 0.0,
+    router_z_loss_factor: float = 0.0,
   ):
     """Builds a model around a linen module.
 
@@ -59,10 +63,13 @@ class BaseTransformerModel(BaseModel):
         its name, or None for a plain sum.
       loss_chunk_length: the number of target positions whose logits are computed at a time for loss
         and scores; None for all at once, which is faster if memory allows it.
+      aux_loss_factor: the weight of the mean load balancing loss of layers with experts. As in T5X, it
+        is added once per batch or microbatch, after the loss of the tokens has been normalized.
+      router_z_loss_factor: the weight of the mean z-loss of their routers, added in the same way.
 
     Raises:
       ValueError: `loss_normalizing_factor` is an unknown name, or `loss_chunk_length` is invalid or
-        the model overrides `_compute_metrics`.
+        the model overrides `_compute_metrics`; or a factor is set, but no layer has experts.
     """
     super().__init__(optimizer_def)
     self.module = module
@@ -72,6 +79,14 @@ class BaseTransformerModel(BaseModel):
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
     self._loss_chunk_length = loss_chunk_length
+    self._aux_loss_factor = aux_loss_factor
+    self._router_z_loss_factor = router_z_loss_factor
+    if (aux_loss_factor or router_z_loss_factor) and not self.has_experts:
+      raise ValueError(
+        f"{type(self).__name__} has aux_loss_factor = {aux_loss_factor} and router_z_loss_factor = "
+        f"{router_z_loss_factor}, but no layer of the network has experts: set both to 0.0, or num_experts "
+        "of the network's config"
+      )
     is_positive = isinstance(loss_chunk_length, int) and loss_chunk_length > 0
     if loss_chunk_length is not None and not is_positive:
       raise ValueError(
@@ -105,6 +120,11 @@ class BaseTransformerModel(BaseModel):
     """The decode function: beam search, sampling, or one of the user's."""
     return self._decode_fn
 
+  @property
+  def has_experts(self) -> bool:
+    """Whether layers of the network have experts, whose losses and metrics the loss includes."""
+    return has_experts(self.network_config)
+
   @abc.abstractmethod
   def _compute_logits(
     self,
@@ -135,24 +155,32 @@ class BaseTransformerModel(BaseModel):
         (loss, (metrics, new flax_mutables)).
     """
     options: dict[str, Any] = {}
-    if flax_mutables:
-      options = {"mutable": list(flax_mutables), "other_variables": flax_mutables}
+    collections = [*(flax_mutables or {}), *(["intermediates"] if self.has_experts else [])]
+    if collections:
+      options = {"mutable": collections, "other_variables": flax_mutables}
     outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
-    logits, mutables = outputs if flax_mutables else (outputs, None)
+    logits, mutables = outputs if collections else (outputs, {})
     targets, segments = _targets(batch), self._segment_ids(batch)
     factor, weights = losses.get_loss_normalizing_factor_and_weights(
       self._loss_normalizing_factor, batch
     )
+    correct = None
     if self._loss_chunk_length:
       token_loss, token_z, correct = chunked_cross_entropy(
         logits, targets, self._z_loss, self._label_smoothing, self._loss_chunk_length
       )
       loss, z_loss, _ = losses.weighted_sums(token_loss, token_z, weights, factor)
-      metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
     else:
       loss, z_loss, _ = losses.compute_weighted_cross_entropy(
         logits, targets, weights, self._label_smoothing, self._z_loss, factor
       )
+    expert_metrics: Metrics = {}
+    if self.has_experts:
+      mutables = dict(mutables)
+      experts = self._expert_losses(mutables.pop("intermediates", {}))
+      loss += experts.total
+      expert_metrics = experts.metrics(loss, z_loss, targets.size)
+    if correct is None:
       metrics = self._compute_metrics(
         logits=logits,
         targets=targets,
@@ -161,7 +189,14 @@ class BaseTransformerModel(BaseModel):
         z_loss=z_loss,
         segment_ids=segments,
       )
+    else:
+      metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
+    metrics |= expert_metrics
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
+
+  def _expert_losses(self, intermediates: Mapping[str, Any]) -> ExpertLosses:
+    factors = (self._aux_loss_factor, self._router_z_loss_factor)
+    return expert_losses(intermediates, self.network_config, *factors)
 
   def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
     """Returns the logits, or their two factors if the loss is computed in chunks."""

@@ -43,6 +43,8 @@ class DecoderOnlyModel(BaseTransformerModel):
     z_loss: NonNegativeNumber = 0.0,
     loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     loss_chunk_length: Positive | None = None,
+    aux_loss_factor: NonNegativeNumber = 0.0,
+    router_z_loss_factor: NonNegativeNumber = 0.0,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -59,6 +61,8 @@ class DecoderOnlyModel(BaseTransformerModel):
       z_loss: see `BaseTransformerModel`.
       loss_normalizing_factor: see `BaseTransformerModel`.
       loss_chunk_length: see `BaseTransformerModel`.
+      aux_loss_factor: see `BaseTransformerModel`.
+      router_z_loss_factor: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
@@ -73,6 +77,8 @@ class DecoderOnlyModel(BaseTransformerModel):
       z_loss=z_loss,
       loss_normalizing_factor=loss_normalizing_factor,
       loss_chunk_length=loss_chunk_length,
+      aux_loss_factor=aux_loss_factor,
+      router_z_loss_factor=router_z_loss_factor,
     )
 
   def get_initial_variables(

@@ -58,6 +58,8 @@ class EncoderDecoderModel(BaseTransformerModel):
     loss_normalizing_factor: losses.LossNormalizingFactor | None = None,
     default_decoder_params: DecoderParams | None = None,
     loss_chunk_length: Positive | None = None,
+    aux_loss_factor: NonNegativeNumber = 0.0,
+    router_z_loss_factor: NonNegativeNumber = 0.0,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -73,6 +75,8 @@ class EncoderDecoderModel(BaseTransformerModel):
       loss_normalizing_factor: see `BaseTransformerModel`.
       default_decoder_params: how many decodes `predict_batch` computes and returns.
       loss_chunk_length: see `BaseTransformerModel`.
+      aux_loss_factor: see `BaseTransformerModel`.
+      router_z_loss_factor: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
@@ -87,6 +91,8 @@ class EncoderDecoderModel(BaseTransformerModel):
       z_loss=z_loss,
       loss_normalizing_factor=loss_normalizing_factor,
       loss_chunk_length=loss_chunk_length,
+      aux_loss_factor=aux_loss_factor,
+      router_z_loss_factor=router_z_loss_factor,
     )
 
   def get_initial_variables(

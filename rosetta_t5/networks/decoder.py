@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, set_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.kernel_choice import SegmentMask, make_mask
 from rosetta_t5.networks.layers.dense import feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
@@ -43,10 +44,12 @@ class DecoderLayer(nn.Module):
   Attributes:
     config: sizes and settings.
     relative_embedding: the relative bias, which all layers share; None for other positions.
+    has_experts: whether the feed-forward block has experts.
   """
 
   config: TransformerConfig
   relative_embedding: nn.Module | None = None
+  has_experts: bool = False
 
   @nn.compact
   def __call__(
@@ -86,7 +89,7 @@ class DecoderLayer(nn.Module):
     dropout = t5.layer_dropout(cfg, "post_self_attention_dropout")
     x = dropout(x, deterministic=deterministic) + inputs
     y = _norm(cfg, "pre_mlp_layer_norm")(x)
-    y = t5.make_mlp(cfg, **attributes)(y, deterministic=deterministic)
+    y = t5.feed_forward(cfg, y, decoder_mask, deterministic, self.has_experts, **attributes)
     y = t5.layer_dropout(cfg, "post_mlp_dropout")(y, deterministic=deterministic) + x
     y = t5.constrain_layer_output(cfg, y)
     return (y, None) if cfg.scan_layers else y
@@ -222,15 +225,16 @@ class Decoder(nn.Module):
       *call: the arguments of every layer's call that follow the mask.
     """
     cfg, static_argnums = self.config, (3, 4, 5, 6)
+    with_experts = expert_layers(cfg, "decoder")
     if cfg.scan_layers:
       call = (masks[0], *call)
-      return call_layers(
-        self, DecoderLayer, static_argnums, cfg.num_layers, y, *call, scan_name="decoder"
-      )
+      options: Any = {"scan_name": "decoder", "expert_layers": with_experts}
+      return call_layers(self, DecoderLayer, static_argnums, cfg.num_layers, y, *call, **options)
     layer_cls = remat_layer(DecoderLayer, cfg.remat_policy, static_argnums)
     relative = t5.make_relative_bias(cfg) if cfg.positions == "relative" else None
     for layer in range(cfg.num_layers):
-      y = layer_cls(cfg, relative, name=f"layers_{layer}")(y, masks[layer % 2], *call)
+      module = layer_cls(cfg, relative, layer in with_experts, name=f"layers_{layer}")
+      y = module(y, masks[layer % 2], *call)
     return y
 
   def _local_mask(

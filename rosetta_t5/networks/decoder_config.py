@@ -16,6 +16,7 @@ from rosetta_t5.argument_types import (
   Rate,
   one_of,
 )
+from rosetta_t5.networks.expert_settings import ExpertSettings
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MakeMatmul
 from rosetta_t5.networks.t5_config import (
@@ -32,8 +33,8 @@ Norm = Annotated[str, one_of(NORMS)]
 
 
 @struct.dataclass
-class TransformerConfig:
-  """The sizes and settings of a decoder-only model.
+class TransformerConfig(ExpertSettings):
+  """The sizes and settings of a decoder-only model; `ExpertSettings` has those of mixtures of experts.
 
   The defaults are T5X's decoder-only model, which has T5's layers. GPT-2 and GPT-3 (Radford et al.
   2019, Brown et al. 2020) use positions 'learned', norm 'layer', use_bias, scale_queries, and
@@ -143,6 +144,11 @@ class TransformerConfig:
         window is not None and self.attention_kernel not in ("auto", "xla"),
         f"attention_kernel = {self.attention_kernel!r} does not support local_attention_window "
         f"(it is {window}): set it to 'xla', or the window to None",
+      ),
+      (
+        self.router == "expert_choice",
+        "router must be 'switch' or 'top_2' in a decoder, got 'expert_choice': the experts of a token would "
+        "depend on later tokens, which do not exist when the model decodes",
       ),
       (
         self.scale_queries and self.scale_attn_logits,

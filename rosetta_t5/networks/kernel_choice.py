@@ -93,6 +93,13 @@ def make_mask(
   return SegmentMask(query.astype(jnp.int32), key.astype(jnp.int32), causal)
 
 
+def real_tokens(mask: Bool[Array, "B 1 T S"] | SegmentMask | None) -> Bool[Array, "B T"] | None:
+  """Returns which queries are not padding, according to the mask of self-attention; None for all."""
+  if mask is None:
+    return None
+  return mask.query_BT > 0 if isinstance(mask, SegmentMask) else jnp.any(mask, axis=(1, 3))
+
+
 def _check_segment_mask(
   config: Any, queries: int, keys: int, is_packed: bool, prefix: Array | None
 ) -> None:

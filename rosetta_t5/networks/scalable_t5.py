@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.networks import t5
+from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.layers import nd_layers
 from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
@@ -97,7 +98,8 @@ class Encoder(t5.Encoder):
 
   def _layers(self, x: jax.Array, *call: Any) -> jax.Array:
     num_layers = self.config.num_encoder_layers
-    return call_layers(self, EncoderLayer, (3,), num_layers, x, *call, scan_name="encoder")
+    options: Any = {"scan_name": "encoder", "expert_layers": expert_layers(self.config, "encoder")}
+    return call_layers(self, EncoderLayer, (3,), num_layers, x, *call, **options)
 
 
 class Decoder(t5.Decoder):
@@ -107,7 +109,8 @@ class Decoder(t5.Decoder):
 
   def _layers(self, y: jax.Array, *call: Any) -> jax.Array:
     num_layers = self.config.num_decoder_layers
-    return call_layers(self, DecoderLayer, (5, 6, 7), num_layers, y, *call, scan_name="decoder")
+    options: Any = {"scan_name": "decoder", "expert_layers": expert_layers(self.config, "decoder")}
+    return call_layers(self, DecoderLayer, (5, 6, 7), num_layers, y, *call, **options)
 
 
 class Transformer(t5.Transformer):

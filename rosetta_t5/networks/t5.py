@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
-from rosetta_t5.networks.kernel_choice import SegmentMask, choose_attention_kernel, make_mask
+from rosetta_t5.networks.expert_settings import expert_layers
+from rosetta_t5.networks.kernel_choice import (
+  SegmentMask,
+  choose_attention_kernel,
+  make_mask,
+  real_tokens,
+)
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer
+from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.layers.norms import LayerNorm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
@@ -42,18 +49,41 @@ def make_attention(config: Any, name: str, **attributes: Any) -> MultiHeadDotPro
   )
 
 
-def make_mlp(config: Any, **attributes: Any) -> MlpBlock:
-  """Returns the feed-forward block for a config like `T5Config`, with further attributes."""
-  return MlpBlock(
-    intermediate_dim=config.mlp_dim,
-    activations=config.mlp_activations,
-    intermediate_dropout_rate=config.dropout_rate,
-    dtype=config.dtype,
-    make_product=config.make_product,
-    transpose_batch_sequence=config.transpose_batch_sequence,
-    name="mlp",
-    **attributes,
-  )
+def feed_forward(
+  config: Any,
+  x: jax.Array,
+  mask: Bool[Array, "B 1 T S"] | SegmentMask | None,
+  deterministic: bool,
+  has_experts: bool,
+  router: str | None = None,
+  **attributes: Any,
+) -> jax.Array:
+  """Returns the output of the feed-forward block `mlp` of the module that is being called.
+
+  Args:
+    config: a config like `T5Config`.
+    x: the block's input.
+    mask: the mask of the layer's self-attention, which shows which tokens are padding.
+    deterministic: whether dropout is off.
+    has_experts: whether the block has `config.num_experts` experts.
+    router: how experts are chosen; None for `config.router`.
+    **attributes: further attributes of the block, or of each expert.
+  """
+  attributes |= {
+    "intermediate_dim": config.mlp_dim,
+    "activations": config.mlp_activations,
+    "intermediate_dropout_rate": config.dropout_rate,
+    "dtype": config.dtype,
+    "make_product": config.make_product,
+  }
+  transposed = config.transpose_batch_sequence
+  if not has_experts:
+    block = MlpBlock(**attributes, transpose_batch_sequence=transposed, name="mlp")
+    return block(x, deterministic=deterministic)
+  if config.expert_dropout_rate is not None:
+    attributes["intermediate_dropout_rate"] = config.expert_dropout_rate
+  experts = ExpertMlpBlock(config, router or config.router, transposed, attributes, name="mlp")
+  return experts(x, deterministic, real_tokens(mask))
 
 
 def make_relative_bias(config: Any) -> RelativePositionBiases:
@@ -112,6 +142,7 @@ class EncoderLayer(nn.Module):
   """Self-attention and a feed-forward block, each after a norm and inside a residual connection."""
 
   config: T5Config
+  has_experts: bool = False
 
   @nn.compact
   def __call__(
@@ -127,7 +158,7 @@ class EncoderLayer(nn.Module):
     x = make_attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
     x = layer_dropout(cfg)(x, deterministic=deterministic) + inputs
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
-    y = make_mlp(cfg)(y, deterministic=deterministic)
+    y = feed_forward(cfg, y, mask_B1SS, deterministic, self.has_experts)
     y = layer_dropout(cfg)(y, deterministic=deterministic) + x
     return constrain_layer_output(cfg, y)
 
@@ -136,6 +167,7 @@ class DecoderLayer(nn.Module):
   """Self-attention, attention to the encoded inputs, and a feed-forward block."""
 
   config: T5Config
+  has_experts: bool = False
 
   @nn.compact
   def __call__(
@@ -165,7 +197,9 @@ class DecoderLayer(nn.Module):
     )
     y = layer_dropout(cfg)(y, deterministic=deterministic) + x
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
-    z = make_mlp(cfg)(z, deterministic=deterministic)
+    # A token that experts choose depends on later tokens, which do not exist when the model decodes.
+    router = "top_2" if cfg.router == "expert_choice" else cfg.router
+    z = feed_forward(cfg, z, mask_B1TT, deterministic, self.has_experts, router)
     z = layer_dropout(cfg)(z, deterministic=deterministic) + y
     return constrain_layer_output(cfg, z)
 
@@ -195,7 +229,8 @@ class Encoder(nn.Module):
     length = bias_length(self.config, x)
     bias_1HSS = make_relative_bias(self.config)(length, length, True)
     call = (mask, bias_1HSS, deterministic)
-    return call_layers(self, EncoderLayer, (4,), self.config.num_encoder_layers, x, *call)
+    num_layers, with_experts = self.config.num_encoder_layers, expert_layers(self.config, "encoder")
+    return call_layers(self, EncoderLayer, (4,), num_layers, x, *call, expert_layers=with_experts)
 
 
 class Decoder(nn.Module):
@@ -242,7 +277,8 @@ class Decoder(nn.Module):
     length = bias_length(self.config, y, decode, max_decode_length)
     bias_1HLL = make_relative_bias(self.config)(length, length, False)
     call = (encoded, mask, cross_mask, bias_1HLL, deterministic, decode)
-    return call_layers(self, DecoderLayer, (6, 7), self.config.num_decoder_layers, y, *call)
+    num_layers, with_experts = self.config.num_decoder_layers, expert_layers(self.config, "decoder")
+    return call_layers(self, DecoderLayer, (6, 7), num_layers, y, *call, expert_layers=with_experts)
 
 
 class Transformer(nn.Module):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rosetta_t5.argument_types import FloatDType, NonNegative, Positive, Rate, one_of
+from rosetta_t5.networks.expert_settings import EXPERT_DISPATCHES, ROUTERS, ExpertSettings
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MakeMatmul
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
@@ -22,8 +23,8 @@ RematPolicy = Annotated[str, one_of(REMAT_POLICIES)]
 
 
 @struct.dataclass
-class T5Config:
-  """The sizes and settings of a T5 model.
+class T5Config(ExpertSettings):
+  """The sizes and settings of a T5 model; `ExpertSettings` describes those of mixtures of experts.
 
   Attributes:
     vocab_size: the number of rows of the embedding table; at least the vocabulary's size.
@@ -47,6 +48,7 @@ class T5Config:
     remat_policy: what a layer saves for its backward pass; see `layer_stack.remat_layer`.
     make_product: returns the function that computes the matmuls of the attention and feed-forward
       projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
+    decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
     attention_class: the class of the attention layers; not a field, so users cannot set it.
   """
 
@@ -68,6 +70,7 @@ class T5Config:
   attention_kernel: AttentionKernel = "auto"
   remat_policy: RematPolicy = "none"
   make_product: MakeMatmul | None = None
+  decoder_expert_layer_period: Positive | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
 
@@ -95,6 +98,12 @@ def check_layer_settings(config: Any) -> None:
     object.__setattr__(config, switch, bool(value))
   check_one_of(f"{name}.attention_kernel", config.attention_kernel, ATTENTION_KERNELS)
   check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
+  check_one_of(f"{name}.router", config.router, ROUTERS)
+  check_one_of(f"{name}.expert_dispatch", config.expert_dispatch, EXPERT_DISPATCHES)
+  if config.router == "top_2" and config.num_experts == 1:
+    raise ValueError(
+      f"{name}.router = 'top_2' needs at least 2 experts, got num_experts = 1: set router = 'switch'"
+    )
 
 
 def check_one_of(name: str, value: Any, known: Collection[str]) -> None:

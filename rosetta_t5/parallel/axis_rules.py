@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, EXPERT_AXIS, FSDP_AXIS
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
@@ -62,25 +64,36 @@ def standard_logical_axis_rules(
 
 
 def extend_axis_rules(
-  rules: LogicalAxisRules, fsdp_axis: str | None, sequence_parallel: bool
+  rules: LogicalAxisRules, mesh_axes: Collection[str], sequence_parallel: bool
 ) -> tuple[AxisRule, ...]:
-  """Returns the rules with those of FSDP and sequence parallelism added.
+  """Returns the rules with those of experts, FSDP and sequence parallelism added.
 
   Args:
     rules: (logical axis, mesh axis) pairs.
-    fsdp_axis: a mesh axis that splits the batch in addition to `data`, and also the parameters; None
-      for no such axis.
+    mesh_axes: the axes of the mesh. `expert` and `fsdp` split the batch in addition to `data`; `expert`
+      also splits the experts, and `fsdp` all parameters.
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
   extended: list[AxisRule] = [(name, axis) for name, axis in rules]
-  if fsdp_axis:
-    # In an activation, the batch takes the mesh axis before `embed` can; a parameter has no batch.
-    batch: AxisRule = ("batch", ("data", fsdp_axis))
-    extended = [batch if rule == ("batch", "data") else rule for rule in extended]
-    names = [name for name, _ in extended]
+  batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
+  if batch_axes not in ((), (DATA_AXIS,)):
+    # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
+    batch: AxisRule = ("batch", batch_axes)
+    extended = [batch if rule == ("batch", DATA_AXIS) else rule for rule in extended]
+  names = [name for name, _ in extended]
+  if FSDP_AXIS in mesh_axes:
     first = names.index("embed") if "embed" in names else len(names)
-    extended.insert(first, ("embed", fsdp_axis))
+    extended.insert(first, ("embed", FSDP_AXIS))
+  replicas = tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS
+  expert_rules: LogicalAxisRules = (
+    ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),
+    ("expert_replicas", replicas),
+    ("expert_mlp", "model"),
+    ("unmodeled", None),
+  )
+  # They come first, so that the groups of an activation take `fsdp` before `embed` can.
+  extended = [*(rule for rule in expert_rules if rule[0] not in names), *extended]
   if sequence_parallel:
     # The rule of `length` comes last, so that heads, mlp and vocab take the mesh axis first.
     extended = [rule for rule in extended if rule != ("length", None)] + [("length", "model")]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, count_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ def check_batch_size(batch_size: int, axis_sizes: Mapping[str, int]) -> None:
   if batch_size % shards:
     below = batch_size - batch_size % shards
     near = " or ".join(str(size) for size in (below, below + shards) if size)
-    has_fsdp = axis_sizes.get(FSDP_AXIS, 1) > 1
-    axes = f"axes {DATA_AXIS} and {FSDP_AXIS}" if has_fsdp else f"{DATA_AXIS} axis"
+    names = [n for n in BATCH_AXES if n == DATA_AXIS or axis_sizes.get(n, 1) > 1]
+    axes = f"axes {' and '.join(names)}" if len(names) > 1 else f"{DATA_AXIS} axis"
     raise ValueError(
       f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's {axes} "
       f"(mesh {dict(axis_sizes)}): set BATCH_SIZE (in evaluation and inference "
@@ -59,7 +59,10 @@ def get_data_layout(mesh: Mesh, batch_size: int, process: int | None = None) -> 
   """
   process = jax.process_index() if process is None else process
   rows_of: dict[int, list[int]] = collections.defaultdict(list)
-  for row, devices in enumerate(mesh.devices.reshape(count_batch_shards(mesh.shape), -1)):
+  batch_axes = [axis for axis in BATCH_AXES if axis in mesh.axis_names]
+  order = [*batch_axes, *(axis for axis in mesh.axis_names if axis not in batch_axes)]
+  grid = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order])
+  for row, devices in enumerate(grid.reshape(count_batch_shards(mesh.shape), -1)):
     for owner in {device.process_index for device in devices}:
       rows_of[owner].append(row)
   # Processes with devices in the same rows read the same shard.

@@ -12,7 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS, sizes_from_counts
+from rosetta_t5.parallel.mesh_axes import (
+  BATCH_AXES,
+  DATA_AXIS,
+  EXPERT_AXIS,
+  FSDP_AXIS,
+  MODEL_AXIS,
+  sizes_from_counts,
+)
 
 Shape = tuple[int, ...]
 
@@ -42,13 +49,27 @@ def default_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """The settings of a partitioner that define its mesh; see `PjitPartitioner`."""
+  """The settings of a partitioner that define its mesh; see `PjitPartitioner`.
+
+  With `expert_partitions`, T5X's axis `data` is factored: the size of `expert` is the largest divisor that
+  is at most `expert_partitions`.
+  """
 
   num_partitions: int | None = None
   model_parallel_submesh: Shape | None = None
   ici_mesh_shape: Shape | None = None
   dcn_mesh_shape: Shape | None = None
   counts: Mapping[str, int] | None = None
+  expert_partitions: int | None = None
+
+  @property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The mesh axes that a batch is split over, outermost first."""
+    with_expert = EXPERT_AXIS in self.counts if self.counts else bool(self.expert_partitions)
+    excluded = {FSDP_AXIS} if not self.counts else set()
+    return tuple(
+      axis for axis in BATCH_AXES if axis not in excluded and (axis != EXPERT_AXIS or with_expert)
+    )
 
   def build(self, devices: Sequence[Any]) -> Mesh:
     """Returns the mesh of these devices.
@@ -61,6 +82,7 @@ class MeshConfig:
     types = (AxisType.Auto,) * len(sizes)
     if self.ici_mesh_shape and self.dcn_mesh_shape and not self.counts:
       grid = hybrid_grid(devices, self.ici_mesh_shape, self.dcn_mesh_shape)
+      grid = grid.reshape(tuple(sizes.values()))
       return Mesh(grid, tuple(sizes), axis_types=types)
     # `model` is the innermost axis: neighbouring devices communicate most within a model replica.
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
@@ -73,6 +95,15 @@ class MeshConfig:
     """
     if self.counts:
       return sizes_from_counts(self.counts, num_devices)
+    sizes = self._t5x_sizes(num_devices)
+    if not self.expert_partitions:
+      return sizes
+    data = sizes[DATA_AXIS]
+    experts = max(n for n in range(1, min(data, self.expert_partitions) + 1) if data % n == 0)
+    return {DATA_AXIS: data // experts, EXPERT_AXIS: experts, MODEL_AXIS: sizes[MODEL_AXIS]}
+
+  def _t5x_sizes(self, num_devices: int) -> dict[str, int]:
+    """Returns the sizes of the axes `data` and `model` from T5X's settings."""
     if self.ici_mesh_shape:
       return self._hybrid_sizes(self.ici_mesh_shape, num_devices)
     submesh = self.model_parallel_submesh

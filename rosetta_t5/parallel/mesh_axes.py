@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 DATA_AXIS = "data"
+EXPERT_AXIS = "expert"
 FSDP_AXIS = "fsdp"
 MODEL_AXIS = "model"
-BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+# The mesh axes that a batch is split over, outermost first.
+BATCH_AXES = (EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
 # User's name → mesh axis, outermost first. Tensor parallelism keeps T5X's name for the mesh axis,
 # `model`, which users' axis rules and models refer to.
-_AXES = {"data": DATA_AXIS, "fsdp": FSDP_AXIS, "tensor": MODEL_AXIS}
+_AXES = {"data": DATA_AXIS, "expert": EXPERT_AXIS, "fsdp": FSDP_AXIS, "tensor": MODEL_AXIS}
 _SETTING = "partitioning.PjitPartitioner.mesh"
 _MAX_SUGGESTIONS = 4
 
 
 def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
-  """Returns how many parts a batch is split into, over the axes `data` and `fsdp`."""
+  """Returns how many parts a batch is split into, over the axes `expert`, `data` and `fsdp`."""
   return math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
@@ -30,9 +33,11 @@ def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
   """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
 
+  There is an axis `expert` only if the counts have one.
+
   Args:
-    counts: the size of each axis by name (data, fsdp, tensor). One of them may be -1, which means all
-      remaining devices. The default of `data` is -1 too; that of `fsdp` and `tensor` is 1.
+    counts: the size of each axis by name (data, expert, fsdp, tensor). One of them may be -1, which
+      means all remaining devices. The default of `data` is -1 too; that of the others is 1.
     num_devices: the number of devices.
 
   Raises:
@@ -40,7 +45,11 @@ def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, 
   """
   _check_counts(counts)
   data_default = 1 if -1 in counts.values() else -1
-  wanted = {name: counts.get(name, data_default if name == "data" else 1) for name in _AXES}
+  wanted = {
+    name: counts.get(name, data_default if name == "data" else 1)
+    for name in _AXES
+    if name != EXPERT_AXIS or name in counts
+  }
   given = abs(math.prod(wanted.values()))
   is_open = -1 in wanted.values()
   if num_devices % given or (not is_open and given != num_devices):
@@ -77,10 +86,9 @@ def _suggest_counts(wanted: Mapping[str, int], num_devices: int) -> list[str]:
   """Returns meshes of `num_devices` devices, those closest to the wanted one first."""
   divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   meshes = [
-    {"data": num_devices // fsdp // tensor, "fsdp": fsdp, "tensor": tensor}
-    for fsdp in divisors
-    for tensor in divisors
-    if num_devices % (fsdp * tensor) == 0
+    dict(zip(wanted, (num_devices // math.prod(sizes), *sizes), strict=True))
+    for sizes in itertools.product(divisors, repeat=len(wanted) - 1)
+    if num_devices % math.prod(sizes) == 0
   ]
 
   def distance(mesh: Mapping[str, int]) -> float:

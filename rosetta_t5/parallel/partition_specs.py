@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, axis_names
+from rosetta_t5.parallel.mesh_axes import EXPERT_AXIS, MODEL_AXIS, axis_names
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
 _MAX_SUGGESTIONS = 12
@@ -62,9 +62,13 @@ def _indivisible_text(
   name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
   divisors = [str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0]
   suggestions = ", ".join(divisors[:_MAX_SUGGESTIONS]) + ", …" * (len(divisors) > _MAX_SUGGESTIONS)
-  setting = "num_partitions (or mesh's 'tensor')" if names == (MODEL_AXIS,) else "mesh"
+  settings: dict[tuple[str, ...], str] = {
+    (MODEL_AXIS,): "PjitPartitioner.num_partitions (or mesh's 'tensor')",
+    (EXPERT_AXIS,): "PjitPartitioner.mesh's 'expert' (NUM_EXPERT_PARTITIONS in T5X's runs)",
+  }
+  setting = settings.get(names, "PjitPartitioner.mesh")
   return (
     f"{name} of shape {tuple(shape)} cannot be split over {' and '.join(names)} into {parts} parts, "
-    f"because {size} is not a multiple of {parts}. Set partitioning.PjitPartitioner.{setting} so that "
+    f"because {size} is not a multiple of {parts}. Set partitioning.{setting} so that "
     f"the number of parts is one of {suggestions}."
   )

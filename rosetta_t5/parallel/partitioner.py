@@ -24,9 +24,7 @@ from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, get_da
 from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import MeshConfig
 from rosetta_t5.parallel.mesh_axes import (
-  BATCH_AXES,
   DATA_AXIS,
-  FSDP_AXIS,
   axis_names,
   count_batch_shards,
 )
@@ -162,8 +160,12 @@ class BasePartitioner(abc.ABC):
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """The PartitionSpec of a batch: its first dimension is split over `data`, and `fsdp` if it exists."""
-    return PartitionSpec(BATCH_AXES if self._mesh_config.counts else DATA_AXIS)
+    """The PartitionSpec of a batch, whose first dimension is split over `expert`, `data` and `fsdp`.
+
+    `expert` and `fsdp` exist only in some meshes.
+    """
+    axes = self._mesh_config.batch_axes
+    return PartitionSpec(axes if len(axes) > 1 else DATA_AXIS)
 
   @property
   def data_mesh_size(self) -> int:
@@ -290,8 +292,9 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
-      mesh: {"data": …, "fsdp": …, "tensor": …} in place of the other mesh arguments. The axis `fsdp`
-        splits the batch, and also the `embed` axis of the parameters and their optimizer state.
+      mesh: {"data": …, "expert": …, "fsdp": …, "tensor": …} in place of the other mesh arguments. The axes
+        `expert` and `fsdp` split the batch; `expert` also splits the experts of a layer, and `fsdp` the
+        `embed` axis of the parameters and their optimizer state.
       zero1: whether the optimizer state, but not the parameters, is split over `data` too.
       sequence_parallel: whether activations between attention and feed-forward blocks are split by
         position over `model`, which splits heads and feed-forward units inside the blocks.
@@ -310,14 +313,15 @@ class PjitPartitioner(BasePjitPartitioner):
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     self._given_rules = rules
-    self._rules = extend_axis_rules(rules, FSDP_AXIS if mesh else None, sequence_parallel)
+    self._rules = extend_axis_rules(rules, self._mesh_config.batch_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
 
   def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
     changed: Any = super().with_mesh(mesh)
-    changed._rules = extend_axis_rules(self._given_rules, FSDP_AXIS, self.sequence_parallel)
+    batch_axes = changed._mesh_config.batch_axes
+    changed._rules = extend_axis_rules(self._given_rules, batch_axes, self.sequence_parallel)
     return changed
 
   @property

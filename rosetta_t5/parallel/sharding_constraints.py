@@ -80,5 +80,11 @@ def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
   return mapped
 
 
+def count_shards(name: str) -> int:
+  """Returns into how many parts the axis rules split the logical axis `name`; 1 without a mesh."""
+  (axes,) = dividing_axes((name,), (0,))
+  return _count_parts(axes, jax.sharding.get_abstract_mesh().shape)
+
+
 def _count_parts(axes: Any, axis_sizes: Any) -> int:
   return math.prod(axis_sizes[name] for name in axis_names(axes))

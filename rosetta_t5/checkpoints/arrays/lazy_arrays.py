@@ -187,6 +187,16 @@ def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   return StoredArray(shape, arrays[0].dtype, read, arrays[0].sliceable)
 
 
+def repeat(array: StoredArray, count: int) -> StoredArray:
+  """Returns the array `count` times along a new first axis; its values are read once."""
+
+  def read(index: Index) -> np.ndarray:
+    part = array.read(index[1:])
+    return np.broadcast_to(part, (index[0].stop - index[0].start, *part.shape))
+
+  return StoredArray((count, *array.shape), array.dtype, read, array.sliceable)
+
+
 def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   """Returns arrays joined along an axis; only the arrays that contain a requested part are read."""
   shape = list(arrays[0].shape)

@@ -28,6 +28,7 @@ FOLDERS = (
   ("t5x/examples/decoder_only/models", "models/decoder_only"),
   ("t5x/examples/decoder_only", "models/decoder_only"),  # the name in T5X's own examples
   ("t5x/contrib/gpu/t5/configs/runs", "runs"),
+  ("t5x/contrib/moe/configs/runs", "runs/moe"),
   ("t5x/contrib/gpu/t5/t5_1_1/examples", "examples"),
   ("t5x/contrib/gpu/t5", "models"),
 )

@@ -72,6 +72,7 @@ class DenseGeneral(nn.Module):
       dimensions, because flattening them would gather a batch that is split over devices.
     use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
     kernel_divisor: what the kernel is divided by after the cast to `dtype`; None for 1.
+    batch_axis: the logical axis of the input's rows.
   """
 
   features: int | Sequence[int]
@@ -84,6 +85,7 @@ class DenseGeneral(nn.Module):
   transpose_batch_sequence: bool = False
   use_bias: bool = False
   kernel_divisor: jax.Array | None = None
+  batch_axis: str = "batch"
 
   @nn.compact
   def __call__(self, inputs: Float[Array, "..."], parameters_only: bool = False) -> Any:
@@ -117,7 +119,7 @@ class DenseGeneral(nn.Module):
     if self.make_product:
       kernel_axes = self.kernel_axes or (None,) * (len(axes) + 1)
       input_axis, output_axis = kernel_axes[0], kernel_axes[len(axes) if self.nd_kernel else 1]
-      rows_axes = row_axes(self.transpose_batch_sequence)
+      rows_axes = row_axes(self.transpose_batch_sequence, self.batch_axis)
       multiply = self.make_product((*rows_axes, input_axis, output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
@@ -198,14 +200,16 @@ def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x) if computes_on_gpu(module) else x
 
 
-def row_axes(transpose_batch_sequence: bool) -> tuple[str, ...]:
+def row_axes(transpose_batch_sequence: bool, batch: str = "batch") -> tuple[str, ...]:
   """Returns the logical axes of the rows that a projection multiplies by its kernel."""
-  return ("length", "batch") if transpose_batch_sequence else ("batch",)
+  return ("length", batch) if transpose_batch_sequence else (batch,)
 
 
-def activation_axes(last: str, transpose_batch_sequence: bool) -> tuple[str, str, str]:
+def activation_axes(
+  last: str, transpose_batch_sequence: bool, batch: str = "batch"
+) -> tuple[str, str, str]:
   """Returns the logical axes of activations whose last dimension is `last`."""
-  return ("length", "batch", last) if transpose_batch_sequence else ("batch", "length", last)
+  return ("length", batch, last) if transpose_batch_sequence else (batch, "length", last)
 
 
 def feature_dropout(
@@ -258,6 +262,8 @@ class MlpBlock(nn.Module):
     make_product: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs are [length, batch, features].
     use_bias: whether the projections have biases.
+    batch_axis: the logical axis of the rows.
+    mlp_axis: the logical axis of the hidden layer's features.
   """
 
   intermediate_dim: int = 2048
@@ -269,6 +275,8 @@ class MlpBlock(nn.Module):
   make_product: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
+  batch_axis: str = "batch"
+  mlp_axis: str = "mlp"
 
   @nn.compact
   def __call__(
@@ -284,11 +292,12 @@ class MlpBlock(nn.Module):
       make_product=self.make_product,
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
+      batch_axis=self.batch_axis,
     )
     branches = []
     for index in range(len(self.activations)):
       name = "wi" if len(self.activations) == 1 else f"wi_{index}"
-      projection = dense(self.intermediate_dim, kernel_axes=("embed", "mlp"), name=name)
+      projection = dense(self.intermediate_dim, kernel_axes=("embed", self.mlp_axis), name=name)
       branches.append(separate_from_matmul(self, projection(inputs)))
     gate: Callable[..., jax.Array] = functools.partial(_multiply_activations, self.activations)
     if computes_on_gpu(self):
@@ -297,7 +306,7 @@ class MlpBlock(nn.Module):
     hidden_BTF = gate(*branches)
     dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
     hidden_BTF = dropout(hidden_BTF, deterministic=deterministic)
-    axes = activation_axes("mlp", self.transpose_batch_sequence)
+    axes = activation_axes(self.mlp_axis, self.transpose_batch_sequence, self.batch_axis)
     hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
-    output = dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")
+    output = dense(inputs.shape[-1], kernel_axes=(self.mlp_axis, "embed"), name="wo")
     return separate_from_matmul(self, output(hidden_BTF))

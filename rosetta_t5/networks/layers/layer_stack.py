@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import flax.linen as nn
@@ -55,30 +56,35 @@ def call_layers(
   x: jax.Array,
   *arguments: Any,
   scan_name: str | None = None,
+  expert_layers: Collection[int] = (),
 ) -> jax.Array:
   """Returns the activations after all layers of `module`.
 
   Args:
     module: the stack; its `config` is passed to the layers.
-    layer_cls: called as layer_cls(config, name=…), and rematerialized by `config.remat_policy`.
+    layer_cls: called as layer_cls(config, has_experts=…, name=…), and rematerialized by `config.remat_policy`.
     static_argnums: see `remat_layer`.
     num_layers: the number of layers.
     x: the activations before the first layer.
     *arguments: further arguments of every layer's call.
     scan_name: None, or `config.scan_layers = False`, calls the layers `layers_0`, `layers_1`, … one
       after another. Otherwise one layer is scanned, which must return (activations, None). Its
-      parameters are stored under this name, stacked along `config.param_scan_axis`.
+      parameters are stored under this name, stacked along `config.param_scan_axis`. If every n-th layer
+      has experts, n layers are scanned together, as `layers_0` to `layers_{n-1}` under this name.
+    expert_layers: the numbers of the layers that have experts.
   """
   config: Any = module.config
   scanned = scan_name is not None and config.scan_layers
   rematerialized = remat_layer(layer_cls, config.remat_policy, static_argnums, scanned)
   if not scanned:
     for layer in range(num_layers):
-      x = rematerialized(config, name=f"layers_{layer}")(x, *arguments)
+      has_experts = layer in expert_layers
+      x = rematerialized(config, has_experts=has_experts, name=f"layers_{layer}")(x, *arguments)
     return x
   axis = config.param_scan_axis
+  period = _layers_per_iteration(num_layers, expert_layers)
   scanned_cls = scan_with_axes(
-    rematerialized,
+    rematerialized if period == 1 else LayerPeriod,
     # Parameters are outputs of the scan only when they are initialized.
     variable_axes={
       "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
@@ -89,8 +95,44 @@ def call_layers(
     },
     split_rngs={"params": True, "dropout": True},
     in_axes=(nn.broadcast,) * len(arguments),
-    length=num_layers,
+    length=num_layers // period,
     axis_name="layers",
   )
-  x, _ = scanned_cls(config, name=scan_name)(x, *arguments)
+  options: dict[str, Any] = {"has_experts": bool(expert_layers)}
+  if period > 1:
+    expert_flags = tuple(layer in expert_layers for layer in range(period))
+    options = {"layer_cls": rematerialized, "expert_flags": expert_flags}
+  x, _ = scanned_cls(config, **options, name=scan_name)(x, *arguments)
   return x
+
+
+class LayerPeriod(nn.Module):
+  """The layers of one iteration of a scan, if only some of them have experts.
+
+  Attributes:
+    config: see `call_layers`.
+    layer_cls: the class of the layers.
+    expert_flags: whether each layer has experts.
+  """
+
+  config: Any
+  layer_cls: Any
+  expert_flags: tuple[bool, ...]
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *arguments: Any) -> tuple[jax.Array, None]:
+    """Returns (activations after the layers, None)."""
+    for layer, has_experts in enumerate(self.expert_flags):
+      module = self.layer_cls(self.config, has_experts=has_experts, name=f"layers_{layer}")
+      x, _ = module(x, *arguments)
+    return x, None
+
+
+def _layers_per_iteration(num_layers: int, expert_layers: Collection[int]) -> int:
+  """Returns the smallest number of layers whose repetition is the stack."""
+  return next(
+    period
+    for period in range(1, num_layers + 1)
+    if num_layers % period == 0
+    and all((n in expert_layers) == (n % period in expert_layers) for n in range(num_layers))
+  )

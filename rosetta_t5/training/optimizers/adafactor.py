@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Probability, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
@@ -245,12 +246,18 @@ class Adafactor(OptimizerDef):
     return new_param.astype(param.dtype), new_state
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
-    """Returns `optimizer` with axis names: the parameter's for `v` and `m`, None for the rest."""
+    """Returns `optimizer` with axis names: the parameter's for `v` and `m`.
 
-    def axes_of(names: Any, moments: AdafactorParamState) -> AdafactorParamState:
+    Of factored moments, which are small, only those of experts are split.
+    """
+
+    def axes_of(
+      names: Any, path: Any, param: Any, moments: AdafactorParamState
+    ) -> AdafactorParamState:
+      dims = self._dims(param.shape, path_name(path))
       return AdafactorParamState(
-        v_row=None,
-        v_col=None,
+        v_row=_expert_axes(names, dims.col),
+        v_col=_expert_axes(names, dims.row),
         v=None if moments.v.shape == (1,) else names,
         m=None if self.hyper_params.beta1 is None else names,
       )
@@ -258,7 +265,8 @@ class Adafactor(OptimizerDef):
     structure: Any = jax.tree.structure(optimizer.target)
     names = axes_like(optimizer.target, param_logical_axes)
     moments = structure.flatten_up_to(optimizer.state.param_states)
-    axes = structure.unflatten(list(map(axes_of, names, moments)))
+    paths, params = zip(*jax.tree_util.tree_leaves_with_path(optimizer.target), strict=True)
+    axes = structure.unflatten(list(map(axes_of, names, paths, params, moments)))
     return optimizer.replace(state=OptimizerState(None, axes), target=param_logical_axes)
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
@@ -314,6 +322,19 @@ def _precondition(grad: jax.Array, state: AdafactorParamState, dims: FactorDims)
   row = jnp.expand_dims(state.v_row, dims.col)
   row_factor = jax.lax.rsqrt(row / jnp.mean(row, axis=dims.row, keepdims=True))
   return grad * row_factor * jax.lax.rsqrt(jnp.expand_dims(state.v_col, dims.row))
+
+
+def _expert_axes(names: Any, averaged: tuple[int, ...]) -> PartitionSpec | None:
+  """Returns the axes of a factored moment of stacked experts: `expert`, and None for other dimensions.
+
+  Args:
+    names: the axes of the parameter.
+    averaged: the dimensions that the moment does not have; empty if it is not factored.
+  """
+  if not averaged or "expert" not in (names or ()):
+    return None
+  kept = (name for dim, name in enumerate(names) if dim not in averaged)
+  return PartitionSpec(*(name if name == "expert" else None for name in kept))
 
 
 def _prevent_fusion(tree: PyTree) -> PyTree:

@@ -60,6 +60,9 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
     "relpos_buckets": FactorDim.NONE,
     "abspos_buckets": FactorDim.COLUMN,  # learned positions of a decoder; not in T5X
     "layer_norm_scale": FactorDim.NONE,
+    "expert": FactorDim.BATCH,  # this axis and the next two are not in T5X's standard rules
+    "expert_mlp": FactorDim.COLUMN,
+    "unmodeled": FactorDim.NONE,
     "layers": FactorDim.BATCH,  # layers stacked by nn.scan
     "stack": FactorDim.BATCH,  # parameters stacked by the user
   }

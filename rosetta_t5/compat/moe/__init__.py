@@ -1,0 +1,1 @@
+"""T5X's contrib/moe: models, partitioner, trainer and checkpointer for mixtures of experts."""

@@ -1,0 +1,27 @@
+"""T5X's models for networks with experts, of this project or of the user."""
+
+from __future__ import annotations
+
+from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
+
+
+class MoeEncoderDecoderModel(EncoderDecoderModel):
+  """An encoder-decoder model whose network sows the losses of its experts (T5X).
+
+  `EncoderDecoderModel` is enough for the networks of this project, whose config has `num_experts`. The
+  loss of this class raises ValueError if no layer has sown the losses.
+  """
+
+  @property
+  def has_experts(self) -> bool:
+    """True: the losses that layers sow are required."""
+    return True
+
+
+class MoeDecoderOnlyModel(DecoderOnlyModel):
+  """A decoder-only model whose network sows the losses of its experts (T5X)."""
+
+  @property
+  def has_experts(self) -> bool:
+    """True: the losses that layers sow are required."""
+    return True

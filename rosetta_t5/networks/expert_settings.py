@@ -1,0 +1,72 @@
+"""The settings of mixtures of experts, which all networks share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from flax import struct
+
+from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber, Rate, one_of
+from rosetta_t5.kernels.expert_routing import DISPATCHES
+
+ROUTERS = ("switch", "top_2", "expert_choice")
+EXPERT_DISPATCHES = ("auto", *DISPATCHES)
+
+
+@struct.dataclass(kw_only=True)
+class ExpertSettings:
+  """Which layers have several feed-forward blocks (experts), and which of them computes a token.
+
+  Attributes:
+    num_experts: the number of experts of a layer that has them; 0 for no such layers.
+    expert_layer_period: the layers 1, 1 + period, … have experts, counted from 0; 1 for all layers.
+    router: with 'switch' a token chooses one expert (Fedus et al. 2021), with 'top_2' two (Lepikhin et al.
+      2020); with 'expert_choice' each expert chooses its tokens (Zhou et al. 2022), except in decoders,
+      which use 'top_2', as in Komatsuzaki et al. 2022.
+    capacity_factor: in training, an expert has this many times its equal share of a group's tokens as
+      slots. A token without a slot skips the block: only the residual passes.
+    eval_capacity_factor: the same without dropout: in evaluation, scoring and prediction.
+    expert_capacity: the number of slots in both cases instead of the factors; None for the factors.
+    router_group_size: tokens compete for slots in groups of whole rows with at most this many tokens;
+      None for groups of one row, with which results do not depend on the other rows of a batch.
+    router_jitter: in training, the router's inputs are multiplied by random factors that differ from 1
+      by at most this.
+    route_padding: whether padding has experts too and counts in losses and statistics, as in T5X and
+      Transformers.
+    expert_dropout_rate: the dropout of the experts' hidden layer; None for `dropout_rate`. Fedus et al.
+      finetune with 0.4, and with 0.1 elsewhere.
+    normalize_expert_weights: whether the weights of a token's experts add up to 1; None for yes with
+      'top_2' and no with the others.
+    expert_dispatch: how tokens are moved to experts: 'sorted' gathers them, 'dense' multiplies by one-hot
+      rows; 'auto' is 'sorted'. The numbers are the same.
+  """
+
+  num_experts: NonNegative = 0
+  expert_layer_period: Positive = 2
+  router: Annotated[str, one_of(ROUTERS)] = "switch"
+  capacity_factor: PositiveNumber = 1.25
+  eval_capacity_factor: PositiveNumber = 2.0
+  expert_capacity: Positive | None = None
+  router_group_size: Positive | None = None
+  router_jitter: Rate = 0.01
+  route_padding: bool = False
+  expert_dropout_rate: Rate | None = None
+  normalize_expert_weights: bool | None = None
+  expert_dispatch: Annotated[str, one_of(EXPERT_DISPATCHES)] = "auto"
+
+
+def has_experts(config: Any) -> bool:
+  """Returns whether a network's config, which may be a user's own or None, has layers with experts."""
+  return bool(getattr(config, "num_experts", 0))
+
+
+def expert_layers(config: Any, side: str) -> tuple[int, ...]:
+  """Returns the numbers of the layers with experts in the stack `side`, "encoder" or "decoder"."""
+  if not has_experts(config):
+    return ()
+  num_layers = getattr(config, f"num_{side}_layers", None)
+  if num_layers is None:
+    num_layers = config.num_layers if side == "decoder" else 0
+  own_period = getattr(config, "decoder_expert_layer_period", None) if side == "decoder" else None
+  period = own_period or config.expert_layer_period
+  return tuple(layer for layer in range(num_layers) if layer % period == 1 % period)

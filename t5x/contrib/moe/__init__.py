@@ -1,0 +1,1 @@
+"""T5X's `contrib.moe`: mixtures of experts."""
