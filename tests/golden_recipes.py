@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import math
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,6 +69,8 @@ def golden_text(name: str) -> str:
   before, compared_with = (), ()
   if name in INCLUDED_BEFORE:
     before = compared_with = (INCLUDED_BEFORE[name],)
+  elif name.startswith("runs/moe/"):
+    before = ("models/moe/switch_base_8",)
   elif name.startswith("runs/"):
     before = ("models/t5_1_1/base",)
   elif name.startswith("examples/"):
@@ -203,7 +206,7 @@ def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of a model's parameters by name.
 
   Tracing 48 layers takes seconds. Unless `in_full` is set, only the first layer of each stack is
-  traced, and its shapes are repeated for the others.
+  traced, or the first period of layers with and without experts, and repeated for the others.
   """
   # Dropout has no parameters. Without it, more configs are equal, and their models are traced once.
   config = dataclasses.replace(model.module.config, dropout_rate=0.0)
@@ -212,8 +215,10 @@ def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   depths = {n: getattr(config, n) for n in fields if n.startswith("num_") and n.endswith("layers")}
   if in_full or is_scanned:
     return _trace_shapes(type(model), type(model.module), config)
-  shallow = dataclasses.replace(config, **{name: min(depth, 1) for name, depth in depths.items()})
-  return dict(_with_all_layers(_trace_shapes(type(model), type(model.module), shallow), depths))
+  period = config.expert_layer_period if config.num_experts else 1
+  shallow = dataclasses.replace(config, **{name: min(n, period) for name, n in depths.items()})
+  shapes = _trace_shapes(type(model), type(model.module), shallow)
+  return dict(_with_all_layers(shapes, depths, period))
 
 
 @functools.cache
@@ -231,14 +236,15 @@ def _trace_shapes(model_cls: Any, module_cls: Any, config: Any) -> dict[str, tup
 
 
 def _with_all_layers(
-  shapes: Mapping[str, Any], depths: Mapping[str, int]
+  shapes: Mapping[str, Any], depths: Mapping[str, int], period: int
 ) -> Iterator[tuple[str, Any]]:
   for name, shape in shapes.items():
     yield name, shape
-    stack, first_layer, rest = name.partition("/layers_0/")
-    if first_layer:
+    if layer := re.fullmatch(r"(.*)/layers_(\d+)/(.*)", name):
+      stack, number, rest = layer[1], int(layer[2]), layer[3]
       depth = depths.get(f"num_{stack}_layers", depths.get("num_layers", 0))
-      yield from ((f"{stack}/layers_{i}/{rest}", shape) for i in range(1, depth))
+      for i in range(number + period, depth, period):
+        yield f"{stack}/layers_{i}/{rest}", shape
 
 
 if __name__ == "__main__":

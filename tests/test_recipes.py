@@ -37,6 +37,18 @@ PUBLISHED = {
   "t5_1_0": {"small": 60.5, "base": 222.9, "large": 737.7, "3B": 2851.6, "11B": 11307},
   "t5_1_1": {"small": 77.0, "base": 247.6, "large": 783.2, "xl": 2849.8, "xxl": 11135},
   "mt5": {"small": 300, "base": 582, "large": 1230, "xl": 3740, "xxl": 12920},
+  "moe": {
+    # Fedus et al. 2021 (billions for XXL and C), and the number of parameters of the public checkpoints.
+    "switch_base_8": 619,
+    "switch_base_16": 1073,
+    "switch_base_32": 1979,
+    "switch_base_64": 3791,
+    "switch_base_128": 7415,
+    "switch_base_256": 14664,
+    "switch_large_128": 26300,
+    "switch_xxl_128": 395e3,
+    "switch_c_2048": 1571e3,
+  },
   "byt5": {"small": 300, "base": 582, "large": 1230, "xl": 3740, "xxl": 12900},
 }
 

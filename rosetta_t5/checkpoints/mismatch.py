@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 OPTIMIZER_STATE = "state/param_states/"
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
+
+_EXPERT = re.compile(r"target/.*/mlp/expert/.*")
 
 _log = logging.getLogger(__name__)
 
@@ -142,10 +145,26 @@ def _advice(path: Any, mismatches: list[Mismatch]) -> str:
       "stacked), or train in another MODEL_DIR. RestoreCheckpointConfig.fallback_to_scratch = True "
       "initializes the state that does not match."
     )
-  return (
+  return _advice_about_experts(mismatches) + (
     "To train this model, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
     "INITIAL_CHECKPOINT_PATH. To use the checkpoint, give the gin file with which it was trained (see "
     f"config.gin beside {path})."
+  )
+
+
+def _advice_about_experts(mismatches: list[Mismatch]) -> str:
+  """Returns a sentence if the checkpoint has another number of experts, or none; else an empty text."""
+  experts = [mismatch for mismatch in mismatches if _EXPERT.fullmatch(mismatch.name)]
+  if not experts:
+    return ""
+  if all(mismatch.problem == "missing" for mismatch in experts):
+    return "To start the experts from this dense model, use gin/runs/moe/sparse_upcycle.gin. "
+  stored, expected = (re.findall(r"\d+", text) for text in (experts[0].stored, experts[0].expected))
+  if experts[0].problem != "wrong shape" or stored[0] == expected[0]:
+    return ""
+  return (
+    f"The checkpoint has {stored[0]} experts in a layer, and this model has {expected[0]}: set "
+    f"network.T5Config.num_experts = {stored[0]}. "
   )
 
 

@@ -16,6 +16,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.kernels.fp8 import fp8_matmul
+from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
 from rosetta_t5.networks.t5_config import check_one_of, replace_config
 from rosetta_t5.parallel.sharding_constraints import dividing_axes
@@ -137,6 +138,11 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
     raise ValueError(
       f"train.te_config_cls requests fp8, but {type(model.module).__name__} does not support it: "
       "its config needs a field make_product, like T5Config; or set te_config_cls = None"
+    )
+  if has_experts(config) and choice.make_product not in _MAKE_MATMUL.values():
+    raise ValueError(
+      "te_helper.TransformerEngineConfig.backend = 'te' does not compute the experts of "
+      f"{type(config).__name__}.num_experts = {config.num_experts}: set backend = 'native'"
     )
   return replace_config(model, make_product=choice.make_product)
 

@@ -16,7 +16,11 @@ from gin.config import Configurable
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.statements import Import, read_program
-from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES, find_run_function
+from rosetta_t5.config.t5x.run_functions import (
+  RUN_FUNCTION_MODULES,
+  T5X_RUN_ALIASES,
+  find_run_function,
+)
 from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, did_you_mean
 
 # Fields that flax adds to every module and that no recipe sets.
@@ -147,6 +151,9 @@ class Namespace:
       return found[0]
     if any(first in namespace._failed for namespace in self._earlier):
       raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
+    rest = selector.split(".")[1:]
+    if first in T5X_RUN_ALIASES and rest[0] in RUN_FUNCTION_MODULES:
+      return gin_internals.register_under_own_module(find_run_function(rest[0]))
     hint = did_you_mean(first, self._modules) or f" Import it: from … import {first}"
     raise ConfigError(f"{selector!r}: this file imports nothing called {first!r}.{hint}")
 

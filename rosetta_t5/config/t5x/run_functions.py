@@ -19,6 +19,8 @@ RUN_FUNCTION_MODULES = {
   "precompile": "rosetta_t5.precompile",
   "save": "rosetta_t5.export.saved_model",
 }
+# T5X's names of `__main__`. One of its files uses `train_script` without importing it.
+T5X_RUN_ALIASES = ("train_script", "eval_script", "infer_script")
 # The function of each of T5X's run modes.
 RUN_MODES = {
   "train": "train",
