@@ -57,17 +57,14 @@ def compute_num_model_partitions(
   Raises:
     ValueError: none is given, or they contradict each other.
   """
-  sizes = {num_model_partitions, math.prod(model_parallel_submesh or ()) or None}
-  if not model_parallel_submesh:
-    sizes = {num_model_partitions}
-  if len(sizes) != 1 or None in sizes:
+  submesh = math.prod(model_parallel_submesh) if model_parallel_submesh else None
+  sizes = {num_model_partitions, submesh} - {None}
+  if len(sizes) != 1:
     raise ValueError(
       "set num_model_partitions, or model_parallel_submesh, or both with the same product, got "
       f"{num_model_partitions} and {model_parallel_submesh}"
     )
-  (size,) = sizes
-  assert size is not None
-  return size
+  return next(size for size in sizes if size is not None)
 
 
 def standard_logical_axis_rules(
