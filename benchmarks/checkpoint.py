@@ -1,6 +1,7 @@
 """Times saving and restoring T5 1.1 with AdamW's state: 0.9 GB for the size small.
 
   python -m benchmarks.checkpoint --folder runs/benchmark     # on the disk to be measured
+  python -m benchmarks.checkpoint --checksums                 # with and without checksums, in turns
 
 A save blocks the training loop until `save` returns; a synchronous one would block it until everything
 is on disk. Between saves the state is updated in place, as by a training step. A restore ends when the
@@ -10,6 +11,8 @@ them). The host of a virtual disk may still cache them.
 """
 
 import argparse
+import collections
+import contextlib
 import os
 import pathlib
 import shutil
@@ -17,14 +20,16 @@ import statistics
 import tempfile
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.bench.harness import SIZES, model_config
-from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
+from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer, reading
+from rosetta_t5.checkpoints import manager as manager_module
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
@@ -118,6 +123,50 @@ def measure_restores(
   return read[_WARMUP:], restored[_WARMUP:]
 
 
+@contextlib.contextmanager
+def without_checksums() -> Iterator[None]:
+  """Inside the `with`, saves compute no checksums and restores verify none."""
+  with (
+    mock.patch.object(manager_module, "writing_checksums", contextlib.nullcontext),
+    mock.patch.object(reading, "_with_verification", lambda path, arrays: arrays),
+  ):
+    yield
+
+
+def measure_checksums(
+  manager: OrbaxCheckpointManagerInterface, state: TrainState, folder: pathlib.Path, repeats: int
+) -> None:
+  """Prints what checksums cost: a row of seconds and of seconds of all cores for each operation."""
+  times: dict[tuple[str, str], list[tuple[float, float]]] = collections.defaultdict(list)
+
+  def measure(name: str, has_checksums: bool, action: Callable[[], object]) -> None:
+    cpu = time.process_time()
+    with contextlib.nullcontext() if has_checksums else without_checksums():
+      seconds = measure_seconds(action)
+    times[name, str(has_checksums)].append((seconds, time.process_time() - cpu))
+
+  def save() -> None:
+    manager.save(state)
+    manager.wait_until_finished()
+
+  # In the order A B B A, so that neither always comes first. The last save has checksums.
+  turns = [False, True, True, False] * ((_WARMUP + repeats) // 2) + [False, True]
+  next_step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+  for has_checksums in turns:
+    state = jax.block_until_ready(next_step(state))
+    os.sync()
+    measure("save", has_checksums, save)
+  for cached in (False, True):
+    for has_checksums in turns:
+      if not cached:
+        drop_from_memory(folder)
+      measure(f"restore from {'memory' if cached else 'disk'}", has_checksums, manager.restore)
+  for name in dict.fromkeys(name for name, _ in times):
+    for kind, measure_of in (("", 0), (", seconds of all cores", 1)):
+      pair = ([t[measure_of] for t in times[name, key][_WARMUP:]] for key in ("True", "False"))
+      print(row(name + kind, *pair, "< 1.03" if name == "save" else "< 1.05"))
+
+
 def row(name: str, times: list[float], compared: list[float], goal: str) -> str:
   ratio = statistics.median(times) / statistics.median(compared)
   cells = [f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (times, compared)]
@@ -130,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--size", choices=SIZES, default="small")
   parser.add_argument("--folder", type=pathlib.Path, help="default: a temporary one")
   parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--checksums", action="store_true", help="measure what checksums cost")
   args = parser.parse_args(argv)
   keep_freed_memory()  # as the `rosetta-t5` command does
   folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
@@ -142,6 +192,9 @@ def main(argv: Sequence[str] | None = None) -> None:
       folder, initializer.global_train_state_shape, partitioner, keep=1
     )
     print("| | time | compared with | ratio | goal |\n| --- | --- | --- | --- | --- |")
+    if args.checksums:
+      measure_checksums(manager, state, folder, args.repeats)
+      return
     saves = measure_saves(manager, state, args.repeats)
     del state
     print(row("save: blocks the loop, compared with a synchronous save", *saves, "< 0.10"))

@@ -24,7 +24,8 @@ from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
-from rosetta_t5.terminal import ctrl_c, progress
+from rosetta_t5.telemetry.atomic_files import complete_folder
+from rosetta_t5.terminal import progress
 from rosetta_t5.terminal.standard_streams import outlived
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
@@ -106,32 +107,24 @@ def convert(
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
   final = _prepare_destination(destination, to, arrays)
-  unfinished = final.parent / f"{final.name}.unfinished"
-  unfinished.rmtree(missing_ok=True)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
-  stopped = ctrl_c.removing(unfinished, f"{final} was not written, and nothing was kept")
-  try:
-    with ctrl_c.entered(stopped):
-      if to == "hf":
-        unfinished.mkdir(parents=True)
-        weights, their_config = _for_transformers(arrays, facts, model_type)
-        hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
-        if not hugging_face_folder.tokenizer_files(tokenizer):
-          report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
-      else:
-        _write_t5x(unfinished, arrays, to)
-      with progress.bar("verifying"):
-        verified: list[str] = []
-        verification.check(arrays, unfinished, facts, tokenizer, verified.append)
-      report("\n".join(verified))
-      if to == "hf":
-        model_card.write(unfinished, final.name, path, facts.source_config, arrays, verified)
-        report("README.md describes the model: check it and set its license before you publish it")
-  except BaseException:
-    unfinished.rmtree(missing_ok=True)
-    raise
-  unfinished.rename(final)
+  with complete_folder(final) as unfinished:
+    if to == "hf":
+      unfinished.mkdir(parents=True)
+      weights, their_config = _for_transformers(arrays, facts, model_type)
+      hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
+      if not hugging_face_folder.tokenizer_files(tokenizer):
+        report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
+    else:
+      _write_t5x(unfinished, arrays, to)
+    with progress.bar("verifying"):
+      verified: list[str] = []
+      verification.check(arrays, unfinished, facts, tokenizer, verified.append)
+    report("\n".join(verified))
+    if to == "hf":
+      model_card.write(unfinished, final.name, path, facts.source_config, arrays, verified)
+      report("README.md describes the model: check it and set its license before you publish it")
   seconds = time.monotonic() - started
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   report(f"wrote {final} in {seconds:.0f} s with at most {peak:.2f} GB of memory")

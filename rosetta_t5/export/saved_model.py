@@ -21,6 +21,7 @@ from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.atomic_files import complete_folder
 
 _STABLEHLO = "stablehlo"
 
@@ -116,44 +117,44 @@ def save(
   params = inference_function.restore_params(
     model, restore_checkpoint_cfg, partitioner, task_feature_lengths
   )
-  write_stablehlo(
-    folder / _STABLEHLO,
-    function,
-    params,
-    features=inference_function.feature_shapes(model, task_feature_lengths, batch_size),
-    about={
-      "model": model_name,
-      "mode": str(inference_mode),
-      "from": str(restore_checkpoint_cfg.path),
-    },
-  )
-
   tf = import_tensorflow()
-  decode = not tokenized_inputs if decode_outputs is None else decode_outputs
-  module = (exportable_module_cls or ExportableModule)(
-    preproc_tf_fn=preprocess,
-    model_tf_fn=make_function(
-      enable_jax2tf=True,
-      polymorphic_shapes_inputs=create_polymorphic_shapes_fn(signature, preprocess),
-    ),
-    postproc_tf_fn=create_postprocessor_fn(vocabulary, inference_mode, decode_outputs=decode),
-    params=params,
-    batch_size=batch_size,
-  )
-  concrete = module.__call__.get_concrete_function(*signature)
-  tf.saved_model.save(module, os.fspath(folder), signatures={signature_name: concrete})
-  if warmup_examples:
-    write_requests = write_warmup_example_fn or write_warmup_examples
-    write_requests(
-      warmup_examples,
-      output_dir=os.fspath(folder),
-      model_name=model_name,
-      signature_name=signature_name,
-      batch_sizes=[batch_size],
-      input_tensor_name=signature[0].name,
+  with complete_folder(folder) as unfinished:
+    write_stablehlo(
+      unfinished / _STABLEHLO,
+      function,
+      params,
+      features=inference_function.feature_shapes(model, task_feature_lengths, batch_size),
+      about={
+        "model": model_name,
+        "mode": str(inference_mode),
+        "from": str(restore_checkpoint_cfg.path),
+      },
     )
-  if validation_examples:
-    _validate(folder, validation_examples, preprocess, function, params)
+    decode = not tokenized_inputs if decode_outputs is None else decode_outputs
+    module = (exportable_module_cls or ExportableModule)(
+      preproc_tf_fn=preprocess,
+      model_tf_fn=make_function(
+        enable_jax2tf=True,
+        polymorphic_shapes_inputs=create_polymorphic_shapes_fn(signature, preprocess),
+      ),
+      postproc_tf_fn=create_postprocessor_fn(vocabulary, inference_mode, decode_outputs=decode),
+      params=params,
+      batch_size=batch_size,
+    )
+    concrete = module.__call__.get_concrete_function(*signature)
+    tf.saved_model.save(module, os.fspath(unfinished), signatures={signature_name: concrete})
+    if warmup_examples:
+      write_requests = write_warmup_example_fn or write_warmup_examples
+      write_requests(
+        warmup_examples,
+        output_dir=os.fspath(unfinished),
+        model_name=model_name,
+        signature_name=signature_name,
+        batch_sizes=[batch_size],
+        input_tensor_name=signature[0].name,
+      )
+    if validation_examples:
+      _validate(unfinished, validation_examples, preprocess, function, params)
   console.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
@@ -302,14 +303,19 @@ def write_warmup_examples(
 
 
 def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
-  if isinstance(output_dir, str):
-    return epath.Path(output_dir)
-  if "cpu" not in output_dir:
+  if not isinstance(output_dir, str) and "cpu" not in output_dir:
     raise ValueError(
       "export_lib.save.output_dir must be a folder or a dict with a folder for 'cpu', got folders "
       f"for {', '.join(output_dir)}; models for TPUs are not supported"
     )
-  return epath.Path(output_dir["cpu"])
+  folder = epath.Path(output_dir if isinstance(output_dir, str) else output_dir["cpu"])
+  is_export = (folder / _STABLEHLO).is_dir() or (folder / "saved_model.pb").exists()
+  if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(
+      f"export_lib.save.output_dir must be a new folder, an empty one or an earlier export, which is "
+      f"replaced, but {folder} contains something else: set another one"
+    )
+  return folder
 
 
 def _select_features(

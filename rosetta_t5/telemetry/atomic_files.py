@@ -1,10 +1,16 @@
-"""Files that appear under their names only when they are complete, or that one process writes."""
+"""Files and folders that appear under their names when they are complete, or that one process writes."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
+from collections.abc import Iterator
+
+from etils import epath
+
+from rosetta_t5.terminal import ctrl_c
 
 
 def unfinished_path(path: pathlib.Path) -> pathlib.Path:
@@ -42,3 +48,24 @@ def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
   except OSError:  # The file system has no locks.
     pass
   return descriptor
+
+
+@contextlib.contextmanager
+def complete_folder(path: epath.PathLike) -> Iterator[epath.Path]:
+  """Yields a path where the body creates a folder, which then gets the name `path`.
+
+  It replaces what has that name. After an error or Ctrl-C, nothing of it is left; a killed process
+  leaves `path.unfinished`, which the next call removes.
+  """
+  final = epath.Path(path)
+  unfinished = final.parent / f"{final.name}.unfinished"
+  unfinished.rmtree(missing_ok=True)
+  stopped = ctrl_c.removing(unfinished, f"{final} was not written, and nothing was kept")
+  try:
+    with ctrl_c.entered(stopped):
+      yield unfinished
+  except BaseException:
+    unfinished.rmtree(missing_ok=True)
+    raise
+  final.rmtree(missing_ok=True)
+  unfinished.rename(final)

@@ -44,7 +44,7 @@ def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
 
   arrays = read_arrays(MESH_TF)
   orbax_writer.write(tmp_path / "checkpoint_1000", arrays)
-  tree = ocp.PyTreeCheckpointHandler().restore(epath.Path(tmp_path / "checkpoint_1/state"))
+  tree = ocp.PyTreeCheckpointHandler().restore(epath.Path(tmp_path / "checkpoint_1000/state"))
   assert len(jax.tree.leaves(tree)) == len(arrays)
   np.testing.assert_array_equal(
     tree["target"]["token_embedder"]["embedding"], arrays["target/token_embedder/embedding"].get()
@@ -52,7 +52,7 @@ def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
   steps = ocp.CheckpointManager(
     tmp_path, options=ocp.CheckpointManagerOptions(step_prefix="checkpoint")
   ).all_steps()
-  assert list(steps) == [1]
+  assert list(steps) == [1000]
 
 
 @pytest.mark.parametrize("name", ["a%20b", "what?", "a b"])
@@ -60,7 +60,7 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
   arrays = {"target/kernel": as_stored_array(np.ones((2, 3), np.float32))}
   orbax_writer.write(tmp_path / name / "checkpoint_1000", arrays)
   assert [folder.name for folder in tmp_path.iterdir()] == [name]
-  read = read_arrays(tmp_path / name / "checkpoint_1")
+  read = read_arrays(tmp_path / name / "checkpoint_1000")
   np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
 
 

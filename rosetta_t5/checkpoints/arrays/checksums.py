@@ -14,6 +14,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def write(
     with_run_facts: whether the checkpoint's run facts have a checksum too.
   """
   contents = {
-    "arrays": {name: dataclasses.asdict(array) for name, array in arrays.items()},
+    "arrays": {name: vars(array) for name, array in arrays.items()},
     "with_run_facts": with_run_facts,
   }
   path = epath.Path(folder) / _file_name(process, processes)
@@ -229,29 +230,30 @@ def _verified(array: StoredArray, checksums: ArrayChecksums, label: str) -> Stor
   return StoredArray(array.shape, array.dtype, read, array.sliceable, start_read_fn=start_read)
 
 
-@dataclasses.dataclass(eq=False)
 class _Region:
-  """A part of an array that is being read: `index`, which consists of whole blocks."""
+  """A part of an array that is being read, and verified in a thread."""
 
-  checksums: ArrayChecksums
-  index: Index
-  pending: PendingRead
-  label: str
+  # Its threads wait for those of lazy arrays, which therefore have an executor of their own.
+  executor = futures.ThreadPoolExecutor(thread_name_prefix="checksums")
 
-  @functools.cached_property
-  def _values(self) -> np.ndarray:
-    values = self.pending()
-    damaged = self.checksums.find_damage(self.index, values)
-    if damaged is not None:
-      part = ", ".join(f"{part.start}:{part.stop}" for part in damaged)
-      raise ChecksumError(f"the array {self.label} has changed since it was saved, at [{part}]")
-    return values
+  def __init__(self, checksums: ArrayChecksums, index: Index, pending: PendingRead, label: str):
+    """Starts to verify the part at `index`, which consists of whole blocks."""
+    self._index = index
+
+    def verify() -> np.ndarray:
+      values = pending()
+      damaged = checksums.find_damage(index, values)
+      if damaged is not None:
+        part = ", ".join(f"{part.start}:{part.stop}" for part in damaged)
+        raise ChecksumError(f"the array {label} has changed since it was saved, at [{part}]")
+      return values
+
+    self._values = self.executor.submit(verify)
 
   def get(self, index: Index) -> np.ndarray:
     """Returns the verified values at `index`, in memory of their own if they are only a part."""
-    if index == self.index:
-      return self._values
-    return self._values[_relative(index, self.index)].copy()
+    values = self._values.result()
+    return values if index == self._index else values[_relative(index, self._index)].copy()
 
 
 def _relative(index: Index, region: Index) -> Index:

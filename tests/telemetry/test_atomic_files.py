@@ -1,0 +1,49 @@
+"""Files and folders appear under their names whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rosetta_t5.telemetry.atomic_files import complete_folder
+
+KILLED = """
+import os, signal, sys
+from rosetta_t5.telemetry.atomic_files import complete_folder
+with complete_folder(sys.argv[1]) as folder:
+  folder.mkdir()
+  (folder / "half").write_text("1")
+  os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_folder_gets_its_name_when_it_is_complete_and_replaces_what_is_there(tmp_path):
+  for number in ("1", "2"):
+    with complete_folder(tmp_path / "a/folder") as folder:
+      folder.mkdir(parents=True)
+      (folder / number).write_text("")
+  assert [path.name for path in (tmp_path / "a").rglob("*")] == ["folder", "2"]
+
+
+def test_after_an_error_the_earlier_folder_is_left_and_nothing_else(tmp_path):
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "folder/earlier").write_text("")
+  with pytest.raises(ValueError, match="half"), complete_folder(tmp_path / "folder") as folder:
+    folder.mkdir()
+    (folder / "half").write_text("")
+    raise ValueError("half")
+  assert [path.name for path in tmp_path.rglob("*")] == ["folder", "earlier"]
+
+
+def test_a_killed_process_leaves_no_folder_of_the_final_name_and_the_next_call_writes_it(tmp_path):
+  command = [sys.executable, "-c", KILLED, os.fspath(tmp_path / "folder")]
+  assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+  assert not (tmp_path / "folder").exists()
+  with complete_folder(tmp_path / "folder") as folder:
+    folder.mkdir()
+    (folder / "whole").write_text("")
+  assert [path.name for path in tmp_path.rglob("*")] == ["folder", "whole"]
