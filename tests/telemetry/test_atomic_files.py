@@ -32,10 +32,15 @@ def test_a_folder_gets_its_name_when_it_is_complete_and_replaces_what_is_there(t
 def test_after_an_error_the_earlier_folder_is_left_and_nothing_else(tmp_path):
   (tmp_path / "folder").mkdir()
   (tmp_path / "folder/earlier").write_text("")
-  with pytest.raises(ValueError, match="half"), complete_folder(tmp_path / "folder") as folder:
-    folder.mkdir()
-    (folder / "half").write_text("")
-    raise ValueError("half")
+
+  def fail():
+    with complete_folder(tmp_path / "folder") as folder:
+      folder.mkdir()
+      (folder / "half").write_text("")
+      raise ValueError("half")
+
+  with pytest.raises(ValueError, match="half"):
+    fail()
   assert [path.name for path in tmp_path.rglob("*")] == ["folder", "earlier"]
 
 

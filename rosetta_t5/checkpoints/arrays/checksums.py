@@ -14,7 +14,6 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -230,30 +229,31 @@ def _verified(array: StoredArray, checksums: ArrayChecksums, label: str) -> Stor
   return StoredArray(array.shape, array.dtype, read, array.sliceable, start_read_fn=start_read)
 
 
+@dataclasses.dataclass(eq=False)
 class _Region:
-  """A part of an array that is being read, and verified in a thread."""
+  """A part of an array that is being read: `index`, which consists of whole blocks.
 
-  # Its threads wait for those of lazy arrays, which therefore have an executor of their own.
-  executor = futures.ThreadPoolExecutor(thread_name_prefix="checksums")
+  It is verified by the thread that waits for it, while TensorStore's threads read what comes next.
+  """
 
-  def __init__(self, checksums: ArrayChecksums, index: Index, pending: PendingRead, label: str):
-    """Starts to verify the part at `index`, which consists of whole blocks."""
-    self._index = index
+  checksums: ArrayChecksums
+  index: Index
+  pending: PendingRead
+  label: str
 
-    def verify() -> np.ndarray:
-      values = pending()
-      damaged = checksums.find_damage(index, values)
-      if damaged is not None:
-        part = ", ".join(f"{part.start}:{part.stop}" for part in damaged)
-        raise ChecksumError(f"the array {label} has changed since it was saved, at [{part}]")
-      return values
-
-    self._values = self.executor.submit(verify)
+  @functools.cached_property
+  def values(self) -> np.ndarray:
+    """The verified values."""
+    values = self.pending()
+    damaged = self.checksums.find_damage(self.index, values)
+    if damaged is not None:
+      part = ", ".join(f"{part.start}:{part.stop}" for part in damaged)
+      raise ChecksumError(f"the array {self.label} has changed since it was saved, at [{part}]")
+    return values
 
   def get(self, index: Index) -> np.ndarray:
-    """Returns the verified values at `index`, in memory of their own if they are only a part."""
-    values = self._values.result()
-    return values if index == self._index else values[_relative(index, self._index)].copy()
+    """Returns the values at `index`, in memory of their own if they are only a part."""
+    return self.values if index == self.index else self.values[_relative(index, self.index)].copy()
 
 
 def _relative(index: Index, region: Index) -> Index:
