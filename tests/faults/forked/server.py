@@ -34,6 +34,7 @@ def _run(argv: list[str]) -> int:
     if program == "rosetta-t5":
       sys.argv = argv
       return rosetta_t5.cli.main(arguments) or 0
+    sys.path.insert(0, os.getcwd())  # as Python does, and the command rosetta-t5 does not
     if arguments[:1] == ["-m"]:
       sys.argv = arguments[1:]
       runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -74,7 +75,6 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
   os.setgroups([request["gid"]])
   os.setgid(request["gid"])
   os.setuid(request["uid"])
-  sys.path.insert(0, request["folder"])
   open_file = (None if n in request["closed"] else n for n in range(3))
   for name, number, mode in zip(("stdin", "stdout", "stderr"), open_file, "rww", strict=True):
     file = None if number is None else os.fdopen(number, mode, closefd=False)
