@@ -32,6 +32,8 @@ LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
 Arrays = dict[str, StoredArray]
 _STEP = "state/step"
+# The address space that Python and the libraries take for themselves and their threads.
+_LIBRARIES_BYTES = 1_600_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +101,12 @@ def convert(
   Raises:
     ConversionError: the logits of the two checkpoints differ.
     ValueError: the source cannot be written in this layout.
+    MemoryError: `ulimit -v` is too low.
   """
   started = time.monotonic()
   path = checkpoint_folders.resolve_checkpoint(source)
   arrays = _select_arrays(_cast(read_arrays(path), dtype), to, tree, encoder_only)
+  _check_address_space(arrays)
   facts = read_facts(path, arrays, activations, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
@@ -129,6 +133,19 @@ def convert(
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   report(f"wrote {final} in {seconds:.0f} s with at most {peak:.2f} GB of memory")
   return final
+
+
+def _check_address_space(arrays: Arrays) -> None:
+  """Raises MemoryError where TensorStore would end the process, because `ulimit -v` is too low."""
+  limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+  largest = max((array.nbytes for array in arrays.values()), default=0)
+  needed = _LIBRARIES_BYTES + 2 * largest
+  if limit != resource.RLIM_INFINITY and limit < needed:
+    raise MemoryError(
+      f"this conversion needs at least {needed / 1e9:.1f} GB of address space, because its largest "
+      f"array has {largest / 1e9:.1f} GB: set `ulimit -v {needed // 1024}` or unlimited, got "
+      f"{limit // 1024}"
+    )
 
 
 def _cast(arrays: Arrays, dtype: str | None) -> Arrays:

@@ -88,6 +88,11 @@ def compute_logits(
 def _layers(arrays: Arrays, side: str, activations: Sequence[str] | None) -> list[_Layer]:
   count = count_layers(arrays, rf"target/{side}/layers_")
   activations = activations or default_activations(arrays)
+  if unknown := [name for name in activations if name not in _ACTIVATIONS]:
+    raise ValueError(
+      f"an activation of the feed-forward block must be one of {', '.join(_ACTIVATIONS)}, got "
+      f"{unknown[0]!r}, so the conversion cannot be verified"
+    )
   return [_Layer(arrays, side, number, activations) for number in range(count)]
 
 

@@ -105,7 +105,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   except Exception as error:
     is_ours = _is_ours(error)
     if os.environ.get(DEBUG_VARIABLE) or not (
-      is_ours or isinstance(error, also) or _names_file(error)
+      is_ours or isinstance(error, (MemoryError, *also)) or _names_file(error)
     ):
       if not os.environ.get(DEBUG_VARIABLE):
         sys.excepthook = _show_line_of_user
@@ -183,4 +183,6 @@ def _names_file(error: Exception) -> bool:
 def _message(error: Exception) -> str:
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: {error.strerror}"
+  if isinstance(error, MemoryError):
+    return f"there is not enough memory: {error or 'Python could not allocate an object'}"
   return strip_gin_notes(str(error)) or type(error).__name__

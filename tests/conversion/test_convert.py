@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from limited_memory import limited_memory
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder, t5_writer
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion import convert, numpy_t5, verification
@@ -62,6 +63,20 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
   assert [folder.name for folder in tmp_path.iterdir()] == [name]
   read = read_arrays(tmp_path / name / "checkpoint_1000")
   np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
+
+
+def test_a_conversion_states_how_much_memory_it_needs_if_it_is_limited(tmp_path, capsys):
+  writer = t5x_legacy.LegacyWriter(tmp_path / "checkpoint_1")
+  writer.write("target/a/kernel", as_stored_array(np.ones((4, 4), np.float32)))
+  writer.finish()
+  next(tmp_path.glob("*/checksums-*")).unlink()
+  metadata = tmp_path / "checkpoint_1/target.a.kernel/.zarray"
+  metadata.write_text(metadata.read_text().replace('"shape":[4,', '"shape":[100000000000,'))
+  with limited_memory(8 << 30):
+    assert run("convert", tmp_path, tmp_path / "out", "--to", "t5x") == 1
+  expected = "there is not enough memory: this conversion needs at least 3201.6 GB of address space"
+  assert expected in capsys.readouterr().err
+  assert not (tmp_path / "out").exists()
 
 
 def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_path):

@@ -30,10 +30,13 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.conversion.model_facts import read_facts
+from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.local_files.local_assets import load_sentencepiece
+from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.reading import read_records
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.gpt2_vocabulary import END, gpt2_vocabulary, load_gpt2_tokenizer
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.run_report.event_files import read_event_file
@@ -99,6 +102,19 @@ def _write_legacy(folder: Folder) -> None:
   for name, array in _arrays().items():
     writer.write(name, array)
   writer.finish()
+
+
+def _write_legacy_without_checksums(folder: Folder) -> None:
+  _write_legacy(folder)
+  next(folder.glob("*/checksums-*")).unlink()
+
+
+def _write_orbax(folder: Folder) -> None:
+  orbax_writer.write(folder / "checkpoint_3", _arrays())
+  # As in a checkpoint of T5X, there are no checksums, which would hide other damage.
+  next(folder.glob("*/state/checksums-*")).unlink()
+  facts = folder / "checkpoint_3/_CHECKPOINT_METADATA"
+  facts.write_text(json.dumps({**json.loads(facts.read_text()), "custom_metadata": {"seed": 1}}))
 
 
 def _write_prepared(folder: Folder) -> None:
@@ -205,7 +221,14 @@ def _write_tfrecord(folder: Folder) -> None:
 
 
 def _read_tfrecord(folder: Folder) -> None:
-  pass
+  seqio = import_seqio()
+  features = {n: seqio.Feature(seqio.ByteVocabulary()) for n in ("inputs", "targets")}
+  file = str(folder / "a.tfrecord")
+  name = create_task_from_tfexample_file([file], "tfrecord", "inputs", None, features)
+  cfg = DatasetConfig(name, {"inputs": 9, "targets": 9}, "infer", 1, shuffle=False, seed=0)
+  data = InferenceData(cfg, seqio.EncDecFeatureConverter, 0, 1)
+  for _ in data.chunks(data.tasks[0], 8):
+    pass
 
 
 def _write_events(folder: Folder) -> None:
@@ -237,13 +260,19 @@ PARSERS = (
   ),
   Parser(
     "t5x_legacy",
-    _write_legacy,
+    _write_legacy_without_checksums,
     {"*/checkpoint": MSGPACK, "*/*/.zarray": JSON, "*/*/0*": None},
     lambda folder: _read_checkpoint(folder / "checkpoint_3"),
   ),
   Parser(
+    "checksums",
+    _write_legacy,
+    {"*/checksums-*": JSON},
+    lambda folder: _read_checkpoint(folder / "checkpoint_3"),
+  ),
+  Parser(
     "orbax",
-    lambda folder: orbax_writer.write(folder / "checkpoint_3", _arrays()),
+    _write_orbax,
     {
       "*/_CHECKPOINT_METADATA": JSON,
       "*/state/_METADATA": JSON,

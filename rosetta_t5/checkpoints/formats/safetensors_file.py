@@ -50,7 +50,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
           )
         read = functools.partial(_read, path, name)
         arrays[name] = StoredArray(part.get_shape(), _DTYPES[part.get_dtype()], read)
-  except SafetensorError as error:
+  except (SafetensorError, OSError) as error:  # which do not name the file
     raise ValueError(f"{path} is damaged: {error}") from error
   return arrays
 
@@ -60,7 +60,7 @@ def _read(path: str | os.PathLike[str], name: str, index: Index) -> np.ndarray:
   try:
     with safe_open(path, "numpy") as file:
       return np.asarray(file.get_slice(name)[index or ...])
-  except SafetensorError as error:
+  except (SafetensorError, OSError) as error:
     raise ValueError(f"{name} in {path} cannot be read: {error}") from error
 
 

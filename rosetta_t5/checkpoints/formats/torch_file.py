@@ -60,6 +60,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   try:
     with zipfile.ZipFile(path) as archive:
       contents = _TensorUnpickler(_Archive(os.fspath(path), archive)).load()
+    if not isinstance(contents, dict):
+      raise ValueError(f"it must contain a dict of tensors, got a {type(contents).__name__}")
     state = contents.get("state_dict", contents)
     return {str(name): x for name, x in state.items() if isinstance(x, StoredArray)}
   except Exception as error:  # Unpickling may raise any class of errors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,11 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 
 if TYPE_CHECKING:
   import tensorflow as tf
+
+# What TensorFlow reports about damaged files of tf.train.Example, after the names of its operations.
+_DAMAGE = re.compile(
+  r"(corrupted|truncated) record|Could not parse example|Key: .*parse.*|Feature: .*"
+)
 
 
 class InferenceData:
@@ -60,8 +66,22 @@ class InferenceData:
   def chunks(
     self, task: Any, size: int, first: int = 0
   ) -> Iterator[tuple[int, tf.data.Dataset, tf.data.Dataset]]:
-    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`)."""
-    return iterate_chunks(*self._datasets(task), size, first)
+    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`).
+
+    Raises:
+      ValueError: a file of the task is damaged.
+    """
+    errors = import_tensorflow().errors
+    try:
+      yield from iterate_chunks(*self._datasets(task), size, first)
+    except (errors.DataLossError, errors.InvalidArgumentError, UnicodeDecodeError) as error:
+      # TensorFlow's own text may quote bytes of the file, which are not always UTF-8.
+      is_undecoded = isinstance(error, UnicodeDecodeError)
+      text = error.object.decode("utf-8", "replace") if is_undecoded else str(error)
+      if not (damage := _DAMAGE.search(text)):
+        raise
+      files = ", ".join(map(str, task.source.list_shards(self._cfg.split)))
+      raise ValueError(f"{files} cannot be read: {damage[0]}") from error
 
 
 def iterate_chunks(

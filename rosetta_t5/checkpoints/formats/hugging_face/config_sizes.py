@@ -14,6 +14,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_lay
 
 # Entries that may be null, which stands for a size that is derived from others.
 _NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
+_BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt_reader.KEEPS_IDS)
 _LAYER = re.compile(r"layers_\d+")
 
 
@@ -40,6 +41,9 @@ def check_config(file: Any, config: Mapping[str, Any], arrays: Mapping[str, Stor
     value = config.get(entry, None if is_gpt else size)
     if not (type(value) is int and value == size) and (value is not None or entry not in _NULLABLE):
       raise _error(file, entry, f"{size}, as in the weights", value)
+  for entry in _BOOLEANS:
+    if not isinstance(config.get(entry), bool | None):
+      raise _error(file, entry, "true or false", config[entry])
   if is_gpt:
     _check_gpt(file, config, arrays[gpt_names.EMBEDDING].shape[1])
   elif "feed_forward_proj" in config:
