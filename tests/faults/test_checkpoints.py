@@ -78,6 +78,21 @@ FAULTS = [
     fast=True,
   ),
   Fault(
+    "run.lock is empty",
+    "touch run/run.lock; timeout 60 $TRAIN --gin.TRAIN_STEPS=6",
+    expected="run.lock is empty or damaged; this run takes over.*steps     4 to 6",
+    status=0,
+  ),
+  Fault(
+    "a conversion is killed",
+    """rosetta-t5 convert run converted --to t5x & pid=$!
+    until test -e converted/checkpoint_4.unfinished -o -e converted/checkpoint_4; do sleep 0.01; done
+    kill -9 $pid; wait $pid; test -e converted/checkpoint_4 || rosetta-t5 convert run converted --to t5x
+    ls converted; rosetta-t5 ckpt verify converted""",
+    expected="compared with the checksums of its save, 0 problems",
+    status=0,
+  ),
+  Fault(
     "a checkpoint is copied to a later step",
     "cp -r run/checkpoint_2 run/checkpoint_1000000000000; $TRAIN --gin.TRAIN_STEPS=6",
     expected="error: .*checkpoint_1000000000000 contains the checkpoint of step 2",

@@ -194,17 +194,19 @@ class RunLock:
       ModelDirInUseError: the run is still running.
     """
     me = self._owner
-    if owner is not None and owner.machine == me.machine:
+    if owner is None:
+      return True  # A run's lock appears complete; this one was damaged, so its run has lost it.
+    if owner.machine == me.machine:
       is_me = (owner.pid, owner.born) == (me.pid, me.born)
       left_by_me = is_me and os.fspath(self._path.parent) not in _locks_held
       if is_running(owner) and not left_by_me:
         raise ModelDirInUseError(str(owner))
       return True
-    if owner is not None and me.job and owner.job == me.job and owner.restart < me.restart:
+    if me.job and owner.job == me.job and owner.restart < me.restart:
       return True  # Slurm ends a job before it starts the job again
     return self._has_timed_out(owner, text)
 
-  def _has_timed_out(self, owner: LockOwner | None, text: str) -> bool:
+  def _has_timed_out(self, owner: LockOwner, text: str) -> bool:
     """Waits for a heartbeat of the run that holds the lock; returns whether none came.
 
     Raises:
@@ -247,7 +249,8 @@ class RunLock:
     if LockOwner.from_json(temporary.read_text()) != owner:
       self._create(temporary)
       return
-    _log.warning("%s was left by a run that has ended (%s); this run takes over", self._path, owner)
+    left_by = f"was left by a run that has ended ({owner})" if owner else "is empty or damaged"
+    _log.warning("%s %s; this run takes over", self._path, left_by)
     temporary.unlink(missing_ok=True)
 
   def _send_heartbeats(self) -> None:
