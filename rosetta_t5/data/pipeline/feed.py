@@ -193,9 +193,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       ValueError: the position does not exist or belongs to other data or another pipeline.
     """
     self._wait_for_reads()
-    state: dict[str, Any] = {}
-    if (feed_file := _feed_file(filename)).exists():
-      state = serialization.msgpack_restore(feed_file.read_bytes())
+    state = _read_state(_feed_file(filename))
     self._compare_data(state.get("data"), filename)
     try:
       self.iterator.restore(filename)
@@ -349,6 +347,20 @@ def get_zeros_batch_like_dataset(
     name: jnp.zeros((batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype)
     for name, spec in dataset.element_spec.items()
   }
+
+
+def _read_state(path: epath.Path) -> dict[str, Any]:
+  """Returns what `save` wrote besides the source's position; {} if there is no such file.
+
+  Raises:
+    ValueError: the file is damaged. Checksums have found this before, unless an older version wrote it.
+  """
+  if not path.exists():
+    return {}
+  try:
+    return dict(serialization.msgpack_restore(path.read_bytes()))
+  except Exception as error:
+    raise ValueError(f"{path} is damaged ({_first_line(error)})") from None
 
 
 def _feed_file(filename: str | epath.Path) -> epath.Path:
