@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from rosetta_t5.terminal import lost_output
+
 # The suite has a compilation cache of its own, so that it neither reads nor fills the user's. The
 # processes that tests start inherit the variables; jax is imported already, so it is configured too.
 _COMPILATION_CACHE = {
@@ -51,6 +53,12 @@ def default_random_numbers() -> Iterator[None]:
   """Restores jax's random number generator, which runs without a seed replace by a faster one."""
   yield
   jax.config.update("jax_default_prng_impl", "threefry2x32")
+
+
+@pytest.fixture(autouse=True)
+def lost_output_of_this_test() -> None:
+  """Forgets the output that earlier tests of this process have lost."""
+  lost_output.take_all()
 
 
 @pytest.fixture
