@@ -51,8 +51,8 @@ class SaveCheckpointConfig:
     save_dataset: whether the position in the training data is stored too.
     ignore_dataset_until: the positions of MODEL_DIR's checkpoints up to this step are not restored, so
       a restart from them starts the data from its beginning; None restores every position.
-    checkpointer_cls: T5X's field for its older layout. Checkpoints are always written in Orbax's
-      layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
+    checkpointer_cls: a subclass of T5X's Checkpointer. Its `save` is called if it overrides T5X's.
+      Checkpoints are always written in Orbax's layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
       (metric_name_to_monitor, ...) are given to the manager.
     state_transformation_fns: before the state is written, each `fn(state_dict, parameter_infos)`
       returns both of them, changed.

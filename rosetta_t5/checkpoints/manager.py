@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,11 +46,14 @@ class OrbaxCheckpointManagerInterface:
     directory: the folder of checkpoints.
     run_facts: small JSON values stored with each checkpoint, such as the random seeds.
       `read_run_facts` reads them without restoring the state.
-    user_checkpointer: restores in place of the manager, if it is not None.
+    user_save: the `save` of a user's checkpointer. It is called in place of `save`, which it calls
+      in turn to write the checkpoint; None for none.
+    user_restore: the `restore` of a user's checkpointer, which restores in place of the manager.
     state_transformation_fns: applied to the saved state if `save` gets none.
   """
 
-  user_checkpointer: Any = None
+  user_save: Callable[..., Any] | None = None
+  user_restore: Callable[..., Any] | None = None
 
   def __init__(
     self,
@@ -169,6 +172,13 @@ class OrbaxCheckpointManagerInterface:
     step = saved_state.step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
       return False
+    if self.user_save is not None:
+      user_save, self.user_save = self.user_save, None
+      try:
+        user_save(train_state, state_transformation_fns)
+      finally:
+        self.user_save = user_save
+      return step in self._steps
     self.wait_until_finished()
     check_lock_is_held(self.directory)
     transformations = state_transformation_fns or self.state_transformation_fns

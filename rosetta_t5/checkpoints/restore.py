@@ -61,13 +61,13 @@ def restore(
     states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
     return states[0] if len(states) == 1 else states
   options: dict[str, Any] = {}
-  restorer: Any = checkpoint_manager
+  restore_one: Callable[..., Any] = checkpoint_manager.restore
   if isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface):
     # Users' own manager classes have only T5X's arguments.
     options = {"restore_dataset": restore_cfg.restore_dataset, "strict": restore_cfg.strict}
-    if checkpoint_manager.user_checkpointer is not None:
-      restorer, options = checkpoint_manager.user_checkpointer, {}
-  return restorer.restore(
+    if checkpoint_manager.user_restore is not None:
+      restore_one, options = checkpoint_manager.user_restore, {}
+  return restore_one(
     path=paths,
     fallback_state=fallback_state,
     state_transformation_fns=restore_cfg.state_transformation_fns,
@@ -178,14 +178,20 @@ def create_orbax_checkpoint_manager(
   if restore_cfg is not None and restore_cfg.checkpoint_manager_cls is None:
     raise ValueError("RestoreCheckpointConfig.checkpoint_manager_cls must be a class, got None")
   saving: dict[str, Any] = {}
+  checkpointer: Any = None
   if save_cfg is not None:
+    if save_cfg.checkpointer_cls is not None:
+      # It is built even if only its settings are needed: gin applies its bindings when it is called.
+      checkpointer = save_cfg.checkpointer_cls(
+        train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
+      )
     saving = {
       "save_dtype": save_cfg.dtype,
       "keep": save_cfg.keep,
       "period": save_cfg.period,
       "checkpoint_steps": save_cfg.checkpoint_steps,
       "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
-      **_checkpointer_options(save_cfg, train_state, partitioner, directory),
+      **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
     }
   saves_dataset = save_cfg is not None and save_cfg.save_dataset
   restores_dataset = restore_cfg is not None and restore_cfg.restore_dataset
@@ -200,42 +206,25 @@ def create_orbax_checkpoint_manager(
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.run_facts = dict(run_facts or {})
   manager.state_transformation_fns = tuple(save_cfg.state_transformation_fns if save_cfg else ())
-  if restore_cfg is not None:
-    manager.user_checkpointer = _user_checkpointer(restore_cfg, train_state, partitioner, ds_iter)
+  if (user_save := _overridden(checkpointer, "save")) is not None:
+    checkpointer.manager, manager.user_save = manager, user_save
+  if restore_cfg is not None and restore_cfg.checkpointer_cls is not None:
+    restorer = restore_cfg.checkpointer_cls(
+      train_state=train_state,
+      partitioner=partitioner,
+      checkpoints_dir="",
+      dataset_iterator=ds_iter if restores_dataset else None,
+      restore_dtype=restore_cfg.dtype,
+    )
+    manager.user_restore = _overridden(restorer, "restore")
   _protect_base_checkpoint(manager)
   return manager
 
 
-def _checkpointer_options(
-  cfg: SaveCheckpointConfig, train_state: Any, partitioner: BasePartitioner, directory: Any
-) -> Mapping[str, Any]:
-  """Returns the manager's arguments that `cfg.checkpointer_cls` sets.
-
-  The checkpointer is built for this, because gin applies its bindings when the class is called.
-  """
-  if cfg.checkpointer_cls is None:
-    return {}
-  checkpointer = cfg.checkpointer_cls(
-    train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
-  )
-  return checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}
-
-
-def _user_checkpointer(
-  cfg: RestoreCheckpointConfig, train_state: Any, partitioner: BasePartitioner, ds_iter: Any
-) -> Any:
-  """Returns the checkpointer of a class with a `restore` of its own; None if the class has T5X's."""
-  if cfg.checkpointer_cls is None:
-    return None
-  checkpointer = cfg.checkpointer_cls(
-    train_state=train_state,
-    partitioner=partitioner,
-    checkpoints_dir="",
-    dataset_iterator=ds_iter if cfg.restore_dataset else None,
-    restore_dtype=cfg.dtype,
-  )
-  is_ours = type(checkpointer).restore.__module__.startswith("rosetta_t5.")
-  return None if is_ours else checkpointer
+def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
+  """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
+  method = getattr(checkpointer, name, None)
+  return None if method is None or method.__module__.startswith("rosetta_t5.") else method
 
 
 def _protect_base_checkpoint(manager: OrbaxCheckpointManagerInterface) -> None:

@@ -37,7 +37,10 @@ class Checkpointer:
     keep: how many of the latest checkpoints are kept; None for all.
     keep_dataset_checkpoints: how many of the latest dataset positions are kept; None for all.
     restore_dtype: the dtype of restored floating-point parameters; None for their own.
+    manager: the manager of the run that calls `save`, which then writes in the manager's layout.
   """
+
+  manager: Any = None
 
   def __init__(
     self,
@@ -105,6 +108,9 @@ class Checkpointer:
       CheckpointSaveError: the checkpoint could not be written.
     """
     del concurrent_gb
+    if self.manager is not None:
+      self.manager.save(train_state, state_transformation_fns)
+      return
     step = saved_state.step_number(train_state)
     folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
     if folder.exists():
