@@ -70,12 +70,14 @@ class Parser:
     write: writes intact files into an empty folder.
     files: patterns of the files that are damaged, and what is inside these files.
     read: reads everything in the folder.
+    examples: how many kinds of damage `make test` tries.
   """
 
   name: str
   write: Callable[[Folder], object]
   files: Mapping[str, Structure | None]
   read: Callable[[Folder], object]
+  examples: int = 20
 
 
 def _copy(fixture: str) -> Callable[[Folder], object]:
@@ -312,7 +314,7 @@ PARSERS = (
     },
     _read_records,
   ),
-  Parser("tfrecord", _write_tfrecord, {"*.tfrecord": RECORDS}, _read_tfrecord),
+  Parser("tfrecord", _write_tfrecord, {"*.tfrecord": RECORDS}, _read_tfrecord, examples=2),
   Parser("event_files", _write_events, {"*/events*": RECORDS}, _read_events),
   Parser(
     "run_folder",

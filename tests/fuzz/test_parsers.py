@@ -19,7 +19,6 @@ from rosetta_t5.checkpoints import UnreadableCheckpointError
 # How long all parsers together are tried by the slow test.
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "600"))
 _QUICK = hypothesis.settings(
-  max_examples=20,
   derandomize=True,
   database=None,
   deadline=None,
@@ -85,7 +84,8 @@ def _read(parser: Parser, folder: pathlib.Path) -> Exception | None:
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_a_damaged_file_is_read_or_refused(parser: Parser, tmp_path: pathlib.Path) -> None:
   parser.write(tmp_path)
-  _assert_damage_is_refused(parser, tmp_path, _QUICK)
+  settings = hypothesis.settings(_QUICK, max_examples=parser.examples)
+  _assert_damage_is_refused(parser, tmp_path, settings)
 
 
 @pytest.mark.slow
