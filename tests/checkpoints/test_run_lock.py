@@ -166,7 +166,7 @@ def test_a_requeued_slurm_job_takes_over_its_own_lock_at_once(tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("short_timeouts")
-def test_an_incomplete_lock_file_times_out(tmp_path):
+def test_an_incomplete_lock_file_is_taken_over(tmp_path):
   (tmp_path / LOCK_FILE).write_text('{"host": "no')
   with lock_model_dir(tmp_path):
     pass
