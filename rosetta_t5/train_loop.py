@@ -232,7 +232,6 @@ class TrainLoop:
     save_started = time.monotonic()
     self.manager.save(self.trainer.train_state)
     self._write_scalar("timing/checkpoint_seconds", time.monotonic() - save_started)
-    self._write_scalar("timing/uptime", time.monotonic() - self.run_started)
 
   def _complete(self) -> None:
     """Saves the last step, and waits until everything in the background is done."""

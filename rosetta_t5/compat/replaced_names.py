@@ -15,7 +15,10 @@ from typing import Any
 
 
 class ReExports(types.ModuleType):
-  """A module of `t5x`: an attribute that is set is also set wherever `rosetta_t5` has the old value."""
+  """A module of `t5x`: an attribute that is set is also set wherever `rosetta_t5` has the old value.
+
+  A module that has a function `when_replaced` is notified by a call of it.
+  """
 
   # For each name that was replaced, the places that had its first value: (module, name there).
   _places: dict[str, list[tuple[types.ModuleType, str]]]
@@ -40,6 +43,8 @@ class ReExports(types.ModuleType):
       self.__dict__.setdefault("_places", {}).setdefault(name, _places_of(old))
     for module, name_there in self.__dict__.get("_places", {}).get(name, ()):
       setattr(module, name_there, value)
+      if (when_replaced := vars(module).get("when_replaced")) is not None:
+        when_replaced()
     super().__setattr__(name, value)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys
 from rosetta_t5.telemetry.metrics import AveragePerStep
-from rosetta_t5.training import step
+from rosetta_t5.training import step, trainer
 from rosetta_t5.training.step import (
   Batch,
   Metrics,
@@ -145,3 +145,39 @@ def train_with_lr(
     weight_metrics_computer,
     other_state_variables={"flax_mutables": mutables} if mutables else None,
   )
+
+
+_OWN_FUNCTIONS = (accumulate_grads_microbatched, apply_grads, train_with_lr, eval_step)
+
+
+def when_replaced() -> None:
+  """Makes the steps of `Trainer` of the functions above while a user has replaced one of them."""
+  functions = (accumulate_grads_microbatched, apply_grads, train_with_lr, eval_step)
+  is_ours = functions == _OWN_FUNCTIONS
+  trainer.train_step = step.train_step if is_ours else _train_step_of_functions
+  trainer.eval_step = step.eval_step if is_ours else _eval_step_of_functions
+
+
+def _train_step_of_functions(
+  state: Any,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  loss_fn: Any,
+  learning_rate_fn: Any,
+  num_microbatches: int | None = None,
+  weight_metrics: Any = None,
+) -> tuple[Any, Metrics]:
+  return train_with_lr(
+    state,
+    batch,
+    learning_rate_fn(state.step),
+    jax.random.fold_in(rng, state.step),
+    getattr(loss_fn, "__self__", None),
+    num_microbatches,
+    getattr(weight_metrics, "__self__", None),
+  )
+
+
+def _eval_step_of_functions(state: Any, batch: Batch, *, eval_fn: Any) -> Metrics:
+  return eval_step(getattr(eval_fn, "__self__", None), state, batch)

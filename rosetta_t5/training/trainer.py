@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from clu import metrics as clu_metrics
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegative
@@ -90,6 +92,7 @@ class BaseTrainer(abc.ABC):
     self.first_nonfinite: FirstNonFinite | None = None
     self.step_metrics: Metrics = {}
     self.stop_training = False
+    self._created = now()
 
   def __enter__(self) -> BaseTrainer:
     """Returns the trainer, which is closed when the `with` block ends."""
@@ -150,6 +153,9 @@ class BaseTrainer(abc.ABC):
       step += 1
     metrics = dict(metrics)
     self.first_nonfinite = metrics.pop(FIRST_NONFINITE, None)
+    if metrics:
+      uptime = np.float32(now() - self._created)
+      metrics["timing/uptime"] = clu_metrics.LastValue(total=uptime, count=np.float32(1))
     return manager.write_metrics_summary(metrics, step, step - start_step)
 
   def eval(self, batch_iters: Mapping[str, Iterator[Batch]]) -> dict[str, Any]:

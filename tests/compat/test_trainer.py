@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_models import Bigram, make_batch, make_model, make_state
 
-from t5x import metrics, partitioning, trainer
+from t5x import metrics, models, partitioning, trainer
 
 
 def make_trainer(model=None, eval_names=()):
@@ -82,3 +82,20 @@ def test_eval_fn_gets_the_mutable_collections_of_the_state():
   state = types.SimpleNamespace(params={}, flax_mutables={"scale": 3.0})
   found = trainer.eval_step(types.SimpleNamespace(eval_fn=eval_fn), state, {"x": jnp.ones(2)})
   assert float(found["loss"].compute()) == 6.0
+
+
+def test_a_trainer_takes_its_steps_with_a_users_replacement_of_a_function_of_t5x():
+  def accumulate(model, train_state, batch, rng, num_microbatches, data_partition_spec):
+    assert isinstance(model, models.EncoderDecoderModel)
+    return jax.tree.map(jnp.zeros_like, train_state.params), {"mine": metrics.Sum(1.0)}, None
+
+  ours = make_trainer()
+  before = np.asarray(ours.train_state.params["table"])
+  with mock.patch("t5x.trainer.accumulate_grads_microbatched", accumulate):
+    written = ours.train(iter([make_batch(8)] * 2), 2, start_step=0).result()
+  assert written["mine"].value == 2.0
+  assert written["timing/uptime"].value > 0
+  np.testing.assert_array_equal(ours.train_state.params["table"], before)
+  trained = make_trainer()
+  trained.train(iter([make_batch(8)]), 1, start_step=0).result()
+  assert not np.array_equal(trained.train_state.params["table"], before)
