@@ -10,9 +10,14 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import shell
 
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats.t5x_legacy import LegacyWriter
+from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 TEXTS = [f"Return {n * n}, which is the square of {n} and of {-n}." for n in range(300)]
@@ -40,11 +45,7 @@ python -m t5x.train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/c
 rosetta-t5 convert runs/pretrained google/flan-t5-small --to hf --tokenizer spiece.model
 rosetta-t5 convert runs/pretrained t5x_old --to t5x-legacy
 cp -r google/flan-t5-small t5-v1_1-small
-mv t5x_old/checkpoint_2 t5x_old/checkpoint_1000000
-mv runs/pretrained/checkpoint_2 runs/pretrained/checkpoint_1000000
-for run in ft squad wmt; do cp -r runs/pretrained runs/$run; done
 python -m t5x.train --gin_file=gin/examples/quickstart.gin
-mv quickstart/run/checkpoint_2 quickstart/run/checkpoint_1200
 """
 _OWN_TEXT = """
 from __gin__ import dynamic_registration
@@ -81,11 +82,32 @@ def write_user_files(folder: pathlib.Path) -> None:
   (folder / "my_finetuning.gin").write_text(_MY_FINETUNING)
   (folder / "scripts_gpu").symlink_to(pathlib.Path(__file__).resolve().parents[2] / "scripts_gpu")
   shell.run_script(_CHECKPOINTS, folder, dry=False)
+  _change_step(folder / "t5x_old", 1_000_000, LegacyWriter)
+  _change_step(folder / "runs/pretrained", 1_000_000)
+  _change_step(folder / "quickstart/run", 1200)
+  for run in ("ft", "squad", "wmt", "t5x"):
+    shutil.copytree(folder / "runs/pretrained", folder / "runs" / run)
 
 
 def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:
   """Copies the files into a folder, in which a page may change them."""
   shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+
+
+def _change_step(folder: pathlib.Path, step: int, legacy_writer: Any = None) -> None:
+  """Writes a folder's checkpoint of step 2 as one of another step."""
+  arrays = {
+    **read_arrays(folder / "checkpoint_2"),
+    "state/step": as_stored_array(np.int32(step)),
+  }
+  if legacy_writer is None:
+    orbax_writer.write(folder / f"checkpoint_{step}", arrays)
+  else:
+    writer = legacy_writer(folder / f"checkpoint_{step}")
+    for name, array in arrays.items():
+      writer.write(name, array)
+    writer.finish()
+  shutil.rmtree(folder / "checkpoint_2")
 
 
 def _write_text(folder: pathlib.Path) -> None:
