@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_arr
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, t5_writer
+from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, switch_names, t5_writer
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
@@ -180,7 +180,8 @@ def _for_transformers(
   """
   if any(name.startswith("target/encoder/") for name in arrays):
     family = family or t5_writer.find_family(arrays)
-    config = t5_writer.make_config(arrays, family, facts.activations, facts.source_config)
+    capacity = _expert_capacity(facts) if switch_names.has_experts(arrays) else None
+    config = t5_writer.make_config(arrays, family, facts.activations, facts.source_config, capacity)
     return t5_writer.make_weights(arrays, family), config
   gpt_writer.check_is_gpt(arrays)
   if facts.gpt is None:
@@ -193,6 +194,21 @@ def _for_transformers(
     arrays, facts.gpt, family, facts.ids_are_shifted, facts.source_config
   )
   return gpt_writer.make_weights(arrays, facts.gpt, config), config
+
+
+def _expert_capacity(facts: ModelFacts) -> int:
+  """Returns the number of slots that an expert has in a row, which Transformers has in place of factors.
+
+  Raises:
+    ValueError: Transformers does not have the model's routing.
+  """
+  settings = facts.experts
+  if settings.router != "switch" or settings.normalize_expert_weights:
+    raise ValueError(
+      "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
+      f"{settings.router!r} and {settings.normalize_expert_weights}"
+    )
+  return settings.expert_capacity or switch_names.EXPERT_CAPACITY
 
 
 def _prepare_destination(

@@ -19,6 +19,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import (
   folder,
   gpt_names,
   gpt_reader,
+  switch_names,
   t5_names,
   t5_reader,
 )
@@ -26,11 +27,15 @@ from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import check_confi
 from rosetta_t5.config.checks import declared_types
 from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.expert_settings import ExpertSettings
 
 # A binding in a config.gin. Only a value in brackets may span several lines.
 _BINDING = r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|.+)$"
 # The vocabulary whose ids are one higher than those of the tokenizer's files.
 _SHIFTED_VOCABULARY = "gpt2_vocabulary()"
+
+
+_DEFAULT_EXPERTS = ExpertSettings(expert_capacity=switch_names.EXPERT_CAPACITY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +47,15 @@ class ModelFacts:
     gpt: the network's config, if it is a GPT's; None for other models, or if there is no config.
     ids_are_shifted: whether ids are one higher than the tokenizer's, whose id 0 is not padding.
     source_config: the content of the config.json that the model came with; {} if there is none.
+    experts: how tokens are routed if layers have experts. Without a config, it is the default of
+      Transformers.
   """
 
   activations: tuple[str, ...]
   gpt: TransformerConfig | None = None
   ids_are_shifted: bool = False
   source_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  experts: ExpertSettings = _DEFAULT_EXPERTS
 
 
 def read_facts(
@@ -85,9 +93,15 @@ def read_facts(
     contents = folder.read_config(file, t5_names.FAMILIES)
     check_config(file, contents, to_plain_tree(arrays))
     activations = activations or t5_reader.read_activations(contents)
-    return ModelFacts(activations, source_config=contents)
-  found = _read_literals(_read_text(file), "T5Config").get("mlp_activations")
-  return ModelFacts(activations or tuple(found or numpy_t5.default_activations(arrays)))
+    capacity = contents.get("expert_capacity", switch_names.EXPERT_CAPACITY)
+    experts = ExpertSettings(expert_capacity=capacity)
+    return ModelFacts(activations, source_config=contents, experts=experts)
+  values = _read_literals(_read_text(file), "T5Config")
+  found = values.get("mlp_activations")
+  fields = {field.name for field in dataclasses.fields(ExpertSettings)}
+  experts = ExpertSettings(**{name: x for name, x in values.items() if name in fields})
+  activations = activations or tuple(found or numpy_t5.default_activations(arrays))
+  return ModelFacts(activations, experts=experts)
 
 
 def _read_gpt_facts(file: epath.Path, arrays: Mapping[str, StoredArray]) -> ModelFacts:

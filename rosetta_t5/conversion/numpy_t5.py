@@ -14,9 +14,12 @@ import numpy as np
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers
 from rosetta_t5.conversion import numpy_layers
 from rosetta_t5.conversion.numpy_layers import Arrays
+from rosetta_t5.kernels.expert_routing import expert_slots
+from rosetta_t5.networks.expert_settings import ExpertSettings
 
 _MAX_DISTANCE = 128
 _EPSILON = 1e-6
+_EXPERTS = ExpertSettings()
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
   "gelu": numpy_layers.tanh_gelu,
   "linear": lambda x: x,
@@ -28,12 +31,15 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def default_activations(arrays: Arrays) -> tuple[str, ...]:
   """Returns T5 1.1's activations if the feed-forward blocks are gated, and T5 1.0's otherwise."""
-  is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
+  is_gated = any(name.endswith("/wi_1/kernel") for name in arrays)
   return ("gelu", "linear") if is_gated else ("relu",)
 
 
 def encode(
-  arrays: Arrays, inputs_BS: np.ndarray, activations: Sequence[str] | None = None
+  arrays: Arrays,
+  inputs_BS: np.ndarray,
+  activations: Sequence[str] | None = None,
+  experts: ExpertSettings = _EXPERTS,
 ) -> np.ndarray:
   """Returns the encoded inputs [B, S, D] in float32, or in float64 if the parameters are.
 
@@ -41,6 +47,7 @@ def encode(
     arrays: parameters in T5X's plain tree, with 2-D kernels.
     inputs_BS: token ids; 0 is padding.
     activations: of the feed-forward block; None for those of the weights' version of T5.
+    experts: the capacity of experts, which are chosen as in Switch Transformer.
 
   Raises:
     ValueError: the model lacks a parameter of T5.
@@ -48,7 +55,7 @@ def encode(
   is_token_BS = inputs_BS > 0
   allowed_B1SS = is_token_BS[:, None, None, :] & is_token_BS[:, None, :, None]
   x_BSD = numpy_layers.embed(arrays, "encoder", inputs_BS)
-  for layer in _layers(arrays, "encoder", activations):
+  for layer in _layers(arrays, "encoder", activations, experts):
     x_BSD = x_BSD + layer.self_attention(x_BSD, allowed_B1SS)
     x_BSD = x_BSD + layer.mlp(x_BSD)
   return _norm(x_BSD, _read(arrays, "target/encoder/encoder_norm/scale"))
@@ -59,6 +66,7 @@ def compute_logits(
   inputs_BS: np.ndarray | None,
   targets_BT: np.ndarray,
   activations: Sequence[str] | None = None,
+  experts: ExpertSettings = _EXPERTS,
 ) -> np.ndarray:
   """Returns the logits [B, T, V] in float32, or in float64 if the parameters are.
 
@@ -67,15 +75,16 @@ def compute_logits(
     inputs_BS: token ids of the encoder; None for a model without one.
     targets_BT: the decoder's inputs, which are the targets shifted right; none of them is padding.
     activations: see `encode`.
+    experts: see `encode`.
 
   Raises:
     ValueError: the model lacks a parameter of T5.
   """
   length = targets_BT.shape[1]
   causal_TT = np.tril(np.ones((length, length), bool))
-  encoded_BSD = None if inputs_BS is None else encode(arrays, inputs_BS, activations)
+  encoded_BSD = None if inputs_BS is None else encode(arrays, inputs_BS, activations, experts)
   x_BTD = numpy_layers.embed(arrays, "decoder", targets_BT)
-  for layer in _layers(arrays, "decoder", activations):
+  for layer in _layers(arrays, "decoder", activations, experts):
     x_BTD = x_BTD + layer.self_attention(x_BTD, causal_TT)
     if inputs_BS is not None and encoded_BSD is not None:
       x_BTD = x_BTD + layer.cross_attention(x_BTD, encoded_BSD, inputs_BS > 0)
@@ -85,7 +94,9 @@ def compute_logits(
   )
 
 
-def _layers(arrays: Arrays, side: str, activations: Sequence[str] | None) -> list[_Layer]:
+def _layers(
+  arrays: Arrays, side: str, activations: Sequence[str] | None, experts: ExpertSettings
+) -> list[_Layer]:
   count = count_layers(arrays, rf"target/{side}/layers_")
   activations = activations or default_activations(arrays)
   if unknown := [name for name in activations if name not in _ACTIVATIONS]:
@@ -93,7 +104,7 @@ def _layers(arrays: Arrays, side: str, activations: Sequence[str] | None) -> lis
       f"an activation of the feed-forward block must be one of {', '.join(_ACTIVATIONS)}, got "
       f"{unknown[0]!r}, so the conversion cannot be verified"
     )
-  return [_Layer(arrays, side, number, activations) for number in range(count)]
+  return [_Layer(arrays, side, number, activations, experts) for number in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +115,7 @@ class _Layer:
   side: str
   number: int
   activations: Sequence[str]
+  experts: ExpertSettings
 
   def self_attention(self, x_BTD: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     """Returns what the block adds to `x_BTD`."""
@@ -123,12 +135,36 @@ class _Layer:
   def mlp(self, x_BTD: np.ndarray) -> np.ndarray:
     """Returns what the block adds to `x_BTD`."""
     y_BTD = _norm(x_BTD, self._read("pre_mlp_layer_norm/scale"))
-    hidden_BTF = np.ones((), np.float32)
+    if f"target/{self.side}/layers_{self.number}/mlp/expert/wo/kernel" in self.arrays:
+      return self._expert_mlp(y_BTD)
+    return self._feed_forward(y_BTD, lambda matrix: self._read(f"mlp/{matrix}/kernel"))
+
+  def _feed_forward(self, y: np.ndarray, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    hidden = np.ones((), np.float32)
     for number, activation in enumerate(self.activations):
       matrix = "wi" if len(self.activations) == 1 else f"wi_{number}"
-      projected_BTF = y_BTD @ self._read(f"mlp/{matrix}/kernel")
-      hidden_BTF = hidden_BTF * _ACTIVATIONS[activation](projected_BTF)
-    return hidden_BTF @ self._read("mlp/wo/kernel")
+      hidden = hidden * _ACTIVATIONS[activation](y @ read(matrix))
+    return hidden @ read("wo")
+
+  def _expert_mlp(self, y_BTD: np.ndarray) -> np.ndarray:
+    """Returns the output of each token's most probable expert, times its probability (Switch)."""
+    logits_BTE = y_BTD @ self._read("mlp/router/router_weights/w/kernel")
+    exponentials_BTE = np.exp(logits_BTE - logits_BTE.max(-1, keepdims=True))
+    probs_BTE = exponentials_BTE / exponentials_BTE.sum(-1, keepdims=True)
+    _, length, num_experts = probs_BTE.shape
+    factor = self.experts.eval_capacity_factor
+    slots = self.experts.expert_capacity or expert_slots(length, num_experts, factor)
+    result_BTD = np.zeros_like(y_BTD)
+    for expert in range(num_experts):
+      is_chosen_BT = probs_BTE.argmax(-1) == expert
+      is_chosen_BT &= np.cumsum(is_chosen_BT, axis=1) <= slots
+
+      def read(matrix: str, expert: int = expert) -> np.ndarray:
+        return self._read(f"mlp/expert/{matrix}/kernel")[expert]
+
+      weight_N1 = probs_BTE[is_chosen_BT][:, expert, None]
+      result_BTD[is_chosen_BT] = weight_N1 * self._feed_forward(y_BTD[is_chosen_BT], read)
+    return result_BTD
 
   def _attend(
     self,

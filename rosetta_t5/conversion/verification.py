@@ -56,7 +56,8 @@ def check(
   written = read_arrays(folder)
   plain = to_plain_tree(source)
   is_t5 = any(name.endswith("relpos_bias/rel_embedding") for name in plain)
-  if not is_t5 and facts.gpt is None:
+  is_switch = facts.experts.router == "switch" and not facts.experts.normalize_expert_weights
+  if not (is_t5 and is_switch) and facts.gpt is None:
     count = compare_arrays(source, written)
     report(f"both checkpoints read again: all {count} parameters are equal (no logits compared)")
     return
@@ -128,10 +129,10 @@ def compute_outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: An
   if facts.gpt is not None:
     return numpy_gpt.compute_logits(plain, facts.gpt, targets_1T)
   if not any(name.startswith("target/decoder/") for name in plain):
-    return numpy_t5.encode(plain, inputs_1S, facts.activations)
+    return numpy_t5.encode(plain, inputs_1S, facts.activations, facts.experts)
   has_encoder = any(name.startswith("target/encoder/") for name in plain)
   return numpy_t5.compute_logits(
-    plain, inputs_1S if has_encoder else None, targets_1T, facts.activations
+    plain, inputs_1S if has_encoder else None, targets_1T, facts.activations, facts.experts
   )
 
 

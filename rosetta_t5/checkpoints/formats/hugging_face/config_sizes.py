@@ -61,7 +61,8 @@ def t5_sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
     count_layers(arrays, rf"target/{side}/layers_") for side in ("encoder", "decoder")
   )
   _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
-  hidden, _ = arrays["target/encoder/layers_0/mlp/wo/kernel"].shape
+  # Layer 0 may have experts, whose number is then the first dimension.
+  hidden = next(array.shape[-2] for name, array in arrays.items() if name.endswith("/wo/kernel"))
   return {
     "vocab_size": vocabulary,
     "d_model": width,

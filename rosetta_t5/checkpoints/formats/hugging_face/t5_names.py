@@ -8,7 +8,7 @@ from typing import Any
 
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping
 
-FAMILIES = ("t5", "mt5", "umt5")
+FAMILIES = ("t5", "mt5", "umt5", "switch_transformers")
 EMBEDDING = "target/token_embedder/embedding"
 HEAD = "target/decoder/logits_dense/kernel"
 HF_EMBEDDING = "shared.weight"

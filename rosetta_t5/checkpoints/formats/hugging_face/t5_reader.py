@@ -1,4 +1,4 @@
-"""Reads the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5."""
+"""Reads the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
-from rosetta_t5.checkpoints.formats.hugging_face import t5_names, weight_mapping
+from rosetta_t5.checkpoints.formats.hugging_face import switch_names, t5_names, weight_mapping
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_EMBEDDING
 
 _VALUES_COMPARED_AT_ONCE = 16_000_000
@@ -40,12 +40,23 @@ def read_arrays(
     if not copies:
       raise ValueError(f"the embedding table ({HF_EMBEDDING}) is missing: the folder is incomplete")
     weights[HF_EMBEDDING] = copies[0]
+  if not all(_are_equal(copy, weights[HF_EMBEDDING]) for copy in copies):
+    raise ValueError(
+      f"encoder and decoder must share the embedding table {HF_EMBEDDING}, but their own tables "
+      f"({', '.join(t5_names.HF_EMBEDDING_COPIES)}) differ from it"
+    )
+  experts: dict[str, StoredArray] = {}
+  if config["model_type"] == switch_names.FAMILY:
+    weights, experts = switch_names.split_weights(weights, config)
   encoder_layers = weight_mapping.count_layers(weights, r"encoder\.block\.")
   decoder_layers = weight_mapping.count_layers(weights, r"decoder\.block\.")
   table = t5_names.weight_table(encoder_layers, decoder_layers)
   arrays = weight_mapping.from_transformers(weights, table, "T5X's T5")
-  weight_mapping.check_complete(weights, [x for x in table if not _OPTIONAL.search(x.theirs)], "T5")
-  arrays = t5_names.rename_shared_biases(arrays)
+  required = [x for x in table if not _OPTIONAL.search(x.theirs)]
+  # Layers with experts have no block of their own.
+  required = [x for x in required if x.ours[0].replace("/mlp/", "/mlp/expert/") not in experts]
+  weight_mapping.check_complete(weights, required, "T5")
+  arrays = t5_names.rename_shared_biases(arrays) | experts
   return _with_head(arrays, config) if decoder_layers else arrays
 
 
@@ -55,7 +66,8 @@ def read_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
   Raises:
     ValueError: `feed_forward_proj` is unknown.
   """
-  gate, _, name = str(config.get("feed_forward_proj", "relu")).rpartition("-")
+  entry = "dense_act_fn" if config["model_type"] == switch_names.FAMILY else "feed_forward_proj"
+  gate, _, name = str(config.get(entry, "relu")).rpartition("-")
   if gate not in ("", "gated"):
     raise ValueError(
       "feed_forward_proj must be an activation such as 'relu', or one such as 'gated-gelu', got "
@@ -69,12 +81,12 @@ def scales_logits(config: Mapping[str, Any]) -> bool:
   """Returns whether the model divides the input of its output layer by √d_model.
 
   Transformers 4 decides by `tie_word_embeddings`. Transformers 5 always writes True there: T5 has
-  `scale_decoder_outputs` instead, mT5 never divides, and UMT5 always does.
+  `scale_decoder_outputs` instead, mT5 never divides, and UMT5 always does. Switch still decides by it.
   """
   tied = config.get("tie_word_embeddings")
   if config["model_type"] == "t5":
     return bool(config.get("scale_decoder_outputs", tied is not False))
-  if config["model_type"] == "umt5":
+  if config["model_type"] in ("umt5", switch_names.FAMILY):
     return tied is not False
   return tied is True and re.match(r"[0-4]\.", str(config.get("transformers_version"))) is not None
 

@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale
-from rosetta_t5.checkpoints.formats.hugging_face import t5_names
+from rosetta_t5.checkpoints.formats.hugging_face import switch_names, t5_names
 from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import t5_sizes
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_HEAD
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers, to_transformers
 
 _MT5_VOCABULARY = 250112
-_ARCHITECTURES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
+_ARCHITECTURES = {
+  "t5": "T5",
+  "mt5": "MT5",
+  "umt5": "UMT5",
+  switch_names.FAMILY: "SwitchTransformers",
+}
 _SHARED_BIAS = re.compile(r"target/(encoder|decoder)/relpos_bias/")
 # Transformers' names of flax's activations. T5 1.1's GELU is the approximation by tanh.
 _PROJECTIONS = {
@@ -29,6 +34,8 @@ _PROJECTIONS = {
 
 def find_family(arrays: Mapping[str, StoredArray]) -> str:
   """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size."""
+  if switch_names.has_experts(arrays):
+    return switch_names.FAMILY
   if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
     return "umt5"
   return "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
@@ -39,17 +46,19 @@ def make_config(
   family: str,
   activations: Sequence[str],
   source_config: Mapping[str, Any],
+  expert_capacity: int | None = None,
 ) -> dict[str, Any]:
   """Returns the content of config.json for weights in T5X's plain tree.
 
   Args:
     arrays: the weights by T5X's names, with 2-D kernels.
-    family: 't5', 'mt5' or 'umt5'.
+    family: 't5', 'mt5', 'umt5' or 'switch_transformers'.
     activations: flax's names, such as ('gelu', 'linear').
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
+    expert_capacity: the number of slots that an expert has in a row; None without experts.
 
   Raises:
-    ValueError: Transformers has no name for the activations.
+    ValueError: Transformers has no name for the activations, or cannot have experts in these layers.
   """
   projection = _PROJECTIONS.get(tuple(activations))
   if projection is None:
@@ -62,6 +71,9 @@ def make_config(
   class_suffix = "ForConditionalGeneration" if has_decoder else "EncoderModel"
   dtype = arrays[EMBEDDING].dtype.name
   dropped = ("_name_or_path", "scale_decoder_outputs")
+  experts: dict[str, Any] = {}
+  if expert_capacity is not None:
+    experts = switch_names.config_entries(arrays, expert_capacity)
   return {
     "dropout_rate": 0.1,
     "initializer_factor": 1.0,
@@ -86,6 +98,7 @@ def make_config(
     "dtype": dtype,
     "torch_dtype": dtype,
     "transformers_version": "5.0.0",
+    **experts,
   }
 
 
@@ -99,7 +112,10 @@ def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, St
   own = {
     _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
   }
+  own, experts = switch_names.split_arrays(own)
   theirs = to_transformers(own, t5_names.weight_table(*_layer_counts(arrays)), "T5")
+  if family == switch_names.FAMILY:
+    theirs = switch_names.rename_mlp(theirs) | experts
   width = math.sqrt(arrays[EMBEDDING].shape[1])
   if family == "umt5" and HF_HEAD in theirs:
     # Transformers 5 divides the input of UMT5's head by √d_model, whatever its config contains.
