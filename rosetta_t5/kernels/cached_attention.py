@@ -63,5 +63,11 @@ def beam_attention(
   logits_BHMS = jnp.where(is_writer_BW1MS, logits_BWHMS, 0).sum(axis=1)
   weights_BHMS = attention_weights(logits_BHMS, bias_1HMS, mask_B1MS).astype(v_NHSK.dtype)
   weights_BWHMS = jnp.where(is_writer_BW1MS, weights_BHMS[:, None], 0)
-  attended_NHMK = jnp.matmul(weights_BWHMS.reshape(-1, *weights_BHMS.shape[1:]), v_NHSK)
-  return attended_NHMK.reshape(batch, beams, heads, beams, -1).sum(axis=1).swapaxes(1, 2)
+  # The writers' parts are added in float32, so that the result does not depend on who wrote what.
+  attended_NHMK = jnp.matmul(
+    weights_BWHMS.reshape(-1, *weights_BHMS.shape[1:]),
+    v_NHSK,
+    preferred_element_type=jnp.float32,
+  )
+  attended_BHMK = attended_NHMK.reshape(batch, beams, heads, beams, -1).sum(axis=1)
+  return attended_BHMK.swapaxes(1, 2).astype(v_NHSK.dtype)

@@ -55,3 +55,12 @@ def test_a_beam_sees_the_past_of_its_parents_as_if_it_had_been_moved(batch_of_bi
         mask[example, :, beam][None, :, None],
       )
       np.testing.assert_allclose(got[example, beam], alone[0, 0], atol=1e-6)
+
+
+def test_in_bfloat16_beams_with_equal_pasts_attend_equally_whoever_wrote_them():
+  query, key, value = normal(B, 1, H, K), normal(B, H, K, S), normal(B, H, S, K)
+  queries = jnp.broadcast_to(query, (B, M, H, K)).astype(jnp.bfloat16)
+  keys, values = (jnp.repeat(x, M, axis=0).astype(jnp.bfloat16) for x in (key, value))
+  got = beam_attention(queries, keys, values, jnp.asarray(RNG.integers(0, M, (B, M, S))))
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(got[:, 0], got[:, 1])
