@@ -18,7 +18,7 @@ from rosetta_t5.data.local_files.dates import write_dates
 from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.terminal.command import begin
-from rosetta_t5.terminal.standard_streams import outlived
+from rosetta_t5.terminal.standard_streams import optional_output
 from rosetta_t5.trained_model import run_arguments
 
 PRETRAIN = "gin/examples/quickstart.gin"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=lambda options: main(options.flags))
 
 
-@outlived()
+@optional_output()
 def main(argv: Sequence[str] | None = None) -> int:
   """Pretrains a small T5 on the text of Python's standard library, and finetunes it on dates.
 

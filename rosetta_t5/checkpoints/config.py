@@ -31,11 +31,11 @@ class SetsManagerOptions(Protocol):
 
 @runtime_checkable
 class TransformsRestoredState(Protocol):
-  """A class of checkpointers that changes what is restored, such as `UpcycleCheckpointer`."""
+  """A checkpointer class that changes the restored state, such as `UpcycleCheckpointer`."""
 
   @staticmethod
   def transform_restored_state(stored: Any, expected: Any, *, is_resuming: bool = False) -> Any:
-    """Returns the checkpoint's state dict, changed; see `state_transformation_fns`."""
+    """Returns the changed state dict of the checkpoint; see `state_transformation_fns`."""
 
 
 @dataclasses.dataclass
@@ -52,8 +52,8 @@ class SaveCheckpointConfig:
     ignore_dataset_until: the positions of MODEL_DIR's checkpoints up to this step are not restored, so
       a restart from them starts the data from its beginning; None restores every position.
     checkpointer_cls: a subclass of T5X's Checkpointer. Its `save` is called if it overrides T5X's.
-      Checkpoints are always written in Orbax's layout. If the class implements `SetsManagerOptions`, as SaveBestCheckpointer does, its options
-      (metric_name_to_monitor, ...) are given to the manager.
+      Checkpoints are always written in Orbax's layout. If the class implements `SetsManagerOptions`, as
+      SaveBestCheckpointer does, its options (metric_name_to_monitor, ...) are given to the manager.
     state_transformation_fns: before the state is written, each `fn(state_dict, parameter_infos)`
       returns both of them, changed.
     checkpoint_manager_cls: builds the manager. Bind its other arguments (such as force_keep_period)

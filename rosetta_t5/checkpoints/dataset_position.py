@@ -92,7 +92,12 @@ ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_rest
 
 
 def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:
-  """Returns how a run continues from a checkpoint, its own or another run's, with the data's beginning."""
+  """Returns advice on how to continue from a checkpoint while restarting its data.
+
+  Args:
+    checkpoint: the folder of the checkpoint.
+    is_own: whether it is in the run's own MODEL_DIR.
+  """
   setting = (
     f"SaveCheckpointConfig.ignore_dataset_until={step_of(checkpoint)}"
     if is_own

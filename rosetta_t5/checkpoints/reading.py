@@ -35,7 +35,8 @@ DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
 # TensorStore states the operating system's error in its messages.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-_ERRORS_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# These mean that a file of the checkpoint is missing. Others are about the machine.
+_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # The name under which every layout with a train state has the step.
 _STEP = "state/step"
 
@@ -64,15 +65,15 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     UnreadableCheckpointError: files are missing or damaged.
     ValueError: there is no checkpoint.
   """
-  is_own_folder = step_of(path) is not None and epath.Path(path).is_dir()
+  is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
   try:
     layout = detect_checkpoint_type(path)
   except ValueError as error:
-    raise (unreadable_error(path, error) if is_own_folder else error) from None
+    raise (unreadable_error(path, error) if is_step_folder else error) from None
   try:
     arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
     arrays = _with_verification(epath.Path(path), arrays)
-    step = int(arrays[_STEP].get()) if _STEP in arrays and is_own_folder else None
+    step = int(arrays[_STEP].get()) if _STEP in arrays and is_step_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
   if step not in (None, step_of(path)):
@@ -97,18 +98,18 @@ def checksum_folder(path: epath.PathLike) -> epath.Path:
   return state_path(given) if given.is_dir() else given.parent
 
 
-def _is_of_this_machine(error: Exception) -> bool:
+def _is_machine_error(error: Exception) -> bool:
   """Returns whether an error is about the machine's resources or permissions, not about the files."""
   found = _OS_ERROR.search(str(error))
   number = int(found[1]) if found else getattr(error, "errno", None)
   if number is None:
     return str(error).startswith(_REMOTE_ERRORS)
-  return number not in _ERRORS_OF_FILES
+  return number not in _MISSING_FILE_ERRNOS
 
 
 def _other_step_text(folder: epath.Path, step: int) -> str:
   return (
-    f"{folder} contains the checkpoint of step {step}: the folder was renamed, copied or exchanged for "
+    f"{folder} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
     f"another. Rename it to {checkpoint_path(folder.parent, step).name}, or, to restore a copy under "
     "another name, to one that does not begin with checkpoint_"
   )
@@ -141,7 +142,7 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
   """
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
-  if _is_of_this_machine(error):
+  if _is_machine_error(error):
     return ValueError(
       f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
       "damaged, and nothing has been changed. Start again once the machine can read it"

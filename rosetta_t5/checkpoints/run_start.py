@@ -95,18 +95,21 @@ def find_base_checkpoint(
 
 
 def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dict[str, Any]:
-  """Returns the run facts that a run in `model_dir` continues with; {} if it does not continue there.
+  """Returns the run facts with which a run in `model_dir` continues; {} if it starts anew.
 
-  If those of `restore_path` are damaged, they are read from the checkpoints before it, to which the
-  run falls back.
+  If those of `restore_path` are damaged or missing, they are read from the checkpoints before it, to
+  which the run falls back.
   """
   if restore_path is None or epath.Path(restore_path).parent != epath.Path(model_dir):
     return {}
   paths = [checkpoint_path(model_dir, step) for step in reversed(older_steps(restore_path))]
+  facts: dict[str, Any] = {}
   for path in (restore_path, *paths):
     with contextlib.suppress(ChecksumError):
-      return {"first_step": 0} | read_run_facts(path)
-  return {}
+      facts = {"first_step": 0} | read_run_facts(path)
+      if len(facts) > 1:  # T5X's checkpoints have none.
+        break
+  return facts
 
 
 def restored_checkpoint(restore_path: str | None, step: int) -> str | None:

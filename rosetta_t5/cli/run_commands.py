@@ -15,7 +15,7 @@ from rosetta_t5.cli import text_commands
 from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
-from rosetta_t5.terminal.standard_streams import outlived
+from rosetta_t5.terminal.standard_streams import optional_output
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add_trust_options(parser)
 
 
-@outlived()
+@optional_output()
 def _eval(options: argparse.Namespace) -> int:
   if options.model_dir is None:
     _refuse(options, ("task", "split", "batch_size", "output_dir"), "--model_dir")
@@ -102,7 +102,7 @@ def _infer(options: argparse.Namespace) -> int:
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
   model_dir, checkpoint = _locate(restore_cfg)
-  with outlived():
+  with optional_output():
     infer(
       mode="predict",
       model=run["model"],
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> int:
 def _run_main(module: str, options: argparse.Namespace) -> int:
   """Runs `rosetta_t5.train`, `eval`, `infer` or `main` with T5X's flags."""
   is_dry = any(flag.lstrip("-").startswith("dry_run") for flag in options.flags)
-  with contextlib.nullcontext() if is_dry else outlived():
+  with contextlib.nullcontext() if is_dry else optional_output():
     program = f"rosetta-t5 {module}"
     importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0

@@ -18,7 +18,7 @@ from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.atomic_files import lock_output
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
-from rosetta_t5.terminal.standard_streams import outlived
+from rosetta_t5.terminal.standard_streams import optional_output
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
@@ -46,7 +46,7 @@ def infer(options: argparse.Namespace) -> int:
   output = options.output or "-"
   with _exit_when_stopped(output), contextlib.ExitStack() as stack:
     if output != "-":
-      stack.enter_context(outlived())
+      stack.enter_context(optional_output())
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
     if os.path.isfile(output):

@@ -26,7 +26,7 @@ from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.telemetry.atomic_files import complete_folder
 from rosetta_t5.terminal import progress
-from rosetta_t5.terminal.standard_streams import outlived
+from rosetta_t5.terminal.standard_streams import optional_output
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -56,7 +56,7 @@ def _comma_list(text: str) -> tuple[str, ...]:
   return tuple(text.split(","))
 
 
-@outlived()
+@optional_output()
 def _run(options: argparse.Namespace) -> int:
   names = inspect.signature(convert).parameters
   convert(**{name: value for name, value in vars(options).items() if name in names})

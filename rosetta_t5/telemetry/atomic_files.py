@@ -1,4 +1,4 @@
-"""Files and folders that appear under their names when they are complete, or that one process writes."""
+"""Output files and folders: they appear only when complete, and one process at a time writes them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
 
 def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
-  """Locks a file or folder for this process, and returns a descriptor; closing it ends the lock.
+  """Locks a file or folder for this process; returns a descriptor, which releases the lock when closed.
 
   Args:
     path: the file or folder.
     create: whether it is a new file, which must not exist yet.
 
   Raises:
-    ValueError: another process writes to it.
+    ValueError: another process is writing to it.
   """
   descriptor = os.open(path, os.O_RDONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
   try:
@@ -42,8 +42,7 @@ def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
   except BlockingIOError as error:
     os.close(descriptor)
     raise ValueError(
-      f"another process writes its results to {os.fspath(path)}: wait until it ends, or give another "
-      "output"
+      f"another process is writing to {os.fspath(path)}: wait until it ends, or choose another output"
     ) from error
   except OSError:  # The file system has no locks.
     pass
@@ -52,10 +51,10 @@ def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
 
 @contextlib.contextmanager
 def complete_folder(path: epath.PathLike) -> Iterator[epath.Path]:
-  """Yields a path where the body creates a folder, which then gets the name `path`.
+  """Yields a path at which the body creates a folder, which is then renamed to `path`.
 
-  It replaces what has that name. After an error or Ctrl-C, nothing of it is left; a killed process
-  leaves `path.unfinished`, which the next call removes.
+  An existing `path` is replaced. After an error or Ctrl-C the unfinished folder is removed. A killed
+  process leaves `path.unfinished`, which the next call removes.
   """
   final = epath.Path(path)
   unfinished = final.parent / f"{final.name}.unfinished"

@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class NonFiniteError(ArithmeticError):
-  """Training is not finite; the run stops before it saves a bad checkpoint.
+  """A loss, gradient or metric is NaN or infinite; the run stops before it saves a bad checkpoint.
 
   Attributes:
     step: the step in which it was found.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class NoWriter:
+class NullWriter:
   """A clu MetricWriter that does nothing except what a subclass implements."""
 
   def __init__(self, name: str):
@@ -30,7 +30,7 @@ class NoWriter:
     return lambda *args, **kwargs: None
 
 
-class WandbWriter(NoWriter):
+class WandbWriter(NullWriter):
   """Writes to Weights & Biases; all writers of a process share one run.
 
   Attributes:
@@ -70,7 +70,7 @@ class WandbWriter(NoWriter):
     self.run.config.update(dict(texts), allow_val_change=True)
 
 
-class AimWriter(NoWriter):
+class AimWriter(NullWriter):
   """Writes to an Aim repository; all writers of a process share one run.
 
   Attributes:

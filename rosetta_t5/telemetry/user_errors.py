@@ -120,7 +120,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-  """Returns a text in which control characters, which a terminal would obey, are escaped."""
+  """Returns a text whose control characters, which a terminal would execute, are escaped."""
   return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

@@ -1,7 +1,7 @@
-"""Output that could not be written: lines of the console, metrics, notes about a run.
+"""Counts output that could not be written: lines of the console, metrics, files that describe a run.
 
-Such output never ends a run. Whatever writes it counts here what was lost, and why. The run then reports
-it in its log, on the console and by its exit status, as far as these can still be written.
+Such an error never ends a run. The run reports what was lost, and why, in its log, on the console and by
+its exit status, as far as these can still be written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-# The exit status of a command that did its work and lost output, as in <sysexits.h>.
+# The exit status of a command that did its work but lost output, as in <sysexits.h>.
 EXIT_STATUS = os.EX_IOERR
 
 
@@ -30,7 +30,7 @@ class Lost:
 
 
 _lost: dict[str, Lost] = {}
-_counting = threading.Lock()
+_lock = threading.Lock()
 
 
 def count(kind: str, error: BaseException, number: int = 1) -> None:
@@ -42,14 +42,14 @@ def count(kind: str, error: BaseException, number: int = 1) -> None:
     number: how much was lost.
   """
   reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
-  with _counting:
+  with _lock:
     lost = _lost.setdefault(kind, Lost(0, reason))
     lost.count += number
 
 
 @contextlib.contextmanager
 def counted(kind: str, number: int = 1, errors: type[Exception] = OSError) -> Iterator[None]:
-  """Inside the `with`, these errors do not spread: they are counted as output that was lost."""
+  """Inside the `with`, these errors are counted as lost output instead of being raised."""
   try:
     yield
   except errors as error:
@@ -58,14 +58,14 @@ def counted(kind: str, number: int = 1, errors: type[Exception] = OSError) -> It
 
 def all_lost() -> dict[str, Lost]:
   """Returns what was lost so far, by kind."""
-  with _counting:
+  with _lock:
     return {kind: dataclasses.replace(lost) for kind, lost in _lost.items()}
 
 
 def take_all() -> dict[str, Lost]:
   """Returns what was lost so far, by kind, and counts from zero again."""
-  lost = all_lost()
-  with _counting:
+  with _lock:
+    lost = dict(_lost)
     _lost.clear()
   return lost
 

@@ -16,15 +16,15 @@ from rosetta_t5.terminal import lost_output
 
 _NAMES = {1: "standard output", 2: "standard error"}
 _closed: set[int] = set()  # the descriptors that were closed when this process began
-_is_outlived = False
+_output_is_optional = False
 
 
 class _Stream(io.FileIO):
-  """A standard stream. Its errors are counted if a command outlives it, and otherwise name it."""
+  """A standard stream whose errors name it, or are counted as lost output."""
 
-  def __init__(self, descriptor: int, is_outlived: bool):
+  def __init__(self, descriptor: int, counts_errors: bool):
     super().__init__(descriptor, "w", closefd=False)
-    self._is_outlived = is_outlived
+    self._counts_errors = counts_errors
 
   def write(self, data: Any) -> int:
     """Writes all of the data, or counts the lines that are lost; returns the length of the data."""
@@ -41,13 +41,13 @@ class _Stream(io.FileIO):
     return length
 
   def _check_open(self) -> None:
-    if self._is_outlived and self.fileno() in _closed:
+    if self._counts_errors and self.fileno() in _closed:
       raise OSError("it is closed")
 
   def _handle(self, error: OSError, lines: int) -> None:
     name = _NAMES[self.fileno()]
-    if self._is_outlived:
-      if lines:  # A bar that moves is no line.
+    if self._counts_errors:
+      if lines:  # Updates of a progress bar are not lines.
         lost_output.count(f"lines of {name}", error, lines)
       return
     if isinstance(error, BrokenPipeError):
@@ -63,19 +63,19 @@ def protect() -> None:
   while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
     _closed.add(descriptor)
   os.close(descriptor)
-  sys.stdout = _replace(sys.stdout, 1, is_outlived=False)
-  sys.stderr = _replace(sys.stderr, 2, is_outlived=True)
+  sys.stdout = _replace(sys.stdout, 1, counts_errors=False)
+  sys.stderr = _replace(sys.stderr, 2, counts_errors=True)
 
 
 @contextlib.contextmanager
-def outlived() -> Iterator[None]:
-  """Inside the `with`, a command goes on when its output or its terminal ends.
+def optional_output() -> Iterator[None]:
+  """Inside the `with`, a command continues without its standard output, standard error or terminal.
 
   Raises:
-    SystemExit: the command has done its work, and some output was lost; the text states what.
+    SystemExit: the command has done its work, but some output was lost; a printed line states what.
   """
-  global _is_outlived
-  if _is_outlived:  # The outer command reports.
+  global _output_is_optional
+  if _output_is_optional:  # The outer command reports.
     yield
     return
   if threading.current_thread() is threading.main_thread():
@@ -83,12 +83,12 @@ def outlived() -> Iterator[None]:
   stdout = sys.stdout
   with lost_output.counted("lines of standard output"):
     stdout.flush()
-  sys.stdout = _replace(stdout, 1, is_outlived=True)
-  _is_outlived = True
+  sys.stdout = _replace(stdout, 1, counts_errors=True)
+  _output_is_optional = True
   try:
     yield
   finally:
-    _is_outlived = False
+    _output_is_optional = False
     sys.stdout.flush()
     sys.stdout = stdout
   if lost := lost_output.take_all():
@@ -97,14 +97,14 @@ def outlived() -> Iterator[None]:
 
 
 def finish_output() -> None:
-  """Writes what is left or, if that fails, discards it: Python would try again when it exits."""
+  """Flushes standard output or, if that fails, discards what is left: Python would retry at its exit."""
   try:
     sys.stdout.flush()
   except OSError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _replace(stream: Any, descriptor: int, is_outlived: bool) -> Any:
+def _replace(stream: Any, descriptor: int, counts_errors: bool) -> Any:
   """Returns a text stream for a descriptor, unless something else has replaced Python's own."""
   if stream is None:
     stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
@@ -114,5 +114,5 @@ def _replace(stream: Any, descriptor: int, is_outlived: bool) -> Any:
     is_own = False
   if not is_own:
     return stream
-  raw = io.BufferedWriter(_Stream(descriptor, is_outlived))
+  raw = io.BufferedWriter(_Stream(descriptor, counts_errors))
   return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)

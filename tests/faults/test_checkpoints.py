@@ -55,7 +55,7 @@ FAULTS = [
   Fault(
     "the file of run facts is missing",
     "rm run/checkpoint_4/_CHECKPOINT_METADATA; $TRAIN --gin.TRAIN_STEPS=6",
-    expected="_CHECKPOINT_METADATA have lost their checksum.*steps     2 to 6",
+    expected="_CHECKPOINT_METADATA lacks the checksum.*steps     2 to 6",
     status=0,
   ),
   Fault(

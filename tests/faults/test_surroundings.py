@@ -133,7 +133,7 @@ FAULTS = [
   Fault(
     "another process writes the same output of inference",
     "echo 'What is 2 and 2?' > in.txt; flock out.jsonl $INFER --input in.txt --output out.jsonl",
-    expected="another process writes its results to out.jsonl",
+    expected="another process is writing to out.jsonl",
   ),
   Fault(
     "the folder of a run is mounted read-only",

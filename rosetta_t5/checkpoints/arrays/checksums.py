@@ -63,7 +63,7 @@ class ArrayChecksums:
 
   @classmethod
   def of(cls, array: Any, block: Sequence[int]) -> ArrayChecksums:
-    """Returns the checksums, none yet, of an array (`shape`, `dtype`) in blocks of a shape."""
+    """Returns an object without checksums, for an array (`shape`, `dtype`) and the shape of its blocks."""
     return cls(
       [*map(int, array.shape)], np.dtype(array.dtype).name, [max(1, int(size)) for size in block]
     )
@@ -73,7 +73,7 @@ class ArrayChecksums:
     self.blocks[self._number(index)] = checksum(values)
 
   def indices(self, region: Index | None = None) -> Iterator[Index]:
-    """Yields the indices of all blocks, or of those of a region that consists of whole blocks."""
+    """Yields the indices of all blocks, or of the blocks in a region that consists of whole blocks."""
     region = region or tuple(slice(0, length) for length in self.shape)
     starts = [range(r.start, r.stop, size) for r, size in zip(region, self.block, strict=True)]
     for corner in itertools.product(*starts):
@@ -81,7 +81,7 @@ class ArrayChecksums:
       yield tuple(slice(start, min(start + size, length)) for start, size, length in sizes)
 
   def covering(self, index: Index) -> Index:
-    """Returns the smallest part that consists of whole blocks and contains the part at `index`."""
+    """Returns the smallest region that consists of whole blocks and contains `index`."""
     return tuple(
       slice(part.start // size * size, min(-(-part.stop // size) * size, length))
       for part, size, length in zip(index, self.block, self.shape, strict=True)
@@ -159,7 +159,7 @@ def read(folder: epath.PathLike, with_run_facts: bool) -> dict[str, ArrayChecksu
   for process in range(processes):
     contents = _read_file(epath.Path(folder) / _file_name(process, processes))
     if contents["with_run_facts"] and not with_run_facts:
-      raise ChecksumError("the run facts in _CHECKPOINT_METADATA have lost their checksum")
+      raise ChecksumError("_CHECKPOINT_METADATA lacks the checksum of the run facts")
     for name, array in contents["arrays"].items():
       part = ArrayChecksums(**array)
       arrays.setdefault(name, part).blocks.update(part.blocks)
@@ -185,7 +185,7 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
 def verified(
   arrays: Mapping[str, StoredArray], checksums: Mapping[str, ArrayChecksums], folder: epath.PathLike
 ) -> dict[str, StoredArray]:
-  """Returns arrays whose values are verified when they are read, which raises ChecksumError.
+  """Returns arrays that verify their values when they are read, and raise ChecksumError.
 
   Args:
     arrays: the arrays by name.
@@ -193,7 +193,7 @@ def verified(
     folder: the folder of the arrays, for messages.
 
   Raises:
-    ChecksumError: the names, shapes or dtypes have changed.
+    ChecksumError: the names, shapes or dtypes differ from those that were saved.
   """
   if missing := sorted(checksums.keys() - arrays.keys()):
     raise ChecksumError(f"the array {missing[0]} is missing in {folder}")
@@ -252,7 +252,7 @@ class _Region:
     return values
 
   def get(self, index: Index) -> np.ndarray:
-    """Returns the values at `index`, in memory of their own if they are only a part."""
+    """Returns the values at `index`; a part is copied, so that the whole region can be freed."""
     return self.values if index == self.index else self.values[_relative(index, self.index)].copy()
 
 

@@ -36,9 +36,9 @@ def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def plain_path(path: str | os.PathLike[str]) -> str:
-  """Returns an absolute path that other libraries take literally: `path`, or a local one through a link.
+  """Returns an absolute path that other libraries read literally: `path`, or a temporary link to it.
 
-  TensorStore takes a backslash for a slash. Orbax and TensorFlow take brackets and stars for patterns.
+  TensorStore treats a backslash as a slash. Orbax and TensorFlow treat brackets and stars as patterns.
   """
   if "://" in os.fspath(path):
     return os.fspath(path)
@@ -60,13 +60,13 @@ def _link_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def inner_path(folder: epath.Path, path: str) -> epath.Path:
-  """Returns a path that a file in `folder` names, relative to it.
+  """Returns the location of a relative path that a file in `folder` names.
 
   Raises:
     ValueError: the path leads outside the folder.
   """
   if not isinstance(path, str) or ".." in path.split("/"):
-    raise ValueError(f"{folder} must name paths in this folder, got {path!r}")
+    raise ValueError(f"the files of {folder} must be inside this folder, got the path {path!r}")
   return folder / path.strip("/")
 
 
@@ -105,7 +105,7 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
   # Version 2 of T5X's layout stores bfloat16 as its bits.
   is_bfloat16 = dtype == np.uint16
   location = "" if store.kvstore is None else store.kvstore.path
-  # TensorStore ends the process if it cannot allocate a chunk.
+  # TensorStore aborts the process if it cannot allocate a chunk.
   chunk = tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
   if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
     raise ValueError(

@@ -159,10 +159,10 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _check_memo(pickled: bytes) -> None:
-  """Refuses numbers of remembered objects that no pickle of this size needs.
+  """Refuses memo indices that no pickle of this size needs.
 
-  Python allocates a table up to the largest of these numbers.
+  Python allocates a table up to the largest index.
   """
   for opcode, number, _ in pickletools.genops(pickled):
     if number is not None and "PUT" in opcode.name and number > len(pickled):
-      raise ValueError(f"its pickle remembers an object as number {number}, so it is damaged")
+      raise ValueError(f"its pickle is damaged: the memo index {number} exceeds its size")

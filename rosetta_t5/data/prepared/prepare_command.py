@@ -20,7 +20,7 @@ from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import percentage, positive_integer
-from rosetta_t5.terminal.standard_streams import outlived
+from rosetta_t5.terminal.standard_streams import optional_output
 
 _GIN_FILE = """\
 In a gin file:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=run)
 
 
-@outlived()
+@optional_output()
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   columns = tuple(arguments.columns or ()) or None

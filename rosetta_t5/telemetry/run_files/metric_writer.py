@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rosetta_t5.telemetry.trackers import NoWriter
+from rosetta_t5.telemetry.trackers import NullWriter
 from rosetta_t5.terminal import lost_output
 
 _FLUSH_INTERVAL_S = 10.0
@@ -41,7 +41,7 @@ def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
       name,
       error,
     )
-    return NoWriter(name)
+    return NullWriter(name)
   folder = os.path.join(summary_dir, name)
   if "://" in folder:
     return metric_writers.SummaryWriter(folder)
@@ -61,7 +61,7 @@ def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
 
 
 class MetricWriter:
-  """A clu MetricWriter whose errors are counted as lost output, and which is opened again after one.
+  """A clu MetricWriter that counts its errors as lost output, and is reopened after an error.
 
   What it writes counts as written once it is flushed, which happens every few seconds.
   """
@@ -88,16 +88,14 @@ class MetricWriter:
     try:
       if is_write and self._writer is None:
         self._writer = self._make()
-      if self._writer is not None:
-        self._call_and_flush(method, *args, **kwargs)
+      if self._writer is None:
+        return
+      is_due = time.monotonic() > self._flushed + _FLUSH_INTERVAL_S
+      if is_due or not is_write:
+        self._writer.flush()
+        self._unflushed, self._flushed = int(is_write), time.monotonic()
+      if method != "flush":
+        getattr(self._writer, method)(*args, **kwargs)
     except Exception as error:
       lost_output.count("metric lines", error, self._unflushed)
       self._writer, self._unflushed = None, 0
-
-  def _call_and_flush(self, method: str, *args: Any, **kwargs: Any) -> None:
-    is_due = method != "flush" and time.monotonic() > self._flushed + _FLUSH_INTERVAL_S
-    if method == "close" or is_due:
-      self._call_and_flush("flush")
-    getattr(self._writer, method)(*args, **kwargs)
-    if method == "flush":
-      self._unflushed, self._flushed = 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""`run-log.jsonl`: a line for each start and each end of a training run, and for output that was lost."""
+"""`run-log.jsonl`: a line for each start and end of a training run, and for output that was lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
     **facts: numbers, texts, and lists and dictionaries of them.
 
   Returns:
-    Whether it is written; if not, it is counted as lost.
+    Whether it was written; if not, it is counted as lost.
   """
   import jax  # The report reads the log on machines without it, and faster.
 
@@ -42,7 +42,7 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
 
 
 def log_end(model_dir: str | os.PathLike[str], step: int, reason: str, **facts: Any) -> None:
-  """Logs the end of a run, and what it has lost by then.
+  """Logs the end of a run, and the output that it has lost.
 
   Args:
     model_dir: the run's folder.
@@ -59,7 +59,7 @@ def log_end(model_dir: str | os.PathLike[str], step: int, reason: str, **facts: 
 def logged_failure(
   model_dir: str | os.PathLike[str], get_step: Callable[[], int]
 ) -> Iterator[None]:
-  """Inside the `with`, an error that ends the run is logged, because nobody may see the console."""
+  """Inside the `with`, an error that ends the run is logged, in case the console is lost."""
   try:
     yield
   except Exception as error:
@@ -68,7 +68,7 @@ def logged_failure(
 
 
 class LostOutputLog:
-  """Reports, as soon as that is possible, that a run loses output."""
+  """Reports that a run has lost output, as soon as the log can be written again."""
 
   def __init__(self, model_dir: str | os.PathLike[str], print_line: Callable[[str], None]):
     """Prepares the log.
@@ -88,4 +88,4 @@ class LostOutputLog:
     text = lost_output.describe(lost)
     if log_event(self._model_dir, "lost", step=step, output=text):
       self._reported = {*lost}
-      self._print_line(f"note     this run goes on although output was lost: {text}")
+      self._print_line(f"note     the run continues, but output was lost: {text}")

@@ -1,4 +1,4 @@
-"""The sizes in a config.json, which must be those of the weights."""
+"""Checks that the sizes in a config.json are those of the weights."""
 
 from __future__ import annotations
 

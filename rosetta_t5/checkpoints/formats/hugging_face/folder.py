@@ -59,7 +59,7 @@ def is_hugging_face(path: str | os.PathLike[str]) -> bool:
 
 
 def _find_weights(root: epath.Path) -> epath.Path | None:
-  """Returns the file of weights or, if they are in several files, the index of these."""
+  """Returns the file of weights, or the index if there are several files; None if there is neither."""
   return next((root / name for name in _WEIGHTS if (root / name).exists()), None)
 
 
@@ -114,7 +114,7 @@ def read_config(
   """
   config = read_json_object(file)
   family = config.get("model_type")
-  if family not in (*families,):
+  if family not in list(families):  # A list also accepts values that cannot be hashed.
     raise ValueError(
       f"{file}: model_type must be one of {', '.join(families)}, got {reprlib.repr(family)}"
     )

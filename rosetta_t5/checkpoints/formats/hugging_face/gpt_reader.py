@@ -95,10 +95,8 @@ def read_arrays(
   arrays = from_transformers(weights, table, family)
   check_complete(weights, table, family)
   if not config.get(KEEPS_IDS):
-    table_VD, start = (
-      arrays[gpt_names.EMBEDDING],
-      start_token({**config, "vocab_size": arrays[gpt_names.EMBEDDING].shape[0]}),
-    )
+    table_VD = arrays[gpt_names.EMBEDDING]
+    start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[gpt_names.EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
   for name in gpt_names.unsupported_biases(family, layers):

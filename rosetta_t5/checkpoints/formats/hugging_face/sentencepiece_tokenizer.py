@@ -65,7 +65,7 @@ def make_tokenizer(model: Model, start: int) -> Tokenizer:
 
 def _check_is_supported(model: Model) -> None:
   trainer, charsmap = model.trainer_spec, model.normalizer_spec.precompiled_charsmap
-  # `tokenizers` ends the process if the size of the map's first part, its first 4 bytes, is wrong.
+  # `tokenizers` aborts the process if the first 4 bytes, the size of the map's first part, are wrong.
   first_part = int.from_bytes(charsmap[:4], "little")
   types = {piece.type for piece in model.pieces}
   is_bpe = trainer.model_type == _TrainerSpec.BPE

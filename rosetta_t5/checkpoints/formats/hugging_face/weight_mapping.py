@@ -27,7 +27,7 @@ class WeightMapping(NamedTuple):
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:
-  """Returns how many numbers from 0 on follow the regular expression `prefix` in `names`.
+  """Returns the number of layers: how many numbers, from 0 on, follow the pattern `prefix` in `names`.
 
   Raises:
     ValueError: a number is missing.
@@ -65,7 +65,7 @@ def from_transformers(
 def check_complete(
   weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
 ) -> None:
-  """Raises ValueError unless all weights of a table are there."""
+  """Raises ValueError unless `weights` contains every weight of a table."""
   missing = [row.theirs for row in table if row.theirs not in weights]
   if missing:
     raise ValueError(
