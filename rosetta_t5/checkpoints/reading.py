@@ -135,7 +135,7 @@ def _report_no_checksums(path: str) -> None:
 
 
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
-  """Returns the error for a checkpoint that cannot be read: an UnreadableCheckpointError if it is damaged.
+  """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
 
   The error names the reason and, for damage, the older checkpoints. Missing permission, a limit of open
   files, or a failing disk or network is not damage.

@@ -1,7 +1,7 @@
-"""MODEL_DIR/model.json: what evaluation and inference need of a run, as data that runs no code.
+"""MODEL_DIR/model.json: the parts of a run that evaluation and inference need, as data that runs no code.
 
-Training writes it beside config.gin. A value is a number, a string, true, false, null, a list, an object,
-or one of
+Training writes it beside config.gin. A value is a number, a string, true, false, null, a list, an
+object, or one of
 
     {"@call": "t5x.examples.t5.network.T5Config", "vocab_size": 32128}   what this returns
     {"@name": "t5x.decoding.beam_search", "alpha": 0.6}    the function itself, with these arguments
@@ -50,7 +50,7 @@ _MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
 _MAX_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, type(None))
-# The key of the names that only config.gin can refer to.
+# The key of the list of functions and classes that only config.gin can refer to.
 _OTHERS = "only_in_config_gin"
 # Functions for gin files alone, which return plain values.
 _CALCULATIONS = "t5x.gin_utils."
@@ -58,7 +58,7 @@ _CALCULATIONS = "t5x.gin_utils."
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-  """The name of a function or class that cannot be described."""
+  """The name of a function or class that model.json cannot describe."""
 
   name: str
 
@@ -272,7 +272,7 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
       return _Other(method.selector)
   if name.startswith(_CALCULATIONS) and reference.evaluate:
     with gin.config_scope(list(scopes) or None):
-      return copy.deepcopy(reference)
+      return copy.deepcopy(reference)  # Gin calls the function when its reference is copied.
   known = defaults(configurable) if reference.evaluate else {}
   plain = {key: item for key, item in known.items() if isinstance(item, _PLAIN)}
   # Inference needs no optimizer, so one that cannot be described does not matter.

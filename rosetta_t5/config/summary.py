@@ -83,7 +83,8 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | 
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
   """Writes MODEL_DIR/config.gin, and TensorBoard's text and HParams if there is a writer (T5X).
 
-  A training run also gets model.json (see `model_file`). Only process 0 writes. A file is replaced as a whole, so no reader sees half of it.
+  A training run also gets model.json (see `model_file`). Only process 0 writes. A file is replaced as a
+  whole, so no reader sees half of it.
 
   Args:
     model_dir: the run's folder; created if absent.

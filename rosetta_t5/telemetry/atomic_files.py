@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pathlib
 from collections.abc import Iterator
 
 from etils import epath
@@ -13,14 +12,14 @@ from etils import epath
 from rosetta_t5.terminal import ctrl_c
 
 
-def unfinished_path(path: pathlib.Path) -> pathlib.Path:
+def unfinished_path(path: epath.PathLike) -> epath.Path:
   """Returns the hidden name, one per process, under which a file is written before it is renamed."""
+  path = epath.Path(path)
   return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
   """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part."""
-  path = pathlib.Path(path)
   unfinished = unfinished_path(path)
   unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
   unfinished.replace(path)

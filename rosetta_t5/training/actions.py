@@ -38,7 +38,7 @@ class BaseAction(abc.ABC):
 
 
 class EarlyStoppingAction(BaseAction):
-  """Ends the run when none of a metric's last `patience` values improves on the value before (as in T5X)."""
+  """Ends the run when none of a metric's last `patience` values improves on the one before (as T5X)."""
 
   def __init__(
     self,

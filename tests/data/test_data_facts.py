@@ -1,4 +1,4 @@
-"""A position in the data is restored only in the data in which it was saved."""
+"""A position in the data is restored only with the data with which it was saved."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def test_a_task_that_stores_paths_must_not_move(tmp_path: pathlib.Path) -> None:
 
   changes, _ = compare_facts(facts_of(tmp_path / "a"), facts_of(tmp_path / "b"))
   assert changes == [
-    f"task.records.data: moved from {tmp_path}/a to {tmp_path}/b (the position contains paths, so make "
-    "the old one a link to the new one)"
+    f"task.records.data: moved from {tmp_path}/a to {tmp_path}/b (the position contains paths: make "
+    "the old path a link to the new one)"
   ]
 
 

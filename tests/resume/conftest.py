@@ -20,8 +20,9 @@ Train = Callable[..., Losses]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
   """Trains in a separate process: train(model_dir, steps, kill=(after how many steps, seconds)).
 
-  With `sigterm_after`, the process gets a SIGTERM after that step instead of being killed. Returns the exact loss of each step (see killable_run.py). A run that fails without being killed
-  raises ChildProcessError with the end of its output.
+  With `sigterm_after`, the process gets a SIGTERM after that step instead of being killed. Returns the
+  exact loss of each step (see killable_run.py). A run that fails without being killed raises
+  ChildProcessError with the end of its output.
   """
   folder = tmp_path_factory.mktemp("programs")
   command = [sys.executable, str(pathlib.Path(__file__).parent / "killable_run.py"), str(folder)]

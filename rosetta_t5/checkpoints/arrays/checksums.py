@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import xxhash
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
+from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.json_files import read_json_object
 
 # Each process of a run writes the checksums of what it wrote into a file of its own.
@@ -135,10 +135,8 @@ def write(
     "arrays": {name: vars(array) for name, array in arrays.items()},
     "with_run_facts": with_run_facts,
   }
-  path = epath.Path(folder) / _file_name(process, processes)
-  unfinished = path.parent / f".{path.name}.{os.getpid()}"
-  unfinished.write_text(json.dumps({**contents, _OWN_CHECKSUM: json_checksum(contents)}))
-  unfinished.replace(path)
+  text = json.dumps({**contents, _OWN_CHECKSUM: json_checksum(contents)})
+  write_atomically(epath.Path(folder) / _file_name(process, processes), text)
 
 
 def read(folder: epath.PathLike, with_run_facts: bool) -> dict[str, ArrayChecksums] | None:

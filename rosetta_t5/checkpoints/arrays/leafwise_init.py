@@ -19,7 +19,7 @@ from rosetta_t5.parallel import BasePartitioner
 PyTree = Any
 
 # A leaf that depends on most of the program (such as an initializer that uses data) has a large slice.
-# If all slices together are at least this many times as long as the program, the program runs as a whole.
+# If all slices together are at least this many times as long as the program, it runs as a whole.
 _MAX_GROWTH = 4
 
 

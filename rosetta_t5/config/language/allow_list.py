@@ -21,8 +21,8 @@ from gin.config import Configurable
 from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
 from rosetta_t5.telemetry.user_errors import ConfigError
 
-# The names in each module that gin may call. They compute and describe: whatever their arguments are, none
-# of them writes, deletes, sends, or calls anything but the functions that it is given.
+# The names in each module that gin may call. Whatever their arguments are, they only compute: none of
+# them writes, deletes, sends, or calls anything but the functions that it gets as arguments.
 CALLED = types.MappingProxyType(
   {
     "jax.nn": "gelu relu sigmoid silu softplus tanh",
@@ -54,7 +54,7 @@ CALLED = types.MappingProxyType(
     "verify_matching_vocabs",
   }
 )
-# The names that gin may pass on. They may write files, so they cannot be called for such a file.
+# The names that gin may pass as arguments but not call, because they may write files.
 NAMED = types.MappingProxyType(
   {
     "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
@@ -101,10 +101,10 @@ class AllowList:
   def check_import(self, module: str) -> None:
     """Raises ConfigError if a file may not import a module."""
     if module not in self.importable:
-      is_pythons = module.partition(".")[0] in sys.stdlib_module_names
+      is_standard_library = module.partition(".")[0] in sys.stdlib_module_names
       raise ConfigError(
         f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
-        + ("" if is_pythons else f"if it is a module of yours: --module {module}; ")
+        + ("" if is_standard_library else f"if it is a module of yours: --module {module}; ")
         + "if you trust the file: --trust"
       )
 
@@ -128,17 +128,17 @@ class AllowList:
       )
 
 
-# For files about which the user has said nothing.
+# For files that the user has not allowed anything more.
 STRICT = AllowList()
 
 
 def is_only_named(function: Any) -> bool:
-  """Returns whether gin may pass a listed function or class on, but not call it."""
+  """Returns whether a function or class is listed as an argument that gin must not call."""
   return _name_in(NAMED, function) is not None
 
 
 def public_name(function: Any) -> str | None:
-  """Returns the full name of a listed function or class that gin may call; None for others."""
+  """Returns the full name of a function or class that gin may call; None if it is not listed."""
   return _name_in(CALLED, function)
 
 

@@ -1,4 +1,4 @@
-"""Checks of host batches, which take microseconds: the range of token ids, and targets to learn from."""
+"""Checks of host batches, within microseconds: token ids are in range, and there are targets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenLimit:
 
 
 def token_limit(model: Any) -> TokenLimit | None:
-  """Returns the limit of a model's token ids; None if its network does not state any."""
+  """Returns the limit of a model's token ids; None if its network does not state one."""
   config = getattr(model, "network_config", None)
   size = getattr(config, "vocab_size", None)
   return TokenLimit(size, f"network.{type(config).__name__}.vocab_size") if size else None

@@ -1,4 +1,4 @@
-"""What a feed reads, as JSON values. They are stored with its position and compared at a restart."""
+"""Describes what a feed reads, as JSON values that are stored with its position and later compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rosetta_t5.data.reading.file_facts import (
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
-_EXAMPLES_READ = 256  # of a source without files
+_EXAMPLES_READ = 256  # from a source without files
 
 
 def data_facts(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) -> Facts:
@@ -55,9 +55,9 @@ def data_facts(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) ->
 
 
 def compare_facts(stored: Facts, current: Facts, prefix: str = "") -> Differences:
-  """Returns what has changed, as texts: what makes a position invalid, and what does not.
+  """Returns descriptions of the changes that make a position invalid, and of those that do not.
 
-  The latter are folders that were moved, with the same contents.
+  The latter are folders that were moved and have the same contents.
   """
   changes: list[str] = []
   notes: list[str] = []

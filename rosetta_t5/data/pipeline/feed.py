@@ -190,7 +190,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     A position that T5X wrote has no second file; then only the source is restored.
 
     Raises:
-      ValueError: the position does not exist or belongs to other data or another pipeline.
+      ValueError: the position does not exist, or belongs to other data or another pipeline.
     """
     self._wait_for_reads()
     state = _read_state(_feed_file(filename))
@@ -209,13 +209,13 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending[-1].set_result((host_batch, self._to_devices(host_batch)))
 
   def _compare_data(self, stored: Facts | None, filename: str | epath.Path) -> None:
-    """Raises ValueError if a position was saved in other data than the feed reads."""
+    """Raises ValueError if a position was saved with other data than the feed reads."""
     if self._facts is None:
       return
     if stored is None:
       console.print_line(
         f"note     the position {filename} does not state which data it belongs to (an older version "
-        "saved it), so changes of the data are not noticed"
+        "saved it), so changes of the data cannot be detected"
       )
       return
     changes, notes = compare_facts(stored, self._facts)
@@ -350,10 +350,10 @@ def get_zeros_batch_like_dataset(
 
 
 def _read_state(path: epath.Path) -> dict[str, Any]:
-  """Returns what `save` wrote besides the source's position; {} if there is no such file.
+  """Returns what `save` wrote in addition to the source's position; {} if there is no such file.
 
   Raises:
-    ValueError: the file is damaged. Checksums have found this before, unless an older version wrote it.
+    ValueError: the file is damaged. (Checksums detect this earlier, unless an older version wrote it.)
   """
   if not path.exists():
     return {}

@@ -153,7 +153,7 @@ def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter)
 
 
 def _check_types(cfg: DatasetConfig, provider: Any, converter: seqio.FeatureConverter) -> None:
-  """Raises ValueError if a feature of the task has another type than the model reads."""
+  """Raises ValueError if a feature of the task does not have the dtype that the model reads."""
   for name, spec in converter.TASK_FEATURES.items():
     feature = provider.output_features.get(name)
     if feature is not None and feature.dtype != spec.dtype:

@@ -149,7 +149,7 @@ def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
 
 
 def _end_with_parent() -> None:
-  """Ends this process when its parent is killed, so that it does not write into a later call's shards."""
+  """Ends this process when its parent is killed, so that it does not write shards of a later call."""
   parent = multiprocessing.parent_process()
   assert parent is not None
 

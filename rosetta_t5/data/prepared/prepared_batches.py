@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -26,7 +25,7 @@ from rosetta_t5.data.prepared.batch_objectives import Objective
 from rosetta_t5.data.prepared.corruption import random_keys
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 from rosetta_t5.data.prepared.token_stream import DamagedIndexError
-from rosetta_t5.data.reading.file_facts import listing
+from rosetta_t5.data.reading.file_facts import digest_of, listing
 
 HostBatch = dict[str, np.ndarray]
 
@@ -81,7 +80,7 @@ class Batches:
       [(segments.stream.digest, segments.seed) for segments in self.segments],
       [self.mixture.shares, self.seed, *self.objectives],
     ]
-    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    return digest_of([repr(facts).encode()])
 
   def describe_data(self) -> dict[str, Any]:
     """Returns what a batch depends on as JSON values; folders may be moved."""

@@ -1,4 +1,4 @@
-"""Which files are read: their names, sizes and samples of their contents, as plain values.
+"""Describes which files are read, as plain values: their names, sizes and samples of their contents.
 
 Files of at most 64 MiB together are read completely. Of more data, eight places in each file are read,
 so that thousands of files take less than a second.
@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Facts = dict[str, Any]
-# The texts of changes that make a position invalid, and of those that do not.
+# Descriptions of the changes that make a position invalid, and of those that do not.
 Differences = tuple[list[str], list[str]]
 
-_MAX_BYTES = 64 << 20  # that are read of all files together, unless they are very many
-_MIN_BYTES = 64 << 10  # that are read of each file
+_MAX_BYTES = 64 << 20  # read from all files together, unless there are very many
+_MIN_BYTES = 64 << 10  # read from each file, if it is as large
 _BLOCKS = 8
 _THREADS = 16
 _SHOWN = 3
@@ -52,7 +52,7 @@ def listing(
 
 
 def compare_files(stored: Facts, current: Facts) -> Differences:
-  """Compares two values of `file_facts`."""
+  """Compares two results of `file_facts` or `listing`."""
   old_files, new_files = stored["files"], current["files"]
   if [contents for _, *contents in old_files] == [contents for _, *contents in new_files]:
     old_folder, new_folder = stored["folder"], current["folder"]
@@ -62,9 +62,9 @@ def compare_files(stored: Facts, current: Facts) -> Differences:
     moved = f"{moved} {new_folder}"
     if current["is_movable"]:
       return [], [moved]
-    return [f"{moved} (the position contains paths, so make the old one a link to the new one)"], []
+    return [f"{moved} (the position contains paths: make the old path a link to the new one)"], []
   old, new = ({name: contents for name, *contents in files} for files in (old_files, new_files))
-  # Samples of different sizes cannot be compared. The numbers of files differ, too.
+  # Digests of samples of different sizes cannot be compared; the sizes of the files can.
   compared = 2 if stored.get("bytes_read") == current.get("bytes_read") else 1
   common = [name for name in old if name in new]
   kinds = {

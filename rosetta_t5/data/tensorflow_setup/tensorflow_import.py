@@ -72,7 +72,7 @@ def import_seqio() -> Any:
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
-  """Returns whether a message can be acted on: not what every run does, nor what is raised as an error."""
+  """Returns whether a log message helps: not what every run does, nor what is raised as an error."""
   is_raised = record.exc_info is not None and "/orbax/" in record.pathname
   return not is_raised and not str(record.msg).startswith(
     ("Features not in `features_length`", "Given sequence lengths are longer than necessary")
