@@ -235,7 +235,8 @@ def test_a_closed_standard_input_is_refused(model_dir, monkeypatch, capfd):
 def test_a_stopped_call_reports_it_and_keeps_its_results(model_dir, tmp_path, output):
   (tmp_path / "rows.txt").write_text("".join(f"text {n}\n" for n in range(100_000)))
   here = pathlib.Path(__file__).parent
-  arguments = ["--model_dir", model_dir, "--input", "rows.txt", "--output", output]
+  arguments = ["--module=tiny_tasks", "--model_dir", model_dir, "--input", "rows.txt"]
+  arguments += ["--output", output]
   with subprocess.Popen(
     [sys.executable, "-m", "rosetta_t5.cli", "infer", *arguments],
     cwd=tmp_path,
