@@ -177,20 +177,23 @@ def infer(
         console.print_line(f"{result_file.path} is complete: nothing was left to do")
         continue
       chunk_dir = f"{output_dir}/tmp-{task.name}-{shard}"
-      folder = result_files.ChunkFolder(chunk_dir, result_file.name, settings)
-      first = folder.num_complete()
-      if first:
-        console.print_line(f"continuing after {first} chunks in {folder.path}")
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
       kept = f"the complete chunks in {chunk_dir} are kept; run the same command to continue"
-      with memory_advisor.explain_out_of_memory(), ctrl_c.entered(ctrl_c.Section(kept)):
+      with (
+        result_files.open_chunk_folder(chunk_dir, result_file.name, settings) as folder,
+        memory_advisor.explain_out_of_memory(),
+        ctrl_c.entered(ctrl_c.Section(kept)),
+      ):
+        first = folder.num_complete()
+        if first:
+          console.print_line(f"continuing after {first} chunks in {folder.path}")
         _infer_task(
           infer_fn=infer_fn,
           chunks=examples.chunks(task, checkpoint_period * batch_size, first),
           write_chunk=functools.partial(_write_chunk, folder, write_fn, mode, vocabulary),
           watchdog=watchdog,
         )
-      result_file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
+        result_file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

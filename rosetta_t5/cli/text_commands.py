@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.telemetry.atomic_files import lock_output
+from rosetta_t5.telemetry.atomic_files import exclusive_output
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
@@ -50,7 +50,7 @@ def infer(options: argparse.Namespace) -> int:
     _check_template(options)
     rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
     if os.path.isfile(output):
-      stack.callback(os.close, lock_output(output))
+      stack.enter_context(exclusive_output(output))
     completed, size = _read_completed_rows(output)
     _skip_completed(rows, completed, output)
     first = next(rows, None)
@@ -279,5 +279,5 @@ def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitSta
     print(f"continuing after {completed} lines of {path}", file=sys.stderr, flush=True)
     os.truncate(path, size)
     return stack.enter_context(open(path, "a", encoding="utf-8"))
-  stack.callback(os.close, lock_output(path, create=True))
+  stack.enter_context(exclusive_output(path, create=True))
   return stack.enter_context(open(path, "a", encoding="utf-8"))

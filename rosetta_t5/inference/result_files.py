@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -146,22 +146,10 @@ class ChunkFolder:
   """
 
   def __init__(self, folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]):
-    """Opens the folder of an earlier run, or creates it.
-
-    Args:
-      folder: the folder of the chunks.
-      name: the first part of the chunks' names.
-      settings: what determines their content (batch size, checkpoint, …); JSON can represent it.
-
-    Raises:
-      ValueError: an earlier run with other settings has left chunks in the folder, or another process
-        writes to it.
-    """
+    """Opens the folder of an earlier run, or creates it; for the arguments see `open_chunk_folder`."""
     self.path = epath.Path(folder)
     if jax.process_index() == 0:
       self.path.mkdir(parents=True, exist_ok=True)
-      if "://" not in os.fspath(folder):
-        weakref.finalize(self, os.close, atomic_files.lock_output(folder))
     self._name = name
     settings = json.loads(json.dumps(settings))  # As they are after being read from the file.
     file = self.path / _SETTINGS
@@ -189,6 +177,28 @@ class ChunkFolder:
     number = next(n for n in itertools.count() if not self._marker(n).exists())
     # The first process writes the files, so the others may not see all of them yet.
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+@contextlib.contextmanager
+def open_chunk_folder(
+  folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]
+) -> Iterator[ChunkFolder]:
+  """Yields the chunks of an earlier run, or none; no other command can write them meanwhile.
+
+  Args:
+    folder: the folder of the chunks.
+    name: the first part of the chunks' names.
+    settings: what determines their content (batch size, checkpoint, …); JSON can represent it.
+
+  Raises:
+    ValueError: an earlier run with other settings has left chunks in the folder, or another command
+      writes to it.
+  """
+  with contextlib.ExitStack() as stack:
+    if jax.process_index() == 0 and "://" not in os.fspath(folder):
+      os.makedirs(folder, exist_ok=True)
+      stack.enter_context(atomic_files.exclusive_output(folder))
+    yield ChunkFolder(folder, name, settings)
 
 
 def _check_same_settings(

@@ -25,8 +25,9 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
   unfinished.replace(path)
 
 
-def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
-  """Locks a file or folder for this process; returns a descriptor, which releases the lock when closed.
+@contextlib.contextmanager
+def exclusive_output(path: str | os.PathLike[str], create: bool = False) -> Iterator[None]:
+  """Locks a file or folder inside the `with`, so that no other command writes to it.
 
   Args:
     path: the file or folder.
@@ -37,15 +38,17 @@ def lock_output(path: str | os.PathLike[str], create: bool = False) -> int:
   """
   descriptor = os.open(path, os.O_RDONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
   try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
+    with contextlib.suppress(OSError):  # The file system may have no locks.
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise ValueError(
+          f"another process is writing to {os.fspath(path)}: wait until it ends, or choose another "
+          "output"
+        ) from error
+    yield
+  finally:
     os.close(descriptor)
-    raise ValueError(
-      f"another process is writing to {os.fspath(path)}: wait until it ends, or choose another output"
-    ) from error
-  except OSError:  # The file system has no locks.
-    pass
-  return descriptor
 
 
 @contextlib.contextmanager
