@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rosetta_t5.run_report.run_folder import Run
 
-TRAINING, EVALUATION, OTHER = "Training", "Evaluation", "Other metrics"
+TRAINING, EXPERTS, EVALUATION, OTHER = "Training", "Experts", "Evaluation", "Other metrics"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,19 @@ _TRAINING = {
     ("memory/host_peak_gib", "GiB of the first process", 1),
   ],
 }
+# Title → (tag, unit, factor) of models with experts.
+_OF_EXPERTS = {
+  "Tokens that no expert computes": ("experts/fraction_tokens_left_behind", "% of tokens", 100),
+  "Used slots of experts": ("experts/expert_usage", "% of slots", 100),
+  "Probability of the chosen experts": ("experts/router_confidence", "", 1),
+}
+_LOAD = "experts/highest_load/"
 _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
 
 
 def choose_panels(runs: Sequence[Run]) -> list[Panel]:
   """Returns the charts for these runs, and one for each further metric."""
-  panels = [*_training_panels(runs), *_evaluation_panels(runs)]
+  panels = [*_training_panels(runs), *_expert_panels(runs), *_evaluation_panels(runs)]
   shown = {(line.group, line.tag) for panel in panels for line in panel.lines}
   for group, tag in _all_tags(runs):
     if (group, tag) not in shown:
@@ -106,6 +113,21 @@ def _training_panels(runs: Sequence[Run]) -> Iterator[Panel]:
     if title in _EVALUATED and len(held_out) == 1 and _has(runs, held_out[0], tag):
       lines = [Line("train", tag, "training", factor), Line(held_out[0], tag, "held-out", factor)]
     yield Panel(TRAINING, title, unit, tuple(lines))
+
+
+def _expert_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+  tags = sorted({tag for run in runs for tag in run.series.get("train", {})}, key=_in_layer_order)
+  loads = tuple(Line("train", t, t.removeprefix(_LOAD)) for t in tags if t.startswith(_LOAD))
+  if loads:
+    yield Panel(EXPERTS, "Load of the most popular expert, by layer", "times the mean load", loads)
+  for title, (tag, unit, factor) in _OF_EXPERTS.items():
+    if tag in tags:
+      yield Panel(EXPERTS, title, unit, (Line("train", tag, factor=factor),))
+
+
+def _in_layer_order(tag: str) -> tuple[str, int]:
+  stack, _, number = tag.rpartition("_")
+  return (stack, int(number)) if number.isdigit() else (tag, 0)
 
 
 def _evaluation_panels(runs: Sequence[Run]) -> Iterator[Panel]:

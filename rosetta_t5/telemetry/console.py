@@ -29,6 +29,7 @@ _CELLS = {
   "data/bad_examples": "bad examples left out: {:.0f}",
   "data/unreadable": "unreadable records: {:.0f}",
   run_metrics.SKIPPED_STEPS: "skipped {:.0f} steps",
+  "experts/fraction_tokens_left_behind": "{:.1%} of tokens without expert",
   run_metrics.GRADIENT_NORM: "grad norm {:.4g}",
   "learning_rate/current": "lr {:.4g}",
   run_metrics.SEQUENCES_PER_SECOND: "{:.4g} seq/s",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 
 import pytest
 import run_files
 from run_files import STARTED
 
+from rosetta_t5.run_report import panels
 from rosetta_t5.run_report.gin_text import parse_bindings, value_of
 from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
@@ -176,3 +178,17 @@ INNER = 512
     "a.b.evil",
     "a.b.expression",
   }
+
+
+def test_a_report_has_one_chart_of_the_loads_of_experts_in_the_order_of_layers():
+  tags = [f"experts/highest_load/encoder/layers_{n}" for n in (1, 3, 11)]
+  tags += ["experts/highest_load/decoder/layers_1", "experts/expert_usage"]
+  run = types.SimpleNamespace(series={"train": dict.fromkeys(tags)})
+  load, usage = panels.choose_panels([run])
+  assert [line.label for line in load.lines] == [
+    "decoder/layers_1",
+    "encoder/layers_1",
+    "encoder/layers_3",
+    "encoder/layers_11",
+  ]
+  assert (usage.section, usage.title) == ("Experts", "Used slots of experts")

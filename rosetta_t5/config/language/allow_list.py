@@ -37,6 +37,9 @@ CALLED = types.MappingProxyType(
     "PrefixLMFeatureConverter SentencePieceVocabulary",
     "t5x.adafactor": "Adafactor HParamMap HeuristicRule standard_logical_factor_rules",
     "t5x.contrib.gpu.t5.network": "T5Config Transformer",
+    "t5x.contrib.moe.adafactor_utils": "logical_factor_rules",
+    "t5x.contrib.moe.models": "MoeDecoderOnlyModel MoeEncoderDecoderModel",
+    "t5x.contrib.moe.partitioning": "MoePjitPartitioner standard_logical_axis_rules",
     "t5x.decoding": "beam_search temperature_sample",
     "t5x.examples.decoder_only.network": "DecoderWrapper TransformerConfig",
     "t5x.examples.scalable_t5.network": "T5Config Transformer",
@@ -59,6 +62,8 @@ NAMED = types.MappingProxyType(
   {
     "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
     "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
+    "t5x.contrib.moe.checkpoints": "UpcycleCheckpointer",
+    "t5x.contrib.moe.trainer": "MoeTrainer",
     "t5x.export_lib": "ExportableModule create_batch_polymorphic_shapes create_inference_function "
     "create_postprocessor create_preprocessor create_preprocessor_from_task write_warmup_examples",
     "t5x.gin_utils": "summarize_gin_config",
