@@ -60,8 +60,8 @@ def read_run(
   """Returns the arguments of `train` in a training run, and its checkpoint.
 
   They are read from model.json, which runs no code. config.gin is read instead if there is none, if it
-  says that the run has functions or classes that it cannot describe, if flags change the run, or if the
-  user allows modules.
+  says that the run has functions or classes that it cannot describe, if flags change the run, or if
+  `allowed` permits more than `STRICT`.
 
   Args:
     model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
@@ -84,19 +84,24 @@ def read_run(
   restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
   command = parse_command_line(["rosetta-t5", *flags])
   model_file = config_file.with_name(NAME)
-  is_changed = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
-  if model_file.is_file() and not is_changed and (run := read_model_file(model_file)):
+  needs_gin = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
+  if not needs_gin and model_file.is_file() and (run := read_model_file(model_file)):
     join_run(command)
     run.import_modules()
     return run, restore_cfg
+  return _read_config_gin(config_file, flags, allowed), restore_cfg
+
+
+def _read_config_gin(
+  file: pathlib.Path, flags: Sequence[str], allowed: AllowList | None
+) -> dict[str, Any]:
+  """Returns the arguments of `train` in a config.gin: all if it is trusted, else those in ARGUMENTS."""
   with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
-    argv = ["rosetta-t5", f"--gin_file={config_file}", *flags]
+    argv = ["rosetta-t5", f"--gin_file={file}", *flags]
     recipe = config.run_from_command_line(train, argv, allowed=allowed)
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
-  needed = (
-    recipe if allowed is None else {name: recipe[name] for name in ARGUMENTS if name in recipe}
-  )
-  return {**needed, "task_feature_lengths": lengths}, restore_cfg
+  names = recipe if allowed is None else [name for name in ARGUMENTS if name in recipe]
+  return {**{name: recipe[name] for name in names}, "task_feature_lengths": lengths}
 
 
 def _config_files(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:

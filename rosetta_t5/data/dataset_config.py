@@ -91,7 +91,7 @@ def import_module(module: str) -> Any:
   if _importable is not None and module not in _importable:
     raise ValueError(
       f"The module {module!r} (DatasetConfig.module) is not imported, because the file that names it "
-      f"may be from elsewhere. If you trust the module: --module {module}"
+      f"may be from elsewhere. If you trust the module, add --module {module}"
     )
   try:
     return importlib.import_module(module)

@@ -8,14 +8,14 @@ from fault import Fault, fault_table
 
 FAULTS = [
   Fault(
-    "a run goes on after its last step",
+    "a run continues after its last step",
     "$TRAIN --gin.TRAIN_STEPS=6 && test -e run/checkpoint_6",
     expected="steps     4 to 6, from run/checkpoint_4",
     status=0,
     fast=True,
   ),
   Fault(
-    "the largest array file of the newest checkpoint is cut to half",
+    "the largest array file of the newest checkpoint is truncated to half",
     'truncate_to_half "$(largest run/checkpoint_4/state)"; $TRAIN --gin.TRAIN_STEPS=6',
     expected="checkpoint_4 cannot be read.*steps     2 to 6, from run/checkpoint_2",
     status=0,
@@ -65,7 +65,7 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "the feed's position is cut to half",
+    "the feed's position is truncated to half",
     "truncate_to_half run/checkpoint_4/dataset/*.feed; $TRAIN --gin.TRAIN_STEPS=6",
     expected=r"checkpoint_4 cannot be read: .*\.feed has changed since it was saved.*steps     2 to 6",
     status=0,
@@ -98,7 +98,7 @@ FAULTS = [
     expected="error: .*checkpoint_1000000000000 contains the checkpoint of step 2",
   ),
   Fault(
-    "two checkpoints are exchanged",
+    "two checkpoints are swapped",
     "cd run; mv checkpoint_2 x; mv checkpoint_4 checkpoint_2; mv x checkpoint_4; cd ..; $EVAL",
     expected="error: .*checkpoint_4 contains the checkpoint of step 2",
   ),

@@ -75,7 +75,7 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "the batches of a position are cut to half",
+    "the batches of a position are truncated to half",
     f"truncate_to_half {_POSITION}.feed; {_MORE}",
     expected=r"train_ds\S+\.feed has changed since it was saved.*steps     2 to 6",
     status=0,

@@ -67,7 +67,7 @@ FAULTS = [
     expected=r"hf/pytorch_model.bin must be a zip archive: this one is damaged",
   ),
   Fault(
-    "a SentencePiece model is cut to half",
+    "a SentencePiece model is truncated to half",
     _PREPARE
     + "truncate_to_half v.model; rosetta-t5 prepare --input rows.jsonl --vocab v.model --out new",
     expected=r"v.model is not a SentencePiece model, or is damaged",

@@ -1,4 +1,4 @@
-"""What commands do with texts, data and metrics that they cannot use, and outputs they cannot write."""
+"""What commands do with texts, data, metrics and outputs that they cannot use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAULTS = [
     "the input is empty", ": > e; $INFER --input e --output o; test ! -e o", "no text", status=0
   ),
   Fault(
-    "the input is no UTF-8",
+    "the input is not UTF-8",
     "printf 'a\\n\\xff\\n' > b; $INFER --input b",
     "Line 2 of the input is invalid UTF-8",
   ),
@@ -55,7 +55,7 @@ FAULTS = [
     "Line 1 of the input cannot be used: question is an object, not text",
   ),
   Fault(
-    "a row of the input is cut",
+    "a row of the input is truncated",
     """echo '{"question": ' > b; $INFER --input b --template '{question}'""",
     "Line 1 of the input is invalid JSON",
   ),
@@ -116,13 +116,13 @@ FAULTS = [
     keeps=False,
   ),
   Fault(
-    "the data is a cut archive",
+    "the data is a truncated archive",
     NEW + f"gzip rows.jsonl; truncate_to_half rows.jsonl.gz; $TRAIN {FILES}=\"'rows.jsonl.gz'\"",
     "rows.jsonl.gz, line 1: the file is damaged here",
     keeps=False,
   ),
   Fault(
-    "the data is no Parquet file",
+    "the data is not a Parquet file",
     NEW + f"head -c 1000 /dev/urandom > r.parquet; $TRAIN {FILES}=\"'r.parquet'\"",
     "None of the 1 records of r.parquet can be used",
     keeps=False,
@@ -184,7 +184,7 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "a vocabulary that is junk",
+    "a vocabulary that is not a SentencePiece model",
     "echo junk > j.model; rosetta-t5 prepare --input rows.jsonl --vocab j.model --out t; test ! -e t",
     "j.model",
     status=0,

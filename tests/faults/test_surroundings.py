@@ -125,7 +125,7 @@ FAULTS = [
     keeps=False,
   ),
   Fault(
-    "the clock has gone back, and all files are from the future",
+    "the clock was set back, and all files are from the future",
     "find run -exec touch -d 2040-01-01 {} +; $TRAIN --gin.TRAIN_STEPS=6",
     expected="steps     4 to 6, from run/checkpoint_4.*done +step 6",
     status=0,

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for damaged copies of a file, on the level of bytes and of its structure."""
+"""Hypothesis strategies for damaged copies of a file: of its bytes, and of its structure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _replaced(original: bytes) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def _spliced(draw: Callable[..., Any], original: bytes) -> bytes:
-  """Replaces bytes at a few places by others, more of them or fewer."""
+  """Replaces bytes at a few places with others, of the same or another number."""
   data = original
   for _ in range(draw(st.integers(1, 4))):
     start = draw(st.integers(0, len(data)))
@@ -77,7 +77,7 @@ def _spliced(draw: Callable[..., Any], original: bytes) -> bytes:
 
 @st.composite
 def _changed_values(draw: Callable[..., Any], tree: Any) -> Any:
-  """Returns a copy of nested dicts and lists in which values are others, are missing or have moved."""
+  """Returns a copy of nested dicts and lists in which values are replaced, removed or moved."""
   for _ in range(draw(st.integers(1, 3))):
     paths = list(_paths(tree))
     path = draw(st.sampled_from(paths))
@@ -118,7 +118,7 @@ def _with_value(tree: Any, path: Path, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-  """What is inside a format whose lengths and checksums must be right.
+  """Changes what is inside a format while its lengths and checksums stay right.
 
   Attributes:
     decode: returns nested dicts and lists, or bytes.

@@ -1,4 +1,4 @@
-"""The parsers of files that others wrote: for each, intact files, and a function that reads them."""
+"""The parsers of files that others wrote, each with intact files and a function that reads them."""
 
 from __future__ import annotations
 

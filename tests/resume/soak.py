@@ -161,7 +161,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
 
 
 def inject(fault: Fault, training: Training) -> str | None:
-  """Injects a fault, checks how the process takes it, and starts the next one if that ends it.
+  """Injects a fault, checks how the process ends, and then starts the next one.
 
   Returns:
     What happened; None if there was nothing to disturb, because the run had ended.

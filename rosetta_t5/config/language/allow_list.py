@@ -109,8 +109,8 @@ class AllowList:
       is_standard_library = module.partition(".")[0] in sys.stdlib_module_names
       raise ConfigError(
         f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
-        + ("" if is_standard_library else f"if it is a module of yours: --module {module}; ")
-        + "if you trust the file: --trust"
+        + ("" if is_standard_library else f"if it is your own module, add --module {module}; ")
+        + "if you trust the file, add --trust"
       )
 
   def check_binding(self, configurable: Configurable) -> None:
@@ -129,7 +129,7 @@ class AllowList:
     if not (configurable.module == "gin" or is_users or is_named or public_name(function)):
       raise ConfigError(
         f"{configurable.selector} is not used: this file may be from elsewhere, and such files are "
-        "limited to a list of functions and classes\n  if you trust the file: --trust"
+        "limited to a list of functions and classes\n  if you trust the file, add --trust"
       )
 
 

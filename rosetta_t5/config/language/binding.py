@@ -142,7 +142,9 @@ class _UncalledReference(gin.config.ConfigurableReference):
     """Returns what gin passes to the function that has this argument."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-      raise ConfigError(f"{self} is not called for a file from elsewhere; if you trust it: --trust")
+      raise ConfigError(
+        f"{self} is not called for a file from elsewhere. If you trust the file, add --trust"
+      )
 
     return refuse
 
