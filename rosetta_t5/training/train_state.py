@@ -136,7 +136,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
       ValueError: the names in `state_dict` differ from those of this state.
     """
     optimizer = self._optimizer.restore_state(state_dict)
-    return self._with_optimizer(optimizer, self._restored_mutables(state_dict))
+    return self.replace(_optimizer=optimizer, flax_mutables=self._restored_mutables(state_dict))
 
   def apply_gradient(
     self, grads: PyTree, learning_rate: Any, flax_mutables: PyTree | None = None
@@ -144,15 +144,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     """Returns the state after one optimizer step with `grads`, a tree like `params`."""
     optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate)
     mutables = self.flax_mutables if flax_mutables is None else flax_mutables
-    return self._with_optimizer(optimizer, mutables)
-
-  def _with_optimizer(self, optimizer: Optimizer, flax_mutables: PyTree) -> TrainState:
-    return self.replace(
-      step=optimizer.state.step,
-      params=optimizer.target,
-      param_states=optimizer.state.param_states,
-      flax_mutables=flax_mutables,
-    )
+    return self.replace(_optimizer=optimizer, flax_mutables=mutables)
 
   def as_logical_axes(self) -> TrainState:
     """Returns this state with logical axis names (a PartitionSpec, or None) in place of arrays.
@@ -164,6 +156,25 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     state = super().as_logical_axes()
     optimizer = optimizer.optimizer_def.derive_logical_axes(optimizer, state.params)
     return state.replace(param_states=optimizer.state.param_states)
+
+
+_replace_fields: Any = TrainState.replace
+
+
+def _replace(state: TrainState, **changes: Any) -> TrainState:
+  """Returns the state with other fields; `_optimizer` is T5X's name of all that an optimizer holds."""
+  if "_optimizer" in changes:
+    optimizer = changes.pop("_optimizer")
+    changes |= {
+      "step": optimizer.state.step,
+      "params": optimizer.target,
+      "param_states": optimizer.state.param_states,
+      "optimizer_def": optimizer.optimizer_def,
+    }
+  return _replace_fields(state, **changes)
+
+
+setattr(TrainState, "replace", _replace)  # noqa: B010  flax has set the method of the class itself.
 
 
 class InferenceState(struct.PyTreeNode, _StateMethods):

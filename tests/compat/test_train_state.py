@@ -53,6 +53,8 @@ def test_a_state_is_made_of_an_optimizer_and_its_parts_are_replaced():
 def test_a_state_of_the_initializer_counts_as_one_of_t5x():
   ours = train_state.TrainState.create(adafactor(), bigram_variables())
   assert isinstance(ours, train_state.FlaxOptimTrainState)
+  optimizer = ours._optimizer.replace(target={"table": np.zeros((32, 32))})
+  assert_equal(ours.replace(_optimizer=optimizer), ours.replace_params(optimizer.target))
 
 
 def test_variables_without_axes_are_rejected_with_the_message_of_t5x():
