@@ -59,9 +59,10 @@ def get_data_layout(mesh: Mesh, batch_size: int, process: int | None = None) -> 
   """
   process = jax.process_index() if process is None else process
   rows_of: dict[int, list[int]] = collections.defaultdict(list)
-  batch_axes = [axis for axis in BATCH_AXES if axis in mesh.axis_names]
-  order = [*batch_axes, *(axis for axis in mesh.axis_names if axis not in batch_axes)]
-  grid = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order])
+  names = list(mesh.shape)
+  batch_axes = [axis for axis in BATCH_AXES if axis in names]
+  order = [*batch_axes, *(axis for axis in names if axis not in batch_axes)]
+  grid = mesh.devices.transpose([names.index(axis) for axis in order])
   for row, devices in enumerate(grid.reshape(count_batch_shards(mesh.shape), -1)):
     for owner in {device.process_index for device in devices}:
       rows_of[owner].append(row)
