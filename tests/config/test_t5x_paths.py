@@ -40,6 +40,7 @@ EVERY_RECIPE = sorted(RECIPES.rglob("*.gin"))
     ("t5x/examples/decoder_only/base.gin", "models/decoder_only/base.gin"),
     ("./t5x/configs/runs/eval.gin", "runs/eval.gin"),
     ("t5x/t5x/configs/runs/eval.gin", "runs/eval.gin"),  # beside a checkout of T5X
+    ("t5x/contrib/moe/configs/runs/sparse_upcycle.gin", "runs/moe/sparse_upcycle.gin"),
     ("gin/runs/pretrain.gin", "runs/pretrain.gin"),
     ("gin/models/t5_1_1/tiny.gin", "models/t5_1_1/tiny.gin"),
   ],
@@ -65,7 +66,10 @@ def test_a_file_of_the_user_wins_over_a_recipe(write, tmp_path):
       "in t5x/configs/runs: eval.gin, ",
     ),
     ("t5x/examples/t5/t5_1_1/smal.gin", "t5x/examples/t5/t5_1_1/small.gin"),
-    ("t5x/contrib/moe/configs/runs/finetune.gin", "t5x/contrib/gpu/t5/configs/runs/finetune.gin"),
+    (
+      "t5x/contrib/moe/configs/runs/finetun.gin",
+      "t5x/contrib/moe/configs/runs/finetune.gin",
+    ),
   ],
 )
 def test_an_unknown_path_of_t5x_gets_similar_names(path, near, tmp_path, monkeypatch):
