@@ -254,10 +254,11 @@ class Adafactor(OptimizerDef):
     def axes_of(
       names: Any, path: Any, param: Any, moments: AdafactorParamState
     ) -> AdafactorParamState:
-      dims = self._dims(param.shape, path_name(path))
+      # Optimizers written for T5X give the axis names as the target, which have no shape.
+      dims = self._dims(param.shape, path_name(path)) if hasattr(param, "shape") else None
       return AdafactorParamState(
-        v_row=_expert_axes(names, dims.col),
-        v_col=_expert_axes(names, dims.row),
+        v_row=None if dims is None else _expert_axes(names, dims.col),
+        v_col=None if dims is None else _expert_axes(names, dims.row),
         v=None if moments.v.shape == (1,) else names,
         m=None if self.hyper_params.beta1 is None else names,
       )
