@@ -202,8 +202,8 @@ def _infer_rows(
   for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
     if truncated[feature]:
       print(
-        f"note: {truncated[feature]} {feature} had more than {lengths[feature]} tokens and were cut: "
-        f"give a larger {option}",
+        f"note: {truncated[feature]} {feature} had more than {lengths[feature]} tokens and were truncated: "
+        f"set a larger {option}",
         file=sys.stderr,
       )
 
@@ -278,6 +278,6 @@ def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitSta
   if os.path.exists(path):
     print(f"continuing after {completed} lines of {path}", file=sys.stderr, flush=True)
     os.truncate(path, size)
-    return stack.enter_context(open(path, "a", encoding="utf-8"))
-  stack.enter_context(exclusive_output(path, create=True))
+  else:
+    stack.enter_context(exclusive_output(path, create=True))
   return stack.enter_context(open(path, "a", encoding="utf-8"))

@@ -16,7 +16,7 @@ from rosetta_t5.distributed.preflight import run_preflight
 from rosetta_t5.distributed.rendezvous import wait_for_processes
 
 # When a process dies or freezes, the others end after this time. A job that is suspended for a minute
-# goes on.
+# continues.
 _HEARTBEAT_TIMEOUT_S = 100
 
 

@@ -63,9 +63,9 @@ class InterruptionListener:
     self._stack.close()
 
   def should_stop(self) -> bool:
-    """Returns whether the run must end now. Every process must call this equally often.
+    """Returns whether the run must end now, with the same result on every process.
 
-    Of several processes, each gets the same result at the same call.
+    All processes must call it the same number of times.
     """
     if jax.process_count() == 1:
       return self._section.is_requested

@@ -312,8 +312,8 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
   is_export = (folder / _STABLEHLO).is_dir() or (folder / "saved_model.pb").exists()
   if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(
-      f"export_lib.save.output_dir must be a new folder, an empty one or an earlier export, which is "
-      f"replaced, but {folder} contains something else: set another one"
+      "export_lib.save.output_dir must be a new folder, an empty one, or an earlier export to "
+      f"replace, but {folder} contains something else: set another one"
     )
   return folder
 

@@ -1,4 +1,4 @@
-"""Reads JSON files that other programs wrote, which may be damaged."""
+"""Reads JSON files, which may be damaged or written by other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
-  """Makes a body that takes parsed values apart raise ValueError where they are not as expected.
+  """Turns the errors of a body that reads unexpected parsed values into a ValueError with the path.
 
   Args:
     path: the file.

@@ -38,8 +38,8 @@ class Section:
     finishes: what the command finishes after the first Ctrl-C; None if it ends at once.
     on_request: called after the first Ctrl-C of a section that finishes something.
     is_requested: whether there was a first Ctrl-C.
-    agree: returns whether all processes end now; each must call it equally often. None if the section
-      has one process.
+    agree: returns whether all processes end now; each must call it the same number of times. None if
+      the section has one process.
   """
 
   outcome: str | Callable[[], str]
@@ -108,8 +108,8 @@ def check(together: bool = False) -> None:
   """Raises Interrupted after a first Ctrl-C that did not end the command at once.
 
   Args:
-    together: whether all processes of a run call this equally often, so that they can end together.
-      Otherwise nothing happens in a run of several, because the others would wait for this one.
+    together: whether all processes of a run call this the same number of times, so that they can end
+      together. Otherwise it does nothing in a run of several, because the others would wait for it.
   """
   if index_and_count()[1] == 1:
     must_end = any(section.is_requested for section in _sections)

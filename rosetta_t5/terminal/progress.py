@@ -140,7 +140,7 @@ def track(
     total: how many items there are; None if that is unknown.
     unit: of `total`.
     stream: where to show it; None for standard output.
-    together: whether all processes of the run have as many items.
+    together: whether all processes of the run have the same number of items.
 
   Raises:
     Interrupted: Ctrl-C was pressed, and the command finishes something because of it.

@@ -24,7 +24,7 @@ FAULTS = [
   Fault(
     "a text has more tokens than the model reads",
     "head -c 3000000 /dev/zero | tr '\\0' a > b; $INFER --input b --output o",
-    "1 inputs had more than 32 tokens and were cut: give a larger --input_length",
+    "1 inputs had more than 32 tokens and were truncated: set a larger --input_length",
     status=0,
     fast=True,
   ),
