@@ -137,7 +137,7 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
   """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
-  if not directory.exists() or was_moved(directory):
+  if was_moved(directory) or (directory.parent.is_dir() and not directory.exists()):
     return CheckpointSaveError(
       f"checkpoint {checkpoint_path(directory, step)} could not be saved, because {directory} was moved "
       "or removed during the run: move it back, or set MODEL_DIR to its new place, then start the run "

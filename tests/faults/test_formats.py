@@ -26,7 +26,6 @@ FAULTS = [
     "config.json has a width of 10^9",
     _CONFIG.format("d_model", "1000000000") + _CONVERT,
     expected=r"hf/config.json: d_model must be 16, as in the weights, got 1000000000",
-    fast=True,
   ),
   Fault(
     "a run starts from a folder whose config.json has no heads",

@@ -26,7 +26,6 @@ FAULTS = [
     "head -c 3000000 /dev/zero | tr '\\0' a > b; $INFER --input b --output o",
     "1 inputs had more than 32 tokens and were truncated: set a larger --input_length",
     status=0,
-    fast=True,
   ),
   Fault(
     "the output is the input",
@@ -97,7 +96,6 @@ FAULTS = [
     "the data is a pipe that nobody fills",
     f"mkfifo p.jsonl; $TRAIN {FILES}=\"'p.jsonl'\"",
     "p.jsonl is not a regular file",
-    fast=True,
   ),
   Fault(
     "the data is an endless device",

@@ -23,7 +23,6 @@ FAULTS = [
     "cat errors run/run-log.jsonl; test -e run/checkpoint_6 && exit $status",
     expected=r'lines of standard output: \d+ \(Broken pipe\).*"event": "lost".*"event": "end".*"lost"',
     status=74,
-    fast=True,
   ),
   Fault(
     "both outputs of a run are closed",
@@ -70,13 +69,11 @@ FAULTS = [
     "set -o pipefail; rosetta-t5 ckpt show run/checkpoint_4 2>&1 | head -1",
     expected="^target[^\n]*\n$",
     status=141,
-    fast=True,
   ),
   Fault(
     "the output of a short command goes to a full disk",
     "rosetta-t5 ckpt show run > /dev/full",
     expected="error: standard output: No space left on device",
-    fast=True,
   ),
   Fault(
     "the disk of the metrics is full, and has space again later",

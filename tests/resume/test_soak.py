@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import soak
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_of_every_kind_ends_like_one_without(tmp_path):
   result = soak.soak(tmp_path, number=7, seed=2, seconds=60, steps=600)
   assert re.match(r"600 steps; .* bit-identical: \d+ arrays and 600 losses", result)
