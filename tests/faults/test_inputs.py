@@ -74,7 +74,7 @@ FAULTS = [
     "rosetta-t5 eval --model_dir run/checkpoint_99",
     "There is no folder run/checkpoint_99",
   ),
-  Fault("the data was deleted", "rm rows.jsonl; $EVAL", "There is no file 'rows.jsonl'"),
+  Fault("the data was deleted", "rm rows.jsonl; $EVAL", "no file 'rows.jsonl'", 2),
   Fault("the data was emptied", ": > rows.jsonl; $EVAL", "has no example to evaluate"),
   Fault(
     "no checkpoint is left",
