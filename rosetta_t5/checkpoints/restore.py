@@ -177,31 +177,21 @@ def create_orbax_checkpoint_manager(
     raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR")
   if restore_cfg is not None and restore_cfg.checkpoint_manager_cls is None:
     raise ValueError("RestoreCheckpointConfig.checkpoint_manager_cls must be a class, got None")
-  saving: dict[str, Any] = {}
-  checkpointer: Any = None
-  if save_cfg is not None:
-    if save_cfg.checkpointer_cls is not None:
-      # It is built even if only its settings are needed: gin applies its bindings when it is called.
-      checkpointer = save_cfg.checkpointer_cls(
-        train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
-      )
-    saving = {
-      "save_dtype": save_cfg.dtype,
-      "keep": save_cfg.keep,
-      "period": save_cfg.period,
-      "checkpoint_steps": save_cfg.checkpoint_steps,
-      "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
-      **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
-    }
   saves_dataset = save_cfg is not None and save_cfg.save_dataset
   restores_dataset = restore_cfg is not None and restore_cfg.restore_dataset
+  checkpointer: Any = None
+  if save_cfg is not None and save_cfg.checkpointer_cls is not None:
+    # It is built even if only its settings are needed: gin applies its bindings when it is called.
+    checkpointer = save_cfg.checkpointer_cls(
+      train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
+    )
   manager = cfg.checkpoint_manager_cls(
     directory=directory,
     train_state=train_state,
     partitioner=partitioner,
     dataset_iterator=ds_iter if saves_dataset or restores_dataset else None,
     restore_dtype=restore_cfg.dtype if restore_cfg else None,
-    **saving,
+    **_save_options(save_cfg, checkpointer),
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.run_facts = dict(run_facts or {})
@@ -219,6 +209,20 @@ def create_orbax_checkpoint_manager(
     manager.user_restore = _overridden(restorer, "restore")
   _protect_base_checkpoint(manager)
   return manager
+
+
+def _save_options(save_cfg: SaveCheckpointConfig | None, checkpointer: Any) -> dict[str, Any]:
+  """Returns the manager's arguments for saving."""
+  if save_cfg is None:
+    return {}
+  return {
+    "save_dtype": save_cfg.dtype,
+    "keep": save_cfg.keep,
+    "period": save_cfg.period,
+    "checkpoint_steps": save_cfg.checkpoint_steps,
+    "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
+    **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
+  }
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:

@@ -53,31 +53,32 @@ def listing(
 
 def compare_files(stored: Facts, current: Facts) -> Differences:
   """Compares two results of `file_facts` or `listing`."""
-  old_files, new_files = stored["files"], current["files"]
-  if [contents for _, *contents in old_files] == [contents for _, *contents in new_files]:
-    old_folder, new_folder = stored["folder"], current["folder"]
-    if old_folder == new_folder and old_files == new_files:
-      return [], []
-    moved = "renamed in" if old_folder == new_folder else f"moved from {old_folder} to"
-    moved = f"{moved} {new_folder}"
-    if current["is_movable"]:
-      return [], [moved]
-    return [f"{moved} (the position contains paths: make the old path a link to the new one)"], []
-  old, new = ({name: contents for name, *contents in files} for files in (old_files, new_files))
+  if [file[1:] for file in stored["files"]] == [file[1:] for file in current["files"]]:
+    return _compare_places(stored, current)
+  old, new = ({name: contents for name, *contents in facts["files"]} for facts in (stored, current))
   # Digests of samples of different sizes cannot be compared; the sizes of the files can.
   compared = 2 if stored.get("bytes_read") == current.get("bytes_read") else 1
   common = [name for name in old if name in new]
+  changed = [name for name in common if old[name][:compared] != new[name][:compared]]
   kinds = {
-    "changed": [
-      f"{name} ({_size_change(old[name][0], new[name][0])})"
-      for name in common
-      if old[name][:compared] != new[name][:compared]
-    ],
+    "changed": [f"{name} ({_size_change(old[name][0], new[name][0])})" for name in changed],
     "removed": [name for name in old if name not in new],
     "added": [name for name in new if name not in old],
   }
   texts = [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
   return [f"in {current['folder']}, {'; '.join(texts or ['files are read in another order'])}"], []
+
+
+def _compare_places(stored: Facts, current: Facts) -> Differences:
+  """Compares the names and folders of files whose contents are the same."""
+  old_folder, new_folder = stored["folder"], current["folder"]
+  if old_folder == new_folder and stored["files"] == current["files"]:
+    return [], []
+  moved = "renamed in" if old_folder == new_folder else f"moved from {old_folder} to"
+  moved = f"{moved} {new_folder}"
+  if current["is_movable"]:
+    return [], [moved]
+  return [f"{moved} (the position contains paths: make the old path a link to the new one)"], []
 
 
 def digest_of(parts: Iterable[bytes]) -> str:
