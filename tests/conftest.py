@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import signal
 from collections.abc import Iterator
 
 import jax
@@ -26,6 +27,9 @@ for _name, _value in _COMPILATION_CACHE.items():
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A shell that starts the suite in the background lets it ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tracing allocates so many objects that garbage collection with Python's default threshold of 700 takes
 # 9% of the suite's time.
