@@ -22,7 +22,7 @@ from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.report import RunDescription
+from rosetta_t5.telemetry.report import RunDescription, RunSetup
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
 from rosetta_t5.telemetry.run_files.run_log import log_event
 from rosetta_t5.telemetry.run_metrics import RunMetrics
@@ -125,6 +125,10 @@ def train(
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(facts["random_seed"]), 2)
 
+  # The first half of the header. TensorFlow needs seconds until the other half is known.
+  setup = _run_setup(partitioner, train_dataset_cfg, checkpoint_cfg, model_dir)
+  console.print_line(setup.text())
+
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
   if verify_matching_vocabs_fn is not None:
@@ -187,20 +191,16 @@ def train(
   )
   del state
   description = RunDescription(
+    setup=setup,
     model=model,
     params=trainer.train_state.params,
-    mesh=partitioner.mesh,
-    mesh_reason=partitioner.mesh_reason,
-    task=train_cfg.name,
     batch=feed.element_spec,
     steps=(first_step, total_steps),
-    model_dir=model_dir,
     restored_from=checkpoints.restored_checkpoint(restore_path, first_step),
-    save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
     computation=describe_computation(model, fp8, kernel),
     notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
   )
-  console.print_line(description.header())
+  console.print_line(description.text())
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
@@ -242,6 +242,23 @@ def train(
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `train` with the arguments of the command line and its gin files (`python -m t5x.train`)."""
   config.run_from_command_line(train, argv, describe_run)
+
+
+def _run_setup(
+  partitioner: BasePartitioner,
+  train_dataset_cfg: data.DatasetConfig,
+  checkpoint_cfg: checkpoints.CheckpointConfig,
+  model_dir: str,
+) -> RunSetup:
+  return RunSetup(
+    mesh=partitioner.mesh,
+    mesh_reason=partitioner.mesh_reason,
+    task=train_dataset_cfg.name,
+    batch_size=train_dataset_cfg.batch_size,
+    lengths=train_dataset_cfg.task_feature_lengths,
+    model_dir=model_dir,
+    save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
+  )
 
 
 def _header_notes(model: Any, model_dir: str, fp8: Fp8Choice) -> list[str]:

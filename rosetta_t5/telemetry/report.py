@@ -13,84 +13,105 @@ from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
 
+_HEADER_WIDTH = len("computes")
+
 
 @dataclasses.dataclass(frozen=True)
-class RunDescription:
-  """What a training run is about to do, for the header of its output and for its log.
+class RunSetup:
+  """What is known about a training run before it reads data: the first part of its header.
 
   Attributes:
-    model: the model; its `network_config` determines the FLOPs.
-    params: the parameters, or their shapes.
     mesh: the devices.
-    task: the task or mixture that the model trains on.
-    batch: the arrays or shapes of a batch, by feature.
-    steps: the completed steps at the start and at the end of the run.
-    model_dir: the folder of all output.
-    restored_from: the path of the checkpoint; None if the run starts from scratch.
-    save_period: steps between checkpoints; None if none are saved.
-    computation: number formats and kernels, with reasons.
-    notes: warnings about the run, one per line.
     mesh_reason: the settings that determine the mesh.
+    task: the task or mixture that the model trains on.
+    batch_size: the examples in a global batch.
+    lengths: the tokens of each feature of the task; None if the task determines them.
+    model_dir: the folder of all output.
+    save_period: steps between checkpoints; None if none are saved.
   """
 
-  model: Any
-  params: Any
   mesh: jax.sharding.Mesh
+  mesh_reason: str | None
   task: str
-  batch: Mapping[str, Any]
-  steps: tuple[int, int]
+  batch_size: int
+  lengths: Mapping[str, Any] | None
   model_dir: str | os.PathLike[str]
-  restored_from: str | None = None
-  save_period: int | None = None
-  computation: str | None = None
-  notes: Sequence[str] = ()
-  mesh_reason: str | None = None
+  save_period: int | None
 
-  def header(self) -> str:
-    """Returns the lines printed before the first step."""
-    flops = flops_of_model(self.model, self.batch)
-    cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  def text(self) -> str:
+    """Returns the lines printed at the start of a run."""
     count, device = self.mesh.devices.size, self.mesh.devices.flat[0]
     axes = " ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
     axes += f" ({self.mesh_reason})" if self.mesh_reason else ""
-    features = ("encoder_input_tokens", "decoder_target_tokens")
-    lengths = self._lengths()
-    shown = ", ".join(f"{name} {lengths[name]}" for name in features if name in lengths)
-    start = f"from {self.restored_from}" if self.restored_from else "from scratch"
+    lengths = ", ".join(f"{name} {length}" for name, length in (self.lengths or {}).items())
     saves = f"a checkpoint every {self.save_period} steps" if self.save_period else "no checkpoints"
+    rows = [
+      ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
+      ("data", f"{self.task}, batch {self.batch_size}{': ' * bool(lengths)}{lengths}"),
+      ("writes", f"{os.fspath(self.model_dir)}, {saves}"),
+    ]
+    return _format_rows(rows, width=_HEADER_WIDTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDescription:
+  """What a training run is about to do, for the rest of its header and for its log.
+
+  Attributes:
+    setup: the first part of the header.
+    model: the model; its `network_config` determines the FLOPs.
+    params: the parameters, or their shapes.
+    batch: the arrays or shapes of a batch, by feature.
+    steps: the completed steps at the start and at the end of the run.
+    restored_from: the path of the checkpoint; None if the run starts from scratch.
+    computation: number formats and kernels, with reasons.
+    notes: warnings about the run, one per line.
+  """
+
+  setup: RunSetup
+  model: Any
+  params: Any
+  batch: Mapping[str, Any]
+  steps: tuple[int, int]
+  restored_from: str | None = None
+  computation: str | None = None
+  notes: Sequence[str] = ()
+
+  def text(self) -> str:
+    """Returns the lines printed before the first step."""
+    flops = flops_of_model(self.model, self.batch)
+    cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+    start = f"from {self.restored_from}" if self.restored_from else "from scratch"
     parameters = count_parameters(self.params)
     rows = [
       ("model", f"{type(self.model).__name__}, {parameters:,} parameters{cost}"),
-      ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
-      ("data", f"{self.task}, batch {self._batch_size()}: {shown}"),
       ("steps", f"{self.steps[0]} to {self.steps[1]}, {start}"),
-      ("writes", f"{os.fspath(self.model_dir)}, {saves}"),
     ]
     if self.computation:
       rows.append(("computes", self.computation))
-    return _format_rows([*rows, *(("note", note) for note in self.notes)])
+    return _format_rows(
+      [*rows, *(("note", note) for note in self.notes)],
+      width=_HEADER_WIDTH,
+    )
 
   def facts(self) -> dict[str, Any]:
     """Returns what `rosetta-t5 report` needs to know, as numbers and texts."""
+    mesh = self.setup.mesh
     return {
-      "header": self.header(),
+      "header": f"{self.setup.text()}\n{self.text()}",
       "step": self.steps[0],
       "total_steps": self.steps[1],
-      "device": self.mesh.devices.flat[0].device_kind,
-      "devices": self.mesh.devices.size,
+      "device": mesh.devices.flat[0].device_kind,
+      "devices": mesh.devices.size,
       "processes": jax.process_count(),
-      "mesh": dict(self.mesh.shape),
-      "mesh_reason": self.mesh_reason,
-      "batch_size": self._batch_size(),
-      "lengths": self._lengths(),
+      "mesh": dict(mesh.shape),
+      "mesh_reason": self.setup.mesh_reason,
+      "batch_size": self.setup.batch_size,
+      "lengths": {
+        name: int(leaf.shape[1]) for name, leaf in self.batch.items() if len(leaf.shape) > 1
+      },
       "computes": self.computation,
     }
-
-  def _batch_size(self) -> int:
-    return int(next(iter(self.batch.values())).shape[0])
-
-  def _lengths(self) -> dict[str, int]:
-    return {name: int(leaf.shape[1]) for name, leaf in self.batch.items() if len(leaf.shape) > 1}
 
 
 def run_summary(
@@ -133,8 +154,8 @@ def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]
   return "\n".join(_format_task(task, metrics) for task in tasks)
 
 
-def _format_rows(rows: Sequence[tuple[str, str]]) -> str:
-  width = max(len(name) for name, _ in rows)
+def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+  width = max(width, *(len(name) for name, _ in rows))
   return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
 

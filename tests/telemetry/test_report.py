@@ -34,26 +34,47 @@ class Model:
   network_config = CONFIG
 
 
-def header(**overrides):
+def setup(**overrides):
   arguments = {
+    "mesh": default_mesh(2),
+    "mesh_reason": None,
+    "task": "pile",
+    "batch_size": 16,
+    "lengths": {"inputs": 64, "targets": 32},
+    "model_dir": "/runs/a",
+    "save_period": 10,
+  }
+  return report.RunSetup(**arguments | overrides)
+
+
+def description(**overrides):
+  arguments = {
+    "setup": setup(),
     "model": Model(),
     "params": PARAMS,
-    "mesh": default_mesh(2),
-    "task": "pile",
     "batch": BATCH,
     "steps": (0, 20),
-    "model_dir": "/runs/a",
   }
-  return report.RunDescription(**arguments | overrides).header().splitlines()
+  return report.RunDescription(**arguments | overrides).text().splitlines()
 
 
-def test_header_shows_model_devices_data_steps_and_output():
-  assert header(save_period=10) == [
-    "model    Model, 2,005 parameters, 0.07235 GFLOP a training sequence",
-    "devices  8 cpu devices, mesh data=4 model=2",
-    "data     pile, batch 16: encoder_input_tokens 64, decoder_target_tokens 32",
-    "steps    0 to 20, from scratch",
-    "writes   /runs/a, a checkpoint every 10 steps",
+def test_setup_shows_devices_data_and_output():
+  assert setup().text().splitlines() == [
+    "devices   8 cpu devices, mesh data=4 model=2",
+    "data      pile, batch 16: inputs 64, targets 32",
+    "writes    /runs/a, a checkpoint every 10 steps",
+  ]
+
+
+def test_setup_omits_lengths_and_checkpoints_that_there_are_not():
+  lines = setup(lengths=None, save_period=None).text().splitlines()
+  assert lines[1:] == ["data      pile, batch 16", "writes    /runs/a, no checkpoints"]
+
+
+def test_description_shows_model_and_steps():
+  assert description() == [
+    "model     Model, 2,005 parameters, 0.07235 GFLOP a training sequence",
+    "steps     0 to 20, from scratch",
   ]
 
 
@@ -75,18 +96,17 @@ def test_header_shows_model_devices_data_steps_and_output():
     ),
   ],
 )
-def test_header_shows_the_mesh_and_the_setting_that_determines_it(settings, line):
+def test_setup_shows_the_mesh_and_the_setting_that_determines_it(settings, line):
   partitioner = PjitPartitioner(**settings)
-  lines = header(mesh=partitioner.mesh, mesh_reason=partitioner.mesh_reason)
-  assert lines[1] == f"devices  8 cpu devices, {line}"
+  text = setup(mesh=partitioner.mesh, mesh_reason=partitioner.mesh_reason).text()
+  assert text.splitlines()[0] == f"devices   8 cpu devices, {line}"
 
 
-def test_header_shows_the_restored_checkpoint_and_notes():
-  lines = header(steps=(10, 20), restored_from="/p/checkpoint_10", notes=["schedule not used"])
-  assert lines[-3:] == [
-    "steps    10 to 20, from /p/checkpoint_10",
-    "writes   /runs/a, no checkpoints",
-    "note     schedule not used",
+def test_description_shows_the_restored_checkpoint_and_notes():
+  lines = description(steps=(10, 20), restored_from="/p/checkpoint_10", notes=["schedule not used"])
+  assert lines[1:] == [
+    "steps     10 to 20, from /p/checkpoint_10",
+    "note      schedule not used",
   ]
 
 
@@ -94,8 +114,8 @@ class UnknownModel:
   network_config = None
 
 
-def test_header_of_a_model_without_a_network_config_omits_the_flops():
-  assert header(model=UnknownModel())[0] == "model    UnknownModel, 2,005 parameters"
+def test_description_of_a_model_without_a_network_config_omits_the_flops():
+  assert description(model=UnknownModel())[0] == "model     UnknownModel, 2,005 parameters"
 
 
 def test_summary_shows_steps_losses_checkpoint_and_metrics():
