@@ -94,8 +94,14 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
   """Reads runs; a folder that is given twice is read once.
 
   Raises:
-    ValueError: a folder does not exist or contains no run.
+    ValueError: a folder does not exist, contains no run, or is in the cloud.
   """
+  for folder in folders:
+    if "://" in folder:
+      raise ValueError(
+        f"{folder} is in the cloud, and a report reads folders of this machine: copy it first, without "
+        f"its checkpoints, e.g. gcloud storage rsync -r -x 'checkpoint_.*' {folder} run"
+      )
   paths = list(dict.fromkeys(pathlib.Path(os.path.realpath(folder)) for folder in folders))
   return [_read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
 

@@ -95,6 +95,7 @@ def test_pictures_are_as_wide_as_a_column_of_a_paper(runs, tmp_path):
   ("arguments", "message"),
   [
     (["{runs}/nowhere"], "nowhere does not exist: give the MODEL_DIR of a training run"),
+    (["gs://bucket/run"], r"gs://bucket/run is in the cloud.*: copy it first"),
     (["{run}", "--out", "{tmp}"], "is a folder: give the name of a file"),
     (["{run}", "--out", "{run}/config.gin/a.html"], "cannot be written"),
     (["{run}", "--out", "{tmp}/a.html", "--png", "{run}/config.gin"], "--png .* cannot be written"),
