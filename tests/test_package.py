@@ -84,12 +84,10 @@ def test_lock_names_every_requirement():
 
 # Names whose arguments differ from T5X's, with the reason.
 KNOWN_DIFFERENCES = {
-  "t5x.checkpoints.Checkpointer": "only raises an error: T5X's older layout is not written",
   "t5x.examples.t5.network.DecoderLayer": "receives its relative bias as an argument of the call",
   "t5x.examples.t5.network.EncoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.DecoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.EncoderLayer": "the same",
-  "t5x.train_state.FlaxOptimTrainState": "made by create(), not by users",
 }
 
 

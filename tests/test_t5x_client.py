@@ -282,16 +282,19 @@ def test_gin_flags_in_a_custom_program(monkeypatch, tmp_path):
   gin.clear_config()
 
 
-def test_checkpoint_steps_are_found_in_order():
-  steps, made, index, host = [3, 10, 12], [], 0, 0
+def test_checkpoint_steps_are_found_in_order_and_once():
+  steps, made, index, host = [3, 8, 10, 12], [], 0, 0
   while host < 14:
-    num_steps, saves, index = utils.find_next_checkpoint_step(
-      index, 5, False, host, steps, 14, checkpoint_period=4, first_step=0
+    epoch_end = min(14, host - host % 4 + 4)
+    index = utils.find_first_checkpoint_step(index, steps, first_step=0, host_step=host)
+    num_steps, saves = utils.find_next_checkpoint_step(
+      index, epoch_end - host, False, host, steps, epoch_end, checkpoint_period=4, first_step=0
     )
     host += num_steps
     made.append((host, saves))
-  assert made == [(3, True), (4, True), (8, True), (10, True), (12, True), (14, False)]
-  assert utils.find_first_checkpoint_step(0, steps, first_step=10, host_step=10) == 2
+  assert made == [(3, True), (4, False), (8, False), (10, True), (12, False), (14, False)]
+  assert utils.find_first_checkpoint_step(0, steps, first_step=8, host_step=8) == 2
+  assert utils.find_first_checkpoint_step(0, [], first_step=8, host_step=8) == 0
 
 
 def test_fiddle_is_rejected_with_an_alternative():

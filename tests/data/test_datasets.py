@@ -60,7 +60,7 @@ def test_each_shard_has_its_part_of_the_batch(
 def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_ones(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  with pytest.raises(ValueError, match=r"BATCH_SIZE .* multiple of 3, .* got 7 .*Set it to 6 or 9"):
+  with pytest.raises(ValueError, match=r"^Batch size \(7\) .* shards \(3\), .*BATCH_SIZE .* 6 or 9"):
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 
 
@@ -190,8 +190,21 @@ def test_evaluation_repeats_short_data_up_to_its_steps(
   name = add_task(LINES, validation=LINES[:3])
   datasets = get_training_eval_datasets(config(name, split="validation"), 0, 1, 5, converter)
   assert list(datasets) == [name]
-  # Five passes over three examples fill three batches of four; then they are repeated.
-  assert texts(datasets[name]) == (LINES[:3] * 4 + LINES[:3] * 4)[:20]
+  assert texts(datasets[name]) == (LINES[:3] * 7)[:20]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_shards_of_an_evaluation_together_have_the_batches_of_one(
+  add_task: Callable[..., str], config: Config, converter: Any, pack: bool
+) -> None:
+  cfg = config(add_task(LINES, validation=LINES[:5]), split="validation", pack=pack)
+
+  def shard(number: int, count: int) -> Any:
+    (dataset,) = get_training_eval_datasets(cfg, number, count, 3, converter).values()
+    return [batch["encoder_input_tokens"] for batch in dataset.as_numpy_iterator()]
+
+  for left, right, whole in zip(shard(0, 2), shard(1, 2), shard(0, 1), strict=True):
+    np.testing.assert_array_equal(np.stack([left, right], axis=1).reshape(whole.shape), whole)
 
 
 def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(
@@ -218,20 +231,6 @@ def test_a_mixture_with_an_empty_task_is_refused_with_the_tasks_name(
   mixture = add_mixture("mixture_of_tests", [add_task(LINES), add_task([], name="nothing_in_it")])
   with pytest.raises(ValueError, match=r"There are no examples in .* task 'nothing_in_it'"):
     get_dataset(config(mixture), 0, 1, converter)
-
-
-@pytest.mark.parametrize("pack", [False, True])
-def test_empty_rows_fill_up_a_batch_of_too_few_evaluation_examples(
-  add_task: Callable[..., str], config: Config, converter: Any, pack: bool
-) -> None:
-  name = add_task(LINES, validation=LINES[:2])
-  cfg = config(name, split="validation", batch_size=8, pack=pack)
-  (dataset,) = get_training_eval_datasets(cfg, 0, 1, 2, converter).values()
-  batches = list(dataset.as_numpy_iterator())
-  assert len(batches) == 2
-  for batch in batches:
-    assert batch["encoder_input_tokens"].shape == (8, 16)
-    assert batch["decoder_loss_weights"].any(axis=1).tolist() == [True] * 2 + [False] * 6
 
 
 def test_evaluation_data_without_any_example_is_refused(

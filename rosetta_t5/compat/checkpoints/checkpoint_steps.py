@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 
 
 def find_first_checkpoint_step(
   checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int, host_step: int
 ) -> int:
-  """Returns the index of the first of `checkpoint_steps` after the current step.
+  """Returns the index of the first of `checkpoint_steps` at or after the current step.
 
   Args:
     checkpoint_steps_index: the index at which the search starts.
     checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
-    first_step: the first step of the run.
+    first_step: the first step of the run, at which no checkpoint is due.
     host_step: the current step.
   """
-  current_step = max(first_step, host_step)
-  return max(checkpoint_steps_index, bisect.bisect_right(checkpoint_steps, current_step))
+  for index, step in list(enumerate(checkpoint_steps))[checkpoint_steps_index:]:
+    if step >= host_step and step != first_step:
+      return index
+  return max(checkpoint_steps_index, len(checkpoint_steps) - 1)
 
 
 def find_next_checkpoint_step(
@@ -30,27 +31,23 @@ def find_next_checkpoint_step(
   epoch_end_step: int,
   checkpoint_period: int | None,
   first_step: int,
-) -> tuple[int, bool, int]:
-  """Returns the number of steps until the next save, whether to save then, and the new index.
+) -> tuple[int, bool]:
+  """Returns the number of steps until the next of `checkpoint_steps`, and whether one is so near.
 
   Args:
-    checkpoint_steps_index: the index of the next of `checkpoint_steps`.
-    inner_num_steps: the number of steps if no checkpoint is due before.
-    is_checkpoint_step: whether a checkpoint is due after those steps.
+    checkpoint_steps_index: the index at which the search starts.
+    inner_num_steps: the number of steps, which is returned if none is so near.
+    is_checkpoint_step: what is returned in that case.
     host_step: the current step.
     checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
-    epoch_end_step: the last step of the epoch, which limits the number of steps.
-    checkpoint_period: a checkpoint is also due at each multiple of it; None for never.
+    epoch_end_step: the last step of the epoch.
+    checkpoint_period: steps at multiples of it after `first_step` do not count, because a checkpoint
+      is saved there anyway; None for no period.
     first_step: the first step of the run.
   """
-  stop = min(host_step + inner_num_steps, epoch_end_step)
-  index = find_first_checkpoint_step(
-    checkpoint_steps_index, checkpoint_steps, first_step, host_step
-  )
-  candidates = list(checkpoint_steps[index : index + 1])
-  if checkpoint_period:
-    candidates.append(host_step + checkpoint_period - host_step % checkpoint_period)
-  due = min((step for step in candidates if step <= stop), default=None)
-  if due is None:
-    return stop - host_step, is_checkpoint_step, index
-  return due - host_step, True, index + int(due in checkpoint_steps[index : index + 1])
+  for step in checkpoint_steps[checkpoint_steps_index:]:
+    is_periodic = checkpoint_period and (step - first_step) % checkpoint_period == 0
+    is_near = step <= host_step + inner_num_steps
+    if is_near and max(first_step, host_step) < step <= epoch_end_step and not is_periodic:
+      return step - host_step, True
+  return inner_num_steps, is_checkpoint_step

@@ -21,7 +21,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
   read_task,
 )
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
   import seqio
@@ -111,8 +111,8 @@ def get_training_eval_datasets(
 ) -> Mapping[str, tf.data.Dataset]:
   """Returns `eval_steps` batches of a task, or of a mixture and each of its tasks, by name.
 
-  Data with fewer batches is repeated. If all examples of a shard do not fill one batch, empty rows,
-  which have no loss, fill it up. Tasks without the split are left out.
+  As in T5X, the batches are the same for any number of shards: each shard reads all examples and
+  keeps its own. Too few examples are repeated. Tasks without the split are left out.
 
   Args:
     cfg: the dataset; its `mixture_or_task_name` may be a mixture.
@@ -125,7 +125,7 @@ def get_training_eval_datasets(
     start_step: ignored, for the same reason.
 
   Raises:
-    ValueError: the same errors as in `get_dataset`, or a shard of a task has no example.
+    ValueError: the same errors as in `get_dataset`, or a task has no example.
   """
   del model_dir, start_step
   if deterministic:
@@ -137,27 +137,32 @@ def get_training_eval_datasets(
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     task = cfg.mixture_or_task_name
     return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
-  # All tasks of a mixture and all processes share one seed.
-  cfg = dataclasses.replace(cfg, seed=resolve_seed(cfg))
   seqio = import_seqio()
   provider = find_task_or_mixture(cfg)
   check_split(cfg, provider)
   tasks = [task for task in seqio.get_subtasks(provider) if has_split(task, cfg.split)]
-  if isinstance(provider, seqio.Mixture):
-    tasks.append(provider)
+  names = {task.name: task.name for task in tasks} | {provider.name: cfg.mixture_or_task_name}
 
-  def batches(task: Any) -> tf.data.Dataset:
-    task_cfg = dataclasses.replace(cfg, mixture_or_task_name=task)
-    # Reading must end even if the task filters out all examples, so the passes are limited.
-    dataset = get_dataset(task_cfg, shard_id, num_shards, feature_converter_cls, eval_steps)
-    if not has_element(dataset):
-      row_cfg = dataclasses.replace(task_cfg, batch_size=num_shards)
-      rows = get_dataset(row_cfg, shard_id, num_shards, feature_converter_cls, 1).unbatch()
-      dataset = _fill_up(rows, cfg.batch_size // num_shards, task_cfg)
-    dataset = dataset.repeat().take(eval_steps)
+  def batches(name: Any) -> tf.data.Dataset:
+    examples = get_dataset(
+      dataclasses.replace(cfg, mixture_or_task_name=name, batch_size=1),
+      shard_id=0,
+      num_shards=1,
+      feature_converter_cls=feature_converter_cls,
+      # Reading must end even if the task filters out all examples, so the passes are limited.
+      num_epochs=eval_steps * cfg.batch_size,
+      continue_from_last_checkpoint=False,
+    )
+    if not has_element(examples):
+      raise ValueError(
+        f"The split '{cfg.split}' of the task '{name}' has no example to evaluate. Give it more data, "
+        "or set train.train_eval_dataset_cfg = None."
+      )
+    rows = examples.unbatch().repeat().shard(num_shards, shard_id)
+    dataset = rows.batch(cfg.batch_size // num_shards, drop_remainder=True).take(eval_steps)
     return dataset.cache() if cfg.use_memory_cache else dataset
 
-  return {task.name: batches(task) for task in tasks}
+  return {name: batches(reference) for name, reference in names.items()}
 
 
 def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
@@ -165,27 +170,10 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
     below = cfg.batch_size - cfg.batch_size % num_shards
     near = " or ".join(str(size) for size in (below, below + num_shards) if size)
     raise ValueError(
-      f"BATCH_SIZE (DatasetConfig.batch_size) must be a multiple of {num_shards}, the number of data "
-      f"shards, got {cfg.batch_size} (task '{cfg.name}'). Set it to {near}, for example."
+      f"Batch size ({cfg.batch_size}) must be divisible by number of shards ({num_shards}), which is "
+      f"the number of parts that the data of the task '{cfg.name}' is split into. Set BATCH_SIZE "
+      f"(DatasetConfig.batch_size) to {near}, for example."
     )
-
-
-def _fill_up(rows: tf.data.Dataset, batch_size: int, cfg: DatasetConfig) -> tf.data.Dataset:
-  """Returns one batch of all rows, which are too few, and of empty ones.
-
-  Raises:
-    ValueError: there is no row.
-  """
-  tf = import_tensorflow()
-  if not has_element(rows):
-    raise ValueError(
-      f"A shard of the split '{cfg.split}' of the task '{cfg.name}' has no example to evaluate. Give "
-      "it more data, or set train.train_eval_dataset_cfg = None."
-    )
-  logging.warning("'%s' has fewer than %d rows to evaluate.", cfg.name, batch_size)
-  empty = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), rows.element_spec)
-  filled = rows.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
-  return filled.batch(batch_size, drop_remainder=True).take(1)
 
 
 def _check_same_seed(seed: int | None) -> None:

@@ -97,6 +97,17 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self.batches_handed_out += 1
     return batch
 
+  def peek(self) -> GlobalBatch:
+    """Returns the batch that `next` will return."""
+    self._submit_reads(1)
+    return self._pending[0].result()[1]
+
+  def peek_async(self) -> Future[GlobalBatch]:
+    """Returns a future of the batch that `next` will return."""
+    self._submit_reads(1)
+    first = self._pending[0]
+    return self._thread.submit(lambda: first.result()[1])
+
   def start_prefetching(self) -> None:
     """Reads ahead in the background, so that the first batch is ready when the step is."""
     self._submit_reads(_PREFETCHED_BATCHES)

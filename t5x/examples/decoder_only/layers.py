@@ -6,7 +6,7 @@ from rosetta_t5.networks.layers.dense import (
   MlpBlock,
 )
 from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
-from rosetta_t5.networks.layers.embedding import Embed
+from rosetta_t5.networks.layers.embedding import Embed, default_embed_init
 from rosetta_t5.networks.layers.masks import (
   combine_biases,
   combine_masks,
