@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+from clu import values as clu_values
+
 from rosetta_t5 import checkpoints, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
@@ -278,7 +281,11 @@ class TrainLoop:
     if (values := self.predictions.collect()) is not None:
       self._run_actions(ActionMode.INFER_EVAL, values)
 
-  def _run_actions(self, mode: ActionMode, values: Mapping[str, Mapping[str, float]]) -> None:
+  def _run_actions(self, mode: ActionMode, values: Mapping[str, Mapping[str, Any]]) -> None:
+    if (
+      mode is not ActionMode.INFER_EVAL
+    ):  # As in T5X, where only SeqIO's metrics are plain numbers.
+      values = jax.tree.map(clu_values.Scalar, values)
     if run_actions(mode, self.actions, self.trainer.train_state, values):
       self._is_stopped_by_action = True
 

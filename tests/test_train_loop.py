@@ -17,6 +17,7 @@ import pytest
 from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.terminal import progress
 from rosetta_t5.train_loop import TrainLoop
+from rosetta_t5.training.actions import ActionMode
 
 
 class Feed:
@@ -101,6 +102,17 @@ def run(loop):
     save_cfg=None, eval_period=5, stats_period=4, gc_period=0, run_eval_before_training=False
   )
   return loop.finish()
+
+
+def test_actions_get_losses_as_values_of_clu_as_in_t5x():
+  seen = []
+  loop = make_loop(Trainer(), itertools.count(), total_steps=5)
+  loop.evaluation.cfg = "data"
+  loop.evaluation.run = lambda trainer: {"task": {"loss": 2.0}}
+  action = types.SimpleNamespace(run=lambda state, values: seen.append(values))
+  loop.actions = {ActionMode.TRAIN_EVAL: [action]}
+  run(loop)
+  assert [values["task"]["loss"].value for values in seen] == [2.0]
 
 
 def test_loop_trains_in_ranges_between_reports_and_evaluations():

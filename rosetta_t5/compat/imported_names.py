@@ -12,7 +12,9 @@ from flax import core
 from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
-_FUNCTIONS = "Activation Initializer InitializerAxis NdInitializer InferStepCallable MergeFn WriteFn"
+_FUNCTIONS = (
+  "Activation Initializer InitializerAxis NdInitializer InferStepCallable MergeFn WriteFn"
+)
 _MAPPINGS = "ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType MetricsMap"
 _MAPPINGS += " MetricValueMapType ModelWeights MutableMetricMapType"
 _OTHER_TYPES = "Array DType Dtype HardwareMesh JaxDevice PRNGKey PyTree PyTreeDef Rng TrainState"

@@ -78,20 +78,20 @@ def beam_init(
     max_decode_len: the length of the sequences including the start token.
     cache: the model's cache without beams.
     offset: the index of the cache's batch dimension.
-    live_seqs: sequences to start from; None for zeros.
-    initial_index: the position of each sequence's newest token in a prefilled cache.
+    live_seqs: sequences to start from, whose first positions a prefilled cache has; None for zeros.
+    initial_index: the position of each sequence's newest token in that cache.
   """
   beam = functools.partial(beams.add_beam_dim, beam_size=beam_size, offset=offset)
   seqs = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
   one_alive = _first_only(beam_size)
   return BeamState(
-    cur_index=jnp.int32(0) if initial_index is None else initial_index,
+    cur_index=jnp.int32(0),
     live_logprobs=jnp.broadcast_to(one_alive, (batch_size, beam_size)),
     finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
     live_seqs=seqs if live_seqs is None else live_seqs,
     finished_seqs=seqs,
     finished_flags=jnp.zeros((batch_size, beam_size), bool),
-    cache=beams.cache_map(beam, cache, apply_to_index=initial_index is not None),
+    cache=beams.cache_map(beam, cache, apply_to_index=live_seqs is not None),
     initial_index=initial_index,
   )
 
@@ -139,6 +139,8 @@ def beam_search(
   start = beam_init(
     batch_size, num_decodes, max_len, unfreeze(cache), cache_offset, live_seqs, initial_index
   )
+  if initial_index is not None:
+    start = start.replace(cur_index=initial_index)
   last = jnp.int32(max_len - 1)
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)

@@ -55,7 +55,7 @@ class PrintLoss(BaseAction):
 
   def run(self, train_state, metrics_by_task):
     step = int(train_state.step)
-    print("step", step, float(metrics_by_task["train"]["loss"]).hex(), flush=True)
+    print("step", step, float(metrics_by_task["train"]["loss"].value).hex(), flush=True)
     if step == self._sigterm_after:
       signal.raise_signal(signal.SIGTERM)
     return False

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from client_run import train_two_steps
 from flax import traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
 from tiny_models import T5_1_1, make_batch, make_model
 
-from t5x import adafactor, checkpoints, optimizers, partitioning, train_state, trainer, utils
+from t5x import adafactor, checkpoints, optimizers, partitioning, train_state, utils
 from t5x.examples.t5 import layers, network
 
 SHAPES = {"encoder_input_tokens": (8, 10), "decoder_input_tokens": (8, 6)}
@@ -31,30 +32,24 @@ def train_and_restore(model, partitioner, tmp_path, checkpointer_cls=None):
     partitioner=partitioner,
   )
   first = initializer.from_scratch(jax.random.PRNGKey(0))
-  run = trainer.Trainer(
+  trained, _ = train_two_steps(
     model,
     jax.tree.map(jnp.copy, first),
     partitioner,
-    eval_names=[],
-    summary_dir=None,
-    train_state_axes=initializer.train_state_axes,
-    rng=jax.random.PRNGKey(1),
-    learning_rate_fn=utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1),
-    num_microbatches=None,
+    initializer.train_state_axes,
+    [make_batch(8)] * 2,
   )
-  with run:
-    run.train(iter([make_batch(8)] * 2), 2, start_step=0).result()
   manager = utils.create_orbax_checkpoint_manager(
     save_cfg=utils.SaveCheckpointConfig(checkpointer_cls=checkpointer_cls),
     train_state=first,
     partitioner=partitioner,
     model_dir=str(tmp_path),
   )
-  assert manager.save(run.train_state)
+  assert manager.save(trained)
   manager.close()
   cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
   restored = initializer.from_checkpoint([cfg])
-  jax.tree.map(np.testing.assert_array_equal, restored, run.train_state)
+  jax.tree.map(np.testing.assert_array_equal, restored, trained)
   assert int(restored.step) == 2
   return first.params, restored.params
 
