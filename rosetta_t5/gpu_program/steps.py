@@ -78,7 +78,7 @@ def choose_kernel_by_roofline(
   """
   one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(one, PartitionSpec())
-  seconds = dict.fromkeys(usable_kernels(model, batch), 0.0)
+  seconds = dict.fromkeys(usable_kernels(model, batch, mesh.shape), 0.0)
   if len(seconds) == 1:
     return KernelChoice("xla", "auto: no other kernel supports this model")
   for case in attention_cases(model.network_config, batch, dict(mesh.shape)):

@@ -19,6 +19,7 @@ from rosetta_t5.kernels.cross_entropy import (
   logits_gradient,
   loss_and_residuals,
 )
+from rosetta_t5.parallel.sharding_constraints import context_shards
 
 # A logit that gives probability 0, and still has a finite gradient.
 _EXCLUDED_LOGIT = -1e10
@@ -62,7 +63,8 @@ def chunked_cross_entropy(
     z_loss: the weight of the squared log of the softmax denominator.
     label_smoothing: ε, a Python number.
     chunk: the number of positions whose logits exist at a time, [B, chunk, V]. The length is split
-      and not the batch, which may be split over devices.
+      and not the batch, which may be split over devices. If the positions are split over devices
+      too, a chunk has as many of each device.
   """
   return _forward(factors, targets_BT, z_loss, label_smoothing, chunk)[0]
 
@@ -138,14 +140,21 @@ def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array, excluded: jax.Array | N
 
 
 def _split(array_BT: jax.Array, chunk: int, padding: int = 0) -> jax.Array:
-  """Returns [chunks, B, chunk, ...], with the last chunk padded."""
+  """Returns [chunks, B, chunk, ...], with each device's last chunk padded."""
   batch, length, *rest = array_BT.shape
-  widths = ((0, 0), (0, -length % chunk), *((0, 0) for _ in rest))
-  padded = jnp.pad(array_BT, widths, constant_values=padding)
-  return jnp.moveaxis(padded.reshape(batch, -1, chunk, *rest), 1, 0)
+  devices = context_shards(length)
+  each = max(chunk // devices, 1)
+  array_BPT = array_BT.reshape(batch, devices, length // devices, *rest)
+  widths = ((0, 0), (0, 0), (0, -array_BPT.shape[2] % each), *((0, 0) for _ in rest))
+  padded = jnp.pad(array_BPT, widths, constant_values=padding)
+  chunks = jnp.moveaxis(padded.reshape(batch, devices, -1, each, *rest), 2, 0)
+  return chunks.reshape(-1, batch, devices * each, *rest)
 
 
 def _join(chunks: jax.Array, length: int) -> jax.Array:
   """Returns [B, T, ...] from what `_split` returned."""
-  joined = jnp.moveaxis(chunks, 0, 1)
-  return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
+  number, batch, chunk, *rest = chunks.shape
+  devices = context_shards(length)
+  parts = chunks.reshape(number, batch, devices, chunk // devices, *rest)
+  joined = jnp.moveaxis(parts, 0, 2).reshape(batch, devices, -1, *rest)
+  return joined[:, :, : length // devices].reshape(batch, length, *rest)

@@ -37,7 +37,7 @@ _NO_QUERY = -2
 # The dimensions that a kernel's programs are distributed over. The letters are those of shapes in
 # names: b batch, t query, s key, h head, k head size; T and S count tiles of queries and of keys.
 _GRIDS = {"forward": "tbh", "query_gradient": "tbh", "key_gradient": "sbh", "bias_gradient": "tsh"}
-_INPUT_DIMS = Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs")
+_INPUT_DIMS = Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs", "t")
 _RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
 
 
@@ -116,7 +116,7 @@ def flash_attention(
     causal: whether a query does not see the keys after it.
     interpret: whether to run without a GPU, slowly.
   """
-  return _forward(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments, causal, interpret)[0]
+  return forward(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments, causal, interpret)[0]
 
 
 class _Run(NamedTuple):
@@ -128,7 +128,7 @@ class _Run(NamedTuple):
   interpret: bool
 
 
-def _forward(
+def forward(
   q_BTHK: Array,
   k_BSHK: Array,
   v_BSHK: Array,
@@ -137,6 +137,7 @@ def _forward(
   causal: bool,
   interpret: bool,
 ) -> tuple[Array, tuple]:
+  """Returns `flash_attention`, and what `backward` needs: padded inputs, outputs, and the shapes."""
   inputs = _pad_to_tiles(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
   run = _Run(
     tiling_for(inputs.q.shape[3], target_device().device_kind), k_BSHK.shape[1], causal, interpret
@@ -147,9 +148,10 @@ def _forward(
   return o_BTHK[:, : q_BTHK.shape[1], :, : q_BTHK.shape[3]], residuals
 
 
-def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tuple:
+def backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tuple:
+  """Returns the gradients of `flash_attention`'s arguments."""
   inputs, o_BTHK, log2_total_BHT, (q_shape, k_shape, bias_1HTS) = residuals
-  do_BTHK = _pad_to(do, o_BTHK.shape)
+  do_BTHK = pad_to(do, o_BTHK.shape)
   weighted = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
   delta_BHT = jnp.sum(weighted, axis=-1).transpose(0, 2, 1)
   arguments = (inputs, Residuals(do_BTHK, log2_total_BHT, delta_BHT))
@@ -168,7 +170,7 @@ def _backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tup
   return dq, dk, dv, dbias_HTS[None, :, : q_shape[1], : k_shape[1]], None
 
 
-flash_attention.defvjp(_forward, _backward)
+flash_attention.defvjp(forward, backward)
 
 
 def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, ...]:
@@ -184,8 +186,8 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
   kernel = getattr(flash_kernels, f"{name}_kernel")
   inputs = arguments[0]
   work, work_dims = _work(grid[:2], arguments, launch, run.causal)
-  input_dims = _INPUT_DIMS._replace(bias=None) if inputs.bias is None else _INPUT_DIMS
-  dims = (input_dims, _RESIDUAL_DIMS)[: len(arguments)] + work_dims
+  absent = {name: None for name, array in inputs._asdict().items() if array is None}
+  dims = (_INPUT_DIMS._replace(**absent), _RESIDUAL_DIMS)[: len(arguments)] + work_dims
   batch, length, heads, size = inputs.q.shape
   sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
   blocks = {"t": launch.block_t, "s": launch.block_s}
@@ -208,7 +210,7 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
 def _work(grid: str, arguments: tuple, launch: Launch, causal: bool) -> tuple[tuple, tuple]:
   """Returns the arrays that state which tiles each program of a kernel computes, and their dimensions."""
   inputs = arguments[0]
-  segments = Segments(inputs.query_segments, inputs.key_segments)
+  segments = Segments(inputs.query_segments, inputs.key_segments, inputs.query_positions)
   visible_BTS = visible_tiles(segments, launch.block_t, launch.block_s, causal)
   if grid == "tb":
     return (range_of(visible_BTS),), (TileRange("bT", "bT"),)
@@ -244,16 +246,19 @@ def _pad_to_tiles(
   size = max(_SMALLEST, pl.next_power_of_2(size))
   query_BT = jnp.where(segments.query_BT > 0, segments.query_BT, _NO_QUERY)
   key_BS = jnp.where(segments.key_BS > 0, segments.key_BS, _NO_KEY)
+  position_T = segments.query_position_T
   return Inputs(
-    _pad_to(q, (batch, length, heads, size)),
-    _pad_to(k, (batch, keys, heads, size)),
-    _pad_to(v, (batch, keys, heads, size)),
-    None if bias_1HTS is None else _pad_to(bias_1HTS[0], (heads, length, keys)),
-    _pad_to(query_BT, (batch, length), _NO_QUERY),
-    _pad_to(key_BS, (batch, keys), _NO_KEY),
+    pad_to(q, (batch, length, heads, size)),
+    pad_to(k, (batch, keys, heads, size)),
+    pad_to(v, (batch, keys, heads, size)),
+    None if bias_1HTS is None else pad_to(bias_1HTS[0], (heads, length, keys)),
+    pad_to(query_BT, (batch, length), _NO_QUERY),
+    pad_to(key_BS, (batch, keys), _NO_KEY),
+    None if position_T is None else pad_to(position_T, (length,)),
   )
 
 
-def _pad_to(x: Array, shape: tuple[int, ...], value: int = 0) -> Array:
+def pad_to(x: Array, shape: tuple[int, ...], value: int = 0) -> Array:
+  """Returns `x` with `value` appended in each dimension up to `shape`."""
   widths = [(0, to - size) for size, to in zip(x.shape, shape, strict=True)]
   return jnp.pad(x, widths, constant_values=value) if any(w for _, w in widths) else x

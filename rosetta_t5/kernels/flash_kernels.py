@@ -48,7 +48,10 @@ class Setting(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """The inputs of all kernels, padded to whole tiles. A query sees the keys of the same segment."""
+  """The inputs of all kernels, padded to whole tiles. A query sees the keys of the same segment.
+
+  `query_positions` are among the keys; they are None if they are 0, 1, ….
+  """
 
   q: Any
   k: Any
@@ -56,6 +59,7 @@ class Inputs(NamedTuple):
   bias: Any
   query_segments: Any
   key_segments: Any
+  query_positions: Any = None
 
 
 class Residuals(NamedTuple):
@@ -79,11 +83,13 @@ def forward_kernel(
   """Computes the output of one tile of queries from the tiles of keys that they may see."""
   t = pl.program_id(0)
   q, query_segments = x.q[...], x.query_segments[...][:, None]
+  positions = None if x.query_positions is None else x.query_positions[...][:, None]
 
   def one_tile(s: Array, carry: tuple) -> tuple:
     o, highest, total = carry
     k, v, bias = _key_tile(x, s, setting)
-    visible = _visible(query_segments, _key_segments(x, s, setting)[None], t, s, setting)
+    key_segments = _key_segments(x, s, setting)[None]
+    visible = _visible(query_segments, key_segments, positions, t, s, setting)
     logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
     new_highest = jnp.maximum(highest, jnp.max(logits, axis=1) * _LOG2_E)
     shrink = jnp.exp2(highest - new_highest)
@@ -125,11 +131,13 @@ def query_gradient_kernel(
   """Computes the gradient of one tile of queries from the tiles of keys that they may see."""
   t = pl.program_id(0)
   q, query_segments = x.q[...], x.query_segments[...][:, None]
+  positions = None if x.query_positions is None else x.query_positions[...][:, None]
   do, log2_total, delta = (ref[...] for ref in residuals)
 
   def one_tile(s: Array, dq: Array) -> Array:
     k, v, bias = _key_tile(x, s, setting)
-    visible = _visible(query_segments, _key_segments(x, s, setting)[None], t, s, setting)
+    key_segments = _key_segments(x, s, setting)[None]
+    visible = _visible(query_segments, key_segments, positions, t, s, setting)
     logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
     weights = _power(logits, log2_total[:, None], setting)
     dlogits = weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
@@ -166,7 +174,8 @@ def key_gradient_kernel(
     at = pl.ds(t * setting.block_t, setting.block_t)
     q, bias = x.q[at], None if x.bias is None else x.bias[at, :].T
     do, log2_total, delta = (ref[at] for ref in residuals)
-    visible = _visible(x.query_segments[at][None], key_segments, t, s, setting)
+    positions = None if x.query_positions is None else x.query_positions[at][None]
+    visible = _visible(x.query_segments[at][None], key_segments, positions, t, s, setting)
     logits = _masked(plt.dot(k, q, trans_b=True), bias, visible)
     weights = _power(logits, log2_total[None], setting)
     dlogits = weights * (plt.dot(v, do, trans_b=True) - delta[None])
@@ -210,12 +219,14 @@ def bias_gradient_kernel(
   """Computes the gradient of one tile of the bias from the examples that see something of it."""
   t, s = pl.program_id(0), pl.program_id(1)
   bias = x.bias[...]
+  positions = None if x.query_positions is None else x.query_positions[...][:, None]
 
   def one_example(number: Array, dbias: Array) -> Array:
     b = examples_that_see[number]
     q, k, v = (ref[b] for ref in (x.q, x.k, x.v))
     do, log2_total, delta = (ref[b] for ref in residuals)
-    visible = _visible(x.query_segments[b][:, None], x.key_segments[b][None], t, s, setting)
+    query_segments, key_segments = x.query_segments[b][:, None], x.key_segments[b][None]
+    visible = _visible(query_segments, key_segments, positions, t, s, setting)
     logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
     weights = _power(logits, log2_total[:, None], setting)
     return dbias + weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
@@ -236,18 +247,26 @@ def _key_segments(x: Inputs, s: Array, setting: Setting) -> Array:
 
 
 def _visible(
-  query_segments: Array, key_segments: Array, t: Array, s: Array, setting: Setting
+  query_segments: Array,
+  key_segments: Array,
+  positions: Array | None,
+  t: Array,
+  s: Array,
+  setting: Setting,
 ) -> Array:
   """Returns which logits of tile `t` of the queries and `s` of the keys count.
 
-  The segments have shapes [t, 1] and [1, s], or [1, t] and [s, 1] for a transposed tile.
+  The segments have shapes [t, 1] and [1, s], or [1, t] and [s, 1] for a transposed tile. The queries'
+  positions have the shape of their segments.
   """
   visible = query_segments == key_segments
   if not setting.causal:
     return visible
   query_axis = 0 if query_segments.shape[1] == 1 else 1
   # Triton needs the shape of an iota, so these are not broadcast implicitly.
-  query = t * setting.block_t + jax.lax.broadcasted_iota(jnp.int32, visible.shape, query_axis)
+  query = positions
+  if query is None:
+    query = t * setting.block_t + jax.lax.broadcasted_iota(jnp.int32, visible.shape, query_axis)
   key = s * setting.block_s + jax.lax.broadcasted_iota(jnp.int32, visible.shape, 1 - query_axis)
   return visible & (query >= key)
 

@@ -10,10 +10,17 @@ from jaxtyping import Array, Bool, Int
 
 
 class Segments(NamedTuple):
-  """The segment of each query and each key; 0 is padding. A query sees the keys of its own segment."""
+  """The segment of each query and each key; 0 is padding. A query sees the keys of its own segment.
+
+  Attributes:
+    query_BT: the segments of the queries.
+    key_BS: those of the keys.
+    query_position_T: the queries' positions among the keys, for causality; None for 0, 1, ….
+  """
 
   query_BT: Int[Array, "B T"]
   key_BS: Int[Array, "B S"]
+  query_position_T: Int[Array, " T"] | None = None
 
 
 class TileRange(NamedTuple):
@@ -47,6 +54,8 @@ def visible_tiles(
   )
   if causal:
     last_query = (jnp.arange(visible.shape[1]) + 1) * block_t - 1
+    if segments.query_position_T is not None:
+      last_query = jnp.max(segments.query_position_T.reshape(-1, block_t), axis=1)
     first_key = jnp.arange(visible.shape[2]) * block_s
     visible &= last_query[None, :, None] >= first_key[None, None]
   return visible

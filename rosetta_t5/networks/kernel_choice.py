@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.visible_tiles import Segments
 from rosetta_t5.networks.layers.masks import make_boolean_mask
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS
+from rosetta_t5.parallel.sharding_constraints import (
+  context_shards,
+  dividing_axes,
+  with_sharding_constraint,
+)
 from rosetta_t5.parallel.target_device import target_device
 
 
@@ -114,6 +119,8 @@ def _check_segment_mask(
     problem = (
       "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False"
     )
+  elif kernel == "cudnn" and context_shards() > 1:
+    problem = "does not support a mesh with the axis context: set it to 'flash'"
   elif kernel == "cudnn" and (queries % 2 or keys % 2):
     problem = (
       f"trains with a bias only if lengths are even, got {queries} and {keys}: change "
@@ -187,23 +194,53 @@ def row_lengths(segments_BT: Array) -> Array:
   return jnp.max(jnp.where(segments_BT > 0, ends_T[None], 1), axis=1)
 
 
+def gather_keys(
+  q_BTHK: Float[Array, "B T H K"],
+  k_BSHK: Float[Array, "B S H K"],
+  v_BSHK: Float[Array, "B S H K"],
+  bias_1HTS: Float[Array, "#B H T S"] | None,
+  mask_B1TS: Bool[Array, "#B 1 T S"] | None,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+  """Returns XLA's operands of attention such that each device computes its own positions' queries.
+
+  Without a mesh axis `context` these are the given arrays.
+  """
+  if context_shards() == 1:
+    return q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
+  k_BSHK, v_BSHK = (
+    with_sharding_constraint(x_BSHK, ("batch", None, "heads", "kv")) for x_BSHK in (k_BSHK, v_BSHK)
+  )
+  if bias_1HTS is not None:
+    bias_1HTS = with_sharding_constraint(bias_1HTS, (None, "heads", "length", None))
+  if mask_B1TS is not None:
+    mask_B1TS = with_sharding_constraint(mask_B1TS, ("batch", None, "length", None))
+  return q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
+
+
 def _sharded_flash_attention(
   q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_1HTS: Array | None, mask: SegmentMask
 ) -> Array:
-  """Runs the kernel on each device's examples and heads: XLA cannot partition a Triton kernel."""
+  """Runs the kernel on each device's examples, heads and queries.
+
+  XLA cannot partition a Triton kernel. Devices that share a row gather its keys and values.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  batch, heads = dividing_axes(("batch", "heads"), (q_BTHK.shape[0], q_BTHK.shape[2]))
+  is_split = context_shards(q_BTHK.shape[1], k_BSHK.shape[1]) > 1
 
   def attend(q: Array, k: Array, v: Array, bias: Array | None, *segments: Array) -> Array:
     interpret = _is_interpreted()
+    if is_split:
+      whole = Segments(*segments)
+      return context_attention(q, k, v, bias, whole, CONTEXT_AXIS, mask.causal, interpret)
     return flash_attention(q, k, v, bias, Segments(*segments), mask.causal, interpret)
 
-  mesh = jax.sharding.get_abstract_mesh()
   operands = (q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask.query_BT, mask.key_BS)
   if mesh.empty or mesh.size == 1:
     return attend(*operands)
-  batch = _mesh_axes_that_divide("batch", q_BTHK.shape[0], mesh)
-  heads = _mesh_axes_that_divide("heads", q_BTHK.shape[2], mesh)
-  spec, segments_spec = PartitionSpec(batch, None, heads), PartitionSpec(batch)
-  bias_spec = None if bias_1HTS is None else PartitionSpec(None, heads)
+  length = CONTEXT_AXIS if is_split else None
+  spec, segments_spec = PartitionSpec(batch, length, heads), PartitionSpec(batch)
+  bias_spec = None if bias_1HTS is None else PartitionSpec(None, heads, length)
   sharded = jax.shard_map(
     attend,
     in_specs=(spec, spec, spec, bias_spec, segments_spec, segments_spec),
@@ -211,13 +248,6 @@ def _sharded_flash_attention(
     check_vma=False,  # Pallas kernels do not declare over which mesh axes their results vary
   )
   return sharded(*operands)
-
-
-def _mesh_axes_that_divide(logical_axis: str, size: int, mesh: Any) -> Any:
-  """Returns the mesh axes that the rules map a logical axis to; None if they do not divide `size`."""
-  (axes,) = flax_partitioning.logical_to_mesh_axes((logical_axis,)) or (None,)
-  names = (axes,) if isinstance(axes, str) else axes or ()
-  return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
 def _is_interpreted() -> bool:

@@ -38,7 +38,7 @@ from rosetta_t5.networks.kernel_choice import (
 from rosetta_t5.networks.layers.dense import Matmul, matmul
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.networks.t5_config import replace_config
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
 from rosetta_t5.telemetry.atomic_files import write_atomically
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
@@ -99,7 +99,7 @@ def with_measured_kernel(
     return model, None
   text = ""
   if jax.process_index() == 0:
-    cases, names = attention_cases(config, batch, mesh), usable_kernels(model, batch)
+    cases, names = attention_cases(config, batch, mesh), usable_kernels(model, batch, mesh)
     text = json.dumps(_stored_or(functools.partial(choose_fastest, cases, names), cases, names))
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
   return replace_config(model, attention_kernel=choice.name), choice
@@ -139,14 +139,16 @@ def attention_cases(
   ]
 
 
-def usable_kernels(model: Any, batch: Mapping[str, Any]) -> list[str]:
+def usable_kernels(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
   """Returns the kernels that accept the model's dtype, sizes and masks; `xla` is always the first.
 
   Args:
     model: the model.
     batch: the shape and type of each feature of the global batch.
+    mesh: the size of each mesh axis.
   """
-  return ["xla", *(name for name in ("cudnn", "flash") if _can_train(model, name, batch))]
+  fused = ("flash",) if mesh.get(CONTEXT_AXIS, 1) > 1 else ("cudnn", "flash")
+  return ["xla", *(name for name in fused if _can_train(model, name, batch))]
 
 
 def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], Any]:

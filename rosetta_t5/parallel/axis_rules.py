@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, EXPERT_AXIS, FSDP_AXIS
+from rosetta_t5.parallel.mesh_axes import (
+  BATCH_AXES,
+  CONTEXT_AXIS,
+  DATA_AXIS,
+  EXPERT_AXIS,
+  FSDP_AXIS,
+  MODEL_AXIS,
+)
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
@@ -66,12 +73,13 @@ def standard_logical_axis_rules(
 def extend_axis_rules(
   rules: LogicalAxisRules, mesh_axes: Collection[str], sequence_parallel: bool
 ) -> tuple[AxisRule, ...]:
-  """Returns the rules with those of experts, FSDP and sequence parallelism added.
+  """Returns the rules with those of experts, FSDP, context and sequence parallelism added.
 
   Args:
     rules: (logical axis, mesh axis) pairs.
     mesh_axes: the axes of the mesh. `expert` and `fsdp` split the batch in addition to `data`; `expert`
-      also splits the experts, and `fsdp` all parameters.
+      also splits the experts, and `fsdp` all parameters. `context` splits positions, and
+      the parameters together with `fsdp`.
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
@@ -84,7 +92,8 @@ def extend_axis_rules(
   names = [name for name, _ in extended]
   if FSDP_AXIS in mesh_axes:
     first = names.index("embed") if "embed" in names else len(names)
-    extended.insert(first, ("embed", FSDP_AXIS))
+    over_context = CONTEXT_AXIS in mesh_axes
+    extended.insert(first, ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS))
   replicas = tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS
   expert_rules: LogicalAxisRules = (
     ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),
@@ -94,7 +103,11 @@ def extend_axis_rules(
   )
   # They come first, so that the groups of an activation take `fsdp` before `embed` can.
   extended = [*(rule for rule in expert_rules if rule[0] not in names), *extended]
-  if sequence_parallel:
-    # The rule of `length` comes last, so that heads, mlp and vocab take the mesh axis first.
-    extended = [rule for rule in extended if rule != ("length", None)] + [("length", "model")]
-  return tuple(extended)
+  if CONTEXT_AXIS not in mesh_axes and not sequence_parallel:
+    return tuple(extended)
+  # The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first.
+  extended = [rule for rule in extended if rule != ("length", None)]
+  if CONTEXT_AXIS not in mesh_axes:
+    return (*extended, ("length", MODEL_AXIS))
+  both: LogicalAxisRules = [("length", (CONTEXT_AXIS, MODEL_AXIS))] if sequence_parallel else []
+  return (*extended, *both, ("length", CONTEXT_AXIS))

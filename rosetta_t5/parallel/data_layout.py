@@ -9,7 +9,12 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import (
+  BATCH_AXES,
+  CONTEXT_AXIS,
+  DATA_AXIS,
+  count_batch_shards,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,25 @@ def check_batch_size(batch_size: int, axis_sizes: Mapping[str, int]) -> None:
       f"(mesh {dict(axis_sizes)}): set BATCH_SIZE (in evaluation and inference "
       f"DatasetConfig.batch_size) to a multiple of {shards}, such as {near}"
     )
+
+
+def check_row_lengths(lengths: Mapping[str, int], axis_sizes: Mapping[str, int]) -> None:
+  """Raises ValueError unless the positions of rows can be split over a mesh with these axis sizes.
+
+  Args:
+    lengths: the number of positions of each feature.
+    axis_sizes: the size of each mesh axis.
+  """
+  shards = axis_sizes.get(CONTEXT_AXIS, 1)
+  for name, length in lengths.items():
+    if length % shards:
+      below = length - length % shards
+      near = " or ".join(str(size) for size in (below, below + shards) if size)
+      raise ValueError(
+        f"the {length} positions of {name} cannot be split over the {shards} devices of the mesh's "
+        f"context axis (mesh {dict(axis_sizes)}): set TASK_FEATURE_LENGTHS to multiples of {shards}, "
+        f"such as {near}, or another size of 'context' in partitioning.PjitPartitioner.mesh"
+      )
 
 
 def get_data_layout(mesh: Mesh, batch_size: int, process: int | None = None) -> DataLayout:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from rosetta_t5.parallel.mesh_axes import (
   BATCH_AXES,
+  CONTEXT_AXIS,
   DATA_AXIS,
   EXPERT_AXIS,
   FSDP_AXIS,
@@ -70,6 +71,12 @@ class MeshConfig:
     return tuple(
       axis for axis in BATCH_AXES if axis not in excluded and (axis != EXPERT_AXIS or with_expert)
     )
+
+  @property
+  def ruled_axes(self) -> tuple[str, ...]:
+    """The mesh axes for which `extend_axis_rules` adds rules: those of the batch, and `context`."""
+    has_context = CONTEXT_AXIS in (self.counts or ())
+    return (*self.batch_axes, *([CONTEXT_AXIS] if has_context else []))
 
   def build(self, devices: Sequence[Any]) -> Mesh:
     """Returns the mesh of these devices.

@@ -10,12 +10,23 @@ from collections.abc import Mapping, Sequence
 DATA_AXIS = "data"
 EXPERT_AXIS = "expert"
 FSDP_AXIS = "fsdp"
+CONTEXT_AXIS = "context"
 MODEL_AXIS = "model"
 # The mesh axes that a batch is split over, outermost first.
 BATCH_AXES = (EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
+# Those whose devices compute other tokens with the same parameters, so that gradients are summed.
+TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+# The axes that a mesh has only if its counts name them.
+OPTIONAL_AXES = (EXPERT_AXIS, CONTEXT_AXIS)
 # User's name → mesh axis, outermost first. Tensor parallelism keeps T5X's name for the mesh axis,
 # `model`, which users' axis rules and models refer to.
-_AXES = {"data": DATA_AXIS, "expert": EXPERT_AXIS, "fsdp": FSDP_AXIS, "tensor": MODEL_AXIS}
+_AXES = {
+  "data": DATA_AXIS,
+  "expert": EXPERT_AXIS,
+  "fsdp": FSDP_AXIS,
+  "context": CONTEXT_AXIS,
+  "tensor": MODEL_AXIS,
+}
 _SETTING = "partitioning.PjitPartitioner.mesh"
 _MAX_SUGGESTIONS = 4
 
@@ -33,10 +44,10 @@ def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
   """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
 
-  There is an axis `expert` only if the counts have one.
+  There are axes `expert` and `context` only if the counts have them.
 
   Args:
-    counts: the size of each axis by name (data, expert, fsdp, tensor). One of them may be -1, which
+    counts: the size of each axis by name (data, expert, fsdp, context, tensor). One of them may be -1, which
       means all remaining devices. The default of `data` is -1 too; that of the others is 1.
     num_devices: the number of devices.
 
@@ -48,7 +59,7 @@ def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, 
   wanted = {
     name: counts.get(name, data_default if name == "data" else 1)
     for name in _AXES
-    if name != EXPERT_AXIS or name in counts
+    if name not in OPTIONAL_AXES or name in counts
   }
   given = abs(math.prod(wanted.values()))
   is_open = -1 in wanted.values()

@@ -292,9 +292,10 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
-      mesh: {"data": …, "expert": …, "fsdp": …, "tensor": …} in place of the other mesh arguments. The axes
-        `expert` and `fsdp` split the batch; `expert` also splits the experts of a layer, and `fsdp` the
-        `embed` axis of the parameters and their optimizer state.
+      mesh: {"data": …, "expert": …, "fsdp": …, "context": …, "tensor": …} in place of the other mesh
+        arguments. The axes `expert` and `fsdp` split the batch, and `context` the positions of each row;
+        `expert` also splits the experts of a layer, and `fsdp` and `context` the `embed` axis of the
+        parameters and their optimizer state.
       zero1: whether the optimizer state, but not the parameters, is split over `data` too.
       sequence_parallel: whether activations between attention and feed-forward blocks are split by
         position over `model`, which splits heads and feed-forward units inside the blocks.
@@ -313,15 +314,15 @@ class PjitPartitioner(BasePjitPartitioner):
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     self._given_rules = rules
-    self._rules = extend_axis_rules(rules, self._mesh_config.batch_axes, sequence_parallel)
+    self._rules = extend_axis_rules(rules, self._mesh_config.ruled_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
 
   def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
     changed: Any = super().with_mesh(mesh)
-    batch_axes = changed._mesh_config.batch_axes
-    changed._rules = extend_axis_rules(self._given_rules, batch_axes, self.sequence_parallel)
+    axes = changed._mesh_config.ruled_axes
+    changed._rules = extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
     return changed
 
   @property

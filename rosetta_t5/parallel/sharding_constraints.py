@@ -10,7 +10,7 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import axis_names
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, axis_names
 
 _Result = TypeVar("_Result")
 
@@ -84,6 +84,16 @@ def count_shards(name: str) -> int:
   """Returns into how many parts the axis rules split the logical axis `name`; 1 without a mesh."""
   (axes,) = dividing_axes((name,), (0,))
   return _count_parts(axes, jax.sharding.get_abstract_mesh().shape)
+
+
+def context_shards(*lengths: int) -> int:
+  """Returns into how many parts the mesh axis `context` splits rows; 1 without a mesh.
+
+  Rows of lengths that it does not divide are not split. Training refuses such lengths.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  shards = 1 if mesh.empty else mesh.shape.get(CONTEXT_AXIS, 1)
+  return 1 if any(length % shards for length in lengths) else int(shards)
 
 
 def _count_parts(axes: Any, axis_sizes: Any) -> int:

@@ -56,7 +56,7 @@ def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
   Raises:
     AttributeError: the network is unknown.
   """
-  target, source = work.lengths["decoder"], work.lengths.get("encoder", 0)
+  target, source = work.positions["decoder"], work.positions.get("encoder", 0)
   sizes = _sizes(work, policy)
   if policy in KEEP_NOTHING:
     return {"encoder": source * sizes.width, "decoder": target * sizes.width}
@@ -65,11 +65,12 @@ def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
   else:
     block, cross = _all_arrays(work, sizes)
   pairs = _PAIRS.get(policy, 0) * sizes.pair
-  encoder = source * block + pairs * source * source
-  decoder = target * block + pairs * target * target
+  inputs, targets = work.lengths.get("encoder", 0), work.lengths["decoder"]
+  encoder = source * block + pairs * source * inputs
+  decoder = target * block + pairs * target * targets
   if source:
     # The keys and values of cross-attention have the encoder's length.
-    decoder += target * cross + source * 2 * sizes.heads + pairs * target * source
+    decoder += target * cross + source * 2 * sizes.heads + pairs * target * inputs
   return {"encoder": encoder, "decoder": decoder}
 
 
@@ -77,14 +78,16 @@ def temporary_by_layer(work: Workload) -> dict[str, float]:
   """Returns the bytes that exist only while a layer's backward pass is computed.
 
   The layer's forward pass is computed again if it is rematerialized. The larger of two gradients
-  exists: that of the feed-forward block's hidden layer, or of attention's logits and probabilities.
+  exists: that of the feed-forward block's hidden layer, or of attention's logits and probabilities. If
+  positions are sharded, the keys and values of whole rows exist, and their gradients.
   """
   sizes, branches = _sizes(work, work.policy), len(work.config.mlp_activations)
   kept, complete = kept_by_layer(work, work.policy), kept_by_layer(work, "none")
   found = {}
-  for side, length in work.lengths.items():
-    keys = max(length, work.lengths.get("encoder", 0))
-    gradient = max(branches * sizes.units * length, 2 * sizes.pair * length * keys)
+  for side, length in work.positions.items():
+    keys = max(work.lengths[side], work.lengths.get("encoder", 0))
+    gathered = 4 * sizes.heads * keys if work.context_shards > 1 else 0.0
+    gradient = max(branches * sizes.units * length, 2 * sizes.pair * length * keys + gathered)
     found[side] = complete[side] - kept[side] + gradient
   return found
 
@@ -101,15 +104,15 @@ def deferred_by_layer(work: Workload) -> dict[str, float]:
     + (1 + branches) * sizes.units
     + 4 * sizes.heads
   )
-  source, target = work.lengths.get("encoder", 0), work.lengths["decoder"]
+  source, target = work.positions.get("encoder", 0), work.positions["decoder"]
   cross = target * (2 * sizes.gathered + 2 * sizes.heads) + source * 2 * sizes.heads
   return {"encoder": source * block, "decoder": target * block + (cross if source else 0.0)}
 
 
 def kept_outside_layers(work: Workload) -> float:
   """Returns the bytes that one example keeps before, between and after the stacks of layers."""
-  width, target = work.config.emb_dim, work.lengths["decoder"]
-  source = work.lengths.get("encoder", 0)
+  width, target = work.config.emb_dim, work.positions["decoder"]
+  source = work.positions.get("encoder", 0)
   # The encoder's normalized output, and the input of the output layer, which is computed in float32.
   kept = source * width * work.itemsize + 4 * target * width
   # If the vocabulary is sharded, embeddings are added up over devices and kept, unless each device
@@ -127,7 +130,8 @@ def attention_bias_copies(work: Workload) -> float:
   if not (is_copied or work.is_scanned):
     return 0.0
   heads = work.config.num_heads / work.model_shards * work.itemsize
-  return sum(work.layers[side] * heads * length**2 for side, length in work.lengths.items())
+  pairs = {side: length**2 / work.context_shards for side, length in work.lengths.items()}
+  return sum(work.layers[side] * heads * pairs[side] for side in pairs)
 
 
 def _sizes(work: Workload, policy: str) -> _Sizes:

@@ -16,47 +16,23 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, DATA_AXIS, MODEL_AXIS
-from rosetta_t5.plan.memory import array_bytes, is_table
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS, TOKEN_AXES
+from rosetta_t5.plan.activation_collectives import (
+  ALL_GATHER,
+  ALL_REDUCE,
+  OVER_CONTEXT,
+  OVER_MODEL,
+  REDUCE_SCATTER,
+  Collective,
+  activation_collectives,
+  context_collectives,
+)
+from rosetta_t5.plan.memory import array_bytes, is_known, is_table
 from rosetta_t5.plan.workload import Workload
 
-ALL_REDUCE = "all-reduce"
-ALL_GATHER = "all-gather"
-REDUCE_SCATTER = "reduce-scatter"
-ALL_TO_ALL = "all-to-all"
-
 _LAYER = re.compile(r"(?<=layers)_\d+")
-_OVER_MODEL = (MODEL_AXIS,)
 # Parameters without the logical axis `embed`.
 _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  """Collectives of one kind over the same axes for the same purpose.
-
-  Attributes:
-    kind: all-reduce, all-gather, reduce-scatter or all-to-all.
-    axes: the mesh axes whose devices take part.
-    size: the bytes of the whole arrays on each device per step; for an all-to-all, of the device's
-      shards.
-    why: what is sent: "gradients", "parameters", "activations", "loss" or "norms".
-    terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
-      (AllReduceReassociate). On CPUs it sends each of them.
-    count: the number of arrays whose bytes `size` adds up.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  size: float
-  why: str
-  terms: int = 1
-  count: int = 1
-
-  def wire_bytes(self, mesh: Mapping[str, int]) -> float:
-    """Returns the bytes that one device sends per step in a ring."""
-    n = math.prod(mesh[axis] for axis in self.axes)
-    return (2 if self.kind == ALL_REDUCE else 1) * (n - 1) / n * self.size
 
 
 def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective]:
@@ -82,7 +58,9 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
       found.append(dataclasses.replace(each, size=size, count=count))
   if work.model_shards > 1:
     is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for spec in all_specs)
-    found += _activation_collectives(work, is_any_over_batch)
+    found += activation_collectives(work, is_any_over_batch)
+  if work.context_shards > 1 and is_known(work):
+    found += context_collectives(work)
   return _merge(found)
 
 
@@ -120,6 +98,10 @@ def _parameter_collectives(
     size = gathers * gathered * work.microbatches
     yield Collective(ALL_GATHER, batch_axes, size, "parameters", count=count * gathers)
   bias_bytes, layers = _position_bias(name, work)
+  if bias_bytes and work.context_shards > 1:
+    # Each device adds up its own queries' gradients by bucket.
+    yield Collective(ALL_REDUCE, OVER_CONTEXT, gathered * work.microbatches, "gradients")
+    work = work.replace(mesh={**work.mesh, CONTEXT_AXIS: 1})
   gradient = bias_bytes or float(gathered)
   # The gradient of a lookup or of a norm's scale is not the result of a matmul.
   is_from_matmul = lookups == 0 and param.ndim > 1
@@ -133,7 +115,9 @@ def _parameter_collectives(
     work=work,
   )
   for each in sums:
-    yield dataclasses.replace(each, count=count) if each.why == "gradients" else each
+    matmuls = each.terms if is_from_matmul else max(each.terms - max(lookups, 1), 0)
+    for one in _split_sums(each, matmuls):
+      yield dataclasses.replace(one, count=count) if one.why == "gradients" else one
   if work.model_shards > 1:
     yield from _split_activation_gradients(name, param, spec, gradient * work.microbatches, work)
 
@@ -146,11 +130,11 @@ def _split_activation_gradients(
   is_sharded = MODEL_AXIS in spec
   if work.activation_split == "length" and not is_sharded and (param.ndim == 1 or is_table):
     # Each device computes the gradient of its own positions only.
-    yield Collective(ALL_REDUCE, _OVER_MODEL, gradient, "gradients")
+    yield Collective(ALL_REDUCE, OVER_MODEL, gradient, "gradients")
   if is_table and is_sharded:
     # A table that is sharded along `embed` is gathered for the lookup, and its gradient too.
     table = math.prod(param.shape) * param.dtype.itemsize * work.microbatches
-    yield Collective(ALL_GATHER, _OVER_MODEL, 2 * table, "parameters", count=2)
+    yield Collective(ALL_GATHER, OVER_MODEL, 2 * table, "parameters", count=2)
 
 
 def _is_fused_into_another(name: str, config: Any) -> bool:
@@ -212,7 +196,22 @@ def _gradient_sums(
 
 
 def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
-  return tuple(axis for axis in BATCH_AXES if mesh.get(axis, 1) > 1)
+  return tuple(axis for axis in TOKEN_AXES if mesh.get(axis, 1) > 1)
+
+
+def _split_sums(gradient: Collective, matmuls: int) -> list[Collective]:
+  """Returns the sums of a gradient, of whose terms `matmuls` are results of a matmul.
+
+  XLA computes such a sum over examples and positions at once, and others one after the other.
+  """
+  others = tuple(axis for axis in gradient.axes if axis != CONTEXT_AXIS)
+  if matmuls == gradient.terms or others == gradient.axes or not others:
+    return [gradient]
+  at_once = [dataclasses.replace(gradient, terms=matmuls)] if matmuls else []
+  terms = gradient.terms - matmuls
+  return at_once + [
+    dataclasses.replace(gradient, axes=axes, terms=terms) for axes in (others, OVER_CONTEXT)
+  ]
 
 
 def _batch_axes_of(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -237,99 +236,5 @@ def _position_bias(name: str, work: Workload) -> tuple[float, int]:
     return 0, 1
   side = "encoder" if "encoder" in work.lengths and "encoder/" in name else "decoder"
   heads = work.config.num_heads / work.model_shards
-  return heads * work.lengths[side] ** 2 * work.itemsize, work.layers[side]
-
-
-# The collectives of activations, over `model`.
-
-
-def _activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator[Collective]:
-  """Yields the sums over heads, feed-forward units and vocabulary, forward and backward."""
-  # The bytes of the activations between blocks, for encoder and decoder.
-  width = work.config.emb_dim * work.itemsize * work.examples
-  residuals = {side: length * width for side, length in work.lengths.items()}
-  for size, matmuls, layers in _matmul_inputs(work, residuals):
-    yield from _input_collectives(size, matmuls, layers, work.activation_split)
-  # The gathered input of the matmul with a tied embedding table is kept.
-  is_tied = getattr(work.config, "logits_via_embedding", False)
-  is_kept = is_tied and not is_any_over_batch
-  yield from _input_collectives(residuals["decoder"], 1, 1, work.activation_split, is_kept)
-  # XLA gathers an output's gradient twice for a parameter that is sharded over batch axes too.
-  gathers = 2 if work.activation_split == "embed" and is_any_over_batch else 1
-  for side, layers in work.layers.items():
-    matmuls = 3 if side == "decoder" and "encoder" in residuals else 2
-    for _ in range(layers * matmuls):
-      yield from _output_collectives(residuals.get(side, 0.0), work.activation_split, gathers)
-  for size in residuals.values():
-    yield from _lookup_collectives(size, work)
-  # The largest logit and the sum of exponentials, in float32.
-  size = 2 * 4 * work.examples * work.lengths["decoder"]
-  yield Collective(ALL_REDUCE, _OVER_MODEL, size, "loss", count=2)
-  if work.activation_split == "embed":
-    yield from _norm_collectives(work)
-
-
-def _matmul_inputs(
-  work: Workload, residuals: Mapping[str, float]
-) -> Iterator[tuple[float, int, int]]:
-  """Yields each input of matmuls whose results are sharded: bytes, number of matmuls and of layers."""
-  qkv, kv = (1, 1) if getattr(work.config, "fuse_qkv_params", False) else (3, 2)
-  branches = len(work.config.mlp_activations)
-  for side, layers in work.layers.items():
-    if layers:
-      yield from [(residuals[side], qkv, 1), (residuals[side], branches, 1)] * layers
-    if side == "decoder" and "encoder" in residuals:
-      yield from [(residuals["decoder"], 1, 1)] * layers
-      yield residuals["encoder"], kv, layers
-
-
-def _input_collectives(
-  size: float, matmuls: int, layers: int, activation_split: str | None, is_kept: bool = False
-) -> Iterator[Collective]:
-  """Yields how the gradient of an input is summed, and how an input that is sharded is gathered."""
-  kind = REDUCE_SCATTER if activation_split else ALL_REDUCE
-  yield Collective(kind, _OVER_MODEL, layers * size, "activations", matmuls, layers)
-  if activation_split:
-    # XLA gathers an input that is sharded along "length" once and keeps it. It gathers one that is
-    # sharded along "embed" for each matmul, and again for the gradient of the matmul's parameter.
-    gathers = 2 * matmuls * layers if activation_split == "embed" and not is_kept else 1
-    yield Collective(ALL_GATHER, _OVER_MODEL, gathers * size, "activations", count=gathers)
-
-
-def _output_collectives(
-  size: float, activation_split: str | None, gathers: int = 1
-) -> Iterator[Collective]:
-  """Yields how the output of a sharded matmul is summed, and how its gradient is gathered."""
-  if not activation_split:
-    yield Collective(ALL_REDUCE, _OVER_MODEL, size, "activations")
-    return
-  yield Collective(REDUCE_SCATTER, _OVER_MODEL, size, "activations")
-  yield Collective(ALL_GATHER, _OVER_MODEL, gathers * size, "activations", count=gathers)
-
-
-def _lookup_collectives(size: float, work: Workload) -> Iterator[Collective]:
-  """Yields how lookups are summed: each device looks up the tokens of its part of the vocabulary."""
-  if work.activation_split != "embed":
-    yield from _output_collectives(size, work.activation_split)
-    return
-  yield Collective(REDUCE_SCATTER, _OVER_MODEL, size, "activations")
-  # The table's gradient is computed in shards of `embed` and needed in shards of the vocabulary. The
-  # XLA of jax 0.11 gathers the whole gradient for that.
-  table = 4 * work.config.vocab_size * work.config.emb_dim * work.microbatches
-  if jax.__version_info__ >= (0, 11):
-    yield Collective(ALL_GATHER, _OVER_MODEL, table, "gradients")
-  else:
-    yield Collective(ALL_TO_ALL, _OVER_MODEL, table / work.model_shards, "gradients")
-
-
-def _norm_collectives(work: Workload) -> Iterator[Collective]:
-  """Yields the float32 sums over a sharded `embed`: a norm's mean square, and one for its gradient.
-
-  A LayerNorm needs four sums, because it subtracts the mean.
-  """
-  sums = 4 if getattr(work.config, "norm", "rms") == "layer" else 2
-  norms = {"encoder": 2, "decoder": 3 if "encoder" in work.lengths else 2}
-  for side, length in work.lengths.items():
-    count = sums * (work.layers[side] * norms[side] + 1)
-    size = count * 4 * work.examples * length
-    yield Collective(ALL_REDUCE, _OVER_MODEL, size, "norms", count=count)
+  pairs = work.lengths[side] ** 2 / work.context_shards
+  return heads * pairs * work.itemsize, work.layers[side]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rosetta_t5.parallel.mesh_axes import (
+  CONTEXT_AXIS,
   DATA_AXIS,
   FSDP_AXIS,
   count_batch_shards,
@@ -27,6 +29,8 @@ from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 _CUDNN_CAPABILITY = (8, 0)
 # Times whose ratio is less are considered equal.
 _SAME = 1.03
+# A device that computes fewer positions of a row than this waits for keys and values for too long.
+_FEWEST_POSITIONS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +84,7 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list
   least = min(map(_seconds, fastest), default=0.0)
 
   def rank(choice: Configuration) -> tuple[int, int]:
-    shards = choice.mesh[FSDP_AXIS] * choice.mesh["tensor"]
+    shards = math.prod(choice.mesh.get(axis, 1) for axis in (FSDP_AXIS, CONTEXT_AXIS, "tensor"))
     return int(math.log(_seconds(choice) / least) / math.log(_SAME)), shards
 
   return sorted(fastest, key=rank)[:count]
@@ -93,10 +97,10 @@ def _seconds(configuration: Configuration) -> float:
 def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Configuration]]:
   """Yields, for each mesh, its configurations that fit."""
   model, batch_size = plan["model"], plan.dataset_cfg.batch_size
-  partitioner = plan["partitioner"].with_mesh({DATA_AXIS: -1})
+  partitioner = plan["partitioner"].with_mesh({DATA_AXIS: -1, CONTEXT_AXIS: 1})
   specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
   kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
-  for mesh in _possible_meshes(model.network_config, plan.devices[0]):
+  for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
     sizes = sizes_from_counts(mesh, plan.devices[0])
     try:
       check_partition_specs(plan.state, specs, sizes)
@@ -105,6 +109,8 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
     if batch_size % count_batch_shards(sizes):
       continue
     work = workload_of(model, partitioner, plan.lengths, batch_size, sizes).replace(kernel=kernel)
+    if work.context_shards > 1 and kernel == "cudnn":
+      work = work.replace(kernel="flash")
     memory = StateMemory.of(plan.state, specs, work)
     found = []
     for policy in _policies(work):
@@ -112,20 +118,32 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
         option = _fewest_microbatches(work.replace(remat_policy=policy, fp8=fp8), memory, gpu)
         if option:
           inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
-          found.append(Configuration(mesh, option, estimate_with_memory(*inputs)))
+          named = {axis: size for axis, size in mesh.items() if (axis, size) != (CONTEXT_AXIS, 1)}
+          found.append(Configuration(named, option, estimate_with_memory(*inputs)))
     yield found
 
 
-def _possible_meshes(config: Any, devices: int) -> Iterator[dict[str, int]]:
-  """Yields meshes whose tensor axis is within a node and divides heads, feed-forward and vocabulary."""
+def _possible_meshes(
+  config: Any, devices: int, lengths: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+  """Yields meshes whose tensor axis is within a node and divides heads, feed-forward and vocabulary.
+
+  The axis `context` is within a node too, and only splits long rows.
+  """
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
       continue
-    for fsdp in divisors:
-      if devices % (tensor * fsdp) == 0:
-        yield {DATA_AXIS: devices // tensor // fsdp, FSDP_AXIS: fsdp, "tensor": tensor}
+    for context, fsdp in itertools.product(divisors, divisors):
+      split = tensor * context * fsdp
+      is_short = any(
+        length % context or length // context < _FEWEST_POSITIONS for length in lengths.values()
+      )
+      if devices % split or context * tensor > GPUS_PER_NODE or (context > 1 and is_short):
+        continue
+      outer = {DATA_AXIS: devices // split, FSDP_AXIS: fsdp, CONTEXT_AXIS: context}
+      yield {**outer, "tensor": tensor}
 
 
 def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:

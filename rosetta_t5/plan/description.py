@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
-from rosetta_t5.parallel.data_layout import check_batch_size
+from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting
@@ -189,6 +189,7 @@ def _batch_rows(plan: Plan) -> Rows:
     return []
   size, parts = plan.dataset_cfg.batch_size, plan.microbatches
   check_batch_size(size, plan.mesh)
+  check_row_lengths(plan.lengths if plan["model"] else {}, plan.mesh)
   if size % parts:
     raise ValueError(
       f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches = {parts}: "

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rosetta_t5.plan.activation_collectives import Collective
 from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING
-from rosetta_t5.plan.collectives import Collective, step_collectives
+from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.plan.hardware import seconds_on_links
 from rosetta_t5.plan.memory import StateMemory, is_known
 from rosetta_t5.plan.workload import Workload
@@ -139,7 +140,7 @@ def _pair_bytes(work: Workload) -> float:
   pairs = work.layers["encoder"] * source**2 + work.layers["decoder"] * target * (target + source)
   heads = work.config.num_heads / work.model_shards * work.itemsize
   passes = _PAIR_PASSES * (1.0 if work.policy == "none" else 4 / 3)
-  return passes * pairs * heads * work.examples
+  return passes * pairs * heads * work.examples / work.context_shards
 
 
 def _state_bytes_moved(memory: StateMemory, work: Workload) -> float:

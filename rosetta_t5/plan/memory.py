@@ -174,7 +174,7 @@ def is_known(work: Workload) -> bool:
 
 def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[dict[str, float]]:
   """Yields what exists at each moment that may need the most memory."""
-  examples, target = work.examples / work.microbatches, work.lengths["decoder"]
+  examples, target = work.examples / work.microbatches, work.positions["decoder"]
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
   kept = {side: examples * per_layer[side] * work.layers[side] for side in work.lengths}
   temporary = {side: examples * per_temporary[side] for side in work.lengths}
@@ -201,13 +201,13 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
     deferred = deferred_by_layer(work)
     operands = sum(deferred[side] * work.layers[side] for side in work.lengths)
     # The last layer's gradients of its inputs are added up over devices.
-    sums = 3 * work.lengths.get("encoder", target) * work.config.emb_dim * work.itemsize
+    sums = 3 * work.positions.get("encoder", target) * work.config.emb_dim * work.itemsize
     yield moment(examples * (operands + sums) + ends, "tables", 4 * logits)
 
 
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
-  """Returns the bytes of the parameters that are gathered over `fsdp` at one time."""
-  shards = work.mesh.get(FSDP_AXIS, 1)
+  """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
+  shards = work.mesh.get(FSDP_AXIS, 1) * work.context_shards
   if shards == 1:
     return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
   # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
@@ -231,10 +231,10 @@ def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
   return {"encoder": gradients.encoder * size, "decoder": gradients.decoder * size}
 
 
-def _logit_positions(work: Workload) -> int:
-  """Returns the number of target positions whose logits exist at the same time."""
+def _logit_positions(work: Workload) -> float:
+  """Returns the number of target positions of a device whose logits exist at the same time."""
   target = work.lengths["decoder"]
-  return min(work.loss_chunk_length or target, target)
+  return min(work.loss_chunk_length or target, target) / work.context_shards
 
 
 def inference_bytes(work: Workload) -> dict[str, float]:

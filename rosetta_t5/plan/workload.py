@@ -12,7 +12,12 @@ import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
 
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import (
+  CONTEXT_AXIS,
+  MODEL_AXIS,
+  axis_names,
+  count_batch_shards,
+)
 from rosetta_t5.training import InferenceState, TrainState
 
 # Used for unknown lengths. The parameters do not depend on it.
@@ -58,6 +63,16 @@ class Workload:
   def model_shards(self) -> int:
     """The number of devices that heads, feed-forward units and vocabulary are sharded over."""
     return self.mesh.get(MODEL_AXIS, 1)
+
+  @property
+  def context_shards(self) -> int:
+    """The number of devices that the positions of a row are sharded over."""
+    return self.mesh.get(CONTEXT_AXIS, 1)
+
+  @property
+  def positions(self) -> dict[str, float]:
+    """The positions of a row that one device computes, {"encoder": …, "decoder": …} as `lengths`."""
+    return {side: length / self.context_shards for side, length in self.lengths.items()}
 
   @property
   def layers(self) -> dict[str, int]:
@@ -151,7 +166,8 @@ def activation_split(partitioner: Any) -> str | None:
   """Returns the dimension of activations that a partitioner shards over `model` (see `Workload`)."""
   names = ("batch", "length", "embed")
   spec = logical_to_mesh_axes(names, getattr(partitioner, "logical_axis_rules", ())) or ()
-  return next((name for name, axis in zip(names, spec, strict=False) if axis == MODEL_AXIS), None)
+  pairs = zip(names, spec, strict=False)
+  return next((name for name, axes in pairs if MODEL_AXIS in axis_names(axes)), None)
 
 
 def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[str, int]:

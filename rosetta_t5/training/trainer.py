@@ -15,6 +15,7 @@ from clu import metrics as clu_metrics
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegative
+from rosetta_t5.parallel.data_layout import check_row_lengths
 from rosetta_t5.parallel.partitioner import BasePartitioner
 from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager, now
 from rosetta_t5.training.step import (
@@ -202,7 +203,13 @@ class BaseTrainer(abc.ABC):
     return eval_step.lower(self.train_state, batch)
 
   def compile_train(self, batch: PyTree) -> None:
-    """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs)."""
+    """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs).
+
+    Raises:
+      ValueError: the mesh cannot split the rows.
+    """
+    lengths = {name: x.shape[1] for name, x in batch.items() if len(x.shape) > 1}
+    check_row_lengths(lengths, self._partitioner.mesh.shape)
     with self._timed_compilation(self.train_metrics_manager):
       self._compiled_train_step = self._partitioner.compile(
         self._partitioned_train_step, self.train_state, batch

@@ -36,16 +36,31 @@ def collectives(text: str, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], tupl
         for dtype, shape in _ARRAY.findall(result)
         if shape
       ]
-      if arrays:
+      axes = _axes(line, mesh) if arrays else ()
+      if axes:
+        if kind == "reduce-scatter":
+          # Counted like the all-reduce that XLA on CPUs writes elsewhere: by the whole array.
+          kind, arrays = (
+            "all-reduce",
+            [size * math.prod(mesh.shape[a] for a in axes) for size in arrays],
+          )
         # The result of an all-to-all is one array with one part per device.
-        counts[kind, _axes(line, mesh)] += 1 if kind == "all-to-all" else len(arrays)
-        sizes[kind, _axes(line, mesh)] += sum(arrays)
+        counts[kind, axes] += 1 if kind == "all-to-all" else len(arrays)
+        sizes[kind, axes] += sum(arrays)
   return {key: (counts[key], sizes[key]) for key in counts}
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-  """Returns the mesh axes whose devices take part."""
+  """Returns the mesh axes whose devices take part; () if each device is alone."""
+  if match := re.search(r"source_target_pairs=\{\{(.*?)\}\}", line):
+    pairs = np.array([pair.split(",") for pair in match[1].split("},{")], int)
+    places = np.unravel_index(pairs, mesh.devices.shape)
+    return tuple(
+      a for a, at in zip(mesh.axis_names, places, strict=True) if (at[:, 0] != at[:, 1]).any()
+    )
   groups = {frozenset(group) for group in _groups(line)}
+  if all(len(group) == 1 for group in groups):
+    return ()
   ids = np.arange(mesh.size).reshape(mesh.devices.shape)
   names = [name for name, size in mesh.shape.items() if size > 1]
   for count in range(1, len(names) + 1):

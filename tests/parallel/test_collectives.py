@@ -19,7 +19,8 @@ from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
-from rosetta_t5.plan.collectives import ALL_REDUCE, REDUCE_SCATTER, step_collectives
+from rosetta_t5.plan.activation_collectives import ALL_REDUCE, REDUCE_SCATTER
+from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.plan.workload import Workload, activation_split
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import chain
@@ -85,6 +86,8 @@ MESHES = {
     "num_partitions": 2,
     "logical_axis_rules": standard_logical_axis_rules(1, 2),
   },
+  "context": {"mesh": {"data": 2, "context": 4}},
+  "context, fsdp, tensor": {"mesh": {"fsdp": 2, "context": 2, "tensor": 2}},
   "two nodes": {"num_partitions": 1, "ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)},
 }
 QUICK = "data, fsdp, tensor"

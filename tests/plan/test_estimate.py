@@ -10,7 +10,7 @@ import pytest
 
 from rosetta_t5.cli import main
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.plan.collectives import Collective
+from rosetta_t5.plan.activation_collectives import Collective
 from rosetta_t5.plan.hardware import members_per_node, seconds_on_links
 from rosetta_t5.plan.memory import activation_bytes
 from rosetta_t5.plan.workload import Workload

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
 from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
+from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention, gather_keys
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import (
@@ -219,11 +219,12 @@ class MultiHeadDotProductAttention(nn.Module):
     # Kernels are stacked along a new dimension. Concatenating kernels that are split over devices
     # would have to move them.
     w_DNJ = jnp.stack(kernels, axis=1)
-    row_shape = inputs.shape[:-1] if self.transpose_batch_sequence else (-1,)
+    rows_axes = row_axes(self.transpose_batch_sequence)
+    row_shape = inputs.shape[:-1] if len(rows_axes) > 1 else (-1,)
     multiply: Matmul = matmul
     if self.make_product:
       outputs = "heads" if self.nd_kernel else "joined_kv"
-      axes = (*row_axes(self.transpose_batch_sequence), "embed", None, outputs)
+      axes = (*rows_axes, "embed", None, outputs)
       multiply = self.make_product(axes)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     y = multiply(x_ND, w_DNJ)
@@ -262,7 +263,8 @@ class MultiHeadDotProductAttention(nn.Module):
     """Returns the attention of whole sequences, [B, T, H, K]."""
     if isinstance(mask, SegmentMask):
       return fused_attention(self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS)
-    return xla_attention(q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS, self.float32_logits)
+    operands = gather_keys(q_BTHK, k_BSHK, v_BSHK, bias, mask)
+    return xla_attention(*operands, scale_BHS, self.float32_logits)
 
   def _attend_step(
     self,

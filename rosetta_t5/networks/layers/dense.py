@@ -14,7 +14,7 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.sharding_constraints import context_shards, with_sharding_constraint
 from rosetta_t5.parallel.target_device import target_device
 
 Initializer = Callable[..., Array]
@@ -68,8 +68,7 @@ class DenseGeneral(nn.Module):
     make_product: called once per projection, with the logical axes of the matmul's dimensions, it
       returns the function that multiplies rows by the kernel; None for `matmul`. It may return a
       linen module, whose state is then stored in this module.
-    transpose_batch_sequence: whether inputs are [length, batch, ...]. Their rows then keep the two
-      dimensions, because flattening them would gather a batch that is split over devices.
+    transpose_batch_sequence: whether inputs are [length, batch, ...].
     use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
     kernel_divisor: what the kernel is divided by after the cast to `dtype`; None for 1.
     batch_axis: the logical axis of the input's rows.
@@ -113,13 +112,13 @@ class DenseGeneral(nn.Module):
     bias = self._bias(features) if self.use_bias else None
     if parameters_only:
       return kernel, bias
-    row_shape = leading if self.transpose_batch_sequence else (-1,)
+    rows_axes = row_axes(self.transpose_batch_sequence, self.batch_axis)
+    row_shape = leading if len(rows_axes) > 1 else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
     multiply: Matmul = self._matmul
     if self.make_product:
       kernel_axes = self.kernel_axes or (None,) * (len(axes) + 1)
       input_axis, output_axis = kernel_axes[0], kernel_axes[len(axes) if self.nd_kernel else 1]
-      rows_axes = row_axes(self.transpose_batch_sequence, self.batch_axis)
       multiply = self.make_product((*rows_axes, input_axis, output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
@@ -201,8 +200,13 @@ def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def row_axes(transpose_batch_sequence: bool, batch: str = "batch") -> tuple[str, ...]:
-  """Returns the logical axes of the rows that a projection multiplies by its kernel."""
-  return ("length", batch) if transpose_batch_sequence else (batch,)
+  """Returns the logical axes of the rows that a projection multiplies by its kernel.
+
+  Rows keep two dimensions if flattening them would gather the second, which is split over devices.
+  """
+  if transpose_batch_sequence:
+    return ("length", batch)
+  return (batch, "length") if context_shards() > 1 else (batch,)
 
 
 def activation_axes(

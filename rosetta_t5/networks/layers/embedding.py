@@ -13,7 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.sharding_constraints import dividing_axes, with_sharding_constraint
+from rosetta_t5.parallel.sharding_constraints import (
+  context_shards,
+  dividing_axes,
+  with_sharding_constraint,
+)
 from rosetta_t5.parallel.target_device import target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -69,7 +73,8 @@ class Embed(nn.Module):
     vectors = (_look_up_sum if is_split else _look_up)(table, inputs, self.dtype)
     # Positions are split in a second step: each device looks up all tokens in its part of the
     # vocabulary, and the sums are scattered. In one step XLA would send around the whole table.
-    vectors = with_sharding_constraint(vectors, ("batch", None, "embed"))
+    if context_shards() == 1:
+      vectors = with_sharding_constraint(vectors, ("batch", None, "embed"))
     return with_sharding_constraint(vectors, ("batch", "length", "embed"))
 
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:

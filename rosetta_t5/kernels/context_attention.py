@@ -1,0 +1,136 @@
+"""Fused attention of rows whose positions are split over devices ("context parallelism").
+
+Each device computes its own queries and gathers the keys and values of the whole row, forward and again
+backward, so that between the two passes it holds only its own. With causality, the last queries of a
+row see the most keys. The devices therefore exchange queries, and hand the results back: device i of n
+computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from rosetta_t5.kernels import flash_attention
+from rosetta_t5.kernels.visible_tiles import Segments
+
+
+def context_attention(
+  q_BTHK: Float[Array, "B T H K"],
+  k_BSHK: Float[Array, "B S H K"],
+  v_BSHK: Float[Array, "B S H K"],
+  bias_1HTS: Float[Array, "1 H T _"] | None,
+  segments: Segments,
+  axis: str,
+  causal: bool = False,
+  interpret: bool = False,
+) -> Float[Array, "B T H K"]:
+  """Returns `flash_attention` of this device's part of the queries and the keys of the whole rows.
+
+  Call it inside `jax.shard_map`.
+
+  Args:
+    q_BTHK: this device's queries.
+    k_BSHK: this device's keys.
+    v_BSHK: this device's values.
+    bias_1HTS: the rows of the bias for this device's queries, for all keys.
+    segments: those of all queries and all keys.
+    axis: the mesh axis that splits the positions.
+    causal: whether a query does not see the keys after it.
+    interpret: whether to run without a GPU, slowly.
+  """
+  devices, length = jax.lax.axis_size(axis), q_BTHK.shape[1]
+  # A bias is as large as the logits and would have to be exchanged too.
+  is_balanced = causal and bias_1HTS is None and length % 2 == 0
+  if is_balanced:
+    parts, own = 2 * devices, jnp.asarray(_parts_of_devices(devices))[jax.lax.axis_index(axis)]
+    q_BTHK = _exchange(q_BTHK, axis)
+  else:
+    parts, own = devices, jax.lax.axis_index(axis)[None]
+  segments_BPT = segments.query_BT.reshape(q_BTHK.shape[0], parts, -1)
+  position_PT = jnp.arange(devices * length, dtype=jnp.int32).reshape(parts, -1)
+  of_device = Segments(
+    segments_BPT[:, own].reshape(-1, length),
+    segments.key_BS,
+    position_PT[own].reshape(-1) if causal else None,
+  )
+  o_BTHK = _attend(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, of_device, axis, causal, interpret)
+  return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
+
+
+def _parts_of_devices(devices: int) -> np.ndarray:
+  """Returns the two parts of a row that each device computes: one with an even, one with an odd number.
+
+  Before the exchange, device i has the parts 2i and 2i + 1.
+  """
+  parts = np.arange(2 * devices)
+  owner = np.minimum(parts, 2 * devices - 1 - parts)
+  return np.stack(
+    [parts[::2][np.argsort(owner[::2])], parts[1::2][np.argsort(owner[1::2])]], axis=1
+  )
+
+
+def _exchange(x_BTHK: Array, axis: str, back: bool = False) -> Array:
+  """Returns the parts of `_parts_of_devices` from each device's part of the row, or the reverse."""
+  owned = _parts_of_devices(jax.lax.axis_size(axis))
+  received = []
+  for half, x in enumerate(jnp.split(x_BTHK, 2, axis=1)):
+    pairs = [(part // 2, device) for device, part in enumerate(owned[:, half].tolist())]
+    pairs = [(to, start) for start, to in pairs] if back else pairs
+    received.append(jax.lax.ppermute(x, axis, pairs))
+  return jnp.concatenate(received, axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(
+  q: Array,
+  k: Array,
+  v: Array,
+  bias: Any,
+  segments: Segments,
+  axis: str,
+  causal: bool,
+  interpret: bool,
+) -> Array:
+  return _forward(q, k, v, bias, segments, axis, causal, interpret)[0]
+
+
+def _forward(
+  q: Array,
+  k: Array,
+  v: Array,
+  bias: Any,
+  segments: Segments,
+  axis: str,
+  causal: bool,
+  interpret: bool,
+) -> tuple[Array, tuple]:
+  whole = _gather(k, axis), _gather(v, axis)
+  out, saved = flash_attention.forward(q, *whole, bias, segments, causal, interpret)
+  inputs, *others = saved
+  return out, (inputs._replace(k=k, v=v), *others)
+
+
+def _backward(axis: str, causal: bool, interpret: bool, saved: tuple, do: Array) -> tuple:
+  inputs, *others = saved
+  batch, _, heads, size = inputs.q.shape
+  shape = (batch, inputs.key_segments.shape[1], heads, size)
+  # Without the barrier XLA would keep the keys and values that the forward pass gathered.
+  k, v, do = jax.lax.optimization_barrier((inputs.k, inputs.v, do))
+  k, v = (flash_attention.pad_to(_gather(x, axis), shape) for x in (k, v))
+  saved = (inputs._replace(k=k, v=v), *others)
+  dq, dk, dv, dbias, _ = flash_attention.backward(causal, interpret, saved, do)
+  dk, dv = (jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
+  return dq, dk, dv, dbias, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _gather(x_BSHK: Array, axis: str) -> Array:
+  return jax.lax.all_gather(x_BSHK, axis, axis=1, tiled=True)
