@@ -1,5 +1,7 @@
 """T5X's `optimizers`: the interface of an optimizer, and optax's optimizers with this interface."""
 
+from rosetta_t5.training.optimizers.averages import average_parameters
+from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import (
   OptaxStatePartitionRules,
@@ -30,3 +32,7 @@ from rosetta_t5.training.optimizers.optimizer_def import (
   OptimizerStateType,
   OptimizerType,
 )
+from rosetta_t5.training.optimizers.second_order.muon import muon
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
+from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.sophia import sophia

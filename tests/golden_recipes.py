@@ -50,7 +50,11 @@ INCLUDED_BEFORE = {
   "models/umt5/runs/finetuning_common": "models/umt5/base",
   "models/umt5/runs/pretraining_common": "models/umt5/base",
   "models/umt5/vocab": "models/scalable_t5/t5_1_1/base",
+} | {
+  f"optimizers/{file.stem}": "models/t5_1_1/small"
+  for file in (RECIPES / "optimizers").glob("*.gin")
 }
+KINDS = ("models", "optimizers", "runs", "examples")
 RUNS = ("train", "evaluate", "infer", "precompile", "save")
 SCHEDULE_STEPS = (0, 1_000, 10_000, 100_000, 1_010_000)
 
@@ -89,8 +93,8 @@ def read_golden(file: pathlib.Path) -> dict[str, str]:
 
 
 def write_golden() -> None:
-  """Writes the texts of all recipes, one file for each of the folders models, runs and examples."""
-  for kind in ("models", "runs", "examples"):
+  """Writes the texts of all recipes, one file for each of `KINDS`."""
+  for kind in KINDS:
     texts = [golden_text(name) for name in every_recipe() if name.startswith(f"{kind}/")]
     (GOLDEN / f"{kind}.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 

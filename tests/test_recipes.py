@@ -16,6 +16,7 @@ import pytest
 from golden_recipes import (
   GOLDEN,
   INCLUDED_BEFORE,
+  KINDS,
   bound_model,
   every_recipe,
   golden_text,
@@ -28,9 +29,7 @@ from rosetta_t5.config.language.statements import Macro, Reference, read_program
 from rosetta_t5.config.t5x.paths import RECIPES, find_gin_file
 
 TEXTS = {
-  name: golden
-  for kind in ("models", "runs", "examples")
-  for name, golden in read_golden(GOLDEN / f"{kind}.txt").items()
+  name: golden for kind in KINDS for name, golden in read_golden(GOLDEN / f"{kind}.txt").items()
 }
 # Millions of parameters, from the papers and T5X's documentation.
 PUBLISHED = {
@@ -125,6 +124,13 @@ def test_adamw_opt_replaces_adafactor():
   assert type(state.param_states[1][0]).__name__ == "ScaleByAdamState"
 
 
+# The fields of lab notes by folder.
+NOTED = {
+  "models": ["Paper", "Command"],
+  "optimizers": ["Paper", "Memory", "Start", "Schedule", "Command"],
+}
+
+
 def _note(name: str) -> str:
   """Returns the comment at the top of a recipe, without its number signs."""
   lines = (RECIPES / f"{name}.gin").read_text(encoding="utf-8").splitlines()
@@ -134,7 +140,7 @@ def _note(name: str) -> str:
 @pytest.mark.parametrize("name", every_recipe())
 def test_a_recipe_begins_with_a_lab_note(name):
   fields = re.findall(r"^(\w+) {2,}\S", _note(name), flags=re.MULTILINE)
-  wanted = ["Paper", "Command"] if name.startswith("models/") else ["Paper", "Hardware", "Expect"]
+  wanted = NOTED.get(name.partition("/")[0], ["Paper", "Hardware", "Expect"])
   assert not set(wanted) - {"Expect" if f == "Expected" else f for f in fields}
   assert _note(name).splitlines()[0].endswith((".", ":", "?", ","))
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rosetta_t5.data.pipeline.batch_checks import TokenLimit, check_ids
 from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.training.train_state import params_to_evaluate
 
 PyTree = Any
 Example = Mapping[str, np.ndarray]
@@ -102,6 +103,7 @@ def get_infer_fn(
 
   def infer_fn(ds: Iterable[Any], train_state: Any, rng: jax.Array | None = None) -> Any:
     rows: list[Row] = []
+    params = params_to_evaluate(train_state)
     mutables = train_state.flax_mutables if takes_mutables else None
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
@@ -110,7 +112,7 @@ def get_infer_fn(
       if rng is not None:
         step_rng, rng = jax.random.split(rng)
       batch = jax.tree.map(to_devices, dict(batch))
-      result = partitioned_step(train_state.params, batch, step_rng, to_devices(index_B), mutables)
+      result = partitioned_step(params, batch, step_rng, to_devices(index_B), mutables)
       in_flight.append(jax.tree.map(_start_copy_to_host, result))
       if len(in_flight) > _IN_FLIGHT:
         rows += _unstack_result(in_flight.popleft(), keep_aux_as_numpy)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
+from rosetta_t5.training.optimizers.optimizer_def import StepLoss
+from rosetta_t5.training.train_state import params_to_evaluate
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -34,6 +36,7 @@ def train_step(
   learning_rate_fn: Callable[[Int[Array, ""]], Float[Array, ""]],
   num_microbatches: int | None = None,
   weight_metrics: Callable[[PyTree, State, State], Metrics] | None = None,
+  optimizer_uses_loss: bool = False,
 ) -> tuple[State, Metrics]:
   """Returns the state after one optimizer step on `batch`, and the metrics of the batch.
 
@@ -45,18 +48,44 @@ def train_step(
     learning_rate_fn: the schedule, called with the number of completed steps.
     num_microbatches: the number of parts that the batch is split into; their gradients are summed.
     weight_metrics: called with gradients, old and new state; returns additional metrics.
+    optimizer_uses_loss: whether `state.apply_gradient` takes a `StepLoss` as its argument `loss`.
   """
   learning_rate = learning_rate_fn(state.step)
+  dropout_rng = jax.random.fold_in(rng, state.step)
   grads, loss, metrics, mutables = accumulate_gradients(
-    loss_fn, state, batch, jax.random.fold_in(rng, state.step), num_microbatches
+    loss_fn, state, batch, dropout_rng, num_microbatches
   )
-  new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables)
+  about_loss: dict[str, Any] = {}
+  if optimizer_uses_loss:
+    about_loss["loss"] = _step_loss(loss, loss_fn, state, batch, dropout_rng, num_microbatches or 1)
+  new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
   if weight_metrics is not None:
     metrics |= weight_metrics(grads, state, new_state)
   return new_state, metrics
+
+
+def _step_loss(
+  loss: jax.Array,
+  loss_fn: LossFn,
+  state: State,
+  batch: Batch,
+  dropout_rng: jax.Array,
+  num_microbatches: int,
+) -> StepLoss:
+  def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
+    part = {name: value[: len(value) // num_microbatches] for name, value in batch.items()}
+    part = {name: _constrain_to_batch(value) for name, value in part.items()}
+    mutables = {**state.flax_mutables, **(variables or {})}
+    return loss_fn(params, part, dropout_rng, *([mutables] if mutables else []))[0]
+
+  return StepLoss(loss, of_first_microbatch, num_microbatches)
+
+
+def _constrain_to_batch(value: jax.Array) -> jax.Array:
+  return with_sharding_constraint(value, ("batch",) + (None,) * (value.ndim - 1))
 
 
 def learning_rate_metrics(learning_rate: Float[Array, ""]) -> Metrics:
@@ -95,10 +124,7 @@ def accumulate_gradients(
   def add_microbatch(carry: PyTree, part: Batch) -> tuple[PyTree, Metrics]:
     total_grads, total_loss, mutables, rng = carry
     rng, part_rng = jax.random.split(rng)
-    part = {
-      name: with_sharding_constraint(value, ("batch",) + (None,) * (value.ndim - 1))
-      for name, value in part.items()
-    }
+    part = {name: _constrain_to_batch(value) for name, value in part.items()}
     grads, loss, metrics, mutables = _gradients(loss_fn, state.params, mutables, part, part_rng)
     return (jax.tree.map(jnp.add, total_grads, grads), total_loss + loss, mutables, rng), metrics
 
@@ -143,7 +169,7 @@ def eval_step(state: State, batch: Batch, *, eval_fn: LossFn) -> Metrics:
       its third argument.
   """
   mutables = (state.flax_mutables,) if state.flax_mutables else ()
-  return dict(eval_fn(state.params, batch, *mutables)[1])
+  return dict(eval_fn(params_to_evaluate(state), batch, *mutables)[1])
 
 
 @struct.dataclass

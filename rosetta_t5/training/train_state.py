@@ -12,7 +12,12 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
 from flax.traverse_util import flatten_dict
 
-from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.optimizer_def import (
+  Optimizer,
+  OptimizerDef,
+  OptimizerState,
+  StepLoss,
+)
 
 PyTree = Any
 
@@ -139,10 +144,22 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     return self.replace(_optimizer=optimizer, flax_mutables=self._restored_mutables(state_dict))
 
   def apply_gradient(
-    self, grads: PyTree, learning_rate: Any, flax_mutables: PyTree | None = None
+    self,
+    grads: PyTree,
+    learning_rate: Any,
+    flax_mutables: PyTree | None = None,
+    loss: StepLoss | None = None,
   ) -> TrainState:
-    """Returns the state after one optimizer step with `grads`, a tree like `params`."""
-    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate)
+    """Returns the state after one optimizer step with `grads`, a tree like `params`.
+
+    Args:
+      grads: the gradients.
+      learning_rate: the learning rate of the step.
+      flax_mutables: the new mutable collections; None keeps the old ones.
+      loss: the loss, for an optimizer that uses it (`OptimizerDef.uses_loss`).
+    """
+    about_loss = {} if loss is None else {"loss": loss}
+    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate, **about_loss)
     mutables = self.flax_mutables if flax_mutables is None else flax_mutables
     return self.replace(_optimizer=optimizer, flax_mutables=mutables)
 
@@ -223,6 +240,23 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
       step=state_dict["state"]["step"],
       flax_mutables=self._restored_mutables(state_dict),
     )
+
+
+def uses_loss(train_state: Any) -> bool:
+  """Returns whether `apply_gradient` of a state takes the loss; False for a user's own state."""
+  optimizer_def = train_state.optimizer_def if isinstance(train_state, TrainState) else None
+  return optimizer_def is not None and optimizer_def.uses_loss
+
+
+def params_to_evaluate(train_state: Any) -> PyTree:
+  """Returns the parameters of evaluations and predictions: an average, if the optimizer has one.
+
+  Args:
+    train_state: a state with or without an optimizer, or a user's own state.
+  """
+  if not isinstance(train_state, TrainState) or train_state.optimizer_def is None:
+    return train_state.params
+  return train_state.optimizer_def.params_to_evaluate(train_state.params, train_state.param_states)
 
 
 def _split_variables(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, PyTree]:

@@ -27,7 +27,7 @@ from rosetta_t5.training.step import (
   eval_step,
   train_step,
 )
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.training.train_state import TrainState, uses_loss
 
 _REPLICATED = PartitionSpec()
 
@@ -298,6 +298,7 @@ class Trainer(BaseTrainer):
       learning_rate_fn=self._learning_rate_fn,
       num_microbatches=self._num_microbatches,
       weight_metrics=computer.compute_metrics if computer is not None else None,
+      optimizer_uses_loss=uses_loss(self.train_state),
     )
     return self._partitioner.partition(
       step,

@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.averages import average_parameters
+from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
+from rosetta_t5.training.optimizers.second_order.muon import muon
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 RNG = np.random.default_rng(0)
@@ -46,6 +49,18 @@ GROUPS = {"dense": {"kernel": "a", "bias": "b"}, "norm": {"scale": "b"}}
 
 def wrapped(transformation):
   return lambda: OptaxWrapper(transformation)
+
+
+class Following(OptaxWrapper):
+  """Optax's optimizers with the learning rate of a trainer."""
+
+  def __init__(self, make):
+    super().__init__(optimizers.chain([make]).optax_optimizer)
+    self.hyper_params = self.hyper_params.replace(learning_rate=0.1)
+
+
+def following(make):
+  return lambda: Following(make)
 
 
 OPTIMIZERS = {
@@ -84,6 +99,11 @@ OPTIMIZERS = {
   "inject_hyperparams": wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)),
   "apply_if_finite": wrapped(optax.apply_if_finite(optax.adam(0.1), 3)),
   "sm3": wrapped(optax.sm3(0.1)),
+  "muon": following(muon),
+  "ademamix": following(optax.contrib.ademamix),
+  "schedule_free": following(optax.contrib.schedule_free_adamw),
+  "prodigy": lambda: optimizers.chain([optax.contrib.prodigy(1.0, estim_lr0=0.1)]),
+  "average": lambda: optimizers.chain([optax.lion(0.1), average_parameters(0.9)]),
 }
 
 
@@ -184,8 +204,9 @@ def test_adafactor_states_are_stored_with_t5x_names():
   assert set(stored["param_states"]["dense"]["kernel"]) == {"v_row", "v_col", "v", "m"}
 
 
-def test_learning_rate_of_the_trainer_affects_adafactor_but_not_optax():
-  for name, acts in (("adafactor", True), ("multi", True), ("adam", False)):
+def test_learning_rate_of_the_trainer_affects_all_but_made_transformations():
+  cases = {"adafactor": True, "multi": True, "adam": False, "muon": True, "schedule_free": True}
+  for name, acts in cases.items():
     optimizer = OPTIMIZERS[name]().create(PARAMS)
     one, two = (step_at(optimizer, rate).target["dense"]["kernel"] for rate in (0.1, 0.2))
     assert bool(jnp.any(one != two)) == acts
@@ -270,3 +291,111 @@ def test_dpsgd_uses_gradients_of_each_example():
 def test_error_of_amos_names_the_missing_package():
   with pytest.raises(ValueError, match=r"jestimator"):
     optimizers.amos(0.1)
+
+
+def test_the_learning_rate_of_the_trainer_equals_one_of_optax():
+  own = optimizers.chain([optax.clip_by_global_norm(1.0), optax.adamw(0.1)]).create(PARAMS)
+  trainers = optimizers.chain([optax.clip_by_global_norm(1.0), optax.adamw]).create(PARAMS)
+  for _ in range(2):
+    own, trainers = step_at(own, 0.0), step_at(trainers, 0.1)
+  assert_trees_equal(trainers.target, own.target)
+  assert_trees_equal(trainers.state, own.state)
+
+
+def test_error_names_a_function_that_must_be_called():
+  with pytest.raises(ValueError, match=r"function clip_by_global_norm, .* write @clip_by_global"):
+    optimizers.chain([optax.clip_by_global_norm])
+  with pytest.raises(ValueError, match=r"no learning rate: set trainer\.Trainer"):
+    optimizers.chain([optax.lion]).create(PARAMS).apply_gradient(PARAMS)
+
+
+def orthogonalized(matrix):
+  """Muon's quintic Newton-Schulz iteration, in float64."""
+  a, b, c = 3.4445, -4.7750, 2.0315
+  x = matrix / np.linalg.norm(matrix)
+  x = x.T if len(x) > len(x.T) else x
+  for _ in range(5):
+    gram = x @ x.T
+    x = a * x + (b * gram + c * gram @ gram) @ x
+  return x if x.shape == matrix.shape else x.T
+
+
+def test_muon_orthogonalizes_each_scanned_layer_and_expert_and_joined_heads():
+  shapes = {
+    "wi": ((6, 3, 4), P("embed", "layers", "mlp")),
+    "experts": ((2, 6, 4), P("expert", "embed", "expert_mlp")),
+    "query": ((6, 2, 4), P("embed", "heads", "kv")),
+    "out": ((2, 4, 6), P("heads", "kv", "embed")),
+  }
+  params = {name: jnp.zeros(shape) for name, (shape, _) in shapes.items()}
+  grads = {
+    name: jnp.asarray(RNG.normal(size=shape), jnp.float32) for name, (shape, _) in shapes.items()
+  }
+  definition = optimizers.chain([muon])
+  definition.set_param_axes({name: names for name, (_, names) in shapes.items()})
+  after = definition.create(params).apply_gradient(grads, learning_rate=1.0).target
+  g = {name: np.asarray(grad, np.float64) for name, grad in grads.items()}
+  update = jax.tree.map(lambda x: -x / 0.2, after)
+  rms = np.sqrt(6)  # of the larger dimension; 8 columns of the joined heads
+  for layer in range(3):
+    want = rms * orthogonalized(g["wi"][:, layer])
+    np.testing.assert_allclose(update["wi"][:, layer], want, rtol=1e-3, atol=1e-4)
+  for expert in range(2):
+    want = rms * orthogonalized(g["experts"][expert])
+    np.testing.assert_allclose(update["experts"][expert], want, rtol=1e-3, atol=1e-4)
+  joined = {"query": g["query"].reshape(6, 8), "out": g["out"].reshape(8, 6)}
+  for name, matrix in joined.items():
+    want = np.sqrt(8) * orthogonalized(matrix).reshape(g[name].shape)
+    np.testing.assert_allclose(update[name], want, rtol=1e-3, atol=1e-4)
+
+
+def test_muon_leaves_tables_heads_and_vectors_to_adamw():
+  axes = {
+    "embedding": P("vocab", "embed"),
+    "logits": P("embed", "vocab"),
+    "bias": P("heads", "relpos_buckets"),
+    "scale": P("embed"),
+    "scales": P("embed", "layers"),
+    "kernel": P("embed", "mlp"),
+  }
+  definition = optimizers.chain([muon])
+  definition.set_param_axes(axes)
+  state = definition.create({name: jnp.ones([4] * len(a)) for name, a in axes.items()}).state
+  adam = state.param_states[0].inner_states["adam"].inner_state[0].nu
+  assert {name for name, nu in adam.items() if hasattr(nu, "shape")} == axes.keys() - {"kernel"}
+
+
+def test_an_average_of_the_parameters_is_evaluated():
+  definition = OPTIMIZERS["average"]()
+  optimizer = definition.create(PARAMS)
+  want = PARAMS
+  for _ in range(3):
+    optimizer = step(optimizer)
+    want = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, want, optimizer.target)
+  average = definition.params_to_evaluate(optimizer.target, optimizer.state.param_states)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), average, want)
+
+
+def test_schedule_free_evaluates_the_average_of_its_iterates():
+  definition = OPTIMIZERS["schedule_free"]()
+  optimizer = definition.create(PARAMS)
+  iterates = []
+  for _ in range(3):
+    optimizer = step(optimizer)
+    iterates.append(optimizer.state.param_states[0].z["norm"]["scale"])
+  average = definition.params_to_evaluate(optimizer.target, optimizer.state.param_states)
+  np.testing.assert_allclose(average["norm"]["scale"], np.mean(iterates, axis=0), rtol=1e-5)
+
+
+def test_weight_decay_and_learning_rates_are_set_by_name():
+  mask = all_except([".*/(bias|scale)"])
+  assert mask(PARAMS) == IS_KERNEL
+  scaled = optimizers.chain([optax.sgd(1.0), scale_by_name({"dense/.*": 0.5, "norm/scale": 0})])
+  after = scaled.create(PARAMS).apply_gradient(jax.tree.map(jnp.ones_like, PARAMS)).target
+  change = jax.tree.map(lambda old, new: round(float(jnp.max(old - new)), 5), PARAMS, after)
+  assert change == {"dense": {"kernel": 0.5, "bias": 0.5}, "norm": {"scale": 0}}
+
+
+def test_error_names_a_pattern_that_matches_no_parameter():
+  with pytest.raises(ValueError, match=r"'norm/scales' matches no parameter.*'norm/scale'"):
+    all_except(["norm/scales"])(PARAMS)

@@ -29,6 +29,7 @@ CALLED = types.MappingProxyType(
     "jax.nn.initializers": "constant lecun_normal normal ones truncated_normal uniform "
     "variance_scaling xavier_uniform zeros",
     "optax": "*",
+    "optax.contrib": "*",
     "rosetta_t5.data": "file_task gpt2_vocabulary known_task prepared_task",
     "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
     "rosetta_t5.data.tasks.tfexample_task": "create_task_from_tfexample_file",
@@ -47,8 +48,8 @@ CALLED = types.MappingProxyType(
     "t5x.gin_utils": "bool_fn steps_of string_split_fn sum_fn",
     "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
     "get_output_vocabulary",
-    "t5x.optimizers": "adabelief adagrad adam adamw amos chain dpsgd fromage lamb lars lion "
-    "noisy_sgd radam rmsprop sgd yogi",
+    "t5x.optimizers": "adabelief adagrad adam adamw all_except amos average_parameters chain dpsgd "
+    "fromage lamb lars lion muon noisy_sgd radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
     "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
     "t5x.te_helper": "TransformerEngineConfig",
     "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",
@@ -195,11 +196,16 @@ def _listed_in(module_name: str, names: str) -> dict[str, Any]:
 
 
 def _optimizers(optax: Any) -> list[str]:
-  """Returns the names of Optax's functions that make gradient transformations or schedules."""
+  """Returns the names of Optax's functions that make gradient transformations or schedules.
+
+  Args:
+    optax: the package, or `optax.contrib`.
+  """
 
   def is_one(name: str) -> bool:
     function = getattr(optax, name)
     result = str(getattr(function, "__annotations__", {}).get("return"))
     return inspect.isfunction(function) and ("GradientTransf" in result or "Callable[[" in result)
 
-  return [*filter(is_one, dir(optax)), "nadam", "nadamw", "scale_by_factored_rms"]
+  partial = ("nadam", "nadamw", "scale_by_factored_rms")  # not annotated
+  return [name for name in dir(optax) if name in partial or is_one(name)]

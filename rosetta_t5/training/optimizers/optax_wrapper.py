@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
@@ -11,17 +12,27 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.averages import averaged_parameters
+from rosetta_t5.training.optimizers.optimizer_def import (
+  Optimizer,
+  OptimizerDef,
+  OptimizerState,
+  StepLoss,
+)
 from rosetta_t5.training.optimizers.param_paths import axes_like
+from rosetta_t5.training.optimizers.second_order.matrices import Factors, matrix_dims
 
 PyTree = Any
 Args = ParamSpec("Args")
+# Called with a learning rate and the parameters' logical axes, or None for no axes.
+MakeTransformation = Callable[[Any, PyTree], optax.GradientTransformation]
 
 
 class OptaxWrapperHyperParams(struct.PyTreeNode):
-  """The trainer sets `learning_rate`, which optax transformations ignore: they have their own."""
+  """What the trainer sets. A transformation with a learning rate of its own ignores `learning_rate`."""
 
   learning_rate: Any = None
+  loss: StepLoss | None = struct.field(pytree_node=False, default=None)
 
 
 class OptaxStatePartitionRules:
@@ -34,8 +45,8 @@ class OptaxStatePartitionRules:
     """Returns `optax_state` with axis names, or None, in place of arrays.
 
     A part of the state with the structure of the parameters (moments, accumulated gradients) gets the
-    parameters' axes for leaves with the shape of their parameter. Everything else gets None. Masked
-    leaves do not change.
+    parameters' axes for leaves with the shape of their parameter, and `MatrixDims.factor_axes` for
+    `Factors`. Everything else gets None. Masked leaves do not change.
 
     Args:
       optax_state: the state of any optax transformation.
@@ -46,7 +57,7 @@ class OptaxStatePartitionRules:
     structure: Any = jax.tree.structure(template)
 
     def is_like_params(node: PyTree) -> bool:
-      return structure == jax.tree.structure(node, is_leaf=_is_masked)
+      return structure == jax.tree.structure(node, is_leaf=_is_of_one_parameter)
 
     def axes_of(node: PyTree) -> PyTree:
       return cls.derive_params_axes(node, params_axes, template) if is_like_params(node) else None
@@ -62,8 +73,11 @@ class OptaxStatePartitionRules:
     structure: Any = jax.tree.structure(template)
 
     def axes_of(value: Any, param: Any, names: Any) -> Any:
-      if _is_masked(value):
+      if isinstance(value, optax.MaskedNode):
         return value
+      if isinstance(value, Factors):
+        dims = names and matrix_dims(len(names), names)
+        return dims.factor_axes(value, names) if dims else Factors(None, None)
       return names if params is None or value.shape == param.shape else None
 
     leaves = (structure.flatten_up_to(tree) for tree in (optax_params, template))
@@ -73,33 +87,61 @@ class OptaxStatePartitionRules:
 class OptaxWrapper(OptimizerDef):
   """An optax transformation as an optimizer.
 
-  The transformation has its own learning rate, a constant or a schedule. As in T5X,
-  `trainer.learning_rate_fn` has no effect.
+  A transformation has its own learning rate, a constant or a schedule: as in T5X,
+  `trainer.learning_rate_fn` has no effect. A function that makes a transformation gets the trainer's.
 
   Args:
-    optax_optimizer: the transformation.
+    optax_optimizer: the transformation, or a function (learning rate, logical axes of the
+      parameters) → transformation. The structure of its state must not depend on the learning rate.
   """
 
-  uses_learning_rate = False
+  uses_loss = True
 
-  def __init__(self, optax_optimizer: optax.GradientTransformation):
+  def __init__(self, optax_optimizer: optax.GradientTransformation | MakeTransformation):
     self.optax_optimizer = optax_optimizer
+    self.uses_learning_rate = not isinstance(optax_optimizer, optax.GradientTransformation)
+    self._param_axes: PyTree = None
     super().__init__(hyper_params=OptaxWrapperHyperParams())
+
+  def set_param_axes(self, param_logical_axes: PyTree) -> None:
+    """Keeps the parameters' logical axes for transformations that treat matrices differently."""
+    self._param_axes = param_logical_axes
 
   def init_state(self, params: PyTree) -> OptimizerState:
     """Returns the transformation's initial state at step 0."""
-    param_states = _with_raw_keys(self.optax_optimizer.init(params))
+    param_states = _with_raw_keys(self._transformation(0.0).init(params))
     return OptimizerState(jnp.zeros((), jnp.int32), param_states)
 
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one step; `hyper_params` is ignored."""
-    optax_types = jax.eval_shape(self.optax_optimizer.init, params)
+    """Returns the parameters and the state after one step.
+
+    Raises:
+      ValueError: the transformation needs the trainer's learning rate, but there is none.
+    """
+    if self.uses_learning_rate and hyper_params.learning_rate is None:
+      raise ValueError("the optimizer has no learning rate: set trainer.Trainer.learning_rate_fn")
+    transformation = self._transformation(hyper_params.learning_rate)
+    optax_types = jax.eval_shape(transformation.init, params)
     optax_state = _with_typed_keys(state.param_states, optax_types)
-    updates, new_state = self.optax_optimizer.update(grads, optax_state, params)
+    loss = hyper_params.loss
+    of_step = {} if loss is None else {"loss": loss, "value": loss.value}
+    updates, new_state = optax.with_extra_args_support(transformation).update(
+      grads, optax_state, params, **of_step
+    )
     new_params = optax.apply_updates(params, updates)
     return new_params, OptimizerState(state.step + 1, _with_raw_keys(new_state))
+
+  def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
+    """Returns the average of the parameters if the transformation has one, else `params`."""
+    return averaged_parameters(params, param_states)
+
+  def _transformation(self, learning_rate: Any) -> optax.GradientTransformation:
+    make = self.optax_optimizer
+    if isinstance(make, optax.GradientTransformation):
+      return make
+    return make(learning_rate, self._param_axes)
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
@@ -121,10 +163,46 @@ def wrap_optax_optimizer(
   return wrapped_optimizer
 
 
-@wrap_optax_optimizer
-def chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-  """Applies optax transformations in order, the first to the gradient."""
-  return optax.chain(*transformations)
+def chain(
+  transformations: Sequence[
+    optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+  ],
+) -> OptaxWrapper:
+  """Returns an optimizer that applies optax transformations in order, the first to the gradient.
+
+  A function that makes a transformation, such as `optax.lion` (in gin `@optax.lion` without
+  parentheses), is called in each step with the trainer's `learning_rate`, and with `param_axes`, the
+  parameters' logical axes, if it has an argument of that name.
+
+  Raises:
+    ValueError: such a function has no argument `learning_rate`.
+  """
+
+  def accepted_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    accepted = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in accepted}
+
+  is_made = [isinstance(one, optax.GradientTransformation) for one in transformations]
+  if all(is_made):
+    return OptaxWrapper(optax.chain(*transformations))
+  for one, made in zip(transformations, is_made, strict=True):
+    if not made and not accepted_by(one, learning_rate=None):
+      name = getattr(one, "__name__", one)
+      raise ValueError(
+        f"chain.transformations contains the function {name}, which has no argument learning_rate: "
+        f"write @{name}() with parentheses"
+      )
+
+  def make(learning_rate: Any, param_axes: PyTree) -> optax.GradientTransformation:
+    given = {"learning_rate": learning_rate, "param_axes": param_axes}
+    return optax.chain(
+      *(
+        one if made else one(**accepted_by(one, **given))
+        for one, made in zip(transformations, is_made, strict=True)
+      )
+    )
+
+  return OptaxWrapper(make)
 
 
 @wrap_optax_optimizer
@@ -156,8 +234,9 @@ sgd = wrap_optax_optimizer(optax.sgd)
 yogi = wrap_optax_optimizer(optax.yogi)
 
 
-def _is_masked(node: Any) -> bool:
-  return isinstance(node, optax.MaskedNode)
+def _is_of_one_parameter(node: Any) -> bool:
+  """Returns whether a node of a tree like the parameters' is the whole state of one parameter."""
+  return isinstance(node, (optax.MaskedNode, Factors))
 
 
 def _is_key(leaf: Any) -> bool:

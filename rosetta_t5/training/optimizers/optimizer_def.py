@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
 from flax import serialization, struct
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
@@ -24,6 +25,21 @@ class OptimizerState(struct.PyTreeNode):
   param_states: PyTree
 
 
+class StepLoss(NamedTuple):
+  """The loss of a step, for optimizers that read more of it than its gradient.
+
+  Attributes:
+    value: the loss of the batch.
+    of_first_microbatch: (parameters, further variable collections = None) → the loss of the first
+      microbatch, with the dropout of the step.
+    num_microbatches: the number of microbatches, over which the loss is summed.
+  """
+
+  value: jax.Array
+  of_first_microbatch: Callable[..., jax.Array]
+  num_microbatches: int
+
+
 class OptimizerDef:
   """The rule of an optimizer and its hyperparameters; the state is separate (see `Optimizer`).
 
@@ -34,9 +50,11 @@ class OptimizerDef:
   Attributes:
     hyper_params: a flax struct of hyperparameters, which include `learning_rate`.
     uses_learning_rate: whether the learning rate that the trainer passes has an effect.
+    uses_loss: whether `hyper_params` has a field `loss`, a `StepLoss`, which the trainer sets too.
   """
 
   uses_learning_rate = True
+  uses_loss = False
 
   def __init__(self, hyper_params: Any):
     self.hyper_params = hyper_params
@@ -57,6 +75,11 @@ class OptimizerDef:
   ) -> tuple[PyTree, OptimizerState]:
     """Returns the parameters and the state after one step with `grads`, a tree like `params`."""
     raise NotImplementedError
+
+  def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
+    """Returns the parameters of evaluations and predictions, such as an average; `params` here."""
+    del param_states
+    return params
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""

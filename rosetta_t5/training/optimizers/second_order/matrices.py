@@ -1,0 +1,171 @@
+"""Parameters as stacks of matrices, for optimizers that treat matrices differently from vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
+
+PyTree = Any
+AxisNames = Sequence[str | None]
+
+# Logical axes along which independent matrices are stacked.
+_STACKED = frozenset({"layers", "stack", "expert"})
+# Logical axes of tables and heads: each row or column belongs to one token, bucket or expert.
+_TABLES = frozenset({"vocab", "relpos_buckets", "abspos_buckets", "unmodeled"})
+
+
+class MatrixDims(NamedTuple):
+  """The dimensions of a parameter that is a stack of matrices: those of the stack, rows and columns."""
+
+  stack: tuple[int, ...]
+  rows: tuple[int, ...]
+  columns: tuple[int, ...]
+
+  def to_matrices(self, array: jax.Array) -> Float[Array, "... I O"]:
+    """Returns the matrices of an array with the parameter's shape."""
+    stack = (array.shape[dim] for dim in self.stack)
+    ordered = array.transpose(self.stack + self.rows + self.columns)
+    return ordered.reshape(*stack, *self.sizes(array.shape))
+
+  def to_parameter(
+    self, matrices: Float[Array, "... I O"], shape: Sequence[int]
+  ) -> Float[Array, "..."]:
+    """Reverses `to_matrices` for a parameter of this shape."""
+    order = self.stack + self.rows + self.columns
+    ordered = matrices.reshape([shape[dim] for dim in order])
+    return ordered.transpose([order.index(dim) for dim in range(len(shape))])
+
+  def sizes(self, shape: Sequence[int]) -> tuple[int, int]:
+    """Returns the number of rows, I, and of columns, O."""
+    rows, columns = ([shape[dim] for dim in dims] for dims in (self.rows, self.columns))
+    return math.prod(rows), math.prod(columns)
+
+  def factor_axes(self, factors: Factors, names: AxisNames) -> Factors:
+    """Returns the logical axes of a parameter's factors.
+
+    A factor has two dimensions of one size, but a mesh axis can split only one of them. The second one
+    therefore has the axis of the other side: a factor is split over as many devices as its parameter.
+    """
+    stack = [names[dim] for dim in self.stack]
+    row, column = names[self.rows[0]], names[self.columns[0]]
+    sides = ((factors.rows, (row, column)), (factors.columns, (column, row)))
+    return Factors(
+      *(None if side is None else PartitionSpec(*stack, *axes) for side, axes in sides)
+    )
+
+
+class Factors(NamedTuple):
+  """One array for the rows and one for the columns of a parameter's matrices; None for no array.
+
+  Attributes:
+    rows: [*stack, I, I].
+    columns: [*stack, O, O].
+  """
+
+  rows: Any
+  columns: Any
+
+
+def matrix_dims(ndim: int, names: AxisNames | None, path: str = "") -> MatrixDims | None:
+  """Returns how a parameter is a stack of matrices; None for vectors, tables and heads.
+
+  Args:
+    ndim: the number of the parameter's dimensions.
+    names: its logical axes. Without them, a parameter of two dimensions is a matrix.
+    path: its path; without logical axes, an `embedding` is a table.
+  """
+  if not names:
+    is_matrix = ndim == 2 and not path.endswith("embedding")
+    return MatrixDims((), (0,), (1,)) if is_matrix else None
+  stack = tuple(dim for dim, name in enumerate(names) if name in _STACKED)
+  dims = tuple(dim for dim in range(ndim) if dim not in stack)
+  if len(dims) < 2 or not _TABLES.isdisjoint(names):
+    return None
+  # The other dimensions are those of the input and then those of the output. One of both is `embed`.
+  split = 1 if names[dims[0]] == "embed" else len(dims) - 1
+  return MatrixDims(stack, dims[:split], dims[split:])
+
+
+def tree_matrix_dims(params: PyTree, param_axes: PyTree | None) -> PyTree:
+  """Returns a tree like `params` with the `MatrixDims` of each parameter, or None."""
+  names = {} if param_axes is None else axes_by_path(param_axes)
+
+  def dims(path: Sequence[Any], param: Any) -> MatrixDims | None:
+    name = path_name(path)
+    return matrix_dims(len(param.shape), names.get(name), name)
+
+  return jax.tree_util.tree_map_with_path(dims, params)
+
+
+def zero_factors(params: PyTree, dims: PyTree, max_dim: int) -> PyTree:
+  """Returns a tree like `params` with zeros as the factors of each parameter.
+
+  Args:
+    params: the parameters.
+    dims: `tree_matrix_dims` of them. Other parameters than matrices have no factors.
+    max_dim: a side of a matrix that is larger has none either.
+  """
+
+  def zeros(param: jax.Array, dim: MatrixDims | None) -> Factors:
+    if dim is None:
+      return Factors(None, None)
+    stack = [param.shape[i] for i in dim.stack]
+    sizes = dim.sizes(param.shape)
+    return Factors(
+      *(jnp.zeros((*stack, n, n), jnp.float32) if n <= max_dim else None for n in sizes)
+    )
+
+  return map_params(zeros, params, dims)
+
+
+def gram_factors(grads: PyTree, dims: PyTree, like: PyTree) -> PyTree:
+  """Returns G·Gᵀ and Gᵀ·G of each gradient, where the tree of factors `like` has an array."""
+
+  def grams(grad: jax.Array, dim: MatrixDims | None, factors: Factors) -> Factors:
+    if dim is None:
+      return Factors(None, None)
+    matrices = dim.to_matrices(grad.astype(jnp.float32))
+    return Factors(
+      rows=None if factors.rows is None else _matmul(matrices, matrices.mT),
+      columns=None if factors.columns is None else _matmul(matrices.mT, matrices),
+    )
+
+  return map_params(grams, grads, dims, like)
+
+
+def multiply(factors: PyTree, tree: PyTree, dims: PyTree) -> PyTree:
+  """Returns rows · M · columnsᵀ for each matrix M of a tree like the parameters.
+
+  Missing factors are identities.
+  """
+
+  def product(array: jax.Array, dim: MatrixDims | None, sides: Factors) -> jax.Array:
+    if dim is None:
+      return array
+    matrices = dim.to_matrices(array)
+    if sides.rows is not None:
+      matrices = _matmul(sides.rows, matrices)
+    if sides.columns is not None:
+      matrices = _matmul(matrices, sides.columns.mT)
+    return dim.to_parameter(matrices, array.shape)
+
+  return map_params(product, tree, dims, factors)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def map_params(function: Callable[..., Any], params: PyTree, *trees: PyTree) -> PyTree:
+  """Returns a tree like `params` of function(parameter, part of each tree)."""
+  structure: Any = jax.tree.structure(params)
+  parts = (structure.flatten_up_to(tree) for tree in (params, *trees))
+  return structure.unflatten(function(*leaves) for leaves in zip(*parts, strict=True))

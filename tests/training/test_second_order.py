@@ -1,0 +1,131 @@
+"""SOAP, Shampoo, K-FAC and Sophia against their papers' formulas, computed in numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from rosetta_t5.training.optimizers import optax_wrapper as optimizers
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
+from rosetta_t5.training.optimizers.second_order.soap import soap
+
+RNG = np.random.default_rng(0)
+# A matrix, two scanned matrices and a vector.
+SHAPES = {"kernel": (4, 3), "scanned": (4, 2, 3), "scale": (4,)}
+AXES = {"kernel": P("embed", "mlp"), "scanned": P("embed", "layers", "mlp"), "scale": P("embed")}
+STEPS = 5
+GRADS = [{n: RNG.normal(size=s) for n, s in SHAPES.items()} for _ in range(STEPS)]
+
+
+def updates(make, **options):
+  """Returns the sum of the updates of all steps, for the learning rate 1 without weight decay."""
+  definition = optimizers.chain(
+    [lambda learning_rate, param_axes: make(learning_rate, param_axes, weight_decay=0, **options)]
+  )
+  definition.set_param_axes(AXES)
+  optimizer = definition.create({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+  for grads in GRADS:
+    grads = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads)
+    optimizer = optimizer.apply_gradient(grads, learning_rate=1.0)
+  return optimizer.target
+
+
+def matrix_grads(name):
+  """Returns the gradients of one matrix in all steps; `scanned` is that of the second layer."""
+  return [g[name][:, 1] if name == "scanned" else g[name] for g in GRADS]
+
+
+def assert_matches(after, want):
+  """Compares the parameters with want(the gradients of one matrix)."""
+  for name in ("kernel", "scanned"):
+    found = after[name][:, 1] if name == "scanned" else after[name]
+    np.testing.assert_allclose(found, want(matrix_grads(name)), rtol=2e-3, atol=2e-3)
+
+
+def numpy_adam(grads, b1, b2):
+  mu = nu = total = 0.0
+  for step, g in enumerate(grads, 1):
+    mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g * g
+    total = total - (mu / (1 - b1**step)) / np.sqrt(nu / (1 - b2**step))
+  return total
+
+
+def numpy_soap(grads, b=0.95, frequency=2, one_sided=False):
+  """Algorithm 3 of the paper; the first step only initializes the bases."""
+  left, right = (1 - b) * grads[0] @ grads[0].T, (1 - b) * grads[0].T @ grads[0]
+  q_left, q_right = np.linalg.eigh(left)[1], np.linalg.eigh(right)[1]
+  if one_sided:
+    q_left = np.eye(len(left))
+  mu = nu = total = 0.0
+  for step, g in enumerate(grads[1:], 1):
+    rotated = q_left.T @ g @ q_right
+    mu, nu = b * mu + (1 - b) * g, b * nu + (1 - b) * rotated**2
+    corrected = (q_left.T @ mu @ q_right) / (1 - b**step)
+    total = total - q_left @ (corrected / np.sqrt(nu / (1 - b**step))) @ q_right.T
+    left, right = b * left + (1 - b) * g @ g.T, b * right + (1 - b) * g.T @ g
+    if step % frequency == 0:
+      q_right = np.linalg.qr(right @ q_right)[0]
+      q_left = q_left if one_sided else np.linalg.qr(left @ q_left)[0]
+  return total
+
+
+def numpy_shampoo(grads, b1=0.9, b2=0.99, eps=1e-3, frequency=2, one_sided=False):
+  def root(covariance, exponent):
+    values, vectors = np.linalg.eigh(covariance)
+    damped = np.maximum(values, 0) + eps * values[-1]
+    return vectors @ np.diag(damped**exponent) @ vectors.T
+
+  left = right = mu = nu = total = 0.0
+  for step, g in enumerate(grads, 1):
+    left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+    if (step - 1) % frequency == 0:
+      exponent = -0.5 if one_sided else -0.25
+      root_left = np.eye(len(left)) if one_sided else root(left, exponent)
+      root_right = root(right, exponent)
+    mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g * g
+    adam = (mu / (1 - b1**step)) / np.sqrt(nu / (1 - b2**step))
+    direction = root_left @ mu @ root_right
+    total = total - direction * np.linalg.norm(adam) / np.linalg.norm(direction)
+  return total
+
+
+def test_soap_is_adam_in_the_eigenbasis_of_the_covariances():
+  assert_matches(updates(soap, precondition_frequency=2), numpy_soap)
+
+
+def test_soap_leaves_a_side_that_is_too_large_as_it_is():
+  after = updates(soap, precondition_frequency=2, max_precond_dim=3)
+  assert_matches(after, lambda grads: numpy_soap(grads, one_sided=True))
+
+
+def test_soap_is_adam_for_vectors_after_the_first_step():
+  want = numpy_adam([g["scale"] for g in GRADS[1:]], 0.95, 0.95)
+  np.testing.assert_allclose(updates(soap)["scale"], want, rtol=1e-4)
+
+
+def test_shampoo_multiplies_by_inverse_roots_and_has_the_norm_of_adam():
+  assert_matches(updates(shampoo, matrix_eps=1e-3, precondition_frequency=2), numpy_shampoo)
+
+
+def test_shampoo_with_one_side_uses_the_inverse_square_root():
+  after = updates(shampoo, matrix_eps=1e-3, precondition_frequency=2, max_precond_dim=3)
+  assert_matches(after, lambda grads: numpy_shampoo(grads, one_sided=True))
+
+
+def test_shampoo_is_adam_for_vectors():
+  want = numpy_adam([g["scale"] for g in GRADS], 0.9, 0.99)
+  np.testing.assert_allclose(updates(shampoo)["scale"], want, rtol=1e-4)
+
+
+def test_factors_are_split_over_the_axes_of_their_parameter():
+  for make in (soap, shampoo):
+    definition = optimizers.chain([make])
+    definition.set_param_axes(AXES)
+    optimizer = definition.create({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    (state,) = (s[0] for s in definition.derive_logical_axes(optimizer, AXES).state.param_states)
+    for name, stack in (("kernel", ()), ("scanned", ("layers",))):
+      assert state.covariances[name].rows == P(*stack, "embed", "mlp")
+      assert state.covariances[name].columns == P(*stack, "mlp", "embed")
+    assert state.mu == state.nu == AXES
