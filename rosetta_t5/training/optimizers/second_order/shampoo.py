@@ -26,7 +26,7 @@ class ShampooState(NamedTuple):
   """The state of Shampoo.
 
   Attributes:
-    count: the number of completed steps.
+    step: the number of completed steps.
     mu: the first moment.
     nu: the second moment.
     covariances: the averages of G·Gᵀ and Gᵀ·G, as `Factors`.
@@ -34,7 +34,7 @@ class ShampooState(NamedTuple):
       too large.
   """
 
-  count: jax.Array
+  step: jax.Array
   mu: PyTree
   nu: PyTree
   covariances: PyTree
@@ -89,31 +89,31 @@ def scale_by_shampoo(
 
   def init(params: PyTree) -> ShampooState:
     zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_precond_dim)
-    moments = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
-    return ShampooState(jnp.zeros((), jnp.int32), *moments, zeros, jax.tree.map(jnp.copy, zeros))
+    mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
+    return ShampooState(jnp.zeros((), jnp.int32), mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
 
   def update(
     grads: PyTree, state: ShampooState, params: PyTree = None
   ) -> tuple[PyTree, ShampooState]:
     del params
     dims = tree_matrix_dims(grads, param_axes)
-    count = state.count + 1
+    step = state.step + 1
     mu = optax.tree.update_moment(grads, state.mu, b1, 1)
     nu = optax.tree.update_moment(grads, state.nu, b2, 2)
     grams = gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
     roots = jax.lax.cond(
-      state.count % precondition_frequency == 0,
+      state.step % precondition_frequency == 0,
       lambda: jax.tree.map(
         inverse_roots, covariances, is_leaf=lambda node: isinstance(node, Factors)
       ),
       lambda: state.roots,
     )
-    mu_hat = optax.tree.bias_correction(mu, b1, count)
-    nu_hat = optax.tree.bias_correction(nu, b2, count)
+    mu_hat = optax.tree.bias_correction(mu, b1, step)
+    nu_hat = optax.tree.bias_correction(nu, b2, step)
     adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
     updates = map_params(_graft, multiply(roots, mu_hat, dims), adam, dims)
-    return updates, ShampooState(count, mu, nu, covariances, roots)
+    return updates, ShampooState(step, mu, nu, covariances, roots)
 
   def inverse_roots(covariances: Factors) -> Factors:
     sides = sum(side is not None for side in covariances)

@@ -23,14 +23,14 @@ class SoapState(NamedTuple):
   """The state of SOAP.
 
   Attributes:
-    count: the number of completed steps.
+    step: the number of completed steps.
     mu: the first moment.
     nu: the second moment, in the eigenbasis.
     covariances: the averages of G·Gᵀ and Gᵀ·G, as `Factors`.
     bases: their eigenvectors, as columns.
   """
 
-  count: jax.Array
+  step: jax.Array
   mu: PyTree
   nu: PyTree
   covariances: PyTree
@@ -81,8 +81,8 @@ def scale_by_soap(
   def init(params: PyTree) -> SoapState:
     zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_precond_dim)
     identities = jax.tree.map(lambda x: jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape), zeros)
-    moments = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
-    return SoapState(jnp.zeros((), jnp.int32), *moments, zeros, identities)
+    mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
+    return SoapState(jnp.zeros((), jnp.int32), mu, nu, zeros, identities)
 
   def update(grads: PyTree, state: SoapState, params: PyTree = None) -> tuple[PyTree, SoapState]:
     del params
@@ -94,17 +94,17 @@ def scale_by_soap(
       to_basis = jax.tree.map(jnp.matrix_transpose, state.bases)
       mu = optax.tree.update_moment(grads, state.mu, b1, 1)
       nu = optax.tree.update_moment(multiply(to_basis, grads, dims), state.nu, b2, 2)
-      mu_hat = optax.tree.bias_correction(multiply(to_basis, mu, dims), b1, state.count)
-      nu_hat = optax.tree.bias_correction(nu, b2, state.count)
+      mu_hat = optax.tree.bias_correction(multiply(to_basis, mu, dims), b1, state.step)
+      nu_hat = optax.tree.bias_correction(nu, b2, state.step)
       adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
       return multiply(state.bases, adam, dims), mu, nu
 
     def first_step() -> tuple[PyTree, PyTree, PyTree]:
       return optax.tree.zeros_like(grads), state.mu, state.nu
 
-    is_first = state.count == 0
+    is_first = state.step == 0
     updates, mu, nu = jax.lax.cond(is_first, first_step, adam_step)
-    is_due = state.count % precondition_frequency == 0
+    is_due = state.step % precondition_frequency == 0
     bases = jax.lax.switch(
       jnp.where(is_first, 0, jnp.where(is_due, 1, 2)),
       (
@@ -113,7 +113,7 @@ def scale_by_soap(
         lambda: state.bases,
       ),
     )
-    return updates, SoapState(state.count + 1, mu, nu, covariances, bases)
+    return updates, SoapState(state.step + 1, mu, nu, covariances, bases)
 
   return optax.GradientTransformation(init, update)
 

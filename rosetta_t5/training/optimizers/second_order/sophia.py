@@ -47,9 +47,9 @@ def sophia(
 
 
 class HessianState(NamedTuple):
-  """The number of estimates so far."""
+  """The number of estimates so far, `step`."""
 
-  count: jax.Array
+  step: jax.Array
 
 
 def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
@@ -67,7 +67,7 @@ def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
     grads: PyTree, state: HessianState, params: PyTree = None, *, loss: StepLoss, **_: Any
   ) -> tuple[PyTree, HessianState]:
     # The numbers of this generator do not depend on the devices or on `jax_default_prng_impl`.
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.count)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
     signs = optax.tree.random_like(key, params, jax.random.rademacher, dtype=jnp.float32)
 
     def directional_derivative(at: PyTree) -> jax.Array:
@@ -76,6 +76,6 @@ def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
     product = jax.grad(directional_derivative)(params)
     # The loss is a sum over microbatches.
     diagonal = jax.tree.map(lambda h, z: loss.num_microbatches * h * z, product, signs)
-    return diagonal, HessianState(state.count + 1)
+    return diagonal, HessianState(state.step + 1)
 
   return optax.GradientTransformationExtraArgs(init, update)
