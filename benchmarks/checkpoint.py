@@ -13,6 +13,7 @@ them). The host of a virtual disk may still cache them.
 import argparse
 import collections
 import contextlib
+import gc
 import os
 import pathlib
 import shutil
@@ -181,7 +182,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--checksums", action="store_true", help="measure what checksums cost")
   args = parser.parse_args(argv)
-  keep_freed_memory()  # as the `rosetta-t5` command does
+  # As the `rosetta-t5` command does. Python's garbage collector would take 0.1 s at random moments.
+  keep_freed_memory()
+  gc.set_threshold(50_000, 20, 100)
   folder = pathlib.Path(tempfile.mkdtemp(dir=args.folder))
   try:
     partitioner = PjitPartitioner(num_partitions=1)

@@ -40,6 +40,7 @@ def _is_float_dtype(value: Any) -> bool:
 
 Positive = Annotated[int, Condition("of at least 1", lambda n: n >= 1)]
 NonNegative = Annotated[int, Condition("of at least 0", lambda n: n >= 0)]
+Steps = Annotated[int, Condition("from 0 to 2,147,483,647 (32 bits)", lambda n: 0 <= n < 2**31)]
 Seed = Annotated[int, Condition("of at most 63 bits", lambda n: -(2**63) <= n < 2**63)]
 PositiveNumber = Annotated[float | int, Condition("greater than 0", lambda x: 0 < x < math.inf)]
 NonNegativeNumber = Annotated[float | int, Condition("of at least 0", lambda x: 0 <= x < math.inf)]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from rosetta_t5 import checkpoints, config, data, distributed
-from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
+from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed, Steps
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
 from rosetta_t5.models import BaseModel
@@ -43,10 +43,10 @@ def train(
   partitioner: BasePartitioner,
   trainer_cls: Callable[..., Any],
   model_dir: NonEmptyText,
-  total_steps: NonNegative,
+  total_steps: Steps,
   eval_steps: Positive,
   eval_period: NonNegative,
-  relative_steps: NonNegative | None = None,
+  relative_steps: Steps | None = None,
   stats_period: NonNegative | None = None,
   random_seed: Seed | None,
   use_hardware_rng: bool = False,

@@ -21,6 +21,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
   checkpoint_path,
   detect_checkpoint_type,
+  disk_bytes,
   find_checkpoint_type,
   read_run_facts,
   resolve_checkpoint,
@@ -60,7 +61,7 @@ def list_steps(path: epath.PathLike) -> int:
   steps = all_steps(path)
   if not steps:
     name = _LAYOUT_NAMES[detect_checkpoint_type(path)]
-    print(f"{path} is one checkpoint ({name}), {_format_size(_disk_bytes(epath.Path(path)))}")
+    print(f"{path} is one checkpoint ({name}), {_format_size(disk_bytes(epath.Path(path)))}")
     return 0
   print(f"{'step':>10}  {'size':>10}  {'saved':<19}  layout")
   for step in steps:
@@ -72,7 +73,7 @@ def list_steps(path: epath.PathLike) -> int:
       notes.append("with the position in the data")
     if is_pinned_checkpoint(folder):
       notes.append("pinned")
-    size = _format_size(_disk_bytes(folder))
+    size = _format_size(disk_bytes(folder))
     print(f"{step:>10}  {size:>10}  {saved:<19}  {', '.join(notes)}")
   return 0
 
@@ -180,12 +181,6 @@ def _sort_key(name: str) -> tuple[bool, list[tuple[int, str]]]:
   """Returns a key that sorts layers_10 after layers_9, and parameters before other state."""
   parts = re.split(r"(\d+)", name)
   return name.startswith("state/"), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
-
-
-def _disk_bytes(path: epath.Path) -> int:
-  if not path.is_dir():
-    return path.stat().length
-  return sum(_disk_bytes(entry) for entry in path.iterdir())
 
 
 def _format_size(size: int) -> str:

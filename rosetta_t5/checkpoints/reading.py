@@ -23,6 +23,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   CheckpointTypes,
   checkpoint_path,
   detect_checkpoint_type,
+  disk_bytes,
   has_checksums,
   older_steps,
   state_path,
@@ -37,6 +38,9 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 # These mean that a file of the checkpoint is missing. Others are about the machine.
 _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# An array above this size that is so many times as large as all files together is refused.
+_LARGE_BYTES = 1 << 30
+_MAX_BYTES_PER_STORED = 1000
 # The name under which every layout with a train state has the step.
 _STEP = "state/step"
 
@@ -72,6 +76,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     raise (unreadable_error(path, error) if is_step_folder else error) from None
   try:
     arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    _check_sizes(checksum_folder(path), arrays)
     arrays = _with_verification(epath.Path(path), arrays)
     step = int(arrays[_STEP].get()) if _STEP in arrays and is_step_folder else None
   except DAMAGE_ERRORS as error:
@@ -113,6 +118,19 @@ def _other_step_text(folder: epath.Path, step: int) -> str:
     f"another. Rename it to {checkpoint_path(folder.parent, step).name}, or, to restore a copy under "
     "another name, to one that does not begin with checkpoint_"
   )
+
+
+def _check_sizes(folder: epath.Path, arrays: Mapping[str, StoredArray]) -> None:
+  """Raises ValueError if an array claims a size that the files cannot have, which zeros would fill."""
+  name = max(arrays, key=lambda name: arrays[name].nbytes, default=None)
+  if name is None or arrays[name].nbytes < _LARGE_BYTES:
+    return
+  stored = disk_bytes(folder)
+  if arrays[name].nbytes > _MAX_BYTES_PER_STORED * stored:
+    raise ValueError(
+      f"{folder} is damaged: the shape {arrays[name].shape} of {name} means "
+      f"{arrays[name].nbytes / 1e9:,.0f} GB, but its files have {stored / 1e9:,.3f} GB"
+    )
 
 
 def _with_verification(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
 
 from rosetta_t5.memory_advice.suggestions import (
   LOSS_CHUNK,
@@ -16,17 +18,21 @@ from rosetta_t5.memory_advice.suggestions import (
   usable_bytes,
 )
 from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
-from rosetta_t5.plan.fitting import possible_microbatches
-from rosetta_t5.plan.memory import StateMemory, state_bytes
+from rosetta_t5.plan.fitting import USABLE, possible_microbatches
+from rosetta_t5.plan.memory import StateMemory, size_text, state_bytes
 from rosetta_t5.plan.workload import Workload, batch_workload
 
 _FULL_REMAT = ("full", "nothing_saveable")
 
 
+@contextlib.contextmanager
 def explain_out_of_memory(
   model: Any, partitioner: Any, initializer: Any, feed: Any, trainer: Any = None
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
   """Adds advice to XLA's out-of-memory errors inside the `with`.
+
+  A state that is larger than a device's memory is such an error before any of it is allocated: on a CPU
+  the operating system would end the process.
 
   Args:
     model: the model.
@@ -53,7 +59,21 @@ def explain_out_of_memory(
     now = memory.step(work)
     return advice_lines(now, [*_activation_changes(work, memory), *_state_changes(work, now)])
 
-  return explain_with(advice, "Smaller batches, more microbatches or more devices would help.")
+  with explain_with(advice, "Smaller batches, more microbatches or more devices would help."):
+    if trainer is None:
+      with contextlib.suppress(KeyError, AttributeError):  # The classes are a user's own.
+        mesh = dict(partitioner.mesh.shape)
+        _check_fits(initializer.global_train_state_shape, initializer.train_state_axes, mesh)
+    yield
+
+
+def _check_fits(state: Any, specs: Any, mesh: Mapping[str, int]) -> None:
+  needed, memory = sum(state_bytes(state, specs, mesh).values()), usable_bytes() / USABLE
+  if needed > memory:
+    raise jax.errors.JaxRuntimeError(
+      f"RESOURCE_EXHAUSTED: Out of memory: the state needs {size_text(needed)} on each device, which "
+      f"has {size_text(memory)}"
+    )
 
 
 def _activation_changes(work: Workload, memory: StateMemory) -> Iterator[Change]:

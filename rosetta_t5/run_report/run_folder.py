@@ -116,7 +116,8 @@ def files_of_run(folder: pathlib.Path) -> list[pathlib.Path]:
     files += [
       pathlib.Path(parent, n)
       for n in names
-      if _EVENT_FILE in n or n.endswith(".jsonl") or n in wanted
+      if (_EVENT_FILE in n or n.endswith(".jsonl") or n in wanted)
+      and os.path.isfile(os.path.join(parent, n))  # and not a pipe or a device
     ]
   return sorted(files)
 

@@ -44,7 +44,8 @@ def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  keys = Counter(key for key, _ in pairs)
-  if len(keys) < len(pairs):
-    raise ValueError(f"the key {keys.most_common(1)[0][0]!r} occurs more than once")
-  return dict(pairs)
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+    raise ValueError(f"the key {key!r} occurs more than once")
+  return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -111,6 +113,17 @@ def test_a_missing_chunk_is_damage_and_not_zeros(setup, tmp_path):
   (tmp_path / "checkpoint_1/target.wi/0.0").unlink()
   with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_1 cannot be read"):
     setup.manager(tmp_path).restore()
+
+
+def test_a_shape_that_the_files_cannot_have_is_damage_and_not_zeros(setup, tmp_path):
+  legacy = Checkpointer(setup.state(), setup.partitioner, tmp_path)
+  legacy.save(setup.state(step=1))
+  next(tmp_path.glob("*/checksums-*")).unlink()
+  metadata = tmp_path / "checkpoint_1/target.wi/.zarray"
+  claims = {"shape": [10**9, 10**3], "fill_value": 0.0}
+  metadata.write_text(json.dumps(json.loads(metadata.read_text()) | claims))
+  with pytest.raises(UnreadableCheckpointError, match=r"target/wi means 4,000 GB, but its files"):
+    read_arrays(tmp_path / "checkpoint_1")
 
 
 def test_arrays_are_read_into_aligned_memory_that_cpu_devices_need_not_copy(setup, tmp_path):

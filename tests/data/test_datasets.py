@@ -66,6 +66,13 @@ def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 
 
+def test_a_batch_larger_than_the_memory_is_refused(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  with pytest.raises(ValueError, match=r"A batch of 1,000,000,000,000 examples .* smaller BATCH_S"):
+    get_dataset(config(add_task(LINES), batch_size=10**12), 0, 1, converter)
+
+
 def test_training_data_repeats_forever(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:

@@ -273,6 +273,15 @@ def test_a_pipeline_that_cannot_save_its_position_is_refused_with_what_to_set(
     make_feed(dataset).save(tmp_path / "position")
 
 
+def test_a_position_that_cannot_be_written_is_not_reported_as_a_fault_of_the_pipeline(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  dataset = import_tensorflow().data.Dataset.from_tensors({"x": np.zeros([8, 2], np.int32)})
+  with pytest.raises(Exception, match=r"/proc/no") as caught:
+    make_feed(dataset.repeat()).save("/proc/no/position")
+  assert "save_dataset" not in str(caught.value)
+
+
 def test_zeros_like_a_spec_and_like_a_dataset(packed_twice: tuple[Any, Any]) -> None:
   spec = {"x": jax.ShapeDtypeStruct((2, 3), np.int32)}
   np.testing.assert_array_equal(get_zeros_batch_like_spec(spec)["x"], np.zeros((2, 3)))

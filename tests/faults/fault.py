@@ -54,7 +54,6 @@ class Fault:
   expected: str
   status: int = 1
   unexpected: str = "Traceback \\(most recent call last\\)"
-  fast: bool = False  # whether `make test` runs it; `make test-all` runs all
   keeps: bool = True  # whether the row's commands leave checkpoints that they do not touch alone
 
 
@@ -62,10 +61,7 @@ def fault_table(faults: Iterable[Fault]) -> Callable[..., Any]:
   """Returns a decorator that runs a test with each row as its argument `fault`."""
   return pytest.mark.parametrize(
     "fault",
-    [
-      pytest.param(fault, id=fault.what, marks=() if fault.fast else pytest.mark.slow)
-      for fault in faults
-    ],
+    [pytest.param(fault, id=fault.what, marks=pytest.mark.slow) for fault in faults],
   )
 
 

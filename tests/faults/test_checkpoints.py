@@ -12,7 +12,6 @@ FAULTS = [
     "$TRAIN --gin.TRAIN_STEPS=6 && test -e run/checkpoint_6",
     expected="steps     4 to 6, from run/checkpoint_4",
     status=0,
-    fast=True,
   ),
   Fault(
     "the largest array file of the newest checkpoint is truncated to half",
@@ -25,7 +24,6 @@ FAULTS = [
     'flip "$(largest run/checkpoint_4/state)"; $TRAIN --gin.TRAIN_STEPS=6',
     expected="checkpoint_4 cannot be read: the array .* changed.*steps     2 to 6, from run/checkpoint_2",
     status=0,
-    fast=True,
   ),
   Fault(
     "an array consists of zeros, and the run continues",
@@ -75,7 +73,6 @@ FAULTS = [
     "mkdir run/checkpoint_30; $TRAIN --gin.TRAIN_STEPS=6",
     expected="checkpoint_30 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",
     status=0,
-    fast=True,
   ),
   Fault(
     "run.lock is empty",

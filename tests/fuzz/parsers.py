@@ -29,6 +29,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import write_gpt_
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.model_file import read_model_file
 from rosetta_t5.conversion.model_facts import read_facts
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.local_files.local_assets import load_sentencepiece
@@ -233,6 +234,37 @@ def _read_tfrecord(folder: Folder) -> None:
     pass
 
 
+def _write_model_file(folder: Folder) -> None:
+  config = {"@call": "t5x.examples.t5.network.T5Config", "vocab_size": 384, "dtype": "float32"}
+  vocabulary = {"@call": "seqio.ByteVocabulary", "extra_ids": 100}
+  model = {
+    "@call": "t5x.models.EncoderDecoderModel",
+    "module": {"@call": "t5x.examples.t5.network.Transformer", "config": config},
+    "input_vocabulary": vocabulary,
+    "output_vocabulary": vocabulary,
+    "optimizer_def": None,
+    "decode_fn": {"@name": "t5x.decoding.beam_search", "alpha": 0.6},
+  }
+  dataset = {
+    "@call": "t5x.utils.DatasetConfig",
+    "mixture_or_task_name": "a_task",
+    "task_feature_lengths": {"inputs": 8, "targets": 8},
+    "split": "train",
+    "batch_size": 2,
+    "shuffle": False,
+    "seed": None,
+  }
+  content = {"version": 1, "modules": ["t5x.utils"], "model": model, "eval_steps": 1}
+  content |= {"train_dataset_cfg": dataset, "task_feature_lengths": {"inputs": 8}}
+  (folder / "model.json").write_text(json.dumps(content))
+
+
+def _read_model_file(folder: Folder) -> None:
+  if described := read_model_file(folder / "model.json"):
+    described.import_modules()
+    dict(described)
+
+
 def _write_events(folder: Folder) -> None:
   add_event_file(folder / "train", [(1, {"loss": 1.0}), (2, {"loss": 0.5})], text="A = 1")
 
@@ -314,6 +346,7 @@ PARSERS = (
     },
     _read_records,
   ),
+  Parser("model_file", _write_model_file, {"model.json": JSON}, _read_model_file),
   Parser("tfrecord", _write_tfrecord, {"*.tfrecord": RECORDS}, _read_tfrecord, examples=2),
   Parser("event_files", _write_events, {"*/events*": RECORDS}, _read_events),
   Parser(

@@ -94,6 +94,10 @@ def test_a_state_that_needs_more_devices_gets_their_number(monkeypatch):
     '  partitioning.PjitPartitioner.mesh = {"fsdp": 32}   # on 32 devices: saves about' in message
   )
   assert message.count("partitioning.") == 1
+  # This is known before the state is allocated.
+  assert re.search(
+    r"Out of memory: the state needs [\d.]+ MB on each device, which has 2 MB", message
+  )
 
 
 def test_a_state_that_fits_according_to_the_estimate_but_not_in_fact_needs_twice_the_devices():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import types
 
@@ -31,6 +32,12 @@ def test_checkpoints_are_those_that_were_saved_and_those_that_are_kept(runs):
   run = read_runs([str(runs[0])])[0]
   assert sorted(run.checkpoints) == list(range(100, 1001, 100))
   assert run.kept_checkpoints == [900, 1000]
+
+
+def test_a_pipe_that_has_the_name_of_an_event_file_is_not_opened(tmp_path):
+  folder = run_files.write_run(tmp_path / "run")
+  os.mkfifo(folder / "train/events.out.tfevents.1")
+  assert read_runs([str(folder)])[0].series
 
 
 def test_the_row_has_the_figures_of_the_run(runs):

@@ -82,14 +82,14 @@ def open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray
     specs: TensorStore's driver and kvstore of each array. All arrays are opened at once.
   """
   context = limited_cache()
-  stores = _open_all(specs, context)
   # A zarr array without a fill value has all its chunks, so a missing chunk is an error.
   without_fill = {
-    name: {**specs[name], "fill_missing_data_reads": False}
-    for name, store in stores.items()
-    if specs[name]["driver"] == "zarr" and store.fill_value is None
+    name: {**spec, "fill_missing_data_reads": False} if spec["driver"] == "zarr" else spec
+    for name, spec in specs.items()
   }
-  stores |= _open_all(without_fill, context)
+  stores = _open_all(without_fill, context)
+  with_fill = {name: specs[name] for name in specs if stores[name].fill_value is not None}
+  stores |= _open_all(with_fill, context)
   return {name: _as_array(store) for name, store in stores.items()}
 
 

@@ -87,7 +87,7 @@ def _read_scalars(run: epath.Path, tag: str) -> dict[int, float]:
   from tensorboard.util import tensor_util
 
   values = {}
-  for file in files_matching(run, "*tfevents*"):
+  for file in (f for f in files_matching(run, "*tfevents*") if f.is_file()):
     for event in EventFileLoader(os.fspath(file)).Load():
       for value in event.summary.value:
         if value.tag == tag:

@@ -76,6 +76,12 @@ def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
   return sorted(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
 
+def disk_bytes(path: epath.PathLike) -> int:
+  """Returns the size of a file, or of all files in a folder."""
+  path = epath.Path(path)
+  return sum(map(disk_bytes, path.iterdir())) if path.is_dir() else path.stat().length
+
+
 def latest_step(directory: epath.PathLike) -> int | None:
   """Returns the last complete step under `directory`, or None."""
   return max(all_steps(directory), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
   import tensorflow as tf
 
 FeatureConverterFactory = Callable[..., "seqio.FeatureConverter"]
+
+_BYTES_PER_TOKEN = 4
 
 
 def get_dataset(
@@ -173,6 +176,15 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
       f"Batch size ({cfg.batch_size}) must be divisible by number of shards ({num_shards}), which is "
       f"the number of parts that the data of the task '{cfg.name}' is split into. Set BATCH_SIZE "
       f"(DatasetConfig.batch_size) to {near}, for example."
+    )
+  rows, lengths = cfg.batch_size // num_shards, dict(cfg.task_feature_lengths or {})
+  size = rows * sum(lengths.values()) * _BYTES_PER_TOKEN
+  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  if size > memory:
+    raise ValueError(
+      f"A batch of {rows:,} examples of the lengths {lengths} takes {size / 1e9:,.0f} GB, but this "
+      f"machine has {memory / 1e9:,.0f} GB of memory. Set a smaller BATCH_SIZE "
+      "(DatasetConfig.batch_size) or smaller TASK_FEATURE_LENGTHS."
     )
 
 

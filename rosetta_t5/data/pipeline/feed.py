@@ -174,6 +174,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
     Raises:
       ValueError: the source cannot save its position.
+      OSError: the files cannot be written. TensorFlow raises its own kinds of errors.
     """
     prefetched = self._wait_for_reads()
     try:
@@ -183,6 +184,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       else:
         self.iterator.save(filename)
     except Exception as error:
+      is_of_tensorflow = type(error).__module__.startswith("tensorflow")
+      if isinstance(error, OSError) or (is_of_tensorflow and "SerializeIter" not in str(error)):
+        raise  # The files could not be written.
       raise ValueError(
         f"This input pipeline cannot save its position ({_first_line(error)}). Set "
         "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "

@@ -21,6 +21,8 @@ Located = tuple[int, Record | BadExample]
 # The largest size of a line or document in bytes. A larger one is not an example, but shows that the
 # file is of another kind. It could fill the memory.
 LONGEST = 64 << 20
+# A line of so many times this size is not skipped: the file is not read further.
+_MAX_PARTS = 16
 # Exceptions of Python's readers if a file is truncated or damaged. pyarrow has its own.
 _DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
 
@@ -72,11 +74,19 @@ def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-  """Yields the lines of a file. Of a line that is too long, it yields just enough to show that."""
+  """Yields the lines of a file. Of a line that is too long, it yields just enough to show that.
+
+  Raises:
+    ValueError: the line is endless, as in an archive made to fill the memory or the time.
+  """
   while line := file.readline(LONGEST + 1):
     yield line
+    parts = 1
     while len(line) > LONGEST and not line.endswith(b"\n"):
       line = file.readline(LONGEST + 1)
+      parts += 1
+      if parts > _MAX_PARTS:
+        raise ValueError(f"a line has more than {_MAX_PARTS * LONGEST >> 20} MB")
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -129,7 +139,9 @@ def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str
   csv.field_size_limit(LONGEST)
   with open_bytes(path) as file:
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-    rows = csv.reader(text, delimiter="\t" if is_tsv else ",", quoting=quoting)
+    # A line that is too long becomes several, of which csv refuses a field that is too long.
+    lines = iter(lambda: text.readline(LONGEST + 1), "")
+    rows = csv.reader(lines, delimiter="\t" if is_tsv else ",", quoting=quoting)
     columns = list(layout.columns or next(rows, []))
     yield from ((rows.line_num, (columns, row)) for row in rows if row)
 

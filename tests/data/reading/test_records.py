@@ -11,6 +11,7 @@ import re
 
 import pyarrow
 import pytest
+from limited_memory import limited_memory
 from pyarrow import parquet
 
 from rosetta_t5.data.reading import (
@@ -172,6 +173,26 @@ def test_a_huge_document_is_bad_and_is_not_read_into_memory(
   table.write_text(f"id,text\n1,a\n2,{'x' * 500}\n")
   (broken,) = bad(table)
   assert "damaged here: field larger than field limit (100)" in broken.reason
+
+
+def test_a_table_of_one_endless_line_is_not_read_into_memory(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.csv.zst"
+  path.write_bytes(zst(bytes(1 << 20)) * 500)  # Archives that follow each other are an archive.
+  with limited_memory(400 << 20):
+    (found,) = bad(path)
+  assert "field larger than field limit" in found.reason
+
+
+def test_an_endless_line_ends_the_file(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(records, "LONGEST", 1 << 20)
+  path = tmp_path / "a.jsonl.zst"
+  path.write_bytes(zst(b"{" * (1 << 20)) * 20 + zst(b'\n{"text": "a"}\n'))
+  assert [found.reason for found in bad(path)] == [
+    "more than 1 MB in one example",
+    "the file is damaged here: a line has more than 16 MB",
+  ]
 
 
 def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> None:
