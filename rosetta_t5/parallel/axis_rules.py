@@ -11,6 +11,7 @@ from rosetta_t5.parallel.mesh_axes import (
   EXPERT_AXIS,
   FSDP_AXIS,
   MODEL_AXIS,
+  PIPELINE_AXIS,
 )
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
@@ -73,13 +74,13 @@ def standard_logical_axis_rules(
 def extend_axis_rules(
   rules: LogicalAxisRules, mesh_axes: Collection[str], sequence_parallel: bool
 ) -> tuple[AxisRule, ...]:
-  """Returns the rules with those of experts, FSDP, context and sequence parallelism added.
+  """Returns the rules with those of pipelines, experts, FSDP, context and sequence parallelism added.
 
   Args:
     rules: (logical axis, mesh axis) pairs.
-    mesh_axes: the axes of the mesh. `expert` and `fsdp` split the batch in addition to `data`; `expert`
-      also splits the experts, and `fsdp` all parameters. `context` splits positions, and
-      the parameters together with `fsdp`.
+    mesh_axes: the axes of the mesh. `pipeline`, `expert` and `fsdp` split the batch in addition to
+      `data`; `pipeline` also splits the stacked layers, `expert` the experts, and `fsdp` all parameters.
+      `context` splits positions, and the parameters together with `fsdp`.
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
@@ -94,6 +95,10 @@ def extend_axis_rules(
     first = names.index("embed") if "embed" in names else len(names)
     over_context = CONTEXT_AXIS in mesh_axes
     extended.insert(first, ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS))
+  if PIPELINE_AXIS in mesh_axes:
+    extended = [
+      ("layers", PIPELINE_AXIS) if name == "layers" else (name, axis) for name, axis in extended
+    ]
   replicas = tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS
   expert_rules: LogicalAxisRules = (
     ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),

@@ -19,6 +19,7 @@ from rosetta_t5.parallel.mesh_axes import (
   EXPERT_AXIS,
   FSDP_AXIS,
   MODEL_AXIS,
+  OPTIONAL_AXES,
   sizes_from_counts,
 )
 
@@ -66,11 +67,11 @@ class MeshConfig:
   @property
   def batch_axes(self) -> tuple[str, ...]:
     """The mesh axes that a batch is split over, outermost first."""
-    with_expert = EXPERT_AXIS in self.counts if self.counts else bool(self.expert_partitions)
-    excluded = {FSDP_AXIS} if not self.counts else set()
-    return tuple(
-      axis for axis in BATCH_AXES if axis not in excluded and (axis != EXPERT_AXIS or with_expert)
-    )
+    if self.counts:
+      absent = {axis for axis in OPTIONAL_AXES if axis not in self.counts}
+    else:
+      absent = {FSDP_AXIS, *OPTIONAL_AXES} - ({EXPERT_AXIS} if self.expert_partitions else set())
+    return tuple(axis for axis in BATCH_AXES if axis not in absent)
 
   @property
   def ruled_axes(self) -> tuple[str, ...]:

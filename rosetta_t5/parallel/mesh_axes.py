@@ -7,20 +7,22 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+PIPELINE_AXIS = "pipeline"
 DATA_AXIS = "data"
 EXPERT_AXIS = "expert"
 FSDP_AXIS = "fsdp"
 CONTEXT_AXIS = "context"
 MODEL_AXIS = "model"
 # The mesh axes that a batch is split over, outermost first.
-BATCH_AXES = (EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
+BATCH_AXES = (PIPELINE_AXIS, EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
 # Those whose devices compute other tokens with the same parameters, so that gradients are summed.
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 # The axes that a mesh has only if its counts name them.
-OPTIONAL_AXES = (EXPERT_AXIS, CONTEXT_AXIS)
+OPTIONAL_AXES = (PIPELINE_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
 # User's name → mesh axis, outermost first. Tensor parallelism keeps T5X's name for the mesh axis,
 # `model`, which users' axis rules and models refer to.
 _AXES = {
+  "pipeline": PIPELINE_AXIS,
   "data": DATA_AXIS,
   "expert": EXPERT_AXIS,
   "fsdp": FSDP_AXIS,
@@ -32,7 +34,7 @@ _MAX_SUGGESTIONS = 4
 
 
 def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
-  """Returns how many parts a batch is split into, over the axes `expert`, `data` and `fsdp`."""
+  """Returns how many parts a batch is split into, over the axes `BATCH_AXES`."""
   return math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
@@ -44,10 +46,10 @@ def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
   """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
 
-  There are axes `expert` and `context` only if the counts have them.
+  The axes `pipeline`, `expert` and `context` exist only if the counts have them.
 
   Args:
-    counts: the size of each axis by name (data, expert, fsdp, context, tensor). One of them may be -1, which
+    counts: the size of each axis by name (pipeline, data, expert, fsdp, context, tensor). One of them may be -1, which
       means all remaining devices. The default of `data` is -1 too; that of the others is 1.
     num_devices: the number of devices.
 

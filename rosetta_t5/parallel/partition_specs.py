@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import EXPERT_AXIS, MODEL_AXIS, axis_names
+from rosetta_t5.parallel.mesh_axes import EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS, axis_names
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
 _MAX_SUGGESTIONS = 12
@@ -40,6 +40,8 @@ def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
 def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str, int]) -> None:
   """Raises ValueError unless the mesh axes divide every dimension that is split over them.
 
+  It also raises if the mesh has a pipeline and no array has the layers that its stages would share.
+
   Args:
     train_state: the shapes of the state.
     specs: the same tree with a PartitionSpec for each array.
@@ -54,6 +56,15 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
         raise ValueError(_indivisible_text(path, array.shape, size, names, parts))
 
   jax.tree_util.tree_map_with_path(check, train_state, specs)
+  stages = axis_sizes.get(PIPELINE_AXIS, 1)
+  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+  is_split = any(PIPELINE_AXIS in axis_names(axes) for spec in all_specs for axes in spec)
+  if stages > 1 and not is_split:
+    raise ValueError(
+      f"partitioning.PjitPartitioner.mesh has a pipeline of {stages} stages, but the layers are not "
+      "stacked: set network.TransformerConfig.scan_layers = True, or for T5 import "
+      "t5x.examples.scalable_t5.network in place of t5x.examples.t5.network, or set 'pipeline' to 1"
+    )
 
 
 def _indivisible_text(
@@ -64,6 +75,7 @@ def _indivisible_text(
   suggestions = ", ".join(divisors[:_MAX_SUGGESTIONS]) + ", …" * (len(divisors) > _MAX_SUGGESTIONS)
   settings: dict[tuple[str, ...], str] = {
     (MODEL_AXIS,): "PjitPartitioner.num_partitions (or mesh's 'tensor')",
+    (PIPELINE_AXIS,): "PjitPartitioner.mesh's 'pipeline'",
     (EXPERT_AXIS,): "PjitPartitioner.mesh's 'expert' (NUM_EXPERT_PARTITIONS in T5X's runs)",
   }
   setting = settings.get(names, "PjitPartitioner.mesh")

@@ -23,11 +23,8 @@ from rosetta_t5.parallel.axis_rules import (
 from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, get_data_layout
 from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import MeshConfig
-from rosetta_t5.parallel.mesh_axes import (
-  DATA_AXIS,
-  axis_names,
-  count_batch_shards,
-)
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, axis_names, count_batch_shards
+from rosetta_t5.parallel.pipeline.schedule import PipelineSettings, pipeline_settings
 
 PyTree = Any
 
@@ -46,6 +43,7 @@ class PartitionedFunction:
     partition_mesh: Mesh,
     logical_axis_rules: LogicalAxisRules = (),
     last_args: tuple[Any, ...] = (),
+    pipeline: PipelineSettings | None = None,
   ):
     """Wraps a function.
 
@@ -54,15 +52,18 @@ class PartitionedFunction:
       partition_mesh: the mesh.
       logical_axis_rules: (logical axis, mesh axis) pairs.
       last_args: arguments that are appended to those of each call.
+      pipeline: the settings of pipelines; None for the defaults.
     """
     self._jitted = pjitted_fn
     self._mesh = partition_mesh
     self._rules = tuple((name, axis) for name, axis in logical_axis_rules)
     self._last_args = last_args
+    self._pipeline = pipeline or PipelineSettings()
 
   @contextlib.contextmanager
   def _context(self) -> Iterator[None]:
-    with jax.set_mesh(self._mesh), flax_partitioning.axis_rules(self._rules):
+    rules, settings = flax_partitioning.axis_rules(self._rules), pipeline_settings(self._pipeline)
+    with jax.set_mesh(self._mesh), rules, settings:
       yield
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,7 @@ class PartitionedFunction:
 
     They remain arguments of the compiled program, so other values need no compilation.
     """
-    return PartitionedFunction(self._jitted, self._mesh, self._rules, last_args)
+    return PartitionedFunction(self._jitted, self._mesh, self._rules, last_args, self._pipeline)
 
 
 class BasePartitioner(abc.ABC):
@@ -160,9 +161,9 @@ class BasePartitioner(abc.ABC):
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """The PartitionSpec of a batch, whose first dimension is split over `expert`, `data` and `fsdp`.
+    """The PartitionSpec of a batch, whose first dimension is split over `BATCH_AXES`.
 
-    `expert` and `fsdp` exist only in some meshes.
+    Only some meshes have all of these axes.
     """
     axes = self._mesh_config.batch_axes
     return PartitionSpec(axes if len(axes) > 1 else DATA_AXIS)
@@ -234,6 +235,7 @@ class BasePjitPartitioner(BasePartitioner):
   """A partitioner that jits functions for its mesh; a subclass decides how the state is split (T5X)."""
 
   _rules: tuple[AxisRule, ...] = ()
+  pipeline = PipelineSettings()
 
   def partition(
     self,
@@ -260,7 +262,7 @@ class BasePjitPartitioner(BasePartitioner):
       static_argnums=static_argnums,
       donate_argnums=donate_argnums,
     )
-    return PartitionedFunction(jitted, self.mesh, self._rules)
+    return PartitionedFunction(jitted, self.mesh, self._rules, pipeline=self.pipeline)
 
   def _shardings(self, axis_resources: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), axis_resources)
@@ -281,6 +283,8 @@ class PjitPartitioner(BasePjitPartitioner):
     mesh: Mapping[str, int] | None = None,
     zero1: bool = False,
     sequence_parallel: bool = False,
+    pipeline_microbatches: Positive | None = None,
+    pipeline_rounds: Positive = 1,
   ):
     """Builds a partitioner; `default_mesh` explains the arguments of the mesh.
 
@@ -292,13 +296,15 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
-      mesh: {"data": …, "expert": …, "fsdp": …, "context": …, "tensor": …} in place of the other mesh
-        arguments. The axes `expert` and `fsdp` split the batch, and `context` the positions of each row;
-        `expert` also splits the experts of a layer, and `fsdp` and `context` the `embed` axis of the
-        parameters and their optimizer state.
+      mesh: {"pipeline": …, "data": …, "expert": …, "fsdp": …, "context": …, "tensor": …} in place of the
+        other mesh arguments. `pipeline`, `expert` and `fsdp` also split the batch, and `context` the
+        positions of each row; `pipeline` splits the layers, `expert` the experts of a layer, and `fsdp`
+        and `context` the `embed` axis of the parameters and their optimizer state.
       zero1: whether the optimizer state, but not the parameters, is split over `data` too.
       sequence_parallel: whether activations between attention and feed-forward blocks are split by
         position over `model`, which splits heads and feed-forward units inside the blocks.
+      pipeline_microbatches: see `PipelineSettings.microbatches`.
+      pipeline_rounds: see `PipelineSettings.rounds`.
 
     Raises:
       ValueError: no mesh is defined, or several are.
@@ -317,6 +323,7 @@ class PjitPartitioner(BasePjitPartitioner):
     self._rules = extend_axis_rules(rules, self._mesh_config.ruled_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
+    self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)
 
   def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""

@@ -152,7 +152,7 @@ def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(coun
     ({"fsdp": -1, "tensor": -1}, "only one axis may be -1"),
     (
       {"data": 8, "tensro": 1},
-      "has an unknown axis 'tensro' (did you mean 'tensor'?). The axes must be among data,",
+      "has an unknown axis 'tensro' (did you mean 'tensor'?). The axes must be among pipeline, data,",
     ),
     ({"model": 2}, "(use 'tensor' for T5X's axis `model`)"),
     ({"fsdp": 0}, "the size of 'fsdp' must be a positive integer, or -1 for all"),

@@ -14,6 +14,7 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
 from rosetta_t5.parallel.sharding_constraints import context_shards, with_sharding_constraint
 from rosetta_t5.parallel.target_device import target_device
 
@@ -220,8 +221,30 @@ def feature_dropout(
   rate: float, transpose_batch_sequence: bool = False, name: str | None = None
 ) -> nn.Dropout:
   """Returns T5's dropout of activations: it drops the same features at every position."""
-  length_axis = -3 if transpose_batch_sequence else -2
-  return nn.Dropout(rate=rate, broadcast_dims=(length_axis,), name=name)
+  length_axis, batch_axis = (-3, -2) if transpose_batch_sequence else (-2, -3)
+  return Dropout(rate=rate, broadcast_dims=(length_axis,), name=name, batch_axis=batch_axis)
+
+
+class Dropout(nn.Dropout):
+  """Dropout that drops the same numbers in a microbatch of a pipeline as in the whole batch.
+
+  Attributes:
+    batch_axis: the dimension of the batch.
+  """
+
+  batch_axis: int = -3
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:  # type: ignore[override]
+    """Returns the inputs, some of them set to 0 and the others divided by the share that is kept."""
+    rows = microbatch_rows()
+    if rows is None or deterministic or self.rate in (0.0, 1.0):
+      return super().__call__(inputs, deterministic)
+    shape = [1 if n - inputs.ndim in self.broadcast_dims else s for n, s in enumerate(inputs.shape)]
+    shape[self.batch_axis] = rows.batch_size
+    kept = super().__call__(jnp.ones(shape, inputs.dtype), deterministic) > 0
+    kept = rows.select(kept, self.batch_axis)
+    return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
 
 
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:

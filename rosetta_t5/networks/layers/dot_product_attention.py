@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
 
 
 def attention_dropout_scale(
@@ -17,8 +18,12 @@ def attention_dropout_scale(
   """Returns a factor for each head's value at each key: 0 where dropout drops the key."""
   keep_rate = 1.0 - rate
   batch, heads, length = shape_BHS
+  rows = microbatch_rows()
   # T5X draws the mask in the shape [B, H, 1, S]; the shape decides which keys are dropped.
-  keep = jax.random.bernoulli(key, keep_rate, (batch, heads, 1, length))
+  drawn = (batch if rows is None else rows.batch_size, heads, 1, length)
+  keep = jax.random.bernoulli(key, keep_rate, drawn)
+  if rows is not None:
+    keep = rows.select(keep, 0)
   return (keep[:, :, 0] / jnp.asarray(keep_rate, dtype)).astype(dtype)
 
 

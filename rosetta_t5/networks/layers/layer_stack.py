@@ -11,6 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
@@ -76,11 +77,18 @@ def call_layers(
   config: Any = module.config
   scanned = scan_name is not None and config.scan_layers
   rematerialized = remat_layer(layer_cls, config.remat_policy, static_argnums, scanned)
-  if not scanned:
+  if not scanned or scan_name is None:
     for layer in range(num_layers):
       has_experts = layer in expert_layers
       x = rematerialized(config, has_experts=has_experts, name=f"layers_{layer}")(x, *arguments)
     return x
+  if is_pipelined(module):
+    if expert_layers:
+      raise ValueError(
+        f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
+        "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
+      )
+    return call_pipeline(module, rematerialized, num_layers, scan_name, x, *arguments)
   axis = config.param_scan_axis
   period = _layers_per_iteration(num_layers, expert_layers)
   scanned_cls = scan_with_axes(

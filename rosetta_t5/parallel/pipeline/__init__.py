@@ -1,0 +1,1 @@
+"""Pipelines over the mesh axis `pipeline`: how a batch and a stack of layers are divided."""

@@ -1,0 +1,216 @@
+"""A pipeline computes the same numbers as one device: losses, gradients, dropout."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scalable_trees import scalable
+from tiny_models import (
+  GPT,
+  T5_1_1,
+  assert_close,
+  create_state,
+  make_batch,
+  make_decoder_only_model,
+  make_model,
+)
+
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.scalable_t5 import Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.parallel.pipeline.schedule import (
+  PipelineSchedule,
+  PipelineSettings,
+  choose_schedule,
+)
+from rosetta_t5.training.step import accumulate_gradients
+
+KEY = jax.random.PRNGKey(3)
+LAYERS = 4
+CONFIGS = {
+  "GPT": GPT.replace(num_layers=LAYERS, scan_layers=True, dropout_rate=0.2),
+  "rotary": GPT.replace(
+    num_layers=LAYERS,
+    scan_layers=True,
+    dropout_rate=0.2,
+    positions="rotary",
+    mlp_activations=("gelu", "linear"),
+    norm="rms",
+  ),
+  "T5": scalable(
+    T5_1_1, num_encoder_layers=LAYERS, num_decoder_layers=LAYERS // 2, dropout_rate=0.2
+  ),
+}
+
+
+def model_of(family, fp8=False, **changes):
+  config = CONFIGS[family].replace(**changes)
+  make = (lambda c: make_model(Transformer(c))) if family == "T5" else make_decoder_only_model
+  choice = choose_fp8(TransformerEngineConfig(enabled=fp8, emulate=True))
+  return with_fp8(make(config), choice)
+
+
+@functools.cache
+def batch_of(family, packed):
+  batch = make_batch(16, 8, 8)
+  if packed:
+    # Two examples in each row.
+    segments = jnp.broadcast_to(1 + jnp.arange(8) // 4, (16, 8)).astype(jnp.int32)
+    for side, tokens in (("encoder", "input"), ("decoder", "target")):
+      real = batch[f"{side}_{tokens}_tokens"] > 0
+      batch[f"{side}_segment_ids"] = segments * real
+      batch[f"{side}_positions"] = jnp.broadcast_to(jnp.arange(8) % 4, (16, 8)) * real
+  keep = ("encoder", "decoder") if family == "T5" else ("decoder",)
+  return {name: x for name, x in batch.items() if name.startswith(keep)}
+
+
+@functools.cache
+def state_of(family):
+  model = model_of(family)
+  shapes = dict.fromkeys(batch_of(family, False), (1, 8))
+  return create_state(model.get_initial_variables(jax.random.PRNGKey(0), shapes))
+
+
+def numbers(
+  family, mesh=None, microbatches=1, dropout=True, packed=False, settings=None, fp8=False, **changes
+):
+  """Returns (loss, gradients) of a batch."""
+  model, state = model_of(family, fp8, **changes), state_of(family)
+
+  def run(params, batch):
+    grads, loss, _, _ = accumulate_gradients(
+      lambda params, batch, key: model.loss_fn(params, batch, key if dropout else None),
+      state.replace(params=params),
+      batch,
+      KEY,
+      microbatches,
+    )
+    return loss, grads
+
+  batch = batch_of(family, packed)
+  if mesh is None:
+    return jax.device_get(jax.jit(run)(state.params, batch))
+  partitioner = PjitPartitioner(mesh=mesh, **(settings or {}))
+  axes = partitioner.get_mesh_axes(state).params
+  compiled = partitioner.partition(run, (axes, partitioner.data_partition_spec), (None, axes))
+  return jax.device_get(compiled(state.params, batch))
+
+
+def check(family, mesh, tolerance=1e-5, settings=None, **options):
+  want = numbers(family, **options)
+  assert_close(numbers(family, mesh, settings=settings, **options), want, tolerance)
+
+
+QUICK = {
+  "GPT, two rounds, data": ("GPT", {"pipeline": 2, "data": 4}, {"pipeline_rounds": 2}),
+  "T5, fsdp and tensor": ("T5", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_losses_and_gradients_with_dropout_equal_those_of_one_device(case):
+  family, mesh, settings = QUICK[case]
+  check(family, mesh, settings=settings)
+
+
+MESHES = [
+  {"pipeline": 4, "data": 2},
+  {"pipeline": 4, "tensor": 2},
+  {"pipeline": 2, "data": 2, "tensor": 2},
+  {"pipeline": 2, "fsdp": 4},
+]
+SWITCHES = {
+  "microbatches": {"microbatches": 2},
+  "packed": {"packed": True},
+  "no dropout": {"dropout": False},
+  "full": {"remat_policy": "full"},
+  "minimal": {"remat_policy": "minimal"},
+  "length first": {"transpose_batch_sequence": True},
+  "fused": {"fuse_qkv_params": True},
+  "flash": {"attention_kernel": "flash"},
+}
+# Every switch and every mesh with every family, but not every combination.
+TABLE = [
+  (family, mesh, switch)
+  for number, family in enumerate(CONFIGS)
+  for n, switch in enumerate(SWITCHES)
+  for mesh in [MESHES[(n + number) % len(MESHES)]]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mesh", "switch"), TABLE)
+def test_switches_equal_one_device(family, mesh, switch):
+  if family == "T5" and mesh["pipeline"] == 4:
+    mesh = mesh | {"pipeline": 2, "data": mesh.get("data", 1) * 2}
+  check(family, mesh, **SWITCHES[switch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("microbatches", "rounds"), [(2, 1), (4, 2), (8, 1)])
+def test_all_schedules_equal_one_device(microbatches, rounds):
+  settings = {"pipeline_microbatches": microbatches, "pipeline_rounds": rounds}
+  check("GPT", {"pipeline": 2, "data": 2, "tensor": 2}, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
+def test_bfloat16_and_fp8_equal_one_device_as_far_as_they_are_precise(fp8):
+  tolerance = 0.1 if fp8 else 0.03
+  check("GPT", {"pipeline": 4, "data": 2}, tolerance, dtype=jnp.bfloat16, fp8=fp8)
+
+
+def test_the_bubble_is_the_share_of_ticks_without_work():
+  schedule = PipelineSchedule(stages=4, microbatches=16, rounds=2)
+  assert schedule.ticks == 35
+  assert schedule.bubble == 3 / 35
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (4, 2), (2, 4), (4, 3), (6, 4), (5, 1)])
+def test_chunks_move_to_their_stages_in_permutations(stages, rounds):
+  permutations = PipelineSchedule(stages, stages, rounds).chunk_permutations()
+  assert len(permutations) == rounds
+  for moves in permutations:
+    assert [chunk // rounds for chunk, _ in moves] == list(range(stages))  # the senders
+    assert sorted(target for _, target in moves) == list(range(stages))
+    assert all(chunk % stages == target for chunk, target in moves)
+  assert sorted(c for moves in permutations for c, _ in moves) == list(range(stages * rounds))
+
+
+def test_by_default_there_are_up_to_four_microbatches_per_stage():
+  mesh = {"pipeline": 4, "data": 2, "fsdp": 2, "model": 8}
+  chosen = [choose_schedule(mesh, batch, 8).microbatches for batch in (16, 48, 256)]
+  assert chosen == [4, 12, 16]
+
+
+@pytest.mark.parametrize(
+  ("batch", "layers", "settings", "message"),
+  [
+    (12, 8, PipelineSettings(), "needs a multiple of 8 examples in each pass, got 12"),
+    (16, 6, PipelineSettings(), r"6 layers cannot be split into the 4 stages .*\[1, 2, 3, 6\]"),
+    (16, 8, PipelineSettings(rounds=3), r"must divide the 2 layers of each device .*\[1, 2\]"),
+    (32, 8, PipelineSettings(6), r"4 stages that divides the 16 examples .* got 6.*\[4, 8, 16\]"),
+  ],
+)
+def test_what_cannot_be_divided_is_an_error(batch, layers, settings, message):
+  with pytest.raises(ValueError, match=message):
+    choose_schedule({"pipeline": 4, "data": 2}, batch, layers, settings)
+
+
+def test_parameters_of_layers_are_split_over_stages():
+  partitioner = PjitPartitioner(mesh={"pipeline": 4, "data": 2})
+  specs = partitioner.get_mesh_axes(state_of("GPT")).params["decoder"]["decoder"]
+  assert all("pipeline" in spec for spec in jax.tree.leaves(specs))
+
+
+def test_a_process_reads_the_rows_of_its_stage():
+  partitioner = PjitPartitioner(mesh={"pipeline": 2, "data": 4})
+  spec = partitioner.data_partition_spec
+  assert spec == jax.sharding.PartitionSpec(("pipeline", "data", "fsdp"))
+  batch = jax.device_put(np.arange(8), jax.sharding.NamedSharding(partitioner.mesh, spec))
+  rows = {shard.device.id: int(shard.data[0]) for shard in batch.addressable_shards}
+  assert [rows[device.id] for device in partitioner.mesh.devices.flat] == list(range(8))
