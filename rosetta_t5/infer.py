@@ -20,6 +20,7 @@ from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
+from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.models import BaseModel
@@ -146,7 +147,7 @@ def infer(
   # Results, task by task.
   infer_fn = functools.partial(
     get_infer_fn(
-      getattr(model, _MODEL_METHODS[mode]),
+      inference_step(model, _MODEL_METHODS[mode]),
       batch_size=batch_size,
       train_state_axes=initializer.train_state_axes,
       partitioner=partitioner,
@@ -226,6 +227,8 @@ def _infer_task(
       seconds = time.monotonic() - started
       speed = len(outputs) / seconds
       console.print_line(f"chunk {number}: {len(outputs)} examples, {speed:.4g} a second")
+      for note in notes_on_tokens_left_behind(aux):
+        console.print_line(f"note     chunk {number}: {note}")
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write_chunk, number, ([output for _, output in outputs], aux), task_ds)

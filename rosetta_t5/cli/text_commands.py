@@ -90,7 +90,7 @@ def chat(options: argparse.Namespace) -> int:
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
     for text in _typed_lines():
       try:
-        print(fill([text])[0], flush=True)
+        print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
       except ValueError as error:  # An error in one line does not end the command.
         print(error, flush=True)
   return 0
@@ -170,7 +170,9 @@ def _infer_rows(
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
+  from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
+  from rosetta_t5.models.expert_losses import LEFT_BEHIND
 
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
   batch_size = options.batch_size or 8
@@ -189,16 +191,22 @@ def _infer_rows(
   arguments = {} if is_scoring else {"num_decodes": options.num_decodes or 1}
   preprocessors = default_preprocessors()
   truncated: Counter[str] = Counter()
+  left_behind: list[float] = []
   while batch := list(itertools.islice(rows, batch_size)):
     examples = [example for _, example in batch]
     truncated += texts.count_truncated(examples)
     results, aux = texts.infer(mode, examples, preprocessors, model.state, **arguments)
+    fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
+    left_behind += fractions
     for number, ((inputs, _), (_, output)) in enumerate(zip(batch, results, strict=True)):
+      left = {LEFT_BEHIND: fractions[number]} if fractions[number] else {}
       if is_scoring:
-        yield {"inputs": inputs, "score": output}
+        yield {"inputs": inputs, "score": output, **left}
       else:
         text = output.decode("utf-8", errors="replace")
-        yield {"inputs": inputs, "prediction": text, "score": aux["scores"][number]}
+        yield {"inputs": inputs, "prediction": text, "score": aux["scores"][number], **left}
+  for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
+    print(f"note: {note}", file=sys.stderr)
   for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
     if truncated[feature]:
       print(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import export as jax_export
 
 from rosetta_t5 import checkpoints
+from rosetta_t5.inference.expert_capacity import inference_step
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
@@ -56,7 +57,8 @@ def create_inference_function(
 
   Args:
     model: the model.
-    inference_mode: 'predict' for (decodes, scores), 'score' for (scores,), or a custom mode.
+    inference_mode: 'predict' for (decodes, scores), 'score' for (scores,), or a custom mode. With
+      experts, the last result is the fraction of each example's tokens that no expert computed.
     partitioner: accepted as in T5X; an exported function runs on one device, or its caller shards it.
     train_state_initializer: accepted as in T5X.
     decoding_state_callback_fn: called with the decoding state after each step.
@@ -83,7 +85,7 @@ def create_inference_function(
     options = dict(model_fn_extra_kwargs or {})
     if decoder_params:
       options["decoder_params"] = decoder_params
-    outputs = getattr(model, mode.model_fn_name)(params, batch, **options)
+    outputs = inference_step(model, mode.model_fn_name)(params, batch, **options)
     return mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
 
   if not enable_jax2tf:

@@ -18,10 +18,13 @@ from etils import epath
 from rosetta_t5 import data
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
+from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.inference.sample_predictions import Sample, token_text
+from rosetta_t5.models.expert_losses import LEFT_BEHIND
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry import console
 from rosetta_t5.terminal import lost_output, progress
 
 FOLDER = "inference_eval"
@@ -120,7 +123,7 @@ class InferenceEvaluator:
     def infer_fn(method: str, **arguments: Any) -> InferFn:
       if method not in self._infer_fns:
         self._infer_fns[method] = self._get_infer_fn(
-          getattr(self._model, method),
+          inference_step(self._model, method),
           train_state_axes=train_state_axes,
           is_scoring=method == "score_batch",
         )
@@ -129,7 +132,12 @@ class InferenceEvaluator:
       def infer(ds: Any) -> Any:
         rows = progress.track(as_numpy(ds), kind, _count(ds), "examples", together=True)
         with contextlib.closing(rows):
-          return self._infer_fns[method](rows, train_state=train_state, **arguments)
+          result = self._infer_fns[method](rows, train_state=train_state, **arguments)
+        pairs, aux = result if isinstance(result, tuple) else (result, {})
+        for note in notes_on_tokens_left_behind(aux):
+          console.print_line(f"note     {note}")
+        is_all = method != "predict_batch_with_aux" and aux.keys() == {LEFT_BEHIND}
+        return pairs if is_all else result
 
       return infer
 

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
+
 BLANK = "____"
 _BLANKS = re.compile(r"_{3,}")
 _BEAMS = 4
@@ -17,7 +19,11 @@ _TARGETS_LENGTH = 32  # The number of tokens for all blanks together, including 
 
 
 class BlankFiller:
-  """Fills blanks with a model's best prediction, which is compiled at the first call."""
+  """Fills blanks with a model's best prediction, which is compiled at the first call.
+
+  Attributes:
+    notes: what to know about the last prediction.
+  """
 
   def __init__(self, model: Any, params: Any, input_length: int):
     """Prepares the prediction.
@@ -28,6 +34,7 @@ class BlankFiller:
       input_length: the length that inputs are padded to.
     """
     self._model, self._params, self._input_length = model, params, input_length
+    self.notes: list[str] = []
     self._predict = jax.jit(
       functools.partial(model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False)
     )
@@ -74,8 +81,9 @@ class BlankFiller:
       "encoder_input_tokens": inputs_BS,
       "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
-    decodes_BT, _ = self._predict(self._params, batch)
-    return parse_spans(self._model.output_vocabulary, np.asarray(decodes_BT)[0])
+    decodes_BT, aux = jax.device_get(self._predict(self._params, batch))
+    self.notes = list(notes_on_tokens_left_behind(aux))
+    return parse_spans(self._model.output_vocabulary, decodes_BT[0])
 
 
 def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:

@@ -116,7 +116,7 @@ def write_inferences_to_file(
         if output_ids:
           tokens = _to_json(outputs[row])
           written["prediction_tokens"] = tokens[: [*tokens, 0].index(0)]
-      if mode == "predict_with_aux" or (mode == "score" and aux):
+      if mode == "predict_with_aux" or aux:
         written["aux"] = _aux_of_row(aux, row)
       file.write(json.dumps(written, cls=encoder) + "\n")
 

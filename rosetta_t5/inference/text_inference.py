@@ -15,6 +15,7 @@ from rosetta_t5.data.pipeline.inference_data import iterate_chunks
 from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
+from rosetta_t5.inference.expert_capacity import inference_step
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
 from rosetta_t5.inference.length_buckets import default_buckets
 from rosetta_t5.models import DecoderOnlyModel
@@ -140,7 +141,8 @@ class TextInference:
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
       is_scoring = mode is InferenceType.SCORE
-      step = self._model.score_batch if is_scoring else self._model.predict_batch_with_aux
+      method = "score_batch" if is_scoring else "predict_batch_with_aux"
+      step = inference_step(self._model, method)
       self._infer_fns[key] = get_infer_fn(
         functools.partial(step, **arguments),
         self._batch_size,

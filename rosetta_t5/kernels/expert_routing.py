@@ -201,6 +201,13 @@ def router_z_loss(
   return _mean(jnp.square(jax.nn.logsumexp(logits_GNE, axis=-1)), real_GN)
 
 
+def tokens_left_behind(real_GN: Bool[Array, "G N"], routing: Routing) -> Bool[Array, "G N"]:
+  """Returns which tokens no expert computes, although they are not excluded."""
+  groups, tokens = real_GN.shape
+  is_computed_GN = jax.vmap(_mark, (0, None))(routing.token_GEC.reshape(groups, -1), tokens)
+  return real_GN & ~is_computed_GN
+
+
 def routing_statistics(
   probs_GNE: Float[Array, "G N E"], real_GN: Bool[Array, "G N"], routing: Routing
 ) -> dict[str, Float[Array, ""]]:
@@ -210,14 +217,13 @@ def routing_statistics(
   probability of the experts of used slots, and the number of first choices of the most popular expert
   relative to the mean of all experts.
   """
-  groups, tokens, experts = probs_GNE.shape
+  _, tokens, experts = probs_GNE.shape
   is_used_GEC = routing.token_GEC < tokens
   used = jnp.sum(is_used_GEC)
   probability_GEC = _take(probs_GNE.swapaxes(1, 2), routing.token_GEC, axis=-1)
-  is_computed_GN = jax.vmap(_mark, (0, None))(routing.token_GEC.reshape(groups, -1), tokens)
   load_E = jnp.sum(jax.nn.one_hot(routing.first_choice_GN, experts), axis=(0, 1))
   return {
-    "fraction_tokens_left_behind": _mean(~is_computed_GN, real_GN),
+    "fraction_tokens_left_behind": _mean(tokens_left_behind(real_GN, routing), real_GN),
     "expert_usage": used / is_used_GEC.size,
     "router_confidence": jnp.sum(probability_GEC) / jnp.maximum(used, 1),
     "highest_load": experts * jnp.max(load_E) / jnp.maximum(jnp.sum(real_GN), 1),

@@ -14,6 +14,7 @@ from rosetta_t5 import decoding
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
+from rosetta_t5.models.expert_losses import fraction_left_behind
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -148,8 +149,10 @@ class DecoderOnlyModel(BaseTransformerModel):
 
   def _compute_kv_cache(
     self, params: PyTree, inputs: jax.Array, causal_attention_mask: jax.Array
-  ) -> tuple[PyTree, jax.Array]:
+  ) -> tuple[Any, ...]:
     """Returns a cache with all inputs but the last one, and the last one's position, [B].
+
+    With experts, their intermediates are returned too.
 
     The last input is decoded in the first step, which needs its logits.
 
@@ -173,8 +176,10 @@ class DecoderOnlyModel(BaseTransformerModel):
       enable_dropout=False,
       prefill=True,
       prefill_lengths=lengths_B,
-      mutable=["cache"],
+      mutable=["cache", *(["intermediates"] if self.has_experts else [])],
     )
+    if self.has_experts:
+      return variables["cache"], lengths_B, variables.get("intermediates", {})
     return variables["cache"], lengths_B
 
   def predict_batch_with_aux(
@@ -201,7 +206,8 @@ class DecoderOnlyModel(BaseTransformerModel):
       decoder_params: further arguments of `decode_fn`.
 
     Returns:
-      (decodes without the inputs, {"scores": [B, N] or [B]}).
+      (decodes without the inputs, {"scores": [B, N] or [B]}). With experts, the second also has
+      "tokens_left_behind", [B]: the fraction of the inputs that no expert computed.
 
     Raises:
       ValueError: the batch does not mark the inputs, or `decode_fn` does not accept an argument.
@@ -214,11 +220,11 @@ class DecoderOnlyModel(BaseTransformerModel):
     mask_BP, tokens_BT = batch[_MASK], batch["decoder_input_tokens"]
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
     inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
-    cache, lengths_B = self._compute_kv_cache(params, inputs_BT, mask_BP)
+    cache, lengths_B, *sown = self._compute_kv_cache(params, inputs_BT, mask_BP)
     decodes, aux = self._decode(
       params, inputs_BT, cache, lengths_B, num_decodes, return_all_decodes, decoder_params, rng
     )
-    return remove_prefix(decodes, lengths_B), aux
+    return remove_prefix(decodes, lengths_B), {**aux, **fraction_left_behind(*sown or ({},))}
 
 
 def remove_prefix(

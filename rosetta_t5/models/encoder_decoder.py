@@ -15,6 +15,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.decode_call import has_argument
+from rosetta_t5.models.expert_losses import fraction_left_behind
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -227,7 +228,8 @@ class EncoderDecoderModel(BaseTransformerModel):
       prompt_with_targets: whether decodes begin with `decoder_input_tokens` without their end token.
 
     Returns:
-      (decodes, {"scores": [B, N] or [B]}).
+      (decodes, {"scores": [B, N] or [B]}). With experts, the second also has "tokens_left_behind", [B]:
+      the fraction of the inputs that no expert computed, because its slots were taken.
 
     Raises:
       ValueError: `decode_fn` does not accept an argument of `decoder_params` or one that it needs.
@@ -240,9 +242,13 @@ class EncoderDecoderModel(BaseTransformerModel):
     # The end token is removed from prompts, since it would end the decode.
     is_prompt = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
     prompts_BT = jnp.where(is_prompt, prompts_BT, 0)
+    sown: Any = {}
+    options = {"mutable": ["intermediates"]} if self.has_experts else {}
     encoded_BSD: Any = self.module.apply(
-      {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode
+      {"params": params}, inputs_BS, enable_dropout=False, method=self.module.encode, **options
     )
+    if self.has_experts:
+      encoded_BSD, sown = encoded_BSD
     # A function with only `**kwargs` could ignore the index and decode the prompt a second time.
     can_prefill = has_argument(self.decode_fn, "initial_index") and has_argument(
       self.module.decode, "prefill"
@@ -254,7 +260,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       decoder_input_tokens=prompts_BT,
       prefill_decoder_prompt=can_prefill,
     )
-    return self._decode(
+    decodes, aux = self._decode(
       params,
       prompts_BT,
       cache,
@@ -266,3 +272,4 @@ class EncoderDecoderModel(BaseTransformerModel):
       encoded_inputs=encoded_BSD,
       raw_inputs=inputs_BS,
     )
+    return decodes, {**aux, **fraction_left_behind(sown)}

@@ -14,12 +14,15 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
 from rosetta_t5.models.batch_metrics import Metrics
+from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW
 from rosetta_t5.telemetry import metrics as metrics_lib
 
 # What layers with experts sow in the collection `intermediates`.
 _LOSSES = ("auxiliary_loss", "router_z_loss")
 _STATISTICS = ("fraction_tokens_left_behind", "expert_usage", "router_confidence")
 _LOAD = "highest_load"
+# The auxiliary value of predictions and scores: the fraction of an example's tokens without an expert.
+LEFT_BEHIND = "tokens_left_behind"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,26 @@ def expert_losses(
     statistics={name: means[name] for name in _STATISTICS},
     loads=_loads_by_layer(flat, config),
   )
+
+
+def fraction_left_behind(intermediates: Mapping[str, Any]) -> dict[str, Float[Array, " B"]]:
+  """Returns {LEFT_BEHIND: the fraction of each example's tokens that no expert computed}.
+
+  It is the mean over the layers that have sown it, and {} if none has.
+
+  Args:
+    intermediates: what layers have sown, by module.
+  """
+  counts_SB2 = [
+    counts.reshape(-1, *counts.shape[-2:])
+    for path, sown in flatten_dict(dict(intermediates)).items()
+    if path[-1] == LEFT_BEHIND_BY_ROW
+    for counts in jax.tree.leaves(sown)
+  ]
+  if not counts_SB2:
+    return {}
+  left_B, all_B = jnp.moveaxis(jnp.concatenate(counts_SB2).sum(0), -1, 0)
+  return {LEFT_BEHIND: left_B / jnp.maximum(all_B, 1)}
 
 
 def _as_vector(sown: Any) -> jax.Array:

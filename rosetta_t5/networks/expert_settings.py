@@ -7,8 +7,10 @@ from typing import Annotated, Any
 from flax import struct
 
 from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber, Rate, one_of
-from rosetta_t5.kernels.expert_routing import DISPATCHES
+from rosetta_t5.kernels.expert_routing import DISPATCHES, expert_slots
 
+# What each layer with experts sows, [B, 2]: the tokens of a row that no expert computes, and all tokens.
+LEFT_BEHIND_BY_ROW = "left_behind_by_row"
 ROUTERS = ("switch", "top_2", "expert_choice")
 EXPERT_DISPATCHES = ("auto", *DISPATCHES)
 
@@ -53,6 +55,31 @@ class ExpertSettings:
   expert_dropout_rate: Rate | None = None
   normalize_expert_weights: bool | None = None
   expert_dispatch: Annotated[str, one_of(EXPERT_DISPATCHES)] = "auto"
+
+  def count_slots(self, tokens: int, deterministic: bool = False) -> int:
+    """Returns the number of slots of each expert for a group of tokens.
+
+    Args:
+      tokens: the number of tokens in the group.
+      deterministic: whether dropout is off, as in evaluation.
+    """
+    if self.expert_capacity is not None:
+      return min(tokens, self.expert_capacity)
+    factor = self.eval_capacity_factor if deterministic else self.capacity_factor
+    return expert_slots(tokens, self.num_experts, factor)
+
+  def layers_with_experts(self, side: str) -> tuple[int, ...]:
+    """Returns the numbers of these layers in the stack `side`, "encoder" or "decoder"."""
+    return expert_layers(self, side)
+
+  def slots_per_token(self, length: int) -> float:
+    """Returns how many slots, used or empty, the experts of a layer compute in training for a token.
+
+    Args:
+      length: the length of a row.
+    """
+    tokens = max((self.router_group_size or length) // length, 1) * length
+    return self.num_experts * self.count_slots(tokens) / tokens
 
 
 def has_experts(config: Any) -> bool:

@@ -48,6 +48,7 @@ def sown(config=EXPERTS, batch=None):
     (side, name): float(values[0])
     for side in ("encoder", "decoder")
     for name, values in tree[side]["layers_1"]["mlp"].items()
+    if not values[0].ndim
   }
 
 

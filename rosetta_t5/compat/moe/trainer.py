@@ -70,22 +70,11 @@ class MoeTrainer(Trainer):
     weight_metrics_computer: Any = None,
     extra_writers: Sequence[Any] = (),
   ):
-    """Builds a trainer; `Trainer` describes the arguments that are not listed here.
+    """Builds a `Trainer`, which describes the other arguments.
 
     Args:
-      model: the model.
-      train_state: the state to start from.
-      partitioner: compiles the steps for the mesh.
-      eval_names: the names of the evaluation tasks.
-      summary_dir: the folder for metrics.
-      train_state_axes: the train state with a PartitionSpec in place of each array.
-      rng: the run's random key.
-      learning_rate_fn: the schedule.
-      num_microbatches: the number of parts that a batch is split into.
       num_expert_partitions: exists for T5X's callers.
       sharded_match_fn: exists for T5X's callers.
-      weight_metrics_computer: computes additional metrics.
-      extra_writers: metric writers besides TensorBoard.
     """
     del num_expert_partitions, sharded_match_fn
     super().__init__(

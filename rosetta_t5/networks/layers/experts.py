@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.kernels import expert_routing
 from rosetta_t5.kernels.expert_routing import DISPATCHES, Routing
-from rosetta_t5.networks.expert_settings import ExpertSettings
+from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW, ExpertSettings
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import DenseGeneral, Matmul, MlpBlock
 from rosetta_t5.parallel.sharding_constraints import (
@@ -69,7 +69,7 @@ class ExpertMlpBlock(nn.Module):
       real_BT = jnp.ones(inputs_BTD.shape[:2], bool)
     real_GN = real_BT.reshape(group_shape)
     routing = self._route(probs_GNE, real_GN, deterministic)
-    self._sow(logits_GNE, probs_GNE, real_GN, routing)
+    self._sow(logits_GNE, probs_GNE, real_BT, routing)
     dispatch = settings.expert_dispatch
     send, receive = DISPATCHES["sorted" if dispatch == "auto" else dispatch]
     dtype = self.mlp_attributes["dtype"]
@@ -80,10 +80,7 @@ class ExpertMlpBlock(nn.Module):
 
   def _route(self, probs_GNE: jax.Array, real_GN: jax.Array, deterministic: bool) -> Routing:
     settings, tokens = self.settings, probs_GNE.shape[1]
-    factor = settings.eval_capacity_factor if deterministic else settings.capacity_factor
-    slots = expert_routing.expert_slots(tokens, settings.num_experts, factor)
-    if settings.expert_capacity is not None:
-      slots = min(tokens, settings.expert_capacity)
+    slots = settings.count_slots(tokens, deterministic)
     normalize = settings.normalize_expert_weights
     normalize = self.router == "top_2" if normalize is None else normalize
     if self.router == "expert_choice":
@@ -92,16 +89,19 @@ class ExpertMlpBlock(nn.Module):
     return expert_routing.route_tokens(probs_GNE, real_GN, choices, slots, normalize)
 
   def _sow(
-    self, logits_GNE: jax.Array, probs_GNE: jax.Array, real_GN: jax.Array, routing: Routing
+    self, logits_GNE: jax.Array, probs_GNE: jax.Array, real_BT: jax.Array, routing: Routing
   ) -> None:
     if not self.is_mutable_collection("intermediates"):
       return
+    real_GN = real_BT.reshape(probs_GNE.shape[:2])
     # Experts that choose their tokens have equal loads.
     balancing = jnp.zeros(())
     if self.router != "expert_choice":
       first_choice_GN = routing.first_choice_GN
       balancing = expert_routing.load_balancing_loss(probs_GNE, real_GN, first_choice_GN)
+    left_behind_BT = expert_routing.tokens_left_behind(real_GN, routing).reshape(real_BT.shape)
     sown = {
+      LEFT_BEHIND_BY_ROW: jnp.stack([left_behind_BT, real_BT], -1).sum(1, dtype=jnp.float32),
       "auxiliary_loss": balancing,
       "router_z_loss": expert_routing.router_z_loss(logits_GNE, real_GN),
       **expert_routing.routing_statistics(probs_GNE, real_GN, routing),
