@@ -1,4 +1,4 @@
-"""The collectives of activations: over `model` those of sharded matmuls, over `context` those of attention."""
+"""The collectives of activations: over `model` of sharded matmuls, over `context` and `expert` of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, EXPERT_AXIS, MODEL_AXIS
 from rosetta_t5.plan.workload import Workload
 
 ALL_REDUCE = "all-reduce"
@@ -67,8 +67,9 @@ def activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator[
   gathers = 2 if work.activation_split == "embed" and is_any_over_batch else 1
   for side, layers in work.layers.items():
     matmuls = 3 if side == "decoder" and "encoder" in residuals else 2
-    for _ in range(layers * matmuls):
+    for _ in range(layers * matmuls - work.expert_layers[side]):
       yield from _output_collectives(residuals.get(side, 0.0), work.activation_split, gathers)
+    yield from _collectives_of_slots(work, side, residuals.get(side, 0.0))
   for size in residuals.values():
     yield from _lookup_collectives(size, work)
   # The largest logit and the sum of exponentials, in float32.
@@ -76,6 +77,23 @@ def activation_collectives(work: Workload, is_any_over_batch: bool) -> Iterator[
   yield Collective(ALL_REDUCE, OVER_MODEL, size, "loss", count=2)
   if work.activation_split == "embed":
     yield from _norm_collectives(work)
+
+
+def _collectives_of_slots(work: Workload, side: str, residual: float) -> Iterator[Collective]:
+  """Yields the sums over the units of experts, whose inputs and outputs are slots instead of tokens.
+
+  They are not scattered, but activations that are sharded are gathered, forward and backward.
+  """
+  layers = work.expert_layers[side]
+  if not layers:
+    return
+  size = layers * residual * work.expert_slots(side) / work.lengths[side]
+  branches = len(work.config.mlp_activations)
+  yield Collective(ALL_REDUCE, OVER_MODEL, size, "activations", branches, layers)
+  yield Collective(ALL_REDUCE, OVER_MODEL, size, "activations", count=layers)
+  if work.activation_split:
+    gathered = 2 * layers * residual
+    yield Collective(ALL_GATHER, OVER_MODEL, gathered, "activations", count=2 * layers)
 
 
 def _matmul_inputs(
@@ -86,7 +104,8 @@ def _matmul_inputs(
   branches = len(work.config.mlp_activations)
   for side, layers in work.layers.items():
     if layers:
-      yield from [(residuals[side], qkv, 1), (residuals[side], branches, 1)] * layers
+      yield from [(residuals[side], qkv, 1)] * layers
+      yield from [(residuals[side], branches, 1)] * (layers - work.expert_layers[side])
     if side == "decoder" and "encoder" in residuals:
       yield from [(residuals["decoder"], 1, 1)] * layers
       yield residuals["encoder"], kv, layers
@@ -142,6 +161,17 @@ def _norm_collectives(work: Workload) -> Iterator[Collective]:
     count = sums * (work.layers[side] * norms[side] + 1)
     size = count * 4 * work.examples * length
     yield Collective(ALL_REDUCE, OVER_MODEL, size, "norms", count=count)
+
+
+# The exchange of tokens, over `expert`.
+
+
+def expert_collectives(work: Workload) -> Iterator[Collective]:
+  """Yields how tokens are sent to their experts and back, forward and backward."""
+  slot = work.config.emb_dim * work.itemsize * work.examples
+  for side, layers in work.expert_layers.items():
+    size = 4 * layers * work.expert_slots(side) * slot
+    yield Collective(ALL_TO_ALL, (EXPERT_AXIS,), size, "activations", count=4 * layers)
 
 
 # The collectives of attention, over `context`.

@@ -71,7 +71,10 @@ def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
   if source:
     # The keys and values of cross-attention have the encoder's length.
     decoder += target * cross + source * 2 * sizes.heads + pairs * target * inputs
-  return {"encoder": encoder, "decoder": decoder}
+  return {
+    "encoder": encoder + _experts_mean(work, sizes, "encoder", policy),
+    "decoder": decoder + _experts_mean(work, sizes, "decoder", policy),
+  }
 
 
 def temporary_by_layer(work: Workload) -> dict[str, float]:
@@ -87,7 +90,8 @@ def temporary_by_layer(work: Workload) -> dict[str, float]:
   for side, length in work.positions.items():
     keys = max(work.lengths[side], work.lengths.get("encoder", 0))
     gathered = 4 * sizes.heads * keys if work.context_shards > 1 else 0.0
-    gradient = max(branches * sizes.units * length, 2 * sizes.pair * length * keys + gathered)
+    tokens = max(length, work.expert_slots(side) if work.expert_layers[side] else 0.0)
+    gradient = max(branches * sizes.units * tokens, 2 * sizes.pair * length * keys + gathered)
     found[side] = complete[side] - kept[side] + gradient
   return found
 
@@ -167,6 +171,25 @@ def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:
   # The matmul's result of each branch, and their product; a GPU recomputes the activations.
   hidden = (branches + 1) * sizes.units + (sizes.units / sizes.itemsize if sizes.fp8 else 0.0)
   return attention + normed + hidden + sizes.width, cross
+
+
+def _experts_mean(work: Workload, sizes: _Sizes, side: str, policy: str) -> float:
+  """Returns what a layer with experts keeps more than others, on average over all layers."""
+  if not work.expert_layers[side]:
+    return 0.0
+  length, slots = work.lengths.get(side, 0), work.expert_slots(side)
+  branches, router = len(work.config.mlp_activations), 4 * work.config.num_experts * length
+  results = branches * sizes.units + sizes.width
+  if policy in KEEP_MATMULS:
+    # The matmuls of experts have a batch dimension: the experts.
+    more = (slots if policy == "dots_saveable" else 0.0) * results - length * results + router
+  else:
+    # The router's input is in float32. A slot has an input, hidden layers and an output.
+    inputs = sizes.matmul_input(sizes.gathered)
+    hidden = results + sizes.units
+    more = slots * (inputs + hidden) - length * hidden
+    more += 4 * length * work.config.emb_dim + 2 * router
+  return more * work.expert_layers[side] / work.layers[side]
 
 
 def _query_inputs(config: Any) -> int:

@@ -16,7 +16,13 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, DATA_AXIS, MODEL_AXIS, TOKEN_AXES
+from rosetta_t5.parallel.mesh_axes import (
+  CONTEXT_AXIS,
+  DATA_AXIS,
+  EXPERT_AXIS,
+  MODEL_AXIS,
+  TOKEN_AXES,
+)
 from rosetta_t5.plan.activation_collectives import (
   ALL_GATHER,
   ALL_REDUCE,
@@ -26,6 +32,7 @@ from rosetta_t5.plan.activation_collectives import (
   Collective,
   activation_collectives,
   context_collectives,
+  expert_collectives,
 )
 from rosetta_t5.plan.memory import array_bytes, is_known, is_table
 from rosetta_t5.plan.workload import Workload
@@ -59,6 +66,8 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
   if work.model_shards > 1:
     is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for spec in all_specs)
     found += activation_collectives(work, is_any_over_batch)
+  if work.mesh.get(EXPERT_AXIS, 1) > 1:
+    found += expert_collectives(work)
   if work.context_shards > 1 and is_known(work):
     found += context_collectives(work)
   return _merge(found)
@@ -82,8 +91,10 @@ def _parameter_collectives(
   name: str, param: Any, spec: Sequence[Any], work: Workload
 ) -> Iterator[Collective]:
   """Yields how a parameter is gathered and how its gradient is summed."""
-  batch_axes = _batch_axes_of(spec, work.mesh)
-  model_spec = [part if part == MODEL_AXIS else None for part in spec]
+  # An expert is never gathered, and its gradient is complete but for the other batch axes.
+  is_expert = EXPERT_AXIS in spec
+  batch_axes = tuple(axis for axis in _batch_axes_of(spec, work.mesh) if axis != EXPERT_AXIS)
+  model_spec = [part if part in (MODEL_AXIS, EXPERT_AXIS) else None for part in spec]
   # The bytes of the parameter when it is gathered over the batch axes. Kernels are sent in the compute
   # dtype, and so are their gradients; tables are not.
   stored = array_bytes(param, model_spec, work.mesh)
@@ -94,9 +105,13 @@ def _parameter_collectives(
   is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
   count = 0 if _is_fused_into_another(name, work.config) else 1
   if batch_axes:
-    gathers = _num_gathers(lookups, is_tied, name.endswith("bias"), batch_axes, work)
+    # XLA keeps the gathered kernel of a router, which is small, for the backward pass.
+    is_single = name.endswith("bias") or "router_weights" in name
+    gathers = _num_gathers(lookups, is_tied, is_single, batch_axes, work)
     size = gathers * gathered * work.microbatches
     yield Collective(ALL_GATHER, batch_axes, size, "parameters", count=count * gathers)
+  if is_expert:
+    work = work.replace(mesh={**work.mesh, EXPERT_AXIS: 1})
   bias_bytes, layers = _position_bias(name, work)
   if bias_bytes and work.context_shards > 1:
     # Each device adds up its own queries' gradients by bucket.
@@ -146,11 +161,11 @@ def _is_fused_into_another(name: str, config: Any) -> bool:
 
 
 def _num_gathers(
-  lookups: int, is_tied: bool, is_bias: bool, batch_axes: tuple[str, ...], work: Workload
+  lookups: int, is_tied: bool, is_single: bool, batch_axes: tuple[str, ...], work: Workload
 ) -> int:
   """Returns how often per step a parameter that is sharded over batch axes is gathered."""
   if lookups == 0:
-    return 1 if is_bias else 2  # Forward and backward. The gradient of a sum needs no bias.
+    return 1 if is_single else 2  # Forward and backward. The gradient of a sum needs no bias.
   if not is_tied:
     return 1  # The gradient of a lookup does not need the table.
   # If the vocabulary is sharded and the gradient is summed over another axis too, the matmul with the
@@ -196,7 +211,7 @@ def _gradient_sums(
 
 
 def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
-  return tuple(axis for axis in TOKEN_AXES if mesh.get(axis, 1) > 1)
+  return tuple(axis for axis, size in mesh.items() if axis in TOKEN_AXES and size > 1)
 
 
 def _split_sums(gradient: Collective, matmuls: int) -> list[Collective]:

@@ -21,9 +21,9 @@ from rosetta_t5.plan.activations import (
 )
 from rosetta_t5.plan.workload import Workload
 
-# Parameters of lookups and of the output layer.
 _ALWAYS_LISTED = ("gradients", "activations")
-_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense")
+# Parameters of lookups, of the output layer and of routers.
+_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")
 
 
 def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -98,7 +98,7 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
 
 
 def is_table(name: str) -> bool:
-  """Returns whether a parameter is one of a lookup or of the output layer, which stay in float32."""
+  """Returns whether a parameter is one of a lookup, the output layer or a router, which stay in float32."""
   return _TABLES.search(name) is not None
 
 

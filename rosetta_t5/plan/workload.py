@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
 
+from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   MODEL_AXIS,
@@ -80,6 +81,16 @@ class Workload:
     if hasattr(self.config, "num_encoder_layers"):
       return {"encoder": self.config.num_encoder_layers, "decoder": self.config.num_decoder_layers}
     return {"encoder": 0, "decoder": self.config.num_layers}
+
+  @property
+  def expert_layers(self) -> dict[str, int]:
+    """The number of layers with experts, in the same form."""
+    return {side: len(expert_layers(self.config, side)) for side in self.layers}
+
+  def expert_slots(self, side: str) -> float:
+    """Returns the slots, used or empty, that a layer with experts computes for one example."""
+    length = self.lengths.get(side, 0)
+    return length * self.config.slots_per_token(length) if length else 0.0
 
   @property
   def itemsize(self) -> int:

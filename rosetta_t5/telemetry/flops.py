@@ -14,8 +14,8 @@ def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: i
   """Returns the FLOPs of a training step for one example.
 
   This is T5X's formula. It counts two FLOPs per multiply-add of each matmul, and the backward pass
-  as two forward passes. Causal attention is counted in full, and recomputation (remat) is not
-  counted. For a decoder-only model the result equals the formula of Narayanan et al. 2021
+  as two forward passes. Causal attention is counted in full, as are the empty slots of experts, and
+  recomputation (remat) is not counted. For a decoder-only model the result equals the formula of Narayanan et al. 2021
   (arXiv:2104.04473) without recomputation.
 
   Args:
@@ -45,12 +45,12 @@ def forward_flops_of(config: Any, encoder_length: int, decoder_length: int) -> F
   has_encoder = hasattr(config, "num_encoder_layers")
   num_decoder_layers = config.num_decoder_layers if has_encoder else config.num_layers
   width, attention_width = config.emb_dim, config.num_heads * config.head_dim
-  mlp_kernels = (len(config.mlp_activations) + 1) * width * config.mlp_dim
-  layer_kernels = 2 * (4 * width * attention_width + mlp_kernels)
-  projections = num_decoder_layers * decoder_length * layer_kernels
+  projections = num_decoder_layers * decoder_length * 8 * width * attention_width
+  projections += _feed_forward_flops(config, "decoder", num_decoder_layers, decoder_length)
   pairs = num_decoder_layers * decoder_length**2
   if has_encoder:
-    projections += config.num_encoder_layers * encoder_length * layer_kernels
+    projections += config.num_encoder_layers * encoder_length * 8 * width * attention_width
+    projections += _feed_forward_flops(config, "encoder", config.num_encoder_layers, encoder_length)
     # In cross-attention, query and output are projected for the decoder's tokens, key and value for
     # the encoder's.
     lengths = decoder_length + encoder_length
@@ -59,6 +59,17 @@ def forward_flops_of(config: Any, encoder_length: int, decoder_length: int) -> F
     pairs += num_decoder_layers * decoder_length * encoder_length
   logits = 2 * width * config.vocab_size * decoder_length
   return ForwardFlops(projections, 4 * pairs * attention_width, logits)
+
+
+def _feed_forward_flops(config: Any, side: str, layers: int, length: int) -> float:
+  """Returns the FLOPs of the feed-forward blocks and routers of a stack of layers for one example."""
+  tokens, router = float(layers * length), 0.0
+  if getattr(config, "num_experts", 0):
+    routed = len(config.layers_with_experts(side)) * length
+    tokens += routed * (config.slots_per_token(length) - 1)
+    router = 2 * config.emb_dim * config.num_experts * routed
+  kernels = (len(config.mlp_activations) + 1) * config.emb_dim * config.mlp_dim
+  return 2 * kernels * tokens + router
 
 
 def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:

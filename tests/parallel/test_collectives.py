@@ -105,6 +105,21 @@ FAMILIES = {
   "GPT, fused": GPT.replace(fuse_qkv_params=True),
 }
 
+EXPERTS = dataclasses.replace(
+  T5_1_1, num_encoder_layers=2, num_decoder_layers=2, num_experts=4, eval_capacity_factor=1.25
+)
+EXPERT_MESHES = {
+  "expert": {"mesh": {"expert": 4, "data": 2}},
+  "expert, fsdp": {"mesh": {"expert": 2, "data": 2, "fsdp": 2}},
+  "expert, tensor": {"mesh": {"expert": 2, "data": 2, "tensor": 2}},
+  "expert, zero1": {"mesh": {"expert": 4, "data": 2}, "zero1": True},
+  "expert, positions over tensor": {
+    "mesh": {"expert": 2, "data": 2, "tensor": 2},
+    "sequence_parallel": True,
+  },
+  "data": MESHES["data"],
+}
+
 
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in MESHES]
@@ -118,6 +133,13 @@ def test_a_step_has_the_collectives_that_theory_requires(name):
 def test_steps_of_deeper_networks_have_the_required_collectives(name):
   mesh, config = NETWORKS[name]
   check_collectives(MESHES[mesh], config)
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "expert")) for n in EXPERT_MESHES]
+)
+def test_steps_of_networks_with_experts_have_the_required_collectives(name):
+  check_collectives(EXPERT_MESHES[name], EXPERTS)
 
 
 @pytest.mark.parametrize(
