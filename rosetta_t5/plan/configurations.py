@@ -11,10 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   DATA_AXIS,
+  EXPERT_AXIS,
   FSDP_AXIS,
+  OPTIONAL_AXES,
   count_batch_shards,
   sizes_from_counts,
 )
@@ -31,6 +35,11 @@ _CUDNN_CAPABILITY = (8, 0)
 _SAME = 1.03
 # A device that computes fewer positions of a row than this waits for keys and values for too long.
 _FEWEST_POSITIONS = 1024
+# What T5X's runs for experts replace, although the axis `expert` does not need it.
+_STANDARD_CLASSES = (
+  "train.partitioner=@partitioning.PjitPartitioner()",
+  "train.trainer_cls=@trainer.Trainer",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Configuration:
   """A way to run a training step.
 
   Attributes:
-    mesh: the partitioner's mesh, {"data": …, "fsdp": …, "tensor": …}.
+    mesh: the partitioner's mesh, {"data": …, "fsdp": …, "tensor": …}, with "expert" for experts.
     work: what the step computes.
     estimate: what that needs.
   """
@@ -57,6 +66,7 @@ class Configuration:
     lines = [
       f"partitioning.PjitPartitioner.mesh='{json.dumps(dict(self.mesh))}'",
       "partitioning.PjitPartitioner.num_partitions=1",
+      *(_STANDARD_CLASSES if has_experts(self.work.config) else ()),
       f"trainer.Trainer.num_microbatches={self.work.microbatches}",
       f"{config}.remat_policy=\"'{self.work.policy}'\"",
       f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"",
@@ -98,6 +108,8 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
   """Yields, for each mesh, its configurations that fit."""
   model, batch_size = plan["model"], plan.dataset_cfg.batch_size
   partitioner = plan["partitioner"].with_mesh({DATA_AXIS: -1, CONTEXT_AXIS: 1})
+  if has_experts(model.network_config):
+    partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
   kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
   for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
@@ -118,7 +130,7 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
         option = _fewest_microbatches(work.replace(remat_policy=policy, fp8=fp8), memory, gpu)
         if option:
           inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
-          named = {axis: size for axis, size in mesh.items() if (axis, size) != (CONTEXT_AXIS, 1)}
+          named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
           found.append(Configuration(named, option, estimate_with_memory(*inputs)))
     yield found
 
@@ -132,18 +144,19 @@ def _possible_meshes(
   """
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
+  experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
       continue
-    for context, fsdp in itertools.product(divisors, divisors):
-      split = tensor * context * fsdp
+    for context, fsdp, expert in itertools.product(divisors, divisors, experts):
+      split = tensor * context * fsdp * expert
       is_short = any(
         length % context or length // context < _FEWEST_POSITIONS for length in lengths.values()
       )
       if devices % split or context * tensor > GPUS_PER_NODE or (context > 1 and is_short):
         continue
-      outer = {DATA_AXIS: devices // split, FSDP_AXIS: fsdp, CONTEXT_AXIS: context}
-      yield {**outer, "tensor": tensor}
+      outer = {DATA_AXIS: devices // split, EXPERT_AXIS: expert, FSDP_AXIS: fsdp}
+      yield {**outer, CONTEXT_AXIS: context, "tensor": tensor}
 
 
 def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:

@@ -55,6 +55,17 @@ def test_the_mesh_determines_the_collectives(capsys):
     assert what in output
 
 
+def test_a_plan_of_experts_has_their_all_to_alls_and_meshes_with_their_axis(capsys):
+  recipe = "gin/examples/quickstart_experts.gin"
+  mesh = '--gin.partitioning.PjitPartitioner.mesh={"expert": 4}'
+  status, output = plan(capsys, "--gin.BATCH_SIZE=64", "--devices=8", mesh, recipe=recipe)
+  assert status == 0
+  assert "mesh           data 2 × expert 4 × model 1" in output
+  assert "all-to-all of activations over expert, by NVLink" in output
+  assert "all-reduce of gradients over data and expert, by NVLink" in output
+  assert re.search(r"--gin.partitioning.PjitPartitioner.mesh='.*\"expert\": [1248]", output)
+
+
 def test_heads_that_cannot_be_sharded_are_reported(capsys):
   recipe = "gin/examples/gpt_126m_pile_pretrain.gin"
   tensor = "--gin.partitioning.PjitPartitioner.num_partitions=8"

@@ -67,6 +67,21 @@ def test_flops_of_a_decoder_equal_megatrons_formula(hidden, heads, layers):
   assert training_flops_of(config, decoder_length=length) == pytest.approx(expected, rel=1e-12)
 
 
+def test_flops_of_experts_are_those_of_their_slots_and_routers():
+  sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "vocab_size": 32}
+  lengths = {"encoder": 32, "decoder": 16}
+  dense = flops_of_lengths(T5Config(**sizes), lengths)
+  equal, more = (
+    flops_of_lengths(T5Config(**sizes, num_experts=4, capacity_factor=factor), lengths)
+    for factor in (1.0, 1.25)
+  )
+  tokens, config = 32 + 16, T5Config(**sizes)
+  assert equal - dense == 3 * 2 * config.emb_dim * 4 * tokens
+  kernels = (len(config.mlp_activations) + 1) * config.emb_dim * config.mlp_dim
+  # Two and one more slots for each of four experts.
+  assert more - equal == 3 * 2 * kernels * 4 * (2 + 1)
+
+
 def test_flops_of_a_config_with_other_fields_are_unknown():
   t5_config = types.SimpleNamespace(num_encoder_layers=2)
   assert flops_of_lengths(types.SimpleNamespace(depth=3), {"decoder": 8}) is None

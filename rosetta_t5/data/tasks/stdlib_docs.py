@@ -1,4 +1,4 @@
-"""The task `stdlib_docs_span_corruption`: T5's objective on Python's own documentation.
+"""Tasks on Python's own documentation: T5's span corruption, and a language model of bytes.
 
 The text and the vocabulary are made on first use, in ./quickstart/data or in the folder named by the
 environment variable ROSETTA_T5_STDLIB_DOCS.
@@ -18,6 +18,7 @@ from rosetta_t5.data.local_files.stdlib_corpus import (
   prepare,
 )
 from rosetta_t5.data.objectives.span_corruption import span_corruption
+from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ else:
   seqio = import_seqio()
 
 TASK = "stdlib_docs_span_corruption"
+BYTES_TASK = "stdlib_docs_bytes"
 
 _prepare_once = functools.cache(prepare)
 
@@ -82,4 +84,18 @@ def register(name: str = TASK, folder: pathlib.Path | None = None) -> None:
   )
 
 
+def register_bytes(name: str = BYTES_TASK, folder: pathlib.Path | None = None) -> None:
+  """Registers the task of a decoder that predicts each byte of the text; it has targets only."""
+  seqio.TaskRegistry.add(
+    name,
+    source=StdlibDocsSource(folder or data_folder()),
+    preprocessors=[
+      lambda lines: lines.map(lambda line: {"targets": line}),
+      *objective_preprocessors("causal_lm"),
+    ],
+    output_features={"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=False)},
+  )
+
+
 register()
+register_bytes()
