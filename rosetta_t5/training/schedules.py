@@ -87,7 +87,7 @@ def create_learning_rate_scheduler(
     "constant": lambda s: base_learning_rate,
     "linear_warmup": lambda s: jnp.minimum(1.0, s / warmup_steps),
     "linear_decay": linear_decay,
-    "rsqrt_decay": lambda s: jax.lax.rsqrt(jnp.maximum(s, warmup_steps)),
+    "rsqrt_decay": lambda s: jax.lax.rsqrt(jnp.float32(jnp.maximum(s, warmup_steps))),
     "rsqrt_normalized_decay": lambda s: jnp.sqrt(warmup_steps / jnp.maximum(s, warmup_steps)),
     "decay_every": lambda s: decay_factor ** (s // steps_per_decay),
     "cosine_decay": cosine_decay,
@@ -102,7 +102,7 @@ def create_learning_rate_scheduler(
     _check_factor(name, factors, divisors)
 
   def learning_rate(step: int | jax.Array) -> jax.Array:
-    since = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
+    since = jnp.maximum(0, step - step_offset)  # An integer, since float32 is inexact from 2**24 on.
     rate = jnp.float32(1.0)
     for name in names:
       rate = rate * formulas[name](since)

@@ -106,9 +106,9 @@ def test_a_notebook_trains_saves_restores_and_predicts(tmp_path):
     iterator = clu.data.dataset_iterator.TfDatasetIterator(batches, checkpoint=False)
     first_step = int(utils.get_local_data(trainer.train_state.step))
     summary = trainer.train(iterator, 1, start_step=first_step)
-    manager.save(trainer.train_state, save_cfg.state_transformation_fns)
     assert summary.result()["loss"].value > 0
   trainer.close()
+  manager.save(trainer.train_state, save_cfg.state_transformation_fns)
   restored = manager.restore(
     [restore_cfg.path],
     restore_cfg,

@@ -1,4 +1,4 @@
-"""A Python program that uses only T5X's names, with a model of one layer."""
+"""Programs that use only T5X's names: a training loop, checkpoints, inference, meshes, gin flags."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from tiny_models import Bigram, make_model, variables
 
 from t5x import (
-  adafactor,
   checkpoints,
   config_utils,
   decoding,
   gin_utils,
-  models,
   partitioning,
   state_utils,
   train,
@@ -26,42 +25,15 @@ from t5x import (
   trainer,
   utils,
 )
-from t5x.examples.t5 import network
 
 BATCH = 8
 LENGTHS = {"encoder_input_tokens": 6, "decoder_input_tokens": 5}
 
 
-def _model() -> models.EncoderDecoderModel:
-  vocabulary = types.SimpleNamespace(eos_id=1, vocab_size=32)
-  return models.EncoderDecoderModel(
-    module=network.Transformer(
-      network.T5Config(
-        vocab_size=32,
-        emb_dim=8,
-        num_heads=2,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        head_dim=4,
-        mlp_dim=16,
-        mlp_activations=("gelu", "linear"),
-        dropout_rate=0.0,
-      )
-    ),
-    input_vocabulary=vocabulary,
-    output_vocabulary=vocabulary,
-    optimizer_def=adafactor.Adafactor(
-      learning_rate=0.1, logical_factor_rules=adafactor.standard_logical_factor_rules()
-    ),
-    decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
-    feature_converter_cls=object,
-  )
-
-
 @pytest.fixture(scope="module")
 def program():
   """The objects of a T5X program: model, partitioner, initializer, state."""
-  model = _model()
+  model = make_model(Bigram())
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   shapes = {name: (BATCH, length) for name, length in LENGTHS.items()}
   shapes["decoder_target_tokens"] = shapes["decoder_input_tokens"]
@@ -175,17 +147,15 @@ def test_checkpoints_are_saved_restored_and_read(program, tmp_path):
 
 
 def test_predictions_and_scores_over_a_dataset(program):
-  inference = train_state.InferenceState(
-    step=program.state.step,
-    params=program.state.params,
-    params_axes=program.state.params_axes,
-  )
+  greedy = functools.partial(decoding.temperature_sample, temperature=0.0)
+  model = make_model(decode_fn=greedy)
+  inference = train_state.InferenceState.create(variables(model.module))
   axes = program.partitioner.get_mesh_axes(inference)
   one = {name: np.full(length, 3, np.int32) for name, length in LENGTHS.items()}
   one |= {"decoder_target_tokens": one["decoder_input_tokens"]}
   one |= {"decoder_loss_weights": np.ones(LENGTHS["decoder_input_tokens"], np.int32)}
   dataset = list(enumerate([one] * 5))
-  for infer_step in (program.model.predict_batch, program.model.score_batch):
+  for infer_step in (model.predict_batch, model.score_batch):
     infer = utils.get_infer_fn(
       infer_step=infer_step,
       batch_size=BATCH,
@@ -197,11 +167,10 @@ def test_predictions_and_scores_over_a_dataset(program):
     assert len({str(output) for _, output in found}) == 1
 
 
-def test_axes_can_be_renamed(program):
-  make = functools.partial(program.model.get_initial_variables, input_shapes=program.shapes)
-  variables = jax.eval_shape(make, jax.random.PRNGKey(0))
+def test_axes_can_be_renamed():
+  own = variables(make_model().module)
   renamed = utils.override_params_axes_names(
-    variables,
+    own,
     [("encoder/layers_0/mlp/wo/kernel", ("mlp", "own")), ("encoder/.*", ("never",) * 9)][:1],
   )
   found = renamed["params_axes"]["encoder"]["layers_0"]["mlp"]["wo"]["kernel_axes"]
@@ -211,7 +180,7 @@ def test_axes_can_be_renamed(program):
   with pytest.raises(
     ValueError, match=r"override for decoder/.* does not match param rank \(2\): "
   ):
-    utils.override_params_axes_names(variables, [("decoder/layers_0/mlp/wo/kernel", ("mlp",))])
+    utils.override_params_axes_names(own, [("decoder/layers_0/mlp/wo/kernel", ("mlp",))])
   with pytest.raises(ValueError, match="do not contain a 'params_axes' collection"):
     utils.override_params_axes_names({"params": {}})
 
@@ -302,4 +271,4 @@ def test_fiddle_is_rejected_with_an_alternative():
   with pytest.raises(
     ValueError, match=r"needs Fiddle, which is not supported: configure .* with gin"
   ):
-    config_utils.config_with_fiddle(_model)
+    config_utils.config_with_fiddle(make_model)
