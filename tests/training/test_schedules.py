@@ -114,5 +114,5 @@ def test_negative_and_infinite_numbers_are_refused(wrong):
 
 
 def test_steps_that_float32_cannot_represent_are_exact():
-  rate = schedule("cosine_decay", step_offset=1, warmup_steps=0, steps_per_cycle=2)
-  assert [float(rate(jnp.int32(2**24 + 1 + n))) for n in (0, 1)] == pytest.approx([1.0, 0.5])
+  rate = schedule("cosine_decay", step_offset=2**24, warmup_steps=0, steps_per_cycle=2)
+  assert float(rate(jnp.int32(2**24 + 1))) == pytest.approx(0.5)
