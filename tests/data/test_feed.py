@@ -106,6 +106,16 @@ def test_a_clu_iterator_is_used_unchanged(
   np.testing.assert_array_equal(next(feed)["x"], range(8))
 
 
+def test_a_batch_that_is_peeked_at_is_still_the_next_one(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  feed = make_feed(counting())
+  assert first_numbers(feed, 2) == [0, 1]
+  assert_batches_equal(feed.peek(), feed.peek_async().result())
+  assert int(feed.peek()["x"][0, 0]) == 2
+  assert first_numbers(feed, 2) == [2, 3]
+
+
 def test_the_next_batches_are_read_while_the_caller_is_busy(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:

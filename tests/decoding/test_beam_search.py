@@ -15,7 +15,7 @@ from history_model import HistoryModel
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.decoding import beam_search, brevity_penalty
+from rosetta_t5.decoding import beam_init, beam_search, brevity_penalty
 
 EOS = 1
 
@@ -94,6 +94,13 @@ def test_narrow_beams_equal_the_plain_search(beams, offset):
     np.testing.assert_allclose(scores[i, -len(want) :], [s for s, _ in want], rtol=1e-5)
     np.testing.assert_array_equal(decodes[i, -len(want) :], [tokens for _, tokens in want])
   assert (decodes[1, :, :3] == [3, 2, 6]).all()
+
+
+def test_the_first_state_of_a_users_own_search_is_at_position_0():
+  cache = {"cached_key": jnp.zeros((2, 5)), "cache_index": jnp.int32(0)}
+  state = beam_init(2, 3, 5, cache, initial_index=jnp.array([0, 1]))
+  assert state.cur_index.shape == state.cache["cache_index"].shape == ()
+  assert state.cache["cached_key"].shape == (2, 3, 5)
 
 
 def test_live_sequences_are_returned_if_none_has_ended():
