@@ -102,7 +102,8 @@ def create_learning_rate_scheduler(
     _check_factor(name, factors, divisors)
 
   def learning_rate(step: int | jax.Array) -> jax.Array:
-    since = jnp.maximum(0, step - step_offset)  # An integer, since float32 is inexact from 2**24 on.
+    # The step stays an integer, because float32 cannot represent every step beyond 2**24.
+    since = jnp.maximum(0, step - step_offset)
     rate = jnp.float32(1.0)
     for name in names:
       rate = rate * formulas[name](since)
