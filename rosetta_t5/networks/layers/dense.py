@@ -241,9 +241,7 @@ class Dropout(nn.Dropout):
     if rows is None or deterministic or self.rate in (0.0, 1.0):
       return super().__call__(inputs, deterministic)
     shape = [1 if n - inputs.ndim in self.broadcast_dims else s for n, s in enumerate(inputs.shape)]
-    shape[self.batch_axis] = rows.batch_size
-    kept = super().__call__(jnp.ones(shape, inputs.dtype), deterministic) > 0
-    kept = rows.select(kept, self.batch_axis)
+    kept = rows.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape, self.batch_axis)
     return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
 
 

@@ -20,10 +20,11 @@ def attention_dropout_scale(
   batch, heads, length = shape_BHS
   rows = microbatch_rows()
   # T5X draws the mask in the shape [B, H, 1, S]; the shape decides which keys are dropped.
-  drawn = (batch if rows is None else rows.batch_size, heads, 1, length)
-  keep = jax.random.bernoulli(key, keep_rate, drawn)
-  if rows is not None:
-    keep = rows.select(keep, 0)
+  shape = (batch, heads, 1, length)
+  if rows is None:
+    keep = jax.random.bernoulli(key, keep_rate, shape)
+  else:
+    keep = rows.bernoulli(key, keep_rate, shape, 0)
   return (keep[:, :, 0] / jnp.asarray(keep_rate, dtype)).astype(dtype)
 
 

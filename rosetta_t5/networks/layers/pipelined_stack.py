@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,8 +19,9 @@ from flax.linen import partitioning as flax_partitioning
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import PartitionSpec
 
+from rosetta_t5.kernels.random_rows import bernoulli_of_rows
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.parallel.mesh_axes import PIPELINE_AXIS, axis_names
+from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS, axis_names
 from rosetta_t5.parallel.pipeline.schedule import PipelineSchedule, choose_schedule
 
 PyTree = Any
@@ -30,27 +32,28 @@ _WRITTEN = ("params", "cache", PRECOMPUTED, "intermediates")
 
 
 class MicrobatchRows(NamedTuple):
-  """Which rows of the whole batch a stage computes: row i·groups + group of a chunk, for each i.
+  """Which rows of the whole batch a device computes at a time.
 
   Attributes:
     batch_size: the number of rows of the whole batch.
-    schedule: the pipeline's schedule; there are as many chunks as stages.
-    chunk: the chunk, an integer array.
-    group: the group, an integer array.
+    rows: the numbers of the device's rows.
   """
 
   batch_size: int
-  schedule: PipelineSchedule
-  chunk: jax.Array
-  group: jax.Array
+  rows: jax.Array
 
-  def select(self, x: jax.Array, axis: int) -> jax.Array:
-    """Returns the microbatch's rows of `x`, whose dimension `axis` is the whole batch."""
-    axis %= x.ndim
-    groups, stages = self.schedule.groups, self.schedule.stages
-    rows = x.reshape(*x.shape[:axis], stages, -1, groups, *x.shape[axis + 1 :])
-    chunk = jax.lax.dynamic_index_in_dim(rows, self.chunk, axis, keepdims=False)
-    return jax.lax.dynamic_index_in_dim(chunk, self.group, axis + 1, keepdims=False)
+  def bernoulli(self, key: jax.Array, p: float, shape: Sequence[int], axis: int) -> jax.Array:
+    """Returns what `jax.random.bernoulli` draws for these rows when it draws for the whole batch.
+
+    Args:
+      key: the random key.
+      p: the probability of True.
+      shape: the shape of the result.
+      axis: the dimension of the rows.
+    """
+    whole = list(shape)
+    whole[axis] = self.batch_size
+    return bernoulli_of_rows(key, p, tuple(whole), axis, self.rows)
 
 
 _rows: contextvars.ContextVar[MicrobatchRows | None] = contextvars.ContextVar("rows", default=None)
@@ -59,21 +62,21 @@ _rows: contextvars.ContextVar[MicrobatchRows | None] = contextvars.ContextVar("r
 def microbatch_rows() -> MicrobatchRows | None:
   """Returns the rows that are computed where a stage of a pipeline is traced; None elsewhere.
 
-  Dropout draws its masks for the whole batch and selects these rows, so that a pipeline drops the same
-  numbers as one device does. T5's masks have no length, so they are small.
+  Dropout draws the masks that these rows have in the whole batch, so that a pipeline drops the same
+  numbers as one device does.
   """
   return _rows.get()
 
 
 @contextlib.contextmanager
 def _stage_context(rows: MicrobatchRows) -> Iterator[None]:
-  """Inside the `with`, the rows are set and the axis rules do not mention `pipeline`."""
+  """Inside the `with`, the rows are set and the axis rules mention no axis that splits the batch."""
 
-  def without_pipeline(axes: Any) -> Any:
-    kept = tuple(axis for axis in axis_names(axes) if axis != PIPELINE_AXIS)
+  def without_batch_axes(axes: Any) -> Any:
+    kept = tuple(axis for axis in axis_names(axes) if axis not in BATCH_AXES)
     return kept if len(kept) > 1 else kept[0] if kept else None
 
-  rules = [(name, without_pipeline(axes)) for name, axes in flax_partitioning.get_axis_rules()]
+  rules = [(name, without_batch_axes(axes)) for name, axes in flax_partitioning.get_axis_rules()]
   token = _rows.set(rows)
   try:
     with flax_partitioning.axis_rules(rules):
@@ -228,13 +231,22 @@ def _run(
     shared: what all microbatches share.
   """
   stages, rounds, groups = schedule.stages, schedule.rounds, schedule.groups
+  mesh = jax.sharding.get_abstract_mesh().shape
+  batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh)
+  replica_axes = batch_axes[1:]
+  replicas = math.prod(mesh[axis] for axis in replica_axes)
   on_stages = PartitionSpec(PIPELINE_AXIS)
-  batch_specs = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, PIPELINE_AXIS), axes)
+  batch_specs = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, batch_axes), axes)
+  chunk_rows = batch_size // stages // replicas
 
   def run_stages(
-    stage_1: jax.Array, params: PyTree, keys: Any, batch: PyTree, shared: list[jax.Array]
+    indices: tuple[jax.Array, jax.Array],
+    params: PyTree,
+    keys: Any,
+    batch: PyTree,
+    shared: list[jax.Array],
   ) -> jax.Array:
-    stage = stage_1[0]
+    stage, replica = indices[0][0], indices[1][0]
     params = jax.tree.map(lambda p: p.reshape(rounds, -1, *p.shape[1:]), params)
     keys = jax.tree.map(lambda k: k.reshape(rounds, stages, -1, *k.shape[1:])[:, stage], keys)
     if rounds > 1:
@@ -252,7 +264,9 @@ def _run(
       work = time - stage
       number, turn = work // stages, work % stages
       index, group = number % rounds, jnp.clip(number // rounds, 0, groups - 1)
-      with _stage_context(MicrobatchRows(batch_size, schedule, turn, group)):
+      first_row = (turn * replicas + replica) * chunk_rows + group
+      rows = first_row + groups * jnp.arange(chunk_rows // groups, dtype=jnp.int32)
+      with _stage_context(MicrobatchRows(batch_size, rows)):
         x = _run_chunk(apply_layer, _at(params, index), _at(keys, index), x, own, shared)
       is_output = (work >= 0) & (index == rounds - 1) & (work < schedule.microbatches * rounds)
       outputs = outputs.at[turn, group].set(jnp.where(is_output, x, outputs[turn, group]))
@@ -269,12 +283,21 @@ def _run(
 
   mapped = jax.shard_map(
     run_stages,
-    in_specs=(on_stages, on_stages, PartitionSpec(), batch_specs, PartitionSpec()),
+    in_specs=(
+      (on_stages, PartitionSpec(replica_axes)),
+      on_stages,
+      PartitionSpec(),
+      batch_specs,
+      PartitionSpec(),
+    ),
     out_specs=batch_specs[0],
-    axis_names={PIPELINE_AXIS},
+    # The gradients of parameters are summed over the batch axes once, after the last microbatch; and
+    # those that `fsdp` splits are gathered once.
+    axis_names=set(batch_axes),
     check_vma=False,
   )
-  result: jax.Array = mapped(jnp.arange(stages, dtype=jnp.int32), params, keys, batch, shared)
+  indices = (jnp.arange(stages, dtype=jnp.int32), jnp.arange(replicas, dtype=jnp.int32))
+  result: jax.Array = mapped(indices, params, keys, batch, shared)
   return result
 
 
@@ -309,10 +332,7 @@ def _rotate(tree: PyTree, by: int, stages: int) -> PyTree:
 
 
 def _split_groups(x: jax.Array, axis: int, groups: int) -> jax.Array:
-  """Returns a device's part of the batch as [groups, ...]; row i is in group i mod groups.
-
-  The rows of a group are those of all devices over which the other axes split the batch.
-  """
+  """Returns a device's part of the batch as [groups, ...]; row i is in group i mod groups."""
   x = x.reshape(*x.shape[:axis], -1, groups, *x.shape[axis + 1 :])
   return jnp.moveaxis(x, axis + 1, 0)
 
