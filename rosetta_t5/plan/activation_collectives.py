@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -182,7 +181,7 @@ def context_collectives(work: Workload) -> Iterator[Collective]:
   config, policy = work.config, work.policy
   heads = config.num_heads / (1 if config.num_heads % work.model_shards else work.model_shards)
   position = heads * config.head_dim * work.itemsize * work.examples
-  is_flash, has_bias = work.attention_kernel == "flash", _has_bias(config)
+  is_flash = work.attention_kernel == "flash"
   # `flash` gathers keys and values again for the backward pass, and so does rematerialization.
   forward = 1 if policy == "none" else 2
   gathers = 2 * (forward + is_flash)
@@ -199,14 +198,9 @@ def context_collectives(work: Workload) -> Iterator[Collective]:
       sizes = [work.examples * work.lengths[side], 4 * work.lengths[side]]
       sizes = sizes if side == "decoder" else sizes[:1]
       yield Collective(ALL_GATHER, OVER_CONTEXT, sum(sizes), "masks", count=len(sizes))
-    elif layers and side == "decoder" and not has_bias:
+    elif layers and side == "decoder" and not work.has_relative_bias:
       # Halves of queries and outputs, and of their gradients, so that all devices have equal work.
       # Of two devices, each keeps one half.
       halves = (2 * forward + 2) * layers * (1 if work.context_shards == 2 else 2)
       size = halves * work.positions[side] / 2 * position
       yield Collective(PERMUTE, OVER_CONTEXT, size, "queries", count=halves)
-
-
-def _has_bias(config: Any) -> bool:
-  """Returns whether self-attention has a relative bias."""
-  return bool(getattr(config, "positions", "relative") == "relative")

@@ -17,6 +17,8 @@ KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 
 # The pairs of queries and keys that XLA's attention keeps: logits and probabilities.
 _PAIRS = {"none": 2, "dots_saveable": 1}
+# The buckets of distances of T5's relative bias.
+_BUCKETS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +133,24 @@ def attention_bias_copies(work: Workload) -> float:
   Layers share one bias, except scanned layers. For cuDNN on several devices, XLA stores a copy for each.
   """
   is_copied = work.attention_kernel == "cudnn" and math.prod(work.mesh.values()) > 1
-  if not (is_copied or work.is_scanned):
+  if not work.has_relative_bias or not (is_copied or work.is_scanned):
     return 0.0
   heads = work.config.num_heads / work.model_shards * work.itemsize
   pairs = {side: length**2 / work.context_shards for side, length in work.lengths.items()}
   return sum(work.layers[side] * heads * pairs[side] for side in pairs)
+
+
+def relative_bias_bytes(work: Workload) -> tuple[float, float]:
+  """Returns the bytes of the relative biases of encoder and decoder, and of their layers' gradients.
+
+  The biases are computed from each pair's bucket, one-hot. XLA adds up the layers' gradients last.
+  """
+  if not work.has_relative_bias or work.is_scanned:
+    return 0.0, 0.0
+  heads = work.config.num_heads / work.model_shards
+  pairs = {s: work.itemsize * n**2 / work.context_shards for s, n in work.lengths.items()}
+  gradients = sum(work.layers[side] * heads * pairs[side] for side in pairs)
+  return (heads + _BUCKETS) * sum(pairs.values()), gradients
 
 
 def _sizes(work: Workload, policy: str) -> _Sizes:

@@ -17,6 +17,7 @@ from rosetta_t5.plan.activations import (
   deferred_by_layer,
   kept_by_layer,
   kept_outside_layers,
+  relative_bias_bytes,
   temporary_by_layer,
 )
 from rosetta_t5.plan.workload import Workload
@@ -178,7 +179,8 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
   kept = {side: examples * per_layer[side] * work.layers[side] for side in work.lengths}
   temporary = {side: examples * per_temporary[side] for side in work.lengths}
-  ends = examples * kept_outside_layers(work) + attention_bias_copies(work)
+  biases, bias_gradients = relative_bias_bytes(work)
+  ends = examples * kept_outside_layers(work) + attention_bias_copies(work) + biases
   logits = examples * work.config.vocab_size / work.model_shards * _logit_positions(work)
   copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
   forward = sum(kept.values()) + ends + sum(copies.values())
@@ -194,9 +196,10 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   yield moment(forward + temporary["decoder"], "decoder")
   total += gradients.decoder
   if "encoder" in work.lengths:
-    yield moment(kept["encoder"] + copies["encoder"] + temporary["encoder"], "encoder")
+    held = biases + kept["encoder"] + copies["encoder"]
+    yield moment(held + temporary["encoder"], "encoder")
   total += gradients.encoder
-  yield moment(0.0, "tables")
+  yield moment(biases + bias_gradients, "tables")
   if work.activation_split == "length" and work.policy == "none":
     deferred = deferred_by_layer(work)
     operands = sum(deferred[side] * work.layers[side] for side in work.lengths)

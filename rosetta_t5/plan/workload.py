@@ -108,6 +108,11 @@ class Workload:
     return bool(getattr(self.config, "scan_layers", False))
 
   @property
+  def has_relative_bias(self) -> bool:
+    """Whether self-attention has a learned bias for each pair of positions."""
+    return bool(getattr(self.config, "positions", "relative") == "relative")
+
+  @property
   def attention_kernel(self) -> str:
     """The attention kernel: xla, cudnn or flash."""
     name = str(self.kernel or getattr(self.config, "attention_kernel", "xla"))
