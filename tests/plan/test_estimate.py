@@ -60,7 +60,7 @@ def test_a_plan_of_experts_has_their_all_to_alls_and_meshes_with_their_axis(caps
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"expert": 4}'
   status, output = plan(capsys, "--gin.BATCH_SIZE=64", "--devices=8", mesh, recipe=recipe)
   assert status == 0
-  assert "mesh           data 2 × expert 4 × model 1" in output
+  assert "mesh           data 2 × expert 4 × fsdp 1 × model 1" in output
   assert "all-to-all of activations over expert, by NVLink" in output
   assert "all-reduce of gradients over data, expert, by NVLink" in output
   assert re.search(r"--gin.partitioning.PjitPartitioner.mesh='.*\"expert\": [1248]", output)
