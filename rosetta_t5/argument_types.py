@@ -40,7 +40,7 @@ def _is_float_dtype(value: Any) -> bool:
 
 Positive = Annotated[int, Condition("of at least 1", lambda n: n >= 1)]
 NonNegative = Annotated[int, Condition("of at least 0", lambda n: n >= 0)]
-Steps = Annotated[int, Condition("from 0 to 2,147,483,647 (32 bits)", lambda n: 0 <= n < 2**31)]
+Steps = Annotated[int, Condition("of at least 0 and less than 2^31", lambda n: 0 <= n < 2**31)]
 Seed = Annotated[int, Condition("of at most 63 bits", lambda n: -(2**63) <= n < 2**63)]
 PositiveNumber = Annotated[float | int, Condition("greater than 0", lambda x: 0 < x < math.inf)]
 NonNegativeNumber = Annotated[float | int, Condition("of at least 0", lambda x: 0 <= x < math.inf)]
@@ -48,7 +48,13 @@ NonNegativeNumber = Annotated[float | int, Condition("of at least 0", lambda x: 
 Rate = Annotated[float | int, Condition("of at least 0 and less than 1", lambda x: 0 <= x < 1)]
 Probability = Annotated[float | int, Condition("from 0 to 1", lambda x: 0 <= x <= 1)]
 Percentage = Annotated[float | int, Condition("from 0 to 100", lambda x: 0 <= x <= 100)]
-NonEmptyText = Annotated[str, Condition("that is not empty", bool)]
+FolderName = Annotated[
+  str,
+  Condition(
+    "that is not empty and does not begin with ~, which only a shell replaces",
+    lambda name: name[:1] not in ("", "~"),
+  ),
+]
 FloatDType = Annotated[
   Any, Condition("the name of a floating-point type, such as 'bfloat16'", _is_float_dtype)
 ]

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
+from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
@@ -36,7 +36,7 @@ def evaluate(
   dataset_cfg: data.DatasetConfig,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   partitioner: BasePartitioner,
-  output_dir: NonEmptyText,
+  output_dir: FolderName,
   inference_evaluator_cls: Callable[..., Any] | None = None,
   training_evaluator_cls: Callable[..., Any] | None = None,
   summarize_config_fn: Callable[..., None] = config.summarize_gin_config,

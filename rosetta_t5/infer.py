@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed
+from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
@@ -44,7 +44,7 @@ def infer(
   dataset_cfg: data.DatasetConfig,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   partitioner: BasePartitioner,
-  output_dir: NonEmptyText,
+  output_dir: FolderName,
   checkpoint_period: Positive,
   shard_id: NonNegative = 0,
   num_shards: Positive = 1,
@@ -257,7 +257,7 @@ def _write_chunk(
 class _ResultFile:
   """The file that all chunks are merged into; it is complete if a file `….COMPLETED` exists."""
 
-  output_dir: NonEmptyText
+  output_dir: FolderName
   name: str
 
   @property

@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.argument_types import NonEmptyText, Seed
+from rosetta_t5.argument_types import FolderName, Seed
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import with_measured_kernel
@@ -27,7 +27,7 @@ def precompile(
   model: BaseModel,
   train_dataset_cfg: data.DatasetConfig,
   partitioner: BasePartitioner,
-  model_dir: NonEmptyText,
+  model_dir: FolderName,
   random_seed: Seed | None,
   get_dataset_fn: Callable[..., Any] = data.get_dataset,
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,

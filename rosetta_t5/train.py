@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from rosetta_t5 import checkpoints, config, data, distributed
-from rosetta_t5.argument_types import NonEmptyText, NonNegative, Positive, Seed, Steps
+from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
 from rosetta_t5.models import BaseModel
@@ -42,7 +42,7 @@ def train(
   checkpoint_cfg: checkpoints.CheckpointConfig,
   partitioner: BasePartitioner,
   trainer_cls: Callable[..., Any],
-  model_dir: NonEmptyText,
+  model_dir: FolderName,
   total_steps: Steps,
   eval_steps: Positive,
   eval_period: NonNegative,
@@ -273,7 +273,7 @@ def _header_notes(model: Any, model_dir: str, fp8: Fp8Choice) -> list[str]:
 
 
 def _run_facts(
-  model_dir: NonEmptyText,
+  model_dir: FolderName,
   restore_path: str | None,
   random_seed: Seed | None,
   train_dataset_cfg: data.DatasetConfig,

@@ -24,6 +24,7 @@ DATASET_PREFIX = "train_ds"
 BATCH_FACT = "dataset_batch"
 
 _CHECKSUMS = ".checksums"
+_STEP = "step"
 
 
 def dataset_filename(shard_id: int, num_shards: int) -> str:
@@ -33,9 +34,15 @@ def dataset_filename(shard_id: int, num_shards: int) -> str:
 
 @dataclasses.dataclass
 class DatasetArgs(ocp.args.CheckpointArgs):
-  """Orbax's arguments of DatasetCheckpointHandler: an iterator with `save` and `restore`."""
+  """Orbax's arguments of DatasetCheckpointHandler.
+
+  Attributes:
+    item: an iterator with `save` and `restore`.
+    step: the checkpoint's step, which is stored and compared; None for neither.
+  """
 
   item: Any = None
+  step: int | None = None
 
 
 class DatasetCheckpointHandler(ocp.CheckpointHandler):
@@ -63,7 +70,8 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
       args.item.save(os.fspath(folder / self._filename))
       files = files_matching(folder, f"{self._filename}*")
       checksums = {file.name: checksum(file.read_bytes()) for file in files}
-      (folder / f"{self._filename}{_CHECKSUMS}").write_text(json.dumps(checksums))
+      content = {**checksums, _STEP: args.step}
+      (folder / f"{self._filename}{_CHECKSUMS}").write_text(json.dumps(content))
 
   def restore(self, directory: epath.Path, args: DatasetArgs | None = None) -> Any:
     """Moves `args.item` to the stored position and returns it.
@@ -81,7 +89,7 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
       if not (found and getattr(args.item, "is_shard_independent", False)):
         raise ValueError(_missing_position_text(folder, filename, found))
       filename = found[0]
-    _check_files(folder, f"{filename}{_CHECKSUMS}")
+    _check_files(folder, f"{filename}{_CHECKSUMS}", args.step)
     args.item.restore(os.path.join(plain_path(folder), filename))
     return args.item
 
@@ -138,8 +146,8 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
   )
 
 
-def _check_files(folder: epath.Path, checksums: str) -> None:
-  """Raises ChecksumError if a file of a position differs from the one that was saved."""
+def _check_files(folder: epath.Path, checksums: str, step: int | None) -> None:
+  """Raises ChecksumError if a file of a position differs from the one that was saved at `step`."""
   if not (folder / checksums).exists():
     if has_checksums(folder.parent):
       raise ChecksumError(f"{folder / checksums} is missing")
@@ -148,6 +156,9 @@ def _check_files(folder: epath.Path, checksums: str) -> None:
     saved = read_json_object(folder / checksums)
   except ValueError as error:
     raise ChecksumError(f"{folder / checksums} is damaged: {error}") from error
+  saved_step = saved.pop(_STEP, None)
+  if None not in (step, saved_step) and step != saved_step:
+    raise ChecksumError(f"{folder} contains the position of step {saved_step}")
   for name, expected in saved.items():
     if not (folder / name).exists() or checksum((folder / name).read_bytes()) != expected:
       raise ChecksumError(f"{folder / name} has changed since it was saved")

@@ -186,7 +186,7 @@ class OrbaxCheckpointManagerInterface:
     items: dict[str, Any] = {STATE_ITEM: self._state_args(state)}
     facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
-      items[DATASET_ITEM] = dataset_position.DatasetArgs(self._dataset_iterator)
+      items[DATASET_ITEM] = dataset_position.DatasetArgs(self._dataset_iterator, step)
       if shapes := dataset_position.batch_shapes(self._dataset_iterator):
         facts[dataset_position.BATCH_FACT] = shapes
     try:
@@ -311,7 +311,8 @@ class OrbaxCheckpointManagerInterface:
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     stored = checkpoint_folders.read_run_facts(folder).get(dataset_position.BATCH_FACT)
-    args = dataset_position.DatasetArgs(self._dataset_iterator)
+    step = checkpoint_folders.step_of(folder)
+    args = dataset_position.DatasetArgs(self._dataset_iterator, step)
     try:
       dataset_position.check_batch_shapes(folder, stored, self._dataset_iterator)
       self._dataset_handler().restore(folder / DATASET_ITEM, args)

@@ -21,8 +21,12 @@ def unfinished_path(path: epath.PathLike) -> epath.Path:
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
   """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part."""
   unfinished = unfinished_path(path)
-  unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-  unfinished.replace(path)
+  try:
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+    unfinished.replace(path)
+  except OSError:
+    unfinished.unlink(missing_ok=True)  # It would keep a full disk full.
+    raise
 
 
 @contextlib.contextmanager

@@ -117,6 +117,20 @@ def test_files_exchanged_within_a_checkpoint_or_with_another_are_noticed(checkpo
   assert num_noticed
 
 
+def test_the_position_of_another_step_is_damage(tmp_path):
+  setup, counter = Setup(), Counter()
+  manager = setup.manager(tmp_path, dataset_iterator=counter)
+  for step in (6, 7):
+    next(counter)
+    manager.save(setup.state(step))
+  manager.close()
+  shutil.copytree(
+    tmp_path / "checkpoint_6/dataset", tmp_path / "checkpoint_7/dataset", dirs_exist_ok=True
+  )
+  with pytest.raises(UnreadableCheckpointError, match="dataset contains the position of step 6"):
+    setup.manager(tmp_path, dataset_iterator=counter).restore()
+
+
 def test_the_error_names_the_checkpoint_and_the_array(checkpoint, tmp_path):
   copy = shutil.copytree(checkpoint, tmp_path / "checkpoint_7")
   damaged = bytearray(largest_file(copy).read_bytes())

@@ -69,6 +69,12 @@ FAULTS = [
     status=0,
   ),
   Fault(
+    "the newest checkpoint has the position of another",
+    "cp -r run/checkpoint_2/dataset/. run/checkpoint_4/dataset; $TRAIN --gin.TRAIN_STEPS=6",
+    expected=r"checkpoint_4 cannot be read: .* the position of step 2.*steps     2 to 6",
+    status=0,
+  ),
+  Fault(
     "the newest checkpoint is an empty folder",
     "mkdir run/checkpoint_30; $TRAIN --gin.TRAIN_STEPS=6",
     expected="checkpoint_30 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",

@@ -82,6 +82,24 @@ FAULTS = [
     "There is no checkpoint in",
   ),
   # train
+  Fault(
+    "a batch of 10^14 examples",
+    f"{NEW}$TRAIN --gin.BATCH_SIZE=100000000000000",
+    "A batch of 100,000,000,000,000 examples .* takes .* GB, but this machine has",
+    keeps=False,
+  ),
+  Fault(
+    "a model of 10^12 parameters",
+    f"{NEW}$TRAIN --gin.network.T5Config.emb_dim=1000000000",
+    "Out of memory: the state needs .* TB on each device.*on .* devices: saves about",
+    keeps=False,
+  ),
+  Fault(
+    "more steps than 32 bits can count",
+    "$TRAIN --gin.TRAIN_STEPS=3000000000",
+    r"TRAIN_STEPS must be an integer of at least 0 and less than 2\^31, got 3000000000",
+    2,
+  ),
   Fault("MODEL_DIR is a file", "$TRAIN --gin.MODEL_DIR=\"'rows.jsonl'\"", "MODEL_DIR rows.jsonl"),
   Fault("MODEL_DIR is empty", "$TRAIN --gin.MODEL_DIR=\"''\"", "a string that is not empty", 2),
   Fault(
@@ -117,6 +135,14 @@ FAULTS = [
     "the data is a truncated archive",
     NEW + f"gzip rows.jsonl; truncate_to_half rows.jsonl.gz; $TRAIN {FILES}=\"'rows.jsonl.gz'\"",
     "rows.jsonl.gz, line 1: the file is damaged here",
+    keeps=False,
+  ),
+  Fault(
+    "the data is an archive of one endless line",
+    NEW
+    + "python -c \"import pyarrow; part = pyarrow.compress(bytes(1 << 20), 'zstd', asbytes=True);"
+    f" open('b.jsonl.zst', 'wb').write(part * 2000)\"; $TRAIN {FILES}=\"'b.jsonl.zst'\"",
+    "None of the 2 records of b.jsonl.zst can be used.*more than 64 MB in one example",
     keeps=False,
   ),
   Fault(
@@ -168,6 +194,12 @@ FAULTS = [
     "the run's log has random bytes",
     "head -c 300 /dev/urandom >> run/run-log.jsonl; rosetta-t5 report run --out r",
     r"run-log.jsonl: \d+ line.*left out",
+    status=0,
+  ),
+  Fault(
+    "a pipe and a device have the names of event files",
+    "mkfifo run/train/tfevents.1; ln -s /dev/zero run/train/tfevents.2; rosetta-t5 report run --out r",
+    "r  2",
     status=0,
   ),
   Fault("the report's name is a folder", "rosetta-t5 report run --out run", "is a folder", 2),

@@ -16,6 +16,19 @@ trap 'umount --lazy run/train' EXIT
 cat /dev/zero > run/train/fill 2> full
 """
 
+
+def as_another_user(prepare: str, arguments: str) -> str:
+  """Returns commands that run rosetta-t5 as nobody in a copy of the folder that belongs to root."""
+  return f"""folder=$(mktemp -d); chmod 755 $folder; cp -r run *.* $folder; cd $folder; {prepare}
+python -c "
+import os
+import rosetta_t5.cli
+os.setgid(65534)
+os.setuid(65534)
+raise SystemExit(rosetta_t5.cli.main({arguments}))
+" """
+
+
 FAULTS = [
   Fault(
     "the reader of a run's output ends after a line",
@@ -140,14 +153,22 @@ FAULTS = [
   ),
   Fault(
     "the folder of a run belongs to another user",
-    """folder=$(mktemp -d); chmod 755 $folder; cp -r run *.* $folder; cd $folder; python -c "
-import os
-import rosetta_t5.cli
-os.setgid(65534)
-os.setuid(65534)
-rosetta_t5.cli.main(['train', '--gin_file=tiny.gin', '--gin.TRAIN_STEPS=6'])
-" """,
+    as_another_user("", "['train', '--gin_file=tiny.gin', '--gin.TRAIN_STEPS=6']"),
     expected="MODEL_DIR run cannot be written to .*Permission denied",
+  ),
+  Fault(
+    "another user may not read one file of the newest checkpoint",
+    as_another_user(
+      "chmod 600 run/checkpoint_4/state/_METADATA",
+      "['eval', '--model_dir=run', '--output_dir=/tmp']",
+    ),
+    expected="checkpoint_4 cannot be opened on this machine: .*Permission denied.*not mean that it is",
+  ),
+  Fault(
+    "the files of a checkpoint are deleted while an evaluation starts",
+    "$EVAL > out & until grep -q 'data ' out || ! kill -0 $!; do rm -rf run/checkpoint_4/state/d; done;"
+    "wait $!; status=$?; cat out; exit $status",
+    expected="checkpoint_4 cannot be read",
   ),
 ]
 

@@ -20,7 +20,7 @@ WRONG = [
   ("network.T5Config.dtype='float23'", "T5Config.dtype must be the name of a floating-point type"),
   ("network.T5Config.attention_kernel='cudn'", "got 'cudn'. Did you mean cudnn?"),
   ("network.T5Config.mlp_activations='relu'", "must be a list, got 'relu': write ['relu']"),
-  ("TRAIN_STEPS=-5", "TRAIN_STEPS must be an integer of at least 0, got -5"),
+  ("TRAIN_STEPS=-5", "TRAIN_STEPS must be an integer of at least 0 and less than 2^31, got -5"),
   ("TRAIN_STEPS=%NOPE", "1 value is missing:\n  NOPE, needed at the command line"),
   ("DROPOUT_RATE=1.5", "DROPOUT_RATE must be a number of at least 0 and less than 1, got 1.5"),
   ("LABEL_SMOOTHING='0.1'", "and less than 1, got '0.1': write 0.1"),
@@ -43,7 +43,8 @@ WRONG = [
     "train.checkpoint_cfg=@train/utils.DatasetConfig()",
     "must be an object of the class Checkpoint",
   ),
-  ("MODEL_DIR=''", "MODEL_DIR must be a string that is not empty, got ''"),
+  ("MODEL_DIR=''", "which only a shell replaces, got ''"),
+  ("MODEL_DIR='~/run'", "MODEL_DIR must be a string that is not empty and does not begin with ~, "),
   ("OPTIMIZER=None", "optimizer_def must be an optimizer, got None: set OPTIMIZER"),
 ]
 

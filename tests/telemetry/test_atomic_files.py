@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from rosetta_t5.telemetry.atomic_files import complete_folder
+from rosetta_t5.telemetry.atomic_files import complete_folder, write_atomically
 
 KILLED = """
 import os, signal, sys
@@ -19,6 +20,17 @@ with complete_folder(sys.argv[1]) as folder:
   (folder / "half").write_text("1")
   os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+  try:
+    with pytest.raises(OSError, match="File too large"):
+      write_atomically(tmp_path / "file", bytes(1000))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_gets_its_name_when_it_is_complete_and_replaces_what_is_there(tmp_path):
