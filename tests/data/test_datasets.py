@@ -61,7 +61,7 @@ def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   with pytest.raises(
-    ValueError, match=r"^Batch size \(7\) .* shards \(3\), .*BATCH_SIZE .* 6 or 9"
+    ValueError, match=r"^Batch size \(7\) .* shards \(3\)\. Set BATCH_SIZE .* 6 or 9"
   ):
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 

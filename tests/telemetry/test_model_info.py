@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints import TrainStateInitializer
 from rosetta_t5.networks.t5 import T5Config, Transformer
@@ -65,6 +68,22 @@ def test_listing_contains_axes_partitioning_and_the_number_of_parameters(referen
     "()",
     *lines[-1].split()[6:],
   ]
+
+
+def test_an_array_may_have_fewer_axis_names_than_dimensions():
+  def state(leaf):
+    tree = {"target": {"w": leaf}}
+    return types.SimpleNamespace(state_dict=lambda: tree, params=tree["target"])
+
+  partitioner = types.SimpleNamespace(
+    get_logical_axes=lambda _: state(PartitionSpec("embed")),
+    get_mesh_axes=lambda _: state(PartitionSpec("model")),
+  )
+  line, total, *_ = model_info(
+    state(jax.ShapeDtypeStruct((2, 3), jnp.float32)), partitioner
+  ).splitlines()
+  assert " ".join(line.split()) == "Variable w size 6 shape (2, 3) partition spec ('model',)"
+  assert total == "Total number of parameters: 6"
 
 
 def test_other_processes_write_nothing(reference, tmp_path, monkeypatch):

@@ -173,9 +173,8 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
     below = cfg.batch_size - cfg.batch_size % num_shards
     near = " or ".join(str(size) for size in (below, below + num_shards) if size)
     raise ValueError(
-      f"Batch size ({cfg.batch_size}) must be divisible by number of shards ({num_shards}), which is "
-      f"the number of parts that the data of the task '{cfg.name}' is split into. Set BATCH_SIZE "
-      f"(DatasetConfig.batch_size) to {near}, for example."
+      f"Batch size ({cfg.batch_size}) must be divisible by number of shards ({num_shards}). Set "
+      f"BATCH_SIZE (DatasetConfig.batch_size, task '{cfg.name}') to {near}, for example."
     )
   rows, lengths = cfg.batch_size // num_shards, dict(cfg.task_feature_lengths or {})
   size = rows * sum(lengths.values()) * _BYTES_PER_TOKEN

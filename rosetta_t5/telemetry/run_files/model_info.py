@@ -68,8 +68,9 @@ def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
 
 def _format_array(name: str, array: Any, logical_axes: Any, mesh_axes: Any) -> str:
   # T5X prints None as the partition spec of an array without logical axes, which is replicated.
-  size, shape, spec = math.prod(array.shape), str(tuple(array.shape)), None
-  if logical_axes:
+  size, shape = math.prod(array.shape), str(tuple(array.shape))
+  spec = tuple(mesh_axes) if logical_axes else None
+  if logical_axes and len(logical_axes) == len(array.shape):  # They may be fewer, as in T5X.
     dims = (f"{axis}={size}" for axis, size in zip(logical_axes, array.shape, strict=True))
-    shape, spec = f"({', '.join(dims)})", tuple(mesh_axes)
+    shape = f"({', '.join(dims)})"
   return f"Variable {name:80} size {size:<12} shape {shape:40} partition spec {spec}"
