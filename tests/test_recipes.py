@@ -82,20 +82,29 @@ def test_models_have_the_published_sizes(name, millions):
   assert _parameters(name) / 1e6 == pytest.approx(millions, rel=3e-3)
 
 
-# Billions, as rounded by Brown et al. 2020 (175), Pax (126M, 5B), Narayanan et al. 2021 (the others).
-GPT = {"126m": "0.125", "5b": "5", "175b": "175", "1_7b": "1.7", "3_6b": "3.6", "7_5b": "7.5"} | {
-  "18_4b": "18.4",
-  "39_1b": "39.1",
-  "76_1b": "76.1",
-  "145_6b": "145.6",
-  "310_1b": "310.1",
+# Billions, as rounded by Zoph et al. 2022 (ST-MoE), Brown et al. 2020 (175), Pax (126M, 5B), Narayanan et al.
+# 2021 (the others).
+ROUNDED = {
+  "moe/st_moe_large": "4.1",
+  "moe/st_moe_32b": "269",
+  "gpt/126m": "0.125",
+  "gpt/5b": "5",
+  "gpt/175b": "175",
+  "gpt/1_7b": "1.7",
+  "gpt/3_6b": "3.6",
+  "gpt/7_5b": "7.5",
+  "gpt/18_4b": "18.4",
+  "gpt/39_1b": "39.1",
+  "gpt/76_1b": "76.1",
+  "gpt/145_6b": "145.6",
+  "gpt/310_1b": "310.1",
 }
 
 
-@pytest.mark.parametrize(("size", "billions"), GPT.items())
-def test_gpt_models_have_the_published_sizes(size, billions):
+@pytest.mark.parametrize(("model", "billions"), ROUNDED.items())
+def test_models_have_the_rounded_published_sizes(model, billions):
   digits = len(billions.partition(".")[2])
-  assert f"{_parameters(f'models/gpt/{size}') / 1e9:.{digits}f}" == billions
+  assert f"{_parameters(f'models/{model}') / 1e9:.{digits}f}" == billions
 
 
 def test_gpt2_has_the_published_size_and_an_embedding_for_padding():

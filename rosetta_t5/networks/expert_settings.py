@@ -21,7 +21,9 @@ class ExpertSettings:
 
   Attributes:
     num_experts: the number of experts of a layer that has them; 0 for no such layers.
-    expert_layer_period: the layers 1, 1 + period, … have experts, counted from 0; 1 for all layers.
+    expert_layer_period: every layer of this period has experts; 1 for all layers.
+    expert_layer_offset: the first layer with experts, counted from 0. Switch Transformer begins with the
+      second of a period, and ST-MoE with the last.
     router: with 'switch' a token chooses one expert (Fedus et al. 2021), with 'top_2' two (Lepikhin et al.
       2020); with 'expert_choice' each expert chooses its tokens (Zhou et al. 2022), except in decoders,
       which use 'top_2', as in Komatsuzaki et al. 2022.
@@ -45,6 +47,7 @@ class ExpertSettings:
 
   num_experts: NonNegative = 0
   expert_layer_period: Positive = 2
+  expert_layer_offset: NonNegative = 1
   router: Annotated[str, one_of(ROUTERS)] = "switch"
   capacity_factor: PositiveNumber = 1.25
   eval_capacity_factor: PositiveNumber = 2.0
@@ -96,4 +99,5 @@ def expert_layers(config: Any, side: str) -> tuple[int, ...]:
     num_layers = config.num_layers if side == "decoder" else 0
   own_period = getattr(config, "decoder_expert_layer_period", None) if side == "decoder" else None
   period = own_period or config.expert_layer_period
-  return tuple(layer for layer in range(num_layers) if layer % period == 1 % period)
+  first = config.expert_layer_offset % period
+  return tuple(range(first, num_layers, period))

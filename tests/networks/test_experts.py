@@ -75,6 +75,7 @@ def test_experts_have_different_initial_values():
     ({}, {"encoder": (1,), "decoder": (1,)}),
     ({"expert_layer_period": 1}, {"encoder": (0, 1), "decoder": (0, 1)}),
     ({"decoder_expert_layer_period": 1}, {"encoder": (1,), "decoder": (0, 1)}),
+    ({"expert_layer_offset": 0}, {"encoder": (0,), "decoder": (0,)}),
     ({"num_experts": 0}, {"encoder": (), "decoder": ()}),
   ],
 )
