@@ -179,6 +179,25 @@ def test_the_loss_computed_in_chunks_is_the_same():
   assert parts[1].keys() == whole[1].keys()
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e4], ids=["collapsed", "saturated"])
+def test_a_collapsed_router_shows_in_the_metrics_and_gives_no_nan(scale):
+  model = model_of(router_jitter=0.01, capacity_factor=1.0)
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: scale * x if "router" in str(path) else x,
+    variables(Transformer(EXPERTS))["params"],
+  )
+  step = jax.jit(jax.value_and_grad(model.loss_fn, has_aux=True))
+  (loss, metrics), grads = step(params, make_batch(), KEY)
+  assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((loss, grads)))
+  if scale == 0:
+    # Equal logits choose the first of four experts, which has three slots for ten inputs, two for six targets.
+    value = {name: float(metric.compute()) for name, metric in metrics.items() if "exp" in name}
+    assert value["experts/highest_load/encoder/layers_1"] == 4
+    assert value["experts/router_confidence"] == 0.25
+    assert value["experts/expert_usage"] == 0.25
+    assert 0.3 < value["experts/fraction_tokens_left_behind"] < 0.7
+
+
 def test_groups_of_several_rows_share_the_slots():
   rows = {name: jnp.concatenate([x[:1]] * 8) for name, x in make_batch().items()}
   config = dataclasses.replace(EXPERTS, expert_capacity=3, router_group_size=20)
