@@ -32,6 +32,7 @@ from rosetta_t5.training.optimizers.optimizer_def import (
   OptimizerStateType,
   OptimizerType,
 )
+from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
 from rosetta_t5.training.optimizers.second_order.muon import muon
 from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
 from rosetta_t5.training.optimizers.second_order.soap import soap

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from jax.sharding import PartitionSpec as P
+from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_decoder_only_model
 
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS, DenseGeneral
+from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
+from rosetta_t5.training.optimizers.optimizer_def import StepLoss
+from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
 from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
 from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.sophia import hessian_diagonal
+from rosetta_t5.training.step import train_step
 
 RNG = np.random.default_rng(0)
 # A matrix, two scanned matrices and a vector.
@@ -129,3 +140,113 @@ def test_factors_are_split_over_the_axes_of_their_parameter():
       assert state.covariances[name].rows == P(*stack, "embed", "mlp")
       assert state.covariances[name].columns == P(*stack, "mlp", "embed")
     assert state.mu == state.nu == AXES
+
+
+def squared_error(layer, params, target):
+  """Returns zeros → the error of a dense layer whose factors are their gradients."""
+
+  def loss(zeros, x):
+    y = layer.apply({"params": params, KFAC_FACTORS: zeros}, x)
+    return jnp.sum((y - target) ** 2)
+
+  return loss
+
+
+@pytest.mark.parametrize("divisor", [None, 2.0])
+def test_factors_are_the_means_over_rows_of_inputs_and_output_gradients(divisor):
+  x, target = RNG.normal(size=(2, 5, 4)), RNG.normal(size=(2, 5, 3))
+  layer = DenseGeneral(3, kernel_divisor=None if divisor is None else jnp.float32(divisor))
+  params = {"kernel": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)}
+  loss = squared_error(layer, params, jnp.asarray(target, jnp.float32))
+  zeros = {"rows": jnp.zeros((4, 4)), "columns": jnp.zeros((3, 3))}
+  factors = jax.grad(loss)(zeros, jnp.asarray(x, jnp.float32))
+  rows, scale = x.reshape(10, 4), divisor or 1.0
+  # The derivatives by the product of the row and the stored kernel.
+  gradients = 2 * (rows @ params["kernel"] / scale - target.reshape(10, 3)) / scale
+  np.testing.assert_allclose(factors["rows"], rows.T @ rows / 10, rtol=1e-5)
+  np.testing.assert_allclose(factors["columns"], gradients.T @ gradients / 10, rtol=1e-4)
+
+
+def test_kfac_multiplies_by_the_inverses_of_the_damped_factors():
+  x, target = RNG.normal(size=(7, 4)), RNG.normal(size=(7, 3))
+  layer = DenseGeneral(3)
+  params = {"layer": {"kernel": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)}}
+
+  def loss_of(params, variables=None):
+    collections = {n: v["layer"] for n, v in (variables or {}).items()}
+    y = layer.apply({"params": params["layer"], **collections}, jnp.asarray(x, jnp.float32))
+    return jnp.sum((y - jnp.asarray(target, jnp.float32)) ** 2)
+
+  transformation = precondition_by_kfac(0.1, damping=0.01, kl_clip=None)
+  grads = jax.grad(loss_of)(params)
+  got, _ = transformation.update(
+    grads, transformation.init(params), params, loss=StepLoss(jnp.zeros(()), loss_of, 1)
+  )
+  residual = 2 * (x @ np.asarray(params["layer"]["kernel"], np.float64) - target)
+  a, g = x.T @ x / 7, residual.T @ residual / 7
+  a += 0.1 * np.trace(a) / 4 * np.eye(4)
+  g += 0.1 * np.trace(g) / 3 * np.eye(3)
+  want = np.linalg.inv(a) @ (x.T @ residual) @ np.linalg.inv(g)
+  np.testing.assert_allclose(got["layer"]["kernel"], want, rtol=1e-3)
+
+
+def test_kl_clip_limits_the_quadratic_change_of_the_loss():
+  params = {"layer": {"kernel": jnp.eye(3)}}
+
+  def loss_of(params, variables=None):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(variables))  # all factors are matrices of ones
+
+  def direction(kl_clip):
+    transformation = precondition_by_kfac(0.1, kl_clip=kl_clip)
+    state = transformation.init(params)
+    loss = StepLoss(jnp.zeros(()), loss_of, 1)
+    return transformation.update(params, state, params, loss=loss)[0]["layer"]["kernel"]
+
+  free = direction(None)
+  product = jnp.trace(free)  # with the gradient, an identity
+  np.testing.assert_allclose(direction(1e-3), jnp.sqrt(1e-3 / (0.01 * product)) * free, rtol=1e-5)
+  np.testing.assert_array_equal(direction(1e9), free)
+
+
+def kfac_factors(config):
+  """Returns the factors of a decoder-only model after one step."""
+  model = make_decoder_only_model(config)
+  definition = optimizers.chain([precondition_by_kfac, optax.lamb])
+  state = TrainState.create(definition, decoder_only_variables(config))
+  batch = {n: v for n, v in make_batch(4).items() if n.startswith("decoder")}
+  step = functools.partial(
+    train_step,
+    loss_fn=model.loss_fn,
+    learning_rate_fn=lambda _: jnp.float32(0.01),
+    optimizer_uses_loss=True,
+  )
+  return jax.jit(step)(state, batch, jax.random.PRNGKey(0))[0].param_states[0].factors
+
+
+def test_scanned_and_rematerialized_layers_have_factors_of_their_own():
+  config = DECODER_ONLY.replace(positions="rotary", scan_layers=True, remat_policy="full")
+  (layers,) = (v for n, v in kfac_factors(config)["decoder"].items() if "mlp" in v)
+  kernel = layers["mlp"]["wi_0"]["kernel"]
+  assert kernel.rows.shape == (2, 16, 16)
+  assert kernel.columns.shape == (2, 24, 24)
+  assert all(jnp.trace(kernel.columns[layer]) > 0 for layer in range(2))
+  assert jnp.any(kernel.rows[0] != kernel.rows[1])
+
+
+def test_error_says_that_kfac_needs_separate_projections():
+  config = DECODER_ONLY.replace(fuse_qkv_params=True)
+  with pytest.raises(ValueError, match=r"cannot measure query: set fuse_qkv_params = False"):
+    kfac_factors(config)
+
+
+def test_sophia_estimates_the_diagonal_of_the_hessian():
+  curvatures = {"w": jnp.asarray([1.0, 2.0, 3.0])}
+
+  def loss_of(params):
+    return jnp.sum(curvatures["w"] * params["w"] ** 2) / 2
+
+  transformation = hessian_diagonal()
+  params = {"w": jnp.ones(3)}
+  loss = StepLoss(jnp.zeros(()), loss_of, num_microbatches=2)
+  got, _ = transformation.update(params, transformation.init(params), params, loss=loss)
+  np.testing.assert_allclose(got["w"], 2 * curvatures["w"])

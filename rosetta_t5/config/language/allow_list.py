@@ -49,7 +49,7 @@ CALLED = types.MappingProxyType(
     "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
     "get_output_vocabulary",
     "t5x.optimizers": "adabelief adagrad adam adamw all_except amos average_parameters chain dpsgd "
-    "fromage lamb lars lion muon noisy_sgd radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
+    "fromage lamb lars lion muon noisy_sgd precondition_by_kfac radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
     "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
     "t5x.te_helper": "TransformerEngineConfig",
     "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",

@@ -24,6 +24,9 @@ Matmul = Callable[[jax.Array, jax.Array], jax.Array]
 # Called with the logical axes of the dimensions (*N, I, *O), once for each projection.
 MakeMatmul = Callable[[tuple[str | None, ...]], Matmul]
 
+# The collection of zeros whose gradients are K-FAC's factors (see `matmul_with_factors`).
+KFAC_FACTORS = "kfac_factors"
+
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
@@ -97,7 +100,7 @@ class DenseGeneral(nn.Module):
         `dtype` instead, for a caller that stacks several kernels into one matmul.
 
     Raises:
-      ValueError: `axis` is not the input's last dimensions.
+      ValueError: `axis` is not the input's last dimensions, or K-FAC cannot measure this layer.
     """
     features = _as_tuple(self.features)
     axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
@@ -111,12 +114,18 @@ class DenseGeneral(nn.Module):
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
     bias = self._bias(features) if self.use_bias else None
+    measures_factors = self._measures_factors()
+    if measures_factors and (parameters_only or self.make_product):
+      raise ValueError(
+        f"K-FAC cannot measure {self.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
+        "layer with precondition_by_kfac.skip_layers"
+      )
     if parameters_only:
       return kernel, bias
     rows_axes = row_axes(self.transpose_batch_sequence, self.batch_axis)
     row_shape = leading if len(rows_axes) > 1 else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
-    multiply: Matmul = self._matmul
+    multiply: Matmul = self._matmul_with_factors if measures_factors else self._matmul
     if self.make_product:
       kernel_axes = self.kernel_axes or (None,) * (len(axes) + 1)
       input_axis, output_axis = kernel_axes[0], kernel_axes[len(axes) if self.nd_kernel else 1]
@@ -132,6 +141,16 @@ class DenseGeneral(nn.Module):
     if is_writable and target_device().platform == "cpu":
       self.put_variable(PRECOMPUTED, "kernel", w_IO.T)
     return matmul(x_NI, w_IO)
+
+  def _measures_factors(self) -> bool:
+    return any(self.has_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
+
+  def _matmul_with_factors(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """Returns x·w; the factors of K-FAC, which belong to the stored kernel, are gradients."""
+    rows, columns = (self.get_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
+    if columns is not None and self.kernel_divisor is not None:
+      columns = columns / jnp.square(self.kernel_divisor).astype(columns.dtype)
+    return matmul_with_factors(x_NI, w_IO, rows, columns)
 
   def _bias(self, features: tuple[int, ...]) -> jax.Array:
     """Returns the bias, which is stored as a vector, in the shape of the features."""
@@ -174,6 +193,44 @@ def _matmul_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@jax.custom_vjp
+def matmul_with_factors(
+  x_NI: Float[Array, "*N I"],
+  w_IO: Float[Array, "I O"],
+  rows_II: Float[Array, "I I"] | None,
+  columns_OO: Float[Array, "O O"] | None,
+) -> Float[Array, "*N O"]:
+  """Returns x·w, with the factors of K-FAC as the gradients for the last two arguments.
+
+  They are the means of xᵀ·x and dyᵀ·dy over the rows N, in float32. As gradients, they pass through
+  scans and rematerialization, and they are summed over the devices that share the rows.
+  """
+  return jnp.tensordot(x_NI, w_IO, axes=1)
+
+
+def _matmul_with_factors_forward(
+  x_NI: Array, w_IO: Array, rows_II: Array | None, columns_OO: Array | None
+) -> tuple[Array, Any]:
+  return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO, rows_II is None, columns_OO is None)
+
+
+def _matmul_with_factors_backward(operands: Any, dy_NO: Array) -> tuple[Array | None, ...]:
+  x_NI, w_IO, no_rows, no_columns = operands
+
+  def mean_of_squares(x_NI: Array) -> Array:
+    flat_NI = x_NI.reshape(-1, x_NI.shape[-1]).astype(jnp.float32)
+    return flat_NI.T @ flat_NI / len(flat_NI)
+
+  return (
+    *_matmul_backward((x_NI, w_IO), dy_NO),
+    None if no_rows else mean_of_squares(x_NI),
+    None if no_columns else mean_of_squares(dy_NO),
+  )
+
+
+matmul_with_factors.defvjp(_matmul_with_factors_forward, _matmul_with_factors_backward)
 
 
 def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Float[Array, "*N O"]:

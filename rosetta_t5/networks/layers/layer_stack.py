@@ -11,6 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
 
 _SAVE = jax.checkpoint_policies
@@ -100,6 +101,7 @@ def call_layers(
       PRECOMPUTED: 0,
       "intermediates": 0,
       OVERWRITE_WITH_GRADIENT: 0,
+      KFAC_FACTORS: 0,
     },
     split_rngs={"params": True, "dropout": True},
     in_axes=(nn.broadcast,) * len(arguments),

@@ -1,0 +1,152 @@
+"""K-FAC (Martens and Grosse 2015, arXiv:1503.05671) as a preconditioner of the gradients of dense layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS
+from rosetta_t5.training.optimizers.optimizer_def import StepLoss
+from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
+from rosetta_t5.training.optimizers.second_order.matrices import (
+  MatrixDims,
+  map_params,
+  matrix_dims,
+  multiply,
+  zero_factors,
+)
+
+PyTree = Any
+
+
+class KfacState(NamedTuple):
+  """The state of K-FAC.
+
+  Attributes:
+    step: the number of completed steps.
+    factors: the averages of A and G, as `Factors`.
+    inverses: the inverses of the damped factors.
+  """
+
+  step: jax.Array
+  factors: PyTree
+  inverses: PyTree
+
+
+def precondition_by_kfac(
+  learning_rate: Any,
+  param_axes: PyTree = None,
+  factor_update_steps: Positive = 5,
+  inv_update_steps: Positive = 50,
+  factor_decay: Rate = 0.95,
+  damping: PositiveNumber = 0.003,
+  kl_clip: PositiveNumber | None = 0.001,
+  skip_layers: Sequence[str] = (),
+  max_factor_dim: Positive = 4096,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation that multiplies the gradient of each dense kernel by A⁻¹ and G⁻¹.
+
+  A is the mean of xᵀ·x over the layer's input rows x, and G that of dyᵀ·dy over the gradients of its
+  output rows, for the step's own targets (the empirical Fisher) and with padding. Both are measured on
+  the first microbatch. The factors are damped by √damping times their mean eigenvalue, so that the
+  direction does not depend on the scale of the loss. An optimizer follows it in `chain`.
+
+  Args:
+    learning_rate: the learning rate, which only `kl_clip` needs.
+    param_axes: the logical axes of the parameters, which `OptaxWrapper` passes.
+    factor_update_steps: steps between measurements of the factors.
+    inv_update_steps: steps between inversions.
+    factor_decay: the decay of the averages of the factors.
+    damping: see above.
+    kl_clip: the maximum of learning_rate² · Σ direction · gradient, which is quadratic in a common
+      factor of the directions; the factor is at most 1. None for no limit.
+    skip_layers: regular expressions that match whole paths of kernels that keep their gradients, in
+      addition to the output layer and experts.
+    max_factor_dim: a larger side of a kernel has no factor.
+  """
+
+  def init(params: PyTree) -> KfacState:
+    zeros = zero_factors(params, _kernel_dims(params, param_axes, skip_layers), max_factor_dim)
+    return KfacState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros))
+
+  def update(
+    grads: PyTree, state: KfacState, params: PyTree = None, *, loss: StepLoss, **_: Any
+  ) -> tuple[PyTree, KfacState]:
+    dims = _kernel_dims(params, param_axes, skip_layers)
+
+    def measured() -> PyTree:
+      def loss_of(zeros: PyTree) -> jax.Array:
+        return loss.of_first_microbatch(params, {KFAC_FACTORS: _by_layer(zeros)})
+
+      new = jax.grad(loss_of)(jax.tree.map(jnp.zeros_like, state.factors))
+      weight = jnp.where(state.step == 0, 1.0, 1.0 - factor_decay)
+      return optax.incremental_update(new, state.factors, weight)
+
+    factors = jax.lax.cond(state.step % factor_update_steps == 0, measured, lambda: state.factors)
+    inverses = jax.lax.cond(
+      state.step % inv_update_steps == 0,
+      lambda: jax.tree.map(lambda factor: _damped_inverse(factor, damping), factors),
+      lambda: state.inverses,
+    )
+    directions = multiply(inverses, grads, dims)
+    if kl_clip is not None:
+      directions = _clip(directions, grads, dims, kl_clip / learning_rate**2)
+    return directions, KfacState(state.step + 1, factors, inverses)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequence[str]) -> PyTree:
+  """Returns a tree with the `MatrixDims` of each dense kernel, and None for other parameters."""
+  names = {} if param_axes is None else axes_by_path(param_axes)
+
+  def dims(path: Any, param: Any) -> MatrixDims | None:
+    name = path_name(path)
+    axes = names.get(name)
+    is_skipped = any(re.fullmatch(pattern, name) for pattern in skip_layers)
+    if is_skipped or name.rpartition("/")[2] != "kernel" or "expert" in (axes or ()):
+      return None
+    return matrix_dims(param.ndim, axes, name)
+
+  return jax.tree_util.tree_map_with_path(dims, params)
+
+
+def _by_layer(factors: PyTree) -> dict[str, Any]:
+  """Returns the factors as a variable collection: those of `…/NAME/kernel` in the module `…/NAME`."""
+  flat = flatten_dict(unfreeze(factors))
+  variables = {
+    (*path[:-1], side): value
+    for path, sides in flat.items()
+    for side, value in sides._asdict().items()
+    if value is not None
+  }
+  return unflatten_dict(variables)
+
+
+def _damped_inverse(factor: jax.Array, damping: float) -> jax.Array:
+  size = factor.shape[-1]
+  mean_eigenvalue = jnp.trace(factor, axis1=-2, axis2=-1)[..., None, None] / size
+  # A factor of a layer without gradients is 0.
+  added = jnp.maximum(damping**0.5 * mean_eigenvalue, jnp.finfo(factor.dtype).tiny)
+  identity = jnp.broadcast_to(jnp.eye(size, dtype=factor.dtype), factor.shape)
+  inverse = jnp.linalg.inv(factor / added + identity) / added
+  return (inverse + inverse.mT) / 2
+
+
+def _clip(directions: PyTree, grads: PyTree, dims: PyTree, limit: jax.Array) -> PyTree:
+  """Returns the directions of kernels times a factor at most 1, whose square is limit / Σ d · g."""
+
+  def dot(direction: jax.Array, grad: jax.Array, dim: MatrixDims | None) -> jax.Array:
+    return jnp.zeros(()) if dim is None else jnp.vdot(direction, grad)
+
+  total = optax.tree.sum(map_params(dot, directions, grads, dims))
+  scale = jnp.minimum(1.0, jnp.sqrt(limit / jnp.maximum(total, jnp.finfo(total.dtype).tiny)))
+  return map_params(lambda x, dim: x if dim is None else scale * x, directions, dims)
