@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import functools
 import itertools
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from inline_executor import InlineExecutor
 
-from benchmarks import attention_kernels, host_scaling, results_table
+from benchmarks import attention_kernels, host_scaling, optimizers, results_table
 from rosetta_t5.bench import fp8_comparison
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
@@ -351,3 +352,15 @@ def test_the_host_work_of_several_processes_is_measured():
   assert count == "2"
   assert len(numbers) == 8
   assert all(float(number.replace(",", "")) > 0 for number in numbers)
+
+
+def test_optimizers_are_compared():
+  args = argparse.Namespace(steps=3, width=12, seeds=2, timed=1, turns=1)
+  tokens = np.random.default_rng(0).integers(1, 4096, 1000).astype(np.int32)
+  data = list(optimizers.batches("gpt", tokens, 2, steps=4))
+  base = optimizers.Comparison("gpt", "adamw", args, data)
+  result = optimizers.compare("gpt", "adamw", args, data, base)
+  assert [run["seed"] for run in result["runs"]] == [0, 0, 1]
+  assert all(len(run["losses"]) == 3 for run in result["runs"])
+  assert result["bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
+  assert "| gpt | adamw | 0.003, 0.01 |" in optimizers.table([result])

@@ -147,7 +147,8 @@ class DenseGeneral(nn.Module):
 
   def _matmul_with_factors(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
     """Returns x·w; the factors of K-FAC, which belong to the stored kernel, are gradients."""
-    rows, columns = (self.get_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
+    rows: jax.Array | None = self.get_variable(KFAC_FACTORS, "rows")
+    columns: jax.Array | None = self.get_variable(KFAC_FACTORS, "columns")
     if columns is not None and self.kernel_divisor is not None:
       columns = columns / jnp.square(self.kernel_divisor).astype(columns.dtype)
     return matmul_with_factors(x_NI, w_IO, rows, columns)
