@@ -134,11 +134,12 @@ def _by_layer(factors: PyTree) -> dict[str, Any]:
 def _damped_inverse(factor: jax.Array, damping: float) -> jax.Array:
   size = factor.shape[-1]
   mean_eigenvalue = jnp.trace(factor, axis1=-2, axis2=-1)[..., None, None] / size
-  # A factor of a layer without gradients is 0.
-  added = jnp.maximum(damping**0.5 * mean_eigenvalue, jnp.finfo(factor.dtype).tiny)
   identity = jnp.broadcast_to(jnp.eye(size, dtype=factor.dtype), factor.shape)
+  # The factor of a layer without inputs or gradients is 0: its gradients stay as they are.
+  is_zero = mean_eigenvalue == 0
+  added = jnp.where(is_zero, 1.0, damping**0.5 * mean_eigenvalue)
   inverse = jnp.linalg.inv(factor / added + identity) / added
-  return (inverse + inverse.mT) / 2
+  return jnp.where(is_zero, identity, (inverse + inverse.mT) / 2)
 
 
 def _clip(directions: PyTree, grads: PyTree, dims: PyTree, limit: jax.Array) -> PyTree:
