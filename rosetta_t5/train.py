@@ -21,6 +21,7 @@ from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kern
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
+from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.report import RunDescription, RunSetup
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
@@ -198,7 +199,7 @@ def train(
     steps=(first_step, total_steps),
     restored_from=checkpoints.restored_checkpoint(restore_path, first_step),
     computation=describe_computation(model, fp8, kernel),
-    notes=_header_notes(model, model_dir, fp8) + fp8_notes(model, feed.element_spec, mesh),
+    notes=_header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
   )
   console.print_line(description.text())
 
@@ -261,7 +262,14 @@ def _run_setup(
   )
 
 
-def _header_notes(model: Any, model_dir: str, fp8: Fp8Choice) -> list[str]:
+def _header_notes(
+  model: Any,
+  model_dir: str,
+  fp8: Fp8Choice,
+  batch: Mapping[str, Any],
+  trainer: Any,
+  partitioner: BasePartitioner,
+) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
   if fp8.warning:
     notes.append(f"fp8 {fp8.text}")
@@ -269,7 +277,8 @@ def _header_notes(model: Any, model_dir: str, fp8: Fp8Choice) -> list[str]:
     notes.append(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
     )
-  return notes
+  notes += fp8_notes(model, batch, partitioner.mesh.shape)
+  return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
 
 
 def _run_facts(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, EXPERT_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS
 from rosetta_t5.plan.workload import Workload
 
 ALL_REDUCE = "all-reduce"
@@ -18,6 +18,7 @@ ALL_TO_ALL = "all-to-all"
 PERMUTE = "collective-permute"
 
 OVER_MODEL = (MODEL_AXIS,)
+OVER_PIPELINE = (PIPELINE_AXIS,)
 OVER_CONTEXT = (CONTEXT_AXIS,)
 
 
@@ -30,7 +31,7 @@ class Collective:
     axes: the mesh axes whose devices take part.
     size: the bytes of the whole arrays on each device per step; for an all-to-all or a permute, of the
       device's shards.
-    why: what is sent: "gradients", "parameters", "activations", "keys", "queries", "masks", "loss" or "norms".
+    why: what is sent: "pipeline", "gradients", "parameters", "activations", "keys", "queries", "masks", "loss" or "norms".
     terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
       (AllReduceReassociate). On CPUs it sends each of them.
     count: the number of arrays whose bytes `size` adds up.
@@ -204,3 +205,27 @@ def context_collectives(work: Workload) -> Iterator[Collective]:
       halves = (2 * forward + 2) * layers * (1 if work.context_shards == 2 else 2)
       size = halves * work.positions[side] / 2 * position
       yield Collective(PERMUTE, OVER_CONTEXT, size, "queries", count=halves)
+
+
+# The collectives of a pipeline.
+
+
+def pipeline_collectives(work: Workload) -> Iterator[Collective]:
+  """Yields what the stages of a pipeline send to each other, forward and backward."""
+  schedule, rows = work.schedule, work.stage_examples * work.microbatches
+  width, is_flat = work.config.emb_dim * work.itemsize * rows, work.attention_kernel != "xla"
+  for side, layers in work.layers.items():
+    if not layers:
+      continue
+    length, source = work.positions[side], work.positions.get("encoder", 0)
+    keys = [length, source] if side == "decoder" and source else [length]
+    # Activations, and in a decoder the output of the encoder; masks, or segments for fused kernels.
+    activations = [keys_length * width for keys_length in keys]
+    masks = [rows * (4 * (length + k) if is_flat else length * k) for k in keys]
+    # In each tick, the microbatch that a stage has finished, and the next one that will enter.
+    sends = 2 * schedule.ticks
+    size = sends * (2 * sum(activations) + sum(masks))
+    count = sends * (2 * len(activations) + len(masks) * (1 + is_flat))
+    yield Collective(PERMUTE, OVER_PIPELINE, size, "pipeline", count=count)
+    outputs = 2 * schedule.microbatches * length * width
+    yield Collective(ALL_TO_ALL, OVER_PIPELINE, outputs, "pipeline", count=2)

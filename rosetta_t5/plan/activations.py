@@ -127,6 +127,18 @@ def kept_outside_layers(work: Workload) -> float:
   return kept + (work.itemsize * (source + target) * width if is_summed else 0)
 
 
+def pipeline_buffers(work: Workload) -> float:
+  """Returns the bytes that one example of a device's part of the batch needs to pass through a pipeline.
+
+  Each device has room for the outputs of all microbatches, which the last stage fills, and keeps the
+  encoder's output for each microbatch of the decoder.
+  """
+  stages = work.schedule.stages
+  width = work.config.emb_dim * work.itemsize
+  positions = work.positions["decoder"] + work.positions.get("encoder", 0)
+  return stages * positions * width if stages > 1 else 0.0
+
+
 def attention_bias_copies(work: Workload) -> float:
   """Returns the bytes of the layers' relative biases, of all examples together.
 

@@ -21,6 +21,7 @@ from rosetta_t5.parallel.mesh_axes import (
   DATA_AXIS,
   EXPERT_AXIS,
   MODEL_AXIS,
+  PIPELINE_AXIS,
   TOKEN_AXES,
 )
 from rosetta_t5.plan.activation_collectives import (
@@ -28,11 +29,13 @@ from rosetta_t5.plan.activation_collectives import (
   ALL_REDUCE,
   OVER_CONTEXT,
   OVER_MODEL,
+  PERMUTE,
   REDUCE_SCATTER,
   Collective,
   activation_collectives,
   context_collectives,
   expert_collectives,
+  pipeline_collectives,
 )
 from rosetta_t5.plan.memory import array_bytes, is_known, is_table
 from rosetta_t5.plan.workload import Workload
@@ -68,6 +71,8 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
     found += activation_collectives(work, is_any_over_batch)
   if work.mesh.get(EXPERT_AXIS, 1) > 1:
     found += expert_collectives(work)
+  if work.schedule.stages > 1 and is_known(work):
+    found += pipeline_collectives(work)
   if work.context_shards > 1 and is_known(work):
     found += context_collectives(work)
   return _merge(found)
@@ -91,6 +96,9 @@ def _parameter_collectives(
   name: str, param: Any, spec: Sequence[Any], work: Workload
 ) -> Iterator[Collective]:
   """Yields how a parameter is gathered and how its gradient is summed."""
+  if PIPELINE_AXIS in spec:
+    yield from _stage_parameter_collectives(param, spec, work)
+    return
   # An expert is never gathered, and its gradient is complete but for the other batch axes.
   is_expert = EXPERT_AXIS in spec
   batch_axes = tuple(axis for axis in _batch_axes_of(spec, work.mesh) if axis != EXPERT_AXIS)
@@ -135,6 +143,23 @@ def _parameter_collectives(
       yield dataclasses.replace(one, count=count) if one.why == "gradients" else one
   if work.model_shards > 1:
     yield from _split_activation_gradients(name, param, spec, gradient * work.microbatches, work)
+
+
+def _stage_parameter_collectives(
+  param: Any, spec: Sequence[Any], work: Workload
+) -> Iterator[Collective]:
+  """Yields how the parameters of a stage are gathered before its first microbatch, and summed at the end."""
+  mesh = {**work.mesh, PIPELINE_AXIS: 1}
+  kept_spec = [part if part in (MODEL_AXIS, PIPELINE_AXIS) else None for part in spec]
+  size = array_bytes(param, kept_spec, work.mesh) * work.microbatches
+  rounds = work.schedule.rounds
+  if gathered_over := _batch_axes_of(spec, mesh):
+    yield Collective(ALL_GATHER, gathered_over, size, "parameters")
+  if summed_over := _batch_axes(mesh):
+    yield Collective(ALL_REDUCE, summed_over, size, "gradients")
+  if rounds > 1:
+    # Chunks of layers go to the stages that compute them, and their gradients come back.
+    yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * size, "parameters", count=2 * rounds)
 
 
 def _split_activation_gradients(

@@ -19,6 +19,7 @@ from rosetta_t5.parallel.mesh_axes import (
   EXPERT_AXIS,
   FSDP_AXIS,
   OPTIONAL_AXES,
+  PIPELINE_AXIS,
   count_batch_shards,
   sizes_from_counts,
 )
@@ -31,6 +32,8 @@ from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 
 # cuDNN's attention is fused for Ampere and later.
 _CUDNN_CAPABILITY = (8, 0)
+# The axes that split parameters, as a user names them.
+_SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
 # Times whose ratio is less are considered equal.
 _SAME = 1.03
 # A device that computes fewer positions of a row than this waits for keys and values for too long.
@@ -94,7 +97,7 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list
   least = min(map(_seconds, fastest), default=0.0)
 
   def rank(choice: Configuration) -> tuple[int, int]:
-    shards = math.prod(choice.mesh.get(axis, 1) for axis in (FSDP_AXIS, CONTEXT_AXIS, "tensor"))
+    shards = math.prod(choice.mesh.get(axis, 1) for axis in _SHARDING_AXES)
     return int(math.log(_seconds(choice) / least) / math.log(_SAME)), shards
 
   return sorted(fastest, key=rank)[:count]
@@ -107,7 +110,7 @@ def _seconds(configuration: Configuration) -> float:
 def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Configuration]]:
   """Yields, for each mesh, its configurations that fit."""
   model, batch_size = plan["model"], plan.dataset_cfg.batch_size
-  partitioner = plan["partitioner"].with_mesh({DATA_AXIS: -1, CONTEXT_AXIS: 1})
+  partitioner = plan["partitioner"].with_mesh({PIPELINE_AXIS: 1, DATA_AXIS: -1, CONTEXT_AXIS: 1})
   if has_experts(model.network_config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
@@ -145,18 +148,19 @@ def _possible_meshes(
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
   experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
+  stages = divisors if getattr(config, "scan_layers", False) else [1]
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
       continue
-    for context, fsdp, expert in itertools.product(divisors, divisors, experts):
-      split = tensor * context * fsdp * expert
+    for context, fsdp, expert, pipeline in itertools.product(divisors, divisors, experts, stages):
+      split = tensor * context * fsdp * expert * pipeline
       is_short = any(
         length % context or length // context < _FEWEST_POSITIONS for length in lengths.values()
       )
       if devices % split or context * tensor > GPUS_PER_NODE or (context > 1 and is_short):
         continue
-      outer = {DATA_AXIS: devices // split, EXPERT_AXIS: expert, FSDP_AXIS: fsdp}
-      yield {**outer, CONTEXT_AXIS: context, "tensor": tensor}
+      outer = {PIPELINE_AXIS: pipeline, DATA_AXIS: devices // split, EXPERT_AXIS: expert}
+      yield {**outer, FSDP_AXIS: fsdp, CONTEXT_AXIS: context, "tensor": tensor}
 
 
 def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:

@@ -13,7 +13,7 @@ from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting
 from rosetta_t5.plan.hardware import expected_devices
@@ -167,7 +167,10 @@ def _mesh_rows(plan: Plan) -> Rows:
   axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
   devices = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
   hint = "" if plan.resolved.devices else " (--devices=N plans for another number)"
-  return [("mesh", f"{axes} on {devices}{hint}"), *_unsharded_heads(plan)]
+  rows = [("mesh", f"{axes} on {devices}{hint}"), *_unsharded_heads(plan)]
+  if plan.is_training and plan.mesh.get(PIPELINE_AXIS, 1) > 1:
+    rows.append(("pipeline", str(plan.work.schedule)))
+  return rows
 
 
 def _unsharded_heads(plan: Plan) -> Rows:

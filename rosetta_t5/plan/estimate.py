@@ -54,11 +54,18 @@ class Estimate:
     memory: the bytes on each device, by part.
     compute_seconds: the compute time of a GPU that never waits for others.
     traffic: what the devices send to each other.
+    bubble: the share of the time of its layers in which a stage of a pipeline has no microbatch.
   """
 
   memory: Mapping[str, float]
   compute_seconds: float
   traffic: list[Traffic]
+  bubble: float = 0.0
+
+  @property
+  def bubble_seconds(self) -> float:
+    """The time in which a stage of a pipeline has no microbatch."""
+    return self.compute_seconds * self.bubble / (1.0 - self.bubble)
 
   @property
   def waiting_seconds(self) -> float:
@@ -70,7 +77,7 @@ class Estimate:
   @property
   def step_seconds(self) -> float:
     """The time of a step."""
-    return self.compute_seconds + self.waiting_seconds
+    return self.compute_seconds + self.bubble_seconds + self.waiting_seconds
 
   @property
   def efficiency(self) -> float:
@@ -109,7 +116,7 @@ def estimate_with_memory(
   if is_known(work):
     seconds *= _relative_time(work, gpu, mfu)
     seconds += (_pair_bytes(work) + _state_bytes_moved(memory, work)) / gpu.bandwidth
-  return Estimate(memory.step(work), seconds, traffic)
+  return Estimate(memory.step(work), seconds, traffic, work.schedule.bubble)
 
 
 def _relative_time(work: Workload, gpu: Gpu, mfu: float) -> float:

@@ -17,6 +17,7 @@ from rosetta_t5.plan.activations import (
   deferred_by_layer,
   kept_by_layer,
   kept_outside_layers,
+  pipeline_buffers,
   relative_bias_bytes,
   temporary_by_layer,
 )
@@ -177,10 +178,13 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   """Yields what exists at each moment that may need the most memory."""
   examples, target = work.examples / work.microbatches, work.positions["decoder"]
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
-  kept = {side: examples * per_layer[side] * work.layers[side] for side in work.lengths}
-  temporary = {side: examples * per_temporary[side] for side in work.lengths}
+  # A stage has fewer layers and computes more examples. It also keeps what it computes in the bubble.
+  in_layers = examples / (1.0 - work.schedule.bubble)
+  kept = {side: in_layers * per_layer[side] * work.layers[side] for side in work.lengths}
+  temporary = {side: work.stage_examples * per_temporary[side] for side in work.lengths}
   biases, bias_gradients = relative_bias_bytes(work)
-  ends = examples * kept_outside_layers(work) + attention_bias_copies(work) + biases
+  ends = examples * (kept_outside_layers(work) + pipeline_buffers(work))
+  ends += attention_bias_copies(work) + biases
   logits = examples * work.config.vocab_size / work.model_shards * _logit_positions(work)
   copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
   forward = sum(kept.values()) + ends + sum(copies.values())
@@ -211,14 +215,16 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
   """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
   shards = work.mesh.get(FSDP_AXIS, 1) * work.context_shards
+  # A pipeline adds up the gradients of gathered parameters.
+  copies = 1 if work.schedule.stages == 1 else 2
   if shards == 1:
     return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
   # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
   # which XLA gathers well before their backward pass, so that communication overlaps.
   return {
     "tables": 1.5 * shards * gradients.tables,
-    "encoder": shards * gradients.encoder,
-    "decoder": shards * gradients.decoder,
+    "encoder": copies * shards * gradients.encoder,
+    "decoder": copies * shards * gradients.decoder,
   }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,14 @@ from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   MODEL_AXIS,
+  PIPELINE_AXIS,
   axis_names,
   count_batch_shards,
+)
+from rosetta_t5.parallel.pipeline.schedule import (
+  PipelineSchedule,
+  PipelineSettings,
+  choose_schedule,
 )
 from rosetta_t5.training import InferenceState, TrainState
 
@@ -45,6 +52,7 @@ class Workload:
     decodes: the beams or samples per example of a prediction; None for training and scoring.
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
+    pipeline: the settings of pipelines; None for the defaults.
   """
 
   config: Any
@@ -59,6 +67,7 @@ class Workload:
   decodes: int | None = None
   fp8: bool = False
   kernel: str | None = None
+  pipeline: PipelineSettings | None = None
 
   @property
   def model_shards(self) -> int:
@@ -91,6 +100,26 @@ class Workload:
     """Returns the slots, used or empty, that a layer with experts computes for one example."""
     length = self.lengths.get(side, 0)
     return length * self.config.slots_per_token(length) if length else 0.0
+
+  @functools.cached_property
+  def schedule(self) -> PipelineSchedule:
+    """The schedule of the pipeline; one stage and one microbatch if there is none.
+
+    Raises:
+      ValueError: the layers or the batch cannot be divided into stages and microbatches.
+    """
+    if self.mesh.get(PIPELINE_AXIS, 1) == 1:
+      return PipelineSchedule(1, 1)
+    batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
+    stacks = filter(None, self.layers.values())
+    *_, schedule = [choose_schedule(self.mesh, batch, number, self.pipeline) for number in stacks]
+    return schedule
+
+  @property
+  def stage_examples(self) -> float:
+    """The examples that a device computes at a time in its layers."""
+    schedule = self.schedule
+    return self.examples / self.microbatches * schedule.stages / schedule.microbatches
 
   @property
   def itemsize(self) -> int:
@@ -153,6 +182,7 @@ def workload_of(
     activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
     fp8=fp8 or getattr(model.network_config, "make_product", None) is not None,
+    pipeline=getattr(partitioner, "pipeline", None),
   )
 
 
@@ -176,6 +206,25 @@ def batch_workload(
   lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
   batch_size = next(iter(shapes.values()))[0]
   return workload_of(model, partitioner, lengths, batch_size, mesh, microbatches)
+
+
+def pipeline_notes(
+  model: Any, partitioner: Any, batch: Mapping[str, Any], microbatches: int
+) -> list[str]:
+  """Returns the schedule of a run's pipeline as a line of its header; [] if there is none.
+
+  Args:
+    model: the model.
+    partitioner: the partitioner.
+    batch: the shape and type of each feature of the global batch.
+    microbatches: the number of microbatches whose gradients are added up.
+  """
+  mesh = partitioner.mesh.shape
+  if mesh.get(PIPELINE_AXIS, 1) == 1 or not hasattr(model.network_config, "scan_layers"):
+    return []
+  shapes = {name: array.shape for name, array in batch.items()}
+  schedule = batch_workload(model, partitioner, shapes, mesh, microbatches).schedule
+  return [f"pipeline of {schedule}"]
 
 
 def activation_split(partitioner: Any) -> str | None:

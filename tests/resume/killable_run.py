@@ -79,28 +79,36 @@ class WithoutSummaries(Trainer):
     super().__init__(summary_dir=None, **arguments)
 
 
-def run(model_dir: str, steps: int, period: int, sigterm_after: int) -> None:
-  train(
-    model=tiny_models.make_model(Network()),
-    train_dataset_cfg=data.DatasetConfig("none", {}, "train", BATCH, shuffle=False, seed=0),
-    train_eval_dataset_cfg=None,
-    infer_eval_dataset_cfg=None,
-    checkpoint_cfg=checkpoints.CheckpointConfig(
-      save=checkpoints.SaveCheckpointConfig(period=period, keep=3, save_dataset=True)
-    ),
-    partitioner=PjitPartitioner(num_partitions=1),
-    trainer_cls=functools.partial(
+def run(
+  model_dir: str, steps: int, period: int, sigterm_after: int, batch_size: int = BATCH, **others
+) -> None:
+  """Trains; `others` replace arguments of `train`."""
+  arguments = {
+    "model": tiny_models.make_model(Network()),
+    "train_dataset_cfg": data.DatasetConfig("none", {}, "train", batch_size, shuffle=False, seed=0),
+    "train_eval_dataset_cfg": None,
+    "infer_eval_dataset_cfg": None,
+    "checkpoint_cfg": checkpoint_config(period, save_dataset=True),
+    "partitioner": PjitPartitioner(num_partitions=1),
+    "trainer_cls": functools.partial(
       WithoutSummaries, learning_rate_fn=lambda step: jnp.float32(0.01), num_microbatches=None
     ),
-    model_dir=model_dir,
-    total_steps=steps,
-    eval_steps=1,
-    eval_period=1,
-    random_seed=3,
-    summarize_config_fn=lambda model_dir, writer, step: None,
-    get_dataset_fn=lambda *arguments: Batches(),
-    verify_matching_vocabs_fn=None,
-    actions={ActionMode.TRAIN: [PrintLoss(sigterm_after)]},
+    "model_dir": model_dir,
+    "total_steps": steps,
+    "eval_steps": 1,
+    "eval_period": 1,
+    "random_seed": 3,
+    "summarize_config_fn": lambda model_dir, writer, step: None,
+    "get_dataset_fn": lambda *arguments: Batches(),
+    "verify_matching_vocabs_fn": None,
+    "actions": {ActionMode.TRAIN: [PrintLoss(sigterm_after)]},
+  }
+  train(**arguments | others)
+
+
+def checkpoint_config(period: int, save_dataset: bool) -> checkpoints.CheckpointConfig:
+  return checkpoints.CheckpointConfig(
+    save=checkpoints.SaveCheckpointConfig(period=period, keep=3, save_dataset=save_dataset)
   )
 
 

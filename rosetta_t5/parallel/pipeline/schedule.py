@@ -63,6 +63,14 @@ class PipelineSchedule:
     """The share of the ticks in which a stage has no microbatch: (S − 1) / (M·R + S − 1)."""
     return (self.stages - 1) / self.ticks
 
+  def __str__(self) -> str:
+    """Returns the schedule as text for a run's header."""
+    rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+    return (
+      f"{self.stages} stages, {self.microbatches} microbatches{rounds}: a stage has no work in "
+      f"{self.bubble:.1%} of the time (the bubble)"
+    )
+
   def chunk_permutations(self) -> list[list[tuple[int, int]]]:
     """Returns how chunks of layers move from where they are stored to the stages that compute them.
 
