@@ -48,7 +48,7 @@ def context_attention(
   # A bias is as large as the logits and would have to be exchanged too.
   is_balanced = causal and bias_1HTS is None and length % 2 == 0
   if is_balanced:
-    parts, own = 2 * devices, jnp.asarray(_parts_of_devices(devices))[jax.lax.axis_index(axis)]
+    parts, own = 2 * devices, jnp.asarray(parts_of_devices(devices))[jax.lax.axis_index(axis)]
     q_BTHK = _exchange(q_BTHK, axis)
   else:
     parts, own = devices, jax.lax.axis_index(axis)[None]
@@ -63,7 +63,7 @@ def context_attention(
   return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
 
 
-def _parts_of_devices(devices: int) -> np.ndarray:
+def parts_of_devices(devices: int) -> np.ndarray:
   """Returns the two parts of a row that each device computes: one with an even, one with an odd number.
 
   Before the exchange, device i has the parts 2i and 2i + 1.
@@ -76,8 +76,8 @@ def _parts_of_devices(devices: int) -> np.ndarray:
 
 
 def _exchange(x_BTHK: Array, axis: str, back: bool = False) -> Array:
-  """Returns the parts of `_parts_of_devices` from each device's part of the row, or the reverse."""
-  owned = _parts_of_devices(jax.lax.axis_size(axis))
+  """Returns the parts of `parts_of_devices` from each device's part of the row, or the reverse."""
+  owned = parts_of_devices(jax.lax.axis_size(axis))
   received = []
   for half, x in enumerate(jnp.split(x_BTHK, 2, axis=1)):
     pairs = [(part // 2, device) for device, part in enumerate(owned[:, half].tolist())]

@@ -215,16 +215,22 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
   """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
   shards = work.mesh.get(FSDP_AXIS, 1) * work.context_shards
-  # A pipeline adds up the gradients of gathered parameters.
-  copies = 1 if work.schedule.stages == 1 else 2
   if shards == 1:
     return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
   # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
   # which XLA gathers well before their backward pass, so that communication overlaps.
+  copies = dict.fromkeys(work.layers, 1.0)
+  if work.schedule.stages > 1:
+    # A pipeline adds up the gradients of gathered parameters.
+    copies = dict.fromkeys(work.layers, 2.0)
+  elif work.is_scanned:
+    # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
+    size = 2 * work.itemsize / 4
+    copies = {side: size / max(layers, 1) for side, layers in work.layers.items()}
   return {
     "tables": 1.5 * shards * gradients.tables,
-    "encoder": copies * shards * gradients.encoder,
-    "decoder": copies * shards * gradients.decoder,
+    "encoder": copies["encoder"] * shards * gradients.encoder,
+    "decoder": copies["decoder"] * shards * gradients.decoder,
   }
 
 

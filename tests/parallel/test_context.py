@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,15 @@ from tiny_models import (
   decoder_only_params,
   make_decoder_only_model,
   make_model,
-  params_of,
+  variables,
 )
 
+from rosetta_t5.kernels.context_attention import parts_of_devices
+from rosetta_t5.networks import scalable_t5, t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
-from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.parallel.data_layout import check_row_lengths
+from rosetta_t5.training.step import accumulate_gradients
 
 LENGTH = 16
 
@@ -30,10 +35,9 @@ LENGTH = 16
 def packed_batch(sides, length=LENGTH, batch=2):
   """Returns rows of two examples and padding, for the sides `encoder` and `decoder`."""
   rng = np.random.default_rng(3)
-  features = {}
+  features, position = {}, np.arange(length)[None]
   for side in sides:
     ends = np.sort(rng.integers(1, length, (batch, 2)), axis=1)
-    position = np.arange(length)[None]
     ids = 1 + (position >= ends[:, :1]) - 2 * (position >= ends[:, 1:])
     start = np.where(ids == 2, ends[:, :1], 0)
     tokens = np.where(ids > 0, rng.integers(2, VOCAB, ids.shape), 0)
@@ -43,16 +47,19 @@ def packed_batch(sides, length=LENGTH, batch=2):
     features[name] = tokens
   shifted = np.pad(features["decoder_target_tokens"], ((0, 0), (1, 0)))[:, :-1]
   features["decoder_input_tokens"] = np.where(features["decoder_positions"] == 0, 0, shifted)
+  features["decoder_causal_attention"] = np.broadcast_to(position < 4, shifted.shape)
   features["decoder_loss_weights"] = features["decoder_target_tokens"] > 0
   return {name: jnp.asarray(array, jnp.int32) for name, array in features.items()}
 
 
-def loss_and_gradients(model, params, batch, partitioner=None, dropout=False):
+def loss_and_gradients(model, params, batch, partitioner=None, microbatches=1):
   """Returns the loss and the gradients, on one device or on a partitioner's mesh."""
-  rng = jax.random.PRNGKey(4) if dropout else None
 
   def compute(params, batch):
-    return jax.value_and_grad(lambda params: model.loss_fn(params, batch, rng)[0])(params)
+    state = types.SimpleNamespace(params=params, flax_mutables={})
+    rng = jax.random.PRNGKey(4)
+    gradients, loss, *_ = accumulate_gradients(model.loss_fn, state, batch, rng, microbatches)
+    return loss, gradients
 
   if partitioner is None:
     return jax.jit(compute)(params, batch)
@@ -61,66 +68,111 @@ def loss_and_gradients(model, params, batch, partitioner=None, dropout=False):
 
 
 GPT_16 = GPT.replace(max_length=LENGTH)
-RELATIVE = DECODER_ONLY
 ROTARY = GPT_16.replace(positions="rotary")
+SCALABLE = scalable_t5.T5Config(
+  **{f.name: getattr(T5_1_1, f.name) for f in dataclasses.fields(t5.T5Config)}
+)
 CONTEXT = {"data": 2, "context": 4}
 FLASH = {"attention_kernel": "flash"}
 
-# Name → network's config, its changes, the model's arguments, the mesh, and whether dropout is on.
+PREFIX = {"inputs_bidirectional_attention": True}
+
+# Name → network's config, its changes, the model's arguments, and the mesh.
 CASES = {
-  "GPT": (GPT_16, {}, {}, CONTEXT, False),
-  "GPT, flash": (GPT_16, FLASH, {}, CONTEXT, False),
-  "GPT, flash, odd parts": (ROTARY, FLASH, {}, {"data": 1, "fsdp": 1, "context": 8}, False),
-  "GPT, scan, full": (
+  "GPT": (GPT_16, {}, {}, CONTEXT),
+  "GPT, flash": (GPT_16, FLASH, {}, CONTEXT),
+  "rotary, flash, parts of one position": (ROTARY, FLASH, {}, {"data": 1, "context": 8}),
+  "rotary, scan, full": (
     ROTARY,
     {"scan_layers": True, "remat_policy": "full", **FLASH},
     {},
     CONTEXT,
-    False,
   ),
-  "GPT, minimal": (GPT_16, {"remat_policy": "minimal", **FLASH}, {}, CONTEXT, False),
-  "GPT, dropout": (GPT_16, {"dropout_rate": 0.3, **FLASH}, {}, CONTEXT, True),
-  "GPT, dropout, xla": (GPT_16, {"dropout_rate": 0.3}, {}, CONTEXT, True),
-  "GPT, chunks": (GPT_16, {}, {"loss_chunk_length": 6, "z_loss": 1e-2}, CONTEXT, False),
-  "GPT, one chunk a position": (GPT_16, {}, {"loss_chunk_length": 1}, CONTEXT, False),
-  "GPT, window": (GPT_16, {"local_attention_window": 5}, {}, CONTEXT, False),
-  "GPT, fsdp, tensor": (GPT_16, FLASH, {}, {"fsdp": 2, "context": 2, "tensor": 2}, False),
-  "GPT, fused": (GPT_16, {"fuse_qkv_params": True}, {"label_smoothing": 0.1}, CONTEXT, False),
-  "decoder, relative bias": (RELATIVE, {}, {}, CONTEXT, False),
-  "decoder, relative bias, flash": (RELATIVE, FLASH, {}, CONTEXT, False),
-  "T5": (T5_1_1, {}, {}, CONTEXT, False),
-  "T5, flash": (T5_1_1, FLASH, {}, CONTEXT, False),
-  "T5, transposed": (T5_1_1, {"transpose_batch_sequence": True}, {}, CONTEXT, False),
-  "T5, tensor, normalized": (
+  "GPT, minimal": (GPT_16, {"remat_policy": "minimal", **FLASH}, {}, CONTEXT),
+  "GPT, dropout": (GPT_16, {"dropout_rate": 0.3, **FLASH}, {}, CONTEXT),
+  "GPT, dropout, xla": (GPT_16, {"dropout_rate": 0.3}, {}, CONTEXT),
+  "GPT, chunks": (GPT_16, {}, {"loss_chunk_length": 6, "z_loss": 1e-2}, CONTEXT),
+  "GPT, chunks of one position": (GPT_16, {}, {"loss_chunk_length": 1}, CONTEXT),
+  "GPT, window": (GPT_16, {"local_attention_window": 5}, {}, CONTEXT),
+  "GPT, fsdp, tensor": (GPT_16, FLASH, {}, {"fsdp": 2, "context": 2, "tensor": 2}),
+  "GPT, fused": (GPT_16, {"fuse_qkv_params": True}, {"label_smoothing": 0.1}, CONTEXT),
+  "GPT, experts": (GPT_16, {"num_experts": 4}, {"aux_loss_factor": 0.1}, CONTEXT),
+  "decoder, relative bias": (DECODER_ONLY, {}, {}, CONTEXT),
+  "decoder, relative bias, flash": (DECODER_ONLY, FLASH, {}, CONTEXT),
+  "decoder, prefix": (DECODER_ONLY, {}, PREFIX, CONTEXT),
+  "T5": (T5_1_1, {}, {}, CONTEXT),
+  "T5, flash": (T5_1_1, FLASH, {}, CONTEXT),
+  "T5, transposed": (T5_1_1, {"transpose_batch_sequence": True}, {}, CONTEXT),
+  "scalable T5": (SCALABLE, FLASH, {}, CONTEXT),
+  "T5, tensor, full": (
     T5_1_1,
-    {"remat_policy": "full", **FLASH},
+    {"remat_policy": "full", "dropout_rate": 0.3, **FLASH},
     {"loss_normalizing_factor": "AVERAGE_PER_SEQUENCE"},
     {"data": 2, "context": 2, "tensor": 2},
-    False,
   ),
 }
-QUICK = ("GPT, flash", "T5, tensor, normalized")
+QUICK = ("GPT, flash", "T5, tensor, full")
 
 
 def make_case(name):
-  """Returns a case's model, its parameters, a batch, the mesh, and whether dropout is on."""
-  config, changes, arguments, mesh, dropout = CASES[name]
+  """Returns a case's model, its parameters, a batch, and the mesh."""
+  config, changes, arguments, mesh = CASES[name]
   config = dataclasses.replace(config, **changes)
+  plain = dataclasses.replace(config, attention_kernel="xla")
   if isinstance(config, TransformerConfig):
-    params = decoder_only_params(dataclasses.replace(config, attention_kernel="xla"))
-    batch, model = packed_batch(["decoder"]), make_decoder_only_model(config, **arguments)
-  else:
-    params = params_of(dataclasses.replace(config, attention_kernel="xla"))
-    batch = packed_batch(["encoder", "decoder"])
-    model = make_model(Transformer(config), **arguments)
-  return model, params, batch, mesh, dropout
+    model = make_decoder_only_model(config, **arguments)
+    return model, decoder_only_params(plain), packed_batch(["decoder"]), mesh
+  network = scalable_t5 if isinstance(config, scalable_t5.T5Config) else t5
+  model = make_model(network.Transformer(config), **arguments)
+  params = variables(network.Transformer(plain))["params"]
+  return model, params, packed_batch(["encoder", "decoder"]), mesh
 
 
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
 )
 def test_split_positions_have_one_device_s_loss_and_gradients(name):
-  model, params, batch, mesh, dropout = make_case(name)
-  want = loss_and_gradients(model, params, batch, None, dropout)
-  got = loss_and_gradients(model, params, batch, PjitPartitioner(mesh=mesh), dropout)
-  assert_close(got, want, 1e-5)
+  model, params, batch, mesh = make_case(name)
+  want = loss_and_gradients(model, params, batch)
+  assert_close(loss_and_gradients(model, params, batch, PjitPartitioner(mesh=mesh)), want, 1e-5)
+
+
+@pytest.mark.slow
+def test_microbatches_of_split_positions_have_one_device_s_loss_and_gradients():
+  model, params, _, mesh = make_case("rotary, scan, full")
+  batch = packed_batch(["decoder"], batch=4)
+  partitioner = PjitPartitioner(mesh=mesh, sequence_parallel=True)
+  want = loss_and_gradients(model, params, batch, microbatches=2)
+  assert_close(loss_and_gradients(model, params, batch, partitioner, 2), want, 1e-5)
+
+
+@pytest.mark.slow
+def test_predictions_and_scores_ignore_the_axis_where_it_does_not_divide_the_length():
+  model, params, batch, mesh = make_case("T5, flash")
+  batch = {name: array[:, :15] for name, array in batch.items()}
+
+  def infer(params, batch):
+    return model.predict_batch(params, batch), model.score_batch(params, batch)
+
+  partitioner = PjitPartitioner(mesh=mesh)
+  run = partitioner.partition(infer, (None, partitioner.data_partition_spec), None)
+  decodes, scores = jax.jit(infer)(params, batch)
+  got_decodes, got_scores = run(params, batch)
+  np.testing.assert_array_equal(got_decodes, decodes)
+  np.testing.assert_allclose(got_scores, scores, rtol=1e-5)
+
+
+def test_lengths_that_the_axis_does_not_divide_are_refused():
+  text = (
+    "the 10 positions of targets cannot be split over the 4 devices of the mesh's context axis (mesh "
+    "{'context': 4}): set TASK_FEATURE_LENGTHS to multiples of 4, such as 8 or 12, or another size"
+  )
+  with pytest.raises(ValueError, match=re.escape(text)):
+    check_row_lengths({"inputs": 8, "targets": 10}, {"context": 4})
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_devices_have_equal_work_in_a_causal_row(devices):
+  parts = parts_of_devices(devices)
+  assert sorted(parts.ravel().tolist()) == list(range(2 * devices))
+  assert set(parts.sum(axis=1).tolist()) == {2 * devices - 1}
