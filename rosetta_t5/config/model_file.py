@@ -121,7 +121,8 @@ class ModelFile(Mapping[str, Any]):
     Raises:
       ConfigError: the file names others.
     """
-    for module in self.content.get(_MODULES) or ():
+    modules = self.content.get(_MODULES, [])
+    for module in modules if isinstance(modules, list) else [modules]:
       if not _may_import(module):
         raise ConfigError(f"{self.file}: {module!r} is not a module that this file may name")
       importlib.import_module(module)

@@ -69,8 +69,10 @@ def complete_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   try:
     with ctrl_c.entered(stopped):
       yield unfinished
-  except BaseException:
+  except BaseException as error:
     unfinished.rmtree(missing_ok=True)
+    if isinstance(error, OSError) and error.errno and not error.filename:  # such as a full disk
+      raise OSError(error.errno, error.strerror, str(final)) from error
     raise
   final.rmtree(missing_ok=True)
   unfinished.rename(final)

@@ -172,6 +172,13 @@ def test_an_incomplete_lock_file_is_taken_over(tmp_path):
     pass
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("no/where")])
+def test_a_pipe_or_a_broken_link_in_place_of_the_lock_is_taken_over(tmp_path, make):
+  make(tmp_path / LOCK_FILE)
+  with lock_model_dir(tmp_path):
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
 def test_one_of_several_competitors_gets_the_lock_of_an_ended_run(tmp_path):
   leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
   result = subprocess.run(

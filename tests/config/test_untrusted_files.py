@@ -243,7 +243,7 @@ def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, wh
   assert error in str(raised.value)
 
 
-@pytest.mark.parametrize("modules", [["evil"], [3], [["seqio"]], "evil"])
+@pytest.mark.parametrize("modules", [["evil"], [3], [["seqio"]], "evil", True])
 def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
   file = model_file[1]
   file.write_text(json.dumps(json.loads(file.read_text()) | {"modules": modules}))

@@ -113,6 +113,13 @@ FAULTS = [
     status=74,
   ),
   Fault(
+    "pipes that nobody reads have the names of a run's files",
+    "rm run/run-log.jsonl; mkfifo run/run-log.jsonl run/run.lock run/train/events.out.tfevents.1;"
+    "$TRAIN --gin.TRAIN_STEPS=6",
+    expected=r"done +step 6.*lines of run-log.jsonl: \d+ \(No such device or address\)",
+    status=74,
+  ),
+  Fault(
     "a run gets SIGTERM twice",
     "$TRAIN --gin.TRAIN_STEPS=4000 & until test -e run/checkpoint_6; do sleep 0.1; done;"
     "kill -TERM %1; kill -TERM %1; wait %1",

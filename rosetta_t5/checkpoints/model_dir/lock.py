@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 import os
+import stat
 import threading
 import time
 import uuid
@@ -177,7 +178,7 @@ class RunLock:
   def _read(self) -> tuple[LockOwner | None, str | None]:
     """Returns the owner, None if unreadable, and the lock file's text, None if there is no file."""
     try:
-      text = self._path.read_text()
+      text = _read_text(self._path)
     except OSError as error:
       if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: replaced on NFS during the read
         return None, None
@@ -246,7 +247,7 @@ class RunLock:
       self._path.rename(temporary)
     except FileNotFoundError:
       return
-    if LockOwner.from_json(temporary.read_text()) != owner:
+    if LockOwner.from_json(_read_text(temporary)) != owner:
       self._create(temporary)
       return
     left_by = f"was left by a run that has ended ({owner})" if owner else "is empty or damaged"
@@ -274,3 +275,12 @@ def _refusal_text(model_dir: epath.PathLike, error: Exception) -> str:
     "folder would overwrite each other's checkpoints. Wait until that run ends, stop it, or give this "
     f"run its own folder (--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} in the folder names the other run."
   )
+
+
+def _read_text(path: epath.Path) -> str:
+  """Returns a file's text, which is empty for a pipe, a device or a broken link."""
+  with contextlib.suppress(OSError):  # of other file systems, such as gs://
+    mode = os.lstat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or os.path.isfile(path)):
+      return ""
+  return path.read_text()

@@ -165,7 +165,7 @@ class _Shard:
     """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
     path = self._path.with_suffix(".ends.npy")
     try:
-      ends = np.load(path, mmap_mode="r")
+      ends = np.lib.format.open_memmap(path, mode="r")
     except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
       raise DamagedIndexError(_damaged_text(self._path, f"{path.name}: {error}")) from error
     is_index = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype == np.uint64

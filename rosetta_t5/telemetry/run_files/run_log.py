@@ -35,10 +35,15 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
   with lost_output.counted(f"lines of {RUN_LOG}"):
     if event == "start":  # A folder that was moved during the run is not created again.
       folder.mkdir(parents=True, exist_ok=True)
-    with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
+    with open(folder / RUN_LOG, "a", encoding="utf-8", opener=_open_without_waiting) as file:
       file.write(line)
     return True
   return False
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+  """Opens a file. A pipe that nobody reads is an error, instead of a wait for its reader."""
+  return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def log_end(model_dir: str | os.PathLike[str], step: int, reason: str, **facts: Any) -> None:
