@@ -45,7 +45,7 @@ def program():
   )
   state = initializer.from_checkpoint_or_scratch([], init_rng=jax.random.PRNGKey(0))
   return types.SimpleNamespace(
-    model=model, partitioner=partitioner, initializer=initializer, state=state, shapes=shapes
+    model=model, partitioner=partitioner, initializer=initializer, state=state
   )
 
 
