@@ -21,8 +21,10 @@ from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kern
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
+from rosetta_t5.plan.hardware import placement
 from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
 from rosetta_t5.telemetry.report import RunDescription, RunSetup
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
 from rosetta_t5.telemetry.run_files.run_log import log_event
@@ -278,6 +280,8 @@ def _header_notes(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
     )
   notes += fp8_notes(model, batch, partitioner.mesh.shape)
+  if partitioner.mesh.size > GPUS_PER_NODE:
+    notes.append(placement(partitioner.mesh.shape))
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
 
 

@@ -28,10 +28,28 @@ join_processes() {
   fi
 }
 
+# set_mesh PROCESSES: checks TP_SIZE, PP_SIZE and CP_SIZE; sets MESH_FLAGS, and BATCH_SHARES, the GPUs with other examples.
+set_mesh() {
+  : "${TP_SIZE:=1}" "${PP_SIZE:=1}" "${CP_SIZE:=1}"
+  check_number TP_SIZE "$TP_SIZE" 1
+  check_number PP_SIZE "$PP_SIZE" 1
+  check_number CP_SIZE "$CP_SIZE" 1
+  local copy=$((TP_SIZE * PP_SIZE * CP_SIZE)) names="TP_SIZE=$TP_SIZE" sizes="\"tensor\": $TP_SIZE"
+  if ((CP_SIZE > 1)); then names+=" × CP_SIZE=$CP_SIZE" sizes+=", \"context\": $CP_SIZE"; fi
+  if ((PP_SIZE > 1)); then names+=" × PP_SIZE=$PP_SIZE" sizes+=", \"pipeline\": $PP_SIZE"; fi
+  (($1 % copy == 0)) ||
+    die "$names does not divide the job's $1 processes" "$copy processes share one copy of the model."
+  BATCH_SHARES=$(($1 / TP_SIZE / CP_SIZE))
+  MESH_FLAGS=(--gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE")
+  if ((PP_SIZE * CP_SIZE > 1)); then
+    MESH_FLAGS=(--gin.partitioning.PjitPartitioner.num_partitions=1 --gin.partitioning.PjitPartitioner.mesh="{$sizes}")
+  fi
+}
+
 # prepare_process: sets defaults, checks all variables, and sets BSIZE, MODEL_DIR and COMMAND.
 prepare_process() {
   : "${T5_SIZE:=large}" "${PREC:=bfloat16}" "${BSIZE_PER_GPU:=32}" "${ENC_SL:=512}" "${DEC_SL:=128}"
-  : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TP_SIZE:=1}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
+  : "${NUM_MICROBATCHES:=1}" "${ENABLE_FP8:=}" "${TRANSPOSE_BS:=1}" "${FUSE_QKV:=1}"
   : "${PACK:=0}" "${CHECKPOINT_DISABLE:=0}" "${MODEL_DIR:=model_dir}" "${GPUS_PER_NODE:=8}"
   : "${WITH_MP:=0}" "${T5X_WORKSPACE_DIR:=$PWD}"
   local tasks
@@ -39,12 +57,10 @@ prepare_process() {
 
   check_model
   check_number BSIZE_PER_GPU "$BSIZE_PER_GPU" 1
-  check_number TP_SIZE "$TP_SIZE" 1
   check_number ENC_SL "$ENC_SL" 1
   check_number DEC_SL "$DEC_SL" 1
   check_choice CHECKPOINT_DISABLE "$CHECKPOINT_DISABLE" 0 1
-  ((tasks % TP_SIZE == 0)) ||
-    die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "TP_SIZE processes share one copy of the model."
+  set_mesh "$tasks"
   check_data
   find_python
   (($(count_gpus) > 0)) || export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
@@ -53,11 +69,11 @@ prepare_process() {
 
   place_model_dir "$T5X_WORKSPACE_DIR"
   # shellcheck disable=SC2034 # build_command reads it.
-  BSIZE=$((BSIZE_PER_GPU * tasks / TP_SIZE))
+  BSIZE=$((BSIZE_PER_GPU * BATCH_SHARES))
   build_command
   COMMAND+=(
     --gin.TASK_FEATURE_LENGTHS="{\"inputs\": $ENC_SL, \"targets\": $DEC_SL}"
-    --gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE"
+    "${MESH_FLAGS[@]}"
     --gin.train.gc_period=2000)
   [[ $CHECKPOINT_DISABLE == 0 ]] || COMMAND+=(--gin.utils.CheckpointConfig.save=None)
   join_processes

@@ -4,12 +4,14 @@
 #
 #   T5_SIZE=large           tiny, small, base, large, xl or xxl
 #   PREC=bfloat16           or float32
-#   BSIZE_PER_GPU=32        sequences; the global batch is BSIZE_PER_GPU * SLURM_NTASKS / TP_SIZE
+#   BSIZE_PER_GPU=32        sequences; the global batch is BSIZE_PER_GPU * SLURM_NTASKS / TP_SIZE / CP_SIZE
 #   ENC_SL=512 DEC_SL=128   tokens of inputs and targets
 #   TRAIN_STEPS=1000000
 #   NUM_MICROBATCHES=1      microbatches per batch, which saves memory
 #   ENABLE_FP8=1            default if the GPU supports FP8, else a warning; an explicit 1 requires it; 0 disables it
-#   TP_SIZE=1               GPUs that share one copy of the model
+#   TP_SIZE=1               GPUs that share each layer
+#   CP_SIZE=1               GPUs that share each sequence
+#   PP_SIZE=1               pipeline stages, for networks with scanned layers
 #   TRANSPOSE_BS=1 FUSE_QKV=1 PACK=0
 #   CHECKPOINT_DISABLE=0    1: saves no checkpoints
 #   MODEL_DIR=model_dir     under T5X_WORKSPACE_DIR (by default the current folder), or absolute

@@ -12,8 +12,8 @@
 #   LOGDIR              checkpoints and metrics, under T5X_WORKSPACE_DIR (by default the current folder), or absolute;
 #                       default the variable MODEL_DIR, else test_logdir
 #
-# environment: GPT_SIZE (a size in gin/models/gpt; default 126m), TP_SIZE (GPUs that share one copy of the model;
-#   default 1), ENABLE_FP8=0, TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as
+# environment: GPT_SIZE (a size in gin/models/gpt; default 126m), TP_SIZE (GPUs that share each layer; default 1),
+#   PP_SIZE (pipeline stages; default 1), CP_SIZE (GPUs that share each sequence; default 1), ENABLE_FP8=0, TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as
 #   multiprocess_pretrain_pile.sh's), TRAIN_STEPS, PYTHON, XLA_FLAGS (take precedence), TRAIN_ARGS
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -29,15 +29,13 @@ VOCAB_PATH=${2:-${GPT_VOCAB_PATH:-}}
 PREC=${3:-${PREC:-bfloat16}}
 PERCORE_BATCH_SIZE=${5:-${PERCORE_BATCH_SIZE:-4}}
 LOGDIR=${6:-${MODEL_DIR:-test_logdir}}
-: "${TP_SIZE:=1}" "${T5X_WORKSPACE_DIR:=$PWD}"
+: "${T5X_WORKSPACE_DIR:=$PWD}"
 tasks=$(count_processes)
 
 [[ -n $VOCAB_PATH ]] || die "VOCAB_PATH is missing" "Give a SentencePiece model; see $(basename "$0") --help."
 check_gpt
 check_number PERCORE_BATCH_SIZE "$PERCORE_BATCH_SIZE" 1
-check_number TP_SIZE "$TP_SIZE" 1
-((tasks % TP_SIZE == 0)) ||
-  die "TP_SIZE=$TP_SIZE does not divide the job's $tasks processes" "TP_SIZE processes share one copy of the model."
+set_mesh "$tasks"
 check_data
 check_vocabulary "$VOCAB_PATH"
 find_python
@@ -47,8 +45,8 @@ set_xla_flags many_nodes
 [[ $LOGDIR == /* ]] || LOGDIR=$T5X_WORKSPACE_DIR/$LOGDIR
 MODEL_DIR=$LOGDIR
 place_model_dir "$PWD"
-gpt_command "$LOGDIR" "$((tasks * PERCORE_BATCH_SIZE / TP_SIZE))"
-COMMAND+=(--gin.partitioning.PjitPartitioner.num_partitions="$TP_SIZE")
+gpt_command "$LOGDIR" "$((PERCORE_BATCH_SIZE * BATCH_SHARES))"
+COMMAND+=("${MESH_FLAGS[@]}")
 join_processes
 add_train_args
 run_process

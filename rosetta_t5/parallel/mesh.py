@@ -63,6 +63,7 @@ class MeshConfig:
   dcn_mesh_shape: Shape | None = None
   counts: Mapping[str, int] | None = None
   expert_partitions: int | None = None
+  order: tuple[str, ...] = ()
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
@@ -102,7 +103,7 @@ class MeshConfig:
       ValueError: the number of devices does not fit.
     """
     if self.counts:
-      return sizes_from_counts(self.counts, num_devices)
+      return sizes_from_counts(self.counts, num_devices, self.order)
     sizes = self._t5x_sizes(num_devices)
     if not self.expert_partitions:
       return sizes

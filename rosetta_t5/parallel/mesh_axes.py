@@ -43,7 +43,9 @@ def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def sizes_from_counts(
+  counts: Mapping[str, int], num_devices: int, order: Sequence[str] = ()
+) -> dict[str, int]:
   """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
 
   The axes `pipeline`, `expert` and `context` exist only if the counts have them.
@@ -52,15 +54,20 @@ def sizes_from_counts(counts: Mapping[str, int], num_devices: int) -> dict[str, 
     counts: the size of each axis by name (pipeline, data, expert, fsdp, context, tensor). One of them may be -1, which
       means all remaining devices. The default of `data` is -1 too; that of the others is 1.
     num_devices: the number of devices.
+    order: the names of the outermost axes, if they are not the usual ones.
 
   Raises:
     ValueError: a name is unknown, or the counts do not match the number of devices.
   """
   _check_counts(counts)
+  if not set(order) <= set(_AXES) or len(set(order)) < len(order):
+    raise ValueError(
+      f"{_SETTING}_order must be different axes among {', '.join(_AXES)}, got {tuple(order)}"
+    )
   data_default = 1 if -1 in counts.values() else -1
   wanted = {
     name: counts.get(name, data_default if name == "data" else 1)
-    for name in _AXES
+    for name in dict.fromkeys((*order, *_AXES))
     if name not in OPTIONAL_AXES or name in counts
   }
   given = abs(math.prod(wanted.values()))

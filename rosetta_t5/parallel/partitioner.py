@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -130,7 +131,7 @@ class BasePartitioner(abc.ABC):
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
     changed = copy.copy(self)
     changed.__dict__.pop("mesh", None)
-    changed._mesh_config = MeshConfig(counts=mesh)
+    changed._mesh_config = MeshConfig(counts=mesh, order=self._mesh_config.order)
     return changed
 
   def mesh_shape(self, num_devices: int) -> dict[str, int]:
@@ -285,6 +286,7 @@ class PjitPartitioner(BasePjitPartitioner):
     sequence_parallel: bool = False,
     pipeline_microbatches: Positive | None = None,
     pipeline_rounds: Positive = 1,
+    mesh_order: Sequence[str] = (),
   ):
     """Builds a partitioner; `default_mesh` explains the arguments of the mesh.
 
@@ -305,6 +307,8 @@ class PjitPartitioner(BasePjitPartitioner):
         position over `model`, which splits heads and feed-forward units inside the blocks.
       pipeline_microbatches: see `PipelineSettings.microbatches`.
       pipeline_rounds: see `PipelineSettings.rounds`.
+      mesh_order: the outermost axes of `mesh`; by default pipeline, data, expert, fsdp, context, tensor.
+        Outer axes span nodes, and the innermost ones are within a node.
 
     Raises:
       ValueError: no mesh is defined, or several are.
@@ -323,6 +327,7 @@ class PjitPartitioner(BasePjitPartitioner):
     self._rules = extend_axis_rules(rules, self._mesh_config.ruled_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
+    self._mesh_config = dataclasses.replace(self._mesh_config, order=tuple(mesh_order))
     self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)
 
   def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:

@@ -16,12 +16,12 @@ from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan import fitting
-from rosetta_t5.plan.hardware import expected_devices
+from rosetta_t5.plan.hardware import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
 from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, workload_of
 from rosetta_t5.telemetry.flops import flops_of_lengths
-from rosetta_t5.telemetry.gpus import Gpu
+from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
 
 
@@ -168,6 +168,8 @@ def _mesh_rows(plan: Plan) -> Rows:
   devices = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
   hint = "" if plan.resolved.devices else " (--devices=N plans for another number)"
   rows = [("mesh", f"{axes} on {devices}{hint}"), *_unsharded_heads(plan)]
+  if count > GPUS_PER_NODE:
+    rows.append(("", placement(plan.mesh)))
   if plan.is_training and plan.mesh.get(PIPELINE_AXIS, 1) > 1:
     rows.append(("pipeline", str(plan.work.schedule)))
   return rows

@@ -51,6 +51,21 @@ def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
   return members
 
 
+def placement(mesh: Mapping[str, int]) -> str:
+  """Returns which mesh axes are within a node, and which are between nodes.
+
+  Args:
+    mesh: the size of each axis, outermost first.
+  """
+  inside = {axis: members_per_node((axis,), mesh) for axis, size in mesh.items() if size > 1}
+  within = [f"{axis} {members}" for axis, members in inside.items() if members > 1]
+  between = [
+    f"{axis} {mesh[axis] // members}" for axis, members in inside.items() if mesh[axis] > members
+  ]
+  node = f"within a node of {GPUS_PER_NODE} GPUs: {', '.join(within) or 'nothing'}"
+  return f"{node}; between nodes: {', '.join(between)}" if between else node
+
+
 def expected_devices() -> tuple[int, str]:
   """Returns the number of this machine's devices and their kind, "GPU" or "CPU".
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.parallel.mesh import MeshConfig, hybrid_grid
+from rosetta_t5.plan.hardware import placement
 
 
 @pytest.mark.parametrize(
@@ -162,3 +163,25 @@ def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(coun
 def test_impossible_counts_are_an_error_that_suggests_possible_ones(counts, text):
   with pytest.raises(ValueError, match=re.escape(text)):
     MeshConfig(counts=counts).build(jax.devices())
+
+
+def test_the_order_of_the_axes_can_be_set():
+  mesh = {"pipeline": 2, "data": 2, "tensor": 2}
+  usual = PjitPartitioner(mesh=mesh).mesh
+  assert usual.axis_names == ("pipeline", "data", "fsdp", "model")
+  changed = PjitPartitioner(mesh=mesh, mesh_order=("data", "tensor")).mesh
+  assert changed.axis_names == ("data", "model", "pipeline", "fsdp")
+  assert [device.id for device in changed.devices[0, 0].flat] == [0, 1]
+  with pytest.raises(
+    ValueError, match=r"mesh_order must be different axes among .*got \('model',\)"
+  ):
+    PjitPartitioner(mesh=mesh, mesh_order=("model",)).mesh_shape(8)
+
+
+def test_outer_axes_are_between_nodes():
+  mesh = {"pipeline": 4, "data": 2, "fsdp": 1, "model": 8}
+  text = "within a node of 8 GPUs: model 8; between nodes: pipeline 4, data 2"
+  assert placement(mesh) == text
+  assert placement({"data": 4, "model": 4}) == (
+    "within a node of 8 GPUs: data 2, model 4; between nodes: data 2"
+  )

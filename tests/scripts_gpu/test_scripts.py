@@ -66,6 +66,18 @@ def test_a_process_of_a_gpt_job_takes_paxs_arguments(run, tmp_path):
   } <= set(out.splitlines())
 
 
+def test_a_job_can_have_pipelines_and_split_sequences(run, tmp_path):
+  (tmp_path / "spm.model").touch()
+  sizes = {"SLURM_NTASKS": "64", "TP_SIZE": "2", "PP_SIZE": "4", "CP_SIZE": "2"}
+  files = [str(tmp_path), str(tmp_path / "spm.model")]
+  _, out, _ = run("run_pile_multinode.sh", *files, **sizes)
+  assert {
+    "--gin.BATCH_SIZE=64",
+    "--gin.partitioning.PjitPartitioner.num_partitions=1",
+    '--gin.partitioning.PjitPartitioner.mesh={"tensor": 2, "context": 2, "pipeline": 4}',
+  } <= set(out.splitlines())
+
+
 def test_processes_of_mpiexec_find_each_other_by_themselves(run):
   job = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "3", "BSIZE_PER_GPU": "4"}
   status, out, _ = run("multiprocess_pretrain_pile.sh", WITH_MP="1", **job)
@@ -275,6 +287,12 @@ def test_a_process_of_a_job_is_configured_by_its_environment(run, tmp_path):
       [],
       {"SLURM_NTASKS": "6", "TP_SIZE": "4"},
       "TP_SIZE=4 does not divide the job's 6 processes",
+    ),
+    (
+      "multiprocess_pretrain_pile.sh",
+      [],
+      {"SLURM_NTASKS": "8", "TP_SIZE": "2", "PP_SIZE": "3"},
+      "TP_SIZE=2 × PP_SIZE=3 does not divide the job's 8 processes",
     ),
     ("example_slurm_pretrain_pile.sub", [], {}, "this script must be submitted with sbatch"),
     (
