@@ -11,12 +11,15 @@ from flax import struct
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen.partitioning import get_axis_names
 
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import TrainState, param_axis_names
 
 PyTree = Any
 
 EMPTY_DICT: FrozenDict = freeze({})
+
+_WORK_WITHOUT_AXES = (OptimizerDef.set_param_axes, OptaxWrapper.set_param_axes)
 
 
 class FlaxOptimTrainState(struct.PyTreeNode, metaclass=abc.ABCMeta):
@@ -46,8 +49,10 @@ class FlaxOptimTrainState(struct.PyTreeNode, metaclass=abc.ABCMeta):
     Raises:
       ValueError: the optimizer depends on logical axes and the module has none, or some are missing.
     """
-    needs_axes = type(optimizer_def).set_param_axes is not OptimizerDef.set_param_axes
-    if needs_axes and "params_axes" not in model_variables:
+    if (
+      type(optimizer_def).set_param_axes not in _WORK_WITHOUT_AXES
+      and "params_axes" not in model_variables
+    ):
       raise ValueError(
         "The optimizer supports params_axes for model-based partitioning, but the model is not "
         "emitting them."

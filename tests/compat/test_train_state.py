@@ -61,6 +61,7 @@ def test_variables_without_axes_are_rejected_with_the_message_of_t5x():
   plain = {"params": {"w": np.zeros((2, 4)), "b": np.zeros(4)}}
   with pytest.raises(ValueError, match=r"supports params_axes .* but the model is not emitting"):
     train_state.FlaxOptimTrainState.create(adafactor(), plain)
+  assert train_state.FlaxOptimTrainState.create(optimizers.sgd(0.1), plain).params_axes is None
   axes = {"b_axes": AxisMetadata(("embed",))}
   with pytest.raises(ValueError, match=r"^Missing axis names for parameters: \{'w'\}$"):
     train_state.InferenceState.create({**plain, "params_axes": axes})
