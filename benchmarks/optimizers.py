@@ -6,8 +6,9 @@
 The models have the size of the quickstart (3.6 million parameters), the text is Python's documentation,
 and all optimizers see the same batches in the same order. Each learning rate of the optimizer's grid is
 tried with the first seed; the best one is run with the other seeds. The schedule is a linear warm-up and
-a cosine (without the cosine for schedule-free). Seconds are those of compiled steps, one at a time;
-memory is the optimizer's state.
+a cosine (without the cosine for schedule-free). Seconds are the CPU time of the process, of all cores
+together, which other programs on the machine hardly change; what an optimizer does in some steps only is
+included. Memory is that of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -165,38 +166,30 @@ class Comparison:
   def run(self, peak: float, seed: int) -> dict[str, Any]:
     """Trains once, and returns the loss of each step and that of held-out text."""
     state, losses = self.init(jax.random.PRNGKey(seed)), []
+    jax.block_until_ready(state)
+    started = time.process_time()
     for batch in self.data[: self.steps]:
       state, loss = self.step(state, batch, jnp.float32(peak))
       losses.append(loss)
-    held_out = float(self.evaluate(state, self.data[-1]))
-    return {"peak": peak, "seed": seed, "losses": np.array(losses).tolist(), "held_out": held_out}
-
-  def seconds(self, steps: int) -> float:
-    """Returns the mean seconds per step, with its share of what is done only in some steps."""
-    state = self.init(jax.random.PRNGKey(0))
     jax.block_until_ready(state)
-    started = time.perf_counter()
-    for index in range(steps):
-      state, loss = self.step(state, self.data[index % self.steps], jnp.float32(1e-3))
-    jax.block_until_ready(loss)
-    return (time.perf_counter() - started) / steps
+    seconds = (time.process_time() - started) / self.steps
+    held_out = float(self.evaluate(state, self.data[-1]))
+    losses = np.array(losses).tolist()
+    return {"peak": peak, "seed": seed, "losses": losses, "held_out": held_out, "seconds": seconds}
 
 
-def compare(name: str, optimizer: str, args: argparse.Namespace, data: Any, base: Any) -> Any:
-  """Returns the results of one optimizer: the runs, its time relative to AdamW's, and its memory."""
-  comparison = base if optimizer == "adamw" else Comparison(name, optimizer, args, data)
+def compare(name: str, optimizer: str, args: argparse.Namespace, data: Any) -> dict[str, Any]:
+  """Returns the results of one optimizer: its runs, the best learning rate, time and memory."""
+  comparison = Comparison(name, optimizer, args, data)
   runs = [comparison.run(peak, seed=0) for peak in OPTIMIZERS[optimizer][1]]
   best = min(runs, key=lambda run: np.nan_to_num(run["held_out"], nan=np.inf))["peak"]
   runs += [comparison.run(best, seed) for seed in range(1, args.seeds)]
-  # In turns, so that a change in the machine's speed affects both.
-  turns = [(base.seconds(args.timed), comparison.seconds(args.timed)) for _ in range(args.turns)]
   return {
     "model": name,
     "optimizer": optimizer,
     "best": best,
     "runs": runs,
-    "seconds": statistics.median(own for _, own in turns),
-    "ratio": statistics.median(own / adamw for adamw, own in turns),
+    "seconds": statistics.median(run["seconds"] for run in runs),
     "bytes_per_parameter": comparison.state_bytes / comparison.parameters,
   }
 
@@ -204,7 +197,7 @@ def compare(name: str, optimizer: str, args: argparse.Namespace, data: Any, base
 def table(results: list[dict[str, Any]]) -> str:
   """Returns the results as a table in Markdown: held-out loss, time and memory."""
   lines = [
-    "| model | optimizer | grid | best | held-out loss, mean of seeds (range) | step / AdamW's | bytes |",
+    "| model | optimizer | grid | best | held-out loss, mean of seeds (range) | CPU seconds per step | bytes |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]
   for row in results:
@@ -212,7 +205,7 @@ def table(results: list[dict[str, Any]]) -> str:
     grid = ", ".join(f"{peak:g}" for peak in OPTIMIZERS[row["optimizer"]][1])
     spread = f"{np.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
     cells = (row["model"], row["optimizer"], grid, f"{row['best']:g}", spread)
-    costs = (f"{row['ratio']:.2f}", f"{row['bytes_per_parameter']:.1f}")
+    costs = (f"{row['seconds']:.3f}", f"{row['bytes_per_parameter']:.1f}")
     lines.append("| " + " | ".join(cells + costs) + " |")
   return "\n".join(lines)
 
@@ -233,7 +226,7 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     ):
       axis.plot(x, smooth, label=row["optimizer"])
       axis.set_ylabel(f"{row['model']}: loss, nats per token")
-      axis.set_xlabel("step" if x is steps else "seconds")
+      axis.set_xlabel("step" if x is steps else "CPU seconds")
   axes[0, 0].legend(ncols=2)
   figure.tight_layout()
   figure.savefig(path, dpi=110)
@@ -250,8 +243,6 @@ def main() -> None:
   parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: 8)")
   parser.add_argument("--width", type=int, default=192, help="the models' width (default: 192)")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--timed", type=int, default=50, help="steps of a timed turn (default: 50)")
-  parser.add_argument("--turns", type=int, default=3, help="timed turns (default: 3)")
   parser.add_argument("--json", type=pathlib.Path, help="the file for all results")
   parser.add_argument("--plot", help="the file for a picture; needs matplotlib")
   args = parser.parse_args()
@@ -261,9 +252,8 @@ def main() -> None:
     training, held_out = np.split(tokens, [len(tokens) * 19 // 20])
     data = list(map(jax.device_put, batches(name, training, args.batch, args.steps)))
     data += map(jax.device_put, batches(name, held_out, 16 * args.batch, 1))
-    base = Comparison(name, "adamw", args, data)
     for optimizer in args.only:
-      results.append(compare(name, optimizer, args, data, base))
+      results.append(compare(name, optimizer, args, data))
       print(table(results[-1:]).splitlines()[-1], flush=True)
       if args.json:
         args.json.write_text(json.dumps(results))

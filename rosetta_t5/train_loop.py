@@ -20,8 +20,13 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files.run_log import LostOutputLog, log_end, logged_failure
-from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics
+from rosetta_t5.telemetry.run_files.run_log import (
+  LostOutputLog,
+  log_end,
+  log_event,
+  logged_failure,
+)
+from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics, skips_in_a_row
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
@@ -184,6 +189,7 @@ class TrainLoop:
     run_metrics[FEED_WAIT] = self._seconds_waited / max(1, self._step - start)
     self._seconds_waited = 0.0
     self._check_values(values | run_metrics)
+    self._restore_after_skips()
     self.trainer.train_metrics_manager.write_scalars(self._step, run_metrics)
     values |= run_metrics
     self._progress.report(self._step, values)
@@ -202,6 +208,33 @@ class TrainLoop:
         f"the learning rate is negative ({rate:.4g}) at step {self._step}: correct the schedule, "
         "trainer.Trainer.learning_rate_fn, so that it is at least 0 at every step"
       )
+
+  def _restore_after_skips(self) -> None:
+    """Restores the last checkpoint before too many skipped steps; the data and the step continue.
+
+    Raises:
+      ValueError: there is no such checkpoint.
+    """
+    limit = self.evaluation.model.optimizer_def.max_skipped_steps
+    state = self.trainer.train_state
+    skipped = skips_in_a_row(state.param_states) if limit else 0
+    if not limit or skipped < limit:
+      return
+    saved = self.manager.all_steps() if self.manager else []
+    good = [step for step in saved if step <= self._step - skipped]
+    problem = f"the optimizer has skipped the last {skipped} steps until step {self._step}"
+    if not self.manager or not good:
+      raise ValueError(
+        f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save "
+        "checkpoints more often (utils.SaveCheckpointConfig.period)"
+      )
+    self.manager.wait_until_finished()
+    restored = self.manager.restore(step=good[-1], restore_dataset=False)
+    self.trainer.train_state = restored.replace_step(state.step)
+    self._progress.print_line(
+      f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
+    )
+    log_event(self.model_dir, "restored", step=self._step, checkpoint=good[-1], skipped=skipped)
 
   def _draw_batches(self) -> Iterator[Any]:
     """Yields batches, and counts them as steps, until the run is interrupted."""

@@ -2,6 +2,7 @@
 
 from rosetta_t5.training.optimizers.averages import average_parameters
 from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
+from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import (
   OptaxStatePartitionRules,

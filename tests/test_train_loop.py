@@ -12,12 +12,14 @@ import time
 import types
 from types import MappingProxyType
 
+import optax
 import pytest
 
 from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.terminal import progress
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training.actions import ActionMode
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 
 class Feed:
@@ -80,7 +82,9 @@ def make_loop(trainer, numbers, total_steps=10):
     train_state_axes=None,
     feed=Feed(numbers),
     evaluation=types.SimpleNamespace(
-      model=types.SimpleNamespace(loss_normalizing_factor=None), cfg=None, run=lambda trainer: {}
+      model=types.SimpleNamespace(loss_normalizing_factor=None, optimizer_def=OptimizerDef(None)),
+      cfg=None,
+      run=lambda trainer: {},
     ),
     predictions=types.SimpleNamespace(
       cfg=None, run=lambda *args: None, collect=lambda: None, close=lambda: None
@@ -188,3 +192,70 @@ def test_data_that_ends_before_the_run_is_an_error():
     ValueError, match=r"training data ended after step 7 of 10: train.get_dataset_fn must return"
   ):
     run(make_loop(Trainer(), range(7)))
+
+
+class Manager:
+  """Has the checkpoints of some steps."""
+
+  def __init__(self, steps):
+    self.steps, self.restored = steps, []
+
+  def all_steps(self):
+    return self.steps
+
+  def latest_step(self):
+    return self.steps[-1]
+
+  def wait_until_finished(self):
+    pass
+
+  close = wait_until_finished
+
+  def save(self, state):
+    pass
+
+  def restore(self, step, restore_dataset):
+    assert not restore_dataset
+    self.restored.append(step)
+    return skipping_state(step, in_a_row=0)
+
+
+def skipping_state(step, in_a_row):
+  """Returns a state after some skipped steps."""
+  counts = optax.ApplyIfFiniteState(in_a_row, in_a_row == 0, in_a_row, ())
+  state = types.SimpleNamespace(step=step, param_states=counts)
+  state.replace_step = lambda step: skipping_state(step, in_a_row)
+  return state
+
+
+def skipping_loop(saved, skipped_from):
+  """Returns a loop whose optimizer skips all steps from a step on, until the state is restored."""
+
+  def after_batch(batch):
+    state = trainer.train_state
+    if not loop.manager.restored and batch >= skipped_from:
+      state.param_states = skipping_state(0, batch - skipped_from + 1).param_states
+
+  trainer = Trainer(after_batch)
+  trainer.train_state = skipping_state(0, 0)
+  loop = make_loop(trainer, itertools.count())
+  loop.evaluation.model.optimizer_def.max_skipped_steps = 2
+  loop.manager = Manager(saved)
+  return loop
+
+
+def test_after_too_many_skipped_steps_the_checkpoint_before_them_is_restored(capsys):
+  pathlib.Path("run").mkdir()
+  loop = skipping_loop(saved=[0, 2, 4], skipped_from=2)  # skips the steps after step 2
+  steps, _ = run(loop)
+  assert loop.manager.restored == [2]  # not 4, which was saved after a skipped step
+  assert steps == 10
+  assert loop.trainer.ranges == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]]  # no data is repeated
+  assert "continues with the parameters of step 2" in capsys.readouterr().out
+  events = [json.loads(line) for line in pathlib.Path("run/run-log.jsonl").read_text().splitlines()]
+  assert {"event": "restored", "step": 4, "checkpoint": 2}.items() <= events[0].items()
+
+
+def test_error_says_that_there_is_no_checkpoint_before_the_skipped_steps():
+  with pytest.raises(ValueError, match=r"skipped the last 3 steps until step 4.*no checkpoint"):
+    run(skipping_loop(saved=[4], skipped_from=1))

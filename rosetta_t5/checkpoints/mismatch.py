@@ -75,6 +75,7 @@ def find_restorable(
     stored: the checkpoint's arrays, by name.
     expected: the train state's, by name.
     allow_missing: leave out what the checkpoint lacks, and optimizer state that does not match.
+      Otherwise, if nothing but optimizer state differs, all of it is left out.
     allow_unexpected: ignore what only the checkpoint has.
 
   Raises:
@@ -87,6 +88,14 @@ def find_restorable(
     initializable += (OPTIMIZER_STATE, "state/step")
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   mismatches = find_mismatches(stored, expected)
+  has_state = any(map(_is_optimizer_state, stored))
+  is_of_state = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
+  if has_state and is_of_state and not allow_missing:
+    _log.warning(
+      f"checkpoint {path} was written with another OPTIMIZER: its state is not used, and that of this "
+      f"run's starts anew\n{_table(mismatches)}"
+    )
+    return {name for name in expected if not _is_optimizer_state(name)}
   if not all(m.name.startswith(initializable) or allowed.get(m.problem) for m in mismatches):
     raise mismatch_error(path, mismatches)
   _log_mismatches(path, mismatches)
@@ -138,13 +147,6 @@ def _table(mismatches: list[Mismatch]) -> str:
 
 
 def _advice(path: Any, mismatches: list[Mismatch]) -> str:
-  if all(_is_optimizer_state(mismatch.name) for mismatch in mismatches):
-    return (
-      "The parameters match, but the optimizer's state does not: the checkpoint was written with "
-      "another OPTIMIZER. Bind that optimizer (its state may also depend on whether layers are "
-      "stacked), or train in another MODEL_DIR. RestoreCheckpointConfig.fallback_to_scratch = True "
-      "initializes the state that does not match."
-    )
   return _advice_about_experts(mismatches) + (
     "To train this model, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
     "INITIAL_CHECKPOINT_PATH. To use the checkpoint, give the gin file with which it was trained (see "

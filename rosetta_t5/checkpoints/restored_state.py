@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
+from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   StoredArray,
   as_stored_array,
@@ -124,7 +125,8 @@ def find_matching_arrays(
 ) -> dict[str, StoredArray]:
   """Returns the arrays of a checkpoint that a train state needs, by the train state's flat names.
 
-  No value is read.
+  No value of a parameter is read. If the train state has no optimizer's state, as in inference, averages
+  of the parameters take their place (see `with_averages`).
 
   Args:
     path: a checkpoint of any layout.
@@ -141,6 +143,8 @@ def find_matching_arrays(
   """
   wanted = flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
+  if not any(name.startswith(OPTIMIZER_STATE) for name in wanted):
+    found = with_averages(found)
   if transformations:
     state: Any = unflatten_state_dict(found)
     for transform in transformations:

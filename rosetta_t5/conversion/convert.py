@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
@@ -105,7 +106,8 @@ def convert(
   """
   started = time.monotonic()
   path = checkpoint_folders.resolve_checkpoint(source)
-  arrays = _select_arrays(_cast(read_arrays(path), dtype), to, tree, encoder_only)
+  stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
+  arrays = _select_arrays(_cast(stored, dtype), to, tree, encoder_only)
   _check_address_space(arrays)
   facts = read_facts(path, arrays, activations, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):

@@ -84,11 +84,22 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 
 def skipped_steps(param_states: PyTree) -> int | None:
-  """Returns how many steps `optax.apply_if_finite` has skipped; None if it is not used."""
+  """Returns how many steps the optimizer has skipped; None if it skips none.
 
+  `optax.apply_if_finite` and `SpikeGuard` count them.
+  """
+  totals = [int(node.total_notfinite) for node in _skip_counts(param_states)]
+  return max(totals, default=None)
+
+
+def skips_in_a_row(param_states: PyTree) -> int:
+  """Returns how many steps the optimizer has skipped since the last one that it did not skip."""
+  return max((int(node.notfinite_count) for node in _skip_counts(param_states)), default=0)
+
+
+def _skip_counts(param_states: PyTree) -> list[optax.ApplyIfFiniteState]:
   def counts_skipped_steps(node: Any) -> bool:
     return isinstance(node, optax.ApplyIfFiniteState)
 
   nodes = jax.tree.leaves(param_states, is_leaf=counts_skipped_steps)
-  totals = [int(node.total_notfinite) for node in nodes if counts_skipped_steps(node)]
-  return max(totals, default=None)
+  return list(filter(counts_skipped_steps, nodes))

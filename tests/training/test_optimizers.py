@@ -70,6 +70,9 @@ OPTIMIZERS = {
   "multi": lambda: MultiOptimizer(
     [(KERNELS, Adafactor(0.1)), (OTHERS, Adafactor(0.01, beta1=0.9))]
   ),
+  "multi with optax": lambda: MultiOptimizer(
+    [(KERNELS, Adafactor(0.1)), (OTHERS, optimizers.adam(0.1))]
+  ),
   "multi, a part": lambda: MultiOptimizer([(KERNELS, Adafactor(0.1))]),
   "adabelief": lambda: optimizers.adabelief(0.1),
   "adagrad": lambda: optimizers.adagrad(0.1),
@@ -268,9 +271,14 @@ def test_error_names_the_parameter_of_two_optimizers():
     twice.init_state(PARAMS)
 
 
-def test_multi_optimizer_rejects_optax_and_says_what_to_use():
-  with pytest.raises(ValueError, match=r"OptaxWrapper.*optax.multi_transform"):
-    MultiOptimizer([(KERNELS, optimizers.adam(0.1))])
+def test_multi_optimizer_combines_adafactor_with_an_optimizer_of_optax():
+  both = step(OPTIMIZERS["multi with optax"]().create(PARAMS))
+  adafactor = step(Adafactor(0.1).create(PARAMS)).target
+  np.testing.assert_array_equal(both.target["dense"]["kernel"], adafactor["dense"]["kernel"])
+  adam = step(optimizers.adam(0.1).create(PARAMS)).target
+  np.testing.assert_array_equal(both.target["norm"]["scale"], adam["norm"]["scale"])
+  assert both.state.param_states["norm"]["scale"] is None
+  assert both.state.param_states["optimizer_1"][0].count == 1
 
 
 def test_wrapped_optimizers_keep_the_arguments_of_optax_for_gin():

@@ -89,6 +89,11 @@ def call_layers(
         f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
         "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
       )
+    if KFAC_FACTORS in module.variables:
+      raise ValueError(
+        "K-FAC cannot measure the layers of a pipeline: use another OPTIMIZER, or no axis 'pipeline' in "
+        "partitioning.PjitPartitioner.mesh"
+      )
     return call_pipeline(module, rematerialized, num_layers, scan_name, x, *arguments)
   axis = config.param_scan_axis
   period = _layers_per_iteration(num_layers, expert_layers)

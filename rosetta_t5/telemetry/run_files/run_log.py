@@ -20,7 +20,7 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
 
   Args:
     model_dir: the run's folder; created if absent.
-    event: `start`, `end` or `lost`.
+    event: `start`, `end`, `lost` or `restored`.
     **facts: numbers, texts, and lists and dictionaries of them.
 
   Returns:
