@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from scalable_trees import scalable
 from tiny_models import (
   GPT,
@@ -28,6 +31,8 @@ from rosetta_t5.parallel.pipeline.schedule import (
   PipelineSettings,
   choose_schedule,
 )
+from rosetta_t5.plan.activation_collectives import pipeline_collectives
+from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.step import accumulate_gradients
 
 KEY = jax.random.PRNGKey(3)
@@ -159,11 +164,18 @@ def test_all_schedules_equal_one_device(microbatches, rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fp8", [False, True])
-def test_bfloat16_and_fp8_equal_one_device_as_far_as_they_are_precise(fp8):
-  # fp8 scales each microbatch by its own maximum.
-  tolerance = 0.2 if fp8 else 0.05
-  check("GPT", {"pipeline": 4, "data": 2}, tolerance, dtype=jnp.bfloat16, fp8=fp8)
+def test_bfloat16_equals_one_device_as_far_as_it_is_precise():
+  check("GPT", {"pipeline": 4, "data": 2}, 0.05, dtype=jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_fp8_differs_from_one_device_by_the_rounding_of_units_only():
+  # Each microbatch is scaled by its own maximum.
+  options = {"dtype": jnp.bfloat16, "fp8": True}
+  want, got = (numbers("GPT", mesh, **options) for mesh in (None, {"pipeline": 4, "data": 2}))
+  assert got[0] == pytest.approx(want[0], rel=2e-3)
+  want_grads, got_grads = (ravel_pytree(grads)[0] for grads in (want[1], got[1]))
+  assert np.linalg.norm(got_grads - want_grads) < 0.1 * np.linalg.norm(want_grads)
 
 
 @pytest.mark.parametrize("make_key", [jax.random.PRNGKey, jax.random.key])
@@ -179,6 +191,33 @@ def test_rows_of_other_generators_are_random_too():
   first, second = (bernoulli_of_rows(key, 0.3, (64, 99), 0, jnp.array([row])) for row in (3, 4))
   assert 0.1 < first.mean() < 0.5
   assert (first != second).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("family", "mesh"),
+  [("GPT", {"pipeline": 2, "data": 2}), ("T5", {"pipeline": 2, "fsdp": 2})],
+)
+def test_loops_contain_only_the_permutations_that_plan_counts(family, mesh):
+  model, params, batch = model_of(family), state_of(family).params, batch_of(family, False)
+  partitioner = PjitPartitioner(mesh=mesh).on_devices(jax.devices()[:4])
+  axes = partitioner.get_mesh_axes(state_of(family)).params
+  gradient = jax.grad(lambda params, batch: model.loss_fn(params, batch, None)[0])
+  program = partitioner.partition(gradient, (axes, partitioner.data_partition_spec), axes)
+  loops, main = program.lower(params, batch).compile().as_text().split("\nENTRY ")
+  pattern = r"= (\w+)\[([\d,]*)\]\S* (all-\w+|reduce-scatter|collective-permute)\("
+  in_loops = re.findall(pattern, loops)
+  assert {kind for _, _, kind in in_loops} == {"collective-permute"}
+  assert "all-reduce(" in main
+  sizes = [
+    {"f32": 4, "pred": 1}[dtype] * math.prod(int(n) for n in shape.split(","))
+    for dtype, shape, _ in in_loops
+  ]
+  lengths = {"decoder": 8, "encoder": 8} if family == "T5" else {"decoder": 8}
+  work = Workload(model.network_config, lengths, 4, partitioner.mesh.shape)
+  planned = [each for each in pipeline_collectives(work) if each.kind == "collective-permute"]
+  assert len(sizes) * work.schedule.ticks == sum(each.count for each in planned)
+  assert sum(sizes) * work.schedule.ticks == sum(each.size for each in planned)
 
 
 def test_the_bubble_is_the_share_of_ticks_without_work():
