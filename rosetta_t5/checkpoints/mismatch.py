@@ -166,7 +166,7 @@ def _advice_about_experts(mismatches: list[Mismatch]) -> str:
     return ""
   return (
     f"The checkpoint has {stored[0]} experts in a layer, and this model has {expected[0]}: set "
-    f"network.T5Config.num_experts = {stored[0]}. "
+    f"num_experts = {stored[0]} in the network's config. "
   )
 
 

@@ -198,8 +198,8 @@ def _group_shape(rows: int, length: int, group_size: int | None) -> tuple[int, i
     return rows, length
   if group_size < length:
     raise ValueError(
-      f"T5Config.router_group_size must be at least the length of a row, {length}, or None for groups "
-      f"of one row, got {group_size}"
+      f"router_group_size of the network's config must be at least the length of a row, {length}, or None "
+      f"for groups of one row, got {group_size}"
     )
   shards = count_shards("batch")
   local_rows = rows // shards if rows % shards == 0 else rows
