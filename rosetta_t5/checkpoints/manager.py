@@ -358,6 +358,8 @@ class OrbaxCheckpointManagerInterface:
         step_prefix=checkpoint_folders.STEP_PREFIX,
         preservation_policy=self._retention,
         cleanup_tmp_directories=True,
+        # If a folder cannot be created in the background, Orbax waits for it for ten minutes.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         save_root_metadata=False,
         # Reading the metadata of each old checkpoint takes time, and only the steps are needed.
         lightweight_initialize=True,

@@ -270,3 +270,13 @@ def test_checkpoints_are_not_compressed(make_setup, tmp_path):
   arrays = read_arrays(tmp_path / "checkpoint_0")
   stored = sum(path.stat().st_size for path in tmp_path.rglob("d/*"))
   assert stored > arrays["target/wi"].nbytes + arrays["target/wo"].nbytes > 200_000
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_at_once(setup, tmp_path):
+  longest = os.pathconf(tmp_path, "PC_PATH_MAX")
+  folder = tmp_path
+  while len(os.fspath(folder)) < longest - 150:
+    folder /= "x" * 80
+  manager = setup.manager(folder / ("y" * (longest - 50 - len(os.fspath(folder)))))
+  with pytest.raises(CheckpointSaveError, match="File name too long"):
+    manager.save(setup.state(step=1))
