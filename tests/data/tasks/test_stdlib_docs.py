@@ -52,3 +52,18 @@ def test_the_models_vocabulary_matches_the_tasks(stdlib_docs: Any, folder: pathl
   cfg = DatasetConfig(TASK, {"inputs": 32, "targets": 16}, "train", 4, shuffle=True, seed=0)
   verify_matching_vocabs(cfg, Model())
   assert Model.input_vocabulary.vocab_size == 180
+
+
+def test_rows_of_bytes_are_full_and_continue_across_paragraphs(
+  stdlib_docs: Any, corpus_folder: pathlib.Path
+) -> None:
+  stdlib_docs.register_bytes("bytes_of_tests", corpus_folder)
+  cfg = DatasetConfig("bytes_of_tests", {"targets": 48}, "train", 4, shuffle=True, seed=0)
+  converter = import_seqio().DecoderFeatureConverter
+  batch = next(get_dataset(cfg, 0, 1, converter, num_epochs=1).as_numpy_iterator())
+  import_seqio().TaskRegistry.remove("bytes_of_tests")
+  assert (batch["decoder_target_tokens"] > 0).all()
+  row = batch["decoder_target_tokens"][0]
+  text = import_seqio().ByteVocabulary().decode(row[row != 1].tolist())  # without end tokens
+  assert "aragraph" in text
+  assert 1 in row
