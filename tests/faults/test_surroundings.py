@@ -99,6 +99,13 @@ FAULTS = [
     keeps=False,
   ),
   Fault(
+    "the disk of a run has no inodes for the folders of a checkpoint",
+    "rm -r run && mkdir run && mount -t tmpfs -o nr_inodes=12 tmpfs run || exit 9;"
+    "trap 'umount --lazy run' EXIT; $TRAIN",
+    expected="checkpoint_0 could not be saved: .*No space left on device",
+    keeps=False,
+  ),
+  Fault(
     "the folder of the metrics is removed during a run",
     "(until test -e run/checkpoint_8; do sleep 0.1; done; rm -r run/train) &"
     "$TRAIN --gin.TRAIN_STEPS=40; status=$?; ls run; exit $status",
