@@ -28,7 +28,7 @@ join_processes() {
   fi
 }
 
-# set_mesh PROCESSES: checks TP_SIZE, PP_SIZE and CP_SIZE; sets MESH_FLAGS, and BATCH_SHARES, the GPUs with other examples.
+# set_mesh PROCESSES: checks TP_SIZE, PP_SIZE and CP_SIZE; sets MESH_FLAGS, and BATCH_SHARES, the number of parts of a batch.
 set_mesh() {
   : "${TP_SIZE:=1}" "${PP_SIZE:=1}" "${CP_SIZE:=1}"
   check_number TP_SIZE "$TP_SIZE" 1

@@ -120,7 +120,7 @@ def _check_segment_mask(
       "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False"
     )
   elif kernel == "cudnn" and context_shards() > 1:
-    problem = "does not support a mesh with the axis context: set it to 'flash'"
+    problem = "does not support the mesh axis 'context': set it to 'flash'"
   elif kernel == "cudnn" and (queries % 2 or keys % 2):
     problem = (
       f"trains with a bias only if lengths are even, got {queries} and {keys}: change "

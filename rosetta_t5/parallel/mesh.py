@@ -1,4 +1,4 @@
-"""The device mesh: a grid of devices with the axes `data` and `model`, and optionally `fsdp`."""
+"""The device mesh: a grid of devices with the axes `data` and `model`, and optionally others."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MeshConfig:
       grid = hybrid_grid(devices, self.ici_mesh_shape, self.dcn_mesh_shape)
       grid = grid.reshape(tuple(sizes.values()))
       return Mesh(grid, tuple(sizes), axis_types=types)
-    # `model` is the innermost axis: neighbouring devices communicate most within a model replica.
+    # `model` is usually the innermost axis: neighboring devices communicate most within a model replica.
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
   def axis_sizes(self, num_devices: int) -> dict[str, int]:
@@ -172,6 +172,11 @@ class MeshConfig:
       raise ValueError(
         f"PjitPartitioner.dcn_mesh_shape = {tuple(self.dcn_mesh_shape)} requires ici_mesh_shape, the "
         "mesh within a node. Set both, each (data, model), or neither."
+      )
+    if self.order and not self.counts:
+      raise ValueError(
+        f"PjitPartitioner.mesh_order = {self.order} requires mesh, whose axes it orders: set mesh, or "
+        "remove mesh_order"
       )
     if not (partitions or shape or self.counts):
       raise ValueError(

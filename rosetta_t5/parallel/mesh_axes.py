@@ -13,11 +13,11 @@ EXPERT_AXIS = "expert"
 FSDP_AXIS = "fsdp"
 CONTEXT_AXIS = "context"
 MODEL_AXIS = "model"
-# The mesh axes that a batch is split over, outermost first.
+# The mesh axes that a batch is split over, in the order in which they split its rows.
 BATCH_AXES = (PIPELINE_AXIS, EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
 # Those whose devices compute other tokens with the same parameters, so that gradients are summed.
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
-# The axes that a mesh has only if its counts name them.
+# The axes that a mesh has only if a user's setting names them.
 OPTIONAL_AXES = (PIPELINE_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
 # User's name → mesh axis, outermost first. Tensor parallelism keeps T5X's name for the mesh axis,
 # `model`, which users' axis rules and models refer to.
@@ -46,18 +46,18 @@ def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 def sizes_from_counts(
   counts: Mapping[str, int], num_devices: int, order: Sequence[str] = ()
 ) -> dict[str, int]:
-  """Returns the size of each mesh axis: `data`, `fsdp` and `model`, which `tensor` counts.
+  """Returns the sizes of the mesh axes, outermost first; the axis of `tensor` is called `model`.
 
   The axes `pipeline`, `expert` and `context` exist only if the counts have them.
 
   Args:
-    counts: the size of each axis by name (pipeline, data, expert, fsdp, context, tensor). One of them may be -1, which
-      means all remaining devices. The default of `data` is -1 too; that of the others is 1.
+    counts: the size of each axis by name (pipeline, data, expert, fsdp, context, tensor). One of them may
+      be -1, which means all remaining devices; so is `data` by default. The others are 1 by default.
     num_devices: the number of devices.
-    order: the names of the outermost axes, if they are not the usual ones.
+    order: the names of the outermost axes. The others follow in the order above.
 
   Raises:
-    ValueError: a name is unknown, or the counts do not match the number of devices.
+    ValueError: a name is unknown or given twice, or the counts do not match the number of devices.
   """
   _check_counts(counts)
   if not set(order) <= set(_AXES) or len(set(order)) < len(order):

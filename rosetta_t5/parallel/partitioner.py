@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -103,10 +102,11 @@ class BasePartitioner(abc.ABC):
     ici_mesh_shape: tuple[int, ...] | None = None,
     dcn_mesh_shape: tuple[int, ...] | None = None,
     mesh: Mapping[str, int] | None = None,
+    mesh_order: Sequence[str] = (),
   ):
-    self._mesh_config = MeshConfig(
-      num_partitions, model_parallel_submesh or None, ici_mesh_shape, dcn_mesh_shape, mesh or None
-    )
+    shapes = (model_parallel_submesh or None, ici_mesh_shape, dcn_mesh_shape)
+    order = tuple(mesh_order or ())
+    self._mesh_config = MeshConfig(num_partitions, *shapes, mesh or None, order=order)
     self._mesh_config.check()
     # T5X's names, which users' subclasses and notebooks read.
     self._num_partitions = num_partitions or 1
@@ -298,20 +298,20 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape: (data, model) within one node.
       dcn_mesh_shape: (data, model) over nodes.
       logical_axis_rules: (logical axis, mesh axis) pairs; None for T5X's standard rules.
-      mesh: {"pipeline": …, "data": …, "expert": …, "fsdp": …, "context": …, "tensor": …} in place of the
-        other mesh arguments. `pipeline`, `expert` and `fsdp` also split the batch, and `context` the
-        positions of each row; `pipeline` splits the layers, `expert` the experts of a layer, and `fsdp`
-        and `context` the `embed` axis of the parameters and their optimizer state.
+      mesh: {"pipeline": …, "data": …, "expert": …, "fsdp": …, "context": …, "tensor": …} in place of
+        the other mesh arguments. `pipeline`, `data`, `expert` and `fsdp` split the batch, and `context`
+        the positions of each row. `pipeline` also splits the layers, `expert` the experts of a layer,
+        and `fsdp` and `context` the `embed` axis of the parameters and their optimizer state.
       zero1: whether the optimizer state, but not the parameters, is split over `data` too.
       sequence_parallel: whether activations between attention and feed-forward blocks are split by
         position over `model`, which splits heads and feed-forward units inside the blocks.
       pipeline_microbatches: see `PipelineSettings.microbatches`.
       pipeline_rounds: see `PipelineSettings.rounds`.
-      mesh_order: the outermost axes of `mesh`; by default pipeline, data, expert, fsdp, context, tensor.
-        Outer axes span nodes, and the innermost ones are within a node.
+      mesh_order: the outermost axes of `mesh`; the others follow in the order pipeline, data, expert,
+        fsdp, context, tensor. Outer axes span nodes, and the innermost ones are within a node.
 
     Raises:
-      ValueError: no mesh is defined, or several are.
+      ValueError: no mesh is defined, or several are, or `mesh_order` is set without `mesh`.
     """
     super().__init__(
       num_partitions,
@@ -321,13 +321,13 @@ class PjitPartitioner(BasePjitPartitioner):
       ici_mesh_shape,
       dcn_mesh_shape,
       mesh,
+      mesh_order,
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     self._given_rules = rules
     self._rules = extend_axis_rules(rules, self._mesh_config.ruled_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
-    self._mesh_config = dataclasses.replace(self._mesh_config, order=tuple(mesh_order))
     self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)
 
   def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:

@@ -1,4 +1,4 @@
-"""The collectives of activations: over `model` of sharded matmuls, over `context` and `expert` of tokens."""
+"""The collectives of activations: over `model`, `expert`, `context` and `pipeline`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Collective:
     axes: the mesh axes whose devices take part.
     size: the bytes of the whole arrays on each device per step; for an all-to-all or a permute, of the
       device's shards.
-    why: what is sent: "pipeline", "gradients", "parameters", "activations", "keys", "queries", "masks", "loss" or "norms".
+    why: what is sent: "gradients", "parameters", "activations", "keys", "queries", "masks", "loss",
+      "norms", or "pipeline" (everything that stages send to each other).
     terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
       (AllReduceReassociate). On CPUs it sends each of them.
     count: the number of arrays whose bytes `size` adds up.

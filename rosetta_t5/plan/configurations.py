@@ -21,7 +21,6 @@ from rosetta_t5.parallel.mesh_axes import (
   OPTIONAL_AXES,
   PIPELINE_AXIS,
   count_batch_shards,
-  sizes_from_counts,
 )
 from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.plan.estimate import Estimate, estimate_with_memory
@@ -50,7 +49,8 @@ class Configuration:
   """A way to run a training step.
 
   Attributes:
-    mesh: the partitioner's mesh, {"data": …, "fsdp": …, "tensor": …}, with "expert" for experts.
+    mesh: the partitioner's mesh, {"data": …, "fsdp": …, "tensor": …}, and those of `OPTIONAL_AXES` that
+      are larger than 1.
     work: what the step computes.
     estimate: what that needs.
   """
@@ -116,7 +116,7 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
   specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
   kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
   for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
-    sizes = sizes_from_counts(mesh, plan.devices[0])
+    sizes = partitioner.with_mesh(mesh).mesh_shape(plan.devices[0])
     try:
       check_partition_specs(plan.state, specs, sizes)
     except ValueError:
@@ -143,12 +143,14 @@ def _possible_meshes(
 ) -> Iterator[dict[str, int]]:
   """Yields meshes whose tensor axis is within a node and divides heads, feed-forward and vocabulary.
 
-  The axis `context` is within a node too, and only splits long rows.
+  The axis `context` is within a node too, and only splits long rows. Only stacks of scanned layers
+  without experts can be a pipeline.
   """
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
   experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
-  stages = divisors if getattr(config, "scan_layers", False) else [1]
+  is_pipelinable = getattr(config, "scan_layers", False) and not has_experts(config)
+  stages = divisors if is_pipelinable else [1]
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
       continue

@@ -112,8 +112,8 @@ class Workload:
       return PipelineSchedule(1, 1)
     batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
     stacks = filter(None, self.layers.values())
-    *_, schedule = [choose_schedule(self.mesh, batch, number, self.pipeline) for number in stacks]
-    return schedule
+    # All stacks have the same schedule, but each must be divisible.
+    return [choose_schedule(self.mesh, batch, layers, self.pipeline) for layers in stacks][-1]
 
   @property
   def stage_examples(self) -> float:

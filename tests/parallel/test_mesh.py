@@ -76,6 +76,10 @@ def test_a_mesh_shape_for_another_number_of_devices_is_an_error_that_suggests_on
       {"dcn_mesh_shape": (2, 1)},
       "dcn_mesh_shape = (2, 1) requires ici_mesh_shape",
     ),
+    (
+      {"num_partitions": 1, "mesh_order": ("data",)},
+      "mesh_order = ('data',) requires mesh, whose axes it orders: set mesh, or remove mesh_order",
+    ),
     ({}, "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: set"),
     (
       {"model_parallel_submesh": (3, 1, 1, 1)},

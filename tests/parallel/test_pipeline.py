@@ -249,6 +249,8 @@ def test_by_default_there_are_up_to_four_microbatches_per_stage():
     (12, 8, PipelineSettings(), "needs a multiple of 8 examples in each pass, got 12"),
     (16, 6, PipelineSettings(), r"6 layers cannot be split into the 4 stages .*\[1, 2, 3, 6\]"),
     (16, 8, PipelineSettings(rounds=3), r"must divide the 2 layers of each device .*\[1, 2\]"),
+    (16, 8, PipelineSettings(rounds=-1), r"must divide the 2 layers .* got -1.*\[1, 2\]"),
+    (32, 8, PipelineSettings(0), r"divides the 16 examples of a replica, got 0.*\[4, 8, 16\]"),
     (32, 8, PipelineSettings(6), r"4 stages that divides the 16 examples .* got 6.*\[4, 8, 16\]"),
   ],
 )

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def free_address() -> str:
 
 def train_in_processes(folder, mesh, count, kill_after=0, sigterm_after=0) -> dict[int, float]:
   """Trains in several processes; kills the last one after a step if `kill_after` is set."""
-  address = free_address()
+  address, is_killed = free_address(), kill_after > 0
   command = [sys.executable, PROGRAM, folder, STEPS, sigterm_after, json.dumps(mesh), address]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   losses: dict[int, float] = {}
@@ -75,12 +74,11 @@ def train_in_processes(folder, mesh, count, kill_after=0, sigterm_after=0) -> di
       text += line
       losses = losses_in(text)
       if kill_after and len(losses) == kill_after:
-        processes[-1].send_signal(signal.SIGKILL)
+        processes[-1].kill()
         kill_after = 0
-        sigterm_after = -1
     others = [process.communicate()[0] for process in processes[1:]]
   statuses = {process.returncode for process in processes}
-  if sigterm_after == -1:
+  if is_killed:
     assert 0 not in statuses, text
   else:
     assert statuses == ({143} if sigterm_after else {0}), "\n".join([text, *others])

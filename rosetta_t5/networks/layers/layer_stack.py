@@ -91,7 +91,7 @@ def call_layers(
       )
     if KFAC_FACTORS in module.variables:
       raise ValueError(
-        "K-FAC cannot measure the layers of a pipeline: use another OPTIMIZER, or no axis 'pipeline' in "
+        "K-FAC cannot measure the layers of a pipeline: set another OPTIMIZER, or remove 'pipeline' from "
         "partitioning.PjitPartitioner.mesh"
       )
     return call_pipeline(module, rematerialized, num_layers, scan_name, x, *arguments)

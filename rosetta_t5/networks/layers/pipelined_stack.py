@@ -118,12 +118,13 @@ def call_pipeline(
       with their microbatch; all layers share the others.
 
   Raises:
-    ValueError: the layers or the batch cannot be divided into stages and microbatches.
+    ValueError: the layers or the batch cannot be divided into stages and microbatches, or fp8 has
+      delayed scaling.
   """
   if OVERWRITE_WITH_GRADIENT in module.variables:
     raise ValueError(
-      "a pipeline does not support fp8 with the maxima of earlier steps: set "
-      "te_helper.TransformerEngineConfig.recipe = 'current'"
+      "te_helper.TransformerEngineConfig.recipe = 'delayed' excludes a pipeline: set it to 'current', or "
+      "remove 'pipeline' from partitioning.PjitPartitioner.mesh"
     )
   config: Any = module.config
   batch_axis = 1 if config.transpose_batch_sequence else 0

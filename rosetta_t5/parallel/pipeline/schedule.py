@@ -21,7 +21,7 @@ class PipelineSettings:
 
   Attributes:
     microbatches: the number of microbatches of a pipeline, a multiple of its stages; None for the
-      largest that the batch allows, but at most four times the number of stages.
+      largest number that divides the batch, up to four times the number of stages.
     rounds: how often a microbatch passes through all stages (interleaving). With more rounds, stages
       have fewer layers at a time, and the bubble is shorter.
   """
@@ -36,7 +36,7 @@ class PipelineSchedule:
 
   Microbatches enter in groups of as many as there are stages. A group passes through all rounds before
   the next one enters, so the first stage is never idle while there is work, and no stage stores
-  microbatches that wait. A tick is the time that a stage works on a microbatch in one round.
+  microbatches that wait. A tick is the time in which a stage computes one microbatch in one round.
 
   Attributes:
     stages: the number of stages, S.
@@ -67,7 +67,7 @@ class PipelineSchedule:
     """Returns the schedule as text for a run's header."""
     rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
     return (
-      f"{self.stages} stages, {self.microbatches} microbatches{rounds}: a stage has no work in "
+      f"{self.stages} stages, {self.microbatches} microbatches{rounds}: a stage is idle for "
       f"{self.bubble:.1%} of the time (the bubble)"
     )
 
@@ -136,7 +136,7 @@ def choose_schedule(
       for number in range(stages, _MICROBATCHES_PER_STAGE * stages + 1, stages)
       if rows % number == 0
     )
-  if microbatches % stages or rows % microbatches:
+  if microbatches < 1 or microbatches % stages or rows % microbatches:
     possible = [n for n in range(stages, rows + 1, stages) if rows % n == 0]
     raise ValueError(
       f"{_SETTING}.pipeline_microbatches must be a multiple of the {stages} stages that divides the "
@@ -152,8 +152,8 @@ def _check_layers(num_layers: int, stages: int, rounds: int) -> None:
       f"{num_layers} layers cannot be split into the {stages} stages of {_SETTING}.mesh's 'pipeline': "
       f"set it to one of {possible}"
     )
-  if (num_layers // stages) % rounds:
-    layers = num_layers // stages
+  layers = num_layers // stages
+  if rounds < 1 or layers % rounds:
     possible = [n for n in range(1, layers + 1) if layers % n == 0]
     raise ValueError(
       f"{_SETTING}.pipeline_rounds must divide the {layers} layers of each device ({num_layers} layers "
