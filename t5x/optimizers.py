@@ -1,4 +1,4 @@
-"""T5X's `optimizers`: the interface of an optimizer, and optax's optimizers with this interface."""
+"""T5X's `optimizers`: the interface of an optimizer, and the optimizers of optax and of gin/optimizers."""
 
 from rosetta_t5.training.optimizers.averages import average_parameters
 from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name

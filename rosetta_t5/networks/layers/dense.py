@@ -222,7 +222,9 @@ def _matmul_with_factors_backward(operands: Any, dy_NO: Array) -> tuple[Array | 
 
   def mean_of_squares(x_NI: Array) -> Array:
     flat_NI = x_NI.reshape(-1, x_NI.shape[-1]).astype(jnp.float32)
-    return flat_NI.T @ flat_NI / len(flat_NI)
+    mean_II = flat_NI.T @ flat_NI / len(flat_NI)
+    # XLA (jax 0.10) computes a wrong xᵀ·x if both dimensions of the result are split over devices.
+    return with_sharding_constraint(mean_II, (None, None))
 
   return (
     *_matmul_backward((x_NI, w_IO), dy_NO),

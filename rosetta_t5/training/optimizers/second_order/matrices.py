@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
 
 PyTree = Any
@@ -134,8 +135,8 @@ def gram_factors(grads: PyTree, dims: PyTree, like: PyTree) -> PyTree:
       return Factors(None, None)
     matrices = dim.to_matrices(grad.astype(jnp.float32))
     return Factors(
-      rows=None if factors.rows is None else _matmul(matrices, matrices.mT),
-      columns=None if factors.columns is None else _matmul(matrices.mT, matrices),
+      rows=None if factors.rows is None else _gram(matrices),
+      columns=None if factors.columns is None else _gram(matrices.mT),
     )
 
   return map_params(grams, grads, dims, like)
@@ -158,6 +159,11 @@ def multiply(factors: PyTree, tree: PyTree, dims: PyTree) -> PyTree:
     return dim.to_parameter(matrices, array.shape)
 
   return map_params(product, tree, dims, factors)
+
+
+def _gram(matrices: jax.Array) -> jax.Array:
+  # XLA (jax 0.10) computes a wrong M·Mᵀ if both dimensions of the result are split over devices.
+  return with_sharding_constraint(_matmul(matrices, matrices.mT), (None,) * matrices.ndim)
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
