@@ -66,6 +66,9 @@ def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
     block, cross = _matmul_results(work, sizes)
   else:
     block, cross = _all_arrays(work, sizes)
+    if work.is_scanned and work.policy == "none":
+      norm = _float32_of_norm(work.config)
+      block, cross = block + 2 * norm, cross + norm
   pairs = _PAIRS.get(policy, 0) * sizes.pair
   inputs, targets = work.lengths.get("encoder", 0), work.lengths["decoder"]
   encoder = source * block + pairs * source * inputs
@@ -184,6 +187,14 @@ def _sizes(work: Workload, policy: str) -> _Sizes:
     itemsize=itemsize,
     fp8=work.fp8,
   )
+
+
+def _float32_of_norm(config: Any) -> float:
+  """Returns the bytes of a position's float32 arrays in a norm, which only a scan keeps.
+
+  XLA computes them again where layers are not scanned.
+  """
+  return 4 * config.emb_dim * (3 if getattr(config, "norm", "rms") == "layer" else 2)
 
 
 def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:
