@@ -23,6 +23,7 @@ from rosetta_t5.parallel.mesh_axes import (
   count_batch_shards,
 )
 from rosetta_t5.parallel.partition_specs import check_partition_specs
+from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_with_memory
 from rosetta_t5.plan.fitting import POLICIES, USABLE, possible_microbatches
 from rosetta_t5.plan.memory import StateMemory
@@ -33,6 +34,8 @@ from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 _CUDNN_CAPABILITY = (8, 0)
 # The axes that split parameters, as a user names them.
 _SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
+# Microbatches of a pipeline per stage that are tried besides the default.
+_MICROBATCHES_PER_STAGE = (8, 16)
 # Times whose ratio is less are considered equal.
 _SAME = 1.03
 # A device that computes fewer positions of a row than this waits for keys and values for too long.
@@ -74,6 +77,9 @@ class Configuration:
       f"{config}.remat_policy=\"'{self.work.policy}'\"",
       f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"",
     ]
+    if PIPELINE_AXIS in self.mesh:
+      microbatches = self.work.schedule.microbatches
+      lines.insert(1, f"partitioning.PjitPartitioner.pipeline_microbatches={microbatches}")
     if self.work.fp8:
       lines += [f"train.te_config_cls=@{fp8}", f"{fp8}.enabled=1"]
     elif is_fp8_set:
@@ -128,13 +134,13 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
       work = work.replace(kernel="flash")
     memory = StateMemory.of(plan.state, specs, work)
     found = []
-    for policy in _policies(work):
-      for fp8 in precisions:
-        option = _fewest_microbatches(work.replace(remat_policy=policy, fp8=fp8), memory, gpu)
-        if option:
-          inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
-          named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
-          found.append(Configuration(named, option, estimate_with_memory(*inputs)))
+    for policy, fp8, schedule in itertools.product(_policies(work), precisions, _schedules(work)):
+      changed = work.replace(remat_policy=policy, fp8=fp8, pipeline=schedule)
+      option = _fewest_microbatches(changed, memory, gpu)
+      if option:
+        inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
+        named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
+        found.append(Configuration(named, option, estimate_with_memory(*inputs)))
     yield found
 
 
@@ -169,9 +175,27 @@ def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workl
   """Returns the step in as few microbatches as fit; None if it does not fit."""
   for number in possible_microbatches(work):
     option = work.replace(microbatches=number)
+    if not _has_schedule(option):
+      continue
     if sum(memory.step(option).values()) <= USABLE * gpu.memory:
       return option
   return None
+
+
+def _schedules(work: Workload) -> Iterator[PipelineSettings]:
+  """Yields numbers of microbatches of a pipeline: the default, and more, which shorten the bubble."""
+  yield PipelineSettings()
+  stages = work.mesh.get(PIPELINE_AXIS, 1)
+  if stages > 1:
+    yield from (PipelineSettings(factor * stages) for factor in _MICROBATCHES_PER_STAGE)
+
+
+def _has_schedule(work: Workload) -> bool:
+  """Returns whether the batch can be divided into the microbatches of the pipeline."""
+  try:
+    return work.schedule.stages > 0
+  except ValueError:
+    return False
 
 
 def _policies(work: Workload) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def test_processes_of_a_pipeline_are_killed_terminated_and_continued(tmp_path, c
   folder = tmp_path / "disturbed"
   losses = train_in_processes(folder, {"pipeline": count}, count, kill_after=2)
   first = max(losses)
-  other = {"pipeline": 2, "fsdp": -1}
+  other = {"pipeline": 2, "data": -1}
   losses |= train_in_processes(folder, other, count, sigterm_after=first + 1)
   losses |= train_in_processes(folder, {"fsdp": count}, count)
   assert losses == pytest.approx(whole, rel=1e-5)
