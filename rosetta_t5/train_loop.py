@@ -26,7 +26,12 @@ from rosetta_t5.telemetry.run_files.run_log import (
   log_event,
   logged_failure,
 )
-from rosetta_t5.telemetry.run_metrics import FEED_WAIT, RunMetrics, skips_in_a_row
+from rosetta_t5.telemetry.run_metrics import (
+  FEED_WAIT,
+  RunMetrics,
+  skips_in_a_row,
+  with_skipped_steps,
+)
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
@@ -225,12 +230,13 @@ class TrainLoop:
     problem = f"the optimizer has skipped the last {skipped} steps until step {self._step}"
     if not self.manager or not good:
       raise ValueError(
-        f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save "
-        "checkpoints more often (utils.SaveCheckpointConfig.period)"
+        f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save or "
+        "keep more checkpoints (utils.SaveCheckpointConfig.period, keep)"
       )
     self.manager.wait_until_finished()
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
-    self.trainer.train_state = restored.replace_step(state.step)
+    counted = with_skipped_steps(restored.param_states, state.param_states)
+    self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
     self._progress.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
     )

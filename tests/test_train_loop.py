@@ -224,7 +224,7 @@ def skipping_state(step, in_a_row):
   """Returns a state after some skipped steps."""
   counts = optax.ApplyIfFiniteState(in_a_row, in_a_row == 0, in_a_row, ())
   state = types.SimpleNamespace(step=step, param_states=counts)
-  state.replace_step = lambda step: skipping_state(step, in_a_row)
+  state.replace = lambda **fields: types.SimpleNamespace(**{**vars(state), **fields})
   return state
 
 
@@ -251,6 +251,7 @@ def test_after_too_many_skipped_steps_the_checkpoint_before_them_is_restored(cap
   assert loop.manager.restored == [2]  # not 4, which was saved after a skipped step
   assert steps == 10
   assert loop.trainer.ranges == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]]  # no data is repeated
+  assert loop.trainer.train_state.param_states.total_notfinite == 2  # the skipped steps still count
   assert "continues with the parameters of step 2" in capsys.readouterr().out
   events = [json.loads(line) for line in pathlib.Path("run/run-log.jsonl").read_text().splitlines()]
   assert {"event": "restored", "step": 4, "checkpoint": 2}.items() <= events[0].items()

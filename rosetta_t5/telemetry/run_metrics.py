@@ -97,9 +97,19 @@ def skips_in_a_row(param_states: PyTree) -> int:
   return max((int(node.notfinite_count) for node in _skip_counts(param_states)), default=0)
 
 
-def _skip_counts(param_states: PyTree) -> list[optax.ApplyIfFiniteState]:
-  def counts_skipped_steps(node: Any) -> bool:
-    return isinstance(node, optax.ApplyIfFiniteState)
+def with_skipped_steps(param_states: PyTree, counted: PyTree) -> PyTree:
+  """Returns an optimizer's state with the number of skipped steps that another one has counted."""
 
-  nodes = jax.tree.leaves(param_states, is_leaf=counts_skipped_steps)
-  return list(filter(counts_skipped_steps, nodes))
+  def add(node: Any, other: Any) -> Any:
+    return node._replace(total_notfinite=other.total_notfinite) if _counts_skips(node) else node
+
+  return jax.tree.map(add, param_states, counted, is_leaf=_counts_skips)
+
+
+def _counts_skips(node: Any) -> bool:
+  return isinstance(node, optax.ApplyIfFiniteState)
+
+
+def _skip_counts(param_states: PyTree) -> list[optax.ApplyIfFiniteState]:
+  nodes = jax.tree.leaves(param_states, is_leaf=_counts_skips)
+  return list(filter(_counts_skips, nodes))

@@ -91,7 +91,7 @@ def test_a_mesh_computes_the_steps_of_one_device_and_continues_a_saved_state(nam
     strict=True,
   ):
     # Adam's first steps have the size of the learning rate, 0.01, however small the gradient is.
-    assert np.mean(np.isclose(found, want, rtol=1e-2, atol=1e-3)) > 0.99
+    assert np.mean(np.isclose(found, want, rtol=1e-2, atol=1e-3)) > 0.97
   # Every array of the state with two dimensions of a matrix is split.
   for path, leaf in jax.tree_util.tree_leaves_with_path(whole.param_states):
     if "wi_0" in str(path) and leaf.ndim == 3:
