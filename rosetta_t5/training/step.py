@@ -51,13 +51,9 @@ def train_step(
     optimizer_uses_loss: whether `state.apply_gradient` takes a `StepLoss` as its argument `loss`.
   """
   learning_rate = learning_rate_fn(state.step)
-  dropout_rng = jax.random.fold_in(rng, state.step)
-  grads, loss, metrics, mutables = accumulate_gradients(
-    loss_fn, state, batch, dropout_rng, num_microbatches
-  )
-  about_loss: dict[str, Any] = {}
-  if optimizer_uses_loss:
-    about_loss["loss"] = _step_loss(loss, loss_fn, state, batch, dropout_rng, num_microbatches or 1)
+  arguments = (loss_fn, state, batch, jax.random.fold_in(rng, state.step), num_microbatches)
+  grads, loss, metrics, mutables = accumulate_gradients(*arguments)
+  about_loss = {"loss": _step_loss(loss, *arguments)} if optimizer_uses_loss else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
@@ -73,15 +69,17 @@ def _step_loss(
   state: State,
   batch: Batch,
   dropout_rng: jax.Array,
-  num_microbatches: int,
+  num_microbatches: int | None,
 ) -> StepLoss:
+  parts = num_microbatches or 1
+
   def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
-    part = {name: value[: len(value) // num_microbatches] for name, value in batch.items()}
+    part = {name: value[: len(value) // parts] for name, value in batch.items()}
     part = {name: _constrain_to_batch(value) for name, value in part.items()}
     mutables = {**state.flax_mutables, **(variables or {})}
     return loss_fn(params, part, dropout_rng, *([mutables] if mutables else []))[0]
 
-  return StepLoss(loss, of_first_microbatch, num_microbatches)
+  return StepLoss(loss, of_first_microbatch, parts)
 
 
 def _constrain_to_batch(value: jax.Array) -> jax.Array:
