@@ -227,7 +227,7 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
       axis.plot(x, smooth, label=row["optimizer"])
       axis.set_ylabel(f"{row['model']}: loss, nats per token")
       axis.set_xlabel("step" if x is steps else "CPU seconds")
-  axes[0, 0].legend(ncols=2)
+  axes[-1, 0].legend(ncols=2)
   figure.tight_layout()
   figure.savefig(path, dpi=110)
 
