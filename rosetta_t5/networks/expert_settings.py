@@ -87,7 +87,8 @@ class ExpertSettings:
 
 def has_experts(config: Any) -> bool:
   """Returns whether a network's config, which may be a user's own or None, has layers with experts."""
-  return bool(getattr(config, "num_experts", 0))
+  number = getattr(config, "num_experts", 0)
+  return isinstance(number, int) and number > 0
 
 
 def expert_layers(config: Any, side: str) -> tuple[int, ...]:
