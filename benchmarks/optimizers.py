@@ -1,7 +1,7 @@
 """Compares the optimizers of gin/optimizers on a small T5 and a small GPT, with equal tokens.
 
   python benchmarks/optimizers.py --json out.json            # all optimizers, two models, three seeds
-  python benchmarks/optimizers.py --only adamw muon --steps 100 --report out.md
+  python benchmarks/optimizers.py --only adamw muon --steps 100 --plot out.png
 
 The models have the size of the quickstart (3.6 million parameters), the text is Python's documentation,
 and all optimizers see the same batches in the same order. Each learning rate of the optimizer's grid is
@@ -242,7 +242,9 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=300, help="steps of a run (default: 300)")
   parser.add_argument("--batch", type=int, default=8, help="rows of a batch (default: 8)")
   parser.add_argument("--width", type=int, default=192, help="the models' width (default: 192)")
-  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument(
+    "--seeds", type=int, default=3, help="runs at the best learning rate (default: 3)"
+  )
   parser.add_argument("--json", type=pathlib.Path, help="the file for all results")
   parser.add_argument("--plot", help="the file for a picture; needs matplotlib")
   args = parser.parse_args()

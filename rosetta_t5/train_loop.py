@@ -321,9 +321,8 @@ class TrainLoop:
       self._run_actions(ActionMode.INFER_EVAL, values)
 
   def _run_actions(self, mode: ActionMode, values: Mapping[str, Mapping[str, Any]]) -> None:
-    if (
-      mode is not ActionMode.INFER_EVAL
-    ):  # As in T5X, where only SeqIO's metrics are plain numbers.
+    # As in T5X, only SeqIO's metrics are plain numbers.
+    if mode is not ActionMode.INFER_EVAL:
       values = jax.tree.map(clu_values.Scalar, values)
     if run_actions(mode, self.actions, self.trainer.train_state, values):
       self._is_stopped_by_action = True

@@ -67,6 +67,12 @@ def test_high_values_are_accepted_while_the_averages_are_young():
   assert skipped_steps(guard.state.param_states) == 0
 
 
+def test_a_negative_loss_is_compared_with_the_size_of_its_average():
+  guard = SpikeGuard(optimizers.chain([optax.adam]), warmup_steps=1).create(PARAMS)
+  guard = step(step(guard, 1.0, -1.0), 1.0, -1.0)
+  assert skipped_steps(guard.state.param_states) == 0
+
+
 def test_adafactor_can_be_guarded():
   before = after_ten_steps(Adafactor())
   after = step(before, np.nan, 1.0)

@@ -18,6 +18,7 @@ from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.averages import average_parameters
 from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
+from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.second_order.muon import muon
@@ -271,6 +272,11 @@ def test_error_names_the_parameter_of_two_optimizers():
     twice.init_state(PARAMS)
 
 
+def test_error_says_that_a_guard_must_be_outside():
+  with pytest.raises(ValueError, match=r"set SpikeGuard\.optimizer to the MultiOptimizer"):
+    MultiOptimizer([(KERNELS, SpikeGuard(Adafactor(0.1)))])
+
+
 def test_multi_optimizer_combines_adafactor_with_an_optimizer_of_optax():
   both = step(OPTIMIZERS["multi with optax"]().create(PARAMS))
   adafactor = step(Adafactor(0.1).create(PARAMS)).target
@@ -313,6 +319,9 @@ def test_the_learning_rate_of_the_trainer_equals_one_of_optax():
 def test_error_names_a_function_that_must_be_called():
   with pytest.raises(ValueError, match=r"function clip_by_global_norm, .* write @clip_by_global"):
     optimizers.chain([optax.clip_by_global_norm])
+  for whole in (optimizers.adamw(0.1), optimizers.adamw, Adafactor()):
+    with pytest.raises(ValueError, match=r"a whole optimizer, (OptaxWrapper|Adafactor): write"):
+      optimizers.chain([whole]).create(PARAMS)
   with pytest.raises(ValueError, match=r"no learning rate: set trainer\.Trainer"):
     optimizers.chain([optax.lion]).create(PARAMS).apply_gradient(PARAMS)
 
@@ -384,6 +393,12 @@ def test_an_average_of_the_parameters_is_evaluated():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), average, want)
 
 
+def test_error_says_that_the_average_must_be_last():
+  chain = optimizers.chain([average_parameters(0.9), optax.adam])
+  with pytest.raises(ValueError, match=r"average_parameters must be the last"):
+    chain.create(PARAMS)
+
+
 def test_schedule_free_evaluates_the_average_of_its_iterates():
   definition = OPTIMIZERS["schedule_free"]()
   optimizer = definition.create(PARAMS)
@@ -407,3 +422,5 @@ def test_weight_decay_and_learning_rates_are_set_by_name():
 def test_error_names_a_pattern_that_matches_no_parameter():
   with pytest.raises(ValueError, match=r"'norm/scales' matches no parameter.*'norm/scale'"):
     all_except(["norm/scales"])(PARAMS)
+  with pytest.raises(ValueError, match=r"'\*/scale' is not a regular expression"):
+    all_except(["*/scale"])

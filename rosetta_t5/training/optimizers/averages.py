@@ -40,6 +40,16 @@ def average_parameters(decay: Rate = 0.999) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
+def check_average_is_last(optax_state: PyTree) -> None:
+  """Raises ValueError if a transformation follows `average_parameters` in a chain."""
+  is_chain = type(optax_state) is tuple
+  if is_chain and any(isinstance(state, AverageState) for state in optax_state[:-1]):
+    raise ValueError(
+      "average_parameters must be the last of chain.transformations, because it averages the "
+      "parameters after all updates: move it to the end"
+    )
+
+
 def averaged_parameters(params: PyTree, optax_state: PyTree) -> PyTree:
   """Returns the parameters to evaluate: the average that an optax state has, else `params`.
 

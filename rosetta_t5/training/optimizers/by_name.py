@@ -22,12 +22,10 @@ def all_except(patterns: Iterable[str]) -> Callable[[PyTree], PyTree]:
   Args:
     patterns: regular expressions that match whole paths, such as `.*/(scale|bias)`.
   """
-  patterns = list(patterns)
+  compiled = _compile(patterns)
 
   def mask(params: PyTree) -> PyTree:
-    return jax.tree.map(
-      lambda index: index is None, _first_matches(params, patterns), is_leaf=_is_none
-    )
+    return jax.tree.map(lambda index: index == len(compiled), _first_matches(params, compiled))
 
   return mask
 
@@ -41,42 +39,48 @@ def scale_by_name(factors: Mapping[str, NonNegativeNumber]) -> optax.GradientTra
     factors: factors by regular expressions that match whole paths, such as
       {'encoder/layers_[0-5]/.*': 0.1}. The first match counts. Other parameters have the factor 1.
   """
-  patterns, numbers = list(factors), [*factors.values(), 1.0]
+  patterns, numbers = _compile(factors), [*factors.values(), 1.0]
 
   def update(updates: PyTree, params: PyTree | None = None) -> PyTree:
     del params
     indices = _first_matches(updates, patterns)
-    return jax.tree.map(
-      lambda index, value: value * numbers[-1 if index is None else index],
-      indices,
-      updates,
-      is_leaf=_is_none,
-    )
+    return jax.tree.map(lambda value, index: value * numbers[index], updates, indices)
 
   return optax.stateless(update)
 
 
-def _first_matches(params: PyTree, patterns: list[str]) -> PyTree:
-  """Returns a tree like `params` with the index of the first pattern that matches each path, or None.
+def _compile(patterns: Iterable[str]) -> list[re.Pattern[str]]:
+  """Returns the regular expressions; raises ValueError for text that is not one."""
+  compiled = []
+  for pattern in patterns:
+    try:
+      compiled.append(re.compile(pattern))
+    except re.error as error:
+      raise ValueError(
+        f"{pattern!r} is not a regular expression ({error}): any characters are '.*', not '*'"
+      ) from error
+  return compiled
+
+
+def _first_matches(params: PyTree, patterns: list[re.Pattern[str]]) -> PyTree:
+  """Returns a tree like `params` with the index of the first pattern that matches each whole path.
+
+  The index is the number of patterns where none matches.
 
   Raises:
     ValueError: a pattern matches no parameter.
   """
   names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   for pattern in patterns:
-    if not any(re.fullmatch(pattern, name) for name in names):
-      near = difflib.get_close_matches(pattern, names, n=1, cutoff=0) or names[:1]
+    if not any(map(pattern.fullmatch, names)):
+      near = difflib.get_close_matches(pattern.pattern, names, n=1, cutoff=0) or names[:1]
       raise ValueError(
-        f"the regular expression {pattern!r} matches no parameter: it must match the whole path, such "
-        f"as {near[0]!r}"
+        f"the regular expression {pattern.pattern!r} matches no parameter: it must match the whole "
+        f"path, such as {near[0]!r}"
       )
 
-  def index_of(path: Any, _: Any) -> int | None:
+  def index_of(path: Any, _: Any) -> int:
     name = path_name(path)
-    return next((i for i, one in enumerate(patterns) if re.fullmatch(one, name)), None)
+    return next((i for i, one in enumerate(patterns) if one.fullmatch(name)), len(patterns))
 
   return jax.tree_util.tree_map_with_path(index_of, params)
-
-
-def _is_none(node: Any) -> bool:
-  return node is None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber, Rate
+from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
 from rosetta_t5.training.optimizers.optimizer_def import (
   Optimizer,
@@ -52,9 +52,9 @@ class SpikeGuard(OptimizerDef):
   Args:
     optimizer: the optimizer of the other steps.
     max_norm_ratio: the maximum gradient norm, as a multiple of its average.
-    max_loss_ratio: the maximum loss, as a multiple of its average.
-    decay: the decay of the averages, which only other steps enter.
-    warmup_steps: the number of steps at first in which only infinities and NaN are skipped.
+    max_loss_ratio: the maximum loss, as a multiple of its average's absolute value.
+    decay: the decay of the averages, which leave out skipped steps.
+    warmup_steps: the number of first steps, of which only those with infinities or NaN are skipped.
     max_skipped_steps: after so many skipped steps in a row, the run restores the last checkpoint
       before them and continues with the next data; None to continue without. It is checked whenever
       metrics are reported.
@@ -68,7 +68,7 @@ class SpikeGuard(OptimizerDef):
     max_norm_ratio: PositiveNumber = 5.0,
     max_loss_ratio: PositiveNumber = 2.0,
     decay: Rate = 0.98,
-    warmup_steps: NonNegative = 100,
+    warmup_steps: Positive = 100,
     max_skipped_steps: Positive | None = 10,
   ):
     self.optimizer = optimizer
@@ -94,7 +94,8 @@ class SpikeGuard(OptimizerDef):
     norm, loss = global_norm(grads), hyper_params.loss
     measured = jnp.stack([norm, jnp.float32(0) if loss is None else loss.value])
     means = guard.means / (1.0 - self._decay ** jnp.maximum(guard.steps, 1))
-    is_high = jnp.any(measured > jnp.array(self._ratios) * means)
+    limits = jnp.array(self._ratios) * jnp.abs(means)  # The loss may be negative.
+    is_high = jnp.any(measured > limits)
     is_spike = ~jnp.all(jnp.isfinite(measured)) | (is_high & (guard.steps >= self._warmup_steps))
     inner = OptimizerState(state.step, guard.counts.inner_state)
 

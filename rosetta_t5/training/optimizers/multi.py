@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 
+from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.optimizer_def import (
   Optimizer,
   OptimizerDef,
@@ -38,6 +39,11 @@ class MultiOptimizer(OptimizerDef):
   def __init__(self, traversals_and_optimizers: Sequence[tuple[Traversal, OptimizerDef]]):
     self._pairs = list(traversals_and_optimizers)
     self.traversals, self.sub_optimizers = zip(*self._pairs, strict=True)
+    if any(isinstance(each, SpikeGuard) for each in self.sub_optimizers):
+      raise ValueError(
+        "MultiOptimizer cannot contain SpikeGuard, which skips whole steps: set SpikeGuard.optimizer "
+        "to the MultiOptimizer instead"
+      )
     self.uses_learning_rate = any(each.uses_learning_rate for each in self.sub_optimizers)
     self.uses_loss = any(each.uses_loss for each in self.sub_optimizers)
     super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])

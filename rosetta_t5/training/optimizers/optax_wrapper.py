@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rosetta_t5.training.optimizers.averages import averaged_parameters
+from rosetta_t5.training.optimizers.averages import averaged_parameters, check_average_is_last
 from rosetta_t5.training.optimizers.optimizer_def import (
   Optimizer,
   OptimizerDef,
@@ -108,9 +108,14 @@ class OptaxWrapper(OptimizerDef):
     self._param_axes = param_logical_axes
 
   def init_state(self, params: PyTree) -> OptimizerState:
-    """Returns the transformation's initial state at step 0."""
-    param_states = _with_raw_keys(self._transformation(0.0).init(params))
-    return OptimizerState(jnp.zeros((), jnp.int32), param_states)
+    """Returns the transformation's initial state at step 0.
+
+    Raises:
+      ValueError: `average_parameters` is not the last transformation of a chain.
+    """
+    optax_state = self._transformation(0.0).init(params)
+    check_average_is_last(optax_state)
+    return OptimizerState(jnp.zeros((), jnp.int32), _with_raw_keys(optax_state))
 
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
@@ -175,7 +180,7 @@ def chain(
   parameters' logical axes, if it has an argument of that name.
 
   Raises:
-    ValueError: such a function has no argument `learning_rate`.
+    ValueError: such a function has no argument `learning_rate`, or there is an `OptimizerDef`.
   """
 
   def accepted_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
@@ -186,6 +191,7 @@ def chain(
   if all(is_made):
     return OptaxWrapper(optax.chain(*transformations))
   for one, made in zip(transformations, is_made, strict=True):
+    _check_is_not_optimizer(one)
     if not made and not accepted_by(one, learning_rate=None):
       name = getattr(one, "__name__", one)
       raise ValueError(
@@ -195,14 +201,24 @@ def chain(
 
   def make(learning_rate: Any, param_axes: PyTree) -> optax.GradientTransformation:
     given = {"learning_rate": learning_rate, "param_axes": param_axes}
-    return optax.chain(
-      *(
-        one if made else one(**accepted_by(one, **given))
-        for one, made in zip(transformations, is_made, strict=True)
-      )
-    )
+    chained = [
+      one if made else one(**accepted_by(one, **given))
+      for one, made in zip(transformations, is_made, strict=True)
+    ]
+    for one in chained:
+      _check_is_not_optimizer(one)
+    return optax.chain(*chained)
 
   return OptaxWrapper(make)
+
+
+def _check_is_not_optimizer(transformation: Any) -> None:
+  """Raises ValueError for a whole optimizer, which is not a part of a chain."""
+  if isinstance(transformation, OptimizerDef):
+    raise ValueError(
+      f"chain.transformations contains a whole optimizer, {type(transformation).__name__}: write a "
+      "function of optax, such as @optax.adamw instead of @optimizers.adamw"
+    )
 
 
 @wrap_optax_optimizer

@@ -51,8 +51,8 @@ class OptimizerDef:
     hyper_params: a flax struct of hyperparameters, which include `learning_rate`.
     uses_learning_rate: whether the learning rate that the trainer passes has an effect.
     uses_loss: whether `hyper_params` has a field `loss`, a `StepLoss`, which the trainer sets too.
-    max_skipped_steps: after so many steps in a row that the optimizer has skipped, the run restores
-      the last checkpoint before them (`telemetry.run_metrics.skips_in_a_row`); None for never.
+    max_skipped_steps: the number of skipped steps in a row (`telemetry.run_metrics.skips_in_a_row`)
+      after which the run restores the last checkpoint before them; None for no limit.
   """
 
   uses_learning_rate = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
+from rosetta_t5.training.optimizers.by_name import all_except
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
 from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
 from rosetta_t5.training.optimizers.second_order.matrices import (
@@ -56,8 +56,9 @@ def precondition_by_kfac(
 
   A is the mean of xᵀ·x over the layer's input rows x, and G that of dyᵀ·dy over the gradients of its
   output rows, for the step's own targets (the empirical Fisher) and with padding. Both are measured on
-  the first microbatch. The factors are damped by √damping times their mean eigenvalue, so that the
-  direction does not depend on the scale of the loss. An optimizer follows it in `chain`.
+  the first microbatch. To each factor, √damping times its mean eigenvalue is added. Unlike with the
+  paper's damping, the direction then does not depend on the scale of the loss. An optimizer follows
+  it in `chain`.
 
   Args:
     learning_rate: the learning rate, which only `kl_clip` needs.
@@ -108,15 +109,14 @@ def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequenc
   """Returns a tree with the `MatrixDims` of each dense kernel, and None for other parameters."""
   names = {} if param_axes is None else axes_by_path(param_axes)
 
-  def dims(path: Any, param: Any) -> MatrixDims | None:
+  def dims(path: Any, param: Any, is_wanted: bool) -> MatrixDims | None:
     name = path_name(path)
     axes = names.get(name)
-    is_skipped = any(re.fullmatch(pattern, name) for pattern in skip_layers)
-    if is_skipped or name.rpartition("/")[2] != "kernel" or "expert" in (axes or ()):
+    if not is_wanted or name.rpartition("/")[2] != "kernel" or "expert" in (axes or ()):
       return None
     return matrix_dims(param.ndim, axes, name)
 
-  return jax.tree_util.tree_map_with_path(dims, params)
+  return jax.tree_util.tree_map_with_path(dims, params, all_except(skip_layers)(params))
 
 
 def _by_layer(factors: PyTree) -> dict[str, Any]:

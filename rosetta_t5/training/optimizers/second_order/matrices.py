@@ -153,9 +153,9 @@ def multiply(factors: PyTree, tree: PyTree, dims: PyTree) -> PyTree:
       return array
     matrices = dim.to_matrices(array)
     if sides.rows is not None:
-      matrices = _matmul(sides.rows, matrices)
+      matrices = exact_matmul(sides.rows, matrices)
     if sides.columns is not None:
-      matrices = _matmul(matrices, sides.columns.mT)
+      matrices = exact_matmul(matrices, sides.columns.mT)
     return dim.to_parameter(matrices, array.shape)
 
   return map_params(product, tree, dims, factors)
@@ -163,10 +163,11 @@ def multiply(factors: PyTree, tree: PyTree, dims: PyTree) -> PyTree:
 
 def _gram(matrices: jax.Array) -> jax.Array:
   # XLA (jax 0.10) computes a wrong M·Mᵀ if both dimensions of the result are split over devices.
-  return with_sharding_constraint(_matmul(matrices, matrices.mT), (None,) * matrices.ndim)
+  return with_sharding_constraint(exact_matmul(matrices, matrices.mT), (None,) * matrices.ndim)
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def exact_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Returns a·b, which GPUs do not round to fewer than 32 bits, as they do by default."""
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
 from rosetta_t5.training.optimizers.second_order.matrices import MatrixDims, tree_matrix_dims
 
 PyTree = Any
@@ -18,7 +18,7 @@ def muon(
   param_axes: PyTree = None,
   beta: Rate = 0.95,
   ns_steps: Positive = 5,
-  consistent_rms: NonNegativeNumber | None = 0.2,
+  consistent_rms: PositiveNumber | None = 0.2,
   weight_decay: NonNegativeNumber = 0.1,
   adam_b1: Rate = 0.9,
   adam_b2: Rate = 0.95,
@@ -33,8 +33,8 @@ def muon(
     param_axes: the logical axes of the parameters, which `OptaxWrapper` passes.
     beta: the decay of the momentum.
     ns_steps: the number of Newton-Schulz iterations.
-    consistent_rms: the RMS of an update of a matrix before the learning rate. 0.2, as of AdamW, lets
-      both share their learning rate (Liu et al. 2025). None scales by √(max(1, columns / rows)).
+    consistent_rms: the RMS of an update of a matrix before the learning rate. 0.2, about that of AdamW's
+      updates, lets both share a learning rate (Liu et al. 2025). None scales by √(max(1, columns / rows)).
     weight_decay: the weight decay of matrices.
     adam_b1: the decay of AdamW's first moment.
     adam_b2: the decay of AdamW's second moment.

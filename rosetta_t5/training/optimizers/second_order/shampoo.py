@@ -12,6 +12,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumbe
 from rosetta_t5.training.optimizers.second_order.matrices import (
   Factors,
   MatrixDims,
+  exact_matmul,
   gram_factors,
   map_params,
   multiply,
@@ -30,8 +31,7 @@ class ShampooState(NamedTuple):
     mu: the first moment.
     nu: the second moment.
     covariances: the averages of G·Gᵀ and Gᵀ·G, as `Factors`.
-    roots: their inverse roots, of which two are multiplied with a matrix, or one if the other side is
-      too large.
+    roots: their inverse fourth roots; the inverse square root of one whose other side is too large.
   """
 
   step: jax.Array
@@ -122,7 +122,7 @@ def scale_by_shampoo(
       values, vectors = jnp.linalg.eigh(covariance)
       largest = jnp.maximum(values[..., -1:], jnp.finfo(values.dtype).tiny)
       damped = jnp.maximum(values, 0.0) + matrix_eps * largest
-      return (vectors * damped[..., None, :] ** (-0.5 / sides)) @ vectors.mT
+      return exact_matmul(vectors * damped[..., None, :] ** (-0.5 / sides), vectors.mT)
 
     return jax.tree.map(root, covariances)
 

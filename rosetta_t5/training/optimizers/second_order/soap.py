@@ -10,6 +10,7 @@ import optax
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
 from rosetta_t5.training.optimizers.second_order.matrices import (
+  exact_matmul,
   gram_factors,
   multiply,
   tree_matrix_dims,
@@ -120,4 +121,4 @@ def scale_by_soap(
 
 def _improved_basis(covariance: jax.Array, basis: jax.Array) -> jax.Array:
   """Returns the basis after one step of the power iteration with QR."""
-  return jnp.linalg.qr(covariance @ basis).Q
+  return jnp.linalg.qr(exact_matmul(covariance, basis)).Q
