@@ -22,8 +22,8 @@ class ExpertSettings:
   Attributes:
     num_experts: the number of experts of a layer that has them; 0 for no such layers.
     expert_layer_period: every layer of this period has experts; 1 for all layers.
-    expert_layer_offset: the first layer with experts, counted from 0. Switch Transformer begins with the
-      second of a period, and ST-MoE with the last.
+    expert_layer_offset: which layer of each period has experts, counted from 0, modulo the period: in
+      Switch Transformer the second, and in ST-MoE the last.
     router: with 'switch' a token chooses one expert (Fedus et al. 2021), with 'top_2' two (Lepikhin et al.
       2020); with 'expert_choice' each expert chooses its tokens (Zhou et al. 2022), except in decoders,
       which use 'top_2', as in Komatsuzaki et al. 2022.

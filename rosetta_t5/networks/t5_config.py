@@ -100,9 +100,10 @@ def check_layer_settings(config: Any) -> None:
   check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
   check_one_of(f"{name}.router", config.router, ROUTERS)
   check_one_of(f"{name}.expert_dispatch", config.expert_dispatch, EXPERT_DISPATCHES)
-  if config.router == "top_2" and config.num_experts == 1:
+  if config.router != "switch" and config.num_experts == 1:
     raise ValueError(
-      f"{name}.router = 'top_2' needs at least 2 experts, got num_experts = 1: set router = 'switch'"
+      f"{name}.router = {config.router!r} needs at least 2 experts, got num_experts = 1: set router = "
+      "'switch'"
     )
 
 
