@@ -208,6 +208,12 @@ def test_kl_clip_limits_the_quadratic_change_of_the_loss():
   np.testing.assert_array_equal(direction(1e9), free)
 
 
+def test_error_names_a_skipped_layer_that_does_not_exist():
+  transformation = precondition_by_kfac(0.1, skip_layers=["dense/.*"])
+  with pytest.raises(ValueError, match=r"'dense/\.\*' matches no parameter.*'layer/kernel'"):
+    transformation.init({"layer": {"kernel": jnp.eye(3)}})
+
+
 def kfac_factors(config):
   """Returns the factors of a decoder-only model after one step."""
   model = make_decoder_only_model(config)
