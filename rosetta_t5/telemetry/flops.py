@@ -15,8 +15,8 @@ def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: i
 
   This is T5X's formula. It counts two FLOPs per multiply-add of each matmul, and the backward pass
   as two forward passes. Causal attention is counted in full, as are the empty slots of experts, and
-  recomputation (remat) is not counted. For a decoder-only model the result equals the formula of Narayanan et al. 2021
-  (arXiv:2104.04473) without recomputation.
+  recomputation (remat) is not counted. For a decoder-only model the result equals the formula of
+  Narayanan et al. 2021 (arXiv:2104.04473) without recomputation.
 
   Args:
     config: a `T5Config`, or the `TransformerConfig` of a decoder-only model.
