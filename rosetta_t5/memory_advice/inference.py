@@ -181,7 +181,7 @@ def _sharding_change(work: Workload, held: float) -> Iterator[Change]:
 
   best = first_that_fits(options, needed)
   line = f"partitioning.PjitPartitioner.num_partitions = {best}"
-  if work.mesh.get(FSDP_AXIS, 1) > 1:
+  if FSDP_AXIS in work.mesh:
     mesh = {"data": max(devices // best, 1), "tensor": best}
     line = f"partitioning.PjitPartitioner.mesh = {json.dumps(mesh)}"
   saved = held + _needed(work) - needed(best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from rosetta_t5.memory_advice.suggestions import (
   first_that_fits,
   usable_bytes,
 )
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, OPTIONAL_AXES
 from rosetta_t5.plan.fitting import USABLE, possible_microbatches
 from rosetta_t5.plan.memory import StateMemory, size_text, state_bytes
 from rosetta_t5.plan.workload import Workload, batch_workload
@@ -103,11 +104,13 @@ def _activation_changes(work: Workload, memory: StateMemory) -> Iterator[Change]
 def _state_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:
   """Yields the changes that shard the train state over more devices."""
   copies, shards, model = (work.mesh.get(axis, 1) for axis in (DATA_AXIS, FSDP_AXIS, MODEL_AXIS))
-  tensor = f', "tensor": {model}' if model > 1 else ""
+  kept = {axis: work.mesh[axis] for axis in OPTIONAL_AXES if work.mesh.get(axis, 1) > 1}
+  kept |= {"tensor": model} if model > 1 else {}
+  others = "".join(f', "{axis}": {size}' for axis, size in kept.items())
   line = 'partitioning.PjitPartitioner.mesh = {{"fsdp": {}{}}}'
   state = sum(now.get(name, 0.0) for name in ("params", "optimizer", "gradients"))
   if copies > 1:
-    yield Change(state * (1 - 1 / copies), line.format(copies * shards, tensor))
+    yield Change(state * (1 - 1 / copies), line.format(copies * shards, others))
     if not work.zero1:
       zero1 = "partitioning.PjitPartitioner.zero1 = True"
       yield Change(now.get("optimizer", 0.0) * (1 - 1 / copies), zero1)
@@ -115,5 +118,5 @@ def _state_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]
     # The state does not fit on these devices. Their number is doubled until it does.
     doublings = (copies * 2**n for n in itertools.count(1))
     parts = next(n for n in doublings if state / n <= usable_bytes())
-    condition = f"on {parts * shards * model} devices: "
-    yield Change(state * (1 - 1 / parts), line.format(parts * shards, tensor), condition)
+    condition = f"on {parts * shards * math.prod(kept.values())} devices: "
+    yield Change(state * (1 - 1 / parts), line.format(parts * shards, others), condition)

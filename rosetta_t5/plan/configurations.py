@@ -155,20 +155,22 @@ def _possible_meshes(
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
   experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
+  contexts = [n for n in divisors if n == 1 or _can_split(lengths, n)]
   is_pipelinable = getattr(config, "scan_layers", False) and not has_experts(config)
   stages = divisors if is_pipelinable else [1]
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
       continue
-    for context, fsdp, expert, pipeline in itertools.product(divisors, divisors, experts, stages):
+    for context, fsdp, expert, pipeline in itertools.product(contexts, divisors, experts, stages):
       split = tensor * context * fsdp * expert * pipeline
-      is_short = any(
-        length % context or length // context < _FEWEST_POSITIONS for length in lengths.values()
-      )
-      if devices % split or context * tensor > GPUS_PER_NODE or (context > 1 and is_short):
+      if devices % split or context * tensor > GPUS_PER_NODE:
         continue
       outer = {PIPELINE_AXIS: pipeline, DATA_AXIS: devices // split, EXPERT_AXIS: expert}
       yield {**outer, FSDP_AXIS: fsdp, CONTEXT_AXIS: context, "tensor": tensor}
+
+
+def _can_split(lengths: Mapping[str, int], context: int) -> bool:
+  return all(n % context == 0 and n // context >= _FEWEST_POSITIONS for n in lengths.values())
 
 
 def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:

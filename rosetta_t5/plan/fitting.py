@@ -62,9 +62,20 @@ def _changes_text(work: Workload, option: Workload) -> str:
 
 
 def possible_microbatches(work: Workload) -> Iterator[int]:
-  """Returns the divisors of the examples of a device that are at least the number of microbatches."""
+  """Returns the divisors of the examples of a device that are at least the number of microbatches.
+
+  Numbers that leave a pipeline too few examples for its settings are excluded.
+  """
   numbers = range(work.microbatches, int(work.examples) + 1)
-  return (number for number in numbers if work.examples % number == 0)
+  divisors = (number for number in numbers if work.examples % number == 0)
+  return (number for number in divisors if _has_schedule(work.replace(microbatches=number)))
+
+
+def _has_schedule(work: Workload) -> bool:
+  try:
+    return work.schedule.stages > 0
+  except ValueError:
+    return False
 
 
 def _sharding_advice(least: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
 
-from rosetta_t5.networks.expert_settings import expert_layers
+from rosetta_t5.networks.expert_settings import expert_layers, refuse_pipeline_of_experts
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   MODEL_AXIS,
@@ -106,10 +106,12 @@ class Workload:
     """The schedule of the pipeline; one stage and one microbatch if there is none.
 
     Raises:
-      ValueError: the layers or the batch cannot be divided into stages and microbatches.
+      ValueError: the layers or the batch cannot be divided into stages and microbatches, or there are
+        experts.
     """
     if self.mesh.get(PIPELINE_AXIS, 1) == 1:
       return PipelineSchedule(1, 1)
+    refuse_pipeline_of_experts(self.config)
     batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
     stacks = filter(None, self.layers.values())
     # All stacks have the same schedule, but each must be divisible.

@@ -84,6 +84,12 @@ def test_while_the_state_is_initialized_only_sharding_is_proposed():
   ]
 
 
+def test_a_mesh_that_shards_more_keeps_its_other_axes():
+  mesh = {"pipeline": 2, "data": 2, "context": 2}
+  message = error_text(make_batch(4, 4, 4), wide=64, trainer=None, mesh=mesh, num_partitions=1)
+  assert 'mesh = {"fsdp": 2, "pipeline": 2, "context": 2}   # saves about' in message
+
+
 def test_a_state_that_needs_more_devices_gets_their_number(monkeypatch):
   # Each of the eight devices needs 5 MB.
   with devices_of(monkeypatch, 2e6):

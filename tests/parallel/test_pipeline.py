@@ -26,6 +26,7 @@ from rosetta_t5.kernels.random_rows import bernoulli_of_rows
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.scalable_t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.parallel.partition_specs import check_partition_specs
 from rosetta_t5.parallel.pipeline.schedule import (
   PipelineSchedule,
   PipelineSettings,
@@ -257,6 +258,22 @@ def test_by_default_there_are_up_to_four_microbatches_per_stage():
 def test_what_cannot_be_divided_is_an_error(batch, layers, settings, message):
   with pytest.raises(ValueError, match=message):
     choose_schedule({"pipeline": 4, "data": 2}, batch, layers, settings)
+
+
+def test_experts_are_refused_by_plan_and_run():
+  message = r"TransformerConfig.num_experts = 4 excludes a pipeline: set it to 0, or use the axis"
+  config = CONFIGS["GPT"].replace(num_experts=4)
+  with pytest.raises(ValueError, match=message):
+    _ = Workload(config, {"decoder": 8}, 8, {"pipeline": 2, "data": 1}).schedule
+  with pytest.raises(ValueError, match=message):
+    numbers("GPT", {"pipeline": 2, "data": 4}, num_experts=4)
+
+
+def test_layers_that_are_not_stacked_are_an_error():
+  kernel = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  message = "a pipeline of 2 stages, but the layers are not stacked: set .*scan_layers = True"
+  with pytest.raises(ValueError, match=message):
+    check_partition_specs([kernel], [jax.sharding.PartitionSpec()], {"pipeline": 2})
 
 
 def test_parameters_of_layers_are_split_over_stages():

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.plan.fitting import changes_that_fit
+from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
+from rosetta_t5.plan.fitting import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
 
@@ -43,6 +44,12 @@ def apply_line(line: str) -> Workload:
   policy = re.search(r"network.T5Config.remat_policy = '(\w+)'", line)
   work = WORK.replace(microbatches=int(parts[1])) if parts else WORK
   return work.replace(remat_policy=policy[1]) if policy else work
+
+
+def test_microbatches_leave_a_pipeline_the_examples_that_it_needs():
+  pipeline = PipelineSettings(microbatches=4)
+  work = WORK.replace(examples=8, mesh={"pipeline": 2, "data": 1}, pipeline=pipeline)
+  assert list(possible_microbatches(work)) == [1, 2, 4]
 
 
 def test_each_proposed_change_fits_and_half_its_microbatches_do_not():

@@ -10,6 +10,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
+from rosetta_t5.networks.expert_settings import refuse_pipeline_of_experts
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
@@ -84,11 +85,7 @@ def call_layers(
       x = rematerialized(config, has_experts=has_experts, name=f"layers_{layer}")(x, *arguments)
     return x
   if is_pipelined(module):
-    if expert_layers:
-      raise ValueError(
-        f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
-        "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
-      )
+    refuse_pipeline_of_experts(config)
     if KFAC_FACTORS in module.variables:
       raise ValueError(
         "K-FAC cannot measure the layers of a pipeline: set another OPTIMIZER, or remove 'pipeline' from "

@@ -1,7 +1,8 @@
 """Calls a stack of layers as a pipeline: each device of the mesh axis `pipeline` has a part of the layers.
 
 Outside the stack, `pipeline` splits the batch. Inside, microbatches pass from stage to stage in a ring of
-permutations, together with the arguments that belong to their examples.
+permutations, together with the arguments that belong to their examples (`own`). Other arguments are the
+same for all microbatches (`shared`).
 """
 
 from __future__ import annotations
@@ -265,6 +266,7 @@ def _run(
       work = time - stage
       number, turn = work // stages, work % stages
       index, group = number % rounds, jnp.clip(number // rounds, 0, groups - 1)
+      # The batch is split over stages, then over replicas, and a device's part over groups.
       first_row = (turn * replicas + replica) * chunk_rows + group
       rows = first_row + groups * jnp.arange(chunk_rows // groups, dtype=jnp.int32)
       with _stage_context(MicrobatchRows(batch_size, rows)):
