@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 PIPELINE_AXIS = "pipeline"
 DATA_AXIS = "data"
@@ -104,14 +103,22 @@ def _check_counts(counts: Mapping[str, int]) -> None:
 
 def _suggest_counts(wanted: Mapping[str, int], num_devices: int) -> list[str]:
   """Returns meshes of `num_devices` devices, those closest to the wanted one first."""
-  divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   meshes = [
-    dict(zip(wanted, (num_devices // math.prod(sizes), *sizes), strict=True))
-    for sizes in itertools.product(divisors, repeat=len(wanted) - 1)
-    if num_devices % math.prod(sizes) == 0
+    dict(zip(wanted, (first, *others), strict=True))
+    for *others, first in _factorizations(num_devices, len(wanted))
   ]
 
   def distance(mesh: Mapping[str, int]) -> float:
     return sum(abs(math.log2(mesh[n] / size)) for n, size in wanted.items() if size != -1)
 
   return [str(mesh) for mesh in sorted(meshes, key=distance)[:_MAX_SUGGESTIONS]]
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+  """Yields the tuples of `count` factors whose product is `number`."""
+  if count == 1:
+    yield (number,)
+    return
+  for factor in range(1, number + 1):
+    if number % factor == 0:
+      yield from ((factor, *others) for others in _factorizations(number // factor, count - 1))
