@@ -177,27 +177,17 @@ def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workl
   """Returns the step in as few microbatches as fit; None if it does not fit."""
   for number in possible_microbatches(work):
     option = work.replace(microbatches=number)
-    if not _has_schedule(option):
-      continue
     if sum(memory.step(option).values()) <= USABLE * gpu.memory:
       return option
   return None
 
 
 def _schedules(work: Workload) -> Iterator[PipelineSettings]:
-  """Yields numbers of microbatches of a pipeline: the default, and more, which shorten the bubble."""
-  yield PipelineSettings()
-  stages = work.mesh.get(PIPELINE_AXIS, 1)
-  if stages > 1:
-    yield from (PipelineSettings(factor * stages) for factor in _MICROBATCHES_PER_STAGE)
-
-
-def _has_schedule(work: Workload) -> bool:
-  """Returns whether the batch can be divided into the microbatches of the pipeline."""
-  try:
-    return work.schedule.stages > 0
-  except ValueError:
-    return False
+  """Yields settings with the default number of microbatches, and with more, which shorten the bubble."""
+  settings, stages = work.pipeline or PipelineSettings(), work.mesh.get(PIPELINE_AXIS, 1)
+  more = (factor * stages for factor in _MICROBATCHES_PER_STAGE if stages > 1)
+  for microbatches in (None, *more):
+    yield dataclasses.replace(settings, microbatches=microbatches)
 
 
 def _policies(work: Workload) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ def possible_microbatches(work: Workload) -> Iterator[int]:
 
 
 def _has_schedule(work: Workload) -> bool:
+  """Returns whether the batch can be divided into the microbatches of the pipeline."""
   try:
     return work.schedule.stages > 0
   except ValueError:

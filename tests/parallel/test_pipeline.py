@@ -158,6 +158,12 @@ def test_switches_equal_one_device(family, mesh, switch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT", "T5"])
+def test_split_positions_equal_one_device(family):
+  check(family, {"pipeline": 2, "data": 2, "context": 2}, attention_kernel="flash")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("microbatches", "rounds"), [(2, 1), (4, 2), (8, 1)])
 def test_all_schedules_equal_one_device(microbatches, rounds):
   settings = {"pipeline_microbatches": microbatches, "pipeline_rounds": rounds}
@@ -260,13 +266,11 @@ def test_what_cannot_be_divided_is_an_error(batch, layers, settings, message):
     choose_schedule({"pipeline": 4, "data": 2}, batch, layers, settings)
 
 
-def test_experts_are_refused_by_plan_and_run():
+def test_a_pipeline_of_experts_has_no_schedule():
   message = r"TransformerConfig.num_experts = 4 excludes a pipeline: set it to 0, or use the axis"
   config = CONFIGS["GPT"].replace(num_experts=4)
   with pytest.raises(ValueError, match=message):
     _ = Workload(config, {"decoder": 8}, 8, {"pipeline": 2, "data": 1}).schedule
-  with pytest.raises(ValueError, match=message):
-    numbers("GPT", {"pipeline": 2, "data": 4}, num_experts=4)
 
 
 def test_layers_that_are_not_stacked_are_an_error():
