@@ -7,9 +7,9 @@ The models have the size of the quickstart (3.6 million parameters), the text is
 and all optimizers see the same batches in the same order. Each learning rate of the optimizer's grid is
 tried with the first seed; the best one is run with the other seeds. The schedule is a linear warm-up and
 a cosine (without the cosine for schedule-free). The other hyperparameters are those of the gin files,
-except AdEMAMix's b2 and b3, and Prodigy's weight decay. Seconds are the CPU time of the process, of all cores
-together, which other programs on the machine hardly change; what an optimizer does in some steps only is
-included. Memory is that of the optimizer's state.
+except AdEMAMix's b2 and b3, and Prodigy's weight decay. Seconds are the CPU time of the process, of all
+cores together, which other programs on the machine hardly change; what an optimizer does in some steps
+only is included. Memory is that of the optimizer's state.
 """
 
 from __future__ import annotations
