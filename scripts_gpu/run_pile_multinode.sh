@@ -13,9 +13,9 @@
 #                       default the variable MODEL_DIR, else test_logdir
 #
 # environment: GPT_SIZE (a size in gin/models/gpt; default 126m), TP_SIZE (GPUs that share each layer; default 1),
-#   CP_SIZE (GPUs that share each sequence; default 1), PP_SIZE (pipeline stages; default 1), ENABLE_FP8=0,
-#   TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as multiprocess_pretrain_pile.sh's), TRAIN_STEPS,
-#   PYTHON, XLA_FLAGS (take precedence), TRAIN_ARGS
+#   CP_SIZE (GPUs that share each sequence; default 1), PP_SIZE (pipeline stages, for the sizes from 1_7b, whose layers
+#   are scanned; default 1), ENABLE_FP8=0, TRANSPOSE_BS=0, FUSE_QKV=1, PACK=1, NUM_MICROBATCHES=0 (as
+#   multiprocess_pretrain_pile.sh's), TRAIN_STEPS, PYTHON, XLA_FLAGS (take precedence), TRAIN_ARGS
 set -euo pipefail
 SCRIPTS_DIR=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 # shellcheck source=training.sh

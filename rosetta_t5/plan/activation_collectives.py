@@ -32,7 +32,7 @@ class Collective:
     size: the bytes of the whole arrays on each device per step; for an all-to-all or a permute, of the
       device's shards.
     why: what is sent: "gradients", "parameters", "activations", "keys", "queries", "masks", "loss",
-      "norms", or "pipeline" (everything that stages send to each other).
+      "norms", or "microbatches" (everything that stages send to each other).
     terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
       (AllReduceReassociate). On CPUs it sends each of them.
     count: the number of arrays whose bytes `size` adds up.
@@ -227,6 +227,6 @@ def pipeline_collectives(work: Workload) -> Iterator[Collective]:
     sends = 2 * schedule.ticks
     size = sends * (2 * sum(activations) + sum(masks))
     count = sends * (2 * len(activations) + len(masks) * (1 + is_flat))
-    yield Collective(PERMUTE, OVER_PIPELINE, size, "pipeline", count=count)
+    yield Collective(PERMUTE, OVER_PIPELINE, size, "microbatches", count=count)
     outputs = 2 * schedule.microbatches * length * width
-    yield Collective(ALL_TO_ALL, OVER_PIPELINE, outputs, "pipeline", count=2)
+    yield Collective(ALL_TO_ALL, OVER_PIPELINE, outputs, "microbatches", count=2)
