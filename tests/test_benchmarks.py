@@ -292,7 +292,7 @@ SCRIPTS = {
   "results_table": "{folder}",
 }
 # Other tests run these scripts.
-TESTED_APART = {"flash_kernels", "gpu_programs", "host_scaling", "train_step"}
+TESTED_APART = {"flash_kernels", "gpu_programs", "host_scaling", "optimizers", "train_step"}
 
 
 def test_every_script_is_run_by_these_tests():

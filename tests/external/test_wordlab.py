@@ -92,7 +92,7 @@ def test_it_goes_on_from_its_own_checkpoint(ended, capsys):
   capsys.readouterr()
   _train(ended, "--gin.TRAIN_STEPS=3", "--gin.model.BagModel.penalty=0.02")
   said = capsys.readouterr().out
-  assert "steps    3 to 3, from" in said
+  assert "steps     3 to 3, from" in said
   assert "changed since the last run: model.BagModel.penalty: 0.01 → 0.02" in said
 
 

@@ -282,11 +282,15 @@ def feature_dropout(
 ) -> nn.Dropout:
   """Returns T5's dropout of activations: it drops the same features at every position."""
   length_axis, batch_axis = (-3, -2) if transpose_batch_sequence else (-2, -3)
-  return Dropout(rate=rate, broadcast_dims=(length_axis,), name=name, batch_axis=batch_axis)
+  if microbatch_rows() is None:
+    return nn.Dropout(rate, (length_axis,), name=name)
+  return Dropout(rate, (length_axis,), name=name, batch_axis=batch_axis)
 
 
 class Dropout(nn.Dropout):
-  """Dropout that drops the same numbers in a microbatch of a pipeline as in the whole batch.
+  """Dropout in a stage of a pipeline, which drops the same numbers as on one device.
+
+  It has the name of flax's class, because flax derives its key from that name.
 
   Attributes:
     batch_axis: the dimension of the batch.
@@ -298,8 +302,8 @@ class Dropout(nn.Dropout):
   def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:  # type: ignore[override]
     """Returns the inputs, some of them set to 0 and the others divided by the share that is kept."""
     rows = microbatch_rows()
-    if rows is None or deterministic or self.rate in (0.0, 1.0):
-      return super().__call__(inputs, deterministic)
+    if rows is None or deterministic or self.rate == 0.0:
+      return inputs
     shape = [1 if n - inputs.ndim in self.broadcast_dims else s for n, s in enumerate(inputs.shape)]
     kept = rows.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape, self.batch_axis)
     return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
