@@ -111,7 +111,7 @@ CASES = {
     {"data": 2, "context": 2, "tensor": 2},
   ),
 }
-QUICK = ("GPT, flash", "T5, tensor, full")
+QUICK = ("GPT, flash",)
 
 
 def make_case(name):

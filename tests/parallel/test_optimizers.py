@@ -44,7 +44,6 @@ OPTIMIZERS = {
   "schedule_free": [optax.contrib.schedule_free_adamw],
   "prodigy": [optax.contrib.prodigy],
 }
-QUICK = {("kfac", "data, fsdp, tensor")}
 
 
 def train(name, partitioner, steps, saved=None):
@@ -74,14 +73,9 @@ def train(name, partitioner, steps, saved=None):
   return trainer.train_state
 
 
-CASES = [
-  pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
-  for name in OPTIMIZERS
-  for mesh in MESHES
-]
-
-
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_mesh_computes_the_steps_of_one_device_and_continues_a_saved_state(name, mesh):
   partitioner = PjitPartitioner(**MESHES[mesh])
   whole = train(name, partitioner, 4)

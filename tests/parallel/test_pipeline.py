@@ -112,15 +112,18 @@ def check(family, mesh, tolerance=1e-5, settings=None, **options):
   assert_close(numbers(family, mesh, settings=settings, **options), want, tolerance)
 
 
-QUICK = {
+WITH_DROPOUT = {
   "GPT, two rounds, data": ("GPT", {"pipeline": 2, "data": 4}, {"pipeline_rounds": 2}),
   "T5, fsdp and tensor": ("T5", {"pipeline": 2, "fsdp": 2, "tensor": 2}, {}),
 }
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize(
+  "case",
+  [pytest.param(c, marks=[pytest.mark.slow] * c.startswith("T5")) for c in WITH_DROPOUT],
+)
 def test_losses_and_gradients_with_dropout_equal_those_of_one_device(case):
-  family, mesh, settings = QUICK[case]
+  family, mesh, settings = WITH_DROPOUT[case]
   check(family, mesh, settings=settings)
 
 
