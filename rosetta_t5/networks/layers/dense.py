@@ -288,9 +288,7 @@ def feature_dropout(
 
 
 class Dropout(nn.Dropout):
-  """Dropout in a stage of a pipeline, which drops the same numbers as on one device.
-
-  It has the name of flax's class, because flax derives its key from that name.
+  """Dropout in a stage of a pipeline, which drops what one device drops. The name determines the key.
 
   Attributes:
     batch_axis: the dimension of the batch.
@@ -301,9 +299,9 @@ class Dropout(nn.Dropout):
   @nn.compact
   def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:  # type: ignore[override]
     """Returns the inputs, some of them set to 0 and the others divided by the share that is kept."""
-    rows = microbatch_rows()
-    if rows is None or deterministic or self.rate == 0.0:
+    if deterministic or self.rate == 0.0:
       return inputs
+    rows: Any = microbatch_rows()
     shape = [1 if n - inputs.ndim in self.broadcast_dims else s for n, s in enumerate(inputs.shape)]
     kept = rows.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape, self.batch_axis)
     return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
