@@ -84,35 +84,57 @@ def extend_axis_rules(
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
-  extended: list[AxisRule] = [(name, axis) for name, axis in rules]
-  batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
-  if batch_axes not in ((), (DATA_AXIS,)):
-    # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
-    batch: AxisRule = ("batch", batch_axes)
-    extended = [batch if rule == ("batch", DATA_AXIS) else rule for rule in extended]
-  names = [name for name, _ in extended]
+  given = [(name, axis) for name, axis in rules]
+  extended = _with_split_parameters(_with_batch_axes(given, mesh_axes), mesh_axes)
+  # The rules of experts come first, so that the groups of an activation take `fsdp` before `embed` can.
+  names = {name for name, _ in given}
+  of_experts = [rule for rule in _expert_rules(mesh_axes) if rule[0] not in names]
+  return tuple(_with_split_positions([*of_experts, *extended], mesh_axes, sequence_parallel))
+
+
+def _batch_axes(mesh_axes: Collection[str]) -> tuple[str, ...]:
+  return tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
+
+
+def _with_batch_axes(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:
+  """In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch."""
+  batch: AxisRule = ("batch", _batch_axes(mesh_axes))
+  if batch[1] in ((), (DATA_AXIS,)):
+    return rules
+  return [batch if rule == ("batch", DATA_AXIS) else rule for rule in rules]
+
+
+def _with_split_parameters(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:
   if FSDP_AXIS in mesh_axes:
+    names = [name for name, _ in rules]
     first = names.index("embed") if "embed" in names else len(names)
     over_context = CONTEXT_AXIS in mesh_axes
-    extended.insert(first, ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS))
-  if PIPELINE_AXIS in mesh_axes:
-    extended = [
-      ("layers", PIPELINE_AXIS) if name == "layers" else (name, axis) for name, axis in extended
-    ]
-  replicas = tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS
-  expert_rules: LogicalAxisRules = (
+    embed: AxisRule = ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS)
+    rules = [*rules[:first], embed, *rules[first:]]
+  if PIPELINE_AXIS not in mesh_axes:
+    return rules
+  return [(name, PIPELINE_AXIS if name == "layers" else axis) for name, axis in rules]
+
+
+def _expert_rules(mesh_axes: Collection[str]) -> list[AxisRule]:
+  replicas = tuple(axis for axis in _batch_axes(mesh_axes) if axis != EXPERT_AXIS)
+  return [
     ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),
-    ("expert_replicas", replicas),
-    ("expert_mlp", "model"),
+    ("expert_replicas", replicas or DATA_AXIS),
+    ("expert_mlp", MODEL_AXIS),
     ("unmodeled", None),
-  )
-  # They come first, so that the groups of an activation take `fsdp` before `embed` can.
-  extended = [*(rule for rule in expert_rules if rule[0] not in names), *extended]
-  if CONTEXT_AXIS not in mesh_axes and not sequence_parallel:
-    return tuple(extended)
-  # The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first.
-  extended = [rule for rule in extended if rule != ("length", None)]
-  if CONTEXT_AXIS not in mesh_axes:
-    return (*extended, ("length", MODEL_AXIS))
-  both: LogicalAxisRules = [("length", (CONTEXT_AXIS, MODEL_AXIS))] if sequence_parallel else []
-  return (*extended, *both, ("length", CONTEXT_AXIS))
+  ]
+
+
+def _with_split_positions(
+  rules: list[AxisRule], mesh_axes: Collection[str], sequence_parallel: bool
+) -> list[AxisRule]:
+  """The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first."""
+  if CONTEXT_AXIS in mesh_axes:
+    both: list[AxisRule] = [("length", (CONTEXT_AXIS, MODEL_AXIS))] if sequence_parallel else []
+    lengths = [*both, ("length", CONTEXT_AXIS)]
+  elif sequence_parallel:
+    lengths = [("length", MODEL_AXIS)]
+  else:
+    return rules
+  return [*(rule for rule in rules if rule != ("length", None)), *lengths]
