@@ -195,8 +195,13 @@ def _read_unchanged(file: pathlib.Path, size: int, modified: int) -> Events:
 
 def _join(events: Sequence[Events]) -> dict[str, Series]:
   """Joins the series of several files in the order in which they were written."""
+
+  def time_written(one: Events) -> tuple[float, float]:
+    # Files state in whole seconds when they were opened, and a restart may take less.
+    return one.start_time or 0, min((float(s.times[0]) for s in one.series.values()), default=0)
+
   parts: dict[str, list[Series]] = collections.defaultdict(list)
-  for one in sorted(events, key=lambda e: e.start_time or 0):
+  for one in sorted(events, key=time_written):
     for tag, series in one.series.items():
       parts[tag].append(series)
   return {
