@@ -227,7 +227,7 @@ class TrainLoop:
       return
     saved = self.manager.all_steps() if self.manager else []
     good = [step for step in saved if step <= self._step - skipped]
-    problem = f"the optimizer has skipped the last {skipped} steps until step {self._step}"
+    problem = f"the optimizer has skipped the last {skipped} steps, up to step {self._step}"
     if not self.manager or not good:
       raise ValueError(
         f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save or "

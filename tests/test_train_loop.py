@@ -258,5 +258,5 @@ def test_after_too_many_skipped_steps_the_checkpoint_before_them_is_restored(cap
 
 
 def test_error_says_that_there_is_no_checkpoint_before_the_skipped_steps():
-  with pytest.raises(ValueError, match=r"skipped the last 3 steps until step 4.*no checkpoint"):
+  with pytest.raises(ValueError, match=r"skipped the last 3 steps, up to step 4.*no checkpoint"):
     run(skipping_loop(saved=[4], skipped_from=1))
