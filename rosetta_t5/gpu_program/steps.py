@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rosetta_t5.config.language.binding import UncalledFunction
 from rosetta_t5.gpu_program.compiler import compile_program
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
@@ -21,7 +22,7 @@ from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.telemetry.gpus import Gpu
-from rosetta_t5.training.trainer import trainer_to_compile
+from rosetta_t5.training.trainer import BaseTrainer, trainer_to_compile
 
 STEPS = ("train", "eval", "predict", "score")
 
@@ -60,9 +61,22 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
   trainer = trainer_to_compile(
-    plan["trainer_cls"], model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
+    _trainer_class(plan), model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
+
+
+def _trainer_class(plan: Plan) -> Any:
+  """Returns what builds the run's trainer.
+
+  Files from elsewhere may name a trainer but not call it, because it can write files. The one that is
+  only compiled gets no folder (`trainer_to_compile`), so it is called here.
+  """
+  trainer_cls = plan["trainer_cls"]
+  if not isinstance(trainer_cls, UncalledFunction):
+    return trainer_cls
+  is_trainer = inspect.isclass(trainer_cls.wrapped) and issubclass(trainer_cls.wrapped, BaseTrainer)
+  return trainer_cls.configured if is_trainer else trainer_cls
 
 
 def choose_kernel_by_roofline(

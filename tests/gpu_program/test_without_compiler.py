@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 
+import jax
 import pytest
 
 from rosetta_t5.cli import main
+from rosetta_t5.config import run_from_command_line
+from rosetta_t5.config.language.allow_list import STRICT
+from rosetta_t5.gpu_program.steps import lower_step
+from rosetta_t5.plan.description import Plan
+from rosetta_t5.telemetry.gpus import GPUS
 
 RECIPE = "gin/examples/small_pile_pretrain.gin"
+TINY = "gin/examples/tiny_pile_pretrain.gin"
 
 
 @pytest.mark.skipif(
@@ -41,3 +48,21 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, text, ca
     main(["compile", RECIPE, *arguments])
   assert ended.value.code == 2
   assert text in capsys.readouterr().err
+
+
+def test_the_step_of_a_file_from_elsewhere_is_lowered_with_the_trainer_that_it_names():
+  lowered = []
+
+  def describe(resolved):
+    devices = jax.devices()[:1]
+    partitioner = resolved.arguments["partitioner"].on_devices(devices)
+    resolved.arguments["partitioner"] = partitioner
+    with jax.set_mesh(partitioner.mesh):
+      lowered.append(lower_step(Plan(resolved), "train", GPUS["h200"])[0])
+    return []
+
+  argv = ["rosetta-t5 compile", f"--gin_file={TINY}", "--gin.MODEL_DIR='not made'"]
+  argv += ["--gin.trainer.Trainer.num_microbatches=2", "--dry_run", "--devices=1"]
+  run_from_command_line(None, argv, describe, STRICT)
+  # The loop over microbatches shows that the trainer has the file's arguments.
+  assert "stablehlo.while" in lowered[0].as_text()

@@ -135,18 +135,33 @@ class _Binder:
     return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
 
 
+@dataclasses.dataclass(frozen=True)
+class UncalledFunction:
+  """A function or class that a file from elsewhere may pass on, but not call.
+
+  Attributes:
+    name: the reference in the file, such as "@trainer.Trainer".
+    wrapped: the function or class.
+    configured: the same, with the arguments that gin files set.
+  """
+
+  name: str
+  wrapped: Callable[..., Any]
+  configured: Callable[..., Any]
+
+  def __call__(self, *_: Any, **__: Any) -> Any:
+    """Raises ConfigError."""
+    raise ConfigError(
+      f"{self.name} is not called for a file from elsewhere. If you trust the file, add --trust"
+    )
+
+
 class _UncalledReference(gin.config.ConfigurableReference):
-  """`@name` of a function or class that a file from elsewhere may pass on, but not call."""
+  """`@name` of such a function or class."""
 
-  def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+  def __deepcopy__(self, memo: dict[int, Any]) -> UncalledFunction:
     """Returns what gin passes to the function that has this argument."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-      raise ConfigError(
-        f"{self} is not called for a file from elsewhere. If you trust the file, add --trust"
-      )
-
-    return refuse
+    return UncalledFunction(str(self), self.configurable.wrapped, super().__deepcopy__(memo))
 
 
 def _as_gin_reference(value: Any, namespace: Namespace, allowed: AllowList | None) -> Any:
