@@ -22,6 +22,7 @@ from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
+from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.models import BaseModel
 from rosetta_t5.parallel import BasePartitioner
@@ -105,6 +106,7 @@ def infer(
   result_files.check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])
   checkpoints.check_checkpoints_exist(paths)
+  buckets = check_buckets(input_length_buckets, model)
 
   # Data, and the shapes of the state.
   if verify_matching_vocabs_fn is not None:
@@ -152,7 +154,7 @@ def infer(
       train_state_axes=initializer.train_state_axes,
       partitioner=partitioner,
       keep_aux_as_numpy=keep_aux_as_numpy,
-      input_length_buckets=input_length_buckets,
+      input_length_buckets=buckets,
       is_scoring=mode == "score",
       limit=data.token_limit(model),
     ),
@@ -168,8 +170,8 @@ def infer(
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
   }
-  if input_length_buckets:
-    settings["infer.input_length_buckets"] = list(input_length_buckets)
+  if buckets:
+    settings["infer.input_length_buckets"] = list(buckets)
   shard = f"{shard_id:05}-of-{num_shards:05}"
   with Watchdog() as watchdog:
     for task in examples.tasks:

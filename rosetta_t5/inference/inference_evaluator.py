@@ -76,7 +76,7 @@ class InferenceEvaluator:
       get_infer_fn,
       batch_size=infer_eval_dataset_cfg.batch_size,
       partitioner=partitioner,
-      input_length_buckets=check_buckets(input_length_buckets),
+      input_length_buckets=check_buckets(input_length_buckets, model),
       limit=data.token_limit(model),
     )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER

@@ -8,17 +8,27 @@ from typing import Any
 import numpy as np
 
 
-def check_buckets(buckets: Sequence[int] | None) -> tuple[int, ...]:
+def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int, ...]:
   """Returns the buckets in ascending order, or () for None.
 
+  Args:
+    buckets: the lengths.
+    model: the model that computes the batches; None for one without experts.
+
   Raises:
-    ValueError: they are not positive integers.
+    ValueError: they are not positive integers, or the model has experts, whose slots depend on the
+      length.
   """
   if buckets is None:
     return ()
   if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
     raise ValueError(
       f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"
+    )
+  if buckets and getattr(model, "has_experts", False):
+    raise ValueError(
+      "input_length_buckets would change the results of a model with experts, because an expert has "
+      f"fewer slots for shorter rows, got {buckets!r}: set it to ()"
     )
   return tuple(sorted(buckets))
 

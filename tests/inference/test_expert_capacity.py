@@ -26,6 +26,9 @@ from rosetta_t5.export.inference_function import create_inference_function
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
+from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.text_inference import InferenceType, TextInference
+from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -101,6 +104,33 @@ def test_every_way_of_inference_over_a_dataset_has_the_fraction():
   scored = functools.partial(MODEL.score_batch, return_intermediates=True)
   got = jax.jit(inference_step(MODEL, "score_batch"))(PARAMS, BATCH)
   np.testing.assert_allclose(got[0], jax.jit(scored)(PARAMS, BATCH)[0], rtol=1e-6)
+
+
+def test_a_text_has_the_same_score_alone_and_beside_a_long_text():
+  import seqio
+
+  vocabulary = seqio.ByteVocabulary()
+  config = dataclasses.replace(FEW_SLOTS, vocab_size=384, expert_capacity=None)
+  module = Transformer(config)
+  model = EncoderDecoderModel(module, vocabulary, vocabulary, None)
+  state, partitioner = InferenceState.create(variables(module)), PjitPartitioner(num_partitions=1)
+  axes = partitioner.get_mesh_axes(state)
+  texts = TextInference(model, partitioner, axes, 8, {"inputs": 64, "targets": 8})
+  short, long = ({"input": text, "target": "b"} for text in ("aaaaaa", "c" * 60))
+  preprocessors = [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
+
+  def score(*examples):
+    return texts.infer(InferenceType.SCORE, examples, preprocessors, state)[0][0][1]
+
+  np.testing.assert_allclose(score(short), score(short, long), rtol=1e-6)
+
+
+def test_lengths_that_change_the_slots_are_refused():
+  with pytest.raises(
+    ValueError, match=r"experts, because an expert has fewer slots .*set it to \(\)"
+  ):
+    check_buckets((8, 16), MODEL)
+  assert check_buckets((), MODEL) == ()
 
 
 def test_a_note_says_how_many_tokens_and_what_to_set():
