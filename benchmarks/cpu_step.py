@@ -2,11 +2,11 @@
 
   python benchmarks/cpu_step.py                    # ours, AdamW, batch 8, 512/128 tokens, float32
   python benchmarks/cpu_step.py --beside-hf        # and Hugging Face's on PyTorch, in turns
-  python benchmarks/cpu_step.py --optimizer adafactor
+  python benchmarks/cpu_step.py --optimizer adamw muon --batch 48
 
-Both implementations do the same work on the same batch: forward pass, backward pass and an AdamW step,
-without dropout. Each runs in a process of its own, and they take turns. The result is the median over
-the steps. PyTorch's step is timed eagerly and compiled.
+All implementations do the same work on the same batch: forward pass, backward pass and an optimizer step,
+without dropout; Hugging Face's optimizer is AdamW. Each runs in a process of its own, and they take turns.
+The result is the median over the steps. PyTorch's step is timed eagerly and compiled.
 """
 
 import argparse
@@ -23,18 +23,20 @@ from rosetta_t5.bench.train_step import add_switches, compile_step
 from rosetta_t5.bench.turns import Run, time_in_turns
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
-from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, chain
+from rosetta_t5.training.optimizers.second_order.muon import muon
 
 OPTIMIZERS = {
   "adamw": lambda: OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01)),
   "adafactor": lambda: Adafactor(decay_rate=0.8, step_offset=0),
+  "muon": lambda: chain([muon]),
 }
 
 
-def our_step(args: argparse.Namespace) -> Callable[[], float]:
+def our_step(args: argparse.Namespace, optimizer: str) -> Callable[[], float]:
   """Returns a function that makes one step and returns the loss."""
   keep_freed_memory()  # as `python -m t5x.train` does
-  compiled = compile_step(args, OPTIMIZERS[args.optimizer]())
+  compiled = compile_step(args, OPTIMIZERS[optimizer]())
   rng = jax.random.PRNGKey(1)
   state = compiled.state
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser("benchmarks/cpu_step.py", description=__doc__)
   add_workload(parser, steps=5)
   parser.set_defaults(batch=8, dtype="float32", fp8=False)
-  parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+  parser.add_argument("--optimizer", choices=OPTIMIZERS, nargs="+", default=["adamw"])
   parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
   add_switches(parser)
   args = parser.parse_args(argv)
@@ -62,10 +64,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     makers["Hugging Face eager"] = functools.partial(hugging_face_step, args, compiled=False)
     makers["Hugging Face compiled"] = functools.partial(hugging_face_step, args, compiled=True)
   ours = f"train step {args.size} {args.dtype} {args.batch}x{args.lengths[0]}/{args.lengths[1]}"
-  makers[ours] = functools.partial(our_step, args)
+  for optimizer in args.optimizer:
+    makers[f"{ours} {optimizer}"] = functools.partial(our_step, args, optimizer)
   for name, runs in time_in_turns(makers, args.steps).items():
-    median = statistics.median(seconds for seconds, _ in runs)
-    print(f"{name}: {median:.2f} s, {args.batch / median:.2f} seq/s", flush=True)
+    seconds = statistics.median(run.seconds for run in runs)
+    processor = statistics.median(run.processor_seconds for run in runs)
+    rate = args.batch / seconds
+    print(
+      f"{name}: {seconds:.2f} s, {rate:.2f} seq/s, {processor:.2f} processor seconds", flush=True
+    )
 
 
 if __name__ == "__main__":

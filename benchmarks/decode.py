@@ -154,11 +154,11 @@ def main(argv: Sequence[str] | None = None) -> None:
       for name, make in implementations.items()
     }
     timed = time_in_turns(makers, args.runs)
-    _, our_tokens = timed["ours"][-1]
+    our_tokens = timed["ours"][-1].result
     for name, runs in timed.items():
-      median = statistics.median(seconds for seconds, _ in runs)
+      median = statistics.median(run.seconds for run in runs)
       rate = args.batch_size * args.lengths[1] / median
-      same = np.mean(runs[-1][1] == our_tokens)
+      same = np.mean(runs[-1].result == our_tokens)
       print(
         f"beam {beams} {name}: {median:.2f} s, {rate:.0f} tokens/s, {same:.1%} of tokens equal ours",
         flush=True,

@@ -286,7 +286,7 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, 
 SCRIPTS = {
   "attention_kernels": "--batch=1 --heads=1 --repeats=1 --places=decoder --kernels=xla",
   "checkpoint": "--size=tiny --repeats=1",
-  "cpu_step": "--size=tiny --lengths 16 8 --steps=1",
+  "cpu_step": "--size=tiny --lengths 16 8 --steps=1 --optimizer adamw muon",
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
   "results_table": "{folder}",
@@ -320,7 +320,8 @@ def test_implementations_run_in_turns_and_in_processes_of_their_own():
   makers = {name: functools.partial(functools.partial, os.getpid) for name in ("ours", "theirs")}
   timed = time_in_turns(makers, runs=3)
   assert [len(runs) for runs in timed.values()] == [3, 3]
-  pids = [{pid for _, pid in runs} for runs in timed.values()]
+  assert all(run.seconds > 0 <= run.processor_seconds for runs in timed.values() for run in runs)
+  pids = [{run.result for run in runs} for runs in timed.values()]
   assert [len(each) for each in pids] == [1, 1]
   assert len({os.getpid(), *pids[0], *pids[1]}) == 3
 

@@ -8,20 +8,33 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, NamedTuple
 
 Run = Callable[[], Any]
 
 _WARMUP_RUNS = 2  # the first one compiles
 
+
+class TimedRun(NamedTuple):
+  """One run.
+
+  Attributes:
+    seconds: how long it took.
+    processor_seconds: the time of all processor cores together, which other programs hardly change.
+    result: what the function returned.
+  """
+
+  seconds: float
+  processor_seconds: float
+  result: Any
+
+
 # The function that is timed; set in the process of its implementation.
 _run: Run | None = None
 
 
-def time_in_turns(
-  makers: Mapping[str, Callable[[], Run]], runs: int
-) -> dict[str, list[tuple[float, Any]]]:
-  """Returns (seconds, result) of each run, for each implementation by name.
+def time_in_turns(makers: Mapping[str, Callable[[], Run]], runs: int) -> dict[str, list[TimedRun]]:
+  """Returns the timed runs of each implementation, by name.
 
   Every implementation has its own process, so that it does not share threads and memory with the
   others. They take turns, so that a change in the machine's speed affects all of them.
@@ -35,7 +48,7 @@ def time_in_turns(
     ValueError: a process has died.
   """
   spawn = multiprocessing.get_context("spawn")
-  timed: dict[str, list[tuple[float, Any]]] = {name: [] for name in makers}
+  timed: dict[str, list[TimedRun]] = {name: [] for name in makers}
   with contextlib.ExitStack() as stack:
     pools = {
       name: stack.enter_context(concurrent.futures.ProcessPoolExecutor(1, spawn)) for name in makers
@@ -49,11 +62,11 @@ def time_in_turns(
   return {name: results[_WARMUP_RUNS:] for name, results in timed.items()}
 
 
-def _time_run(make_run: Callable[[], Run] | None) -> tuple[float, Any]:
-  """Returns the seconds and the result of one run; `make_run`, if given, makes the function first."""
+def _time_run(make_run: Callable[[], Run] | None) -> TimedRun:
+  """Times one run; `make_run`, if given, makes the function first."""
   global _run
   _run = make_run() if make_run else _run
   assert _run is not None
-  started = time.perf_counter()
+  started, processor_started = time.perf_counter(), time.process_time()
   result = _run()
-  return time.perf_counter() - started, result
+  return TimedRun(time.perf_counter() - started, time.process_time() - processor_started, result)
