@@ -9,7 +9,7 @@ computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:24
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ def context_attention(
     segments.key_BS,
     position_PT[own].reshape(-1) if causal else None,
   )
-  o_BTHK = _attend(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, of_device, axis, causal, interpret)
+  options = _Options(axis, causal, interpret)
+  o_BTHK = _attend(options, q_BTHK, k_BSHK, v_BSHK, bias_1HTS, of_device)
   return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
 
 
@@ -86,37 +87,31 @@ def _exchange(x_BTHK: Array, axis: str, back: bool = False) -> Array:
   return jnp.concatenate(received, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(
-  q: Array,
-  k: Array,
-  v: Array,
-  bias: Any,
-  segments: Segments,
-  axis: str,
-  causal: bool,
-  interpret: bool,
-) -> Array:
-  return _forward(q, k, v, bias, segments, axis, causal, interpret)[0]
+class _Options(NamedTuple):
+  """The arguments of `context_attention` that are constants of the program."""
+
+  axis: str
+  causal: bool
+  interpret: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: _Options, *operands: Any) -> Array:
+  return _forward(options, *operands)[0]
 
 
 def _forward(
-  q: Array,
-  k: Array,
-  v: Array,
-  bias: Any,
-  segments: Segments,
-  axis: str,
-  causal: bool,
-  interpret: bool,
+  options: _Options, q: Array, k: Array, v: Array, bias: Any, segments: Segments
 ) -> tuple[Array, tuple]:
+  axis, causal, interpret = options
   whole = _gather(k, axis), _gather(v, axis)
   out, saved = flash_attention.forward(q, *whole, bias, segments, causal, interpret)
   inputs, *others = saved
   return out, (inputs._replace(k=k, v=v), *others)
 
 
-def _backward(axis: str, causal: bool, interpret: bool, saved: tuple, do: Array) -> tuple:
+def _backward(options: _Options, saved: tuple, do: Array) -> tuple:
+  axis, causal, interpret = options
   inputs, *others = saved
   batch, _, heads, size = inputs.q.shape
   shape = (batch, inputs.key_segments.shape[1], heads, size)

@@ -1,1 +1,1 @@
-"""Pipelines over the mesh axis `pipeline`: how a batch and a stack of layers are divided."""
+"""Pipelines over the mesh axis `pipeline`: `schedule` says what is computed when, `stages` computes it."""

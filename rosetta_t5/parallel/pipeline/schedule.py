@@ -7,6 +7,9 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS
 
@@ -28,6 +31,22 @@ class PipelineSettings:
 
   microbatches: int | None = None
   rounds: int = 1
+
+
+class Work(NamedTuple):
+  """What a stage computes in one tick. Each field is an integer or an integer array.
+
+  Attributes:
+    group: the number of the group of microbatches.
+    position: the number of the microbatch in its group.
+    round: how often the microbatch has passed through all stages before.
+    is_computed: whether the stage has a microbatch; in the bubble it computes zeros or old numbers.
+  """
+
+  group: Any
+  position: Any
+  round: Any
+  is_computed: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +81,21 @@ class PipelineSchedule:
   def bubble(self) -> float:
     """The share of the ticks in which a stage has no microbatch: (S − 1) / (M·R + S − 1)."""
     return (self.stages - 1) / self.ticks
+
+  def work_at(self, tick: Any, stage: Any) -> Work:
+    """Returns what a stage computes in a tick; both may be arrays.
+
+    A stage begins one tick after the stage before it. It computes the microbatches of a group one after
+    another, in one round after another.
+    """
+    done = tick - stage
+    passes = done // self.stages
+    return Work(
+      group=jnp.clip(passes // self.rounds, 0, self.groups - 1),
+      position=done % self.stages,
+      round=passes % self.rounds,
+      is_computed=(done >= 0) & (done < self.microbatches * self.rounds),
+    )
 
   def __str__(self) -> str:
     """Returns the schedule as text for a run's header."""
