@@ -91,15 +91,6 @@ def has_experts(config: Any) -> bool:
   return isinstance(number, int) and number > 0
 
 
-def refuse_pipeline_of_experts(config: Any) -> None:
-  """Raises ValueError if a network whose layers are the stages of a pipeline has experts."""
-  if has_experts(config):
-    raise ValueError(
-      f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
-      "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
-    )
-
-
 def expert_layers(config: Any, side: str) -> tuple[int, ...]:
   """Returns the numbers of the layers with experts in the stack `side`, "encoder" or "decoder"."""
   if not has_experts(config):

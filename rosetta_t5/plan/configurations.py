@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
@@ -129,7 +130,8 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
       continue  # a parameter cannot be split like this
     if batch_size % count_batch_shards(sizes):
       continue
-    work = workload_of(model, partitioner, plan.lengths, batch_size, sizes).replace(kernel=kernel)
+    work = workload_of(model, partitioner, plan.lengths, batch_size, sizes)
+    work = work.replace(kernel=kernel, collections=plan.collections)
     if work.context_shards > 1 and kernel == "cudnn":
       work = work.replace(kernel="flash")
     memory = StateMemory.of(plan.state, specs, work)
@@ -149,14 +151,14 @@ def _possible_meshes(
 ) -> Iterator[dict[str, int]]:
   """Yields meshes whose tensor axis is within a node and divides heads, feed-forward and vocabulary.
 
-  The axis `context` is within a node too, and only splits long rows. Only stacks of scanned layers
-  without experts can be a pipeline.
+  The axis `context` is within a node too, and only splits long rows. Only stacks of scanned layers can
+  be a pipeline.
   """
   divisors = [n for n in range(1, devices + 1) if devices % n == 0]
   sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
   experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
   contexts = [n for n in divisors if n == 1 or _can_split(lengths, n)]
-  is_pipelinable = getattr(config, "scan_layers", False) and not has_experts(config)
+  is_pipelinable = getattr(config, "scan_layers", False) and not pipeline_obstacle(config, ())
   stages = divisors if is_pipelinable else [1]
   for tensor in divisors:
     if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):

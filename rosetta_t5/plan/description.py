@@ -7,11 +7,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import check_partition_specs
@@ -23,6 +26,7 @@ from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, work
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
+from rosetta_t5.training.optimizers.second_order.kfac import KfacState
 
 
 def describe_run(resolved: ResolvedRun) -> Rows:
@@ -137,7 +141,19 @@ class Plan:
       self.mesh,
       self.microbatches,
       self.fp8,
-    )
+    ).replace(collections=self.collections)
+
+  @property
+  def collections(self) -> frozenset[str]:
+    """The variable collections of layers, besides parameters, that exclude a pipeline."""
+    found = set()
+    nodes = jax.tree.leaves(self.state.param_states, is_leaf=lambda x: isinstance(x, KfacState))
+    if any(isinstance(node, KfacState) for node in nodes):
+      found.add(KFAC_FACTORS)
+    make_config = self["te_config_cls"]
+    if make_config is not None and make_config().recipe == "delayed":
+      found.add(OVERWRITE_WITH_GRADIENT)
+    return frozenset(found)
 
   @property
   def flops(self) -> tuple[float, bool]:

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import logical_to_mesh_axes
 
-from rosetta_t5.networks.expert_settings import expert_layers, refuse_pipeline_of_experts
+from rosetta_t5.networks.expert_settings import expert_layers
+from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   MODEL_AXIS,
@@ -53,6 +55,8 @@ class Workload:
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
+    collections: the variable collections that layers have besides parameters; that of delayed fp8
+      scaling counts only with `fp8`.
   """
 
   config: Any
@@ -68,6 +72,7 @@ class Workload:
   fp8: bool = False
   kernel: str | None = None
   pipeline: PipelineSettings | None = None
+  collections: frozenset[str] = frozenset()
 
   @property
   def model_shards(self) -> int:
@@ -106,12 +111,14 @@ class Workload:
     """The schedule of the pipeline; one stage and one microbatch if there is none.
 
     Raises:
-      ValueError: the layers or the batch cannot be divided into stages and microbatches, or there are
-        experts.
+      ValueError: the layers or the batch cannot be divided into stages and microbatches, or the network
+        cannot be a pipeline.
     """
     if self.mesh.get(PIPELINE_AXIS, 1) == 1:
       return PipelineSchedule(1, 1)
-    refuse_pipeline_of_experts(self.config)
+    unused = set() if self.fp8 else {OVERWRITE_WITH_GRADIENT}
+    if reason := pipeline_obstacle(self.config, self.collections - unused):
+      raise ValueError(reason)
     batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
     stacks = filter(None, self.layers.values())
     # All stacks have the same schedule, but each must be divisible.

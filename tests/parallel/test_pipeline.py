@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.flatten_util import ravel_pytree
 from scalable_trees import scalable
 from tiny_models import (
@@ -23,6 +24,7 @@ from tiny_models import (
 )
 
 from rosetta_t5.kernels.random_rows import bernoulli_of_rows
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.scalable_t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -230,6 +232,35 @@ def test_loops_contain_only_the_permutations_that_plan_counts(family, mesh):
   assert sum(sizes) * work.schedule.ticks == sum(each.size for each in planned)
 
 
+def test_stages_compute_groups_of_microbatches_in_rounds():
+  schedule = PipelineSchedule(stages=2, microbatches=4, rounds=2)
+
+  def computed(stage):
+    """Returns (microbatch, round) of each tick; None in the bubble."""
+    works = [schedule.work_at(tick, stage) for tick in range(schedule.ticks)]
+    return [
+      (int(2 * work.group + work.position), work.round) if work.is_computed else None
+      for work in works
+    ]
+
+  first_stage = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+  assert computed(0) == [*first_stage, None]
+  assert computed(1) == [None, *first_stage]
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "rounds"), [(3, 6, 2), (6, 12, 1), (4, 4, 3)])
+def test_a_stage_computes_what_the_stage_before_it_has_sent(stages, microbatches, rounds):
+  schedule = PipelineSchedule(stages, microbatches, rounds)
+  for stage in range(1, stages):
+    for tick in range(1, schedule.ticks):
+      assert schedule.work_at(tick, stage) == schedule.work_at(tick - 1, stage - 1)
+  # From the last stage a microbatch returns to the first one, for the next round.
+  for tick in range(stages, microbatches * rounds):
+    before, after = schedule.work_at(tick - 1, stages - 1), schedule.work_at(tick, 0)
+    if after.round:
+      assert after == before._replace(round=before.round + 1)
+
+
 def test_the_bubble_is_the_share_of_ticks_without_work():
   schedule = PipelineSchedule(stages=4, microbatches=16, rounds=2)
   assert schedule.ticks == 35
@@ -269,11 +300,38 @@ def test_what_cannot_be_divided_is_an_error(batch, layers, settings, message):
     choose_schedule({"pipeline": 4, "data": 2}, batch, layers, settings)
 
 
-def test_a_pipeline_of_experts_has_no_schedule():
-  message = r"TransformerConfig.num_experts = 4 excludes a pipeline: set it to 0, or use the axis"
-  config = CONFIGS["GPT"].replace(num_experts=4)
+@pytest.mark.parametrize(
+  ("changes", "work", "message"),
+  [
+    ({"num_experts": 4}, {}, r"num_experts = 4 excludes a pipeline: set it to 0, or use the axis"),
+    ({}, {"collections": {KFAC_FACTORS}}, "by_kfac cannot measure the layers of a pipeline: set"),
+    (
+      {},
+      {"collections": {OVERWRITE_WITH_GRADIENT}, "fp8": True},
+      "recipe = 'delayed' excludes a pipeline: set it to 'current'",
+    ),
+  ],
+)
+def test_what_a_pipeline_cannot_compute_has_no_schedule(changes, work, message):
+  config = CONFIGS["GPT"].replace(**changes)
   with pytest.raises(ValueError, match=message):
-    _ = Workload(config, {"decoder": 8}, 8, {"pipeline": 2, "data": 1}).schedule
+    _ = Workload(config, {"decoder": 8}, 8, {"pipeline": 2, "data": 1}, **work).schedule
+
+
+def test_delayed_scaling_excludes_a_pipeline_only_where_fp8_is_on():
+  mesh, collections = {"pipeline": 2, "data": 1}, {OVERWRITE_WITH_GRADIENT}
+  work = Workload(CONFIGS["GPT"], {"decoder": 8}, 8, mesh, collections=collections)
+  assert work.schedule.stages == 2
+
+
+def test_layers_of_a_pipeline_do_not_return_intermediates_in_silence():
+  model, batch = model_of("GPT"), batch_of("GPT", False)
+  partitioner = PjitPartitioner(mesh={"pipeline": 2, "data": 4})
+  score = functools.partial(model.score_batch, return_intermediates=True)
+  with pytest.raises(ValueError, match="got the collections intermediates: call the model without"):
+    partitioner.partition(score, (None, partitioner.data_partition_spec), None).lower(
+      state_of("GPT").params, batch
+    )
 
 
 def test_layers_that_are_not_stacked_are_an_error():

@@ -10,7 +10,7 @@ import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
-from rosetta_t5.networks.expert_settings import refuse_pipeline_of_experts
+from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
@@ -85,12 +85,11 @@ def call_layers(
       x = rematerialized(config, has_experts=has_experts, name=f"layers_{layer}")(x, *arguments)
     return x
   if is_pipelined(module):
-    refuse_pipeline_of_experts(config)
-    if KFAC_FACTORS in module.variables:
-      raise ValueError(
-        "K-FAC cannot measure the layers of a pipeline: set another OPTIMIZER, or remove 'pipeline' from "
-        "partitioning.PjitPartitioner.mesh"
-      )
+    collections = {name for name, values in module.variables.items() if values}
+    if module.is_mutable_collection("intermediates"):
+      collections.add("intermediates")
+    if reason := pipeline_obstacle(config, collections):
+      raise ValueError(reason)
     return call_pipeline(module, rematerialized, num_layers, scan_name, x, *arguments)
   axis = config.param_scan_axis
   period = _layers_per_iteration(num_layers, expert_layers)
@@ -118,6 +117,38 @@ def call_layers(
   return x
 
 
+def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
+  """Returns why a network's layers cannot be a pipeline, and what to change; None if they can.
+
+  Args:
+    config: the network's config.
+    collections: the variable collections that its layers read or write in training.
+  """
+  without_pipeline = "or remove 'pipeline' from partitioning.PjitPartitioner.mesh"
+  if has_experts(config):
+    return (
+      f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
+      "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
+    )
+  if KFAC_FACTORS in collections:
+    return (
+      "precondition_by_kfac cannot measure the layers of a pipeline: set another OPTIMIZER, "
+      + without_pipeline
+    )
+  if OVERWRITE_WITH_GRADIENT in collections:
+    return (
+      "te_helper.TransformerEngineConfig.recipe = 'delayed' excludes a pipeline: set it to 'current', "
+      + without_pipeline
+    )
+  others = sorted(set(collections) - {"params", "params_axes"})
+  if others:
+    return (
+      "the layers of a pipeline can have no variables but parameters, got the collections "
+      f"{', '.join(others)}: call the model without them, {without_pipeline}"
+    )
+  return None
+
+
 class LayerPeriod(nn.Module):
   """The layers of one iteration of a scan, if only some of them have experts.
 
@@ -134,8 +165,8 @@ class LayerPeriod(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, *arguments: Any) -> tuple[jax.Array, None]:
     """Returns (activations after the layers, None)."""
-    for layer, has_experts in enumerate(self.expert_flags):
-      module = self.layer_cls(self.config, has_experts=has_experts, name=f"layers_{layer}")
+    for layer, flag in enumerate(self.expert_flags):
+      module = self.layer_cls(self.config, has_experts=flag, name=f"layers_{layer}")
       x, _ = module(x, *arguments)
     return x, None
 
