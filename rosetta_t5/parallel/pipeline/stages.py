@@ -41,14 +41,14 @@ class _Stage(NamedTuple):
   """What one device has of a pipeline.
 
   Attributes:
-    index: the number of the stage.
+    number: the number of the stage.
     replica: the number of the pipeline among those that compute other examples.
     layers: parameters and random keys of the layers, [R, ...].
     queue: this device's part of the batch, a `Microbatch` with arrays of [groups, ...].
     shared: what all microbatches share.
   """
 
-  index: jax.Array
+  number: jax.Array
   replica: jax.Array
   layers: PyTree
   queue: Microbatch
@@ -145,11 +145,11 @@ class Pipeline:
 def _tick(pipeline: Pipeline, stage: _Stage, flow: _Flow, tick: jax.Array) -> tuple[_Flow, None]:
   """Computes one microbatch and passes it on."""
   schedule = pipeline.schedule
-  first, work = schedule.work_at(tick, 0), schedule.work_at(tick, stage.index)
+  first, work = schedule.work_at(tick, 0), schedule.work_at(tick, stage.number)
   # When the first stage begins a group, each device has one of its microbatches. They move towards it.
   is_new_group = (first.round == 0) & (first.position == 0)
   entering = _select(is_new_group, _at(stage.queue, first.group), flow.entering)
-  microbatch = _select((stage.index == 0) & (first.round == 0), entering, flow.arrived)
+  microbatch = _select((stage.number == 0) & (first.round == 0), entering, flow.arrived)
   rows = _row_numbers(pipeline, work, stage.replica, stage.queue)
   layers = _at(stage.layers, work.round)
   x = pipeline.apply_layers(layers, rows, microbatch, stage.shared)
