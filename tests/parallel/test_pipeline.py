@@ -34,6 +34,7 @@ from rosetta_t5.parallel.pipeline.schedule import (
   PipelineSettings,
   choose_schedule,
 )
+from rosetta_t5.parallel.pipeline.stages import Microbatch, Pipeline
 from rosetta_t5.plan.activation_collectives import pipeline_collectives
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.step import accumulate_gradients
@@ -230,6 +231,28 @@ def test_loops_contain_only_the_permutations_that_plan_counts(family, mesh):
   planned = [each for each in pipeline_collectives(work) if each.kind == "collective-permute"]
   assert len(sizes) * work.schedule.ticks == sum(each.count for each in planned)
   assert sum(sizes) * work.schedule.ticks == sum(each.size for each in planned)
+
+
+def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks():
+  size, batch, layers = 128, 16, 4
+  mesh = PjitPartitioner(mesh={"pipeline": 2}).on_devices(jax.devices()[:2]).mesh
+
+  def apply_layers(stacked, rows, microbatch, shared):
+    params, _ = stacked
+    return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p), None), microbatch.x, params)[0]
+
+  def loss(params, x):
+    pipeline = Pipeline(PipelineSchedule(2, 8), apply_layers, batch, Microbatch(0, ()))
+    return jnp.sum(pipeline(params, None, Microbatch(x, ()), ()))
+
+  shapes = [
+    jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("pipeline")))
+    for shape in ((layers, size, size), (batch, size))
+  ]
+  with jax.set_mesh(mesh):
+    memory = jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis()
+  # There are nine ticks, and a stage has half of the parameters: the copy, and two sums of gradients.
+  assert memory.temp_size_in_bytes < 3 * (4 * size * size * layers // 2)
 
 
 def test_stages_compute_groups_of_microbatches_in_rounds():

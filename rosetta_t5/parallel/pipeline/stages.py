@@ -151,7 +151,8 @@ def _tick(pipeline: Pipeline, stage: _Stage, flow: _Flow, tick: jax.Array) -> tu
   entering = _select(is_new_group, _at(stage.queue, first.group), flow.entering)
   microbatch = _select((stage.number == 0) & (first.round == 0), entering, flow.arrived)
   rows = _row_numbers(pipeline, work, stage.replica, stage.queue)
-  layers = _at(stage.layers, work.round)
+  # For the backward pass, the loop keeps what it selects in each tick, but a constant selection only once.
+  layers = _at(stage.layers, 0 if schedule.rounds == 1 else work.round)
   x = pipeline.apply_layers(layers, rows, microbatch, stage.shared)
   slot = (work.position, work.group)
   is_output = work.is_computed & (work.round == schedule.rounds - 1)
@@ -212,7 +213,7 @@ def _join_groups(x: jax.Array, dim: int) -> jax.Array:
   return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
-def _at(tree: PyTree, index: jax.Array) -> PyTree:
+def _at(tree: PyTree, index: jax.Array | int) -> PyTree:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
