@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -80,6 +81,7 @@ class TrainLoop:
   def __post_init__(self) -> None:
     self._step = self.first_step
     self._seconds_waited = 0.0  # for batches, since the last report
+    self._restorations: collections.Counter[int] = collections.Counter()  # by the restored step
     self._is_interrupted = False
     self._is_stopped_by_action = False
     self._progress = console.Progress(
@@ -218,9 +220,10 @@ class TrainLoop:
     """Restores the last checkpoint before too many skipped steps; the data and the step continue.
 
     Raises:
-      ValueError: there is no such checkpoint.
+      ValueError: there is no such checkpoint, or it was restored too often.
     """
-    limit = self.evaluation.model.optimizer_def.max_skipped_steps
+    optimizer = self.evaluation.model.optimizer_def
+    limit = optimizer.max_skipped_steps
     state = self.trainer.train_state
     skipped = skips_in_a_row(state.param_states) if limit else 0
     if not limit or skipped < limit:
@@ -232,6 +235,13 @@ class TrainLoop:
       raise ValueError(
         f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save or "
         "keep more checkpoints (utils.SaveCheckpointConfig.period, keep)"
+      )
+    self._restorations[good[-1]] += 1
+    if self._restorations[good[-1]] > optimizer.max_restorations:
+      raise ValueError(
+        f"{problem}, although it has continued from step {good[-1]} {optimizer.max_restorations} times "
+        "(max_restorations): lower the learning rate, allow larger steps (max_norm_ratio, "
+        "max_loss_ratio), or correct the data"
       )
     self.manager.wait_until_finished()
     restored = self.manager.restore(step=good[-1], restore_dataset=False)

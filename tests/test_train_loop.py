@@ -228,12 +228,14 @@ def skipping_state(step, in_a_row):
   return state
 
 
-def skipping_loop(saved, skipped_from):
-  """Returns a loop whose optimizer skips all steps from a step on, until the state is restored."""
+def skipping_loop(saved, skipped_from, ends=True):
+  """Returns a loop whose optimizer skips all steps from a step on, until the state is restored if it
+  `ends` then.
+  """
 
   def after_batch(batch):
     state = trainer.train_state
-    if not loop.manager.restored and batch >= skipped_from:
+    if not (ends and loop.manager.restored) and batch >= skipped_from:
       state.param_states = skipping_state(0, batch - skipped_from + 1).param_states
 
   trainer = Trainer(after_batch)
@@ -255,6 +257,14 @@ def test_after_too_many_skipped_steps_the_checkpoint_before_them_is_restored(cap
   assert "continues with the parameters of step 2" in capsys.readouterr().out
   events = [json.loads(line) for line in pathlib.Path("run/run-log.jsonl").read_text().splitlines()]
   assert {"event": "restored", "step": 4, "checkpoint": 2}.items() <= events[0].items()
+
+
+def test_a_checkpoint_that_was_restored_too_often_ends_the_run():
+  pathlib.Path("run").mkdir()
+  loop = skipping_loop(saved=[0, 2], skipped_from=2, ends=False)
+  with pytest.raises(ValueError, match=r"skipped the last .* from step 2 3 times .*max_norm_ratio"):
+    run(loop)
+  assert loop.manager.restored == [2, 2, 2]
 
 
 def test_error_says_that_there_is_no_checkpoint_before_the_skipped_steps():

@@ -238,6 +238,36 @@ def test_functions_passed_on_uncalled_may_lack_arguments(run):
   assert run(text)["model"](width=3).width == 3
 
 
+OPTIMIZER = """
+import optax
+from optax import contrib
+from t5x import optimizers
+optimizers.chain.transformations = [@optax.adamw, @contrib.schedule_free_adamw]
+"""
+
+
+def test_a_learning_rate_that_the_trainers_replaces_is_refused(run):
+  text = OPTIMIZER + GOOD
+  run(text)
+  refused = "adamw.learning_rate has no effect, because chain.transformations contains @optax.adamw"
+  bindings = ("optax.adamw.learning_rate = 0.1",)
+  _fails(run, refused, "run.gin, line 7", "write @optax.adamw()", text=text, bindings=bindings)
+  run(text.replace("adamw, ", "adamw(), "), *bindings)
+
+
+@pytest.mark.parametrize(
+  ("argument", "value", "expected"),
+  [
+    ("schedule_free_adamw.b1", 0.0, "greater than 0 and less than 1, got 0.0"),
+    ("adamw.b1", [0.9], "of at least 0 and less than 1, got [0.9]"),
+  ],
+)
+def test_the_rates_of_optax_are_checked(run, argument, value, expected):
+  module = "optax" if argument == "adamw.b1" else "contrib"
+  text = f"{OPTIMIZER}{GOOD}{module}.{argument} = {value}"
+  _fails(run, f"{argument} must be a number {expected}", text=text)
+
+
 def test_a_missing_module_gets_a_suggestion(run):
   _fails(run, "there is no module 'toyss'", "PYTHONPATH", "run.gin, line", text="import toyss")
   _fails(

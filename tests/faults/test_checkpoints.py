@@ -80,6 +80,36 @@ FAULTS = [
     expected="checkpoint_30 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",
     status=0,
   ),
+  *[
+    Fault(
+      f"a checkpoint is {what}",
+      f"rm -r run/checkpoint_4; {replace} run/checkpoint_4; $TRAIN --gin.TRAIN_STEPS=6",
+      expected=f"error: run/checkpoint_4 must be the folder of a checkpoint, but is {what}",
+      keeps=False,
+    )
+    for what, replace in {
+      "a file": "touch",
+      "a link to a folder that does not exist": "ln -s /no/such/disk",
+    }.items()
+  ],
+  Fault(
+    "a file is in the place of a checkpoint's arrays",
+    "rm -r run/checkpoint_4/state; touch run/checkpoint_4/state; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="checkpoint_4 cannot be read: .*steps     2 to 6, from run/checkpoint_2",
+    status=0,
+  ),
+  Fault(
+    "folders are in the places of a checkpoint's files",
+    """for file in "$(largest run/checkpoint_4/state)" run/checkpoint_2/dataset/*.feed; do
+      rm "$file"; mkdir "$file"; done; $TRAIN --gin.TRAIN_STEPS=6""",
+    expected="checkpoint_4 cannot be read: .*checkpoint_2 cannot be read: .*from run/checkpoint_0",
+    status=0,
+  ),
+  Fault(
+    "run.lock is a folder",
+    "mkdir run/run.lock; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="error: MODEL_DIR run cannot be written to .*Is a directory: 'run/run.lock'",
+  ),
   Fault(
     "run.lock is empty",
     "touch run/run.lock; timeout 60 $TRAIN --gin.TRAIN_STEPS=6",

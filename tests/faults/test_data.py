@@ -33,6 +33,47 @@ PYTHONPATH=. $TRAIN --gin.TRAIN_STEPS=20 --gin_bindings='from __gin__ import dyn
   --gin_bindings='import own' --gin_bindings='trainer.Trainer.learning_rate_fn = @own.schedule()'"""
 
 
+# A folder of TensorFlow Datasets, td/pairs/1.0.0, and a task that reads it.
+TFDS = """cat > build.py <<'END'
+import tensorflow_datasets as tfds
+class Pairs(tfds.core.GeneratorBasedBuilder):
+  VERSION = tfds.core.Version("1.0.0")
+  def _info(self):
+    texts = {"inputs": tfds.features.Text(), "targets": tfds.features.Text()}
+    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(texts))
+  def _split_generators(self, manager):
+    return {"train": self._generate_examples(), "validation": self._generate_examples()}
+  def _generate_examples(self):
+    yield from ((n, {"inputs": f"What is {n} and {n}?", "targets": str(2 * n)}) for n in range(99))
+Pairs(data_dir="td").download_and_prepare()
+END
+python build.py 2> log.txt || cat log.txt
+cat > pairs_task.py <<'END'
+import seqio
+feature, texts = seqio.Feature(seqio.ByteVocabulary(), add_eos=True), seqio.preprocessors
+seqio.TaskRegistry.add(
+  "pairs", source=seqio.TfdsDataSource("pairs:1.0.0"),
+  preprocessors=[texts.tokenize, texts.append_eos],
+  output_features={"inputs": feature, "targets": feature})
+END
+"""
+TRAIN_TFDS = """; PYTHONPATH=. $TRAIN --gin.MODEL_DIR="'new'" --tfds_data_dir=td \\
+  --gin.MIXTURE_OR_TASK_NAME="'pairs'" --gin.MIXTURE_OR_TASK_MODULE="'pairs_task'" """
+MIXTURE = """cat > mixed.py <<'END'
+import os, seqio
+feature, texts = seqio.Feature(seqio.ByteVocabulary(), add_eos=True), seqio.preprocessors
+def as_pair(dataset):
+  return dataset.map(lambda line: {"inputs": line, "targets": line})
+for name in ("first", "second"):
+  seqio.TaskRegistry.add(
+    name, source=seqio.TextLineDataSource({"train": "rows.jsonl", "validation": "rows.jsonl"}),
+    preprocessors=[as_pair, texts.tokenize, texts.append_eos],
+    output_features={"inputs": feature, "targets": feature})
+seqio.MixtureRegistry.add("mixed", {"first": 1.0, "second": float(os.environ["RATE"])}.items())
+END
+TRAIN="$TRAIN --gin.MIXTURE_OR_TASK_NAME='mixed' --gin.MIXTURE_OR_TASK_MODULE='mixed'"
+export PYTHONPATH=.; rm -r run; RATE=1 $TRAIN > log.txt 2>&1 || cat log.txt
+"""
 PREPARE = """rosetta-t5 prepare --input 'rows*.jsonl' --text-key question --vocab v.model \\
   --out tokens --workers 1"""
 PREPARED = f"""for n in 1 2 3; do cp rows.jsonl rows$n.jsonl; done
@@ -114,6 +155,72 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
     expected="the same files",
     status=0,
   ),
+  *[
+    Fault(f"TFDS: {what}", f"{TFDS}{damage}{TRAIN_TFDS}", expected)
+    for what, damage, expected in (
+      (
+        "the metadata is junk",
+        "head -c 300 /dev/urandom > td/pairs/1.0.0/dataset_info.json",
+        r"error: The data of the task 'pairs' cannot be opened in td \(.*dataset_info.json",
+      ),
+      (
+        "the metadata names a function",
+        """sed -i 's/"pythonClassName": ".*"/"pythonClassName": "os.system"/' td/pairs/*/features.json""",
+        r"cannot be opened in td \(ValueError: Unrecognized FeatureConnector type: os.system",
+      ),
+      (
+        "the folder does not exist",
+        "rm -r td",
+        r"cannot be opened in td \(DatasetNotFoundError: .*Correct --tfds_data_dir",
+      ),
+      (
+        "a shard is truncated",
+        "truncate_to_half td/pairs/*/*train*",
+        r"error: td/\S+train.tfrecord-00000-of-00001 cannot be read: truncated record",
+      ),
+      (
+        "a byte of a shard is flipped",
+        "flip td/pairs/*/*train*",
+        r"error: td/\S+train.tfrecord-00000-of-00001 cannot be read: corrupted record",
+      ),
+      (
+        "a shard is missing",
+        "rm td/pairs/*/*train*",
+        r"error: the data cannot be read: td/\S+train\S+; No such file or directory\.",
+      ),
+    )
+  ],
+  Fault(
+    "a restart has other rates of a mixture",
+    MIXTURE + "RATE=9 $TRAIN --gin.TRAIN_STEPS=6",
+    expected=r"the training data has changed .*task\.second\.rate: 1\.0 → 9\.0",
+    keeps=False,
+  ),
+  Fault(
+    "the data is removed during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; rm rows.jsonl) & $TRAIN --gin.TRAIN_STEPS=4000",
+    expected="error: None of the 1 records of rows.jsonl can be used.*No such file",
+  ),
+  Fault(
+    "the data is overwritten with junk during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; head -c 3000 /dev/urandom > rows.jsonl) &"
+    "$TRAIN --gin.TRAIN_STEPS=4000",
+    expected="error: None of the .* records of rows.jsonl can be used",
+  ),
+  *[
+    Fault(
+      f"prepared data: a byte of {pattern} is flipped",
+      f"{PREPARED}flip tokens/{pattern}; {TRAIN_PREPARED}",
+      expected,
+      status,
+    )
+    for pattern, expected, status in (
+      ("vocabulary.model", "tokens/vocabulary.model is damaged: its SHA-256", 1),
+      ("manifest.json", "tokens/manifest.json is not valid JSON", 1),
+      ("train-00000-of-00003.ends.npy", r"prepared shard \S+ is damaged", 1),
+      ("train-00000-of-00003.array_record", r"Unreadable example.*unreadable records: \d+", 0),
+    )
+  ],
   Fault(
     "all targets are empty",
     task("[5, 6], tf.zeros([0], tf.int32)"),
@@ -127,7 +234,8 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
   Fault(
     "an input id is beyond the vocabulary",
     task("[5, 5000], [7]"),
-    expected=r"'bad' has the value 5000 in encoder_input_tokens \(row 0, position 1.*384 ids",
+    expected=r"'bad' has the value 5000 in encoder_input_tokens \(row 0, position 1.*384 ids.*"
+    "The first such example: train, example 1",
   ),
   Fault(
     "a target id is negative",

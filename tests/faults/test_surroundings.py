@@ -149,6 +149,57 @@ FAULTS = [
     keeps=False,
   ),
   Fault(
+    "MODEL_DIR is replaced by another folder during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved; mkdir run) &"
+    "$TRAIN --gin.TRAIN_STEPS=4000",
+    expected="run was moved or removed during the run: move it back",
+    unexpected="note .*checkpoint",
+    keeps=False,
+  ),
+  Fault(
+    "MODEL_DIR is replaced by a link to it during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved; ln -s moved run) &"
+    "$TRAIN --gin.TRAIN_STEPS=40 --gin.train_script.train.stats_period=10;"
+    "status=$?; test -e moved/checkpoint_40 && exit $status",
+    expected="done +step 40",
+    status=0,
+    keeps=False,
+  ),
+  Fault(
+    "run.lock becomes a folder during a run",
+    "(until test -e run/checkpoint_8; do sleep 0.1; done; rm run/run.lock; mkdir run/run.lock) &"
+    "$TRAIN --gin.TRAIN_STEPS=40; status=$?; test -e run/checkpoint_40 && exit $status",
+    expected="done +step 40",
+    status=0,
+  ),
+  Fault(
+    "two runs start at the same time",
+    "rm -r run; $TRAIN > 1.txt 2>&1 & $TRAIN > 2.txt 2>&1; status=$?; wait; cat ?.txt; "
+    "test -e run/checkpoint_4 && exit 1",
+    expected="MODEL_DIR run is in use by another training run",
+    keeps=False,
+  ),
+  Fault(
+    "the compilation cache contains junk",
+    """export JAX_COMPILATION_CACHE_DIR=$PWD/cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+    $TRAIN --gin.TRAIN_STEPS=5 > log.txt 2>&1
+    for file in cache/*; do head -c 100 /dev/urandom > $file; done; $TRAIN --gin.TRAIN_STEPS=6""",
+    expected="steps     5 to 6.*done +step 6",
+    status=0,
+  ),
+  Fault(
+    "the readers of the output of several short commands end after a line",
+    """set -o pipefail
+    for command in "ckpt ls run" "ckpt diff run/checkpoint_2 run/checkpoint_4" "check tiny.gin" doctor \\
+      "completion bash" "train --gin_file=tiny.gin --dry_run" --help; do
+      rosetta-t5 $command 2> errors | head -1; status=$?; cat errors
+      test $status = 141 -o $status = 0 || exit $status
+    done; echo all ended""",
+    expected="all ended",
+    unexpected="Traceback|BrokenPipe|Exception",
+    status=0,
+  ),
+  Fault(
     "the clock was set back, and all files are from the future",
     "find run -exec touch -d 2040-01-01 {} +; $TRAIN --gin.TRAIN_STEPS=6",
     expected="steps     4 to 6, from run/checkpoint_4.*done +step 6",

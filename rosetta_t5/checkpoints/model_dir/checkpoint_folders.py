@@ -58,9 +58,18 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
   A checkpoint is written into a folder of another name, which is renamed at the end. A save that was
   killed is therefore never listed. There is no rename on gs://, where a file marks success instead.
+
+  Raises:
+    ValueError: something else than a folder has the name of a checkpoint.
   """
   root = epath.Path(directory)
-  folders = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+  entries = list(root.iterdir()) if root.is_dir() else []
+  folders = [entry for entry in entries if entry.is_dir()]
+  for entry in entries:
+    # A checkpoint that has just been deleted or moved does not exist any more.
+    if step_of(entry) is not None and os.path.lexists(entry) and not entry.is_dir():
+      found = "a link to a folder that does not exist" if os.path.islink(entry) else "a file"
+      raise ValueError(f"{entry} must be the folder of a checkpoint, but is {found}: remove it")
   if os.fspath(root).startswith("gs://"):
     folders = [f for f in folders if (f / _COMMITTED).exists() or (f / _LEGACY_INDEX).exists()]
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)

@@ -128,8 +128,11 @@ class RunLock:
         self._path.unlink(missing_ok=True)
 
   def new_owner(self) -> LockOwner | None:
-    """Returns the run that has taken the lock over, or None."""
-    owner, _ = self._read()
+    """Returns the run that has taken the lock over; None if there is none, or it cannot be read."""
+    try:
+      owner, _ = self._read()
+    except OSError:
+      return None
     return None if owner == self._owner else owner
 
   def _acquire(self) -> None:
@@ -258,10 +261,13 @@ class RunLock:
     beat = 0
     while not self._released.wait(HEARTBEAT_INTERVAL_S):
       with contextlib.suppress(OSError):  # for example a full disk; the next heartbeat may succeed
-        if not self._is_mine():
+        owner, _ = self._read()
+        if owner not in (None, self._owner):
           return
         beat += 1
         self._write_temporary(beat).replace(self._path)
+        if owner is None:
+          _log.warning("%s was removed or damaged during the run; it is written again", self._path)
 
 
 def _refusal_text(model_dir: epath.PathLike, error: Exception) -> str:

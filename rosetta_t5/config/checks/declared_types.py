@@ -137,7 +137,10 @@ def _is_unknown(member: Any) -> bool:
 
 def _accepts_value(value: Any, member: Any) -> bool:
   base = _without_conditions(member)
-  return _has_type(value, base) and all(c.holds(value) for c in _conditions(member))
+  try:
+    return _has_type(value, base) and all(c.holds(value) for c in _conditions(member))
+  except TypeError:  # A range of numbers, such as that of Optax's rates, does not hold for a list.
+    return False
 
 
 def _has_type(value: Any, base: Any) -> bool:

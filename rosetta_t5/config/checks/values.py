@@ -13,18 +13,21 @@ from typing import Annotated, Any
 import gin
 from gin.config import Configurable, ConfigurableReference
 
-from rosetta_t5.argument_types import NonNegativeNumber, PositiveNumber, Rate
+from rosetta_t5.argument_types import NonNegativeNumber, PositiveNumber, PositiveRate, Rate
 from rosetta_t5.config.checks import declared_types
 from rosetta_t5.config.language import gin_internals
-from rosetta_t5.config.language.names import defaults
+from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import Program, leaves, map_leaves
 from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, Problems, did_you_mean
 
-# The ranges of numbers that Optax's functions take. Those of our own are declared with the arguments.
+# The ranges of numbers that Optax's functions take, by argument or by function and argument. Those of
+# our own are declared with the arguments.
 _OPTAX = {
   **dict.fromkeys(("b1", "b2", "b3", "decay", "momentum"), Rate),
   **dict.fromkeys(("learning_rate", "peak_value", "weight_decay"), NonNegativeNumber),
   **dict.fromkeys(("eps", "max_norm", "max_delta"), PositiveNumber),
+  # The parameters of an evaluation are divided by it.
+  **dict.fromkeys(("schedule_free.b1", "schedule_free_adamw.b1"), PositiveRate),
 }
 
 
@@ -75,6 +78,20 @@ def check_values(program: Program, problems: Problems) -> None:
     source = [sources[key]] if key in sources else []
     with problems.collect(*source, *([f"read as {name}"] if bound.macro else [])):
       bound.check()
+    with problems.collect(*source):
+      _check_learning_rates(name, bound.value)
+
+
+def _check_learning_rates(argument: str, value: Any) -> None:
+  """Raises ConfigError for a learning rate of a function that `chain` calls with the trainer's."""
+  for leaf in leaves(value) if argument == "chain.transformations" else ():
+    is_uncalled = isinstance(leaf, ConfigurableReference) and not leaf.evaluate
+    if is_uncalled and "learning_rate" in bound_arguments(leaf.configurable, leaf.scopes):
+      raise ConfigError(
+        f"{leaf.configurable.name}.learning_rate has no effect, because chain.transformations contains "
+        f"{leaf!r} without parentheses, which gets the trainer's learning rate: write {leaf!r}(), or "
+        "remove the binding and set trainer.Trainer.learning_rate_fn"
+      )
 
 
 def unchecked_arguments() -> list[str]:
@@ -127,10 +144,10 @@ def _called(value: Any, scope: str) -> Any:
 
 def _declared_type(configurable: Configurable, argument: str) -> Any:
   declared = declared_types.declared_type(configurable, argument)
-  is_optax = configurable.selector.startswith("optax.") and argument in _OPTAX
-  if not is_optax:
+  of_optax = _OPTAX.get(f"{configurable.name}.{argument}", _OPTAX.get(argument))
+  if of_optax is None or not configurable.selector.startswith("optax."):
     return declared
-  return Annotated[declared, *typing.get_args(_OPTAX[argument])[1:]]
+  return Annotated[declared, *typing.get_args(of_optax)[1:]]
 
 
 def _advice(value: Any, declared: Any) -> str:

@@ -83,7 +83,7 @@ def _not_found_text(path: str, search_paths: Sequence[str]) -> str:
   folder, _, _ = path.rpartition("/")
   siblings = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
   lines = [
-    f"there is no gin file {path!r}.{_recipe_at_the_end(path) or did_you_mean(path, known)}",
+    f"there is no gin file {path!r}.{_recipe_at_the_end(path) or did_you_mean(path, known - {path})}",
     *([f"  in {folder}: {', '.join(siblings)}"] if folder and siblings else []),
     f"  searched: {searched}, and the recipes in {RECIPES}",
     "  to search another folder too: --gin_search_paths=.,/another/folder",

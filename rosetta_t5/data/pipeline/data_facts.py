@@ -109,15 +109,17 @@ def _facts_of_source(task: Any, cfg: DatasetConfig, read_files: Callable[..., Fa
     "features": {n: _feature_text(f) for n, f in task.output_features.items()},
     "number_of_examples": task.source.num_input_examples(cfg.split),  # None if it is not known
   }
-  paths = _cached_files(task, cfg) if cfg.use_cached else task.source.list_shards(cfg.split)
+  paths = task_files(task, cfg)
   if any(os.path.isfile(path) or "://" in path for path in paths):
     is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
     return facts | {"data": read_files(tuple(paths), is_movable)}
   return facts | {"first_examples": _digest_of_examples(task.source, cfg.split)}
 
 
-def _cached_files(task: Any, cfg: DatasetConfig) -> list[str]:
-  """Returns the files of a task's offline cache."""
+def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
+  """Returns the files that a task reads: its source's, or those of its offline cache."""
+  if not cfg.use_cached:
+    return list(map(str, task.source.list_shards(cfg.split)))
   prefix = import_seqio().utils.get_cached_tfrecord_prefix(task.cache_dir, cfg.split)
   return sorted(glob.glob(f"{glob.escape(prefix)}*"))
 

@@ -12,14 +12,14 @@ import numpy as np
 from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
+from rosetta_t5.data.pipeline.error_places import naming_files
 from rosetta_t5.data.pipeline.task_lookup import (
-  check_not_empty,
   check_split,
   find_checked_task,
   find_task_or_mixture,
-  has_element,
   has_split,
   read_task,
+  subtasks_with_split,
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -84,7 +84,7 @@ def get_dataset_inner(
   )
   provider = find_checked_task(cfg, converter)
   if num_epochs is None:
-    check_not_empty(cfg, provider, shard_info)
+    _check_not_empty(cfg, provider, shard_info)
   batch_size = cfg.batch_size // shard_info.num_shards
   logging.info("Dataset '%s': seed %s, %d examples per shard", cfg.name, seed, batch_size)
   dataset = read_task(
@@ -156,7 +156,7 @@ def get_training_eval_datasets(
       num_epochs=eval_steps * cfg.batch_size,
       continue_from_last_checkpoint=False,
     )
-    if not has_element(examples):
+    if not _has_element(cfg, examples):
       raise ValueError(
         f"The split '{cfg.split}' of the task '{name}' has no example to evaluate. Give it more data, "
         "or set train.train_eval_dataset_cfg = None."
@@ -195,4 +195,45 @@ def _check_same_seed(seed: int | None) -> None:
   multihost_utils.assert_equal(
     np.array(seed),
     f"process {jax.process_index()} shuffles with the seed {seed}, other processes with another one",
+  )
+
+
+def _check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardInfo) -> None:
+  """Checks that this shard of every task has an example.
+
+  Training repeats its data forever, so a task that filters out all its examples would never end. One
+  unshuffled pass is therefore read up to its first example. Providers other than SeqIO's tasks and
+  mixtures are not checked.
+
+  Raises:
+    ValueError: this shard of a task has no example.
+  """
+  seqio = import_seqio()
+  if not isinstance(provider, seqio.Task | seqio.Mixture):
+    return
+  for task in subtasks_with_split(cfg, provider):
+    if not _has_element(cfg, read_task(cfg, task, shard_info=shard_info)):
+      raise ValueError(_empty_dataset_message(task.name, cfg.split, shard_info))
+
+
+def _has_element(cfg: DatasetConfig, dataset: tf.data.Dataset) -> bool:
+  """Returns whether a dataset has any element.
+
+  Raises:
+    ValueError: a file is damaged, or none of its records is usable.
+  """
+  with naming_files(cfg):
+    return any(True for _ in dataset.take(1))
+
+
+def _empty_dataset_message(name: str, split: str, shard_info: seqio.ShardInfo) -> str:
+  where = f"the split '{split}' of the task '{name}'"
+  if shard_info.num_shards == 1:
+    return (
+      f"There are no examples in {where}: its files are empty, or its preprocessors drop every "
+      "example. Inspect them with seqio.get_mixture_or_task(...).get_dataset(...)."
+    )
+  return (
+    f"There are no examples in shard {shard_info.index} of {shard_info.num_shards} of {where}. "
+    "Split its files into more files, or run on fewer hosts."
   )

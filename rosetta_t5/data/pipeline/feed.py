@@ -25,7 +25,8 @@ from rosetta_t5.data.pipeline.batch_checks import (
 )
 from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
 from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
-from rosetta_t5.data.reading import BadExamples, unwrap_reader_errors
+from rosetta_t5.data.pipeline.error_places import naming_example, naming_files
+from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.reading.file_facts import Facts
 from rosetta_t5.telemetry import console
 
@@ -117,7 +118,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending.append(self._thread.submit(self._read))
 
   def _read(self) -> tuple[HostBatch, GlobalBatch]:
-    with unwrap_reader_errors():
+    with naming_files(self._dataset_cfg):
       batch = next(self.iterator)
     host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
     if self._check is not None:
@@ -316,9 +317,11 @@ def prepare_train_iter(
   name = f"the task '{dataset_cfg.name}'" if dataset_cfg else "the training data"
 
   def check(batch: HostBatch) -> None:
-    check_ids(batch, name, limit)
+    with naming_example(dataset_cfg, lambda example: check_ids(example, name, limit)):
+      check_ids(batch, name, limit)
     if is_training and data_layout.num_shards == 1:  # Other hosts may have the batch's targets.
-      check_has_target(batch, name)
+      with naming_example(dataset_cfg, lambda example: check_has_target(example, name)):
+        check_has_target(batch, name)
 
   source = as_batch_iterator(train_iter)
   shapes = {

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.error_places import naming_files
 from rosetta_t5.data.pipeline.task_lookup import find_checked_task, read_task, subtasks_with_split
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import tensorflow as tf
-
-# What TensorFlow reports about damaged files of tf.train.Example, after the names of its operations.
-_DAMAGE = re.compile(
-  r"(corrupted|truncated) record|Could not parse example|Key: .*parse.*|Feature: .*"
-)
 
 
 class InferenceData:
@@ -71,17 +66,8 @@ class InferenceData:
     Raises:
       ValueError: a file of the task is damaged.
     """
-    errors = import_tensorflow().errors
-    try:
+    with naming_files(self._cfg):
       yield from iterate_chunks(*self._datasets(task), size, first)
-    except (errors.DataLossError, errors.InvalidArgumentError, UnicodeDecodeError) as error:
-      # TensorFlow's own text may quote bytes of the file, which are not always UTF-8.
-      is_undecoded = isinstance(error, UnicodeDecodeError)
-      text = error.object.decode("utf-8", "replace") if is_undecoded else str(error)
-      if not (damage := _DAMAGE.search(text)):
-        raise
-      files = ", ".join(map(str, task.source.list_shards(self._cfg.split)))
-      raise ValueError(f"{files} cannot be read: {damage[0]}") from error
 
 
 def iterate_chunks(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
-from rosetta_t5.data.reading import unwrap_reader_errors
 from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
-from rosetta_t5.data.tensorflow_setup.seqio_internals import passthrough_features
+from rosetta_t5.data.tensorflow_setup.seqio_internals import (
+  passthrough_features,
+  tfds_data_dir_override,
+)
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 if TYPE_CHECKING:
@@ -78,10 +81,24 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
   """Checks that the split exists. Offline caches are not checked, because they have their own splits.
 
   Raises:
-    ValueError: the split does not exist. The message lists those that do.
+    ValueError: the split does not exist, and the message lists those that do; or the folder of
+      TensorFlow Datasets that states them is damaged.
   """
-  if not cfg.use_cached and not has_split(provider, cfg.split):
+  if cfg.use_cached:
+    return
+  try:
     splits = sorted(provider.splits)
+  except Exception as error:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not any(f.f_globals.get("__name__", "").startswith("tensorflow_datasets.") for f in frames):
+      raise
+    folder = tfds_data_dir_override() or "the folder of TensorFlow Datasets"
+    raise ValueError(
+      f"The data of the task '{cfg.name}' cannot be opened in {folder} "
+      f"({type(error).__name__}: {str(error).strip().splitlines()[0][:300]}). Correct --tfds_data_dir, or "
+      "restore the dataset's files there, such as dataset_info.json and features.json"
+    ) from error
+  if not has_split(provider, cfg.split):
     raise ValueError(
       f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
       "Set DatasetConfig.split (MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
@@ -162,44 +179,3 @@ def _check_types(cfg: DatasetConfig, provider: Any, converter: seqio.FeatureConv
         f"{feature.dtype.name}: write seqio.Feature(..., dtype=tf.{spec.dtype.name}), and convert the "
         f"values in a preprocessor with tf.cast(..., tf.{spec.dtype.name})."
       )
-
-
-def check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardInfo) -> None:
-  """Checks that this shard of every task has an example.
-
-  Training repeats its data forever, so a task that filters out all its examples would never end. One
-  unshuffled pass is therefore read up to its first example. Providers other than SeqIO's tasks and
-  mixtures are not checked.
-
-  Raises:
-    ValueError: this shard of a task has no example.
-  """
-  seqio = import_seqio()
-  if not isinstance(provider, seqio.Task | seqio.Mixture):
-    return
-  for task in subtasks_with_split(cfg, provider):
-    if not has_element(read_task(cfg, task, shard_info=shard_info)):
-      raise ValueError(_empty_dataset_message(task.name, cfg.split, shard_info))
-
-
-def has_element(dataset: tf.data.Dataset) -> bool:
-  """Returns whether a dataset has any element.
-
-  Raises:
-    ValueError: none of the records in its files is usable.
-  """
-  with unwrap_reader_errors():
-    return any(True for _ in dataset.take(1))
-
-
-def _empty_dataset_message(name: str, split: str, shard_info: seqio.ShardInfo) -> str:
-  where = f"the split '{split}' of the task '{name}'"
-  if shard_info.num_shards == 1:
-    return (
-      f"There are no examples in {where}: its files are empty, or its preprocessors drop every "
-      "example. Inspect them with seqio.get_mixture_or_task(...).get_dataset(...)."
-    )
-  return (
-    f"There are no examples in shard {shard_info.index} of {shard_info.num_shards} of {where}. "
-    "Split its files into more files, or run on fewer hosts."
-  )

@@ -98,6 +98,20 @@ class BlockReader:
       if not has_more:
         return
 
+  def line_of(self, path: str, number: int) -> int:
+    """Returns the line, from 1, of example `number`, from 0, among those that `examples` yields."""
+    converted = (
+      (line, record if isinstance(record, BadExample) else self._convert(record))
+      for line, record in self._read(path, self._layout)
+    )
+    lines = (line for line, fields in converted if self._is_good_and_kept(fields))
+    return next(itertools.islice(lines, number, None))
+
+  def _is_good_and_kept(self, fields: Fields | BadExample | str) -> bool:
+    if isinstance(fields, BadExample | str):
+      return False
+    return self._is_kept is None or self._is_kept(fields)
+
   def _next_block(self, file: _OpenFile) -> tuple[list[Fields], bool]:
     examples: list[Fields] = []
     records = list(itertools.islice(file.records, RECORDS_PER_BLOCK))

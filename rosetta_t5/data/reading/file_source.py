@@ -44,6 +44,10 @@ def make_file_source(
     def list_shards(self, split: str) -> Sequence[str]:
       return list(files[split])
 
+    def line_of(self, split: str, path: str, number: int) -> int:
+      """Returns the line of an example, which has this number among those that the file yields."""
+      return readers[split].line_of(path, number)
+
     def get_dataset(self, split: str = "train", **options: Any) -> Any:
       paths = {str(number): path for number, path in enumerate(files[split])}
       source = NumberedFiles(

@@ -58,6 +58,7 @@ class SpikeGuard(OptimizerDef):
     max_skipped_steps: after so many skipped steps in a row, the run restores the last checkpoint
       before them and continues with the next data; None to continue without. It is checked whenever
       metrics are reported.
+    max_restorations: how often the run restores the same checkpoint before it ends with an error.
   """
 
   uses_loss = True
@@ -70,10 +71,12 @@ class SpikeGuard(OptimizerDef):
     decay: Rate = 0.98,
     warmup_steps: Positive = 100,
     max_skipped_steps: Positive | None = 10,
+    max_restorations: Positive = 3,
   ):
     self.optimizer = optimizer
     self.uses_learning_rate = optimizer.uses_learning_rate
     self.max_skipped_steps = max_skipped_steps
+    self.max_restorations = max_restorations
     self._ratios = (max_norm_ratio, max_loss_ratio)
     self._decay = decay
     self._warmup_steps = warmup_steps

@@ -53,11 +53,13 @@ class OptimizerDef:
     uses_loss: whether `hyper_params` has a field `loss`, a `StepLoss`, which the trainer sets too.
     max_skipped_steps: the number of skipped steps in a row (`telemetry.run_metrics.skips_in_a_row`)
       after which the run restores the last checkpoint before them; None for no limit.
+    max_restorations: how often the run restores the same checkpoint before it ends with an error.
   """
 
   uses_learning_rate = True
   uses_loss = False
   max_skipped_steps: int | None = None
+  max_restorations: int = 3
 
   def __init__(self, hyper_params: Any):
     self.hyper_params = hyper_params
