@@ -105,7 +105,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   except Exception as error:
     is_ours = _is_ours(error)
     if os.environ.get(DEBUG_VARIABLE) or not (
-      is_ours or isinstance(error, (MemoryError, *also)) or _names_file(error)
+      is_ours or isinstance(error, also) or _names_file(error) or _is_out_of_memory(error)
     ):
       if not os.environ.get(DEBUG_VARIABLE):
         sys.excepthook = _show_line_of_user
@@ -180,9 +180,16 @@ def _names_file(error: Exception) -> bool:
   return isinstance(error, OSError) and error.filename is not None
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+  """Returns whether the host or a device has too little memory."""
+  is_jaxs = type(error).__module__.startswith("jax")
+  return isinstance(error, MemoryError) or (is_jaxs and "RESOURCE_EXHAUSTED" in str(error))
+
+
 def _message(error: Exception) -> str:
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: {error.strerror}"
-  if isinstance(error, MemoryError):
-    return f"there is not enough memory: {error or 'Python could not allocate an object'}"
+  if _is_out_of_memory(error):
+    text = str(error).removeprefix("RESOURCE_EXHAUSTED: ") or "Python could not allocate an object"
+    return f"there is not enough memory: {text}"
   return strip_gin_notes(str(error)) or type(error).__name__

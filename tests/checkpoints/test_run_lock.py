@@ -91,6 +91,18 @@ def test_the_lock_is_released_after_a_run_that_ends_or_fails(tmp_path):
   assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.parametrize("damage", [pathlib.Path.unlink, lambda path: path.write_text("junk")])
+def test_a_lock_that_is_removed_or_damaged_during_the_run_is_written_again(
+  tmp_path, short_timeouts, damage, caplog
+):
+  with lock_model_dir(tmp_path):
+    damage(tmp_path / LOCK_FILE)
+    while not caplog.text:
+      time.sleep(0.01)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+  assert "run.lock was removed or damaged during the run; it is written again" in caplog.text
+
+
 def test_the_error_names_the_other_run_and_the_lock_is_taken_over_once_that_is_killed(tmp_path):
   command = [sys.executable, "-c", HOLDER, str(tmp_path)]
   with ended_process(command) as process:

@@ -217,8 +217,8 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
     for pattern, expected, status in (
       ("vocabulary.model", "tokens/vocabulary.model is damaged: its SHA-256", 1),
       ("manifest.json", "tokens/manifest.json is not valid JSON", 1),
-      ("train-00000-of-00003.ends.npy", r"prepared shard \S+ is damaged", 1),
-      ("train-00000-of-00003.array_record", r"Unreadable example.*unreadable records: \d+", 0),
+      ("train-00000-of-00004.ends.npy", r"prepared shard \S+ is damaged", 1),
+      ("train-00000-of-00004.array_record", r"Unreadable example.*unreadable records: \d+", 0),
     )
   ],
   Fault(

@@ -92,6 +92,13 @@ def describe(declared: Any) -> str:
   return " or ".join(dict.fromkeys(_describe_member(member) for member in members))
 
 
+def without_arrays(declared: Any) -> Any:
+  """Returns a type without the classes of arrays in its union, which gin files cannot write."""
+  members = list(_members(declared))
+  kept = [m for m in members if not getattr(m, "__module__", "").startswith(("jax", "numpy"))]
+  return Union[tuple(kept or members)]  # noqa: UP007
+
+
 def choices(declared: Any) -> list[str]:
   """Returns the strings among which a type chooses."""
   return [choice for m in _members(declared) for c in _conditions(m) for choice in c.choices]

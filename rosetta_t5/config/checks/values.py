@@ -147,7 +147,7 @@ def _declared_type(configurable: Configurable, argument: str) -> Any:
   of_optax = _OPTAX.get(f"{configurable.name}.{argument}", _OPTAX.get(argument))
   if of_optax is None or not configurable.selector.startswith("optax."):
     return declared
-  return Annotated[declared, *typing.get_args(of_optax)[1:]]
+  return Annotated[declared_types.without_arrays(declared), *typing.get_args(of_optax)[1:]]
 
 
 def _advice(value: Any, declared: Any) -> str:
