@@ -77,20 +77,24 @@ def train(name, partitioner, steps, saved=None):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_mesh_computes_the_steps_of_one_device_and_continues_a_saved_state(name, mesh):
-  partitioner = PjitPartitioner(**MESHES[mesh])
-  whole = train(name, partitioner, 4)
-  for found, want in zip(
-    jax.tree.leaves(whole.params),
-    jax.tree.leaves(train(name, OneDevice(num_partitions=1), 4).params),
-    strict=True,
-  ):
-    # Adam's first steps have the size of the learning rate, 0.01, however small the gradient is.
-    assert np.mean(np.isclose(found, want, rtol=1e-2, atol=1e-3)) > 0.97
+  partitioner, one_device = PjitPartitioner(**MESHES[mesh]), OneDevice(num_partitions=1)
+  assert_close(train(name, partitioner, 1), train(name, one_device, 1))
+  # Both make the third step from the same state, because SOAP amplifies rounding errors: directions
+  # with nearly equal eigenvalues are mixed, and Adam then moves each by the learning rate.
+  saved = jax.device_get(train(name, partitioner, 2).state_dict())
+  restarted = train(name, partitioner, 3, saved)
+  assert_close(restarted, train(name, one_device, 3, saved))
+  whole = train(name, partitioner, 3)
+  jax.tree.map(np.testing.assert_array_equal, restarted.params, whole.params)
+  jax.tree.map(np.testing.assert_array_equal, restarted.param_states, whole.param_states)
   # Every array of the state with two dimensions of a matrix is split.
   for path, leaf in jax.tree_util.tree_leaves_with_path(whole.param_states):
     if "wi_0" in str(path) and leaf.ndim == 3:
       assert leaf.addressable_shards[0].data.size * 4 <= leaf.size, path
-  saved = jax.device_get(train(name, partitioner, 2).state_dict())
-  restarted = train(name, partitioner, 4, saved)
-  jax.tree.map(np.testing.assert_array_equal, restarted.params, whole.params)
-  jax.tree.map(np.testing.assert_array_equal, restarted.param_states, whole.param_states)
+
+
+def assert_close(found, want):
+  """Asserts that the parameters are equal except for rounding errors."""
+  for x, y in zip(jax.tree.leaves(found.params), jax.tree.leaves(want.params), strict=True):
+    # Adam's first steps have the size of the learning rate, 0.01, however small the gradient is.
+    assert np.mean(np.isclose(x, y, rtol=1e-3, atol=1e-4)) > 0.99
