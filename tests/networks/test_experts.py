@@ -29,8 +29,11 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 
 KEY = jax.random.PRNGKey(0)
-EXPERTS = dataclasses.replace(
-  T5_1_1, num_encoder_layers=2, num_decoder_layers=2, num_experts=4, router_jitter=0.0
+# One layer on each side, with experts.
+EXPERTS = dataclasses.replace(T5_1_1, num_experts=4, expert_layer_period=1, router_jitter=0.0)
+# Two layers on each side, the second with experts.
+EVERY_SECOND = dataclasses.replace(
+  EXPERTS, num_encoder_layers=2, num_decoder_layers=2, expert_layer_period=2
 )
 MODEL = {"z_loss": 1e-3, "aux_loss_factor": 0.1, "router_z_loss_factor": 0.01}
 
@@ -47,13 +50,13 @@ def sown(config=EXPERTS, batch=None):
   return {
     (side, name): float(values[0])
     for side in ("encoder", "decoder")
-    for name, values in tree[side]["layers_1"]["mlp"].items()
+    for name, values in tree[side]["layers_0"]["mlp"].items()
     if not values[0].ndim
   }
 
 
 def test_every_second_layer_has_experts_under_the_names_of_t5x():
-  params = variables(Transformer(EXPERTS))["params"]
+  params = variables(Transformer(EVERY_SECOND))["params"]
   for side in ("encoder", "decoder"):
     assert set(params[side]["layers_0"]["mlp"]) == {"wi_0", "wi_1", "wo"}
     experts = params[side]["layers_1"]["mlp"]
@@ -65,7 +68,7 @@ def test_every_second_layer_has_experts_under_the_names_of_t5x():
 def test_experts_have_different_initial_values():
   shape = jnp.ones((1, 4), jnp.int32)
   params = jax.jit(Transformer(EXPERTS).init)(KEY, shape, shape, shape)["params"]
-  kernel = params["encoder"]["layers_1"]["mlp"]["expert"]["wo"]["kernel"]
+  kernel = params["encoder"]["layers_0"]["mlp"]["expert"]["wo"]["kernel"]
   assert not np.allclose(kernel[0], kernel[1])
 
 
@@ -80,7 +83,7 @@ def test_experts_have_different_initial_values():
   ],
 )
 def test_periods_choose_the_layers_that_have_experts(changes, layers):
-  module = Transformer(dataclasses.replace(EXPERTS, **changes))
+  module = Transformer(dataclasses.replace(EVERY_SECOND, **changes))
   shape = jnp.ones((1, 4), jnp.int32)
   params = jax.eval_shape(module.init, KEY, shape, shape, shape)["params"]
   for side, expected in layers.items():
@@ -96,11 +99,11 @@ def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_netwo
     )
     params = jax.tree.map(jnp.copy, dense)
     for side in ("encoder", "decoder"):
-      block = params[side]["layers_1"]["mlp"]
+      block = params[side]["layers_0"]["mlp"]
       expert = jax.tree.map(lambda x: jnp.stack([x] * 4), block)
       kernel = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
       router_params = {"router_weights": {"w": {"kernel": kernel}}}
-      params[side]["layers_1"]["mlp"] = {"expert": expert, "router": router_params}
+      params[side]["layers_0"]["mlp"] = {"expert": expert, "router": router_params}
     batch = make_batch()
     real = np.asarray(batch["decoder_target_tokens"]) > 0
     want = logits_of(Transformer(dataclasses.replace(EXPERTS, num_experts=0)), dense, batch)
@@ -168,7 +171,7 @@ def test_the_loss_and_its_metrics_are_t5x_s():
   rest = value["z_loss"] + value["experts/auxiliary_loss"] + value["experts/router_z_loss"]
   assert value["cross_ent_loss"] == pytest.approx(float(loss) - rest, rel=1e-5)
   loads = [name for name in value if name.startswith("experts/highest_load/")]
-  assert sorted(loads) == [f"experts/highest_load/{s}/layers_1" for s in ("decoder", "encoder")]
+  assert sorted(loads) == [f"experts/highest_load/{s}/layers_0" for s in ("decoder", "encoder")]
 
 
 def test_the_loss_computed_in_chunks_is_the_same():
@@ -192,7 +195,7 @@ def test_a_collapsed_router_shows_in_the_metrics_and_gives_no_nan(scale):
   if scale == 0:
     # Equal logits choose the first of four experts, which has three slots for ten inputs, two for six targets.
     value = {name: float(metric.compute()) for name, metric in metrics.items() if "exp" in name}
-    assert value["experts/highest_load/encoder/layers_1"] == 4
+    assert value["experts/highest_load/encoder/layers_0"] == 4
     assert value["experts/router_confidence"] == 0.25
     assert value["experts/expert_usage"] == 0.25
     assert 0.3 < value["experts/fraction_tokens_left_behind"] < 0.7
@@ -208,7 +211,7 @@ def test_groups_of_several_rows_share_the_slots():
 
 
 def test_scanned_layers_sow_a_load_for_each_layer():
-  config = scalable(dataclasses.replace(EXPERTS, num_encoder_layers=4), scan_layers=True)
+  config = scalable(dataclasses.replace(EVERY_SECOND, num_encoder_layers=4), scan_layers=True)
   module = scalable_t5.Transformer(config)
   _, metrics = jax.eval_shape(make_model(module).eval_fn, variables(module)["params"], make_batch())
   loads = {name.rpartition("highest_load/")[2] for name in metrics if "highest_load" in name}
@@ -216,7 +219,7 @@ def test_scanned_layers_sow_a_load_for_each_layer():
 
 
 def test_scanned_periods_of_layers_compute_the_same_as_layers_one_after_another():
-  plain = dataclasses.replace(EXPERTS, num_encoder_layers=4, num_decoder_layers=2)
+  plain = dataclasses.replace(EVERY_SECOND, num_encoder_layers=4)
   configs = [scalable(plain, scan_layers=scan, remat_policy="full") for scan in (False, True)]
   one_by_one, scanned = map(scalable_t5.Transformer, configs)
   params = variables(one_by_one)["params"]
@@ -299,9 +302,9 @@ def test_experts_that_devices_do_not_divide_are_refused_by_name():
 def test_moments_of_experts_are_split_like_the_experts():
   state = make_state(Transformer(EXPERTS))
   specs = PjitPartitioner(mesh={"expert": 4}).get_mesh_axes(state)
-  moments = specs.param_states["encoder"]["layers_1"]["mlp"]["expert"]["wo"]["kernel"]
+  moments = specs.param_states["encoder"]["layers_0"]["mlp"]["expert"]["wo"]["kernel"]
   assert moments.v_row[0] == moments.v_col[0] == "expert"
-  assert specs.params["encoder"]["layers_1"]["mlp"]["expert"]["wo"]["kernel"][0] == "expert"
+  assert specs.params["encoder"]["layers_0"]["mlp"]["expert"]["wo"]["kernel"][0] == "expert"
 
 
 @pytest.mark.parametrize("router", [pytest.param("switch", marks=pytest.mark.slow), "top_2"])
