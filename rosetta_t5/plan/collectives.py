@@ -63,7 +63,7 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
   found: list[Collective] = []
   for same in alike.values():
     name, param, spec = same[0]
-    for each in _parameter_collectives(name, param, spec, work):
+    for each in _parameter_collectives(_Parameter(name, param, spec, work)):
       size, count = each.size * len(same), each.count * len(same)
       found.append(dataclasses.replace(each, size=size, count=count))
   if work.model_shards > 1:
@@ -92,66 +92,116 @@ def _merge(collectives: Sequence[Collective]) -> list[Collective]:
 # The collectives of parameters and their gradients.
 
 
-def _parameter_collectives(
-  name: str, param: Any, spec: Sequence[Any], work: Workload
-) -> Iterator[Collective]:
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+  """A parameter, and what its collectives follow from.
+
+  Attributes:
+    name: its path in the tree of parameters.
+    array: its shape and dtype.
+    spec: its PartitionSpec.
+    work: what the step computes.
+  """
+
+  name: str
+  array: Any
+  spec: Sequence[Any]
+  work: Workload
+
+  @property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The batch axes over which it is gathered. An expert is never gathered."""
+    axes = _batch_axes_of(self.spec, self.work.mesh)
+    return tuple(axis for axis in axes if axis != EXPERT_AXIS)
+
+  @property
+  def lookups(self) -> int:
+    """How many times per step it is looked up: 0 unless it is a table of tokens or positions."""
+    if "token_embedder" not in self.name:
+      return int(self.name.endswith("position_embedding"))
+    return 2 if hasattr(self.work.config, "num_encoder_layers") else 1
+
+  @property
+  def is_tied(self) -> bool:
+    """Whether it is an embedding table and also the kernel of the matmul that computes the logits."""
+    is_shared = getattr(self.work.config, "logits_via_embedding", False)
+    return is_shared and "token_embedder" in self.name
+
+  @property
+  def has_matmul_gradient(self) -> bool:
+    """Whether its gradient is the result of a matmul, unlike that of a lookup or of a norm's scale."""
+    return self.lookups == 0 and self.array.ndim > 1
+
+  @property
+  def count(self) -> int:
+    """1, or 0 if it and its gradient are sent in the same array as another kernel."""
+    if not getattr(self.work.config, "fuse_qkv_params", False):
+      return 1
+    is_cross = "encoder_decoder_attention" in self.name
+    fused = ("key/kernel",) if is_cross else ("key/kernel", "query/kernel")
+    return 0 if self.name.endswith(fused) else 1
+
+  @property
+  def stored(self) -> float:
+    """Its bytes on a device after it has been gathered, in the dtype of the train state."""
+    spec = [part if part in (MODEL_AXIS, EXPERT_AXIS) else None for part in self.spec]
+    return array_bytes(self.array, spec, self.work.mesh)
+
+  @property
+  def sent(self) -> float:
+    """These bytes as they are sent: kernels and their gradients in the compute dtype, tables as stored."""
+    itemsize = self.array.dtype.itemsize if is_table(self.name) else self.work.itemsize
+    return self.stored * itemsize / self.array.dtype.itemsize
+
+
+def _parameter_collectives(parameter: _Parameter) -> Iterator[Collective]:
   """Yields how a parameter is gathered and how its gradient is summed."""
-  if PIPELINE_AXIS in spec:
-    yield from _stage_parameter_collectives(param, spec, work)
+  if PIPELINE_AXIS in parameter.spec:
+    yield from _stage_parameter_collectives(parameter)
     return
-  # An expert is never gathered, and its gradient is complete but for the other batch axes.
-  is_expert = EXPERT_AXIS in spec
-  batch_axes = tuple(axis for axis in _batch_axes_of(spec, work.mesh) if axis != EXPERT_AXIS)
-  model_spec = [part if part in (MODEL_AXIS, EXPERT_AXIS) else None for part in spec]
-  # The bytes of the parameter when it is gathered over the batch axes. Kernels are sent in the compute
-  # dtype, and so are their gradients; tables are not.
-  stored = array_bytes(param, model_spec, work.mesh)
-  itemsize = param.dtype.itemsize if is_table(name) else work.itemsize
-  gathered = stored * itemsize / param.dtype.itemsize
-  lookups = _num_lookups(name, work.config)
-  # A tied embedding table is also the kernel of the matmul that computes the logits.
-  is_tied = "token_embedder" in name and getattr(work.config, "logits_via_embedding", False)
-  count = 0 if _is_fused_into_another(name, work.config) else 1
-  if batch_axes:
-    # XLA keeps the gathered kernel of a router, which is small, for the backward pass.
-    is_single = name.endswith("bias") or "router_weights" in name
-    gathers = _num_gathers(lookups, is_tied, is_single, batch_axes, work)
-    size = gathers * gathered * work.microbatches
-    yield Collective(ALL_GATHER, batch_axes, size, "parameters", count=count * gathers)
-  if is_expert:
-    work = work.replace(mesh={**work.mesh, EXPERT_AXIS: 1})
+  if parameter.batch_axes:
+    gathers = _num_gathers(parameter)
+    size = gathers * parameter.sent * parameter.work.microbatches
+    count = parameter.count * gathers
+    yield Collective(ALL_GATHER, parameter.batch_axes, size, "parameters", count=count)
+  yield from _gradient_collectives(parameter)
+
+
+def _gradient_collectives(parameter: _Parameter) -> Iterator[Collective]:
+  """Yields how the gradient of a parameter is summed, and what ZeRO-1 adds."""
+  name, work, lookups = parameter.name, parameter.work, parameter.lookups
+  # The gradient of an expert is complete but for the other batch axes.
+  complete_over = [EXPERT_AXIS] if EXPERT_AXIS in parameter.spec else []
   bias_bytes, layers = _position_bias(name, work)
   if bias_bytes and work.context_shards > 1:
     # Each device adds up its own queries' gradients by bucket.
-    yield Collective(ALL_REDUCE, OVER_CONTEXT, gathered * work.microbatches, "gradients")
-    work = work.replace(mesh={**work.mesh, CONTEXT_AXIS: 1})
-  gradient = bias_bytes or float(gathered)
-  # The gradient of a lookup or of a norm's scale is not the result of a matmul.
-  is_from_matmul = lookups == 0 and param.ndim > 1
+    yield Collective(ALL_REDUCE, OVER_CONTEXT, parameter.sent * work.microbatches, "gradients")
+    complete_over.append(CONTEXT_AXIS)
+  work = work.replace(mesh={**work.mesh, **dict.fromkeys(complete_over, 1)})
+  gradient = bias_bytes or float(parameter.sent)
   sums = _gradient_sums(
     gradient=gradient,
-    terms=lookups + is_tied or layers,
-    other_terms=0 if is_from_matmul else lookups or 1,
-    batch_axes=batch_axes,
+    terms=lookups + parameter.is_tied or layers,
+    other_terms=0 if parameter.has_matmul_gradient else lookups or 1,
+    batch_axes=parameter.batch_axes,
     # The optimizer's state is sharded where the parameter has `embed` (see `PjitPartitioner.zero1`).
-    stored=stored if work.zero1 and not _WITHOUT_EMBED_AXIS.search(name) else None,
+    stored=parameter.stored if work.zero1 and not _WITHOUT_EMBED_AXIS.search(name) else None,
     work=work,
   )
   for each in sums:
-    matmuls = each.terms if is_from_matmul else max(each.terms - max(lookups, 1), 0)
+    matmuls = each.terms if parameter.has_matmul_gradient else max(each.terms - max(lookups, 1), 0)
     for one in _split_sums(each, matmuls):
-      yield dataclasses.replace(one, count=count) if one.why == "gradients" else one
+      yield dataclasses.replace(one, count=parameter.count) if one.why == "gradients" else one
   if work.model_shards > 1:
-    yield from _split_activation_gradients(name, param, spec, gradient * work.microbatches, work)
+    yield from _split_activation_gradients(parameter, gradient * work.microbatches)
 
 
-def _stage_parameter_collectives(
-  param: Any, spec: Sequence[Any], work: Workload
-) -> Iterator[Collective]:
+def _stage_parameter_collectives(parameter: _Parameter) -> Iterator[Collective]:
   """Yields how the parameters of a stage are gathered before its first microbatch, and summed at the end."""
+  spec, work = parameter.spec, parameter.work
   mesh = {**work.mesh, PIPELINE_AXIS: 1}
   kept_spec = [part if part in (MODEL_AXIS, PIPELINE_AXIS) else None for part in spec]
-  size = array_bytes(param, kept_spec, work.mesh) * work.microbatches
+  size = array_bytes(parameter.array, kept_spec, work.mesh) * work.microbatches
   rounds = work.schedule.rounds
   if gathered_over := _batch_axes_of(spec, mesh):
     yield Collective(ALL_GATHER, gathered_over, size, "parameters")
@@ -162,40 +212,33 @@ def _stage_parameter_collectives(
     yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * size, "parameters", count=2 * rounds)
 
 
-def _split_activation_gradients(
-  name: str, param: Any, spec: Sequence[Any], gradient: float, work: Workload
-) -> Iterator[Collective]:
+def _split_activation_gradients(parameter: _Parameter, gradient: float) -> Iterator[Collective]:
   """Yields what norms and position tables need if the activations are sharded over `model`."""
-  is_table = name.endswith("position_embedding")
-  is_sharded = MODEL_AXIS in spec
-  if work.activation_split == "length" and not is_sharded and (param.ndim == 1 or is_table):
+  array, work = parameter.array, parameter.work
+  is_table = parameter.name.endswith("position_embedding")
+  is_sharded = MODEL_AXIS in parameter.spec
+  if work.activation_split == "length" and not is_sharded and (array.ndim == 1 or is_table):
     # Each device computes the gradient of its own positions only.
     yield Collective(ALL_REDUCE, OVER_MODEL, gradient, "gradients")
   if is_table and is_sharded:
     # A table that is sharded along `embed` is gathered for the lookup, and its gradient too.
-    table = math.prod(param.shape) * param.dtype.itemsize * work.microbatches
+    table = math.prod(array.shape) * array.dtype.itemsize * work.microbatches
     yield Collective(ALL_GATHER, OVER_MODEL, 2 * table, "parameters", count=2)
 
 
-def _is_fused_into_another(name: str, config: Any) -> bool:
-  """Returns whether a kernel and its gradient are sent in the same array as another kernel's."""
-  if not getattr(config, "fuse_qkv_params", False):
-    return False
-  is_cross = "encoder_decoder_attention" in name
-  return name.endswith("key/kernel") or (name.endswith("query/kernel") and not is_cross)
-
-
-def _num_gathers(
-  lookups: int, is_tied: bool, is_single: bool, batch_axes: tuple[str, ...], work: Workload
-) -> int:
+def _num_gathers(parameter: _Parameter) -> int:
   """Returns how often per step a parameter that is sharded over batch axes is gathered."""
-  if lookups == 0:
-    return 1 if is_single else 2  # Forward and backward. The gradient of a sum needs no bias.
-  if not is_tied:
+  if parameter.lookups == 0:
+    # XLA keeps the gathered kernel of a router, which is small, for the backward pass. The gradient of a
+    # sum needs no bias.
+    is_single = parameter.name.endswith("bias") or "router_weights" in parameter.name
+    return 1 if is_single else 2
+  if not parameter.is_tied:
     return 1  # The gradient of a lookup does not need the table.
   # If the vocabulary is sharded and the gradient is summed over another axis too, the matmul with the
   # table gathers it again for the backward pass.
-  others = set(_batch_axes(work.mesh)) - set(batch_axes)
+  work = parameter.work
+  others = set(_batch_axes(work.mesh)) - set(parameter.batch_axes)
   return 2 + (work.model_shards > 1 and bool(others))
 
 
@@ -258,13 +301,6 @@ def _batch_axes_of(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, .
   """Returns the batch axes over which a parameter is sharded."""
   named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
   return tuple(axis for axis in _batch_axes(mesh) if axis in named)
-
-
-def _num_lookups(name: str, config: Any) -> int:
-  """Returns how many times per step a table of tokens or positions is looked up."""
-  if "token_embedder" not in name:
-    return int(name.endswith("position_embedding"))
-  return 2 if hasattr(config, "num_encoder_layers") else 1
 
 
 def _position_bias(name: str, work: Workload) -> tuple[float, int]:
