@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 
 import jax
+import jaxtyping
 import pytest
 
 from rosetta_t5.terminal import lost_output
@@ -41,6 +42,11 @@ if jax.__version_info__ >= (0, 11):
     f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_concurrency_optimized_scheduler=false"
   )
 
+_TESTS = pathlib.Path(__file__).parent
+# The tests whose calls check annotated shapes: those of the packages that have them (pyproject.toml). For
+# whole runs, the checks would take a sixth of the time of tracing.
+_SHAPES_ARE_CHECKED = {"decoding", "kernels", "models", "networks", "training"}
+
 _SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -57,6 +63,13 @@ def default_random_numbers() -> Iterator[None]:
   """Restores jax's random number generator, which runs without a seed replace by a faster one."""
   yield
   jax.config.update("jax_default_prng_impl", "threefry2x32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shape_checks(request: pytest.FixtureRequest) -> None:
+  """Checks annotated shapes at every call in the tests of the packages that have them."""
+  folder = request.path.relative_to(_TESTS).parts[0]
+  jaxtyping.config.update("jaxtyping_disable", folder not in _SHAPES_ARE_CHECKED)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import sys
 import gin
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
@@ -30,14 +29,6 @@ from rosetta_t5.parallel import PjitPartitioner
 
 LENGTHS = {"inputs": 16, "targets": 12}
 TEXTS = [question for question, _ in PAIRS[:3]]
-
-
-@pytest.fixture(autouse=True)
-def no_shape_checks():
-  """Disables jaxtyping: during an export the batch size is a symbol rather than an int."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def features():

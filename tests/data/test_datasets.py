@@ -202,7 +202,7 @@ def test_evaluation_repeats_short_data_up_to_its_steps(
   assert texts(datasets[name]) == (LINES[:3] * 7)[:20]
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_shards_of_an_evaluation_together_have_the_batches_of_one(
   add_task: Callable[..., str], config: Config, converter: Any, pack: bool
 ) -> None:

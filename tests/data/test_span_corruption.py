@@ -61,7 +61,7 @@ def restored(example: dict[str, np.ndarray]) -> list[int]:
   ("merge", "lengths"),
   [
     (True, {"inputs": 512, "targets": 114}),
-    (False, LENGTHS),
+    pytest.param(False, LENGTHS, marks=pytest.mark.slow),
     pytest.param(True, LENGTHS, marks=pytest.mark.slow),
     pytest.param(False, {"inputs": 512, "targets": 114}, marks=pytest.mark.slow),
   ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import shell
+from inline_executor import InlineExecutor
 from snippets import PAGES, Snippet, read_snippets
 from user_files import TEXTS, copy_user_files, write_user_files
 
@@ -46,6 +48,7 @@ LONG = (
   "rosetta-t5 eval --model_dir",
   "rosetta-t5 infer --model_dir",
   "rosetta-t5 chat",
+  "rosetta-t5 inspect",
   "load_stablehlo",
 )
 
@@ -60,6 +63,9 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     patch.setenv(stdlib_corpus.FOLDER_VARIABLE, str(folder / "quickstart/data"))
     patch.setattr(stdlib_corpus, "VOCAB_SIZE", 300)
     patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+    # Processes that tokenize would take seconds to start.
+    prepare = importlib.import_module("rosetta_t5.data.prepared.prepare")
+    patch.setattr(prepare, "ProcessPoolExecutor", lambda *_, **options: InlineExecutor())
     stdlib_corpus.prepare(paragraphs=TEXTS)
     _register_stdlib_docs()
     write_user_files(folder)

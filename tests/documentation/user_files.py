@@ -41,11 +41,13 @@ seqio.TaskRegistry.add(
 _CHECKPOINTS = """
 python -m t5x.train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/pretrain.gin \
   --gin_file=own_text.gin --gin.DROPOUT_RATE=0.0 --gin.TRAIN_STEPS=2 --gin.USE_CACHED_TASKS=False \
-  --gin.TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 16}" --gin.MODEL_DIR="'runs/pretrained'"
+  --gin.TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 16}" --gin.MODEL_DIR="'runs/pretrained'" \
+  --gin.train.train_eval_dataset_cfg=None --gin.train.infer_eval_dataset_cfg=None
 rosetta-t5 convert runs/pretrained google/flan-t5-small --to hf --tokenizer spiece.model
 rosetta-t5 convert runs/pretrained t5x_old --to t5x-legacy
 cp -r google/flan-t5-small t5-v1_1-small
-python -m t5x.train --gin_file=gin/examples/quickstart.gin
+python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.train.train_eval_dataset_cfg=None \
+  --gin.train.infer_eval_dataset_cfg=None
 """
 _OWN_TEXT = """
 from __gin__ import dynamic_registration

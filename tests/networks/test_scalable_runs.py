@@ -88,7 +88,8 @@ def test_the_program_of_scanned_layers_does_not_grow_with_their_number():
   assert program_size(UNSCANNED, 6) > 1.5 * scanned[1]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_scales_each_scanned_layer_by_its_own_maxima(recipe):
   fp8 = choose_fp8(TransformerEngineConfig(enabled=1, recipe=recipe, emulate=True))
   # The two layers that need scales of their own are the encoder's.

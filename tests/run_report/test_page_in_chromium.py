@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 
@@ -28,13 +29,14 @@ def browser():
     yield playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
 
 
-@pytest.fixture
-def open_page(browser):
-  """Returns a function that opens a page in a window; an error on its console fails the test."""
-  problems = []
+@contextlib.contextmanager
+def _opening_pages(browser):
+  """Yields a function that opens a page in a window; an error on its console fails the test."""
+  problems, opened = [], []
 
   def open_page(url, width=1280, height=900):
     page = browser.new_page(viewport={"width": width, "height": height})
+    opened.append(page)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on(
       "console",
@@ -52,9 +54,15 @@ def open_page(browser):
     return page
 
   yield open_page
-  for context in browser.contexts:
-    context.close()
+  for page in opened:
+    page.context.close()
   assert not problems
+
+
+@pytest.fixture
+def open_page(browser):
+  with _opening_pages(browser) as open_page:
+    yield open_page
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +72,19 @@ def report(runs, tmp_path_factory):
   return path.as_uri()
 
 
+@pytest.fixture(scope="module")
+def page(browser, report):
+  """The report in one window, whose charts several tests change one after another."""
+  with _opening_pages(browser) as open_page:
+    yield open_page(report)
+
+
 def drawn_lines(page):
   page.locator(LOSS).scroll_into_view_if_needed()
   return page.locator(f"{LOSS} .scatterlayer .trace").count()
 
 
-def test_a_run_can_be_switched_off_and_on(open_page, report):
-  page = open_page(report)
+def test_a_run_can_be_switched_off_and_on(page):
   assert drawn_lines(page) == 4  # training and held-out data of two runs
   assert page.locator("#results tbody tr").count() == 2
   chip = page.locator(".chip", has_text="second")
@@ -82,8 +96,7 @@ def test_a_run_can_be_switched_off_and_on(open_page, report):
   assert drawn_lines(page) == 4
 
 
-def test_the_mouse_shows_values_and_the_controls_change_axes_and_smoothing(open_page, report):
-  page = open_page(report)
+def test_the_mouse_shows_values_and_the_controls_change_axes_and_smoothing(page):
   assert drawn_lines(page) == 4
   page.locator(f"{LOSS} .nsewdrag").hover()
   label = page.locator(f"{LOSS} .hoverlayer").text_content()
@@ -103,8 +116,7 @@ def test_the_mouse_shows_values_and_the_controls_change_axes_and_smoothing(open_
   assert page.locator(LOSS).evaluate("plot => plot.layout.yaxis.type") == "log"
 
 
-def test_tables_show_predictions_differences_and_placement(open_page, report):
-  page = open_page(report)
+def test_tables_show_predictions_differences_and_placement(page):
   assert page.locator("#predictions td.same").first.text_content() == "Denver Broncos"
   page.locator("#predictions select").nth(1).select_option("200")
   assert page.locator("#predictions td.same").count() == 0
