@@ -233,7 +233,8 @@ def test_loops_contain_only_the_permutations_that_plan_counts(family, mesh):
   assert sum(sizes) * work.schedule.ticks == sum(each.size for each in planned)
 
 
-def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks():
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks(rounds):
   size, batch, layers = 128, 16, 4
   mesh = PjitPartitioner(mesh={"pipeline": 2}).on_devices(jax.devices()[:2]).mesh
 
@@ -242,7 +243,7 @@ def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks():
     return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p), None), microbatch.x, params)[0]
 
   def loss(params, x):
-    pipeline = Pipeline(PipelineSchedule(2, 8), apply_layers, batch, Microbatch(0, ()))
+    pipeline = Pipeline(PipelineSchedule(2, 8, rounds), apply_layers, batch, Microbatch(0, ()))
     return jnp.sum(pipeline(params, None, Microbatch(x, ()), ()))
 
   shapes = [
@@ -251,8 +252,8 @@ def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks():
   ]
   with jax.set_mesh(mesh):
     memory = jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis()
-  # There are nine ticks, and a stage has half of the parameters: the copy, and two sums of gradients.
-  assert memory.temp_size_in_bytes < 3 * (4 * size * size * layers // 2)
+  # A stage has half of the parameters. In nine or 17 ticks it keeps a copy and sums of gradients.
+  assert memory.temp_size_in_bytes < 5 * (4 * size * size * layers // 2)
 
 
 def test_stages_compute_groups_of_microbatches_in_rounds():

@@ -90,7 +90,8 @@ def call_layers(
       collections.add("intermediates")
     if reason := pipeline_obstacle(config, collections):
       raise ValueError(reason)
-    return call_pipeline(module, rematerialized, num_layers, scan_name, x, *arguments)
+    policy = REMAT_POLICIES[config.remat_policy]
+    return call_pipeline(module, rematerialized, policy, num_layers, scan_name, x, *arguments)
   axis = config.param_scan_axis
   period = _layers_per_iteration(num_layers, expert_layers)
   scanned_cls = scan_with_axes(

@@ -11,12 +11,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as flax_partitioning
+from jax.ad_checkpoint import checkpoint_name
 
 from rosetta_t5.kernels.random_rows import bernoulli_of_rows
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS, axis_names
 from rosetta_t5.parallel.pipeline.schedule import choose_schedule
-from rosetta_t5.parallel.pipeline.stages import Microbatch, Pipeline
+from rosetta_t5.parallel.pipeline.stages import LAYER_INPUT, Microbatch, Pipeline
 
 PyTree = Any
 
@@ -135,6 +136,7 @@ def is_pipelined(module: nn.Module) -> bool:
 def call_pipeline(
   module: nn.Module,
   layer_cls: Any,
+  policy: Any,
   num_layers: int,
   scan_name: str,
   x: jax.Array,
@@ -144,7 +146,8 @@ def call_pipeline(
 
   Args:
     module: the stack.
-    layer_cls: the layers' class, which may be rematerialized.
+    layer_cls: the layers' class, rematerialized.
+    policy: the rematerialization policy, one of `jax.checkpoint_policies`; None saves everything.
     num_layers: the number of layers.
     scan_name: the name of the stacked parameters.
     x: the activations before the first layer.
@@ -174,6 +177,7 @@ def call_pipeline(
 
     def apply_layer(x: jax.Array, params_and_key: Any) -> tuple[jax.Array, None]:
       params, key = params_and_key
+      x = checkpoint_name(x, LAYER_INPUT)
       bound = layer.bind({"params": params}, rngs={} if key is None else {"dropout": key})
       for _ in range(num_traces):
         output = bound(x, *arguments)[0]
@@ -186,7 +190,7 @@ def call_pipeline(
   params = jax.tree.map(lambda p: jnp.moveaxis(p, config.param_scan_axis, 0), params)
   schedule = choose_schedule(jax.sharding.get_abstract_mesh().shape, batch_size, num_layers)
   dims = Microbatch(x_dim, jax.tree.map(batch_dim, split.own))
-  pipeline = Pipeline(schedule, apply_layers, batch_size, dims)
+  pipeline = Pipeline(schedule, apply_layers, batch_size, dims, policy)
   return pipeline(params, keys, Microbatch(x, split.own), split.shared)
 
 

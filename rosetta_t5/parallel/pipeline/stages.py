@@ -24,6 +24,11 @@ PyTree = Any
 # microbatch, and what all microbatches share → the activations after these layers.
 ApplyLayers = Callable[[PyTree, jax.Array, "Microbatch", PyTree], jax.Array]
 
+# The name of a layer's input, which every policy keeps (`jax.ad_checkpoint.checkpoint_name`).
+LAYER_INPUT = "layer input"
+# The primitives that select layers and convert their parameters to the compute dtype.
+_SELECTIONS = ("dynamic_slice", "squeeze", "convert_element_type")
+
 
 class Microbatch(NamedTuple):
   """What passes through the stages.
@@ -78,12 +83,25 @@ class Pipeline:
     apply_layers: the layers.
     batch_size: the number of examples of the whole batch.
     batch_dims: a `Microbatch` with the dimension of the examples in place of each array.
+    saves: the rematerialization policy of the layers (`jax.checkpoint_policies`); None saves everything.
   """
 
   schedule: PipelineSchedule
   apply_layers: ApplyLayers
   batch_size: int
   batch_dims: Microbatch
+  saves: Callable[..., bool] | None = None
+
+  def saves_in_round(self, primitive: Any, *arrays: Any, **parameters: Any) -> bool:
+    """Returns whether a result is kept for the backward pass if there are several rounds.
+
+    The layers that a round selects are not, because they would be kept once per tick.
+    """
+    if primitive.name == "name":
+      return bool(parameters["name"] == LAYER_INPUT)
+    if primitive.name in _SELECTIONS:
+      return False
+    return self.saves is None or bool(self.saves(primitive, *arrays, **parameters))
 
   def __call__(self, params: PyTree, keys: PyTree, batch: Microbatch, shared: PyTree) -> jax.Array:
     """Returns the activations of the whole batch after all layers.
@@ -151,9 +169,15 @@ def _tick(pipeline: Pipeline, stage: _Stage, flow: _Flow, tick: jax.Array) -> tu
   entering = _select(is_new_group, _at(stage.queue, first.group), flow.entering)
   microbatch = _select((stage.number == 0) & (first.round == 0), entering, flow.arrived)
   rows = _row_numbers(pipeline, work, stage.replica, stage.queue)
-  # For the backward pass, the loop keeps what it selects in each tick, but a constant selection only once.
-  layers = _at(stage.layers, 0 if schedule.rounds == 1 else work.round)
-  x = pipeline.apply_layers(layers, rows, microbatch, stage.shared)
+
+  def compute(layers: PyTree, microbatch: Microbatch) -> jax.Array:
+    # For the backward pass, a loop keeps what it computes in each tick, but a constant selection only once.
+    selected = _at(layers, 0 if schedule.rounds == 1 else work.round)
+    return pipeline.apply_layers(selected, rows, microbatch, stage.shared)
+
+  if schedule.rounds > 1:
+    compute = jax.checkpoint(compute, prevent_cse=False, policy=pipeline.saves_in_round)
+  x = compute(stage.layers, microbatch)
   slot = (work.position, work.group)
   is_output = work.is_computed & (work.round == schedule.rounds - 1)
   outputs = flow.outputs.at[slot].set(jnp.where(is_output, x, flow.outputs[slot]))
