@@ -67,8 +67,9 @@ def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
   else:
     block, cross = _all_arrays(work, sizes)
     if work.is_scanned and work.policy == "none":
-      norm = _float32_of_norm(work.config)
-      block, cross = block + 2 * norm, cross + norm
+      # A scan keeps what a norm computes, in place of the block's sum.
+      norm = _results_of_norm(work.config, work.itemsize)
+      block, cross = block + 2 * norm - sizes.width, cross + norm
   pairs = _PAIRS.get(policy, 0) * sizes.pair
   inputs, targets = work.lengths.get("encoder", 0), work.lengths["decoder"]
   encoder = source * block + pairs * source * inputs
@@ -189,12 +190,13 @@ def _sizes(work: Workload, policy: str) -> _Sizes:
   )
 
 
-def _float32_of_norm(config: Any) -> float:
-  """Returns the bytes of a position's float32 arrays in a norm, which only a scan keeps.
+def _results_of_norm(config: Any, itemsize: int) -> float:
+  """Returns the bytes that a norm computes for a position, which only a scan keeps.
 
   XLA computes them again where layers are not scanned.
   """
-  return 4 * config.emb_dim * (3 if getattr(config, "norm", "rms") == "layer" else 2)
+  is_layer_norm = getattr(config, "norm", "rms") == "layer"
+  return config.emb_dim * (4 * 3 if is_layer_norm else 4 * 2 + itemsize)
 
 
 def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:

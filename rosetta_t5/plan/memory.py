@@ -189,27 +189,36 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
   forward = sum(kept.values()) + ends + sum(copies.values())
   # Microbatches are added up in float32. XLA sets the gradients of lookups to zero early.
-  total = gradients.tables + (params if work.microbatches > 1 else 0.0)
+  early = gradients.tables + (params if work.microbatches > 1 else 0.0)
+  kernels = gradients.encoder + gradients.decoder
+  stacked, kept_logits, tables = 0.0, 0.0, gathered["tables"]
+  if work.is_scanned:
+    # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
+    # gradient of the logits until after it, but no gathered tables.
+    # A pipeline adds up those of all ticks.
+    sums = 2 if work.schedule.stages > 1 else 1
+    stacked, kept_logits, tables = sums * kernels, 4 * logits, 0.0
 
-  def moment(activations: float, side: str, logits: float = 0.0) -> dict[str, float]:
-    parts = {"gradients": total, "activations": activations, "logits": logits}
-    parts["gathered parameters"] = gathered["tables"] + gathered[side]
+  def moment(
+    activations: float, kernels: float, logits: float, gathered: float
+  ) -> dict[str, float]:
+    parts = {"gradients": early + kernels, "activations": activations, "logits": logits}
+    parts["gathered parameters"] = gathered
     return {name: size for name, size in parts.items() if size or name in _ALWAYS_LISTED}
 
-  yield moment(forward, "decoder", 2 * 4 * logits)
-  yield moment(forward + temporary["decoder"], "decoder")
-  total += gradients.decoder
+  yield moment(forward, 0.0, 2 * 4 * logits, gathered["tables"] + gathered["decoder"])
+  yield moment(forward + temporary["decoder"], stacked, kept_logits, tables + gathered["decoder"])
   if "encoder" in work.lengths:
-    held = biases + kept["encoder"] + copies["encoder"]
-    yield moment(held + temporary["encoder"], "encoder")
-  total += gradients.encoder
-  yield moment(biases + bias_gradients, "tables")
+    held = biases + kept["encoder"] + copies["encoder"] + temporary["encoder"]
+    yield moment(held, stacked or gradients.decoder, 0.0, tables + gathered["encoder"])
+  yield moment(biases + bias_gradients, kernels, 0.0, 2 * gathered["tables"])
   if work.activation_split == "length" and work.policy == "none":
     deferred = deferred_by_layer(work)
     operands = sum(deferred[side] * work.layers[side] for side in work.lengths)
     # The last layer's gradients of its inputs are added up over devices.
     sums = 3 * work.positions.get("encoder", target) * work.config.emb_dim * work.itemsize
-    yield moment(examples * (operands + sums) + ends, "tables", 4 * logits)
+    held = examples * (operands + sums) + ends
+    yield moment(held, kernels, 4 * logits, 2 * gathered["tables"])
 
 
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
@@ -238,11 +247,21 @@ def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
   """Returns the bytes of the copies of kernels that are kept, each as large as the gradient.
 
   These are kernels in the type in which they are multiplied. Rematerialized layers convert them again.
-  If layers are scanned, they are the stacked kernels with the layers' dimension first.
+  If layers are scanned, each forward pass, and each that is repeated, reads the stacked kernels in
+  float32 with the layers' dimension first.
   """
-  if not work.is_scanned and (work.policy != "none" or work.itemsize == 4):
-    return {"encoder": 0.0, "decoder": 0.0}
-  size = 1 / work.itemsize if work.fp8 and not work.is_scanned else 1.0
+  is_kept = work.policy == "none"
+  if work.is_scanned:
+    is_read_again = not is_kept or work.microbatches > 1
+    converted = work.itemsize / 4 if is_kept else 0.0
+    if work.schedule.stages > 1 and work.schedule.rounds == 1:
+      # A pipeline keeps what it converts for each tick.
+      converted *= work.schedule.ticks
+    size = is_read_again + converted
+  elif not is_kept or work.itemsize == 4:
+    size = 0.0
+  else:
+    size = 1 / work.itemsize if work.fp8 else 1.0
   return {"encoder": gradients.encoder * size, "decoder": gradients.decoder * size}
 
 
