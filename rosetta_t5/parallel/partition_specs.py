@@ -15,14 +15,32 @@ from rosetta_t5.parallel.partitioner import BasePartitioner
 _MAX_SUGGESTIONS = 12
 
 
-def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
-  """Returns the train state with a PartitionSpec in place of each array.
+def partition_specs_of(
+  partitioner: BasePartitioner, train_state: Any, axis_sizes: Mapping[str, int] | None = None
+) -> Any:
+  """Returns the train state with a valid PartitionSpec in place of each array.
 
-  A user's partitioner may return None for a replicated array or for parts without arrays, as T5X's did.
+  Args:
+    partitioner: the partitioner.
+    train_state: the state, or its shapes.
+    axis_sizes: the size of each mesh axis; None for those of the partitioner's mesh.
 
   Raises:
     ValueError: an array cannot be split like this, or there is a PartitionSpec where the state has no
       array.
+  """
+  specs = complete_specs(partitioner, train_state)
+  check_partition_specs(train_state, specs, axis_sizes or partitioner.mesh.shape)
+  return specs
+
+
+def complete_specs(partitioner: BasePartitioner, train_state: Any) -> Any:
+  """Returns the train state with a PartitionSpec in place of each array.
+
+  A partitioner may return None for a replicated array or for parts without arrays, as T5X's did.
+
+  Raises:
+    ValueError: there is a PartitionSpec where the state has no array.
   """
   given = dict(jax.tree_util.tree_flatten_with_path(partitioner.get_mesh_axes(train_state))[0])
   specs = jax.tree_util.tree_map_with_path(
@@ -33,7 +51,6 @@ def partition_specs_of(partitioner: BasePartitioner, train_state: Any) -> Any:
       f"{type(partitioner).__name__}.get_mesh_axes must return a tree like the train state, but the "
       f"state has no array {', '.join(map(jax.tree_util.keystr, given))}"
     )
-  check_partition_specs(train_state, specs, partitioner.mesh.shape)
   return specs
 
 
@@ -49,7 +66,7 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
   """
 
   def check(path: Any, array: Any, spec: PartitionSpec) -> None:
-    for size, axes in zip(array.shape, spec or (), strict=False):
+    for size, axes in zip(array.shape, spec, strict=False):
       names = axis_names(axes)
       parts = math.prod(axis_sizes[name] for name in names)
       if size % parts:

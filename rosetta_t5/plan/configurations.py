@@ -23,7 +23,7 @@ from rosetta_t5.parallel.mesh_axes import (
   PIPELINE_AXIS,
   count_batch_shards,
 )
-from rosetta_t5.parallel.partition_specs import check_partition_specs
+from rosetta_t5.parallel.partition_specs import check_partition_specs, complete_specs
 from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_with_memory
 from rosetta_t5.plan.fitting import POLICIES, USABLE, possible_microbatches
@@ -120,7 +120,7 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
   partitioner = plan["partitioner"].with_mesh({PIPELINE_AXIS: 1, DATA_AXIS: -1, CONTEXT_AXIS: 1})
   if has_experts(model.network_config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
-  specs, flops = partitioner.get_mesh_axes(plan.state), plan.flops[0]
+  specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
   kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
   for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
     sizes = partitioner.with_mesh(mesh).mesh_shape(plan.devices[0])

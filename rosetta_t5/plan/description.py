@@ -17,7 +17,7 @@ from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
-from rosetta_t5.parallel.partition_specs import check_partition_specs
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.plan import fitting
 from rosetta_t5.plan.hardware import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
@@ -113,9 +113,7 @@ class Plan:
   @functools.cached_property
   def specs(self) -> Any:
     """The train state with a valid PartitionSpec for each array."""
-    specs = self["partitioner"].get_mesh_axes(self.state)
-    check_partition_specs(self.state, specs, self.mesh)
-    return specs
+    return partition_specs_of(self["partitioner"], self.state, self.mesh)
 
   @property
   def microbatches(self) -> int:

@@ -86,7 +86,6 @@ def write_user_files(folder: pathlib.Path) -> None:
   shell.run_script(_CHECKPOINTS, folder, dry=False)
   _change_step(folder / "t5x_old", 1_000_000, LegacyWriter)
   _change_step(folder / "runs/pretrained", 1_000_000)
-  _change_step(folder / "quickstart/run", 1200)
   for run in ("ft", "squad", "wmt", "t5x"):
     shutil.copytree(folder / "runs/pretrained", folder / "runs" / run)
 

@@ -96,6 +96,13 @@ def test_it_goes_on_from_its_own_checkpoint(ended, capsys):
   assert "changed since the last run: model.BagModel.penalty: 0.01 → 0.02" in said
 
 
+def test_a_dry_run_shows_its_memory_on_other_devices(tmp_path, capsys):
+  _train(tmp_path, "--dry_run", "--devices=8")
+  said = capsys.readouterr().out
+  assert "mesh           data 8 × model 1 on 8 devices" in said
+  assert "memory         about 148 kB per device" in said
+
+
 @pytest.mark.slow
 def test_the_command_line_finds_it_in_the_working_directory(tmp_path):
   for arguments in (["--dry_run", "--devices=8"], []):
