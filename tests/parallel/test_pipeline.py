@@ -233,6 +233,22 @@ def test_loops_contain_only_the_permutations_that_plan_counts(family, mesh):
   assert sum(sizes) * work.schedule.ticks == sum(each.size for each in planned)
 
 
+@pytest.mark.slow
+def test_matmuls_of_split_positions_in_a_stage_need_no_sums():
+  model = model_of("GPT", attention_kernel="flash")
+  partitioner = PjitPartitioner(mesh={"pipeline": 2, "context": 2}).on_devices(jax.devices()[:4])
+  axes = partitioner.get_mesh_axes(state_of("GPT")).params
+  program = partitioner.partition(
+    lambda params, batch: model.loss_fn(params, batch, None)[0],
+    (axes, partitioner.data_partition_spec),
+    None,
+  )
+  text = program.lower(state_of("GPT").params, batch_of("GPT", False)).compile().as_text()
+  loops, _ = text.split("\nENTRY ")
+  assert "all-gather(" in loops  # keys, values and kernels
+  assert "all-reduce(" not in loops
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks(rounds):
   size, batch, layers = 128, 16, 4

@@ -64,16 +64,19 @@ def microbatch_rows() -> MicrobatchRows | None:
 
 @contextlib.contextmanager
 def _stage_context(rows: MicrobatchRows) -> Iterator[None]:
-  """Inside the `with`, the rows are set and the axis rules mention no axis that splits the batch."""
+  """Inside the `with`, the rows are set, and no axis rule splits anything over the axes of the batch.
 
-  def without_batch_axes(axes: Any) -> Any:
-    kept = tuple(axis for axis in axis_names(axes) if axis not in BATCH_AXES)
-    return kept if len(kept) > 1 else kept[0] if kept else None
-
-  rules = [(name, without_batch_axes(axes)) for name, axes in flax_partitioning.get_axis_rules()]
+  Outside, the batch has these axes, so that no other dimension of an activation can have them. A rule
+  like `embed` → (fsdp, context) must not apply inside either: it would take `context` from positions.
+  """
+  rules = [
+    (name, axes)
+    for name, axes in flax_partitioning.get_axis_rules()
+    if not set(axis_names(axes)) & set(BATCH_AXES)
+  ]
   token = _rows.set(rows)
   try:
-    with flax_partitioning.axis_rules(rules):
+    with flax_partitioning.axis_rules([*rules, ("batch", None)]):
       yield
   finally:
     _rows.reset(token)
