@@ -91,6 +91,11 @@ def _mesh_bindings(mesh: dict[str, int] | None) -> list[str]:
 
 def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
   resolved.require_run()
+  if args.mesh and any(binding.argument == "mesh" for binding in resolved.unused):
+    resolved.problems.messages.append(
+      "--mesh sets arguments of partitioning.PjitPartitioner, which this run does not use: add "
+      "--gin.train.partitioner=@partitioning.PjitPartitioner()"
+    )
   plan = Plan(resolved)
   if resolved.problems.messages:
     return rows_of_sections(STEP_SECTIONS, plan)

@@ -28,6 +28,17 @@ FP8 = [
   "--gin.te_helper.TransformerEngineConfig.enabled=1",
 ]
 UNPACKED = [f"{DATASET}.pack=False"]
+# Two layers on each side, one of which has eight experts, for one of eight devices each.
+EXPERTS = [
+  "--gin.TRAIN_STEPS=1",
+  "--gin.DROPOUT_RATE=0.0",
+  "--gin.MIXTURE_OR_TASK_NAME='any'",
+  "--gin.TASK_FEATURE_LENGTHS={'inputs': 512, 'targets': 128}",
+  "--gin.network.T5Config.num_encoder_layers=2",
+  "--gin.network.T5Config.num_decoder_layers=2",
+  "--gin.train.partitioner=@partitioning.PjitPartitioner()",
+  '--mesh={"expert": 8}',
+]
 
 pytestmark = [
   pytest.mark.gpu_program,
@@ -58,7 +69,14 @@ CASES = {
     [*kernel("cudnn"), *UNPACKED, *FP8, '--mesh={"data": 4, "tensor": 2}'],
     ["fp8 matmuls (cuBLASLt)", "cuDNN attention"],
   ),
+  "h100 experts": (
+    "h100",
+    8,
+    [*kernel("cudnn"), *UNPACKED, *EXPERTS],
+    ["cuDNN attention"],
+  ),
 }
+RECIPES = {"h100 experts": ["gin/models/moe/switch_base_8.gin", "gin/runs/moe/pretrain.gin"]}
 
 
 @functools.cache
@@ -66,8 +84,13 @@ def compiled(case: str, folder: pathlib.Path) -> dict:
   """Returns what `rosetta-t5 compile --json` writes for a case."""
   gpu, devices, arguments, _ = CASES[case]
   file = folder / f"{case.replace(' ', '_')}.json"
-  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", RECIPE, f"--gpu={gpu}"]
-  command += [f"--devices={devices}", f"--json={file}", f"{DATASET}.batch_size={64 * devices}"]
+  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", *RECIPES.get(case, [RECIPE])]
+  command += [
+    f"--gpu={gpu}",
+    f"--devices={devices}",
+    f"--json={file}",
+    f"{DATASET}.batch_size={64 * devices}",
+  ]
   done = subprocess.run(
     [*command, *arguments], capture_output=True, text=True, check=False, cwd=HERE.parents[1]
   )
@@ -145,6 +168,26 @@ def test_fsdp_scatters_gradients_once_and_gathers_parameters_at_most_twice(progr
   scattered = sent["reduce-scatter"] + sent["all-reduce"] / 2
   assert 0.5 * once <= scattered <= 1.02 * once
   assert sent["all-gather"] <= 2 * once
+
+
+def test_layers_with_experts_exchange_their_slots_four_times(programs):
+  """Tokens are sent to the experts and back, forward and backward, in bfloat16."""
+  exchanges = [
+    each for each in programs("h100 experts")["collectives"] if each["kind"] == "all-to-all"
+  ]
+  assert sum(each["count"] for each in exchanges) == 2 * 4
+  slots = 64 * 1.25 * (512 + 128)  # of the encoder's layer and the decoder's, with 64 examples
+  sent = sum(each["count"] * each["sent"] for each in exchanges)
+  assert sent == 4 * slots * 768 * 2 * 7 / 8
+
+
+def test_a_mesh_that_the_partitioner_does_not_use_is_refused_before_anything_is_compiled():
+  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", *RECIPES["h100 experts"]]
+  arguments = [each for each in EXPERTS if "partitioner" not in each]
+  command += ["--devices=8", "--gin.BATCH_SIZE=64", *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
+  assert done.returncode != 0
+  assert "--mesh sets arguments of partitioning.PjitPartitioner, which this run does" in done.stderr
 
 
 def test_the_benchmark_tabulates_a_program(tmp_path):
