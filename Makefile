@@ -19,8 +19,9 @@ MAKE_VENV = $(or $(PYTHON),$(error Python 3.11, 3.12 or 3.13 must be on PATH)) -
 INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 endif
 
-# Two processes, each running whole files in alphabetical order: gin's registry is global to a process.
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes keep two cores busy, because many tests wait for other processes. Each runs whole files, in
+# alphabetical order: gin's registry is global to a process.
+PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # Most of the suite's time is compilation. Without LLVM's optimizations and XLA's newer emitters of fused loops
 # it takes a quarter of that time; XLA's own passes run as ever. `make test-all` compiles as users do.
 COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
