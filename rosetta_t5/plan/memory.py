@@ -254,9 +254,6 @@ def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
   if work.is_scanned:
     is_read_again = not is_kept or work.microbatches > 1
     converted = work.itemsize / 4 if is_kept else 0.0
-    if work.schedule.stages > 1 and work.schedule.rounds == 1:
-      # A pipeline keeps what it converts for each tick.
-      converted *= work.schedule.ticks
     size = is_read_again + converted
   elif not is_kept or work.itemsize == 4:
     size = 0.0

@@ -43,6 +43,16 @@ def mesh(**sizes: int) -> list[str]:
   return [f"--gin.partitioning.PjitPartitioner.mesh={json.dumps(sizes)}"]
 
 
+GPT = "gin/examples/gpt_126m_pile_pretrain.gin"
+# The layers are a scan, so that 24 of them compile as fast as three.
+STACKED = ["--gin.network.TransformerConfig.scan_layers=True", "--gin.BATCH_SIZE=64"]
+SIZE = {"emb_dim": 2304, "num_heads": 24, "head_dim": 96, "mlp_dim": 9216, "num_layers": 24}
+
+
+def decoder(**fields: object) -> list[str]:
+  return [f"--gin.network.TransformerConfig.{name}={value!r}" for name, value in fields.items()]
+
+
 # Three layers on each side compile in half a minute.
 SHALLOW = network(num_encoder_layers=3, num_decoder_layers=3)
 CUDNN = network(attention_kernel="cudnn")
@@ -79,6 +89,48 @@ CASES = {
   "base, fsdp and tensor": (BASE, 8, [*ON_EIGHT, *mesh(fsdp=4, tensor=2)]),
   "xl, fsdp": (XL, 8, [*SHALLOW, *CUDNN, *examples(64), *mesh(fsdp=8)]),
   "scanned base": (SCANNED, 8, XLA),
+  "pipeline, fsdp": (
+    GPT,
+    8,
+    [
+      *STACKED,
+      *decoder(**SIZE, attention_kernel="xla", remat_policy="full"),
+      *mesh(pipeline=4, fsdp=2),
+    ],
+  ),
+  "pipeline in rounds": (
+    GPT,
+    8,
+    [
+      *STACKED,
+      *decoder(**SIZE, attention_kernel="flash", remat_policy="full"),
+      *mesh(pipeline=4, data=2),
+      "--gin.partitioning.PjitPartitioner.pipeline_rounds=2",
+    ],
+  ),
+  "pipeline, context": (
+    GPT,
+    8,
+    [
+      *STACKED,
+      *decoder(attention_kernel="flash", remat_policy="full"),
+      *mesh(pipeline=2, data=2, context=2),
+    ],
+  ),
+  "context": (
+    GPT,
+    8,
+    [
+      *STACKED,
+      *decoder(attention_kernel="flash", remat_policy="minimal"),
+      *mesh(data=2, context=4),
+    ],
+  ),
+  "pipeline of an encoder-decoder": (
+    SCANNED,
+    8,
+    [*network(attention_kernel="flash", remat_policy="full"), *mesh(pipeline=2, data=4)],
+  ),
 }
 
 
