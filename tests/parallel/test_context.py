@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from tiny_models import (
   DECODER_ONLY,
   GPT,
@@ -25,8 +27,11 @@ from tiny_models import (
 from rosetta_t5.kernels.context_attention import parts_of_devices
 from rosetta_t5.networks import scalable_t5, t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.data_layout import check_row_lengths
+from rosetta_t5.plan.activation_collectives import context_collectives
+from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.step import accumulate_gradients
 
 LENGTH = 16
@@ -82,6 +87,7 @@ CASES = {
   "GPT": (GPT_16, {}, {}, CONTEXT),
   "GPT, flash": (GPT_16, FLASH, {}, CONTEXT),
   "rotary, flash, parts of one position": (ROTARY, FLASH, {}, {"data": 1, "context": 8}),
+  "rotary, flash, balanced": (ROTARY, FLASH, {}, CONTEXT),
   "rotary, scan, full": (
     ROTARY,
     {"scan_layers": True, "remat_policy": "full", **FLASH},
@@ -144,6 +150,36 @@ def test_microbatches_of_split_positions_have_one_device_s_loss_and_gradients():
   partitioner = PjitPartitioner(mesh=mesh, sequence_parallel=True)
   want = loss_and_gradients(model, params, batch, microbatches=2)
   assert_close(loss_and_gradients(model, params, batch, partitioner, 2), want, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
+def test_lower_precision_differs_from_one_device_by_rounding_only(fp8):
+  config = GPT_16.replace(attention_kernel="flash", dtype=jnp.bfloat16)
+  choice = choose_fp8(TransformerEngineConfig(enabled=fp8, emulate=True))
+  model = with_fp8(make_decoder_only_model(config), choice)
+  params, batch = decoder_only_params(GPT_16), packed_batch(["decoder"])
+  # In fp8 each device scales its own positions.
+  want = loss_and_gradients(model, params, batch)
+  got = loss_and_gradients(model, params, batch, PjitPartitioner(mesh=CONTEXT))
+  np.testing.assert_allclose(got[0], want[0], rtol=5e-3)
+  want_grads, got_grads = (ravel_pytree(jax.device_get(grads))[0] for grads in (want[1], got[1]))
+  tolerance = 0.15 if fp8 else 0.03
+  assert jnp.linalg.norm(got_grads - want_grads) < tolerance * jnp.linalg.norm(want_grads)
+
+
+@pytest.mark.slow
+def test_queries_are_exchanged_as_often_as_plan_counts():
+  model, params, batch, mesh = make_case("rotary, flash, balanced")
+  partitioner = PjitPartitioner(mesh=mesh)
+  gradient = jax.grad(lambda params, batch: model.loss_fn(params, batch, None)[0])
+  program = partitioner.partition(gradient, (None, partitioner.data_partition_spec), None)
+  text = program.lower(params, batch).compile().as_text()
+  shapes = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
+  work = Workload(model.network_config, {"decoder": LENGTH}, 1, partitioner.mesh.shape)
+  (planned,) = [each for each in context_collectives(work) if each.kind == "collective-permute"]
+  assert len(shapes) == planned.count
+  assert sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes) == planned.size
 
 
 @pytest.mark.slow
