@@ -103,7 +103,9 @@ def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
   partitioner = plan["partitioner"].on_devices(compiler.gpu_devices(gpu, args.devices))
   resolved.arguments["partitioner"] = partitioner
   with compiler.tracing_for(gpu), use_abstract_mesh(partitioner.mesh.abstract_mesh):
-    rows = rows_of_sections((*STEP_SECTIONS, flops_rows), plan)
+    # The FLOPs are those of a training step.
+    flops = (flops_rows,) if args.step == "train" else ()
+    rows = rows_of_sections((*STEP_SECTIONS, *flops), plan)
     return rows if resolved.problems.messages else rows + _program_rows(plan, args, gpu)
 
 

@@ -39,7 +39,8 @@ class CompiledProgram:
     hlo: the optimized, scheduled program as text.
     seconds: how long compiling took.
     memory: jax's memory analysis.
-    live_ranges: XLA's report on the arrays that exist when most memory is in use.
+    assignment: XLA's report on where it puts each array in memory.
+    live_ranges: XLA's report on when each array exists.
     launches: XLA's list of the kernels with their grids, threads and shared memory.
     ptx: the code of the kernels that XLA and Triton generated, one text per file.
   """
@@ -47,6 +48,7 @@ class CompiledProgram:
   hlo: str
   seconds: float
   memory: Any
+  assignment: str
   live_ranges: str
   launches: str
   ptx: tuple[str, ...]
@@ -122,6 +124,7 @@ def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> Comp
       hlo=compiled.as_text(),
       seconds=seconds,
       memory=compiled.memory_analysis(),
+      assignment=max(read("-buffer-assignment.txt"), key=len, default=""),
       live_ranges=max(read("-live-range.txt"), key=len, default=""),
       launches=max(read(".thunk_sequence.txt"), key=len, default=""),
       ptx=tuple(read(".ptx")),

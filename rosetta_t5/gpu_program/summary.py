@@ -5,28 +5,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.gpu_program import kernels
 from rosetta_t5.gpu_program.compiler import CompiledProgram
-from rosetta_t5.gpu_program.hlo import Program, parse_program
-from rosetta_t5.gpu_program.kernels import short_source
+from rosetta_t5.gpu_program.hlo import parse_program
+from rosetta_t5.gpu_program.live_arrays import LiveArray, live_arrays
 from rosetta_t5.gpu_program.ptx import KernelResources, kernel_resources
 from rosetta_t5.gpu_program.roofline import Timeline, sum_by_kind, time_program
 from rosetta_t5.telemetry.gpus import Gpu
-
-_LIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}: (\d+) bytes \(cumulative", re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveArray:
-  """An array that exists when most memory is in use: its type and shape, its source, its bytes."""
-
-  shape: str
-  source: str
-  bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,28 +100,12 @@ def summarize(
     arguments=memory.argument_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
     outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    live=_live_arrays(program.live_ranges, parsed),
+    live=live_arrays(program.assignment, program.live_ranges, parsed),
     timeline=timeline,
     resources=kernel_resources(program, names, gpu) if sources else [],
     batch_size=batch_size,
     flops=flops,
   )
-
-
-def _live_arrays(report: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays in XLA's report, with the shapes and sources of the program."""
-  _, _, peak = report.partition("(peak):")
-  defined = {name: i for body in program.computations.values() for name, i in body.items()}
-  found = []
-  for name, index, size in _LIVE.findall(peak):
-    if (instruction := defined.get(name)) is None:
-      continue
-    number = int(index.split(",")[0]) if index else 0
-    array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
-    shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-    source = short_source(instruction.source) or instruction.name
-    found.append(LiveArray(shape, source, int(size)))
-  return sorted(found, key=lambda each: -each.bytes)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:

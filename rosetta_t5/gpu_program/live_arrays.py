@@ -1,0 +1,119 @@
+"""The arrays that exist when a compiled step uses most memory.
+
+XLA reports where it puts each array (its buffer assignment) and when the array exists (its live ranges).
+Its own list of the arrays at the peak counts the result of a loop beside the array that the loop writes, so
+it can name another moment.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+
+from rosetta_t5.gpu_program.hlo import Program
+from rosetta_t5.gpu_program.kernels import short_source
+
+_ALLOCATION = re.compile(r"^allocation (\d+):", re.MULTILINE)
+_PLACED = re.compile(
+  r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
+)
+_RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+  """An array that exists when most memory is in use: its type and shape, its source, its bytes."""
+
+  shape: str
+  source: str
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """A piece of memory, which can hold several arrays one after the other."""
+
+  allocation: str
+  offset: int
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stay:
+  """An array, and the first and last position in the schedule at which it is in its place."""
+
+  start: int
+  end: int
+  name: str
+  index: str
+
+
+def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
+  """Returns the arrays that exist when most memory is in use, largest first.
+
+  Args:
+    assignment: XLA's report on its buffer assignment.
+    live_ranges: XLA's report on live ranges.
+    program: the same program.
+  """
+  stays = _stays(assignment, live_ranges, program)
+  changes: collections.Counter[int] = collections.Counter()
+  for place, members in stays.items():
+    for start, end in _merged(members):
+      changes[start] += place.bytes
+      changes[end + 1] -= place.bytes
+  times = sorted(changes)
+  sums = list(itertools.accumulate(changes[time] for time in times))
+  peak = times[sums.index(max(sums))] if sums else 0
+  found = []
+  for place, members in stays.items():
+    # The last one to arrive, if one array overwrites another.
+    present = [stay for stay in members if stay.start <= peak <= stay.end]
+    if present:
+      stay = max(present, key=lambda stay: stay.start)
+      found.append(_described(stay, place, program))
+  return sorted(found, key=lambda each: -each.bytes)
+
+
+def _stays(assignment: str, live_ranges: str, program: Program) -> dict[_Place, list[_Stay]]:
+  """Returns the arrays in each place."""
+  places: dict[tuple[str, str], _Place] = {}
+  parts = _ALLOCATION.split(assignment)
+  for number, text in zip(parts[1::2], parts[2::2], strict=True):
+    for name, index, size, offset in _PLACED.findall(text):
+      places[name, index] = _Place(number, int(offset), int(size))
+  stays: dict[_Place, list[_Stay]] = collections.defaultdict(list)
+  defined = {name: i for body in program.computations.values() for name, i in body.items()}
+  ranges, _, _ = live_ranges.partition("(peak)")
+  for name, index, start, end in _RANGE.findall(ranges):
+    place = places.get((name, index))
+    if place is None and index.isdecimal() and getattr(defined.get(name), "opcode", "") == "while":
+      # The result of a loop is where its last iteration wrote it.
+      body = list(program.computations[defined[name].called[-1]].values())
+      place = places.get((body[-1].operands[int(index)], ""))
+    if place is not None and name in defined:
+      stays[place].append(_Stay(int(start), int(end), name, index))
+  return stays
+
+
+def _merged(stays: list[_Stay]) -> Iterator[tuple[int, int]]:
+  """Yields the periods in which a place is in use."""
+  ordered = sorted((stay.start, stay.end) for stay in stays)
+  start, end = ordered[0]
+  for following, last in ordered[1:]:
+    if following > end:
+      yield start, end
+      start = following
+    end = max(end, last)
+  yield start, end
+
+
+def _described(stay: _Stay, place: _Place, program: Program) -> LiveArray:
+  instruction = next(body[stay.name] for body in program.computations.values() if stay.name in body)
+  number = int(stay.index.split(",")[0]) if stay.index else 0
+  array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
+  shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+  return LiveArray(shape, short_source(instruction.source) or instruction.name, place.bytes)
