@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   protect()
   with exit_on_user_error():
     try:
+      _check_working_directory()
       return _run(argv)
     finally:
       sys.stdout.flush()  # so that a closed pipe is noticed here
@@ -72,6 +73,14 @@ def _run(argv: Sequence[str] | None) -> int:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
   with exit_on_user_error(*options.user_errors):
     return int(options.run(options))
+
+
+def _check_working_directory() -> None:
+  """Raises ValueError if the working directory was removed, without which no relative path works."""
+  try:
+    os.getcwd()
+  except FileNotFoundError:
+    raise ValueError("the working directory was removed: change to another one with cd") from None
 
 
 def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:

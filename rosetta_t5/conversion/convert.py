@@ -217,7 +217,7 @@ def _prepare_destination(
   destination: str | os.PathLike[str], to: str, arrays: Arrays
 ) -> epath.Path:
   """Returns the folder to write, which does not exist."""
-  final = epath.Path(destination).absolute()
+  final = epath.Path(os.path.realpath(destination))  # A folder cannot replace a link.
   if to != "hf" and checkpoint_folders.step_of(final) is None:
     step = int(arrays[_STEP].get()) if _STEP in arrays else 0
     final = checkpoint_folders.checkpoint_path(final, step)

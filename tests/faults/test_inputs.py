@@ -63,6 +63,11 @@ FAULTS = [
     "echo a > b; $INFER --input b --output_length 1000000",
     "at most 46,340 tokens",
   ),
+  Fault(
+    "more predictions of each row than memory can hold",
+    "sed -n 1p rows.jsonl > b; $INFER --input b --template '{question}' --num_decodes 1000000",
+    "error: there is not enough memory: Out of memory allocating",
+  ),
   # eval
   Fault("a split that does not exist", "$INFER --split nope", "it has 'train', 'validation'"),
   Fault("a task that does not exist", "$INFER --task nope", "no SeqIO task or mixture 'nope'"),
@@ -222,6 +227,12 @@ FAULTS = [
   # convert
   Fault(
     "convert's result exists", "rosetta-t5 convert run run --to t5x", "exists and is not empty"
+  ),
+  Fault(
+    "convert's result is a link to a folder that does not exist",
+    "ln -s disk/hf hf; mkdir disk; rosetta-t5 convert run hf --to hf && test -e disk/hf/config.json",
+    "wrote .*/disk/hf in",
+    0,
   ),
   Fault("convert of nothing", "rosetta-t5 convert no out --to t5x", "no such file or folder"),
   Fault("convert to nowhere", "rosetta-t5 convert run /dev/null/x --to t5x", "Not a directory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import itertools
@@ -123,7 +124,7 @@ def _decode(unit: bytes) -> str:
   if len(unit) > LONGEST:
     raise _BadRecordError(f"more than {LONGEST >> 20} MB in one example")
   try:
-    text = unit.decode("utf-8")
+    text = unit.removeprefix(codecs.BOM_UTF8).decode("utf-8")
   except UnicodeDecodeError as error:
     reason = f"invalid UTF-8 at byte {error.start} ({error.reason})"
     raise _BadRecordError(reason) from error

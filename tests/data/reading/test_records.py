@@ -74,6 +74,15 @@ def test_every_format_and_compression_gives_the_same_texts(folder: pathlib.Path)
     assert texts(path) == TEXTS, path
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "csv"])
+def test_a_byte_order_mark_is_not_part_of_the_first_record(
+  tmp_path: pathlib.Path, suffix: str
+) -> None:
+  content = {"jsonl": '{"text": "é"}\n', "txt": "é\n", "csv": "text\né\n"}[suffix]
+  (tmp_path / f"a.{suffix}").write_text(content, encoding="utf-8-sig")
+  assert texts(f"{tmp_path}/a.{suffix}") == ["é"]
+
+
 def test_a_record_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a.md"
   path.write_text("one\ntwo\n\n\nthree\n")
