@@ -65,6 +65,8 @@ def join_processes(
   if missing := [name for name, value in flags.items() if value in (None, "")]:
     raise ValueError(_missing_text(missing, info))
   address, count, index = flags.values()
+  if count < 1:
+    raise ValueError(f"--process_count must be at least 1, got {count}.")
   if not 0 <= index < count:
     raise ValueError(
       f"--process_index must be from 0 to {count - 1}, because --process_count={count}, got {index}."

@@ -166,13 +166,13 @@ def _show_line_of_user(kind: Any, error: BaseException, trace: Any) -> None:
 def _is_ours(error: Exception) -> bool:
   """Returns whether this package raised the error, for a cause that a user can change.
 
-  These are the errors whose class is defined here, and each ValueError that was raised here or by
-  SeqIO, which checks users' tasks.
+  These are the errors whose class is defined here, each ValueError that was raised here or by SeqIO,
+  which checks users' tasks, and errors in regular expressions, since those in this package are correct.
   """
   *_, (innermost_frame, _) = traceback.walk_tb(error.__traceback__)
   raised_in = innermost_frame.f_globals.get("__name__", "")
   is_ours = isinstance(error, ValueError) and raised_in.startswith(("rosetta_t5.", "seqio."))
-  return is_ours or type(error).__module__.startswith("rosetta_t5.")
+  return is_ours or isinstance(error, re.error) or type(error).__module__.startswith("rosetta_t5.")
 
 
 def _names_file(error: Exception) -> bool:
@@ -192,4 +192,7 @@ def _message(error: Exception) -> str:
   if _is_out_of_memory(error):
     text = str(error).removeprefix("RESOURCE_EXHAUSTED: ") or "Python could not allocate an object"
     return f"there is not enough memory: {text}"
+  if isinstance(error, re.error):
+    text = strip_gin_notes(str(error))
+    return f"{error.pattern!r} is not a regular expression: {text}. Correct the pattern"
   return strip_gin_notes(str(error)) or type(error).__name__

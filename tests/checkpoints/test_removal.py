@@ -44,6 +44,14 @@ def test_a_killed_deletion_leaves_no_incomplete_checkpoint_and_the_next_one_clea
   assert os.listdir(tmp_path) == ["checkpoint_6"]
 
 
+def test_a_link_is_deleted_rather_than_the_checkpoint_that_it_names(tmp_path):
+  make_checkpoint(tmp_path / "elsewhere")
+  (tmp_path / "checkpoint_3").symlink_to("elsewhere")
+  remove_checkpoint_dir(tmp_path / "checkpoint_3")
+  assert os.listdir(tmp_path) == ["elsewhere"]
+  assert len(os.listdir(tmp_path / "elsewhere")) == 2
+
+
 def test_a_run_deletes_its_old_checkpoints_and_those_that_a_killed_run_left(tmp_path):
   make_checkpoint(tmp_path / REMOVED_FOLDER / "checkpoint_1")
   setup = Setup(module=Tiny(), num_partitions=1)

@@ -93,6 +93,21 @@ FAULTS = [
     }.items()
   ],
   Fault(
+    "a checkpoint is a link, and too old to be kept",
+    "mv run/checkpoint_4 elsewhere; ln -s ../elsewhere run/checkpoint_4;"
+    "$TRAIN --gin.TRAIN_STEPS=6 --gin.utils.SaveCheckpointConfig.keep=1;"
+    "status=$?; ls -A run elsewhere; exit $status",
+    expected="done +step 6.*elsewhere:.*_CHECKPOINT_METADATA.*run:\ncheckpoint_6\n",
+    status=0,
+    keeps=False,
+  ),
+  Fault(
+    "a pattern of an assignment map is not a regular expression",
+    "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.utils.RestoreCheckpointConfig.path=\"'run'\""
+    " --gin.utils.RestoreCheckpointConfig.assignment_map=\"[('(', 'x')]\"",
+    expected=r"error: '\(' is not a regular expression: missing \)",
+  ),
+  Fault(
     "a file is in the place of a checkpoint's arrays",
     "rm -r run/checkpoint_4/state; touch run/checkpoint_4/state; $TRAIN --gin.TRAIN_STEPS=6",
     expected="checkpoint_4 cannot be read: .*steps     2 to 6, from run/checkpoint_2",

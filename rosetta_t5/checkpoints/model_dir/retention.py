@@ -152,7 +152,7 @@ class BackgroundRemover:
     """Deletes all remaining checkpoints, and the folder `.removed`."""
     if self._thread is not None:
       self._thread.join()
-    if self._delete():
+    if self._delete() and not any(self._folder.iterdir()):
       self._folder.rmdir()
 
   def _delete(self) -> bool:
@@ -161,7 +161,10 @@ class BackgroundRemover:
       return False
     for checkpoint in self._folder.iterdir():
       try:
-        checkpoint.rmtree()
+        if os.path.islink(checkpoint):  # The folder elsewhere that it names is kept.
+          checkpoint.unlink()
+        else:
+          checkpoint.rmtree()
       except OSError as error:
         _log.warning("an old checkpoint could not be deleted: %s", error)
     return True
