@@ -78,12 +78,27 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
     _check_sizes(checksum_folder(path), arrays)
     arrays = _with_verification(epath.Path(path), arrays)
-    step = int(arrays[_STEP].get()) if _STEP in arrays and is_step_folder else None
+    step = stored_step(arrays) if is_step_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
   if step not in (None, step_of(path)):
     raise ValueError(_other_step_text(epath.Path(path), step))
   return arrays
+
+
+def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
+  """Returns the step that a checkpoint contains, or None.
+
+  Raises:
+    ValueError: it is not an integer.
+  """
+  if _STEP not in arrays:
+    return None
+  step = arrays[_STEP].get()
+  try:
+    return int(step)
+  except (OverflowError, TypeError, ValueError):
+    raise ValueError(f"{_STEP} must be an integer, got {step}") from None
 
 
 def read_checksums(path: epath.PathLike) -> dict[str, ArrayChecksums] | None:

@@ -22,7 +22,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_f
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, switch_names, t5_writer
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.reading import read_arrays, stored_step
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.telemetry.atomic_files import complete_folder
@@ -219,8 +219,7 @@ def _prepare_destination(
   """Returns the folder to write, which does not exist."""
   final = epath.Path(os.path.realpath(destination))  # A folder cannot replace a link.
   if to != "hf" and checkpoint_folders.step_of(final) is None:
-    step = int(arrays[_STEP].get()) if _STEP in arrays else 0
-    final = checkpoint_folders.checkpoint_path(final, step)
+    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
   if final.exists() and (not final.is_dir() or any(final.iterdir())):
     raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
   if final.exists():
