@@ -135,6 +135,9 @@ class ModelFile(Mapping[str, Any]):
     """
     from rosetta_t5.data.dataset_config import imports_limited_to
 
+    declared = _declared_types().get(name)
+    if declared is None:
+      raise ConfigError(f"{self.file}: there is no argument {name!r}")
     try:
       with imports_limited_to(allow_list.STRICT.importable):
         value = _build(self.content[name], name)
@@ -142,7 +145,7 @@ class ModelFile(Mapping[str, Any]):
       raise ConfigError(f"{self.file}: {name} is nested too deeply") from None
     except ConfigError as error:
       raise ConfigError(f"{self.file}: {error}") from error
-    _check_type(value, _declared_types()[name], f"{self.file}: {name}")
+    _check_type(value, declared, f"{self.file}: {name}")
     if name == "model":
       _check_model(value, self.file)
     return value

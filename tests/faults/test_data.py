@@ -149,7 +149,7 @@ python reverse.py
     "prepare is killed and repeated",
     f"""{PREPARED} mv tokens whole
 {PREPARE} &
-until ls tokens/.train* tokens/train* 2> /dev/null; do :; done; kill -9 $!
+until compgen -G 'tokens/.train*' || compgen -G 'tokens/train*'; do sleep 0.01; done; kill -9 $!
 wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards && echo the same files
 """,
     expected="the same files",

@@ -150,10 +150,12 @@ FAULTS = [
   ),
   Fault(
     "MODEL_DIR is replaced by another folder during a run",
+    # If the folders are exchanged during a save, the save fails.
     "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved; mkdir run) &"
-    "$TRAIN --gin.TRAIN_STEPS=4000",
-    expected="run was moved or removed during the run: move it back",
-    unexpected="note .*checkpoint",
+    "$TRAIN --gin.TRAIN_STEPS=200; test $? -le 1",
+    expected="run.lock was removed or damaged during the run; it is written again.*done +step 200"
+    "|error: .*run was moved or removed during the run: move it back",
+    status=0,
     keeps=False,
   ),
   Fault(

@@ -128,10 +128,13 @@ class RunLock:
         self._path.unlink(missing_ok=True)
 
   def new_owner(self) -> LockOwner | None:
-    """Returns the run that has taken the lock over; None if there is none, or it cannot be read."""
+    """Returns the run that has taken the lock over, or None. A lock that was lost is written again."""
     try:
       owner, _ = self._read()
-    except OSError:
+      if owner is None:
+        self._write_temporary(beat=0).replace(self._path)
+        _log.warning("%s was removed or damaged during the run; it is written again", self._path)
+    except OSError:  # for example a full disk; the next heartbeat may succeed
       return None
     return None if owner == self._owner else owner
 
@@ -260,14 +263,11 @@ class RunLock:
   def _send_heartbeats(self) -> None:
     beat = 0
     while not self._released.wait(HEARTBEAT_INTERVAL_S):
-      with contextlib.suppress(OSError):  # for example a full disk; the next heartbeat may succeed
-        owner, _ = self._read()
-        if owner not in (None, self._owner):
-          return
-        beat += 1
+      if self.new_owner():
+        return
+      beat += 1
+      with contextlib.suppress(OSError):
         self._write_temporary(beat).replace(self._path)
-        if owner is None:
-          _log.warning("%s was removed or damaged during the run; it is written again", self._path)
 
 
 def _refusal_text(model_dir: epath.PathLike, error: Exception) -> str:

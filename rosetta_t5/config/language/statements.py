@@ -245,7 +245,7 @@ def _read_file(name: str, context: _IncludeContext) -> GinFile:
 
 def _read_text(path: pathlib.Path) -> str:
   try:
-    return path.read_text(encoding="utf-8-sig")
+    return path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark
   except UnicodeDecodeError as error:
     raise ConfigError(
       f"{path} is not a gin file: it is not text in UTF-8 ({error.reason})"

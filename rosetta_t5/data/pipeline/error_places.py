@@ -19,7 +19,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 
 # What TensorFlow reports about files that are damaged or cannot be opened, among names of operations.
 _DAMAGE = re.compile(
-  r"(corrupted|truncated) record|Could not parse example|Key: .*parse.*|Feature: .*"
+  r"(corrupted|truncated) record|Could not parse example|Unsupported datatype|Key: .*parse.*|Feature: .*"
   r"|\S+; (No such file|Is a directory|Permission denied|Input/output error|Too many open)[\w ]*"
 )
 _SEARCH_SECONDS = 60.0  # A host that searches must not keep the others waiting for long.

@@ -121,8 +121,13 @@ class TokenStream:
     """Returns `count` tokens from each start on, as int32 [len(starts), count].
 
     Raises:
-      ValueError: a shard is damaged.
+      ValueError: a shard is damaged, or the split has fewer tokens.
     """
+    if max(starts, default=0) + count > self.size:
+      raise ValueError(
+        f"{self.folder} has only {self.size} tokens in its split '{self._split}', which is less than one "
+        f"row of {count}: prepare more text"
+      )
     rows = [list(self._parts(start, count)) for start in starts]
     wanted: dict[int, set[int]] = collections.defaultdict(set)
     for shard, records, _ in itertools.chain.from_iterable(rows):
