@@ -193,7 +193,11 @@ def argument_bytes(state, splits, batch, partitioner):
 
 
 @pytest.mark.parametrize(
-  "switches", [{}, {"fuse_qkv_params": True, "transpose_batch_sequence": True}]
+  "switches",
+  [
+    pytest.param({}, marks=pytest.mark.slow),
+    {"fuse_qkv_params": True, "transpose_batch_sequence": True},
+  ],
 )
 def test_a_step_in_fp8_has_no_collectives_that_bfloat16_has_not(switches):
   counts = []
