@@ -17,6 +17,7 @@ from rosetta_t5.plan.memory import step_memory
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL, BASE, XL = (f"gin/examples/{size}_pile_pretrain.gin" for size in ("small", "base", "xl"))
 SCANNED = "gin/examples/scalable_t5/wmt19_ende_from_scratch.gin"
+SCANNED_XL = "gin/models/scalable_t5/t5_1_1/xl.gin"
 FP8 = (
   "--gin.train.te_config_cls=@te_helper.TransformerEngineConfig",
   "--gin.te_helper.TransformerEngineConfig.enabled=1",
@@ -61,6 +62,17 @@ XLA = network(attention_kernel="xla")
 FUSED = [*SHALLOW, *CUDNN, *examples(64)]
 ON_EIGHT = [*SHALLOW, *CUDNN, *network(num_heads=8), *examples(512)]
 
+# What a model's file needs to be a run.
+PRETRAINED = [
+  "--gin_file=gin/runs/pretrain.gin",
+  "--gin.TRAIN_STEPS=1",
+  "--gin.DROPOUT_RATE=0.0",
+  "--gin.MIXTURE_OR_TASK_NAME='any'",
+  "--gin.TASK_FEATURE_LENGTHS={'inputs': 512, 'targets': 128}",
+  "--gin.partitioning.PjitPartitioner.num_partitions=1",
+  *network(attention_kernel="flash"),
+]
+
 # Name → (recipe, devices, arguments).
 CASES = {
   "small, xla": (SMALL, 1, [*XLA, *examples(128)]),
@@ -89,6 +101,18 @@ CASES = {
   "base, fsdp and tensor": (BASE, 8, [*ON_EIGHT, *mesh(fsdp=4, tensor=2)]),
   "xl, fsdp": (XL, 8, [*SHALLOW, *CUDNN, *examples(64), *mesh(fsdp=8)]),
   "scanned base": (SCANNED, 8, XLA),
+  "scanned xl": (SCANNED_XL, 8, [*PRETRAINED, *examples(256), *mesh(data=8)]),
+  "scanned xl, matmuls kept, microbatches": (
+    SCANNED_XL,
+    8,
+    [
+      *PRETRAINED,
+      *examples(256),
+      *mesh(data=8),
+      *network(remat_policy="minimal"),
+      "--gin.trainer.Trainer.num_microbatches=2",
+    ],
+  ),
   "pipeline, fsdp": (
     GPT,
     8,
