@@ -86,14 +86,18 @@ def _stays(assignment: str, live_ranges: str, program: Program) -> dict[_Place, 
     for name, index, size, offset in _PLACED.findall(text):
       places[name, index] = _Place(number, int(offset), int(size))
   stays: dict[_Place, list[_Stay]] = collections.defaultdict(list)
-  defined = {name: i for body in program.computations.values() for name, i in body.items()}
+  defined = {n: (i, body) for body in program.computations.values() for n, i in body.items()}
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
     place = places.get((name, index))
-    if place is None and index.isdecimal() and getattr(defined.get(name), "opcode", "") == "while":
-      # The result of a loop is where its last iteration wrote it.
-      body = list(program.computations[defined[name].called[-1]].values())
-      place = places.get((body[-1].operands[int(index)], ""))
+    if place is None and name in defined and index.isdecimal():
+      # A loop's result, and its body's parameter, are where its iterations write them.
+      instruction, body = defined[name]
+      if instruction.opcode == "while":
+        body = program.computations[instruction.called[-1]]
+      root = [*body.values()][-1]
+      if instruction.opcode in ("while", "parameter") and root.opcode == "tuple":
+        place = places.get((root.operands[int(index)], ""))
     if place is not None and name in defined:
       stays[place].append(_Stay(int(start), int(end), name, index))
   return stays
