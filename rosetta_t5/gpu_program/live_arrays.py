@@ -33,7 +33,7 @@ class LiveArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Buffer:
   """A piece of memory, which can hold several arrays one after the other."""
 
   allocation: str
@@ -42,8 +42,8 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stay:
-  """An array, and the first and last position in the schedule at which it is in its place."""
+class _LiveRange:
+  """An array, and the first and last position in the schedule at which it is in its buffer."""
 
   start: int
   end: int
@@ -59,53 +59,55 @@ def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[Liv
     live_ranges: XLA's report on live ranges.
     program: the same program.
   """
-  stays = _stays(assignment, live_ranges, program)
+  ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
   changes: collections.Counter[int] = collections.Counter()
-  for place, members in stays.items():
+  for buffer, members in ranges_of.items():
     for start, end in _merged(members):
-      changes[start] += place.bytes
-      changes[end + 1] -= place.bytes
+      changes[start] += buffer.bytes
+      changes[end + 1] -= buffer.bytes
   times = sorted(changes)
   sums = list(itertools.accumulate(changes[time] for time in times))
   peak = times[sums.index(max(sums))] if sums else 0
   found = []
-  for place, members in stays.items():
+  for buffer, members in ranges_of.items():
     # The last one to arrive, if one array overwrites another.
-    present = [stay for stay in members if stay.start <= peak <= stay.end]
+    present = [live for live in members if live.start <= peak <= live.end]
     if present:
-      stay = max(present, key=lambda stay: stay.start)
-      found.append(_described(stay, place, program))
+      live = max(present, key=lambda live: live.start)
+      found.append(_described(live, buffer, program))
   return sorted(found, key=lambda each: -each.bytes)
 
 
-def _stays(assignment: str, live_ranges: str, program: Program) -> dict[_Place, list[_Stay]]:
-  """Returns the arrays in each place."""
-  places: dict[tuple[str, str], _Place] = {}
+def _ranges_by_buffer(
+  assignment: str, live_ranges: str, program: Program
+) -> dict[_Buffer, list[_LiveRange]]:
+  """Returns the arrays in each buffer."""
+  buffers: dict[tuple[str, str], _Buffer] = {}
   parts = _ALLOCATION.split(assignment)
   for number, text in zip(parts[1::2], parts[2::2], strict=True):
     for name, index, size, offset in _PLACED.findall(text):
-      places[name, index] = _Place(number, int(offset), int(size))
-  stays: dict[_Place, list[_Stay]] = collections.defaultdict(list)
+      buffers[name, index] = _Buffer(number, int(offset), int(size))
+  ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
   defined = {n: (i, body) for body in program.computations.values() for n, i in body.items()}
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
-    place = places.get((name, index))
-    if place is None and name in defined and index.isdecimal():
+    buffer = buffers.get((name, index))
+    if buffer is None and name in defined and index.isdecimal():
       # A loop's result, and its body's parameter, are where its iterations write them.
       instruction, body = defined[name]
       if instruction.opcode == "while":
         body = program.computations[instruction.called[-1]]
       root = [*body.values()][-1]
       if instruction.opcode in ("while", "parameter") and root.opcode == "tuple":
-        place = places.get((root.operands[int(index)], ""))
-    if place is not None and name in defined:
-      stays[place].append(_Stay(int(start), int(end), name, index))
-  return stays
+        buffer = buffers.get((root.operands[int(index)], ""))
+    if buffer is not None and name in defined:
+      ranges_of[buffer].append(_LiveRange(int(start), int(end), name, index))
+  return ranges_of
 
 
-def _merged(stays: list[_Stay]) -> Iterator[tuple[int, int]]:
-  """Yields the periods in which a place is in use."""
-  ordered = sorted((stay.start, stay.end) for stay in stays)
+def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:
+  """Yields the periods in which a buffer is in use."""
+  ordered = sorted((live.start, live.end) for live in ranges)
   start, end = ordered[0]
   for following, last in ordered[1:]:
     if following > end:
@@ -115,9 +117,9 @@ def _merged(stays: list[_Stay]) -> Iterator[tuple[int, int]]:
   yield start, end
 
 
-def _described(stay: _Stay, place: _Place, program: Program) -> LiveArray:
-  instruction = next(body[stay.name] for body in program.computations.values() if stay.name in body)
-  number = int(stay.index.split(",")[0]) if stay.index else 0
+def _described(live: _LiveRange, buffer: _Buffer, program: Program) -> LiveArray:
+  instruction = next(body[live.name] for body in program.computations.values() if live.name in body)
+  number = int(live.index.split(",")[0]) if live.index else 0
   array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
   shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-  return LiveArray(shape, short_source(instruction.source) or instruction.name, place.bytes)
+  return LiveArray(shape, short_source(instruction.source) or instruction.name, buffer.bytes)
