@@ -21,6 +21,8 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
   content = epath.Path(path).read_bytes()
   try:
     value = json.loads(content, object_pairs_hook=_object_of_pairs)
+    if rb"\ud" in content.lower():  # Half of a surrogate pair is not text, and cannot be passed on.
+      json.dumps(value, ensure_ascii=False).encode()
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error
   if not isinstance(value, dict):

@@ -15,7 +15,7 @@ import pytest
 import shell
 from inline_executor import InlineExecutor
 from snippets import PAGES, Snippet, read_snippets
-from user_files import TEXTS, copy_user_files, write_user_files
+from user_files import TEXTS, continue_quickstart, copy_user_files, write_user_files
 
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
@@ -71,6 +71,11 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     write_user_files(folder)
     yield folder
   _register_stdlib_docs()
+
+
+@pytest.fixture(scope="module")
+def continued_quickstart(user_files: pathlib.Path) -> None:
+  continue_quickstart(user_files)
 
 
 def _register_stdlib_docs() -> None:
@@ -148,6 +153,7 @@ def test_the_snippets_of_a_page_pass_a_dry_run(page: str, run_page: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
+@pytest.mark.usefixtures("continued_quickstart")
 def test_the_snippets_of_a_page_run(page: str, run_page: Callable[..., None]) -> None:
   run_page(page, dry=False)
 

@@ -86,8 +86,19 @@ def write_user_files(folder: pathlib.Path) -> None:
   shell.run_script(_CHECKPOINTS, folder, dry=False)
   _change_step(folder / "t5x_old", 1_000_000, LegacyWriter)
   _change_step(folder / "runs/pretrained", 1_000_000)
+  _change_step(folder / "quickstart/run", 1200)
   for run in ("ft", "squad", "wmt", "t5x"):
     shutil.copytree(folder / "runs/pretrained", folder / "runs" / run)
+
+
+def continue_quickstart(folder: pathlib.Path) -> None:
+  """Continues the quickstart's run, so that its last checkpoint has a position in the data."""
+  shell.run_script(
+    "python -m t5x.train --gin_file=gin/examples/quickstart.gin "
+    "--gin.utils.SaveCheckpointConfig.ignore_dataset_until=1200",
+    folder,
+    dry=False,
+  )
 
 
 def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:
