@@ -98,6 +98,16 @@ def test_the_error_for_the_only_checkpoint_reports_that_there_is_no_older_one(se
     setup.manager(tmp_path).restore()
 
 
+def test_names_that_are_not_text_are_damage(setup, tmp_path):
+  manager = setup.manager(tmp_path)
+  manager.save(setup.state(step=1))
+  manager.close()
+  metadata = tmp_path / "checkpoint_1/state/_METADATA"
+  metadata.write_text(metadata.read_text().replace('"key": "target"', r'"key": "\uD800"'))
+  with pytest.raises(UnreadableCheckpointError, match=r"_METADATA is not valid JSON: .*surrogates"):
+    setup.manager(tmp_path).restore()
+
+
 def test_running_out_of_device_memory_is_not_reported_as_damage(setup, three_steps, monkeypatch):
   def out_of_memory(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
