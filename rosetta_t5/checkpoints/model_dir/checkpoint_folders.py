@@ -176,9 +176,10 @@ def find_checkpoint_type(path: epath.PathLike) -> CheckpointTypes | None:
   except Exception as error:  # raised by the library that reads gs:// or s3://
     if "://" not in os.fspath(path):
       raise
+    first_line = str(error).partition("\n")[0]
     raise ValueError(
       f"{path} cannot be read from this machine ({type(error).__name__}: "
-      f"{str(error).splitlines()[0][:160]}). Copy it to a local folder and give that path"
+      f"{first_line[:160]}). Copy it to a local folder and give that path"
     ) from error
 
 

@@ -64,11 +64,12 @@ def naming_example(
     yield
   except ValueError as error:
     place = ""
-    with contextlib.suppress(
-      Exception
-    ):  # such as errors of a user's source that cannot be read twice
+    # Anything can fail here, for example a user's source that cannot be read twice.
+    with contextlib.suppress(Exception):
       place = _place_of_first(cfg, check) if cfg is not None else ""
-    raise ValueError(f"{error}{place and f'. The first such example: {place}'}") from None
+    if not place:
+      raise
+    raise ValueError(f"{error}. The first such example: {place}") from None
 
 
 def _damaged_files(cfg: DatasetConfig) -> str:

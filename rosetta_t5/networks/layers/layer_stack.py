@@ -81,8 +81,8 @@ def call_layers(
   rematerialized = remat_layer(layer_cls, config.remat_policy, static_argnums, scanned)
   if not scanned or scan_name is None:
     for layer in range(num_layers):
-      has_experts = layer in expert_layers
-      x = rematerialized(config, has_experts=has_experts, name=f"layers_{layer}")(x, *arguments)
+      flag = layer in expert_layers
+      x = rematerialized(config, has_experts=flag, name=f"layers_{layer}")(x, *arguments)
     return x
   if is_pipelined(module):
     collections = {name for name, values in module.variables.items() if values}

@@ -21,8 +21,8 @@ from rosetta_t5.parallel.pipeline.stages import LAYER_INPUT, Microbatch, Pipelin
 
 PyTree = Any
 
-# Layers that write these are initialized or decode, and those that read the last two decode.
-_WRITTEN = ("params", "cache", PRECOMPUTED)
+# Layers that read or write these variables decode.
+_DECODING = ("cache", PRECOMPUTED)
 
 
 class MicrobatchRows(NamedTuple):
@@ -131,9 +131,9 @@ def is_pipelined(module: nn.Module) -> bool:
   """
   if jax.sharding.get_abstract_mesh().shape.get(PIPELINE_AXIS, 1) == 1:
     return False
-  if any(module.is_mutable_collection(name) for name in _WRITTEN):
+  if any(module.is_mutable_collection(name) for name in ("params", *_DECODING)):
     return False
-  return not any(name in module.variables for name in _WRITTEN[1:])
+  return not any(name in module.variables for name in _DECODING)
 
 
 def call_pipeline(
