@@ -5,7 +5,8 @@
 
 The models have the size of the quickstart (3.6 million parameters), the text is Python's documentation,
 and all optimizers see the same batches in the same order. Each learning rate of the optimizer's grid is
-tried with the first seed; the best one is run with the other seeds. The schedule is a linear warm-up and
+tried with the first seed; the best one on held-out text is run with the other seeds, and compared on
+other held-out text. The schedule is a linear warm-up and
 a cosine (without the cosine for schedule-free). The other hyperparameters are those of the gin files,
 except AdEMAMix's b2 and b3, and Prodigy's weight decay. Seconds are the CPU time of the process, of all
 cores together, which other programs on the machine hardly change; what an optimizer does in some steps
@@ -44,27 +45,27 @@ contrib = optax.contrib
 CLIP = optax.clip_by_global_norm(1.0)
 # Name → the transformations, and the grid of learning rates.
 OPTIMIZERS: dict[str, tuple[list[Any], tuple[float, ...]]] = {
-  "adamw": ([CLIP, functools.partial(optax.adamw, b2=0.95, weight_decay=0.1)], (3e-3, 1e-2)),
-  "lion": ([CLIP, functools.partial(optax.lion, weight_decay=0.5)], (3e-4, 1e-3)),
-  "muon": ([CLIP, muon], (3e-3, 1e-2)),
-  "sophia": ([functools.partial(sophia, weight_decay=0.2)], (1e-3, 3e-3)),
+  "adamw": ([CLIP, functools.partial(optax.adamw, b2=0.95, weight_decay=0.1)], (1e-3, 3e-3, 1e-2)),
+  "lion": ([CLIP, functools.partial(optax.lion, weight_decay=0.5)], (3e-4, 1e-3, 3e-3)),
+  "muon": ([CLIP, muon], (3e-3, 1e-2, 3e-2)),
+  "sophia": ([functools.partial(sophia, weight_decay=0.2)], (3e-4, 1e-3, 3e-3)),
   "ademamix": (
     [CLIP, functools.partial(contrib.ademamix, b2=0.95, b3=0.99, weight_decay=0.1)],
-    (1e-3, 3e-3),
+    (1e-3, 3e-3, 1e-2),
   ),
   "schedule_free": (
     [CLIP, functools.partial(contrib.schedule_free_adamw, b1=0.95, b2=0.95, weight_decay=0.05)],
-    (3e-3, 1e-2),
+    (3e-3, 1e-2, 3e-2),
   ),
   "prodigy": (
     [CLIP, functools.partial(contrib.prodigy, betas=(0.9, 0.95), safeguard_warmup=True)],
-    (1.0, 3.0),
+    (0.3, 1.0, 3.0),
   ),
-  "soap": ([CLIP, soap], (3e-3, 1e-2)),
-  "shampoo": ([CLIP, functools.partial(shampoo, weight_decay=0.1)], (3e-3, 1e-2)),
+  "soap": ([CLIP, soap], (1e-3, 3e-3, 1e-2)),
+  "shampoo": ([CLIP, functools.partial(shampoo, weight_decay=0.1)], (3e-3, 1e-2, 3e-2)),
   "kfac": (
     [CLIP, precondition_by_kfac, functools.partial(optax.lamb, weight_decay=0.01)],
-    (1e-2, 3e-2),
+    (1e-2, 3e-2, 1e-1),
   ),
 }
 VOCABULARY = 4096
@@ -125,7 +126,7 @@ class Comparison:
     name: the model, `t5` or `gpt`.
     optimizer: a name of `OPTIMIZERS`.
     args: the command line.
-    data: the training batches, and at the end one for evaluation, on the device.
+    data: the training batches, then one to choose the learning rate by and one for the result.
   """
 
   def __init__(self, name: str, optimizer: str, args: argparse.Namespace, data: list[Any]):
@@ -165,7 +166,7 @@ class Comparison:
     self.parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
   def run(self, peak: float, seed: int) -> dict[str, Any]:
-    """Trains once, and returns the loss of each step and that of held-out text."""
+    """Trains once, and returns the loss of each step and those of the two held-out batches."""
     state, losses = self.init(jax.random.PRNGKey(seed)), []
     jax.block_until_ready(state)
     started = time.process_time()
@@ -174,16 +175,22 @@ class Comparison:
       losses.append(loss)
     jax.block_until_ready(state)
     seconds = (time.process_time() - started) / self.steps
-    held_out = float(self.evaluate(state, self.data[-1]))
-    losses = np.array(losses).tolist()
-    return {"peak": peak, "seed": seed, "losses": losses, "held_out": held_out, "seconds": seconds}
+    validation, held_out = (float(self.evaluate(state, batch)) for batch in self.data[-2:])
+    return {
+      "peak": peak,
+      "seed": seed,
+      "losses": np.array(losses).tolist(),
+      "validation": validation,
+      "held_out": held_out,
+      "seconds": seconds,
+    }
 
 
 def compare(name: str, optimizer: str, args: argparse.Namespace, data: Any) -> dict[str, Any]:
   """Returns the results of one optimizer: its runs, the best learning rate, time and memory."""
   comparison = Comparison(name, optimizer, args, data)
   runs = [comparison.run(peak, seed=0) for peak in OPTIMIZERS[optimizer][1]]
-  best = min(runs, key=lambda run: np.nan_to_num(run["held_out"], nan=np.inf))["peak"]
+  best = min(runs, key=lambda run: np.nan_to_num(run["validation"], nan=np.inf))["peak"]
   runs += [comparison.run(best, seed) for seed in range(1, args.seeds)]
   return {
     "model": name,
@@ -254,7 +261,7 @@ def main() -> None:
   for name in args.models:
     training, held_out = np.split(tokens, [len(tokens) * 19 // 20])
     data = list(map(jax.device_put, batches(name, training, args.batch, args.steps)))
-    data += map(jax.device_put, batches(name, held_out, 16 * args.batch, 1))
+    data += map(jax.device_put, batches(name, held_out, 16 * args.batch, 2))
     for optimizer in args.only:
       results.append(compare(name, optimizer, args, data))
       print(table(results[-1:]).splitlines()[-1], flush=True)

@@ -132,7 +132,7 @@ def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
     if isinstance(sys.stdin, io.TextIOWrapper):
       sys.stdin.reconfigure(encoding=encoding, errors=errors)
     return sys.stdin
-  if not pathlib.Path(path).is_file():
+  if not pathlib.Path(path).exists() or pathlib.Path(path).is_dir():
     raise ValueError(f"There is no file {path!r}: give a file as --input, or - for standard input")
   return stack.enter_context(open(path, encoding=encoding, errors=errors))
 

@@ -21,6 +21,7 @@ from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
 from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.telemetry.json_files import read_json_object
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -66,8 +67,8 @@ def prepare(
       of the documents and bytes of text that have been tokenized.
 
   Raises:
-    ValueError: there is no file or no document, the vocabulary is not valid, or `out` contains
-      something else.
+    ValueError: there is no file or no document, the vocabulary is not valid, `out` contains
+      something else, or it is complete and was prepared with another vocabulary or other settings.
   """
   files = find_files(inputs)
   folder = pathlib.Path(out)
@@ -76,17 +77,17 @@ def prepare(
   (folder / "shards").mkdir(parents=True, exist_ok=True)
   _check_folder(folder)
   copy = folder / VOCABULARY
+  settings = {"text": text, "append_end": append_end, "validation_percent": validation_percent}
+  _check_settings(folder, model, settings)
   write_atomically(copy, model)
   jobs = _plan(
     files,
     out=str(folder.absolute()),
     vocabulary=str(copy.absolute()),
     vocabulary_sha256=hashlib.sha256(model).hexdigest(),
-    text=text,
     layout=layout,
-    validation_percent=validation_percent,
-    append_end=append_end,
     on_bad_example=on_bad_example,
+    **settings,
   )
   (folder / MANIFEST).unlink(missing_ok=True)
   _remove_other_shards(folder, jobs)
@@ -128,6 +129,23 @@ def _check_folder(folder: pathlib.Path) -> None:
     raise ValueError(
       f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
       "folder that contains nothing else"
+    )
+
+
+def _check_settings(folder: pathlib.Path, vocabulary: bytes, settings: Mapping[str, Any]) -> None:
+  """Raises ValueError if the folder is complete, and runs that use it expect other tokens."""
+  try:
+    manifest = read_json_object(folder / MANIFEST)
+    has_other_vocabulary = (folder / VOCABULARY).read_bytes() != vocabulary
+  except (OSError, ValueError):
+    return  # There is nothing to lose: the folder is not complete, or damaged.
+  others = ["another vocabulary"] if has_other_vocabulary else []
+  for name, value in settings.items():
+    if manifest.get(name, value) != value:
+      others.append(f"{name} = {manifest[name]!r} instead of {value!r}")
+  if others:
+    raise ValueError(
+      f"{folder} was prepared with {' and '.join(others)}: set --out to another folder, or delete this one"
     )
 
 

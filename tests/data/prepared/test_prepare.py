@@ -133,6 +133,20 @@ def test_a_second_run_does_nothing_and_a_changed_file_is_prepared_again(
   assert executor.ran == 1
 
 
+def test_a_complete_folder_is_not_replaced_by_one_with_other_tokens(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary)
+  before = files(tmp_path / "out")
+  other = tmp_path / "other.model"
+  other.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=20))
+  with pytest.raises(ValueError, match="out was prepared with another vocabulary: set --out to"):
+    run(tmp_path, str(other))
+  with pytest.raises(ValueError, match="append_end = False instead of True"):
+    run(tmp_path, vocabulary, append_end=True)
+  assert files(tmp_path / "out") == before
+
+
 def test_a_killed_run_after_a_change_leaves_no_outdated_manifest(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
