@@ -94,7 +94,11 @@ def read_model_file(file: pathlib.Path) -> ModelFile | None:
   version = content.get("version") if isinstance(content, dict) else None
   if version != _VERSION:
     raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
-  return None if _OTHERS in content else ModelFile(file, content)
+  if _OTHERS in content:
+    return None
+  if missing := {"model", "partitioner", _LENGTHS} - content.keys():
+    raise ConfigError(f"{file} must describe {' and '.join(sorted(missing))}")
+  return ModelFile(file, content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +135,18 @@ class ModelFile(Mapping[str, Any]):
     """Returns an argument.
 
     Raises:
+      KeyError: the file does not have it.
       ConfigError: the file names what it may not, or a value has a wrong type.
     """
     from rosetta_t5.data.dataset_config import imports_limited_to
 
+    node = self.content[name]
     declared = _declared_types().get(name)
     if declared is None:
       raise ConfigError(f"{self.file}: there is no argument {name!r}")
     try:
       with imports_limited_to(allow_list.STRICT.importable):
-        value = _build(self.content[name], name)
+        value = _build(node, name)
     except RecursionError:
       raise ConfigError(f"{self.file}: {name} is nested too deeply") from None
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import linecache
 import os
 import re
@@ -20,6 +21,8 @@ DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
 # Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
+# What a read or a write reports about the disk, without the name of the file.
+_DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -102,10 +105,11 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   except BrokenPipeError:
     finish_output()
     sys.exit(128 + signal.SIGPIPE)
-  except Exception as error:
+  except Exception as raised:
+    error = _without_gins_proxy(raised)
     is_ours = _is_ours(error)
     if os.environ.get(DEBUG_VARIABLE) or not (
-      is_ours or isinstance(error, also) or _names_file(error) or _is_out_of_memory(error)
+      is_ours or isinstance(error, also) or _is_about_file(error) or _is_out_of_memory(error)
     ):
       if not os.environ.get(DEBUG_VARIABLE):
         sys.excepthook = _show_line_of_user
@@ -175,9 +179,16 @@ def _is_ours(error: Exception) -> bool:
   return is_ours or isinstance(error, re.error) or type(error).__module__.startswith("rosetta_t5.")
 
 
-def _names_file(error: Exception) -> bool:
-  """Returns whether the error is the operating system's, about a file that it names."""
-  return isinstance(error, OSError) and error.filename is not None
+def _without_gins_proxy(error: Exception) -> Exception:
+  """Returns the error itself: gin raises a copy of it, which lacks the file of an OSError."""
+  inner = error.__context__
+  is_proxy = getattr(type(error).__init__, "__module__", "") == "gin.utils"
+  return _without_gins_proxy(inner) if is_proxy and isinstance(inner, Exception) else error
+
+
+def _is_about_file(error: Exception) -> bool:
+  """Returns whether the error is the operating system's, about a file that it names or a disk."""
+  return isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -187,8 +198,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-  if isinstance(error, OSError) and error.filename is not None:
-    return f"{error.filename}: {error.strerror}"
+  if isinstance(error, OSError) and _is_about_file(error):
+    return f"{error.filename or 'a file'}: {error.strerror}"
   if _is_out_of_memory(error):
     text = str(error).removeprefix("RESOURCE_EXHAUSTED: ") or "Python could not allocate an object"
     return f"there is not enough memory: {text}"

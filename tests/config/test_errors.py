@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
 import sys
+import threading
 
 import pytest
 
@@ -339,6 +342,36 @@ def test_gin_notes_are_removed_from_the_errors_of_a_run(run, capsys, monkeypatch
   message = capsys.readouterr().err
   assert "there is no gin file 'missing.gin'" in message
   assert not re.search("In call to configurable", message)
+
+
+@pytest.mark.parametrize(
+  ("path", "message"),
+  [
+    ("gone/pieces.model", "error: gone/pieces.model: No such file or directory"),
+    ("/proc/self/mem", "error: a file: Input/output error"),  # its first page cannot be read
+  ],
+)
+def test_a_file_that_a_run_cannot_read_is_an_error_without_a_traceback(
+  path, message, run, capsys, monkeypatch
+):
+  monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
+  import toy
+
+  def train(**kwargs):
+    pathlib.Path(path).read_bytes()
+
+  monkeypatch.setattr(toy, "train", train)
+  with pytest.raises(SystemExit) as ended, exit_on_user_error():
+    run("")
+  assert ended.value.code == 1
+  assert message in capsys.readouterr().err
+
+
+def test_a_gin_file_can_be_a_pipe(tmp_path):
+  os.mkfifo(tmp_path / "pipe.gin")
+  threading.Thread(target=(tmp_path / "pipe.gin").write_text, args=("WIDTH = 3\n",)).start()
+  program = read_program([str(tmp_path / "pipe.gin")])
+  assert [(binding.selector, binding.value) for binding in program.all_bindings()] == [("WIDTH", 3)]
 
 
 def test_an_ambiguous_name_error_lists_the_candidates(run, write, monkeypatch):

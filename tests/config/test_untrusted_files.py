@@ -186,6 +186,7 @@ def test_a_model_file_describes_what_gin_configures(model_file):
   assert read["task_feature_lengths"] == {"inputs": 16, "targets": 8}
   assert {"seqio", "t5x.models"} <= set(read.content["modules"])
   assert read["partitioner"].mesh.shape == arguments["partitioner"].mesh.shape
+  assert read.get("trainer_cls") is None
 
 
 def test_a_folder_is_opened_from_its_model_file(model_file, hostile, monkeypatch):
@@ -252,7 +253,9 @@ def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
     read_model_file(file).import_modules()
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "\ud800", "9" * 10_000])
+@pytest.mark.parametrize(
+  "text", ["", "[1]", "{", "[" * 100_000, "\ud800", "9" * 10_000, '{"version": 1}']
+)
 def test_a_file_that_is_not_a_model_file_is_refused(tmp_path, text):
   (tmp_path / NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
   with pytest.raises(ConfigError, match=NAME):
@@ -260,7 +263,12 @@ def test_a_file_that_is_not_a_model_file_is_refused(tmp_path, text):
 
 
 def test_a_value_that_is_nested_too_deeply_is_refused(tmp_path):
-  deep = '{"version": 1, "model": ' + "[" * 900 + "]" * 900 + "}"
+  deep = (
+    '{"version": 1, "partitioner": 1, "task_feature_lengths": 1, "model": '
+    + "[" * 900
+    + "]" * 900
+    + "}"
+  )
   (tmp_path / NAME).write_text(deep)
   with pytest.raises(ConfigError, match=NAME):
     read_model_file(tmp_path / NAME)["model"]

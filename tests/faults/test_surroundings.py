@@ -224,6 +224,38 @@ FAULTS = [
     expected="MODEL_DIR run cannot be written to .*Permission denied",
   ),
   Fault(
+    "another user may not read the vocabulary",
+    as_another_user(
+      "touch pieces.model; chmod 600 pieces.model",
+      "['train', '--gin_file=tiny.gin', r'--gin.VOCABULARY=@seqio.SentencePieceVocabulary()', '--gin.MODEL_DIR='"
+      " + repr('/tmp'), '--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file=' + repr('pieces.model')]",
+    ),
+    expected="error: pieces.model: Permission denied",
+  ),
+  Fault(
+    "the disk of a gin file fails",
+    "python -m t5x.train --gin_file=/proc/self/mem",  # its first page cannot be read
+    expected="error: a file: Input/output error.*--debug shows where",
+  ),
+  Fault(
+    "the disk of the text to infer fails",
+    "$INFER --input /proc/self/mem",
+    expected="error: a file: Input/output error",
+  ),
+  Fault(
+    "the disk of a checkpoint fails in an evaluation",
+    "ln -sf /proc/self/mem run/checkpoint_4/state/_METADATA; $EVAL",
+    expected="checkpoint_4 cannot be opened on this machine: .*Input/output error",
+  ),
+  Fault(
+    "the gin file and the text to infer are pipes",
+    "mkfifo tiny.pipe text.pipe; cat tiny.gin > tiny.pipe & rm -r run;"
+    "python -m t5x.train --gin_file=tiny.pipe; echo What is 1? > text.pipe & $INFER --input text.pipe",
+    expected="done +step 4.*What is 1",
+    status=0,
+    keeps=False,
+  ),
+  Fault(
     "another user may not read one file of the newest checkpoint",
     as_another_user(
       "chmod 600 run/checkpoint_4/state/_METADATA",

@@ -256,6 +256,7 @@ def _write_model_file(folder: Folder) -> None:
   }
   content = {"version": 1, "modules": ["t5x.utils"], "model": model, "eval_steps": 1}
   content |= {"train_dataset_cfg": dataset, "task_feature_lengths": {"inputs": 8}}
+  content["partitioner"] = {"@call": "t5x.partitioning.PjitPartitioner", "num_partitions": 1}
   (folder / "model.json").write_text(json.dumps(content))
 
 

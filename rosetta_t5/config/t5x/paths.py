@@ -69,7 +69,8 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
   """
   for folder in ("", *search_paths):
     candidate = pathlib.Path(folder, path)
-    if os.path.isfile(candidate):  # False, and no error, for a name that is too long
+    # A pipe is allowed. For a name that is too long, these are False, and no error.
+    if os.path.exists(candidate) and not os.path.isdir(candidate):
       return candidate
   found = find_recipe(path)
   if found is None:
