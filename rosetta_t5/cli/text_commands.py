@@ -60,7 +60,8 @@ def infer(options: argparse.Namespace) -> int:
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
       if output != "-" or not sys.stdout.isatty():
-        count = None if options.input == "-" else _count_lines(options.input) - len(completed)
+        is_file = os.path.isfile(options.input)  # A pipe can be read only once.
+        count = _count_lines(options.input) - len(completed) if is_file else None
         results = progress.track(results, "inferring", count, "rows", sys.stderr)
       for result in results:
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)

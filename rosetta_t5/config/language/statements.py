@@ -250,6 +250,8 @@ def _read_text(path: pathlib.Path) -> str:
     raise ConfigError(
       f"{path} is not a gin file: it is not text in UTF-8 ({error.reason})"
     ) from None
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding | GinFile]:
