@@ -21,7 +21,8 @@ endif
 
 # Three processes keep two cores busy, because many tests wait for other processes. Each runs whole files, in
 # alphabetical order: gin's registry is global to a process.
-PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# A container may forbid bytecode, without which every process would compile all modules and tests again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # Most of the suite's time is compilation. Without LLVM's optimizations and XLA's newer emitters of fused loops
 # it takes a quarter of that time; XLA's own passes run as ever. `make test-all` compiles as users do.
 COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"

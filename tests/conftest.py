@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
 import signal
 from collections.abc import Iterator
 
+import forked_python
 import jax
 import jaxtyping
 import pytest
@@ -101,3 +103,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   if marked and jax.default_backend() != "gpu":
     for item in marked:
       item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Serves the stand-in for Python while the tests run, in one place for all of xdist's processes."""
+  if not hasattr(config, "workerinput"):
+    stack = contextlib.ExitStack()
+    config.add_cleanup(stack.close)
+    os.environ[forked_python.VARIABLE] = stack.enter_context(forked_python.serving())

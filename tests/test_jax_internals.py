@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 import socket
 import subprocess
-import sys
 
 import jax
+from forked_python import python
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = """
@@ -33,7 +33,7 @@ def test_the_coordination_client_stores_and_returns_text():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = str(free.getsockname()[1])
-  command = [sys.executable, "-c", PROGRAM, port]
+  command = [python(), "-c", PROGRAM, port]
   done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
   assert done.returncode == 0, f"{ADVICE}\n{done.stderr}"
 

@@ -6,12 +6,12 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
+from forked_python import python
 from saver_process import WIDTH
 from tiny_state import Counter, Setup, Tiny
 
@@ -22,11 +22,12 @@ from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 def save_until_killed(folder: pathlib.Path, layout: str, delay: float) -> int:
   """Runs the saver, kills it `delay` seconds after its third save began, and returns that step."""
   script = pathlib.Path(__file__).parent / "saver_process.py"
-  command = [sys.executable, str(script), str(folder), layout]
+  command = [python(), str(script), str(folder), layout]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     lines = [process.stdout.readline() for _ in range(3)]
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
+    process.stdout.read()  # It has ended when its output has.
   assert process.returncode == -signal.SIGKILL
   return int(lines[-1].split()[1])
 

@@ -7,10 +7,10 @@ import pathlib
 import shutil
 import socket
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+from forked_python import python
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
@@ -26,7 +26,7 @@ def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]
   script = pathlib.Path(__file__).parent / "two_processes.py"
   processes = [
     subprocess.Popen(
-      [sys.executable, str(script), str(folder), str(port), str(index), what],
+      [python(), str(script), str(folder), str(port), str(index), what],
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

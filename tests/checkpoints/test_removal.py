@@ -6,8 +6,8 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 
+from forked_python import python
 from tiny_state import Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps
@@ -35,7 +35,7 @@ def make_checkpoint(folder: pathlib.Path) -> None:
 def test_a_killed_deletion_leaves_no_incomplete_checkpoint_and_the_next_one_cleans_up(tmp_path):
   for step in (3, 6):
     make_checkpoint(tmp_path / f"checkpoint_{step}")
-  command = [sys.executable, "-c", KILLED, str(tmp_path / "checkpoint_3")]
+  command = [python(), "-c", KILLED, str(tmp_path / "checkpoint_3")]
   assert subprocess.run(command).returncode == -signal.SIGKILL
   assert len(os.listdir(tmp_path / REMOVED_FOLDER / "checkpoint_3")) == 1
   assert all_steps(tmp_path) == [6]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from forked_python import python
 
 from rosetta_t5.checkpoints import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.model_dir import lock
@@ -194,7 +195,7 @@ def test_a_pipe_or_a_broken_link_in_place_of_the_lock_is_taken_over(tmp_path, ma
 def test_one_of_several_competitors_gets_the_lock_of_an_ended_run(tmp_path):
   leave_lock(tmp_path, dataclasses.replace(current_process(), pid=os.getppid(), born="1"))
   result = subprocess.run(
-    [sys.executable, "-c", CONTENDERS, str(tmp_path)], capture_output=True, text=True, timeout=300
+    [python(), "-c", CONTENDERS, str(tmp_path)], capture_output=True, text=True, timeout=300
   )
   assert sorted(result.stdout.split()) == ["got"] + ["refused"] * 7, result.stderr
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
+from forked_python import python
 
 from rosetta_t5.distributed.join import join_processes
 from rosetta_t5.distributed.rendezvous import RollCall, report_presence
@@ -72,7 +73,7 @@ def free_address() -> str:
 
 def launch(program: str, address: str, index: int, count: int = 2) -> subprocess.Popen:
   """Starts the program as process `index` of `count`."""
-  command = [sys.executable, "-c", program, address, str(index), str(count)]
+  command = [python(), "-c", program, address, str(index), str(count)]
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

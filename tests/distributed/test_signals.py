@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
+
+from forked_python import python
 
 PROGRAM = """
 import signal, sys, time
@@ -31,7 +32,7 @@ def test_an_evaluation_of_two_processes_ends_on_both_after_the_same_batch():
     address = f"127.0.0.1:{free.getsockname()[1]}"
   processes = [
     subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, address, str(index)], text=True, stdout=subprocess.PIPE
+      [python(), "-c", PROGRAM, address, str(index)], text=True, stdout=subprocess.PIPE
     )
     for index in range(2)
   ]

@@ -6,11 +6,9 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 
+import forked_python
 import pytest
 from fault import Fault, check
 
@@ -18,20 +16,10 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-  """The environment of the commands, in which forked/client.py is `python` and `rosetta-t5`."""
-  folder = tmp_path_factory.mktemp("forked")
-  for name in ("python", "rosetta-t5"):
-    (folder / name).write_text(
-      f'#!/bin/sh\nexec {sys.executable} -SE {HERE}/forked/client.py {folder}/socket {name} "$@"\n'
-    )
-    (folder / name).chmod(0o755)
-  with subprocess.Popen([sys.executable, HERE / "forked/server.py", folder / "socket"]) as server:
-    while not (folder / "socket").exists():
-      assert server.poll() is None
-      time.sleep(0.1)
-    yield {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    server.terminate()
+def environment() -> Iterator[dict[str, str]]:
+  """The environment of the commands, in which `python` and `rosetta-t5` start quickly."""
+  with forked_python.serving(with_seqio=True) as python:
+    yield {**os.environ, "PATH": f"{os.path.dirname(python)}:{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="session")

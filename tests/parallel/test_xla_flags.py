@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
+from forked_python import python
 
 from rosetta_t5.parallel.xla_flags import assemble_flags, find_known_flags, main, read_flags
 
@@ -49,7 +49,7 @@ def test_xla_accepts_the_assembled_flags_and_aborts_on_the_omitted_ones():
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     program = "import jax; jax.devices()"
     return subprocess.run(
-      [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+      [python(), "-c", program], env=environment, capture_output=True, text=True, check=False
     )
 
   flags, _ = assemble_flags([flag for path in _FILES for flag in read_flags(path)] + [GONE], "")

@@ -6,11 +6,11 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from forked_python import python
 
 Losses = dict[int, str]
 Train = Callable[..., Losses]
@@ -25,7 +25,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
   ChildProcessError with the end of its output.
   """
   folder = tmp_path_factory.mktemp("programs")
-  command = [sys.executable, str(pathlib.Path(__file__).parent / "killable_run.py"), str(folder)]
+  command = [python(), str(pathlib.Path(__file__).parent / "killable_run.py"), str(folder)]
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   with (
     open(folder / "stderr", "w+") as errors,

@@ -6,9 +6,9 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 
 import pytest
+from forked_python import python
 
 from rosetta_t5.telemetry.atomic_files import complete_folder, write_atomically
 
@@ -57,7 +57,7 @@ def test_after_an_error_the_earlier_folder_is_left_and_nothing_else(tmp_path):
 
 
 def test_a_killed_process_leaves_no_folder_of_the_final_name_and_the_next_call_writes_it(tmp_path):
-  command = [sys.executable, "-c", KILLED, os.fspath(tmp_path / "folder")]
+  command = [python(), "-c", KILLED, os.fspath(tmp_path / "folder")]
   assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
   assert not (tmp_path / "folder").exists()
   with complete_folder(tmp_path / "folder") as folder:

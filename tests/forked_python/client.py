@@ -1,8 +1,9 @@
-"""What `python` and `rosetta-t5` are in a fault's commands: runs the command through server.py.
+"""What the stand-ins for `python` and `rosetta-t5` run: it has the command run by server.py.
 
 Usage: client.py SOCKET NAME ARGUMENT…
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -35,8 +36,6 @@ request = {
   "closed": closed,
   "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
   "umask": umask,
-  "uid": os.getuid(),
-  "gid": os.getgid(),
 }
 nothing = os.open(os.devnull, os.O_RDWR)
 files = [nothing if number in closed else number for number in range(3)]
@@ -46,4 +45,8 @@ process = int(reply.readline())
 for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
   signal.signal(name, lambda number, _: os.kill(process, number))
 status = int(reply.readline())
-sys.exit(status if status >= 0 else 128 - status)
+if status < 0:  # A signal has ended the command, so it ends this process too.
+  with contextlib.suppress(OSError):  # SIGKILL cannot be set.
+    signal.signal(-status, signal.SIG_DFL)
+  os.kill(os.getpid(), -status)
+sys.exit(status)
