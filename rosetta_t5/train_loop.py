@@ -81,7 +81,10 @@ class TrainLoop:
   def __post_init__(self) -> None:
     self._step = self.first_step
     self._seconds_waited = 0.0  # for batches, since the last report
-    self._restorations: collections.Counter[int] = collections.Counter()  # by the restored step
+    # By the step whose parameters were restored. A checkpoint saved at a step of `_origins`, right after a
+    # restoration, has the parameters of the step to which it maps.
+    self._restorations: collections.Counter[int] = collections.Counter()
+    self._origins: dict[int, int] = {}
     self._is_interrupted = False
     self._is_stopped_by_action = False
     self._progress = console.Progress(
@@ -236,10 +239,11 @@ class TrainLoop:
         f"{problem}, and there is no checkpoint from before them: lower the learning rate, or save or "
         "keep more checkpoints (utils.SaveCheckpointConfig.period, keep)"
       )
-    self._restorations[good[-1]] += 1
-    if self._restorations[good[-1]] > optimizer.max_restorations:
+    origin = self._origins[self._step] = self._origins.get(good[-1], good[-1])
+    self._restorations[origin] += 1
+    if self._restorations[origin] > optimizer.max_restorations:
       raise ValueError(
-        f"{problem}, although it has continued from step {good[-1]} {optimizer.max_restorations} times "
+        f"{problem}, although it has continued from step {origin} {optimizer.max_restorations} times "
         "(max_restorations): lower the learning rate, allow larger steps (max_norm_ratio, "
         "max_loss_ratio), or correct the data"
       )
