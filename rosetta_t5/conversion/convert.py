@@ -217,7 +217,9 @@ def _prepare_destination(
   destination: str | os.PathLike[str], to: str, arrays: Arrays
 ) -> epath.Path:
   """Returns the folder to write, which does not exist."""
-  final = epath.Path(os.path.realpath(destination))  # A folder cannot replace a link.
+  is_remote = "://" in os.fspath(destination)
+  # A folder cannot replace a link.
+  final = epath.Path(destination if is_remote else os.path.realpath(destination))
   if to != "hf" and checkpoint_folders.step_of(final) is None:
     final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
   if final.exists() and (not final.is_dir() or any(final.iterdir())):

@@ -194,7 +194,9 @@ def _is_about_file(error: Exception) -> bool:
 def _is_out_of_memory(error: Exception) -> bool:
   """Returns whether the host or a device has too little memory."""
   is_jaxs = type(error).__module__.startswith("jax")
-  return isinstance(error, MemoryError) or (is_jaxs and "RESOURCE_EXHAUSTED" in str(error))
+  # gRPC reports other limits as RESOURCE_EXHAUSTED, too.
+  is_about_memory = re.search("RESOURCE_EXHAUSTED.*memory", str(error), re.IGNORECASE)
+  return isinstance(error, MemoryError) or bool(is_jaxs and is_about_memory)
 
 
 def _message(error: Exception) -> str:
@@ -205,5 +207,5 @@ def _message(error: Exception) -> str:
     return f"there is not enough memory: {text}"
   if isinstance(error, re.error):
     text = strip_gin_notes(str(error))
-    return f"{error.pattern!r} is not a regular expression: {text}. Correct the pattern"
+    return f"the regular expression {error.pattern!r} is wrong: {text}"
   return strip_gin_notes(str(error)) or type(error).__name__

@@ -46,6 +46,14 @@ def test_errors_for_typos_list_similar_names():
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"wi": 0}}, [("target/wx", "target/wi")])
 
 
+@pytest.mark.parametrize(
+  ("rule", "reason"), [(("(", "b"), "missing"), (("a", r"\2"), "invalid group")]
+)
+def test_wrong_rules_are_named(rule, reason):
+  with pytest.raises(ValueError, match=rf"assignment_map: the rule .* is wrong: {reason}"):
+    apply_assignment_map({"a": 1}, {"a": 0}, [rule])
+
+
 @pytest.fixture
 def saved(setup, tmp_path):
   manager = setup.manager(tmp_path)

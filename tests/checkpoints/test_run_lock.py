@@ -98,10 +98,25 @@ def test_a_lock_that_is_removed_or_damaged_during_the_run_is_written_again(
 ):
   with lock_model_dir(tmp_path):
     damage(tmp_path / LOCK_FILE)
+    deadline = time.monotonic() + 30
     while not caplog.text:
+      assert time.monotonic() < deadline
       time.sleep(0.01)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
   assert "run.lock was removed or damaged during the run; it is written again" in caplog.text
+
+
+def test_a_run_does_not_continue_in_a_folder_that_has_taken_the_place_of_its_own(
+  tmp_path, short_timeouts
+):
+  folder = tmp_path / "run"
+  with lock_model_dir(folder):
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    time.sleep(0.2)  # some heartbeats
+    with pytest.raises(ValueError, match="run was replaced by another folder during the run"):
+      lock.check_lock_is_held(folder)
+    assert list(folder.iterdir()) == []
 
 
 def test_the_error_names_the_other_run_and_the_lock_is_taken_over_once_that_is_killed(tmp_path):

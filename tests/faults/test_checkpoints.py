@@ -105,7 +105,7 @@ FAULTS = [
     "a pattern of an assignment map is not a regular expression",
     "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.utils.RestoreCheckpointConfig.path=\"'run'\""
     " --gin.utils.RestoreCheckpointConfig.assignment_map=\"[('(', 'x')]\"",
-    expected=r"error: '\(' is not a regular expression: missing \)",
+    expected=r"assignment_map: the rule .* is wrong: missing \)",
   ),
   Fault(
     "a file is in the place of a checkpoint's arrays",

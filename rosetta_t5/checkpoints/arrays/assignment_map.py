@@ -66,10 +66,15 @@ def _find_sources(
   for rule in assignment_map:
     pattern, replacement = rule
     remaining = [name for name in names if name not in sources]
-    matches = list(filter(None, (re.fullmatch(pattern, name) for name in remaining)))
-    for match in matches:
+    try:
+      matches = list(filter(None, (re.fullmatch(pattern, name) for name in remaining)))
+      expanded = [None if replacement is None else match.expand(replacement) for match in matches]
+    except re.error as error:
+      raise ValueError(
+        f"RestoreCheckpointConfig.assignment_map: the rule {rule!r} is wrong: {error}"
+      ) from None
+    for match, source in zip(matches, expanded, strict=True):
       name = match.string
-      source = None if replacement is None else match.expand(replacement)
       if source is not None and source not in stored:
         raise ValueError(_missing_source_text(name, source, rule, stored))
       sources[name] = source

@@ -83,11 +83,23 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
 
 
 def check_lock_is_held(directory: epath.PathLike) -> None:
-  """Raises ModelDirInUseError if this process locked `directory` and another run took it over."""
+  """Raises an error if this process locked `directory` and has lost it.
+
+  Raises:
+    ModelDirInUseError: another run took the lock over.
+    ValueError: another folder has taken the place of the locked one.
+  """
   lock = _locks_held.get(os.fspath(epath.Path(directory)))
-  if lock is not None and (other := lock.new_owner()):
+  if lock is None:
+    return
+  if lock.is_in_another_folder():
+    raise ValueError(
+      f"MODEL_DIR {directory} was replaced by another folder during the run: move it back, then run the "
+      "same command to continue"
+    )
+  if other := lock.restore_or_find_new_owner():
     raise ModelDirInUseError(
-      f"MODEL_DIR {directory} was taken over by {other}, because this run sent no heartbeat for "
+      f"MODEL_DIR {directory} was taken over by {other}: run.lock was damaged, or had no heartbeat for "
       f"{HEARTBEAT_TIMEOUT_S:.0f} s. This run stops and writes no more checkpoints there."
     )
 
@@ -114,6 +126,7 @@ class RunLock:
     self._path.parent.mkdir(parents=True, exist_ok=True)
     with _acquiring:
       self._acquire()
+      self._inode = _inode(self._path.parent)
       _locks_held[os.fspath(self._path.parent)] = self
     self._thread = threading.Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
     self._thread.start()
@@ -127,8 +140,12 @@ class RunLock:
       if self._is_mine():
         self._path.unlink(missing_ok=True)
 
-  def new_owner(self) -> LockOwner | None:
-    """Returns the run that has taken the lock over, or None. A lock that was lost is written again."""
+  def is_in_another_folder(self) -> bool:
+    """Returns whether the lock is missing because another folder is in the place of the locked one."""
+    return _inode(self._path.parent) not in (None, self._inode) and not self._path.exists()
+
+  def restore_or_find_new_owner(self) -> LockOwner | None:
+    """Returns the run that has taken the lock over, or None. Writes a missing or damaged lock again."""
     try:
       owner, _ = self._read()
       if owner is None:
@@ -202,7 +219,7 @@ class RunLock:
     """
     me = self._owner
     if owner is None:
-      return True  # A run's lock appears complete; this one was damaged, so its run has lost it.
+      return True  # A run writes its lock at once, so this one was damaged.
     if owner.machine == me.machine:
       is_me = (owner.pid, owner.born) == (me.pid, me.born)
       left_by_me = is_me and os.fspath(self._path.parent) not in _locks_held
@@ -263,7 +280,9 @@ class RunLock:
   def _send_heartbeats(self) -> None:
     beat = 0
     while not self._released.wait(HEARTBEAT_INTERVAL_S):
-      if self.new_owner():
+      if self.is_in_another_folder():
+        continue  # The next save ends the run, unless the folder has been moved back.
+      if self.restore_or_find_new_owner():
         return
       beat += 1
       with contextlib.suppress(OSError):
@@ -290,3 +309,11 @@ def _read_text(path: epath.Path) -> str:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or os.path.isfile(path)):
       return ""
   return path.read_text()
+
+
+def _inode(folder: epath.Path) -> int | None:
+  """Returns what distinguishes a folder from another one of its name; None for gs:// and if it is absent."""
+  try:
+    return os.stat(folder).st_ino
+  except OSError:
+    return None

@@ -182,7 +182,12 @@ def _arrow_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
 
 
 def _batch_rows(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
-  return enumerate((record for batch in batches for record in batch.to_pylist()), 1)
+  def records() -> Iterator[Record]:
+    for batch in batches:
+      batch.validate(full=True)  # To read a damaged offset would end the process.
+      yield from batch.to_pylist()
+
+  return enumerate(records(), 1)
 
 
 # For each format, a function that reads the units of a file, and one that parses a unit.

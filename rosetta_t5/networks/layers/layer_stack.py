@@ -86,8 +86,11 @@ def call_layers(
     return x
   if is_pipelined(module):
     collections = {name for name, values in module.variables.items() if values}
-    if module.is_mutable_collection("intermediates"):
-      collections.add("intermediates")
+    mutable = module.scope.mutable if module.scope is not None else False
+    if isinstance(mutable, (list, tuple, set, frozenset)):
+      collections.update(mutable)
+    elif mutable:  # one name, or a filter such as True
+      collections.add(mutable if isinstance(mutable, str) else "intermediates")
     if reason := pipeline_obstacle(config, collections):
       raise ValueError(reason)
     policy = REMAT_POLICIES[config.remat_policy]

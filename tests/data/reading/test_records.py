@@ -8,6 +8,7 @@ import json
 import lzma
 import pathlib
 import re
+import struct
 
 import pyarrow
 import pytest
@@ -210,6 +211,17 @@ def test_a_damaged_parquet_file_is_one_bad_example(tmp_path: pathlib.Path) -> No
   path.write_bytes(path.read_bytes()[:-50])
   (found,) = bad(path)
   assert "damaged" in found.reason
+
+
+def test_a_damaged_offset_of_an_arrow_file_is_one_bad_example(tmp_path: pathlib.Path) -> None:
+  path, table = tmp_path / "a.arrow", pyarrow.table({"text": ["ab", "cde"]})
+  with pyarrow.ipc.new_stream(path, table.schema) as file:
+    file.write_table(table)
+  offsets, damaged = struct.pack("3i", 0, 2, 5), struct.pack("3i", 0, 1 << 30, -5)
+  assert path.read_bytes().count(offsets) == 1
+  path.write_bytes(path.read_bytes().replace(offsets, damaged))
+  (found,) = bad(path)
+  assert "damaged here: In column 0: Invalid: Offset" in found.reason
 
 
 def reader(policy: str = "skip", column: str = "text", **options: object) -> BlockReader:
