@@ -23,12 +23,14 @@ from rosetta_t5.parallel.mesh_axes import (
   MODEL_AXIS,
   PIPELINE_AXIS,
   TOKEN_AXES,
+  axis_names,
 )
 from rosetta_t5.plan.activation_collectives import (
   ALL_GATHER,
   ALL_REDUCE,
   OVER_CONTEXT,
   OVER_MODEL,
+  OVER_PIPELINE,
   PERMUTE,
   REDUCE_SCATTER,
   Collective,
@@ -181,7 +183,7 @@ def _gradient_collectives(parameter: _Parameter) -> Iterator[Collective]:
   gradient = bias_bytes or float(parameter.sent)
   sums = _gradient_sums(
     gradient=gradient,
-    terms=lookups + parameter.is_tied or layers,
+    terms=(lookups + parameter.is_tied) or layers,
     other_terms=0 if parameter.has_matmul_gradient else lookups or 1,
     batch_axes=parameter.batch_axes,
     # The optimizer's state is sharded where the parameter has `embed` (see `PjitPartitioner.zero1`).
@@ -209,7 +211,7 @@ def _stage_parameter_collectives(parameter: _Parameter) -> Iterator[Collective]:
     yield Collective(ALL_REDUCE, summed_over, size, "gradients")
   if rounds > 1:
     # Chunks of layers go to the stages that compute them, and their gradients come back.
-    yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * size, "parameters", count=2 * rounds)
+    yield Collective(PERMUTE, OVER_PIPELINE, 2 * size, "parameters", count=2 * rounds)
 
 
 def _split_activation_gradients(parameter: _Parameter, gradient: float) -> Iterator[Collective]:
@@ -299,7 +301,7 @@ def _split_sums(gradient: Collective, matmuls: int) -> list[Collective]:
 
 def _batch_axes_of(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
   """Returns the batch axes over which a parameter is sharded."""
-  named = {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
+  named = {axis for part in spec for axis in axis_names(part)}
   return tuple(axis for axis in _batch_axes(mesh) if axis in named)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import FSDP_AXIS
+from rosetta_t5.parallel.mesh_axes import FSDP_AXIS, axis_names
 from rosetta_t5.plan.activations import (
   attention_bias_copies,
   deferred_by_layer,
@@ -59,16 +59,15 @@ def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int])
 
 
 def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
-  names = axis if isinstance(axis, tuple) else (axis,)
-  return math.prod(mesh[name] for name in names if name is not None)
+  return math.prod(mesh[name] for name in axis_names(axis))
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
   """The bytes per device of a step's gradients, by what they are the gradients of.
 
-  XLA keeps the gradient of a kernel in the compute dtype, and those of the tables (the embeddings and
-  the output layer) in float32.
+  XLA keeps the gradient of a kernel in the compute dtype, or in float32 if layers are scanned, and those
+  of the tables (the embeddings and the output layer) in float32.
   """
 
   tables: float
@@ -83,7 +82,7 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
     params: the shapes of the parameters.
     specs: the same tree with a PartitionSpec for each.
     mesh: the size of each mesh axis.
-    itemsize: the bytes of a number in the compute dtype.
+    itemsize: the bytes of a number in the gradient of a kernel.
   """
   totals = {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
@@ -150,8 +149,9 @@ class StateMemory:
 def temporary_bytes(params: float, gradients: Gradients, work: Workload) -> dict[str, float]:
   """Returns the bytes per device that a step needs besides the train state, when it needs most.
 
-  That is at one of these moments: when the gradient of the logits exists, at the beginning of the
-  decoder's or of the encoder's backward pass, or when all gradients exist.
+  That is at one of these moments: when the gradient of the logits exists; at the beginning of the
+  decoder's or of the encoder's backward pass; when all gradients exist; or, if activations are split by
+  length and nothing is rematerialized, when XLA computes the gradients of kernels that it has deferred.
 
   Args:
     params: the bytes of the parameters.
