@@ -15,7 +15,7 @@ def inference_step(model: Any, method: str) -> Callable[..., Any]:
     model: the model.
     method: `predict_batch`, `predict_batch_with_aux` (which returns it in any case) or `score_batch`.
   """
-  if not getattr(model, "has_experts", False):
+  if not model.has_experts:
     return getattr(model, method)
 
   def predict(params: Any, batch: Any, rng: Any = None) -> Any:

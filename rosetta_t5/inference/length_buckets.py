@@ -25,7 +25,7 @@ def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int
     raise ValueError(
       f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"
     )
-  if buckets and getattr(model, "has_experts", False):
+  if buckets and model is not None and model.has_experts:
     raise ValueError(
       "input_length_buckets would change the results of a model with experts, because an expert has "
       f"fewer slots for shorter rows, got {buckets!r}: set it to ()"

@@ -143,14 +143,13 @@ class TextInference:
       is_scoring = mode is InferenceType.SCORE
       method = "score_batch" if is_scoring else "predict_batch_with_aux"
       step = inference_step(self._model, method)
-      # An expert has fewer slots for shorter rows.
-      has_experts = getattr(self._model, "has_experts", False)
       self._infer_fns[key] = get_infer_fn(
         functools.partial(step, **arguments),
         self._batch_size,
         self._axes,
         self._partitioner,
-        input_length_buckets=() if has_experts else default_buckets(self._row_length),
+        # An expert has fewer slots for shorter rows.
+        input_length_buckets=() if self._model.has_experts else default_buckets(self._row_length),
         is_scoring=is_scoring,
         limit=token_limit(self._model),
       )

@@ -11,6 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from rosetta_t5.models.batch_metrics import Metrics
+from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.training import losses
 
 PyTree = Any
@@ -61,6 +62,11 @@ class BaseModel(abc.ABC):
   def network_config(self) -> Any:
     """The config of the model's linen module, such as a `T5Config`; None if the module has none."""
     return getattr(self.module, "config", None)
+
+  @property
+  def has_experts(self) -> bool:
+    """Whether layers of the network have experts."""
+    return has_experts(self.network_config)
 
   @property
   def loss_normalizing_factor(self) -> float | losses.SpecialLossNormalizingFactor | None:

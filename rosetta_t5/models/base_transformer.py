@@ -19,7 +19,6 @@ from rosetta_t5.models.base_model import BaseModel, Batch, PyTree
 from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
 from rosetta_t5.models.decode_call import accepts, call_decode_fn
 from rosetta_t5.models.expert_losses import ExpertLosses, expert_losses
-from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.training import losses
 
@@ -119,11 +118,6 @@ class BaseTransformerModel(BaseModel):
   def decode_fn(self) -> Any:
     """The decode function: beam search, sampling, or one of the user's."""
     return self._decode_fn
-
-  @property
-  def has_experts(self) -> bool:
-    """Whether layers of the network have experts, whose losses and metrics the loss includes."""
-    return has_experts(self.network_config)
 
   @abc.abstractmethod
   def _compute_logits(
