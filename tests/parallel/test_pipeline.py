@@ -34,7 +34,7 @@ from rosetta_t5.parallel.pipeline.schedule import (
   PipelineSettings,
   choose_schedule,
 )
-from rosetta_t5.parallel.pipeline.stages import Microbatch, Pipeline
+from rosetta_t5.parallel.pipeline.stages import Pipeline, StageInput
 from rosetta_t5.plan.activation_collectives import pipeline_collectives
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.step import accumulate_gradients
@@ -256,11 +256,11 @@ def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks(rounds
 
   def apply_layers(stacked, rows, microbatch, shared):
     params, _ = stacked
-    return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p), None), microbatch.x, params)[0]
+    return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p), None), microbatch.activations, params)[0]
 
   def loss(params, x):
-    pipeline = Pipeline(PipelineSchedule(2, 8, rounds), apply_layers, batch, Microbatch(0, ()))
-    return jnp.sum(pipeline(params, None, Microbatch(x, ()), ()))
+    pipeline = Pipeline(PipelineSchedule(2, 8, rounds), apply_layers, batch, StageInput(0, ()))
+    return jnp.sum(pipeline(params, None, StageInput(x, ()), ()))
 
   shapes = [
     jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("pipeline")))
@@ -343,28 +343,32 @@ def test_what_cannot_be_divided_is_an_error(batch, layers, settings, message):
 @pytest.mark.parametrize(
   ("changes", "work", "message"),
   [
-    ({"num_experts": 4}, {}, r"num_experts = 4 excludes a pipeline: set it to 0, or use the axis"),
+    (
+      {"num_experts": 4},
+      {},
+      r"num_experts = 4 is not supported with a pipeline: set it to 0, or use the axis",
+    ),
     ({}, {"collections": {KFAC_FACTORS}}, "by_kfac cannot measure the layers of a pipeline: set"),
     (
       {},
       {"collections": {OVERWRITE_WITH_GRADIENT}, "fp8": True},
-      "recipe = 'delayed' excludes a pipeline: set it to 'current'",
+      "recipe = 'delayed' is not supported with a pipeline: set it to 'current'",
     ),
   ],
 )
-def test_what_a_pipeline_cannot_compute_has_no_schedule(changes, work, message):
+def test_unsupported_models_are_refused_in_a_pipeline(changes, work, message):
   config = CONFIGS["GPT"].replace(**changes)
   with pytest.raises(ValueError, match=message):
     _ = Workload(config, {"decoder": 8}, 8, {"pipeline": 2, "data": 1}, **work).schedule
 
 
-def test_delayed_scaling_excludes_a_pipeline_only_where_fp8_is_on():
+def test_delayed_scaling_is_refused_in_a_pipeline_only_with_fp8():
   mesh, collections = {"pipeline": 2, "data": 1}, {OVERWRITE_WITH_GRADIENT}
   work = Workload(CONFIGS["GPT"], {"decoder": 8}, 8, mesh, collections=collections)
   assert work.schedule.stages == 2
 
 
-def test_layers_of_a_pipeline_do_not_return_intermediates_in_silence():
+def test_intermediates_are_refused_in_a_pipeline():
   model, batch = model_of("GPT"), batch_of("GPT", False)
   partitioner = PjitPartitioner(mesh={"pipeline": 2, "data": 4})
   score = functools.partial(model.score_batch, return_intermediates=True)

@@ -95,7 +95,9 @@ DELAYED_FP8 = (
   ("changes", "message"),
   [
     (["gin/optimizers/kfac.gin"], "by_kfac cannot measure the layers of a pipeline"),
-    pytest.param(DELAYED_FP8, "recipe = 'delayed' excludes a pipeline", marks=pytest.mark.slow),
+    pytest.param(
+      DELAYED_FP8, "recipe = 'delayed' is not supported with a pipeline", marks=pytest.mark.slow
+    ),
   ],
 )
 def test_plan_refuses_the_pipelines_that_a_run_refuses(changes, message, capsys):

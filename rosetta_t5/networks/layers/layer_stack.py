@@ -122,7 +122,7 @@ def call_layers(
 
 
 def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
-  """Returns why a network's layers cannot be a pipeline, and what to change; None if they can.
+  """Returns why the layers cannot run as a pipeline, and what to change; None if they can.
 
   Args:
     config: the network's config.
@@ -131,8 +131,8 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
   without_pipeline = "or remove 'pipeline' from partitioning.PjitPartitioner.mesh"
   if has_experts(config):
     return (
-      f"{type(config).__name__}.num_experts = {config.num_experts} excludes a pipeline: set it to 0, or "
-      "use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
+      f"{type(config).__name__}.num_experts = {config.num_experts} is not supported with a pipeline: set "
+      "it to 0, or use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
     )
   if KFAC_FACTORS in collections:
     return (
@@ -141,13 +141,13 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
     )
   if OVERWRITE_WITH_GRADIENT in collections:
     return (
-      "te_helper.TransformerEngineConfig.recipe = 'delayed' excludes a pipeline: set it to 'current', "
-      + without_pipeline
+      "te_helper.TransformerEngineConfig.recipe = 'delayed' is not supported with a pipeline: set it to "
+      "'current', " + without_pipeline
     )
   others = sorted(set(collections) - {"params", "params_axes"})
   if others:
     return (
-      "the layers of a pipeline can have no variables but parameters, got the collections "
+      "layers of a pipeline must have no variables other than parameters, got the collections "
       f"{', '.join(others)}: call the model without them, {without_pipeline}"
     )
   return None

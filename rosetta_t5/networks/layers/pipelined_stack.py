@@ -1,4 +1,7 @@
-"""Calls a stack of linen layers as a pipeline, with the numbers of a scan, including dropout."""
+"""Runs a stack of linen layers as a pipeline.
+
+Results, including dropout masks, equal those of a scan.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from rosetta_t5.kernels.random_rows import bernoulli_of_rows
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS, axis_names
 from rosetta_t5.parallel.pipeline.schedule import choose_schedule
-from rosetta_t5.parallel.pipeline.stages import LAYER_INPUT, Microbatch, Pipeline
+from rosetta_t5.parallel.pipeline.stages import LAYER_INPUT, Pipeline, StageInput
 
 PyTree = Any
 
@@ -86,12 +89,12 @@ class SplitArguments(NamedTuple):
   """The arguments of a layer as three trees of one structure, each with None in place of the others' leaves.
 
   Attributes:
-    own: arrays with a row for each example, which travel with their microbatch.
+    per_example: arrays with a row for each example, which travel with their microbatch.
     shared: arrays that are the same for all examples.
     constants: what is no array.
   """
 
-  own: PyTree
+  per_example: PyTree
   shared: PyTree
   constants: PyTree
 
@@ -107,7 +110,7 @@ class SplitArguments(NamedTuple):
     def kind(leaf: Any) -> str:
       if not isinstance(leaf, jax.Array):
         return "constants"
-      return "shared" if batch_dim(leaf) is None else "own"
+      return "shared" if batch_dim(leaf) is None else "per_example"
 
     def only(name: str) -> PyTree:
       return jax.tree.map(lambda leaf: leaf if kind(leaf) == name else None, arguments)
@@ -124,10 +127,10 @@ class SplitArguments(NamedTuple):
 
 
 def is_pipelined(module: nn.Module) -> bool:
-  """Returns whether the stack `module` is called as a pipeline.
+  """Returns whether the stack `module` runs as a pipeline.
 
-  It is not when it is initialized and when it writes or reads a cache: then the layers are scanned, and
-  devices send each other their parameters.
+  During initialization and decoding it does not: its layers are scanned, and devices send each other
+  their parameters.
   """
   if jax.sharding.get_abstract_mesh().shape.get(PIPELINE_AXIS, 1) == 1:
     return False
@@ -175,8 +178,8 @@ def call_pipeline(
     keys, num_traces = _layer_keys(scan_name, num_layers)
   layer = layer_cls(config, parent=None)
 
-  def apply_layers(layers: Any, rows: jax.Array, microbatch: Microbatch, shared: Any) -> jax.Array:
-    arguments = split._replace(own=microbatch.own, shared=shared).join()
+  def apply_layers(layers: Any, rows: jax.Array, microbatch: StageInput, shared: Any) -> jax.Array:
+    arguments = split._replace(per_example=microbatch.per_example, shared=shared).join()
 
     def apply_layer(x: jax.Array, params_and_key: Any) -> tuple[jax.Array, None]:
       params, key = params_and_key
@@ -187,14 +190,14 @@ def call_pipeline(
       return output, None
 
     with _stage_context(MicrobatchRows(batch_size, rows)):
-      return jax.lax.scan(apply_layer, microbatch.x, layers)[0]
+      return jax.lax.scan(apply_layer, microbatch.activations, layers)[0]
 
   params = module.variables["params"][scan_name]
   params = jax.tree.map(lambda p: jnp.moveaxis(p, config.param_scan_axis, 0), params)
   schedule = choose_schedule(jax.sharding.get_abstract_mesh().shape, batch_size, num_layers)
-  dims = Microbatch(x_dim, jax.tree.map(batch_dim, split.own))
+  dims = StageInput(x_dim, jax.tree.map(batch_dim, split.per_example))
   pipeline = Pipeline(schedule, apply_layers, batch_size, dims, policy)
-  return pipeline(params, keys, Microbatch(x, split.own), split.shared)
+  return pipeline(params, keys, StageInput(x, split.per_example), split.shared)
 
 
 class _LayerKey(nn.Module):

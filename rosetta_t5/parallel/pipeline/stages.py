@@ -20,9 +20,9 @@ from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS
 from rosetta_t5.parallel.pipeline.schedule import PipelineSchedule, Work
 
 PyTree = Any
-# (parameters, random keys) of consecutive layers, [L, ...], the numbers of the rows in the whole batch, a
-# microbatch, and what all microbatches share → the activations after these layers.
-ApplyLayers = Callable[[PyTree, jax.Array, "Microbatch", PyTree], jax.Array]
+# (parameters, random keys) of consecutive layers, [L, ...], the numbers of a microbatch's rows in the whole
+# batch, the microbatch, and what all microbatches share → the activations after these layers.
+ApplyLayers = Callable[[PyTree, jax.Array, "StageInput", PyTree], jax.Array]
 
 # The name of a layer's input, which every policy keeps (`jax.ad_checkpoint.checkpoint_name`).
 LAYER_INPUT = "layer input"
@@ -30,33 +30,34 @@ LAYER_INPUT = "layer input"
 _SELECTIONS = ("dynamic_slice", "squeeze", "convert_element_type")
 
 
-class Microbatch(NamedTuple):
-  """What passes through the stages.
+class StageInput(NamedTuple):
+  """The arguments of a stage that have a row for each example: those of a microbatch or of several.
 
   Attributes:
-    x: the activations.
-    own: the other arguments of the layers that belong to the same examples.
+    activations: the activations before the stage's layers.
+    per_example: the other arguments, such as masks, which every stage needs.
   """
 
-  x: Any
-  own: PyTree
+  activations: Any
+  per_example: PyTree
 
 
-class _Stage(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Stage:
   """What one device has of a pipeline.
 
   Attributes:
-    number: the number of the stage.
-    replica: the number of the pipeline among those that compute other examples.
+    index: the index of the stage.
+    replica_index: the index of this copy of the pipeline; each copy computes different examples.
     layers: parameters and random keys of the layers, [R, ...].
-    queue: this device's part of the batch, a `Microbatch` with arrays of [groups, ...].
+    queue: this device's part of the batch, arrays of [groups, ...].
     shared: what all microbatches share.
   """
 
-  number: jax.Array
-  replica: jax.Array
+  index: jax.Array
+  replica_index: jax.Array
   layers: PyTree
-  queue: Microbatch
+  queue: StageInput
   shared: PyTree
 
 
@@ -66,11 +67,12 @@ class _Flow(NamedTuple):
   Attributes:
     arrived: the microbatch that the previous stage has computed.
     entering: a microbatch that has not been computed; at the first stage, the next one that enters.
-    outputs: activations after the last layer, [S, groups, ...], which the last stage fills.
+    outputs: the activations after the last round, [S, groups, ...]. Every stage has such an array, and only
+      that of the last stage is used.
   """
 
-  arrived: Microbatch
-  entering: Microbatch
+  arrived: StageInput
+  entering: StageInput
   outputs: jax.Array
 
 
@@ -82,17 +84,17 @@ class Pipeline:
     schedule: when which stage computes which microbatch.
     apply_layers: the layers.
     batch_size: the number of examples of the whole batch.
-    batch_dims: a `Microbatch` with the dimension of the examples in place of each array.
-    saves: the rematerialization policy of the layers (`jax.checkpoint_policies`); None saves everything.
+    batch_dims: a `StageInput` with the dimension of the examples in place of each array.
+    remat_policy: the rematerialization policy of the layers (`jax.checkpoint_policies`); None saves everything.
   """
 
   schedule: PipelineSchedule
   apply_layers: ApplyLayers
   batch_size: int
-  batch_dims: Microbatch
-  saves: Callable[..., bool] | None = None
+  batch_dims: StageInput
+  remat_policy: Callable[..., bool] | None = None
 
-  def saves_in_round(self, primitive: Any, *arrays: Any, **parameters: Any) -> bool:
+  def _round_policy(self, primitive: Any, *arrays: Any, **parameters: Any) -> bool:
     """Returns whether a result is kept for the backward pass if there are several rounds.
 
     The layers that a round selects are not, because they would be kept once per tick.
@@ -101,9 +103,10 @@ class Pipeline:
       return bool(parameters["name"] == LAYER_INPUT)
     if primitive.name in _SELECTIONS:
       return False
-    return self.saves is None or bool(self.saves(primitive, *arrays, **parameters))
+    policy = self.remat_policy
+    return policy is None or bool(policy(primitive, *arrays, **parameters))
 
-  def __call__(self, params: PyTree, keys: PyTree, batch: Microbatch, shared: PyTree) -> jax.Array:
+  def __call__(self, params: PyTree, keys: PyTree, batch: StageInput, shared: PyTree) -> jax.Array:
     """Returns the activations of the whole batch after all layers.
 
     Args:
@@ -121,9 +124,9 @@ class Pipeline:
     mapped = jax.shard_map(
       self._run_stage,
       in_specs=(on_stages, on_replicas, on_stages, PartitionSpec(), specs, PartitionSpec()),
-      out_specs=specs.x,
-      # The gradients of parameters are summed over the batch axes once, after the last microbatch; and
-      # those that `fsdp` splits are gathered once.
+      out_specs=specs.activations,
+      # All batch axes are manual, so that XLA sums gradients and gathers fsdp's shards once per step
+      # instead of once per tick.
       axis_names=set(batch_axes),
       check_vma=False,
     )
@@ -137,7 +140,7 @@ class Pipeline:
     replica_1: jax.Array,
     params: PyTree,
     keys: PyTree,
-    batch: Microbatch,
+    batch: StageInput,
     shared: PyTree,
   ) -> jax.Array:
     """Returns the activations of this device's part of the batch after all layers."""
@@ -151,49 +154,49 @@ class Pipeline:
     split = functools.partial(_split_groups, groups=schedule.groups)
     queue = jax.tree.map(split, batch, self.batch_dims)
     nothing = jax.tree.map(lambda array: jnp.zeros_like(array[0]), queue)
-    outputs = jnp.zeros((schedule.stages, *queue.x.shape), queue.x.dtype)
+    outputs = jnp.zeros((schedule.stages, *queue.activations.shape), queue.activations.dtype)
     tick = functools.partial(_tick, self, _Stage(index, replica_1[0], layers, queue, shared))
     ticks = jnp.arange(schedule.ticks, dtype=jnp.int32)
     flow, _ = jax.lax.scan(tick, _Flow(nothing, nothing, outputs), ticks)
     # The last stage sends each part of the batch to the device that continues with it.
     received = jax.lax.all_to_all(flow.outputs, PIPELINE_AXIS, 0, 0, tiled=True)[-1]
-    return _join_groups(received, self.batch_dims.x)
+    return _join_groups(received, self.batch_dims.activations)
 
 
 def _tick(pipeline: Pipeline, stage: _Stage, flow: _Flow, tick: jax.Array) -> tuple[_Flow, None]:
   """Computes one microbatch and passes it on."""
   schedule = pipeline.schedule
-  first, work = schedule.work_at(tick, 0), schedule.work_at(tick, stage.number)
+  first, work = schedule.work_at(tick, 0), schedule.work_at(tick, stage.index)
   # When the first stage begins a group, each device has one of its microbatches. They move towards it.
   is_new_group = (first.round == 0) & (first.position == 0)
   entering = _select(is_new_group, _at(stage.queue, first.group), flow.entering)
-  microbatch = _select((stage.number == 0) & (first.round == 0), entering, flow.arrived)
-  rows = _row_numbers(pipeline, work, stage.replica, stage.queue)
+  microbatch = _select((stage.index == 0) & (first.round == 0), entering, flow.arrived)
+  rows = _row_numbers(pipeline, work, stage.replica_index, stage.queue)
 
-  def compute(layers: PyTree, microbatch: Microbatch) -> jax.Array:
+  def compute(layers: PyTree, microbatch: StageInput) -> jax.Array:
     # For the backward pass, a loop keeps what it computes in each tick, but a constant selection only once.
     selected = _at(layers, 0 if schedule.rounds == 1 else work.round)
     return pipeline.apply_layers(selected, rows, microbatch, stage.shared)
 
   if schedule.rounds > 1:
-    compute = jax.checkpoint(compute, prevent_cse=False, policy=pipeline.saves_in_round)
-  x = compute(stage.layers, microbatch)
+    compute = jax.checkpoint(compute, prevent_cse=False, policy=pipeline._round_policy)
+  activations = compute(stage.layers, microbatch)
   slot = (work.position, work.group)
   is_output = work.is_computed & (work.round == schedule.rounds - 1)
-  outputs = flow.outputs.at[slot].set(jnp.where(is_output, x, flow.outputs[slot]))
-  arrived = _rotate(microbatch._replace(x=x), 1, schedule.stages)
+  outputs = flow.outputs.at[slot].set(jnp.where(is_output, activations, flow.outputs[slot]))
+  arrived = _rotate(microbatch._replace(activations=activations), 1, schedule.stages)
   return _Flow(arrived, _rotate(entering, -1, schedule.stages), outputs), None
 
 
 def _row_numbers(
-  pipeline: Pipeline, work: Work, replica: jax.Array, queue: Microbatch
+  pipeline: Pipeline, work: Work, replica_index: jax.Array, queue: StageInput
 ) -> jax.Array:
   """Returns the numbers that the rows of a microbatch have in the whole batch."""
   groups = pipeline.schedule.groups
-  rows = queue.x.shape[1 + pipeline.batch_dims.x]
+  rows = queue.activations.shape[1 + pipeline.batch_dims.activations]
   replicas = pipeline.batch_size // (pipeline.schedule.microbatches * rows)
   # The batch is split over stages, then over replicas, and each part over groups (`_split_groups`).
-  first = (work.position * replicas + replica) * rows * groups + work.group
+  first = (work.position * replicas + replica_index) * rows * groups + work.group
   return first + groups * jnp.arange(rows, dtype=jnp.int32)
 
 
@@ -202,7 +205,7 @@ def _chunks_by_round(stored: jax.Array, stage: jax.Array, schedule: PipelineSche
 
   Args:
     stored: the parameter of the layers that the stage stores, stacked.
-    stage: the number of the stage.
+    stage: the index of the stage.
     schedule: the schedule.
   """
   chunks = stored.reshape(schedule.rounds, -1, *stored.shape[1:])
