@@ -1,4 +1,4 @@
-"""The arrays that exist when a compiled step uses most memory.
+"""The arrays that are live at a compiled step's peak memory.
 
 XLA reports where it puts each array (its buffer assignment) and when the array exists (its live ranges).
 Its own list of the arrays at the peak counts the result of a loop beside the array that the loop writes, so
@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from rosetta_t5.gpu_program.hlo import Program
+from rosetta_t5.gpu_program.hlo import Instruction, Program
 from rosetta_t5.gpu_program.kernels import short_source
 
 _ALLOCATION = re.compile(r"^allocation (\d+):", re.MULTILINE)
@@ -25,7 +25,7 @@ _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class LiveArray:
-  """An array that exists when most memory is in use: its type and shape, its source, its bytes."""
+  """An array that is live at the peak: its type and shape, its source, its bytes."""
 
   shape: str
   source: str
@@ -47,12 +47,12 @@ class _LiveRange:
 
   start: int
   end: int
-  name: str
+  instruction: Instruction
   index: str
 
 
 def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays that exist when most memory is in use, largest first.
+  """Returns the arrays that are live at peak memory, largest first.
 
   Args:
     assignment: XLA's report on its buffer assignment.
@@ -74,7 +74,7 @@ def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[Liv
     present = [live for live in members if live.start <= peak <= live.end]
     if present:
       live = max(present, key=lambda live: live.start)
-      found.append(_described(live, buffer, program))
+      found.append(_described(live, buffer))
   return sorted(found, key=lambda each: -each.bytes)
 
 
@@ -88,21 +88,33 @@ def _ranges_by_buffer(
     for name, index, size, offset in _PLACED.findall(text):
       buffers[name, index] = _Buffer(number, int(offset), int(size))
   ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
-  defined = {n: (i, body) for body in program.computations.values() for n, i in body.items()}
+  defined = {name: i for body in program.computations.values() for name, i in body.items()}
+  written_by = _written_by_loops(program)
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
-    buffer = buffers.get((name, index))
-    if buffer is None and name in defined and index.isdecimal():
-      # A loop's result, and its body's parameter, are where its iterations write them.
-      instruction, body = defined[name]
-      if instruction.opcode == "while":
-        body = program.computations[instruction.called[-1]]
-      root = [*body.values()][-1]
-      if instruction.opcode in ("while", "parameter") and root.opcode == "tuple":
-        buffer = buffers.get((root.operands[int(index)], ""))
+    buffer, written = buffers.get((name, index)), written_by.get(name, ())
+    if buffer is None and index.isdecimal() and int(index) < len(written):
+      buffer = buffers.get((written[int(index)], ""))
     if buffer is not None and name in defined:
-      ranges_of[buffer].append(_LiveRange(int(start), int(end), name, index))
+      ranges_of[buffer].append(_LiveRange(int(start), int(end), defined[name], index))
   return ranges_of
+
+
+def _written_by_loops(program: Program) -> dict[str, tuple[str, ...]]:
+  """Returns the arrays that an iteration writes, for each loop and for the parameter of its body.
+
+  They share the buffers of the loop's results and of the parameter's parts.
+  """
+  written = {}
+  for computation in program.computations.values():
+    for loop in computation.values():
+      if loop.opcode != "while":
+        continue
+      body = [*program.computations[loop.called[-1]].values()]
+      names = [loop.name, *(each.name for each in body if each.opcode == "parameter")]
+      if body[-1].opcode == "tuple":
+        written.update(dict.fromkeys(names, body[-1].operands))
+  return written
 
 
 def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:
@@ -117,8 +129,8 @@ def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:
   yield start, end
 
 
-def _described(live: _LiveRange, buffer: _Buffer, program: Program) -> LiveArray:
-  instruction = next(body[live.name] for body in program.computations.values() if live.name in body)
+def _described(live: _LiveRange, buffer: _Buffer) -> LiveArray:
+  instruction = live.instruction
   number = int(live.index.split(",")[0]) if live.index else 0
   array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
   shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -1,4 +1,4 @@
-"""The arrays at a step's peak are counted once, at the moment when they need most memory."""
+"""The arrays that are live at a step's peak memory, each of which is counted once."""
 
 from __future__ import annotations
 
@@ -49,5 +49,15 @@ def test_the_result_of_a_loop_is_the_array_that_the_loop_writes():
   ]
 
 
-def test_no_reports_are_no_arrays():
+def test_the_parameter_of_the_step_is_not_the_result_of_a_loop():
+  text = PROGRAM.replace(
+    "  %zeros.1", "  %a = (f32[100], f32[9]) parameter(0)\n  %zeros.1"
+  ).replace("ROOT %sum.1", "%sum.1")
+  text = text.removesuffix("}\n") + "  ROOT %out = (f32[10]) tuple(%sum.1)\n}\n"
+  ranges = RANGES.replace("  BufferLiveRange:", "  BufferLiveRange:\n    a{0}:0-8\n    a{1}:0-8")
+  found = live_arrays(ASSIGNMENT, ranges, parse_program(text))
+  assert found == live_arrays(ASSIGNMENT, RANGES, parse_program(PROGRAM))
+
+
+def test_empty_reports_give_no_arrays():
   assert live_arrays("", "", parse_program(PROGRAM)) == []
