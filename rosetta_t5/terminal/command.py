@@ -6,19 +6,37 @@ import atexit
 import gc
 import resource
 import sys
+from typing import NamedTuple
 
 from rosetta_t5.terminal import ctrl_c, standard_streams
 
-# Limits of the address space in KiB, and of the threads of all processes of a user: the unit in bytes or
-# threads, and the limit that is enough in any case.
+
+class Limit(NamedTuple):
+  """A limit of the operating system.
+
+  Attributes:
+    command: the shell's command that prints and sets it.
+    resource: its number in Python's module `resource`.
+    unit: how many bytes or threads the shell counts as one.
+    sufficient: the number of bytes or threads that is always enough.
+  """
+
+  command: str
+  resource: int
+  unit: int
+  sufficient: int
+
+
 _LIMITS = (
-  ("ulimit -v", resource.RLIMIT_AS, 1024, sys.maxsize),
-  ("ulimit -u", resource.RLIMIT_NPROC, 1, 1024),
+  Limit("ulimit -v", resource.RLIMIT_AS, unit=1024, sufficient=sys.maxsize),  # address space
+  Limit("ulimit -u", resource.RLIMIT_NPROC, unit=1, sufficient=1024),  # all threads of the user
 )
 
 
 def begin(name: str) -> None:
   """Prints a line, because the imports that follow take seconds, and handles Ctrl-C.
+
+  Notes follow on limits of the shell that are so low that a library may abort.
 
   Args:
     name: the command, such as "rosetta-t5 train".
@@ -44,11 +62,11 @@ def begin(name: str) -> None:
 def _notes_on_limits() -> list[str]:
   """Returns a note on each limit because of which a library may abort the process."""
   notes = []
-  for name, number, unit, enough in _LIMITS:
-    limit, _ = resource.getrlimit(number)
-    if limit != resource.RLIM_INFINITY and limit < enough:
+  for limit in _LIMITS:
+    value, _ = resource.getrlimit(limit.resource)
+    if value != resource.RLIM_INFINITY and value < limit.sufficient:
       notes.append(
-        f"note     {name} is {limit // unit:,}: libraries that need more abort without an explanation; "
-        f"`{name} unlimited` prevents this"
+        f"note     {limit.command} is {value // limit.unit:,}: libraries that need more abort without an "
+        f"explanation; try `{limit.command} unlimited`, or ask your administrator"
       )
   return notes

@@ -13,7 +13,7 @@ from rosetta_t5 import cli
 BEGIN = "from rosetta_t5.terminal.command import begin; begin('test')"
 
 
-def test_limits_because_of_which_libraries_abort_are_reported():
+def test_low_ulimits_are_reported():
   shell = f'ulimit -v 9000000 -u 900; exec "{sys.executable}" -c "{BEGIN}"'
   run = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
   first, address_space, threads = run.stderr.splitlines()
