@@ -68,11 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     makers[f"{ours} {optimizer}"] = functools.partial(our_step, args, optimizer)
   for name, runs in time_in_turns(makers, args.steps).items():
     seconds = statistics.median(run.seconds for run in runs)
-    processor = statistics.median(run.processor_seconds for run in runs)
+    cpu_seconds = statistics.median(run.cpu_seconds for run in runs)
     rate = args.batch / seconds
-    print(
-      f"{name}: {seconds:.2f} s, {rate:.2f} seq/s, {processor:.2f} processor seconds", flush=True
-    )
+    print(f"{name}: {seconds:.2f} s, {rate:.2f} seq/s, {cpu_seconds:.2f} CPU seconds", flush=True)
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_implementations_run_in_turns_and_in_processes_of_their_own():
   makers = {name: functools.partial(functools.partial, os.getpid) for name in ("ours", "theirs")}
   timed = time_in_turns(makers, runs=3)
   assert [len(runs) for runs in timed.values()] == [3, 3]
-  assert all(run.seconds > 0 <= run.processor_seconds for runs in timed.values() for run in runs)
+  assert all(run.seconds > 0 <= run.cpu_seconds for runs in timed.values() for run in runs)
   pids = [{run.result for run in runs} for runs in timed.values()]
   assert [len(each) for each in pids] == [1, 1]
   assert len({os.getpid(), *pids[0], *pids[1]}) == 3

@@ -20,12 +20,12 @@ class TimedRun(NamedTuple):
 
   Attributes:
     seconds: how long it took.
-    processor_seconds: the time of all processor cores together, which other programs hardly change.
+    cpu_seconds: the CPU time of the process, summed over cores; other programs hardly affect it.
     result: what the function returned.
   """
 
   seconds: float
-  processor_seconds: float
+  cpu_seconds: float
   result: Any
 
 
@@ -67,6 +67,6 @@ def _time_run(make_run: Callable[[], Run] | None) -> TimedRun:
   global _run
   _run = make_run() if make_run else _run
   assert _run is not None
-  started, processor_started = time.perf_counter(), time.process_time()
+  started, cpu_started = time.perf_counter(), time.process_time()
   result = _run()
-  return TimedRun(time.perf_counter() - started, time.process_time() - processor_started, result)
+  return TimedRun(time.perf_counter() - started, time.process_time() - cpu_started, result)
