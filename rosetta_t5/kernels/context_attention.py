@@ -1,7 +1,7 @@
 """Fused attention of rows whose positions are split over devices ("context parallelism").
 
-Each device computes its own queries and gathers the keys and values of the whole row, forward and again
-backward, so that between the two passes it holds only its own. With causality, the last queries of a
+Each device computes its own queries. It gathers the keys and values of the whole row for the forward pass,
+and again for the backward pass; in between it holds only its own part. With causality, the last queries of a
 row see the most keys. The devices therefore exchange queries, and hand the results back: device i of n
 computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:2407.21783, section 3.3.2).
 """

@@ -21,7 +21,7 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
   content = epath.Path(path).read_bytes()
   try:
     value = json.loads(content, object_pairs_hook=_object_of_pairs)
-    if rb"\ud" in content.lower():  # Half of a surrogate pair is not text, and cannot be passed on.
+    if rb"\ud" in content.lower():  # A lone surrogate cannot be encoded as UTF-8.
       json.dumps(value, ensure_ascii=False).encode()
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error

@@ -60,7 +60,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
   killed is therefore never listed. There is no rename on gs://, where a file marks success instead.
 
   Raises:
-    ValueError: something else than a folder has the name of a checkpoint.
+    ValueError: something other than a folder has the name of a checkpoint.
   """
   root = epath.Path(directory)
   entries = list(root.iterdir()) if root.is_dir() else []

@@ -161,7 +161,7 @@ class BackgroundRemover:
       return False
     for checkpoint in self._folder.iterdir():
       try:
-        if os.path.islink(checkpoint):  # The folder elsewhere that it names is kept.
+        if os.path.islink(checkpoint):  # Only the link is deleted; its target is kept.
           checkpoint.unlink()
         else:
           checkpoint.rmtree()
