@@ -168,7 +168,7 @@ def _memory_rows(summary: Summary, top: int) -> Rows:
     f"  {size_text(size):>8}  {counts[shape, source]:3} × {shape}  {source[:70]}"
     for (shape, source), size in groups.most_common(top)
   ]
-  return labeled("memory", [text, *(["when most of it is used:", *arrays] if arrays else [])])
+  return labeled("memory", [text, *(["live at the peak:", *arrays] if arrays else [])])
 
 
 def _kernel_rows(summary: Summary, top: int) -> Rows:
