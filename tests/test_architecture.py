@@ -203,10 +203,10 @@ def test_a_package_has_at_most_a_dozen_files_at_its_top_level():
   assert not crowded
 
 
-def test_training_and_models_load_fast_without_tensorflow_seqio_and_gin():
+def test_training_models_and_data_load_fast_without_tensorflow_seqio_and_gin():
   program = (
     "import sys, time; start = time.process_time()\n"
-    "import rosetta_t5.training, rosetta_t5.models\n"
+    "import rosetta_t5.training, rosetta_t5.models, rosetta_t5.data\n"
     "print(time.process_time() - start, *sys.modules)"
   )
   out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import types
 from unittest import mock
 
 from flax.linen import partitioning as flax_partitioning
+from forked_python import python
 
 from rosetta_t5.compat import trainer_functions
 from t5x import models, trainer
@@ -38,8 +39,13 @@ def test_modules_have_the_names_that_t5x_imports_and_no_others():
 
 
 def test_submodules_need_no_import():
-  program = "import t5x; print(t5x.losses.__name__, hasattr(t5x, 'nothing'), t5x.__version__[0])"
-  out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+  program = """
+import sys
+assert not any(name.partition(".")[0] == "t5x" for name in sys.modules)
+import t5x
+print(t5x.losses.__name__, hasattr(t5x, "nothing"), t5x.__version__[0])
+"""
+  out = subprocess.run([python(), "-c", program], capture_output=True, text=True, check=True)
   assert out.stdout.split() == ["t5x.losses", "False", "0"]
 
 

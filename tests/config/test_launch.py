@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
+from forked_python import python
 
 from rosetta_t5.config import run_from_command_line
 
@@ -81,7 +81,7 @@ def test_help_is_printed_and_nothing_runs(launch, capsys):
 
 def _train(folder: pathlib.Path, *arguments: str, env: dict[str, str] | None = None):
   return subprocess.run(
-    [sys.executable, "-m", "t5x.train", *arguments],
+    [python(), "-m", "t5x.train", *arguments],
     cwd=folder,
     env={**os.environ, **(env or {})},
     capture_output=True,

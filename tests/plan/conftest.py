@@ -6,8 +6,8 @@ import pathlib
 
 import gin
 import pytest
-import seqio
 
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.main import main
 
 RUN = """
@@ -49,6 +49,7 @@ def check(tmp_path, monkeypatch, capsys):
 
 
 def _register_task() -> None:
+  seqio = import_seqio()
   if "some_task" not in seqio.TaskRegistry.names():
     features = dict.fromkeys(["inputs", "targets"], seqio.Feature(seqio.ByteVocabulary()))
     source = seqio.FunctionDataSource(

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import forked_python
 import pytest
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
@@ -18,7 +19,7 @@ if [[ ${{2:-}} == rosetta_t5.parallel.xla_flags ]]; then
   hash=$(md5sum <<< "$3 ${{XLA_FLAGS:-}}")
   found={found}/${{hash%% *}}
   if [[ ! -e $found ]]; then
-    "{python}" "$@" > "$found.$$" || exit
+    "{forked_python}" "$@" > "$found.$$" || exit
     mv "$found.$$" "$found"
   fi
   exec cat "$found"
@@ -39,7 +40,9 @@ def found_flags(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def run(tmp_path: pathlib.Path, found_flags: pathlib.Path):
   """Returns run(script, *arguments, **environment) → (exit status, stdout, stderr)."""
   python = tmp_path / "python"
-  python.write_text(_PYTHON.format(python=sys.executable, found=found_flags))
+  python.write_text(
+    _PYTHON.format(python=sys.executable, forked_python=forked_python.python(), found=found_flags)
+  )
   python.chmod(0o755)
   (tmp_path / "spm.model").touch()
   root = str(_SCRIPTS.parent)

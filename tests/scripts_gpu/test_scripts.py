@@ -7,9 +7,9 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
+from forked_python import python
 
 _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 _T5X_PATH = pathlib.Path(__file__).parents[2] / "t5x/contrib/gpu/scripts_gpu"
@@ -356,7 +356,7 @@ def test_a_missing_dataset_is_an_exit_status_at_both_paths(name, tmp_path):
   environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TFDS_DATA_DIR": str(tmp_path)}
   for command in (["-m", f"t5x.contrib.gpu.scripts_gpu.{name}"], [str(_SCRIPTS / f"{name}.py")]):
     done = subprocess.run(
-      [sys.executable, *command],
+      [python(), *command],
       cwd=_SCRIPTS.parent,
       env=environment,
       capture_output=True,

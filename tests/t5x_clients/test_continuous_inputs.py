@@ -8,12 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import seqio
-import tensorflow as tf
 from client_run import train_two_steps
 
 import t5x
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from t5x.examples.t5 import layers
+
+seqio, tf = import_seqio(), import_tensorflow()
 
 LENGTHS = {"inputs": 6, "targets": 5}
 BATCH, DEPTH, WIDTH = 8, 4, 8

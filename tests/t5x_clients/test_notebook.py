@@ -7,15 +7,16 @@ import functools
 import clu.data
 import jax
 import numpy as np
-import seqio
 from jax.experimental import multihost_utils
 
 import t5x
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from t5x import partitioning, utils
 from t5x.examples.t5 import network
 from t5x.infer import _extract_tokens_and_aux_values
 from t5x.interactive_model import InteractiveModel, get_dataset_from_natural_text_examples
 
+seqio = import_seqio()
 BATCH = 8
 LENGTHS = {"inputs": 8, "targets": 6}
 # Notebooks give shapes as arrays.

@@ -168,9 +168,10 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
   assert (event.step, value.tag, float(tf.make_ndarray(value.tensor))) == (7, "loss", 2.5)
 
 
-def test_building_a_manager_does_not_import_tensorflow(tmp_path):
+def test_importing_metrics_and_building_a_manager_do_not_import_tensorflow(tmp_path):
   code = f"""
 import sys
+import rosetta_t5.telemetry.metrics
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
 MetricsManager("train", {str(tmp_path)!r}).start_duration_timer()
 print("tensorflow" in sys.modules)
