@@ -157,6 +157,7 @@ def infer(
       input_length_buckets=buckets,
       is_scoring=mode == "score",
       limit=data.token_limit(model),
+      dataset_cfg=dataset_cfg,
     ),
     train_state=state,
   )

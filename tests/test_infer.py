@@ -182,6 +182,28 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(run, tmp_path
   assert not (tmp_path / "out").exists()
 
 
+def test_an_id_outside_the_vocabulary_is_reported_with_its_place_in_the_data(run, tmp_path):
+  tf, seqio = import_tensorflow(), import_seqio()
+  ids = tf.constant([[5], [6], [5000], [7]])
+  feature = seqio.Feature(byte_vocabulary(), add_eos=False)
+  seqio.TaskRegistry.add(
+    "ids_to_infer",
+    seqio.FunctionDataSource(
+      lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(
+        {"inputs": ids, "targets": ids}
+      ),
+      ["test"],
+    ),
+    {"inputs": feature, "targets": feature},
+    preprocessors=[],
+  )
+  try:
+    with pytest.raises(ValueError, match=r"value 5000 .*first example that fails: test, example 3"):
+      run(tmp_path, dataset={"mixture_or_task_name": "ids_to_infer"})
+  finally:
+    seqio.TaskRegistry.remove("ids_to_infer")
+
+
 def test_unwritable_output_folder_is_reported_first(run, tmp_path):
   (tmp_path / "file").write_text("kept")
   with pytest.raises(

@@ -78,6 +78,7 @@ class InferenceEvaluator:
       partitioner=partitioner,
       input_length_buckets=check_buckets(input_length_buckets, model),
       limit=data.token_limit(model),
+      dataset_cfg=infer_eval_dataset_cfg,
     )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
     self._infer_fns: dict[str, InferFn] = {}

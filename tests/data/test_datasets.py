@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -225,6 +227,53 @@ def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(
   datasets = get_training_eval_datasets(cfg, 0, 1, 2, converter)
   assert list(datasets) == [first, mixture]
   assert all(len(texts(dataset)) == 8 for dataset in datasets.values())
+
+
+@pytest.fixture
+def cache_split(tmp_path: pathlib.Path) -> Iterator[Callable[..., None]]:
+  """Writes a split of a task's offline cache, as seqio_cache_tasks does."""
+  tf, seqio = import_tensorflow(), import_seqio()
+  before = seqio.utils.get_global_cache_dirs()
+  seqio.set_global_cache_dirs([str(tmp_path)])
+
+  def write(name: str, split: str, lines: list[str]) -> None:
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    (folder / "COMPLETED").touch()
+    features = {key: {"shape": [None], "dtype": "int32"} for key in ("inputs", "targets")}
+    info = {"num_shards": 1, "features": features, "seqio_version": "0.0.20"}
+    (folder / f"info.{split}.json").write_text(json.dumps(info))
+    (folder / f"stats.{split}.json").write_text(json.dumps({"examples": len(lines)}))
+    with tf.io.TFRecordWriter(str(folder / f"{split}.tfrecord-00000-of-00001")) as writer:
+      for line in lines:
+        tokens = np.array(seqio.ByteVocabulary().encode(line))
+        writer.write(seqio.dict_to_tfexample(dict.fromkeys(features, tokens)).SerializeToString())
+
+  yield write
+  seqio.set_global_cache_dirs(before)
+
+
+def test_evaluation_from_caches_covers_the_tasks_whose_caches_have_the_split(
+  add_task: Callable[..., str],
+  add_mixture: Callable[..., str],
+  cache_split: Callable[..., None],
+  config: Config,
+  converter: Any,
+) -> None:
+  options: Any = {"preprocessors": [import_seqio().CacheDatasetPlaceholder()]}
+  of_both, of_cache = add_task(LINES, validation=LINES, **options), add_task(LINES, **options)
+  without = add_task(LINES, **options)
+  for name in (of_both, of_cache):
+    cache_split(name, "validation", LINES[:4])
+  cache_split(without, "train", LINES)
+  cfg = config(add_mixture("mixture_of_caches", [of_both, of_cache, without]), use_cached=True)
+  cfg = dataclasses.replace(cfg, split="validation")
+  datasets = get_training_eval_datasets(cfg, 0, 1, 2, converter)
+  assert list(datasets) == [of_both, of_cache, "mixture_of_caches"]
+  assert texts(datasets[of_cache]) == LINES[:4] * 2
+  assert len(texts(get_dataset(cfg, 0, 1, converter).take(1))) == 4
+  with pytest.raises(ValueError, match=rf"caches of '{without}' have no split 'validation'"):
+    get_dataset(dataclasses.replace(cfg, mixture_or_task_name=without), 0, 1, converter)
 
 
 def test_a_mixture_has_examples_of_each_task(

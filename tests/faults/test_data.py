@@ -235,7 +235,7 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
     "an input id is beyond the vocabulary",
     task("[5, 5000], [7]"),
     expected=r"'bad' has the value 5000 in encoder_input_tokens \(row 0, position 1.*384 ids.*"
-    "The first such example: train, example 1",
+    "The first example that fails: train, example 1",
   ),
   Fault(
     "a target id is negative",

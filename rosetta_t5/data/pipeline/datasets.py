@@ -14,10 +14,10 @@ from absl import logging
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
 from rosetta_t5.data.pipeline.error_places import naming_files
 from rosetta_t5.data.pipeline.task_lookup import (
+  check_cached,
   check_split,
   find_checked_task,
   find_task_or_mixture,
-  has_split,
   read_task,
   subtasks_with_split,
 )
@@ -140,11 +140,11 @@ def get_training_eval_datasets(
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     task = cfg.mixture_or_task_name
     return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
-  seqio = import_seqio()
   provider = find_task_or_mixture(cfg)
+  check_cached(cfg, provider)
   check_split(cfg, provider)
-  tasks = [task for task in seqio.get_subtasks(provider) if has_split(task, cfg.split)]
-  names = {task.name: task.name for task in tasks} | {provider.name: cfg.mixture_or_task_name}
+  names = {task.name: task.name for task in subtasks_with_split(cfg, provider)}
+  names[provider.name] = cfg.mixture_or_task_name
 
   def batches(name: Any) -> tf.data.Dataset:
     examples = get_dataset(

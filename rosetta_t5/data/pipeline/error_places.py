@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import itertools
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.data_facts import task_files
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.reading import unwrap_reader_errors
+from rosetta_t5.data.reading.file_source import LineSource
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
+SEARCH_SECONDS = 60.0  # A host that searches must not keep the others waiting for long.
+
 # What TensorFlow reports about files that are damaged or cannot be opened, among names of operations.
-_DAMAGE = re.compile(
-  r"(corrupted|truncated) record|Could not parse example|Unsupported datatype|Key: .*parse.*|Feature: .*"
-  r"|\S+; (No such file|Is a directory|Permission denied|Input/output error|Too many open)[\w ]*"
+_REPORT = re.compile(
+  r"^(?:.*(?:\}\} |: ))?(?P<opening>[^\n;]+; (?:No such file|Is a directory|Permission denied|"
+  r"Input/output error|Too many open)[\w ]*)"
+  r"|(?:corrupted|truncated) record|Could not parse example|Unsupported datatype"
+  r"|(?:inflate\(\) failed|Feature: |Key: .*(?:parse|match))[^\[\n]*",
+  re.MULTILINE,
 )
-_SEARCH_SECONDS = 60.0  # A host that searches must not keep the others waiting for long.
+_ADVICE = {  # by a part of the report
+  "; No such file": "Restore it, or correct the task's file pattern",
+  "; Is a directory": "Correct the task's file pattern",
+  "; Permission denied": "Make it readable",
+  "; Too many open": "Raise the limit of open files (ulimit -n)",
+  "Feature: ": "Compare the file with the task's feature description",
+  "Key: ": "Compare the file with the task's feature description",
+  "": "Restore it from an intact copy",
+}
 _WINDOW = 8192  # examples that are preprocessed together in a search
+
+Check = Callable[[Mapping[str, Any]], None]
 
 
 @contextlib.contextmanager
@@ -37,95 +53,123 @@ def naming_files(cfg: DatasetConfig | None) -> Iterator[None]:
     with unwrap_reader_errors():
       yield
   except Exception as error:
-    # TensorFlow's own text may quote bytes of the file, which are not always UTF-8.
-    is_undecoded = isinstance(error, UnicodeDecodeError)
-    is_tensorflows = type(error).__module__.startswith("tensorflow")
-    text = error.object.decode("utf-8", "replace") if is_undecoded else str(error)  # type: ignore[attr-defined]
-    damage = _DAMAGE.search(text) if is_undecoded or is_tensorflows else None
-    if damage is None:
+    found = _find_report(error)
+    if found is None:
       raise
-    files = "" if cfg is None or damage[2] else _damaged_files(cfg)
-    raise ValueError(
-      f"{files or 'the data'} cannot be read: {damage[0].strip()}. Restore it from an intact copy"
-    ) from error
+    data = "the data"
+    if cfg is not None and not found["opening"]:
+      data = _search(_damaged_file, cfg, found[0]) or f"the data of the task '{cfg.name}'"
+    report = (found["opening"] or found[0]).strip(" .")
+    advice = next(advice for part, advice in _ADVICE.items() if part in report)
+    raise ValueError(f"{data} cannot be read: {report}. {advice}") from error
 
 
 @contextlib.contextmanager
-def naming_example(
-  cfg: DatasetConfig | None, check: Callable[[Mapping[str, Any]], None]
-) -> Iterator[None]:
-  """Inside the `with`, a ValueError about a batch gets the file and line of the first such example.
+def naming_example(cfg: DatasetConfig | None, check: Check) -> Iterator[None]:
+  """Inside the `with`, the location of the first example that fails `check` is added to a ValueError.
 
   Args:
     cfg: the data that is read; None if it is not known.
-    check: raises ValueError for such an example, {`FEATURE_tokens`: ids}.
+    check: raises ValueError for an example {`FEATURE_tokens`: ids} that fails.
   """
   try:
     yield
   except ValueError as error:
-    place = ""
-    # Anything can fail here, for example a user's source that cannot be read twice.
-    with contextlib.suppress(Exception):
-      place = _place_of_first(cfg, check) if cfg is not None else ""
+    place = _search(_place_of_first, cfg, check)
     if not place:
       raise
-    raise ValueError(f"{error}. The first such example: {place}") from None
+    raise ValueError(f"{error}. The first example that fails: {place}") from None
 
 
-def _damaged_files(cfg: DatasetConfig) -> str:
-  """Returns the first TFRecord file that cannot be read, or the names of all that may be damaged."""
-  tf, end = import_tensorflow(), time.monotonic() + _SEARCH_SECONDS
-  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg))
-  files = [*dict.fromkeys(path for task in tasks for path in task_files(task, cfg))]
-  for path in files:
-    try:
-      any(time.monotonic() > end for _ in tf.data.TFRecordDataset(path))
-    except tf.errors.DataLossError:
-      return path
-  more = f" and {len(files) - 3} more files" if len(files) > 3 else ""
-  return f"{', '.join(files[:3])}{more}"
+def _find_report(error: Exception) -> re.Match[str] | None:
+  """Returns the place in an error's text where TensorFlow reports about a file, if there is any."""
+  if isinstance(error, UnicodeDecodeError):
+    # TensorFlow's own text may quote bytes of the file, which are not always UTF-8.
+    return _REPORT.search(error.object.decode("utf-8", "replace"))
+  is_tensorflows = type(error).__module__.startswith("tensorflow")
+  return _REPORT.search(str(error)) if is_tensorflows else None
 
 
-def _place_of_first(cfg: DatasetConfig, check: Callable[[Mapping[str, Any]], None]) -> str:
-  """Returns the place of the first example that fails a check, or "" if it is not found in time."""
-  tf, end = import_tensorflow(), time.monotonic() + _SEARCH_SECONDS
-  for task in subtasks_with_split(cfg, find_task_or_mixture(cfg)):
-    files = task.source.list_shards(cfg.split)
-    for index, file in enumerate(files):
-      shard = import_seqio().ShardInfo(index, len(files))
-      source = task.source.get_dataset(split=cfg.split, shuffle=False, shard_info=shard)
-      for start, window in zip(itertools.count(0, _WINDOW), source.window(_WINDOW), strict=False):
-        if time.monotonic() > end:
-          return ""
-        fails = _search(cfg, task, tf.data.Dataset.zip(window), check)
-        if fails(_WINDOW):
-          number = start + bisect.bisect_left(range(1, _WINDOW), True, key=fails)
-          line_of = getattr(task.source, "line_of", None)
-          line = f"line {line_of(cfg.split, file, number)}" if line_of else f"example {number + 1}"
-          return f"{os.fspath(file)}, {line}"
+def _search(find: Callable[..., str], cfg: DatasetConfig | None, wanted: Any) -> str:
+  """Returns what a search finds, or "" if it fails or takes too long.
+
+  Anything can fail in a search, for example a user's source that cannot be read twice.
+  """
+  with contextlib.suppress(Exception):
+    return find(cfg, wanted, time.monotonic() + SEARCH_SECONDS)
   return ""
 
 
-def _search(
-  cfg: DatasetConfig, task: Any, examples: Any, check: Callable[[Mapping[str, Any]], None]
+def _until(end: float, items: Iterable[Any]) -> Iterator[Any]:
+  """Yields the items; raises TimeoutError when `time.monotonic()` has passed `end`."""
+  for item in items:
+    if time.monotonic() > end:
+      raise TimeoutError
+    yield item
+
+
+def _files(cfg: DatasetConfig) -> Iterator[tuple[Any, str, Any]]:
+  """Yields a task, the name of one of its files, and a dataset of what its source reads from it."""
+  tf, seqio = import_tensorflow(), import_seqio()
+  for task in subtasks_with_split(cfg, find_task_or_mixture(cfg)):
+    files = task_files(task, cfg)
+    for index, file in enumerate(files):
+      if cfg.use_cached:
+        yield task, file, tf.data.TFRecordDataset(file)
+      else:
+        shard = seqio.ShardInfo(index, len(files))
+        yield task, file, task.source.get_dataset(cfg.split, shuffle=False, shard_info=shard)
+
+
+def _damaged_file(cfg: DatasetConfig, report: str, end: float) -> str:
+  """Returns the name of the first file whose reading ends with this report."""
+  tf = import_tensorflow()
+  for task, file, examples in _files(cfg):
+    try:
+      collections.deque(_until(end, examples), maxlen=0)
+    except (tf.errors.OpError, UnicodeDecodeError) as error:
+      found = _find_report(error)
+      if found is not None and found[0] == report:
+        return file if tf.io.gfile.exists(file) else f"the data of the task '{task.name}'"
+  return ""
+
+
+def _place_of_first(cfg: DatasetConfig, check: Check, end: float) -> str:
+  """Returns the file and line of the first example that fails a check, or its number in the file."""
+  if cfg.use_cached:  # The run does not read the source, but the cache.
+    return ""
+  for task, file, examples in _files(cfg):
+    windows = zip(itertools.count(0, _WINDOW), examples.window(_WINDOW), strict=False)
+    for start, window in _until(end, windows):
+      fails = _checker(cfg, task, import_tensorflow().data.Dataset.zip(window), check, end)
+      if fails(_WINDOW):
+        number = start + bisect.bisect_left(range(1, _WINDOW), True, key=fails)
+        if isinstance(task.source, LineSource):
+          return f"{file}, line {task.source.line_of(cfg.split, file, number)}"
+        return f"{file}, example {number + 1}"
+  return ""
+
+
+def _checker(
+  cfg: DatasetConfig, task: Any, examples: Any, check: Check, end: float
 ) -> Callable[[int], bool]:
-  """Returns a function of a number n: whether a check fails for what the task makes of n examples."""
+  """Returns a function that tells whether any of the task's outputs for the first n examples fails."""
   tf = import_tensorflow()
   count = tf.Variable(0, dtype=tf.int64)  # With a variable, the preprocessors are traced only once.
   first = examples.enumerate().take_while(lambda number, _: number < count).map(lambda _, one: one)
   source = import_seqio().FunctionDataSource(
     lambda split, shuffle_files, seed=None: first, splits=[cfg.split]
   )
-  made = task.replace(source=source).get_dataset(
+  outputs = task.replace(source=source).get_dataset(
     cfg.task_feature_lengths, cfg.split, shuffle=False, seed=0
   )
 
   def fails(number: int) -> bool:
     count.assign(number)
     try:
-      for example in made.as_numpy_iterator():
-        ids = {f"{name}_tokens": example[name] for name in task.output_features if name in example}
-        check({**ids, "decoder_target_tokens": example["targets"]})
+      for output in _until(end, outputs.as_numpy_iterator()):
+        ids = {f"{name}_tokens": output[name] for name in task.output_features if name in output}
+        check({**ids, "decoder_target_tokens": output["targets"]})
     except ValueError:
       return True
     return False

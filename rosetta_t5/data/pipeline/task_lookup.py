@@ -13,7 +13,7 @@ from rosetta_t5.data.tensorflow_setup.seqio_internals import (
   passthrough_features,
   tfds_data_dir_override,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import seqio
@@ -78,13 +78,18 @@ def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
 
 
 def check_split(cfg: DatasetConfig, provider: Any) -> None:
-  """Checks that the split exists. Offline caches are not checked, because they have their own splits.
+  """Checks that the split exists, in the offline cache if `cfg.use_cached` is set.
 
   Raises:
     ValueError: the split does not exist, and the message lists those that do; or the folder of
       TensorFlow Datasets that states them is damaged.
   """
   if cfg.use_cached:
+    if not subtasks_with_split(cfg, provider):
+      raise ValueError(
+        f"The offline caches of '{cfg.name}' have no split '{cfg.split}' (DatasetConfig.split): cache "
+        "it with seqio_cache_tasks, or set USE_CACHED_TASKS = False (DatasetConfig.use_cached)."
+      )
     return
   try:
     splits = sorted(provider.splits)
@@ -129,9 +134,15 @@ def has_split(provider: Any, split: str) -> bool:
 
 
 def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
-  """Returns the task, or the mixture's tasks that have the split. Offline caches are not checked."""
-  tasks = import_seqio().get_subtasks(provider)
-  return [task for task in tasks if cfg.use_cached or has_split(task, cfg.split)]
+  """Returns the task, or the mixture's tasks, if they have the split; caches have their own splits."""
+  tf, seqio = import_tensorflow(), import_seqio()
+
+  def has_split_to_read(task: Any) -> bool:
+    if not (cfg.use_cached and task.cache_dir):
+      return has_split(task, cfg.split)
+    return tf.io.gfile.exists(seqio.utils.get_cached_info_path(task.cache_dir, cfg.split))
+
+  return [task for task in seqio.get_subtasks(provider) if has_split_to_read(task)]
 
 
 def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:

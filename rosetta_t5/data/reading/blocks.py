@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data.reading.bad_examples import BadExample, BadExamples
@@ -62,7 +62,7 @@ class BlockReader:
     """
     self._convert = convert
     self._layout = layout
-    self._is_kept = is_kept
+    self._is_kept = is_kept or (lambda fields: True)
     self._read = read
     self.bad_examples = bad_examples or BadExamples()
     # Open files by their path and the number of their next block, the least recently used first.
@@ -100,31 +100,32 @@ class BlockReader:
 
   def line_of(self, path: str, number: int) -> int:
     """Returns the line, from 1, of example `number`, from 0, among those that `examples` yields."""
-    converted = (
-      (line, record if isinstance(record, BadExample) else self._convert(record))
-      for line, record in self._read(path, self._layout)
+    converted = self._converted(path, self._read(path, self._layout))
+    lines = (
+      line
+      for line, fields in converted
+      if not isinstance(fields, BadExample) and self._is_kept(fields)
     )
-    lines = (line for line, fields in converted if self._is_good_and_kept(fields))
     return next(itertools.islice(lines, number, None))
 
-  def _is_good_and_kept(self, fields: Fields | BadExample | str) -> bool:
-    if isinstance(fields, BadExample | str):
-      return False
-    return self._is_kept is None or self._is_kept(fields)
+  def _converted(
+    self, path: str, records: Iterable[Located]
+  ) -> Iterator[tuple[int, Fields | BadExample]]:
+    """Yields the line of each record, and its texts or the reason why it cannot be used."""
+    for line, record in records:
+      fields = record if isinstance(record, BadExample) else self._convert(record)
+      yield line, BadExample(path, line, fields) if isinstance(fields, str) else fields
 
   def _next_block(self, file: _OpenFile) -> tuple[list[Fields], bool]:
     examples: list[Fields] = []
     records = list(itertools.islice(file.records, RECORDS_PER_BLOCK))
-    for line, record in records:
-      fields = record if isinstance(record, BadExample) else self._convert(record)
-      if isinstance(fields, str):
-        fields = BadExample(file.path, line, fields)
+    for _, fields in self._converted(file.path, records):
       if isinstance(fields, BadExample):
         self.bad_examples.add(fields)
         file.bad += 1
         continue
       file.good += 1
-      if self._is_kept is None or self._is_kept(fields):
+      if self._is_kept(fields):
         examples.append(fields)
     is_end = len(records) < RECORDS_PER_BLOCK
     self.bad_examples.raise_if_all_bad(file.path, file.good, file.bad, is_end)

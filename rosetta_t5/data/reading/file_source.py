@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,14 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, imp
 
 if TYPE_CHECKING:
   import seqio
+
+
+class LineSource(abc.ABC):
+  """A SeqIO data source that knows the lines of its examples."""
+
+  @abc.abstractmethod
+  def line_of(self, split: str, path: str, number: int) -> int:
+    """Returns the line of the example with index `number`, from 0, among those of the file `path`."""
 
 
 def make_file_source(
@@ -36,7 +45,7 @@ def make_file_source(
     def list_shards(self, split: str) -> Sequence[str]:
       return [str(number) for number in range(len(files[split]))]
 
-  class FileSource(seqio.FileDataSource):
+  class FileSource(seqio.FileDataSource, LineSource):
     """Has a reader for each split."""
 
     is_movable = True
@@ -45,7 +54,6 @@ def make_file_source(
       return list(files[split])
 
     def line_of(self, split: str, path: str, number: int) -> int:
-      """Returns the line of an example, which has this number among those that the file yields."""
       return readers[split].line_of(path, number)
 
     def get_dataset(self, split: str = "train", **options: Any) -> Any:
