@@ -5,12 +5,12 @@
 
 The models have the size of the quickstart (3.6 million parameters), the text is Python's documentation,
 and all optimizers see the same batches in the same order. Each learning rate of the optimizer's grid is
-tried with the first seed; the best one on held-out text is run with the other seeds, and compared on
-other held-out text. The schedule is a linear warm-up and
-a cosine (without the cosine for schedule-free). The other hyperparameters are those of the gin files,
-except AdEMAMix's b2 and b3, and Prodigy's weight decay. Seconds are the CPU time of the process, of all
-cores together, which other programs on the machine hardly change; what an optimizer does in some steps
-only is included. Memory is that of the optimizer's state.
+tried with the first seed. The one with the lowest loss of held-out text is run with the other seeds, and
+the results are the losses of other held-out text. The schedule is a linear warm-up and a cosine (without
+the cosine for schedule-free). The other hyperparameters are those of the gin files, except AdEMAMix's b2
+and b3, and Prodigy's weight decay. Seconds are the CPU time of the process, of all cores together, which
+other programs on the machine hardly change; what an optimizer does in some steps only is included. Memory
+is that of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
   """Writes a picture of the loss by step and by second, the mean of the seeds, for each model."""
   from matplotlib import pyplot
 
+  pyplot.rcParams["svg.fonttype"] = "none"  # text instead of outlines of letters
   models = sorted({row["model"] for row in results})
   figure, axes = pyplot.subplots(len(models), 2, figsize=(11, 4 * len(models)), squeeze=False)
   for row in results:
