@@ -48,21 +48,21 @@ OPTIMIZERS: dict[str, tuple[list[Any], tuple[float, ...]]] = {
   "adamw": ([CLIP, functools.partial(optax.adamw, b2=0.95, weight_decay=0.1)], (1e-3, 3e-3, 1e-2)),
   "lion": ([CLIP, functools.partial(optax.lion, weight_decay=0.5)], (3e-4, 1e-3, 3e-3)),
   "muon": ([CLIP, muon], (3e-3, 1e-2, 3e-2)),
-  "sophia": ([functools.partial(sophia, weight_decay=0.2)], (3e-4, 1e-3, 3e-3)),
+  "sophia": ([functools.partial(sophia, weight_decay=0.2)], (1e-4, 3e-4, 1e-3, 3e-3)),
   "ademamix": (
     [CLIP, functools.partial(contrib.ademamix, b2=0.95, b3=0.99, weight_decay=0.1)],
-    (1e-3, 3e-3, 1e-2),
+    (3e-4, 1e-3, 3e-3, 1e-2),
   ),
   "schedule_free": (
     [CLIP, functools.partial(contrib.schedule_free_adamw, b1=0.95, b2=0.95, weight_decay=0.05)],
-    (3e-3, 1e-2, 3e-2),
+    (1e-3, 3e-3, 1e-2, 3e-2),
   ),
   "prodigy": (
     [CLIP, functools.partial(contrib.prodigy, betas=(0.9, 0.95), safeguard_warmup=True)],
-    (0.3, 1.0, 3.0),
+    (0.3, 1.0, 3.0, 10.0),
   ),
   "soap": ([CLIP, soap], (1e-3, 3e-3, 1e-2)),
-  "shampoo": ([CLIP, functools.partial(shampoo, weight_decay=0.1)], (3e-3, 1e-2, 3e-2)),
+  "shampoo": ([CLIP, functools.partial(shampoo, weight_decay=0.1)], (1e-3, 3e-3, 1e-2, 3e-2)),
   "kfac": (
     [CLIP, precondition_by_kfac, functools.partial(optax.lamb, weight_decay=0.01)],
     (1e-2, 3e-2, 1e-1),
@@ -233,7 +233,7 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
     for axis, x in zip(
       axes[models.index(row["model"])], (steps, steps * row["seconds"]), strict=True
     ):
-      axis.plot(x, smooth, label=row["optimizer"])
+      axis.plot(x[::3], smooth[::3], label=row["optimizer"])
       axis.set_ylabel(f"{row['model']}: loss, nats per token")
       axis.set_xlabel("step" if x is steps else "CPU seconds")
   axes[-1, 0].legend(ncols=2)
