@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import gin
+from forked_python import python
 
 from rosetta_t5 import cli
 
@@ -110,7 +111,7 @@ def run_script(script: str, folder: pathlib.Path, dry: bool) -> str:
   client = pathlib.Path(__file__).with_name("client.py")
   for name in ("python", "rosetta-t5"):
     (programs / name).write_text(
-      f'#!/bin/sh\nexec {sys.executable} -SE {client} {address} {sys.executable} {name} "$@"\n'
+      f'#!/bin/sh\nexec {sys.executable} -SE {client} {address} {python()} {name} "$@"\n'
     )
     (programs / name).chmod(0o755)
   environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}

@@ -106,7 +106,7 @@ def test_rematerialization_saves_memory_without_changing_the_numbers():
 
 
 def initial(config):
-  return initialize(model_of(config).module, KEY)["params"]
+  return jax.jit(lambda: initialize(model_of(config).module, KEY)["params"])()
 
 
 def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
@@ -124,7 +124,7 @@ def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
 
 
 def test_each_scanned_layer_is_initialized_with_its_part_of_the_split_key():
-  drawn = flatten_dict(jax.jit(lambda: initial(SCANNED))()["encoder"]["encoder"])
+  drawn = flatten_dict(initial(SCANNED)["encoder"]["encoder"])
   scaling, dims = nn.initializers.variance_scaling, (PLAIN.emb_dim, PLAIN.num_heads, PLAIN.head_dim)
   matrices = {
     ("attention", "query"): lambda key: scaling(1 / dims[2], "fan_in", "normal")(key, (16, 16)),
