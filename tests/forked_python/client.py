@@ -20,6 +20,8 @@ def _is_closed(file: int) -> bool:
   return False
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until they can be sent to the command
 address, *argv = sys.argv[1:]
 closed = [number for number in range(3) if _is_closed(number)]
 connection = socket.socket(socket.AF_UNIX)
@@ -42,8 +44,9 @@ files = [nothing if number in closed else number for number in range(3)]
 socket.send_fds(connection, [json.dumps(request).encode()], files)
 reply = connection.makefile()
 process = int(reply.readline())
-for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+for name in SIGNALS:
   signal.signal(name, lambda number, _: os.kill(process, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 status = int(reply.readline())
 if status < 0:  # A signal has ended the command, so it ends this process too.
   with contextlib.suppress(OSError):  # SIGKILL cannot be set.
