@@ -208,7 +208,9 @@ def _batch_rows(plan: Plan) -> Rows:
     return []
   size, parts = plan.dataset_cfg.batch_size, plan.microbatches
   check_batch_size(size, plan.mesh)
-  check_row_lengths(plan.lengths if plan["model"] else {}, plan.mesh)
+  if plan.is_training and plan["model"]:
+    # Where rows cannot be split, predictions are computed for whole rows.
+    check_row_lengths(plan.lengths, plan.mesh)
   if size % parts:
     raise ValueError(
       f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches = {parts}: "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import DatasetConfig, get_dataset, get_training_eval_datasets
+from rosetta_t5.data import DatasetConfig, file_task, get_dataset, get_training_eval_datasets
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]
@@ -156,6 +156,18 @@ def test_a_missing_split_is_refused_with_the_existing_splits(
   name = add_task(LINES, validation=LINES[:4])
   with pytest.raises(ValueError, match=rf"'{name}' has no split 'test'; it has 'train', 'valid"):
     get_dataset(config(name, split="test"), 0, 1, converter)
+
+
+def test_a_part_of_a_split_of_files_is_refused(
+  config: Config, converter: Any, tmp_path: pathlib.Path
+) -> None:
+  file = tmp_path / "rows.jsonl"
+  file.write_text('{"inputs": "a", "targets": "b"}\n' * 4)
+  columns = {"inputs": "inputs", "targets": "targets"}
+  vocabulary = import_seqio().ByteVocabulary()
+  name = file_task(str(file), vocabulary=vocabulary, objective="seq2seq", **columns)
+  with pytest.raises(ValueError, match=r"has no split 'train\[:2\]'; it has 'train'"):
+    get_dataset(config(name, split="train[:2]"), 0, 1, converter)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import subprocess
 import sys
@@ -170,3 +171,20 @@ def test_a_shipped_recipe_can_be_checked_without_any_data(tmp_path):
   assert done.stdout.splitlines()[-1] == "Nothing is wrong in what was checked."
   assert done.stderr == ""
   assert not (tmp_path / "run").exists()
+
+
+def test_only_training_needs_lengths_that_context_divides(check):
+  lengths = "--gin.TASK_FEATURE_LENGTHS={'inputs': 15, 'targets': 8}"
+  arguments = [lengths, '--gin.partitioning.PjitPartitioner.mesh={"context": 4}']
+  status, _, output = check(*arguments)
+  assert status == 2
+  assert "the 15 positions of encoder cannot be split over the 4 devices" in output
+  pathlib.Path("run.gin").write_text(
+    "include 't5x/examples/t5/t5_1_1/tiny.gin'\ninclude 't5x/configs/runs/infer.gin'\n"
+    "from __gin__ import dynamic_registration\nimport seqio\n"
+    "MIXTURE_OR_TASK_NAME = 'some_task'\nMIXTURE_OR_TASK_SPLIT = 'train'\nDROPOUT_RATE = 0.0\n"
+    "VOCABULARY = @seqio.ByteVocabulary()\nCHECKPOINT_PATH = 'none'\nINFER_OUTPUT_DIR = 'out'\n"
+  )
+  _, _, output = check("--run_mode=infer", *arguments)
+  assert "none is not a checkpoint" in output
+  assert "cannot be split" not in output

@@ -129,7 +129,12 @@ def check_cached(cfg: DatasetConfig, provider: Any) -> None:
 
 
 def has_split(provider: Any, split: str) -> bool:
-  """Returns whether a task has a split, or every part of a split like "train[:90%]+validation"."""
+  """Returns whether a task has a split, or every part of a split like "train[:90%]+validation".
+
+  A source of files has whole splits only.
+  """
+  if isinstance(getattr(provider, "source", None), import_seqio().FileDataSource):
+    return split in provider.splits
   return all(part.split("[")[0] in provider.splits for part in split.split("+"))
 
 
