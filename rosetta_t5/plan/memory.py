@@ -230,7 +230,7 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
   # which XLA gathers well before their backward pass, so that communication overlaps.
   # It gathers about two thirds of them ahead, but all of them again and again for microbatches.
   is_once = work.policy == "none" and work.microbatches == 1
-  copies = dict.fromkeys(work.layers, 2 / 3 if is_once else 1.0)
+  copies, tables = dict.fromkeys(work.layers, 2 / 3 if is_once else 1.0), 1.5
   if work.schedule.stages > 1:
     # A pipeline adds up the gradients of gathered parameters.
     copies = dict.fromkeys(work.layers, 2.0)
@@ -238,8 +238,11 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
     # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
     size = 2 * work.itemsize / 4
     copies = {side: size / max(layers, 1) for side, layers in work.layers.items()}
+    if not getattr(work.config, "logits_via_embedding", False):
+      # Of two tables only one is complete at a time: the output layer, or its gradient.
+      tables = 0.5
   return {
-    "tables": 1.5 * shards * gradients.tables,
+    "tables": tables * shards * gradients.tables,
     "encoder": copies["encoder"] * shards * gradients.encoder,
     "decoder": copies["decoder"] * shards * gradients.decoder,
   }
