@@ -194,10 +194,11 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   stacked, kept_logits, tables = 0.0, 0.0, gathered["tables"]
   if work.is_scanned:
     # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
-    # gradient of the logits until after it, but no gathered tables.
+    # gradient of the logits until after it, and of the output layer if that is not the embedding.
     # A pipeline adds up those of all ticks.
     sums = 2 if work.schedule.stages > 1 else 1
-    stacked, kept_logits, tables = sums * kernels, 4 * logits, 0.0
+    stacked, kept_logits = sums * kernels, 4 * logits
+    tables = 0.0 if _is_tied(work) else gathered["tables"]
 
   def moment(
     activations: float, kernels: float, logits: float, gathered: float
@@ -238,7 +239,7 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
     # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
     size = 2 * work.itemsize / 4
     copies = {side: size / max(layers, 1) for side, layers in work.layers.items()}
-    if not getattr(work.config, "logits_via_embedding", False):
+    if not _is_tied(work):
       # Of two tables only one is complete at a time: the output layer, or its gradient.
       tables = 0.5
   return {
@@ -246,6 +247,11 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
     "encoder": copies["encoder"] * shards * gradients.encoder,
     "decoder": copies["decoder"] * shards * gradients.decoder,
   }
+
+
+def _is_tied(work: Workload) -> bool:
+  """Returns whether the output layer is the embedding."""
+  return bool(getattr(work.config, "logits_via_embedding", False))
 
 
 def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
