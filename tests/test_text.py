@@ -165,7 +165,7 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
       ["--input", "nothing.txt"],
       "There is no file 'nothing.txt': give a file as --input, or - for",
     ),
-    (["--input", "/dev/null"], "There is no file '/dev/null'"),
+    (["--input", "/dev/null"], "/dev/null contains no text"),
     (["--input", "-"], "Standard input contains no text: give one text or JSON object per line"),
     (
       ["--template", "q: {question"],
