@@ -17,6 +17,7 @@ from inline_executor import InlineExecutor
 from snippets import PAGES, Snippet, read_snippets
 from user_files import TEXTS, continue_quickstart, copy_user_files, write_user_files
 
+from rosetta_t5.config.language.gin_internals import unregister
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -103,7 +104,8 @@ def run_page(
   yield run
   for name in set(sys.modules) - before:  # the modules that the page has written
     if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
-      del sys.modules[name]
+      for function in filter(callable, vars(sys.modules.pop(name)).values()):
+        unregister(function)
 
 
 class _PageRunner:
