@@ -153,7 +153,7 @@ def _place_of_first(cfg: DatasetConfig, check: Check, end: float) -> str:
 def _checker(
   cfg: DatasetConfig, task: Any, examples: Any, check: Check, end: float
 ) -> Callable[[int], bool]:
-  """Returns a function that tells whether any of the task's outputs for the first n examples fails."""
+  """Returns a function of a number n: whether any output for the first n examples fails the check."""
   tf = import_tensorflow()
   count = tf.Variable(0, dtype=tf.int64)  # With a variable, the preprocessors are traced only once.
   first = examples.enumerate().take_while(lambda number, _: number < count).map(lambda _, one: one)
