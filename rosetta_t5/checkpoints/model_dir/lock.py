@@ -312,7 +312,7 @@ def _read_text(path: epath.Path) -> str:
 
 
 def _inode(folder: epath.Path) -> int | None:
-  """Returns what distinguishes a folder from another one of its name; None for gs:// and if it is absent."""
+  """Returns the number that identifies a folder, whatever its name; None for gs:// and if it is absent."""
   try:
     return os.stat(folder).st_ino
   except OSError:

@@ -85,13 +85,7 @@ def call_layers(
       x = rematerialized(config, has_experts=flag, name=f"layers_{layer}")(x, *arguments)
     return x
   if is_pipelined(module):
-    collections = {name for name, values in module.variables.items() if values}
-    mutable = module.scope.mutable if module.scope is not None else False
-    if isinstance(mutable, (list, tuple, set, frozenset)):
-      collections.update(mutable)
-    elif mutable:  # one name, or a filter such as True
-      collections.add(mutable if isinstance(mutable, str) else "intermediates")
-    if reason := pipeline_obstacle(config, collections):
+    if reason := pipeline_obstacle(config, _collections_in_use(module)):
       raise ValueError(reason)
     policy = REMAT_POLICIES[config.remat_policy]
     return call_pipeline(module, rematerialized, policy, num_layers, scan_name, x, *arguments)
@@ -119,6 +113,17 @@ def call_layers(
     options = {"layer_cls": rematerialized, "expert_flags": expert_flags}
   x, _ = scanned_cls(config, **options, name=scan_name)(x, *arguments)
   return x
+
+
+def _collections_in_use(module: nn.Module) -> set[str]:
+  """Returns the names of the variable collections that a module has or may write."""
+  present = {name for name, values in module.variables.items() if values}
+  mutable = module.scope.mutable if module.scope is not None else False
+  if isinstance(mutable, (list, tuple, set, frozenset)):
+    return present | set(mutable)
+  if isinstance(mutable, str):
+    return present | {mutable}
+  return present | ({"intermediates"} if mutable else set())  # a filter, such as True
 
 
 def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
