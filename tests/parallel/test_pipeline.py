@@ -369,12 +369,26 @@ def test_delayed_scaling_is_refused_in_a_pipeline_only_with_fp8():
 
 
 def test_intermediates_are_refused_in_a_pipeline():
-  model, batch = model_of("GPT"), batch_of("GPT", False)
+  score = functools.partial(model_of("GPT").score_batch, return_intermediates=True)
+  assert_collection_is_refused(score, "intermediates")
+
+
+def test_other_collections_that_layers_may_write_are_refused_in_a_pipeline():
+  def logits(params, batch):
+    tokens = (batch["decoder_input_tokens"], batch["decoder_target_tokens"])
+    return model_of("GPT").module.apply(
+      {"params": params}, *tokens, enable_dropout=False, mutable=["aux_losses"]
+    )
+
+  assert_collection_is_refused(logits, "aux_losses")
+
+
+def assert_collection_is_refused(function, name):
+  """Asserts that a function of parameters and a batch is refused because of a collection."""
   partitioner = PjitPartitioner(mesh={"pipeline": 2, "data": 4})
-  score = functools.partial(model.score_batch, return_intermediates=True)
-  with pytest.raises(ValueError, match="got the collections intermediates: call the model without"):
-    partitioner.partition(score, (None, partitioner.data_partition_spec), None).lower(
-      state_of("GPT").params, batch
+  with pytest.raises(ValueError, match=f"got the collections {name}: call the model without"):
+    partitioner.partition(function, (None, partitioner.data_partition_spec), None).lower(
+      state_of("GPT").params, batch_of("GPT", False)
     )
 
 
