@@ -69,7 +69,7 @@ class ArrayChecksums:
     )
 
   def add(self, index: Index, values: np.ndarray) -> None:
-    """Adds the block at `index`."""
+    """Adds the block at `index`, whose slices may have no start."""
     self.blocks[self._number(index)] = checksum(values)
 
   def indices(self, region: Index | None = None) -> Iterator[Index]:
@@ -102,7 +102,7 @@ class ArrayChecksums:
   def _number(self, block: Index) -> str:
     number = 0
     for part, size, length in zip(block, self.block, self.shape, strict=True):
-      number = number * -(-length // size) + part.start // size
+      number = number * -(-length // size) + (part.start or 0) // size
     return str(number)
 
 

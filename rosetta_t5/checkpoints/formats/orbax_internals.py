@@ -48,12 +48,12 @@ def _write_checksums(values: Sequence[Any], infos: Sequence[Any], args: Sequence
   """
   arrays = {}
   for value, info, arg in zip(values, infos, args, strict=True):
-    if fragments := value.to_fragments().fragments:
+    if value.replica_slices:
       dtype = np.dtype(arg.dtype or value.dtype)
       shape = jax.ShapeDtypeStruct(value.global_shape, dtype)
       array = checksums.ArrayChecksums.of(shape, value.local_shape)
-      for fragment in fragments:
-        array.add(fragment.index, _as_stored(fragment.value, dtype))
+      for part in value.replica_slices:
+        array.add(part.index, _as_stored(part.data(), dtype))
       arrays["/".join(str(key.key) for key in info.keypath)] = array
   checksums.write(
     infos[0].parent_dir, arrays, jax.process_index(), jax.process_count(), with_run_facts=True
