@@ -266,11 +266,7 @@ class OrbaxCheckpointManagerInterface:
       ValueError: there is no such checkpoint.
     """
     del lazy_parameters
-    if step is not None and path is not None:
-      raise ValueError(f"restore takes a step or a path, not both; got {step = } and {path = !s}")
-    if path is None:
-      path = checkpoint_folders.find_step(self.directory, step)
-    folder = epath.Path(path)
+    folder = checkpoint_folders.find_step(self.directory, step, path)
     restored = restore_train_state(
       folder,
       self._train_state,

@@ -232,9 +232,7 @@ def _prepare_destination(
 def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
   arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
   if to == "t5x-legacy":
-    writer = t5x_legacy.LegacyWriter(folder)
-    for name, array in progress.track(arrays.items(), "writing", len(arrays), "arrays"):
-      writer.write(name, array)
-    writer.finish()
+    items = progress.track(arrays.items(), "writing", len(arrays), "arrays")
+    t5x_legacy.write(folder, items)
   else:
     orbax_writer.write(folder, arrays)

@@ -91,7 +91,7 @@ def test_a_failed_save_leaves_no_checkpoint_and_is_cleaned_up(setup, tmp_path, m
   def fail(*args):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr("rosetta_t5.checkpoints.formats.t5x_legacy.LegacyWriter.finish", fail)
+  monkeypatch.setattr("rosetta_t5.checkpoints.formats.t5x_legacy.checksums.write", fail)
   with pytest.raises(
     CheckpointSaveError, match=r"checkpoint_1 could not be saved: .*No space left"
   ):

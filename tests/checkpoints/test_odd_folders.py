@@ -11,7 +11,6 @@ import pytest
 from tiny_state import Counter
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
-from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import t5x_legacy
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
@@ -77,8 +76,6 @@ def test_an_empty_folder_of_a_step_is_a_damaged_checkpoint(setup, tmp_path):
 
 
 def test_a_step_that_is_not_an_integer_is_refused(tmp_path):
-  writer = t5x_legacy.LegacyWriter(tmp_path / "checkpoint_3")
-  writer.write("state/step", as_stored_array(np.float32(np.inf)))
-  writer.finish()
+  t5x_legacy.write(tmp_path / "checkpoint_3", [("state/step", np.float32(np.inf))])
   with pytest.raises(UnreadableCheckpointError, match="state/step must be an integer, got inf"):
     read_arrays(tmp_path / "checkpoint_3")

@@ -66,9 +66,8 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
 
 
 def test_a_conversion_states_how_much_memory_it_needs_if_it_is_limited(tmp_path, capsys):
-  writer = t5x_legacy.LegacyWriter(tmp_path / "checkpoint_1")
-  writer.write("target/a/kernel", as_stored_array(np.ones((4, 4), np.float32)))
-  writer.finish()
+  kernel = np.ones((4, 4), np.float32)
+  t5x_legacy.write(tmp_path / "checkpoint_1", [("target/a/kernel", kernel)])
   next(tmp_path.glob("*/checksums-*")).unlink()
   metadata = tmp_path / "checkpoint_1/target.a.kernel/.zarray"
   metadata.write_text(metadata.read_text().replace('"shape":[4,', '"shape":[4000000000,'))

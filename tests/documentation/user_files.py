@@ -15,8 +15,7 @@ import pyarrow as pa
 import shell
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.formats.t5x_legacy import LegacyWriter
+from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
@@ -84,7 +83,7 @@ def write_user_files(folder: pathlib.Path) -> None:
   (folder / "my_finetuning.gin").write_text(_MY_FINETUNING)
   (folder / "scripts_gpu").symlink_to(pathlib.Path(__file__).resolve().parents[2] / "scripts_gpu")
   shell.run_script(_CHECKPOINTS, folder, dry=False)
-  _change_step(folder / "t5x_old", 1_000_000, LegacyWriter)
+  _change_step(folder / "t5x_old", 1_000_000, is_legacy=True)
   _change_step(folder / "runs/pretrained", 1_000_000)
   _change_step(folder / "quickstart/run", 1200)
   for run in ("ft", "squad", "wmt", "t5x"):
@@ -106,19 +105,17 @@ def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:
   shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
 
 
-def _change_step(folder: pathlib.Path, step: int, legacy_writer: Any = None) -> None:
+def _change_step(folder: pathlib.Path, step: int, is_legacy: bool = False) -> None:
   """Writes a folder's checkpoint of step 2 as one of another step."""
   arrays = {
     **read_arrays(folder / "checkpoint_2"),
     "state/step": as_stored_array(np.int32(step)),
   }
-  if legacy_writer is None:
-    orbax_writer.write(folder / f"checkpoint_{step}", arrays)
+  path = folder / f"checkpoint_{step}"
+  if is_legacy:
+    t5x_legacy.write(path, arrays.items())
   else:
-    writer = legacy_writer(folder / f"checkpoint_{step}")
-    for name, array in arrays.items():
-      writer.write(name, array)
-    writer.finish()
+    orbax_writer.write(path, arrays)
   shutil.rmtree(folder / "checkpoint_2")
 
 

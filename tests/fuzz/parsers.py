@@ -101,10 +101,7 @@ def _arrays() -> dict[str, object]:
 
 
 def _write_legacy(folder: Folder) -> None:
-  writer = t5x_legacy.LegacyWriter(folder / "checkpoint_3")
-  for name, array in _arrays().items():
-    writer.write(name, array)
-  writer.finish()
+  t5x_legacy.write(folder / "checkpoint_3", _arrays().items())
 
 
 def _write_legacy_without_checksums(folder: Folder) -> None:

@@ -6,8 +6,7 @@ The file `checkpoint` contains small values and the paths of the arrays, one fol
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.formats import tensorstores
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.telemetry.json_files import expect_content
 
 INDEX = "checkpoint"
@@ -55,50 +53,32 @@ def _spec(folder: epath.Path, value: Mapping[str, Any]) -> dict[str, Any]:
   return {"driver": "zarr", "kvstore": tensorstores.kvstore(inner)}
 
 
-class LegacyWriter:
-  """Writes one checkpoint array by array, under a temporary name until `finish` renames its folder."""
+def write(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]]) -> None:
+  """Writes the checkpoint `folder`, which does not exist yet, array by array.
 
-  def __init__(self, folder: str | os.PathLike[str]):
-    """Starts to write the checkpoint `folder` under a temporary name."""
-    self.folder = epath.Path(folder)
-    self.unfinished = self.folder.parent / f"{self.folder.name}.tmp-{os.getpid()}"
-    self.unfinished.rmtree(missing_ok=True)
-    self.unfinished.mkdir(parents=True)
-    self._index: dict[str, Any] = {}
-    self._checksums: dict[str, checksums.ArrayChecksums] = {}
-
-  def write(self, name: str, array: Any) -> None:
-    """Writes one array; an array of a single value becomes a part of the msgpack file."""
-    array = as_stored_array(array)
-    if array.size <= 1:
-      self._index[name] = array.get()
-      self._checksums[name] = checksums.compute(array)
-      return
-    inner = name.replace("/", ".")
-    store = tensorstores.kvstore(self.unfinished / inner)
-    spec, self._checksums[name] = tensorstores.write_array(
-      store, array, compressor={"id": "gzip", "level": 1}
-    )
-    # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
-    bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
-    self._index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
-
-  def finish(self, empty: Mapping[str, Any] | None = None) -> epath.Path:
-    """Writes the msgpack file, gives the folder its name and returns it.
-
-    Args:
-      empty: leaves without a value (None, {}), which keep the state's structure.
-    """
-    state = unflatten_state_dict({**(empty or {}), **self._index})
-    contents = serialization.msgpack_serialize({"version": _VERSION, "optimizer": state})
-    (self.unfinished / INDEX).write_bytes(contents)
-    checksums.write(self.unfinished, self._checksums)
-    self.unfinished.rename(self.folder)
-    return self.folder
-
-
-def remove_unfinished(directory: str | os.PathLike[str]) -> None:
-  """Deletes the unfinished checkpoints of killed runs under `directory`."""
-  for entry in checkpoint_folders.files_matching(directory, "checkpoint_*.tmp-*"):
-    if re.fullmatch(r"checkpoint_\d+\.tmp-\d+", entry.name):
-      entry.rmtree()
+  Args:
+    folder: the checkpoint's folder.
+    arrays: pairs of a flat name and an array or None. An array of a single value becomes a part of the
+      msgpack file, and so does None, which keeps the state's structure.
+  """
+  root = epath.Path(folder)
+  root.mkdir(parents=True)
+  index: dict[str, Any] = {}
+  stored: dict[str, checksums.ArrayChecksums] = {}
+  for name, value in arrays:
+    array = None if value is None else as_stored_array(value)
+    if array is None:
+      index[name] = None
+    elif array.size <= 1:
+      index[name], stored[name] = array.get(), checksums.compute(array)
+    else:
+      inner = name.replace("/", ".")
+      store = tensorstores.kvstore(root / inner)
+      compressor = {"id": "gzip", "level": 1}
+      spec, stored[name] = tensorstores.write_array(store, array, compressor=compressor)
+      # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
+      bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
+      index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
+  contents = {"version": _VERSION, "optimizer": unflatten_state_dict(index)}
+  (root / INDEX).write_bytes(serialization.msgpack_serialize(contents))
+  checksums.write(root, stored)

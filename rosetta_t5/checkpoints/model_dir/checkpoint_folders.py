@@ -102,12 +102,18 @@ def older_steps(path: epath.PathLike) -> list[int]:
   return [step for step in all_steps(epath.Path(path).parent) if step < own]
 
 
-def find_step(directory: epath.PathLike, step: int | None) -> epath.Path:
-  """Returns the checkpoint of `step` under `directory`, or the latest one for None.
+def find_step(
+  directory: epath.PathLike, step: int | None, path: epath.PathLike | None = None
+) -> epath.Path:
+  """Returns `path` or, if it is None, the checkpoint of `step` under `directory`; None for the latest.
 
   Raises:
-    ValueError: the checkpoint does not exist.
+    ValueError: the checkpoint of `step` does not exist, or both are given.
   """
+  if step is not None and path is not None:
+    raise ValueError(f"restore takes a step or a path, not both; got {step = } and {path = !s}")
+  if path is not None:
+    return epath.Path(path)
   steps = all_steps(directory)
   if not steps or step not in (None, *steps):
     found = f"there are steps {', '.join(map(str, steps))}" if steps else "there are none"

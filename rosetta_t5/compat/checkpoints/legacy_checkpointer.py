@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,20 +14,17 @@ from jax.experimental import multihost_utils
 
 from rosetta_t5.checkpoints import saved_state
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_arrays,
-  flatten_state_dict,
-  unflatten_state_dict,
-)
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX, dataset_filename
-from rosetta_t5.checkpoints.formats import mesh_tf
+from rosetta_t5.checkpoints.formats import mesh_tf, t5x_legacy
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
-from rosetta_t5.checkpoints.formats.t5x_legacy import LegacyWriter, remove_unfinished
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders, retention
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore_train_state
+from rosetta_t5.checkpoints.restored_state import RestoreTransformation
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry.atomic_files import complete_folder
 
 
 class Checkpointer:
@@ -147,25 +145,17 @@ class Checkpointer:
       CheckpointMismatchError: names, shapes or dtypes differ from the train state's.
       ValueError: there is no such checkpoint.
     """
-    if step is not None and path is not None:
-      raise ValueError(f"restore takes a step or a path, not both; got {step = } and {path = !s}")
-    if path is None:
-      path = checkpoint_folders.find_step(self.checkpoints_dir, step)
+    folder = checkpoint_folders.find_step(self.checkpoints_dir, step, path)
     if lazy_parameters:
-      state: Any = unflatten_state_dict(read_arrays(path))
+      state: Any = unflatten_state_dict(read_arrays(folder))
       for transform in state_transformation_fns:
         state = transform(state, self._train_state.state_dict())
       return self._train_state.restore_state(state)
-    restored = restore_train_state(
-      path,
-      self._train_state,
-      self._partitioner,
-      fallback_state=fallback_state,
-      params_dtype=self.restore_dtype,
-      transformations=state_transformation_fns,
+    restored = self._reader().restore(
+      path=folder, fallback_state=fallback_state, state_transformation_fns=state_transformation_fns
     )
     if self._dataset_iterator is not None:
-      self._dataset_iterator.restore(os.path.join(path, self._dataset_file()))
+      self._dataset_iterator.restore(os.fspath(folder / self._dataset_file()))
     return restored
 
   def restore_from_tf_checkpoint(
@@ -181,14 +171,7 @@ class Checkpointer:
       strict: raise an error for names that the train state does not have.
       translator: renames the checkpoint's entries; None for the rules of T5 1.0 and 1.1.
     """
-    return restore_train_state(
-      path_or_dir,
-      self._train_state,
-      self._partitioner,
-      params_dtype=self.restore_dtype,
-      allow_unexpected=not strict,
-      arrays=mesh_tf.read_arrays(path_or_dir, translator),
-    )
+    return self._reader().restore_from_tf_checkpoint(path_or_dir, strict, translator)
 
   def convert_from_tf_checkpoint(
     self,
@@ -212,36 +195,43 @@ class Checkpointer:
     train_state = self._train_state.restore_state(state_dict)
     self.save(train_state, state_transformation_fns, concurrent_gb=concurrent_gb)
 
+  def _reader(self) -> OrbaxCheckpointManagerInterface:
+    """Returns a manager of the same folder, which restores any layout."""
+    return OrbaxCheckpointManagerInterface(
+      self.checkpoints_dir, self._train_state, self._partitioner, restore_dtype=self.restore_dtype
+    )
+
   def _write(self, folder: epath.Path, state: Mapping[str, Any]) -> None:
-    writer = None
+    arrays = self._arrays_to_write(state)
     if jax.process_index() == 0:
-      remove_unfinished(folder.parent)
+      for entry in checkpoint_folders.files_matching(folder.parent, "checkpoint_*.unfinished"):
+        entry.rmtree()  # A killed process has left it.
       retention.BackgroundRemover(folder.parent).finish()
-      writer = LegacyWriter(folder)
-    for name, leaf in flatten_arrays(state).items():
+      with complete_folder(folder) as unfinished:
+        t5x_legacy.write(unfinished, arrays)
+        if self._dataset_iterator is not None:
+          self._dataset_iterator.save(os.fspath(unfinished / self._dataset_file()))
+    if jax.process_count() > 1:
+      collections.deque(arrays, maxlen=0)  # The other processes take part in gathering the arrays.
+      multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
+
+  def _arrays_to_write(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (flat name, array) pairs, and pairs with None, which T5X stores too."""
+    for name, leaf in flatten_state_dict(state).items():
       if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-      if writer is not None:
+      if leaf is None:
+        yield name, None
+      elif hasattr(leaf, "shape"):
         dtype = saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
-        writer.write(name, as_stored_array(leaf).astype(dtype))
-    if writer is not None:
-      if self._dataset_iterator is not None:
-        self._dataset_iterator.save(os.fspath(writer.unfinished / self._dataset_file()))
-      # As in T5X, leaves that are None are stored, because they are part of the state's structure.
-      leaves = flatten_state_dict(state)
-      writer.finish({name: None for name, leaf in leaves.items() if leaf is None})
-    if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(f"legacy checkpoint {folder.name}")
+        yield name, as_stored_array(leaf).astype(dtype)
 
   def _remove_old(self) -> None:
     root = self.checkpoints_dir
     for step in sorted(self._retention.steps_to_delete(self.all_steps())):
       retention.remove_checkpoint_dir(checkpoint_folders.checkpoint_path(root, step))
     if self.keep_dataset_checkpoints:
-      for step in self.all_dataset_checkpoint_steps()[: -self.keep_dataset_checkpoints]:
-        retention.remove_dataset_checkpoint(
-          checkpoint_folders.checkpoint_path(root, step), DATASET_PREFIX
-        )
+      retention.remove_old_dataset_positions(root, self.keep_dataset_checkpoints)
 
   def _dataset_file(self) -> str:
     layout = self._partitioner.get_data_layout()
