@@ -169,58 +169,52 @@ def create_orbax_checkpoint_manager(
   Raises:
     ValueError: there is no config or no folder.
   """
-  cfg = save_cfg or restore_cfg
-  if cfg is None:
+  if save_cfg is None and restore_cfg is None:
     raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
-  directory = model_dir or next(iter(restore_cfg.paths() if restore_cfg else []), None)
+  save = save_cfg or SaveCheckpointConfig()
+  load = restore_cfg or RestoreCheckpointConfig(path=None)
+  directory = model_dir or next(iter(load.paths()), None)
   if directory is None:
     raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR")
-  if restore_cfg is not None and restore_cfg.checkpoint_manager_cls is None:
+  if load.checkpoint_manager_cls is None:
     raise ValueError("RestoreCheckpointConfig.checkpoint_manager_cls must be a class, got None")
-  saves_dataset = save_cfg is not None and save_cfg.save_dataset
-  restores_dataset = restore_cfg is not None and restore_cfg.restore_dataset
-  checkpointer: Any = None
-  if save_cfg is not None and save_cfg.checkpointer_cls is not None:
+  state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
+  saver: Any = None
+  if save.checkpointer_cls is not None:
     # It is built even if only its settings are needed: gin applies its bindings when it is called.
-    checkpointer = save_cfg.checkpointer_cls(
-      train_state=train_state, partitioner=partitioner, checkpoints_dir=os.fspath(directory)
-    )
-  manager = cfg.checkpoint_manager_cls(
+    saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
+  manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
-    train_state=train_state,
-    partitioner=partitioner,
-    dataset_iterator=ds_iter if saves_dataset or restores_dataset else None,
-    restore_dtype=restore_cfg.dtype if restore_cfg else None,
-    **_save_options(save_cfg, checkpointer),
+    **state,
+    dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
+    restore_dtype=load.dtype,
+    **(_save_options(save, saver) if save_cfg else {}),
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.run_facts = dict(run_facts or {})
-  manager.state_transformation_fns = tuple(save_cfg.state_transformation_fns if save_cfg else ())
-  if (user_save := _overridden(checkpointer, "save")) is not None:
-    checkpointer.manager, manager.user_save = manager, user_save
-  if restore_cfg is not None and restore_cfg.checkpointer_cls is not None:
-    restorer = restore_cfg.checkpointer_cls(
-      train_state=train_state,
-      partitioner=partitioner,
+  manager.state_transformation_fns = tuple(save.state_transformation_fns)
+  if (user_save := _overridden(saver, "save")) is not None:
+    saver.manager, manager.user_save = manager, user_save
+  if load.checkpointer_cls is not None:
+    restorer = load.checkpointer_cls(
+      **state,
       checkpoints_dir="",
-      dataset_iterator=ds_iter if restores_dataset else None,
-      restore_dtype=restore_cfg.dtype,
+      dataset_iterator=ds_iter if load.restore_dataset else None,
+      restore_dtype=load.dtype,
     )
     manager.user_restore = _overridden(restorer, "restore")
   _protect_base_checkpoint(manager)
   return manager
 
 
-def _save_options(save_cfg: SaveCheckpointConfig | None, checkpointer: Any) -> dict[str, Any]:
+def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any]:
   """Returns the manager's arguments for saving."""
-  if save_cfg is None:
-    return {}
   return {
-    "save_dtype": save_cfg.dtype,
-    "keep": save_cfg.keep,
-    "period": save_cfg.period,
-    "checkpoint_steps": save_cfg.checkpoint_steps,
-    "keep_dataset_checkpoints": save_cfg.keep_dataset_checkpoints,
+    "save_dtype": cfg.dtype,
+    "keep": cfg.keep,
+    "period": cfg.period,
+    "checkpoint_steps": cfg.checkpoint_steps,
+    "keep_dataset_checkpoints": cfg.keep_dataset_checkpoints,
     **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
   }
 
