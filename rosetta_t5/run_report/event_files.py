@@ -24,7 +24,6 @@ _FOOTER = 4  # the event's checksum
 _FRAME = _HEADER + _FOOTER
 _RECORDS_AT_ONCE = 1 << 16
 _LATEST_TIME = 1e11  # seconds since 1970
-_WALKED = 256  # records whose lengths show whether they repeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,55 +109,18 @@ def _describe_problem(damaged: int, rest: int) -> str | None:
 
 def _find_records(buffer: mmap.mmap) -> tuple[np.ndarray, np.ndarray, int]:
   """Returns the offset and the length of each complete event, and where the last record ends."""
-  starts, lengths, position = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-  while True:
-    found = _walk(buffer, position)
-    if not found.size:
-      return np.concatenate(starts), np.concatenate(lengths), position
-    starts.append(position + _HEADER + np.cumsum(found + _FRAME) - found - _FRAME)
-    lengths.append(found)
-    position += int((found + _FRAME).sum())
-    if cycle := _shortest_cycle(found):
-      repeated = _follow_cycle(buffer, position, found[-cycle:])
-      starts.append(repeated)
-      lengths.append(np.tile(found[-cycle:], repeated.size // cycle))
-      position += int((lengths[-1] + _FRAME).sum())
-
-
-def _walk(buffer: mmap.mmap, position: int) -> Int[np.ndarray, " n"]:
-  """Returns the lengths of the next complete events, at most _WALKED."""
   read_length = struct.Struct("<Q").unpack_from
+  starts: list[int] = []
   lengths: list[int] = []
-  while position + _FRAME <= len(buffer) and len(lengths) < _WALKED:
+  position, size = 0, len(buffer)
+  while position + _FRAME <= size:
     (length,) = read_length(buffer, position)
-    position += length + _FRAME
-    if position > len(buffer):
+    if position + length + _FRAME > size:
       break
+    starts.append(position + _HEADER)
     lengths.append(length)
-  return np.array(lengths, np.int64)
-
-
-def _shortest_cycle(lengths: Int[np.ndarray, " n"]) -> int:
-  """Returns the shortest cycle that the last lengths have gone through twice; 0 if there is none."""
-  cycles = range(1, lengths.size // 2 + 1)
-  return next((n for n in cycles if (lengths[-n:] == lengths[-2 * n : -n]).all()), 0)
-
-
-def _follow_cycle(
-  buffer: mmap.mmap, position: int, cycle: Int[np.ndarray, " cycle"]
-) -> Int[np.ndarray, " n"]:
-  """Returns the offsets of the next events, as long as their lengths repeat a cycle.
-
-  A run writes the same metrics at every report, so this finds most of its records without a loop.
-  """
-  ends = np.cumsum(cycle + _FRAME)
-  count = min((len(buffer) - position) // int(ends[-1]), _RECORDS_AT_ONCE)
-  if not count:
-    return np.zeros(0, np.int64)
-  records = position + ends[-1] * np.arange(count)[:, None] + (ends - cycle - _FRAME)
-  windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(buffer, np.uint8), 8)
-  same = (windows[records].view("<u8")[..., 0] == cycle).all(axis=1)
-  return (records[: count if same.all() else same.argmin()] + _HEADER).reshape(-1)
+    position += length + _FRAME
+  return np.array(starts, np.int64), np.array(lengths, np.int64), position
 
 
 def _has_intact_header(data: UInt8[np.ndarray, " size"], starts: np.ndarray) -> np.ndarray:
