@@ -15,9 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import use_abstract_mesh
 
-from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
-from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.gpu_program import compiler, steps
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind
@@ -26,6 +24,7 @@ from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
+from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
@@ -34,16 +33,13 @@ from rosetta_t5.terminal.option_types import positive_integer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 compile`."""
+  add_recipe_arguments(parser)
   add = parser.add_argument
-  add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
-  add("--devices", type=positive_integer, required=True, help="the number of GPUs")
-  add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
   add("--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
   add("--step", choices=steps.STEPS, default="train", help="default: %(default)s")
   add("--top", type=positive_integer, default=12, help="lines of the longest lists (default 12)")
   add("--json", metavar="FILE", help="also write everything to FILE")
   add("--hlo", metavar="FILE", help="also write the optimized program to FILE")
-  add_trust_options(parser)
   parser.set_defaults(run=compile_recipe)
 
 
@@ -58,18 +54,8 @@ def compile_recipe(options: argparse.Namespace) -> int:
       raise ConfigError(f"the folder of {path} does not exist")
   compiler.check_installed()
   compiler.use_compiler_without_gpu()
-  argv = [
-    "rosetta-t5 compile",
-    *(f"--gin_file={path}" for path in options.recipe),
-    "--gin.MODEL_DIR='not made'",
-    *_mesh_bindings(options.mesh),
-    *options.flags,
-    "--dry_run",
-    f"--devices={options.devices}",
-  ]
   describe = functools.partial(_describe, args=options)
-  run_from_command_line(None, argv, describe, allowed_by(options))
-  return 0
+  return describe_recipe("compile", options, describe, _mesh_bindings(options.mesh))
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from rosetta_t5.parallel.mesh_axes import (
   CONTEXT_AXIS,
   DATA_AXIS,
@@ -39,7 +37,7 @@ from rosetta_t5.plan.activation_collectives import (
   expert_collectives,
   pipeline_collectives,
 )
-from rosetta_t5.plan.memory import array_bytes, is_known, is_table
+from rosetta_t5.plan.memory import array_bytes, is_known, is_table, named_parameters
 from rosetta_t5.plan.workload import Workload
 
 _LAYER = re.compile(r"(?<=layers)_\d+")
@@ -55,21 +53,17 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
     specs: the same tree with a PartitionSpec for each.
     work: what the step computes.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
   # Layers are alike: the collectives of one are counted as often as there are layers.
-  alike: dict[tuple[Any, ...], list[tuple[str, Any, Any]]] = collections.defaultdict(list)
-  for (path, param), spec in zip(leaves, all_specs, strict=True):
-    name = _LAYER.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
-    alike[name, param.shape, tuple(spec)].append((name, param, spec))
+  alike: dict[tuple[str, Any, Any], list[Any]] = collections.defaultdict(list)
+  for path, param, spec in named_parameters(params, specs):
+    alike[_LAYER.sub("", path), param.shape, tuple(spec)].append(param)
   found: list[Collective] = []
-  for same in alike.values():
-    name, param, spec = same[0]
-    for each in _parameter_collectives(_Parameter(name, param, spec, work)):
+  for (name, _, spec), same in alike.items():
+    for each in _parameter_collectives(_Parameter(name, same[0], spec, work)):
       size, count = each.size * len(same), each.count * len(same)
       found.append(dataclasses.replace(each, size=size, count=count))
   if work.model_shards > 1:
-    is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for spec in all_specs)
+    is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for _, _, spec in alike)
     found += activation_collectives(work, is_any_over_batch)
   if work.mesh.get(EXPERT_AXIS, 1) > 1:
     found += expert_collectives(work)

@@ -25,7 +25,7 @@ from rosetta_t5.parallel.mesh_axes import (
 )
 from rosetta_t5.parallel.partition_specs import check_partition_specs, complete_specs
 from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
-from rosetta_t5.plan.estimate import Estimate, estimate_with_memory
+from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import POLICIES, USABLE, possible_microbatches
 from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import Workload, workload_of
@@ -142,7 +142,7 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
       if option:
         inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
         named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
-        found.append(Configuration(named, option, estimate_with_memory(*inputs)))
+        found.append(Configuration(named, option, estimate_step(*inputs)))
     yield found
 
 

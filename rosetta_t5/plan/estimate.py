@@ -86,26 +86,19 @@ class Estimate:
 
 
 def estimate_step(
-  state: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float
+  memory: StateMemory, params: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float
 ) -> Estimate:
   """Returns what a training step needs on these GPUs.
 
   Args:
-    state: the train state's shapes.
-    specs: the same tree with a PartitionSpec for each array.
+    memory: the memory of the train state, which depends on the mesh.
+    params: the shapes of the parameters.
+    specs: the same tree with a PartitionSpec for each.
     work: what the step computes.
     flops: the floating-point operations of a step, on all devices together.
     gpu: the GPU.
     mfu: the share of its peak FLOP/s that a GPU reaches in bfloat16 if it never waits for others.
   """
-  memory = StateMemory.of(state, specs, work)
-  return estimate_with_memory(memory, state.params, specs.params, work, flops, gpu, mfu)
-
-
-def estimate_with_memory(
-  memory: StateMemory, params: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float
-) -> Estimate:
-  """Returns the same for parameters whose memory is known; see `estimate_step`."""
   traffic = []
   for each in step_collectives(params, specs, work):
     sent = each.wire_bytes(work.mesh)

@@ -22,6 +22,7 @@ from rosetta_t5.plan.activations import (
   temporary_by_layer,
 )
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.training.optimizers.param_paths import path_name
 
 _ALWAYS_LISTED = ("gradients", "activations")
 # Parameters of lookups, of the output layer and of routers.
@@ -85,10 +86,7 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
     itemsize: the bytes of a number in the gradient of a kernel.
   """
   totals = {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
-  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  for (path, param), spec in zip(leaves, all_specs, strict=True):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+  for name, param, spec in named_parameters(params, specs):
     size = array_bytes(param, spec, mesh)
     if is_table(name):
       totals["tables"] += size
@@ -96,6 +94,14 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
       side = "encoder" if "encoder" in name.split("/") else "decoder"
       totals[side] += size * itemsize / param.dtype.itemsize
   return Gradients(**totals)
+
+
+def named_parameters(params: Any, specs: Any) -> Iterator[tuple[str, Any, Any]]:
+  """Yields the name, the shape and the PartitionSpec of each parameter."""
+  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  for (path, param), spec in zip(leaves, all_specs, strict=True):
+    yield path_name(path), param, spec
 
 
 def is_table(name: str) -> bool:
@@ -143,29 +149,7 @@ class StateMemory:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
     if self.gradients is None:
       return {**self.held, "gradients": self.held["params"]}
-    return {**self.held, **temporary_bytes(self.held["params"], self.gradients, work)}
-
-
-def temporary_bytes(params: float, gradients: Gradients, work: Workload) -> dict[str, float]:
-  """Returns the bytes per device that a step needs besides the train state, when it needs most.
-
-  That is at one of these moments: when the gradient of the logits exists; at the beginning of the
-  decoder's or of the encoder's backward pass; when all gradients exist; or, if activations are split by
-  length and nothing is rematerialized, when XLA computes the gradients of kernels that it has deferred.
-
-  Args:
-    params: the bytes of the parameters.
-    gradients: the bytes of their gradients.
-    work: what the step computes.
-  """
-  return max(_moments(params, gradients, work), key=lambda parts: sum(parts.values()))
-
-
-def activation_bytes(work: Workload) -> float | None:
-  """Returns the bytes per device of the activations and logits; None if the network is unknown."""
-  if not is_known(work):
-    return None
-  return sum(temporary_bytes(0.0, Gradients(0.0, 0.0, 0.0), work).values())
+    return self.held | _largest(*_moments(self.held["params"], self.gradients, work))
 
 
 def is_known(work: Workload) -> bool:
@@ -175,7 +159,17 @@ def is_known(work: Workload) -> bool:
 
 
 def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[dict[str, float]]:
-  """Yields what exists at each moment that may need the most memory."""
+  """Yields what exists besides the train state at each moment that may need the most memory.
+
+  That is when the gradient of the logits exists; at the beginning of the decoder's or of the encoder's
+  backward pass; when all gradients exist; and, if activations are split by length and nothing is
+  rematerialized, when XLA computes the gradients of kernels that it has deferred.
+
+  Args:
+    params: the bytes of the parameters.
+    gradients: the bytes of their gradients.
+    work: what the step computes.
+  """
   examples, target = work.examples / work.microbatches, work.positions["decoder"]
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
   # A stage has fewer layers and computes more examples. It also keeps what it computes in the bubble.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+from collections.abc import Callable, Sequence
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
@@ -13,7 +14,7 @@ from rosetta_t5.plan.configurations import best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
-from rosetta_t5.plan.memory import is_known, size_text
+from rosetta_t5.plan.memory import StateMemory, is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
@@ -21,28 +22,50 @@ from rosetta_t5.terminal.option_types import positive_integer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 plan`."""
+  add_recipe_arguments(parser)
+  parser.add_argument(
+    "--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)"
+  )
+  parser.set_defaults(run=plan)
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of commands about a recipe on GPUs that need not be present."""
   add = parser.add_argument
   add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
   add("--devices", type=positive_integer, required=True, help="the number of GPUs")
   add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
-  add("--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)")
   add_trust_options(parser)
-  parser.set_defaults(run=plan)
 
 
 def plan(options: argparse.Namespace) -> int:
   """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
   if not 0 < options.mfu <= 1:
     raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
+  describe = functools.partial(_describe, gpu=GPUS[options.gpu], mfu=options.mfu)
+  return describe_recipe("plan", options, describe)
+
+
+def describe_recipe(
+  verb: str, options: argparse.Namespace, describe: Callable[..., Rows], flags: Sequence[str] = ()
+) -> int:
+  """Prints the rows that `describe` returns for a recipe; returns the exit status.
+
+  Args:
+    verb: the verb of the command line, for messages.
+    options: the values of `add_recipe_arguments`.
+    describe: returns rows, and adds to the problems of the run.
+    flags: further flags, which come before the user's.
+  """
   argv = [
-    "rosetta-t5 plan",
+    f"rosetta-t5 {verb}",
     *(f"--gin_file={path}" for path in options.recipe),
     "--gin.MODEL_DIR='not made'",
+    *flags,
     *options.flags,
     "--dry_run",
     f"--devices={options.devices}",
   ]
-  describe = functools.partial(_describe, gpu=GPUS[options.gpu], mfu=options.mfu)
   run_from_command_line(None, argv, describe, allowed_by(options))
   return 0
 
@@ -59,7 +82,9 @@ def _estimate_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
   if plan.resolved.problems.messages or not plan.is_training:
     return []
   flops, _ = plan.flops
-  estimate = estimate_step(plan.state, plan.specs, plan.work, flops, gpu, mfu)
+  memory = StateMemory.of(plan.state, plan.specs, plan.work)
+  params, specs = plan.state.params, plan.specs.params
+  estimate = estimate_step(memory, params, specs, plan.work, flops, gpu, mfu)
   return [*_memory_rows(estimate, gpu), *_time_rows(plan, estimate, mfu), *_traffic_rows(estimate)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rosetta_t5.cli import main
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.plan.estimate import estimate_with_memory
+from rosetta_t5.plan.estimate import estimate_step
 from rosetta_t5.plan.memory import Gradients, StateMemory
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.telemetry.gpus import GPUS
@@ -73,7 +73,7 @@ def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
 
   def seconds(**changes):
     step = work.replace(**changes)
-    return estimate_with_memory(memory, {}, {}, step, 1e15, GPUS["h100"], 0.4).step_seconds
+    return estimate_step(memory, {}, {}, step, 1e15, GPUS["h100"], 0.4).step_seconds
 
   plain = seconds()
   assert (

@@ -12,6 +12,7 @@ from rosetta_t5.config import run_from_command_line
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.plan.estimate import estimate_step
 from rosetta_t5.plan.fitting import USABLE
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.telemetry.gpus import GPUS
 
 PAGE = pathlib.Path("docs/scaling.md")
@@ -77,7 +78,9 @@ def figures(name, gpus, batch, mesh, microbatches, policy):
   def describe(resolved):
     plan = Plan(resolved, GPU)
     assert not resolved.problems.messages
-    estimate = estimate_step(plan.state, plan.specs, plan.work, plan.flops[0], GPU, MFU)
+    memory = StateMemory.of(plan.state, plan.specs, plan.work)
+    parameters = (plan.state.params, plan.specs.params)
+    estimate = estimate_step(memory, *parameters, plan.work, plan.flops[0], GPU, MFU)
     found.extend([sum(estimate.memory.values()), batch / estimate.step_seconds])
     return []
 
