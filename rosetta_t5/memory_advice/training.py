@@ -19,11 +19,10 @@ from rosetta_t5.memory_advice.suggestions import (
   usable_bytes,
 )
 from rosetta_t5.parallel.mesh_axes import DATA_AXIS, FSDP_AXIS, MODEL_AXIS, OPTIONAL_AXES
-from rosetta_t5.plan.fitting import USABLE, possible_microbatches
+from rosetta_t5.plan.activations import KEEP_NOTHING
+from rosetta_t5.plan.fitting import USABLE, changes_text, possible_microbatches
 from rosetta_t5.plan.memory import StateMemory, size_text, state_bytes
 from rosetta_t5.plan.workload import Workload, batch_workload
-
-_FULL_REMAT = ("full", "nothing_saveable")
 
 
 @contextlib.contextmanager
@@ -83,22 +82,16 @@ def _activation_changes(work: Workload, memory: StateMemory) -> Iterator[Change]
   def needed(changed: Workload) -> float:
     return sum(memory.step(changed).values())
 
-  def change(changed: Workload, line: str) -> Change:
-    return Change(needed(work) - needed(changed), line)
-
   numbers = (n for n in possible_microbatches(work) if n > work.microbatches)
-  options = [work.replace(microbatches=n) for n in numbers]
-  if options:
-    best = first_that_fits(options, needed)
-    yield change(best, f"trainer.Trainer.num_microbatches = {best.microbatches}")
-  if work.policy not in _FULL_REMAT:
+  in_parts = [work.replace(microbatches=n) for n in numbers]
+  options = [first_that_fits(in_parts, needed)] if in_parts else []
+  if work.policy not in KEEP_NOTHING:
     # `full` saves more, but computes the whole forward pass twice.
-    policy = "minimal" if work.policy == "none" else "full"
-    line = f"network.T5Config.remat_policy = '{policy}'"
-    yield change(work.replace(remat_policy=policy), line)
+    options.append(work.replace(remat_policy="minimal" if work.policy == "none" else "full"))
   if not work.loss_chunk_length:
-    line = f"models.EncoderDecoderModel.loss_chunk_length = {LOSS_CHUNK}"
-    yield change(work.replace(loss_chunk_length=LOSS_CHUNK), line)
+    options.append(work.replace(loss_chunk_length=LOSS_CHUNK))
+  for option in options:
+    yield Change(needed(work) - needed(option), changes_text(work, option))
 
 
 def _state_changes(work: Workload, now: Mapping[str, float]) -> Iterator[Change]:

@@ -41,7 +41,7 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
       needed = memory.step(option)
       least = min(least, needed, key=_total)
       if _total(needed) <= limit:
-        lines.append(f"{_changes_text(work, option)}: about {size_text(_total(needed))}")
+        lines.append(f"{changes_text(work, option)}: about {size_text(_total(needed))}")
         fewest = number
         break
   return lines or [_sharding_advice(least)]
@@ -51,13 +51,16 @@ def _total(parts: Mapping[str, float]) -> float:
   return sum(parts.values())
 
 
-def _changes_text(work: Workload, option: Workload) -> str:
+def changes_text(work: Workload, option: Workload) -> str:
   """Returns the gin bindings that turn a workload into another one."""
   changes = []
   if option.microbatches != work.microbatches:
     changes.append(f"trainer.Trainer.num_microbatches = {option.microbatches}")
   if option.policy != work.policy:
     changes.append(f"network.{type(work.config).__name__}.remat_policy = {option.policy!r}")
+  if option.loss_chunk_length != work.loss_chunk_length:
+    chunk = option.loss_chunk_length
+    changes.append(f"models.EncoderDecoderModel.loss_chunk_length = {chunk}")
   return " and ".join(changes)
 
 
