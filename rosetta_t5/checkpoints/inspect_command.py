@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
-from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays import checksums
-from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   DATASET_ITEM,
@@ -29,7 +27,6 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 from rosetta_t5.checkpoints.model_dir.retention import is_pinned_checkpoint
 from rosetta_t5.checkpoints.reading import checksum_folder, read_arrays, read_checksums
 
-_MAX_BYTES_PER_READ = 64 * 1024 * 1024
 _LAYOUT_NAMES = {
   CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
   CheckpointTypes.T5X: "T5X's older layout",
@@ -132,7 +129,7 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   problems = []
   for name, array in arrays.items():
     try:
-      num_nonfinite = sum(_count_nonfinite(array.read(part)) for part in _slices(array))
+      num_nonfinite = sum(_count_nonfinite(array.read(part)) for part in array.parts())
     except (OSError, ValueError) as error:
       problems.append(f"{name} cannot be read: {error}")
       continue
@@ -155,7 +152,7 @@ def _describe_difference(a: StoredArray, b: StoredArray) -> str | None:
   if a.shape != b.shape:
     return f"shape {a.shape} and {b.shape}"
   largest, relative = 0.0, 0.0
-  for part in _slices(a):
+  for part in a.parts():
     x, y = (np.asarray(array.read(part), np.float64) for array in (a, b))
     if not np.array_equal(x, y, equal_nan=True):
       largest = max(largest, float(np.nanmax(np.abs(x - y))))
@@ -170,11 +167,6 @@ def _count_nonfinite(values: np.ndarray) -> int:
   if not jnp.issubdtype(values.dtype, jnp.floating):
     return 0
   return int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
-
-
-def _slices(array: StoredArray) -> Iterator[Index]:
-  """Returns slices that cover an array, so that only a part of it is in memory at a time."""
-  return ArrayChecksums.of(array, array.row_block(_MAX_BYTES_PER_READ)).indices()
 
 
 def _sort_key(name: str) -> tuple[bool, list[tuple[int, str]]]:

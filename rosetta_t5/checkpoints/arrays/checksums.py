@@ -26,7 +26,6 @@ from rosetta_t5.telemetry.json_files import read_json_object
 # Each process of a run writes the checksums of what it wrote into a file of its own.
 _FILES = "checksums-"
 _OWN_CHECKSUM = "xxh3_64"
-_BLOCK_BYTES = 64 << 20
 
 
 class ChecksumError(ValueError):
@@ -108,7 +107,7 @@ class ArrayChecksums:
 
 def compute(array: StoredArray) -> ArrayChecksums:
   """Reads an array, one block of rows at a time, and returns its checksums."""
-  checksums = ArrayChecksums.of(array, array.row_block(_BLOCK_BYTES))
+  checksums = ArrayChecksums.of(array, array.row_block())
   for index in checksums.indices():
     checksums.add(index, array.read(index))
   return checksums

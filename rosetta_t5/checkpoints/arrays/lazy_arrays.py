@@ -6,7 +6,7 @@ import abc
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Index = tuple[slice, ...]
+# How much of an array is read at a time where the whole is not needed.
+_PART_BYTES = 64 << 20
 # Waits for values that are being read, and returns them.
 PendingRead = Callable[[], np.ndarray]
 
@@ -121,12 +123,21 @@ class StoredArray(LazyThreadPoolArray):
     """Reads the part at `index`, which has one slice per axis. Slices may exceed the shape."""
     return np.asarray(self._read_fn(self._clip(index))).astype(self.dtype, copy=False)
 
-  def row_block(self, max_bytes: int) -> tuple[int, ...]:
-    """Returns the shape of the rows that can be read at a time within a limit of memory."""
+  def row_block(self) -> tuple[int, ...]:
+    """Returns the shape of the rows that are read at a time to limit memory."""
     if not (self.shape and self.nbytes and self.sliceable):
       return self.shape
-    rows = max(1, max_bytes * self.shape[0] // self.nbytes)
+    rows = max(1, _PART_BYTES * self.shape[0] // self.nbytes)
     return (min(rows, self.shape[0]), *self.shape[1:])
+
+  def parts(self) -> Iterator[Index]:
+    """Yields slices of rows that cover the array, so that only a part of it is in memory at a time."""
+    if not self.shape:
+      yield ()
+      return
+    rows = max(1, self.row_block()[0])
+    for start in range(0, self.shape[0], rows):
+      yield (slice(start, start + rows), *[slice(None)] * (self.ndim - 1))
 
   def start_read(self, index: Index) -> PendingRead:
     """Starts to read the part at `index` in the background; returns a function that waits for it."""

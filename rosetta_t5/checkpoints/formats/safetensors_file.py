@@ -29,7 +29,6 @@ _CODES = {
   "bool": "BOOL",
 }
 _DTYPES = {code: jnp.dtype(name) for name, code in _CODES.items()}
-_WRITTEN_AT_ONCE = 64 * 1024 * 1024
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -78,17 +77,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> No
   with open(path, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
     for array in progress.track(arrays.values(), "writing", len(arrays), "arrays"):
-      _write_array(file, array)
+      for part in array.parts():
+        file.write(np.ascontiguousarray(array.read(part)).tobytes())
     file.flush()
     os.fsync(file.fileno())
-
-
-def _write_array(file: Any, array: StoredArray) -> None:
-  if not array.shape or not array.sliceable:
-    file.write(np.ascontiguousarray(array.get()).tobytes())
-    return
-  rows = max(1, _WRITTEN_AT_ONCE * array.shape[0] // max(array.nbytes, 1))
-  inner = (slice(None),) * (array.ndim - 1)
-  for start in range(0, array.shape[0], rows):
-    part = array.read((slice(start, start + rows), *inner))
-    file.write(np.ascontiguousarray(part).tobytes())

@@ -13,7 +13,6 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transp
 from rosetta_t5.checkpoints.formats.hugging_face import switch_names, t5_names, weight_mapping
 from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING, HEAD, HF_EMBEDDING
 
-_VALUES_COMPARED_AT_ONCE = 16_000_000
 # Weights that only some of the models have.
 _OPTIONAL = re.compile(r"lm_head|relative_attention_bias|DenseReluDense\.wi|final_layer_norm")
 
@@ -95,7 +94,7 @@ def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dic
   """Returns the arrays, with an output layer if the model does not compute logits as T5 1.0 does."""
   embedding = arrays[EMBEDDING]
   head = arrays.pop(HEAD, None)
-  if head is not None and _are_equal(head, transpose(embedding)):
+  if head is not None and _are_equal(transpose(head), embedding):
     head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
   if not scales_logits(config):
     arrays[HEAD] = transpose(embedding) if head is None else head
@@ -106,8 +105,4 @@ def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dic
 
 def _are_equal(a: StoredArray, b: StoredArray) -> bool:
   """Compares two matrices in parts, so that tables of gigabytes are never in memory as a whole."""
-  if a.shape != b.shape:
-    return False
-  columns = max(1, _VALUES_COMPARED_AT_ONCE // a.shape[0])
-  parts = [(slice(None), slice(n, n + columns)) for n in range(0, a.shape[1], columns)]
-  return all(np.array_equal(a.read(part), b.read(part)) for part in parts)
+  return a.shape == b.shape and all(np.array_equal(a.read(p), b.read(p)) for p in a.parts())
