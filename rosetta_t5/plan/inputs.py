@@ -158,8 +158,8 @@ def _training_start(plan: Any) -> Rows:
     without_restore = dataclasses.replace(cfg, restore=None)
     found, path = checkpoints.find_start_checkpoint(without_restore, folder)
   if path is None and cfg.restore is not None:
-    if any(map(_is_remote, _paths([cfg.restore]))):
-      return _unchecked(plan, [cfg.restore])
+    if any(map(_is_remote, cfg.restore.paths())):
+      return _unchecked(plan, cfg.restore.paths())
     found, path = checkpoints.find_start_checkpoint(cfg, folder)
   _check(plan, found, [path] if path else [])
   return [("starts from", path or "scratch")]
@@ -167,29 +167,21 @@ def _training_start(plan: Any) -> Rows:
 
 def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
   """Returns the checkpoints that an evaluation, inference or export restores."""
-  if any(map(_is_remote, _paths(cfgs))):
-    return _unchecked(plan, cfgs)
+  given = [path for cfg in cfgs for path in cfg.paths()]
+  if any(map(_is_remote, given)):
+    return _unchecked(plan, given)
   cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
   if not paths:
-    tried = ", ".join(_paths(cfgs))
+    tried = ", ".join(given)
     raise ValueError(f"there is no checkpoint to restore in {tried}: set CHECKPOINT_PATH")
   _check(plan, cfg, paths)
   return [("restores", paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …")]
 
 
-def _unchecked(plan: Any, cfgs: Sequence[Any]) -> Rows:
-  paths = ", ".join(_paths(cfgs))
-  plan.resolved.unchecked.append(f"the checkpoint {paths} (it is not on this machine)")
-  return [("starts from", paths)]
-
-
-def _paths(cfgs: Sequence[Any]) -> list[str]:
-  """Returns the paths in several RestoreCheckpointConfigs. Each config has one or more."""
-  paths: list[str] = []
-  for cfg in cfgs:
-    given = [cfg.path] if isinstance(cfg.path, str | os.PathLike) else list(cfg.path or ())
-    paths += [os.fspath(path) for path in given if os.fspath(path)]
-  return paths
+def _unchecked(plan: Any, paths: Sequence[str]) -> Rows:
+  text = ", ".join(paths)
+  plan.resolved.unchecked.append(f"the checkpoint {text} (it is not on this machine)")
+  return [("starts from", text)]
 
 
 def _is_remote(path: str | os.PathLike[str]) -> bool:
