@@ -51,8 +51,9 @@ def add_workload(parser: argparse.ArgumentParser, steps: int) -> None:
   add("--json", type=_writable, metavar="OUT", help="file for the result")
 
 
-def add_timing(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of the timing."""
+def add_timed_workload(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of the workload and of the timing."""
+  add_workload(parser, steps=40)
   parser.add_argument(
     "--group", type=positive_integer, default=5, help="steps that are timed together (default: 5)"
   )
@@ -158,8 +159,9 @@ def make_row(
   }
 
 
-def report_row(row: dict[str, Any], path: str | None) -> dict[str, Any]:
-  """Prints a result, writes it to `path` if one is given, and returns it."""
+def run(measure: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> int:
+  """Prints the result of a measurement, and writes it to the file that --json gives."""
+  row = measure(args)
   mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
   memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
   print(f"{row['device']}, {row['versions']}; {row['computation']}")
@@ -170,8 +172,8 @@ def report_row(row: dict[str, Any], path: str | None) -> dict[str, Any]:
     + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
     flush=True,
   )
-  write_result(row, path)
-  return row
+  write_result(row, args.json)
+  return 0
 
 
 def write_result(result: Any, path: str | None) -> None:

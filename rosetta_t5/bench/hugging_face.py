@@ -11,26 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rosetta_t5.bench.harness import (
-  SIZES,
-  add_timing,
-  add_workload,
-  make_batch,
-  make_row,
-  report_row,
-  time_steps,
-)
+from rosetta_t5.bench import harness
 
 
 def hugging_face_config(size: str, **more: Any) -> Any:
   """Returns the `transformers.T5Config` of a size of T5 1.1, without dropout."""
   import transformers
 
-  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = harness.SIZES[size]
   return transformers.T5Config(
     vocab_size=vocab_size,
     d_model=emb_dim,
@@ -56,7 +49,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
   module = transformers.T5ForConditionalGeneration(config).to(device)
   optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.01)
   forward = torch.compile(module) if compiled else module
-  batch = make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
+  batch = harness.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
   inputs = torch.from_numpy(batch["encoder_input_tokens"]).long().to(device)
   labels = torch.from_numpy(batch["decoder_target_tokens"]).long().to(device)
   in_bfloat16 = args.dtype == "bfloat16"
@@ -88,8 +81,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal loss
     loss = step()
 
-  seconds = time_steps(run, lambda: float(loss), args)
-  return make_row(
+  seconds = harness.time_steps(run, lambda: float(loss), args)
+  return harness.make_row(
     args,
     seconds,
     device=torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -106,13 +99,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 bench hugging-face`."""
-  add_workload(parser, steps=40)
-  add_timing(parser)
+  harness.add_timed_workload(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
-  parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-  """Measures the step, prints the result, and writes it to the file that --json gives."""
-  report_row(measure(args), args.json)
-  return 0
+  parser.set_defaults(run=functools.partial(harness.run, measure))

@@ -21,15 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rosetta_t5.bench.harness import (
-  add_timing,
-  add_workload,
-  make_batch,
-  make_row,
-  model_config,
-  report_row,
-  time_steps,
-)
+from rosetta_t5.bench import harness
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.models import EncoderDecoderModel
@@ -82,7 +74,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     args: the arguments of `add_workload` and `add_switches`, and `fp8`.
     optimizer: the optimizer; AdamW by default.
   """
-  config = model_config(
+  config = harness.model_config(
     args.size,
     dtype=args.dtype,
     fuse_qkv_params=args.fuse_qkv,
@@ -99,7 +91,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   )
   fp8 = choose_fp8(te_config)
   model = with_fp8(model, fp8)
-  batch = make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
+  batch = harness.make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
   shapes = {name: value.shape for name, value in batch.items()}
 
   def init(rng: jax.Array) -> TrainState:
@@ -142,9 +134,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal state, metrics
     state, metrics = compiled(state, batch, rng)
 
-  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
+  seconds = harness.time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
   devices, hlo = jax.devices(), compiled.as_text()
-  return make_row(
+  return harness.make_row(
     args,
     seconds,
     device=devices[0].device_kind,
@@ -213,14 +205,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 bench`."""
-  add_workload(parser, steps=40)
-  add_timing(parser)
+  harness.add_timed_workload(parser)
   add_switches(parser)
   parser.add_argument("--fp8", action="store_true", help="compute projections in fp8")
-  parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-  """Measures the step, prints the result, and writes it to the file that --json gives."""
-  report_row(measure(args), args.json)
-  return 0
+  parser.set_defaults(run=functools.partial(harness.run, measure))
