@@ -165,18 +165,19 @@ def write(
     tokenizer: a folder or one file to copy the tokenizer from.
     shard_bytes: the largest size of a file, in bytes.
   """
+  from huggingface_hub import split_state_dict_into_shards_factory  # importing it takes time
+
   root = epath.Path(folder)
-  shards = _shards(weights, shard_bytes)
-  if len(shards) == 1:
-    safetensors_file.write(root / "model.safetensors", weights)
-  else:
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-      file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-      safetensors_file.write(root / file, {name: weights[name] for name in names})
-      weight_map.update(dict.fromkeys(names, file))
-    size = sum(array.nbytes for array in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+  split = split_state_dict_into_shards_factory(
+    dict(weights),
+    get_storage_size=lambda array: array.nbytes,
+    filename_pattern="model{suffix}.safetensors",
+    max_shard_size=shard_bytes,
+  )
+  for file_name, names in split.filename_to_tensors.items():
+    safetensors_file.write(root / file_name, {name: weights[name] for name in names})
+  if split.is_sharded:
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
   for file in tokenizer_files(tokenizer):
     shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
@@ -198,15 +199,3 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> list[epath.Path]:
   if not given.is_dir():
     return [given]
   return sorted(file for file in given.iterdir() if _TOKENIZER.fullmatch(file.name))
-
-
-def _shards(weights: Mapping[str, StoredArray], limit: int) -> list[list[str]]:
-  shards: list[list[str]] = [[]]
-  used = 0
-  for name, array in weights.items():
-    if shards[-1] and used + array.nbytes > limit:
-      shards.append([])
-      used = 0
-    shards[-1].append(name)
-    used += array.nbytes
-  return shards
