@@ -77,7 +77,10 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   try:
     arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
     _check_sizes(checksum_folder(path), arrays)
-    arrays = _with_verification(epath.Path(path), arrays)
+    if (found := read_checksums(path)) is None:
+      _report_no_checksums(os.fspath(path))
+    else:
+      arrays = checksums.verified(arrays, found, checksum_folder(path))
     step = stored_step(arrays) if is_step_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
@@ -146,16 +149,6 @@ def _check_sizes(folder: epath.Path, arrays: Mapping[str, StoredArray]) -> None:
       f"{folder} is damaged: the shape {arrays[name].shape} of {name} means "
       f"{arrays[name].nbytes / 1e9:,.0f} GB, but its files have {stored / 1e9:,.3f} GB"
     )
-
-
-def _with_verification(
-  path: epath.Path, arrays: Mapping[str, StoredArray]
-) -> dict[str, StoredArray]:
-  found = read_checksums(path)
-  if found is None:
-    _report_no_checksums(os.fspath(path))
-    return dict(arrays)
-  return checksums.verified(arrays, found, checksum_folder(path))
 
 
 @functools.cache

@@ -97,12 +97,10 @@ def chat(options: argparse.Namespace) -> int:
   return 0
 
 
-@contextlib.contextmanager
-def _exit_when_stopped(output: str = "-") -> Iterator[None]:
-  """Says on Ctrl-C what is kept."""
+def _exit_when_stopped(output: str = "-") -> contextlib.AbstractContextManager[ctrl_c.Section]:
+  """Returns a context in which Ctrl-C says what is kept."""
   kept = f"{output} has the results so far; run again to continue"
-  with ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept)):
-    yield
+  return ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept))
 
 
 def _typed_lines() -> Iterator[str]:

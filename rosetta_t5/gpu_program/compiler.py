@@ -14,7 +14,6 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -96,12 +95,10 @@ def gpu_devices(gpu: Gpu, count: int) -> list[Any]:
   return list(topology.devices)
 
 
-@contextlib.contextmanager
-def tracing_for(gpu: Gpu) -> Iterator[None]:
-  """Inside the `with`, jax traces programs for this GPU; the mesh in use must consist of its devices."""
+def tracing_for(gpu: Gpu) -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which jax traces for this GPU, of which the mesh in use must consist."""
   major, minor, patch = _CUDNN
-  with cudnn_of_another_machine(major * 10_000 + minor * 100 + patch, gpu.capability):
-    yield
+  return cudnn_of_another_machine(major * 10_000 + minor * 100 + patch, gpu.capability)
 
 
 def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> CompiledProgram:

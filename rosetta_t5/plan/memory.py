@@ -54,13 +54,10 @@ def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int])
   """
   axes = [*(spec or ()), *[None] * array.ndim][: array.ndim]
   shape = [
-    math.ceil(size / _shards(axis, mesh)) for size, axis in zip(array.shape, axes, strict=True)
+    math.ceil(size / math.prod(mesh[name] for name in axis_names(axis)))
+    for size, axis in zip(array.shape, axes, strict=True)
   ]
   return math.prod(shape) * array.dtype.itemsize
-
-
-def _shards(axis: Any, mesh: Mapping[str, int]) -> int:
-  return math.prod(mesh[name] for name in axis_names(axis))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -358,13 +358,9 @@ def _texts_of(row: dict[str, Any]) -> tuple[str, str, str]:
   if not isinstance(inputs, dict):
     inputs = {"inputs": inputs}
   target = row.get("target", inputs.get("targets_pretokenized", ""))
-  output = next((row[name] for name in _outputs(row)), "")
+  outputs = (row[name] for name in ("prediction", "output", "score") if name in row)
   shown = inputs.get("inputs_pretokenized", inputs.get("inputs", ""))
-  return _shorten(shown), _shorten(target), _shorten(output)
-
-
-def _outputs(row: dict[str, Any]) -> Iterator[str]:
-  return (name for name in ("prediction", "output", "score") if name in row)
+  return _shorten(shown), _shorten(target), _shorten(next(outputs, ""))
 
 
 def _shorten(value: Any) -> str:

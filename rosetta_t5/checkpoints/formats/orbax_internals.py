@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,9 +15,8 @@ import tensorstore as ts
 from rosetta_t5.checkpoints.arrays import checksums
 
 
-@contextlib.contextmanager
-def writing_checksums() -> Iterator[None]:
-  """Inside the `with`, a save that Orbax starts also writes the checksums of what it writes.
+def writing_checksums() -> contextlib.AbstractContextManager[Any]:
+  """Returns a context in which a save that Orbax starts also writes the checksums of what it writes.
 
   They are computed in the background from the copies that Orbax has made of the devices' values, for
   which it has no public interface.
@@ -34,8 +33,7 @@ def writing_checksums() -> Iterator[None]:
     )
     return written
 
-  with mock.patch.object(jax_array_handlers, "_async_serialize_replica_slices", serialize):
-    yield
+  return mock.patch.object(jax_array_handlers, "_async_serialize_replica_slices", serialize)
 
 
 def _write_checksums(values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> None:
