@@ -138,10 +138,7 @@ def make_row(
   """Returns the result: rates with T5X's formula for FLOPs, memory in GB, and `facts`."""
   step_seconds = statistics.median(seconds)
   rate = args.batch / step_seconds / devices
-  encoder_length, decoder_length = args.lengths
-  flops = training_flops_of(
-    model_config(args.size), encoder_length=encoder_length, decoder_length=decoder_length
-  )
+  flops = training_flops_of(model_config(args.size), *args.lengths)
   peak = peak_of(device)
   return {
     "size": args.size,

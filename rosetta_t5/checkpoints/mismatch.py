@@ -81,14 +81,14 @@ def find_restorable(
   Raises:
     CheckpointMismatchError: there is another difference.
   """
+  has_state = any(map(_is_optimizer_state, stored))
   initializable: tuple[str, ...] = FP8_COLLECTIONS
   if allow_missing:
     initializable += (OPTIMIZER_STATE,)
-  elif not any(map(_is_optimizer_state, stored)):
+  elif not has_state:
     initializable += (OPTIMIZER_STATE, "state/step")
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   mismatches = find_mismatches(stored, expected)
-  has_state = any(map(_is_optimizer_state, stored))
   is_of_state = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
   if has_state and is_of_state and not allow_missing:
     _log.warning(

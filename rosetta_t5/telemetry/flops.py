@@ -10,7 +10,7 @@ import jax
 from rosetta_t5.telemetry.gpus import gpu_of
 
 
-def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: int) -> float:
+def training_flops_of(config: Any, encoder_length: int, decoder_length: int) -> float:
   """Returns the FLOPs of a training step for one example.
 
   This is T5X's formula. It counts two FLOPs per multiply-add of each matmul, and the backward pass
@@ -20,7 +20,7 @@ def training_flops_of(config: Any, *, encoder_length: int = 0, decoder_length: i
 
   Args:
     config: a `T5Config`, or the `TransformerConfig` of a decoder-only model.
-    encoder_length: input tokens, including padding.
+    encoder_length: input tokens, including padding; 0 without an encoder.
     decoder_length: target tokens, including padding.
   """
   return 3.0 * sum(forward_flops_of(config, encoder_length, decoder_length))
@@ -85,9 +85,7 @@ def flops_of_lengths(config: Any, lengths: Mapping[str, int]) -> float | None:
   is_decoder_only = hasattr(config, "num_layers")
   if "decoder" not in lengths or not (is_known_encoder or is_decoder_only):
     return None
-  return training_flops_of(
-    config, encoder_length=lengths.get("encoder", 0), decoder_length=lengths["decoder"]
-  )
+  return training_flops_of(config, lengths.get("encoder", 0), lengths["decoder"])
 
 
 def flops_of_model(model: Any, batch: Mapping[str, Any]) -> float | None:
