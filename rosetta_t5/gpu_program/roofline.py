@@ -105,10 +105,10 @@ def time_program(
     mesh: the size of each mesh axis, outermost first.
     unknown_trips: how often a loop runs if the program does not say it, as in decoding.
   """
-  timeline = Timeline()
-  scheduler = _Scheduler(program, gpu, mesh, timeline, unknown_trips)
+  scheduler = _Scheduler(program, gpu, mesh, unknown_trips)
   scheduler.run(program.entry, 1)
   scheduler.end_all()
+  timeline = scheduler.timeline
   timeline.seconds = sum(timeline.seconds_by_bound.values())
   return timeline
 
@@ -124,39 +124,46 @@ class _Running:
   kernels_before: int
 
 
+@dataclasses.dataclass
 class _Scheduler:
-  """Walks through the instructions of a program in the order of its schedule."""
+  """Walks through the instructions of a program in the order of its schedule.
 
-  def __init__(
-    self,
-    program: Program,
-    gpu: Gpu,
-    mesh: Mapping[str, int],
-    timeline: Timeline,
-    unknown_trips: int,
-  ):
-    self._program, self._gpu, self._mesh, self._timeline = program, gpu, mesh, timeline
-    self._unknown_trips = unknown_trips
-    self._now = 0.0  # the time of the kernels' stream
-    self._links_free = 0.0  # when the links between GPUs are free again
-    self._running: dict[str, _Running] = {}
+  Attributes:
+    program: the program.
+    gpu: the GPU.
+    mesh: the size of each mesh axis.
+    unknown_trips: see `time_program`.
+    timeline: the schedule so far.
+    now: the time of the kernels' stream.
+    links_free: when the links between GPUs are free again.
+    running: the collectives that have been started, by the instruction that starts them.
+  """
+
+  program: Program
+  gpu: Gpu
+  mesh: Mapping[str, int]
+  unknown_trips: int
+  timeline: Timeline = dataclasses.field(default_factory=Timeline)
+  now: float = 0.0
+  links_free: float = 0.0
+  running: dict[str, _Running] = dataclasses.field(default_factory=dict)
 
   def run(self, computation: str, count: int) -> None:
     """Runs a computation that a step executes `count` times."""
-    for instruction in self._program.computations[computation].values():
+    for instruction in self.program.computations[computation].values():
       if instruction.opcode in ("while", "call", "conditional"):
         for name, times in self._calls(instruction):
-          started = self._now
+          started = self.now
           self.run(name, count * times)
-          self._now += (times - 1) * (self._now - started)
+          self.now += (times - 1) * (self.now - started)
       elif instruction.opcode.endswith("-done"):
         self._wait_for(instruction, count)
-      elif call := collective_of(self._program, computation, instruction, self._mesh):
+      elif call := collective_of(self.program, computation, instruction, self.mesh):
         self._start(instruction, call, count)
-      elif kernel := kernel_of(self._program, computation, instruction):
-        seconds, bound = time_kernel(kernel, self._gpu)
-        self._timeline.kernels.append(TimedKernel(kernel, count, seconds, bound))
-        self._now += seconds
+      elif kernel := kernel_of(self.program, computation, instruction):
+        seconds, bound = time_kernel(kernel, self.gpu)
+        self.timeline.kernels.append(TimedKernel(kernel, count, seconds, bound))
+        self.now += seconds
 
   def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
     """Yields the computations that an instruction calls, and how often.
@@ -167,36 +174,36 @@ class _Scheduler:
     if instruction.opcode == "conditional":
       yield from ((name, 1) for name in instruction.called[-1:])
       return
-    known = instruction.backend_config.get("known_trip_count", {}).get("n", self._unknown_trips)
+    known = instruction.backend_config.get("known_trip_count", {}).get("n", self.unknown_trips)
     times = int(known) if instruction.opcode == "while" else 1
     for name in instruction.called:
       yield name, times
 
   def _start(self, instruction: Instruction, call: CollectiveCall, count: int) -> None:
-    seconds, leaves_node = seconds_on_links(call.sent, call.axes, self._mesh, self._gpu, 1.0)
+    seconds, leaves_node = seconds_on_links(call.sent, call.axes, self.mesh, self.gpu, 1.0)
     seconds = max(seconds, COLLECTIVE_SECONDS)
-    self._links_free = max(self._now, self._links_free) + seconds
-    started = len(self._timeline.kernels)
-    running = _Running(call, seconds, leaves_node, self._links_free, started)
-    self._running[instruction.name] = running
+    self.links_free = max(self.now, self.links_free) + seconds
+    started = len(self.timeline.kernels)
+    running = _Running(call, seconds, leaves_node, self.links_free, started)
+    self.running[instruction.name] = running
     if not instruction.opcode.endswith("-start"):
       self._end(running, count)
 
   def _wait_for(self, instruction: Instruction, count: int) -> None:
     for name in instruction.operands:
-      if running := self._running.pop(name, None):
+      if running := self.running.pop(name, None):
         self._end(running, count)
 
   def end_all(self) -> None:
     """Ends what has been started and is not waited for in the computation that started it."""
-    for name in list(self._running):
-      self._end(self._running.pop(name), 1)
+    for name in list(self.running):
+      self._end(self.running.pop(name), 1)
 
   def _end(self, running: _Running, count: int) -> None:
-    exposed = max(running.ends - self._now, 0.0)
-    self._now += exposed
-    overlapping = len(self._timeline.kernels) - running.kernels_before
-    self._timeline.collectives.append(
+    exposed = max(running.ends - self.now, 0.0)
+    self.now += exposed
+    overlapping = len(self.timeline.kernels) - running.kernels_before
+    self.timeline.collectives.append(
       TimedCollective(
         running.call, count, running.seconds, exposed, overlapping, running.leaves_node
       )
