@@ -56,12 +56,12 @@ def find_start_checkpoint(
     ValueError: `checkpoint_cfg.restore` names several checkpoints, or none although it does not
       allow a start from scratch.
   """
-  save, given = checkpoint_cfg.save, checkpoint_cfg.restore
+  save, given = checkpoint_cfg.save or SaveCheckpointConfig(), checkpoint_cfg.restore
   own = RestoreCheckpointConfig(
     path=os.fspath(model_dir),
     mode="latest",
-    dtype=save.dtype if save else "float32",
-    restore_dataset=bool(save and save.save_dataset),
+    dtype=save.dtype,
+    restore_dataset=save.save_dataset,
   )
   cfg, paths = get_first_valid_restore_config_and_paths([own, given] if given else [own])
   if len(paths) > 1:
@@ -69,7 +69,7 @@ def find_start_checkpoint(
       f"RestoreCheckpointConfig names {len(paths)} checkpoints ({', '.join(paths[:3])}, ...), but "
       "training starts from one: set mode = 'latest' or 'specific' and one path"
     )
-  ignored_until = save.ignore_dataset_until if save else None
+  ignored_until = save.ignore_dataset_until
   if cfg is own and ignored_until is not None and (step_of(paths[0]) or 0) <= ignored_until:
     own.restore_dataset = False
   if cfg is None and given and given.paths() and not given.fallback_to_scratch:
