@@ -26,7 +26,7 @@ from rosetta_t5.parallel.mesh_axes import (
 from rosetta_t5.parallel.partition_specs import check_partition_specs, complete_specs
 from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
-from rosetta_t5.plan.fitting import POLICIES, USABLE, possible_microbatches
+from rosetta_t5.plan.fitting import POLICIES, USABLE, fewest_microbatches
 from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import Workload, workload_of
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
@@ -41,6 +41,7 @@ _MICROBATCHES_PER_STAGE = (8, 16)
 _SAME = 1.03
 # A device that computes fewer positions of a row than this waits for keys and values for too long.
 _FEWEST_POSITIONS = 1024
+_NUM_CHOICES = 3
 # What T5X's runs for experts replace, although the axis `expert` does not need it.
 _STANDARD_CLASSES = (
   "train.partitioner=@partitioning.PjitPartitioner()",
@@ -88,7 +89,7 @@ class Configuration:
     return [f"--gin.{line}" for line in lines]
 
 
-def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list[Configuration]:
+def best_configurations(plan: Any, gpu: Gpu, mfu: float) -> list[Configuration]:
   """Returns the fastest configurations that fit, the fastest first, each on another mesh.
 
   Among those whose times differ by less than the estimate can tell, the one that shards the parameters
@@ -98,7 +99,6 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list
     plan: the run, a `Plan`.
     gpu: the GPU.
     mfu: see `estimate_step`.
-    count: how many to return.
   """
   fastest = [min(found, key=_seconds) for found in _configurations_by_mesh(plan, gpu, mfu) if found]
   least = min(map(_seconds, fastest), default=0.0)
@@ -107,7 +107,7 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float, count: int = 3) -> list
     shards = math.prod(choice.mesh.get(axis, 1) for axis in _SHARDING_AXES)
     return int(math.log(_seconds(choice) / least) / math.log(_SAME)), shards
 
-  return sorted(fastest, key=rank)[:count]
+  return sorted(fastest, key=rank)[:_NUM_CHOICES]
 
 
 def _seconds(configuration: Configuration) -> float:
@@ -138,7 +138,7 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
     found = []
     for policy, fp8, schedule in itertools.product(_policies(work), precisions, _schedules(work)):
       changed = work.replace(remat_policy=policy, fp8=fp8, pipeline=schedule)
-      option = _fewest_microbatches(changed, memory, gpu)
+      option = fewest_microbatches(changed, memory, USABLE * gpu.memory)
       if option:
         inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
         named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
@@ -173,15 +173,6 @@ def _possible_meshes(
 
 def _can_split(lengths: Mapping[str, int], context: int) -> bool:
   return all(n % context == 0 and n // context >= _FEWEST_POSITIONS for n in lengths.values())
-
-
-def _fewest_microbatches(work: Workload, memory: StateMemory, gpu: Gpu) -> Workload | None:
-  """Returns the step in as few microbatches as fit; None if it does not fit."""
-  for number in possible_microbatches(work):
-    option = work.replace(microbatches=number)
-    if sum(memory.step(option).values()) <= USABLE * gpu.memory:
-      return option
-  return None
 
 
 def _schedules(work: Workload) -> Iterator[PipelineSettings]:

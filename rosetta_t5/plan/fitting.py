@@ -33,18 +33,24 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   is_known = hasattr(work.config, "remat_policy") and work.policy in POLICIES
   policies = POLICIES[POLICIES.index(work.policy) :] if is_known else (work.policy,)
   lines: list[str] = []
-  least, fewest = now, int(work.examples) + 1
+  fewest = int(work.examples) + 1
   for policy in policies:
+    option = fewest_microbatches(work.replace(remat_policy=policy), memory, limit)
     # A policy that costs more must need fewer microbatches.
-    for number in [n for n in possible_microbatches(work) if n < fewest]:
-      option = work.replace(microbatches=number, remat_policy=policy)
-      needed = memory.step(option)
-      least = min(least, needed, key=_total)
-      if _total(needed) <= limit:
-        lines.append(f"{changes_text(work, option)}: about {size_text(_total(needed))}")
-        fewest = number
-        break
-  return lines or [_sharding_advice(least)]
+    if option is not None and option.microbatches < fewest:
+      lines.append(f"{changes_text(work, option)}: about {size_text(_total(memory.step(option)))}")
+      fewest = option.microbatches
+  if lines:
+    return lines
+  numbers = list(possible_microbatches(work))
+  options = [work.replace(microbatches=n, remat_policy=p) for p in policies for n in numbers]
+  return [_sharding_advice(min(map(memory.step, [work, *options]), key=_total))]
+
+
+def fewest_microbatches(work: Workload, memory: StateMemory, limit: float) -> Workload | None:
+  """Returns the step in as few microbatches as fit into `limit` bytes; None if it does not fit."""
+  options = (work.replace(microbatches=number) for number in possible_microbatches(work))
+  return next((option for option in options if _total(memory.step(option)) <= limit), None)
 
 
 def _total(parts: Mapping[str, float]) -> float:
