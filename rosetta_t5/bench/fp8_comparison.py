@@ -48,8 +48,6 @@ def text_batches(
 
   Args:
     tokens: int32 [N], the text.
-    batch_size: rows per batch.
-    lengths: the lengths of inputs and targets.
     vocab_size: the sentinels are the last ids, in decreasing order.
 
   Raises:

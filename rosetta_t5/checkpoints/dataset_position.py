@@ -100,12 +100,7 @@ ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_rest
 
 
 def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:
-  """Returns advice on how to continue from a checkpoint while restarting its data.
-
-  Args:
-    checkpoint: the folder of the checkpoint.
-    is_own: whether it is in the run's own MODEL_DIR.
-  """
+  """Returns advice on how to continue from a checkpoint while restarting its data."""
   setting = (
     f"SaveCheckpointConfig.ignore_dataset_until={step_of(checkpoint)}"
     if is_own
@@ -127,9 +122,7 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
   """Raises ValueError if the position in `folder` was stored for batches of other shapes.
 
   Args:
-    folder: the checkpoint.
     stored: `batch_shapes` of the run that wrote it; None if that run stored none.
-    iterator: this run's iterator.
   """
   current = batch_shapes(iterator)
   if not stored or not current or stored == current:

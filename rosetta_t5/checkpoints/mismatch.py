@@ -71,9 +71,6 @@ def find_restorable(
   """Returns the names of `expected` that can be restored from `stored`.
 
   Args:
-    path: the checkpoint, for messages.
-    stored: the checkpoint's arrays, by name.
-    expected: the train state's, by name.
     allow_missing: leave out what the checkpoint lacks, and optimizer state that does not match.
       Otherwise, if nothing but optimizer state differs, all of it is left out.
     allow_unexpected: ignore what only the checkpoint has.

@@ -54,7 +54,6 @@ def restore(
   Args:
     checkpoint_manager: the manager, which knows the train state's shapes and sharding.
     paths: one path, or several.
-    restore_cfg: how to restore.
     fallback_state: nested state dict that provides what the checkpoint lacks.
   """
   if not isinstance(paths, str):
@@ -83,7 +82,6 @@ def check_compatibility(
   Args:
     path: a checkpoint of any layout.
     expected: nested state dict of the train state's leaves (`shape`, `dtype`).
-    restore_cfg: how to restore.
   """
   find_matching_arrays(
     path,
@@ -128,11 +126,7 @@ def check_and_init_fallback_state(
 
   Args:
     checkpoint_manager: the manager that will restore. A user's own class is not checked.
-    paths: the checkpoints.
-    restore_cfg: how to restore.
     expected: the train state's shapes.
-    init_fn: see `get_fallback_state`.
-    init_rng: see `get_fallback_state`.
 
   Raises:
     CheckpointMismatchError: a checkpoint does not match even with the fallback.

@@ -57,9 +57,7 @@ def restore_train_state(
   """Returns the train state stored at `path`, sharded as the partitioner specifies.
 
   Args:
-    path: a checkpoint of any layout.
     train_state: the run's train state, or its shapes.
-    partitioner: specifies the sharding.
     fallback_state: nested state dict that provides what the checkpoint lacks. It also replaces
       optimizer state that does not match.
     **reading: arguments of `read_state`.
@@ -91,7 +89,6 @@ def read_state(
   Names, shapes and dtypes are compared first, so a checkpoint that does not match costs no memory.
 
   Args:
-    path: a checkpoint of any layout.
     expected: nested state dict of the train state's leaves (`shape`, `dtype`).
     shardings: flat dict of the sharding of each leaf.
     params_dtype: the dtype of the floating-point parameters; None for the train state's.
@@ -167,9 +164,7 @@ def add_missing_state(
 
   Args:
     restored: nested state dict with all parameters.
-    train_state: the run's train state, or its shapes.
     shardings: flat dict of the sharding of each leaf.
-    path: the checkpoint, for messages.
   """
   flat = flatten_state_dict(restored, keep_empty_nodes=True)
   leaves = flatten_arrays(train_state.state_dict())

@@ -71,8 +71,6 @@ def apply_save_transformations(
   """Returns the train state's nested dict after T5X's save-time `state_transformation_fns`.
 
   Args:
-    train_state: the state to save.
-    partitioner: specifies how the state is sharded.
     transformations: each `fn(state_dict, parameter_infos)` returns both of them, changed.
   """
   state_dict = train_state.state_dict()
@@ -92,8 +90,6 @@ def convert_parameter_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
   """Returns `params_dtype` for a floating-point parameter and `dtype` for any other leaf.
 
   Args:
-    name: the leaf's flat name.
-    dtype: the leaf's dtype.
     params_dtype: the dtype of floating-point parameters; None for their own.
   """
   is_converted = name.startswith("target/") and jnp.issubdtype(dtype, jnp.floating)
@@ -122,9 +118,6 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
 
   Otherwise a run that fails just after a save would lose that checkpoint, and Orbax's messages about
   the incomplete save would hide the error.
-
-  Args:
-    manager: the checkpoint manager, or None.
   """
   try:
     yield

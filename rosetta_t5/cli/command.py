@@ -122,8 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, with_flags: bool) 
   """Adds a verb's arguments to a parser, its description and its examples.
 
   Args:
-    parser: the parser.
-    name: the verb.
     with_flags: whether T5X's flags are added too, if the verb takes them.
   """
   verb = VERBS[name]

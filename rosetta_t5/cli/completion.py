@@ -45,7 +45,6 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
   Args:
     parser: the parser of `rosetta-t5`. Arguments that take a text complete the names of files.
-    shell: bash or zsh.
   """
   import shtab
 

@@ -160,8 +160,6 @@ def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: st
   """Returns the first data that a run has, with the task, split and batch size of the options.
 
   Args:
-    run: the arguments of `train`.
-    options: the values of the command line.
     *names: the names of these arguments, in order of preference; the training data come last.
   """
   found = [run[name] for name in (*names, "train_dataset_cfg") if run.get(name) is not None]

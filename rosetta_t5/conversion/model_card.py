@@ -104,11 +104,8 @@ def write(
   Language, license and base model are those that the source states. They are never guessed.
 
   Args:
-    folder: the folder, which has no model card.
-    name: the model's name.
     source: the converted checkpoint. If it belongs to a run, the card contains the run's config.gin.
     source_config: the config.json that the model came with; or {}.
-    arrays: the converted arrays by our names.
     verified: sentences about the comparison of the two models.
   """
   config = hugging_face_folder.read_config(folder / hugging_face_folder.CONFIG)

@@ -69,7 +69,6 @@ def read_facts(
   Args:
     path: the checkpoint. Its config is the folder's config.json or, for a run's checkpoint, the
       config.gin in the folder above.
-    arrays: the checkpoint's arrays.
     activations: T5Config.mlp_activations, if the user sets them.
     config: a config.json or config.gin to read instead.
 

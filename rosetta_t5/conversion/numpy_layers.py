@@ -36,10 +36,6 @@ def attend(
   """Returns multi-head dot-product attention [B, T, E], without scaling; heads are side by side in E.
 
   Args:
-    q_BTE: queries.
-    k_BSE: keys.
-    v_BSE: values.
-    num_heads: heads.
     allowed: whether a query sees a key; broadcasts to [B, H, T, S].
     bias: added to the scores; broadcasts to [B, H, T, S].
   """

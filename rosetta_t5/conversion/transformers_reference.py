@@ -35,9 +35,7 @@ def transformers_outputs(
   """Returns the logits of the model in a folder, or an encoder's outputs, in the order of our ids.
 
   Args:
-    folder: a folder of Transformers' layout.
     tokens: our ids for the encoder [1, S] and for the decoder [1, T].
-    facts: facts about the folder's model.
     dtype: the dtype to compute in, float32 or float64.
   """
   import torch

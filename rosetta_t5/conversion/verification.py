@@ -46,7 +46,6 @@ def check(
   Args:
     source: the arrays that were converted.
     folder: what was written, of any layout.
-    facts: facts about the source's model.
     tokenizer: where the tokenizer's files are; None to encode the text as bytes.
     report: receives the differences.
 
@@ -115,9 +114,6 @@ def compute_outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: An
   """Returns the logits of a checkpoint's model, or an encoder's outputs if it has no decoder.
 
   Args:
-    arrays: the checkpoint's arrays.
-    tokens: the inputs of the encoder and of the decoder.
-    facts: facts about the model.
     dtype: the dtype to compute in, float32 or float64.
   """
   # Values are converted as they are read; `astype` would first round them to the array's own dtype.

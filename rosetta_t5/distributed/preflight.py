@@ -26,15 +26,7 @@ _BYTES_ON_GPU, _BYTES_ON_CPU = 256 * 2**20, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-  """What a process reports about itself.
-
-  Attributes:
-    process: its index.
-    host: the host name of its machine.
-    devices: the number of its devices.
-    device_kind: the kind of its devices.
-    versions: the version of each package.
-  """
+  """What a process reports about itself."""
 
   process: int
   host: str
@@ -45,9 +37,6 @@ class ProcessInfo:
 
 def run_preflight(timeout_s: float) -> None:
   """Compares all processes; process 0 prints a table of them and the time of an all-reduce.
-
-  Args:
-    timeout_s: seconds to wait for all processes.
 
   Raises:
     ValueError: versions or devices differ (every process raises it), or the sum is wrong.

@@ -35,9 +35,6 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
 
   Args:
     address: HOST:PORT of process 0.
-    index: the index of this process.
-    count: the number of processes.
-    timeout_s: seconds to wait.
 
   Raises:
     ValueError: two processes have the same index or were given different counts (every process

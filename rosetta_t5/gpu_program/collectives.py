@@ -54,14 +54,7 @@ class CollectiveCall:
 def collective_of(
   program: Program, computation: str, instruction: Instruction, mesh: Mapping[str, int]
 ) -> CollectiveCall | None:
-  """Returns the collective that an instruction starts; None if it starts none.
-
-  Args:
-    program: the program.
-    computation: the computation with the instruction.
-    instruction: the instruction.
-    mesh: the size of each mesh axis, outermost first.
-  """
+  """Returns the collective that an instruction starts; None if it starts none."""
   operands = list(program.operands(computation, instruction))
   if instruction.opcode == "async-start":
     inside = [i for name in instruction.called for i in program.computations[name].values()]

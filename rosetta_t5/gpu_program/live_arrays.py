@@ -52,13 +52,7 @@ class _LiveRange:
 
 
 def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays that are live at peak memory, largest first.
-
-  Args:
-    assignment: XLA's report on its buffer assignment.
-    live_ranges: XLA's report on live ranges.
-    program: the same program.
-  """
+  """Returns the arrays that are live at peak memory, largest first."""
   ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
   changes: collections.Counter[int] = collections.Counter()
   for buffer, members in ranges_of.items():

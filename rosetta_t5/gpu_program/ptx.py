@@ -52,9 +52,7 @@ def kernel_resources(
   """Returns what the kernels with these names need, each variant of a kernel once.
 
   Args:
-    program: the program.
     names: the names of kernels, without the numbers that XLA appends.
-    gpu: the GPU.
 
   Raises:
     ValueError: the assembler is not installed, or does not accept the code.

@@ -100,8 +100,6 @@ def time_program(
   """Returns the timeline of a program.
 
   Args:
-    program: the program.
-    gpu: the GPU.
     mesh: the size of each mesh axis, outermost first.
     unknown_trips: how often a loop runs if the program does not say it, as in decoding.
   """
@@ -129,9 +127,6 @@ class _Scheduler:
   """Walks through the instructions of a program in the order of its schedule.
 
   Attributes:
-    program: the program.
-    gpu: the GPU.
-    mesh: the size of each mesh axis.
     unknown_trips: see `time_program`.
     timeline: the schedule so far.
     now: the time of the kernels' stream.

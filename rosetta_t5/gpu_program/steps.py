@@ -33,7 +33,6 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   Args:
     plan: the run. The mesh of its partitioner is the one in use (`use_abstract_mesh`).
     step: one of `STEPS`: an optimizer step, the loss of an evaluation, decoding, or scoring.
-    gpu: the GPU that it is compiled for.
 
   Raises:
     ValueError: the recipe is not for training, or its arguments do not fit together.
@@ -82,14 +81,7 @@ def _trainer_class(plan: Plan) -> Any:
 def choose_kernel_by_roofline(
   model: Any, batch: Mapping[str, Any], mesh: Mesh, gpu: Gpu
 ) -> KernelChoice:
-  """Returns the attention kernel with the least time for the model's shapes, as `auto` might choose.
-
-  Args:
-    model: the model.
-    batch: the shape and type of each feature of the global batch.
-    mesh: the mesh of devices that the step is compiled for.
-    gpu: the kind of these devices.
-  """
+  """Returns the attention kernel with the least time for the model's shapes, as `auto` might choose."""
   one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(one, PartitionSpec())
   seconds = dict.fromkeys(usable_kernels(model, batch, mesh.shape), 0.0)
@@ -112,10 +104,6 @@ def choose_kernel_by_roofline(
 
 def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the shapes of a global batch, as the model's feature converter makes it; reads no data.
-
-  Args:
-    model: the model.
-    cfg: the `DatasetConfig`, which must contain the lengths.
 
   Raises:
     ValueError: the lengths are those of the longest example, which is unknown without the data.

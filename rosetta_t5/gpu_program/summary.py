@@ -78,16 +78,7 @@ def summarize(
   flops: float | None = None,
   unknown_trips: int = 1,
 ) -> Summary:
-  """Returns the summary of a compiled step.
-
-  Args:
-    program: the compiled step.
-    gpu: see `Summary`, as for the other arguments.
-    mesh: see `Summary`.
-    batch_size: see `Summary`.
-    flops: see `Summary`.
-    unknown_trips: see `time_program`.
-  """
+  """Returns the summary of a compiled step."""
   parsed = parse_program(program.hlo)
   timeline = time_program(parsed, gpu, mesh, unknown_trips)
   sources = {each.kernel.source for each in timeline.kernels if each.kernel.kind == kernels.TRITON}

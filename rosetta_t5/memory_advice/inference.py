@@ -136,13 +136,8 @@ def explain_out_of_memory_in_evaluation(
   """Adds advice to XLA's out-of-memory errors inside the `with`, for an evaluation during training.
 
   Args:
-    model: the model.
-    partitioner: the partitioner.
     initializer: provides the train state's shapes and PartitionSpecs.
     feed: the training data. Its lengths are assumed for the evaluation.
-    cfg: the evaluation's dataset; None if there is none.
-    is_scoring: see `InferenceMemoryAdvisor`.
-    scope: see `InferenceMemoryAdvisor`.
 
   Raises:
     OutOfMemoryError: instead of XLA's error.

@@ -62,12 +62,7 @@ def explain_with(advice: Callable[[], list[str]], general_advice: str) -> Iterat
 
 
 def advice_lines(now: Mapping[str, float], changes: Iterable[Change]) -> list[str]:
-  """Returns lines with the memory that is needed now, and the changes that would save most.
-
-  Args:
-    now: the bytes needed on each device, by what they hold.
-    changes: the possible changes.
-  """
+  """Returns lines with the memory that is needed now, and the changes that would save most."""
   parts = ", ".join(f"{name} {size_text(size)}" for name, size in now.items())
   lines = [
     f"  {change.line}   # {change.condition}saves about {size_text(change.saved)}"

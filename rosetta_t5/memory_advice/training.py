@@ -35,8 +35,6 @@ def explain_out_of_memory(
   the operating system would end the process.
 
   Args:
-    model: the model.
-    partitioner: the partitioner.
     initializer: provides the train state's shapes and PartitionSpecs.
     feed: the training data, whose `element_spec` contains the shapes of the global batch.
     trainer: provides the number of microbatches; None while the state is initialized or restored, so

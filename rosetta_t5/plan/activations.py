@@ -51,10 +51,6 @@ class _Sizes:
 def kept_by_layer(work: Workload, policy: str) -> dict[str, float]:
   """Returns the bytes that one layer of each side keeps for one example.
 
-  Args:
-    work: what the step computes.
-    policy: the rematerialization policy.
-
   Raises:
     AttributeError: the network is unknown.
   """

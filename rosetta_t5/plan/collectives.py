@@ -46,13 +46,7 @@ _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
 
 
 def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective]:
-  """Returns the collectives of a training step.
-
-  Args:
-    params: the shapes of the parameters.
-    specs: the same tree with a PartitionSpec for each.
-    work: what the step computes.
-  """
+  """Returns the collectives of a training step."""
   # Layers are alike: the collectives of one are counted as often as there are layers.
   alike: dict[tuple[str, Any, Any], list[Any]] = collections.defaultdict(list)
   for path, param, spec in named_parameters(params, specs):
@@ -90,14 +84,7 @@ def _merge(collectives: Sequence[Collective]) -> list[Collective]:
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-  """A parameter, and what its collectives follow from.
-
-  Attributes:
-    name: its path in the tree of parameters.
-    array: its shape and dtype.
-    spec: its PartitionSpec.
-    work: what the step computes.
-  """
+  """A parameter, and what its collectives follow from."""
 
   name: str
   array: Any
@@ -254,7 +241,6 @@ def _gradient_sums(
     other_terms: how many of these arrays are not the result of a matmul.
     batch_axes: the batch axes that the parameter is sharded over.
     stored: the parameter's bytes if its optimizer state is sharded over `data`, else None.
-    work: what the step computes.
   """
   all_axes = _batch_axes(work.mesh)
   others = tuple(axis for axis in all_axes if axis not in batch_axes)

@@ -94,11 +94,6 @@ def best_configurations(plan: Any, gpu: Gpu, mfu: float) -> list[Configuration]:
 
   Among those whose times differ by less than the estimate can tell, the one that shards the parameters
   least comes first.
-
-  Args:
-    plan: the run, a `Plan`.
-    gpu: the GPU.
-    mfu: see `estimate_step`.
   """
   fastest = [min(found, key=_seconds) for found in _configurations_by_mesh(plan, gpu, mfu) if found]
   least = min(map(_seconds, fastest), default=0.0)

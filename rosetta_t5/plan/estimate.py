@@ -91,12 +91,7 @@ def estimate_step(
   """Returns what a training step needs on these GPUs.
 
   Args:
-    memory: the memory of the train state, which depends on the mesh.
-    params: the shapes of the parameters.
-    specs: the same tree with a PartitionSpec for each.
-    work: what the step computes.
     flops: the floating-point operations of a step, on all devices together.
-    gpu: the GPU.
     mfu: the share of its peak FLOP/s that a GPU reaches in bfloat16 if it never waits for others.
   """
   traffic = []

@@ -20,11 +20,6 @@ def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
   """Returns alternative changes with which a step fits, one per line.
 
   The list is empty if the step fits already, or if its network is unknown.
-
-  Args:
-    state: the shapes of the train state.
-    specs: the same tree with a PartitionSpec for each array.
-    work: what the step computes.
   """
   memory = StateMemory.of(state, specs, work)
   now, limit = memory.step(work), USABLE * GPU.memory

@@ -30,9 +30,7 @@ def seconds_on_links(
 
   Args:
     wire_bytes: the bytes that each device sends.
-    axes: the mesh axes of the group.
     mesh: the size of each axis, outermost first; the innermost devices are neighbors.
-    gpu: the GPU.
     efficiency: the share of a link's bandwidth that the collective reaches.
   """
   members = members_per_node(axes, mesh)

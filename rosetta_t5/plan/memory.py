@@ -30,13 +30,7 @@ _TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_wei
 
 
 def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
-  """Returns the bytes per device of a train state's parts, "params" and, if it has one, "optimizer".
-
-  Args:
-    state: the train state's shapes.
-    specs: the same tree with a PartitionSpec for each array.
-    mesh: the size of each mesh axis.
-  """
+  """Returns the bytes per device of a train state's parts, "params" and, if it has one, "optimizer"."""
   parts = {"params": (state.params, specs.params)}
   if hasattr(state, "optimizer_def"):
     parts["optimizer"] = (state.param_states, specs.param_states)
@@ -77,9 +71,6 @@ def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: i
   """Returns the bytes per device of the gradients.
 
   Args:
-    params: the shapes of the parameters.
-    specs: the same tree with a PartitionSpec for each.
-    mesh: the size of each mesh axis.
     itemsize: the bytes of a number in the gradient of a kernel.
   """
   totals = {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
@@ -111,11 +102,6 @@ def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
 
   The parts are "params", "optimizer", "gradients" and, unless the network is unknown, "activations"
   and, if they exist at that moment, "logits".
-
-  Args:
-    state: the train state's shapes.
-    specs: the same tree with a PartitionSpec for each array.
-    work: what the step computes.
   """
   return StateMemory.of(state, specs, work).step(work)
 
@@ -161,11 +147,6 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   That is when the gradient of the logits exists; at the beginning of the decoder's or of the encoder's
   backward pass; when all gradients exist; and, if activations are split by length and nothing is
   rematerialized, when XLA computes the gradients of kernels that it has deferred.
-
-  Args:
-    params: the bytes of the parameters.
-    gradients: the bytes of their gradients.
-    work: what the step computes.
   """
   examples, target = work.examples / work.microbatches, work.positions["decoder"]
   per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)

@@ -173,12 +173,6 @@ def workload_of(
   """Returns what a step of a run computes.
 
   Args:
-    model: the model.
-    partitioner: the partitioner.
-    lengths: see `Workload`.
-    batch_size: the number of examples in the global batch.
-    mesh: the size of each mesh axis.
-    microbatches: the number of microbatches.
     fp8: whether a run will compute in fp8 with this model. A run's own model knows it.
   """
   return Workload(
@@ -205,11 +199,7 @@ def batch_workload(
   """Returns what a step on a batch of these shapes computes.
 
   Args:
-    model: the model.
-    partitioner: the partitioner.
     shapes: the shape [B, L] of each feature of the global batch.
-    mesh: the size of each mesh axis.
-    microbatches: the number of microbatches.
   """
   features = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
   lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
@@ -223,8 +213,6 @@ def pipeline_notes(
   """Returns the schedule of a run's pipeline as a line of its header; [] if there is none.
 
   Args:
-    model: the model.
-    partitioner: the partitioner.
     batch: the shape and type of each feature of the global batch.
     microbatches: the number of microbatches whose gradients are added up.
   """
@@ -264,8 +252,6 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
   """Returns the train state with a ShapeDtypeStruct for each array.
 
   Args:
-    model: the model.
-    batch_size: the number of examples in a batch.
     lengths: see `input_lengths`.
     trained: whether the state includes that of the optimizer.
   """

@@ -34,7 +34,6 @@ def exclusive_output(path: str | os.PathLike[str], create: bool = False) -> Iter
   """Locks a file or folder inside the `with`, so that no other command writes to it.
 
   Args:
-    path: the file or folder.
     create: whether it is a new file, which must not exist yet.
 
   Raises:

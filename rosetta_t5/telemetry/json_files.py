@@ -35,7 +35,6 @@ def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
   """Turns the errors of a body that reads unexpected parsed values into a ValueError with the path.
 
   Args:
-    path: the file.
     what: what the file must describe.
   """
   try:

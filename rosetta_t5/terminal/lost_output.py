@@ -18,12 +18,7 @@ EXIT_STATUS = os.EX_IOERR
 
 @dataclasses.dataclass
 class Lost:
-  """What was lost of one kind.
-
-  Attributes:
-    count: how much.
-    reason: the first error.
-  """
+  """What was lost of one kind."""
 
   count: int
   reason: str

@@ -135,7 +135,6 @@ def track(
   """Yields the items and shows how many have been used. Ctrl-C can end the operation between two.
 
   Args:
-    items: the items.
     label: what is done.
     total: how many items there are; None if that is unknown.
     unit: of `total`.

@@ -19,9 +19,6 @@ def with_averages(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
 
   They are those of `average_parameters`, or of a schedule-free optimizer: (y − (1 − b1)·z) / b1 for
   the stored parameters y.
-
-  Args:
-    arrays: the arrays by flat name.
   """
   averaged = dict(arrays)
   for prefix in [match[1] for match in map(_SCHEDULE_FREE.fullmatch, arrays) if match]:

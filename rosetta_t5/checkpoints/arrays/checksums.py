@@ -124,7 +124,6 @@ def write(
   """Writes the checksums of the arrays that a process stored in `folder`.
 
   Args:
-    folder: the folder of the arrays.
     arrays: the checksums of this process's blocks, by the arrays' names.
     process: the index of this process.
     processes: how many processes store the arrays.
@@ -142,7 +141,6 @@ def read(folder: epath.PathLike, with_run_facts: bool) -> dict[str, ArrayChecksu
   """Returns the checksums of the arrays in `folder` by name; None if they were saved without.
 
   Args:
-    folder: the folder of the arrays.
     with_run_facts: whether the checkpoint's run facts have a checksum. Then the arrays have, too.
 
   Raises:
@@ -183,11 +181,6 @@ def verified(
   arrays: Mapping[str, StoredArray], checksums: Mapping[str, ArrayChecksums], folder: epath.PathLike
 ) -> dict[str, StoredArray]:
   """Returns arrays that verify their values when they are read, and raise ChecksumError.
-
-  Args:
-    arrays: the arrays by name.
-    checksums: their checksums.
-    folder: the folder of the arrays, for messages.
 
   Raises:
     ChecksumError: the names, shapes or dtypes differ from those that were saved.

@@ -80,8 +80,6 @@ def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int])
   """Returns the part of a program that computes `output`.
 
   Args:
-    program: the whole program.
-    output: one of its output variables.
     producers: for each variable, the index of the equation that computes it.
   """
   needed: set[int] = set()

@@ -151,8 +151,6 @@ def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int
   An optimizer's state has all axes of its parameter or, where Adafactor stores means, some of them.
 
   Args:
-    name: the leaf's name.
-    leaf: anything with `shape`.
     tree: the tree that contains the leaf and its parameter.
     axis: the layers' axis in parameters.
   """

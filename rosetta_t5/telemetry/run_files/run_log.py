@@ -19,7 +19,6 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **facts: Any) -> bo
   """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
 
   Args:
-    model_dir: the run's folder; created if absent.
     event: `start`, `end`, `lost` or `restored`.
     **facts: numbers, texts, and lists and dictionaries of them.
 
@@ -50,10 +49,7 @@ def log_end(model_dir: str | os.PathLike[str], step: int, reason: str, **facts: 
   """Logs the end of a run, and the output that it has lost.
 
   Args:
-    model_dir: the run's folder.
-    step: the number of completed steps.
     reason: `finished`, `interrupted` or `failed`.
-    **facts: more about the reason.
   """
   if lost := lost_output.all_lost():
     facts["lost"] = lost_output.describe(lost)
@@ -76,12 +72,7 @@ class LostOutputLog:
   """Reports that a run has lost output, as soon as the log can be written again."""
 
   def __init__(self, model_dir: str | os.PathLike[str], print_line: Callable[[str], None]):
-    """Prepares the log.
-
-    Args:
-      model_dir: the run's folder.
-      print_line: prints a line on the console.
-    """
+    """Prepares the log."""
     self._model_dir, self._print_line = model_dir, print_line
     self._reported: set[str] = set()
 

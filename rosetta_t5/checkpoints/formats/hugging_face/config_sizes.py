@@ -23,7 +23,6 @@ def check_config(file: Any, config: Mapping[str, Any], arrays: Mapping[str, Stor
 
   Args:
     file: the path of config.json, for messages.
-    config: its content.
     arrays: the model's arrays in the plain tree, by our names.
 
   Raises:

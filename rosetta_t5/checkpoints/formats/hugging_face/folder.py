@@ -106,7 +106,6 @@ def read_config(
   """Returns the content of a config.json.
 
   Args:
-    file: its path.
     families: the accepted values of `model_type`.
 
   Raises:
@@ -159,9 +158,6 @@ def write(
   """Writes the weights (in shards if they are large), config.json and a tokenizer's files.
 
   Args:
-    folder: an existing folder.
-    weights: the weights by Transformers' names.
-    config: the content of config.json.
     tokenizer: a folder or one file to copy the tokenizer from.
     shard_bytes: the largest size of a file, in bytes.
   """

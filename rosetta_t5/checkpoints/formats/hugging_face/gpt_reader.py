@@ -83,7 +83,6 @@ def read_arrays(
 
   Args:
     weights: {Transformers' name: array}, without the prefix `transformer.`.
-    config: the content of config.json.
 
   Raises:
     ValueError: weights are missing, or belong to another architecture.

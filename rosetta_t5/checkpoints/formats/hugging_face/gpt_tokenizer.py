@@ -28,7 +28,6 @@ def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str
 
   Args:
     root: a folder with GPT-2's vocab.json and merges.txt, with spiece.model, or with neither.
-    config: the content of config.json.
 
   Returns:
     The entries of config.json that must change.

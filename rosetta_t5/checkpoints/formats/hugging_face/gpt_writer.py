@@ -65,7 +65,6 @@ def make_config(
 
   Args:
     arrays: the weights by our names.
-    config: the network's config.
     family: 'gpt2' or 'gpt_neo'.
     ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
@@ -170,8 +169,6 @@ def make_weights(
   """Returns {Transformers' name: array} for weights in the plain tree.
 
   Args:
-    arrays: the weights by our names.
-    config: the network's config.
     their_config: the config.json that `make_config` returned.
   """
   family = their_config["model_type"]

@@ -105,7 +105,6 @@ def config_entries(arrays: Mapping[str, StoredArray], expert_capacity: int) -> d
   """Returns the entries of config.json that describe the experts.
 
   Args:
-    arrays: the model's arrays in the plain tree.
     expert_capacity: the number of slots of an expert in a row.
 
   Raises:

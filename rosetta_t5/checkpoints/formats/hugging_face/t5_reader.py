@@ -26,10 +26,6 @@ def read_arrays(
   (UMT5), they remain the layers'. The output layer is left out if it is the embedding table divided
   by √d_model, which is how T5 1.0 computes logits.
 
-  Args:
-    weights: {Transformers' name: array}.
-    config: the content of config.json.
-
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
