@@ -6,30 +6,14 @@ import atexit
 import gc
 import resource
 import sys
-from typing import NamedTuple
 
 from rosetta_t5.terminal import ctrl_c, standard_streams
 
-
-class Limit(NamedTuple):
-  """A limit of the operating system.
-
-  Attributes:
-    command: the shell's command that prints and sets it.
-    resource: its number in Python's module `resource`.
-    unit: how many bytes or threads the shell counts as one.
-    sufficient: the number of bytes or threads that is always enough.
-  """
-
-  command: str
-  resource: int
-  unit: int
-  sufficient: int
-
-
+# The shell's command, the limit in Python's module `resource`, the bytes or threads that the shell counts
+# as one, and the bytes or threads that are always enough.
 _LIMITS = (
-  Limit("ulimit -v", resource.RLIMIT_AS, unit=1024, sufficient=sys.maxsize),  # address space
-  Limit("ulimit -u", resource.RLIMIT_NPROC, unit=1, sufficient=1024),  # all threads of the user
+  ("ulimit -v", resource.RLIMIT_AS, 1024, sys.maxsize),  # address space
+  ("ulimit -u", resource.RLIMIT_NPROC, 1, 1024),  # all threads of the user
 )
 
 
@@ -62,11 +46,11 @@ def begin(name: str) -> None:
 def _notes_on_limits() -> list[str]:
   """Returns a note on each limit because of which a library may abort the process."""
   notes = []
-  for limit in _LIMITS:
-    value, _ = resource.getrlimit(limit.resource)
-    if value != resource.RLIM_INFINITY and value < limit.sufficient:
+  for command, limit, unit, sufficient in _LIMITS:
+    value, _ = resource.getrlimit(limit)
+    if value != resource.RLIM_INFINITY and value < sufficient:
       notes.append(
-        f"note     {limit.command} is {value // limit.unit:,}: libraries that need more abort without an "
-        f"explanation; try `{limit.command} unlimited`, or ask your administrator"
+        f"note     {command} is {value // unit:,}: libraries that need more abort without an "
+        f"explanation; try `{command} unlimited`, or ask your administrator"
       )
   return notes

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -139,7 +138,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
         **shared,
         checkpoints_dir="",
         dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
-        restore_dtype=jnp.dtype(restore_cfg.dtype) if restore_cfg.dtype else None,
+        restore_dtype=restore_cfg.dtype,
       )
     self._checkpointer = LegacyCheckpointer(
       save_checkpointer=saver,
