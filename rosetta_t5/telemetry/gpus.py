@@ -162,7 +162,6 @@ def gpu_of(device_kind: str) -> Gpu | None:
   for gpu in GPUS.values():
     if gpu.kind == device_kind:
       return gpu
-  by_model = {"H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200", "L40S": "l40s"}
   words = re.split(r"[^A-Z0-9]+", device_kind.upper())
-  is_known = "NVL" not in words  # H100 NVL has other rates
-  return next((GPUS[key] for model, key in by_model.items() if model in words and is_known), None)
+  found = (gpu for key, gpu in GPUS.items() if key.upper() in words)
+  return None if "NVL" in words else next(found, None)  # H100 NVL has other rates
