@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any
 
 
@@ -27,6 +28,19 @@ def one_of(choices: Collection[str]) -> Condition:
   """Returns the condition that a value is one of a few strings."""
   known = tuple(choices)
   return Condition(f"one of {', '.join(map(repr, known))}", lambda value: value in known, known)
+
+
+def near_hint(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+  """Returns " (did you mean 'x'?)" for the known name most similar to `name`, or ""."""
+  near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+  return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
+  """Raises ValueError, with the most similar known value, unless the argument `name` has a known one."""
+  if value not in known:
+    names, hint = ", ".join(map(repr, known)), near_hint(str(value), known)
+    raise ValueError(f"{name} must be one of {names}, got {value!r}{hint}")
 
 
 def _is_float_dtype(value: Any) -> bool:

@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data
-from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
+from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
@@ -101,7 +101,7 @@ def infer(
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
   del checkpoint_ds_iter, use_orbax
-  result_files.check_mode(mode)
+  check_one_of("infer.mode", mode, _MODEL_METHODS)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   result_files.check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])

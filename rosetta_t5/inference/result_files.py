@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import array_to_lists
@@ -28,12 +29,6 @@ MODES = ("predict", "score", "predict_with_aux")
 COMPLETED = ".COMPLETED"
 _SETTINGS = "settings.json"
 _PRETOKENIZED = "_pretokenized"
-
-
-def check_mode(mode: str) -> None:
-  """Raises ValueError unless `mode` is a mode of inference."""
-  if mode not in MODES:
-    raise ValueError(f"infer.mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 def check_output_dir(binding: str, folder: str) -> None:
@@ -89,7 +84,7 @@ def write_inferences_to_file(
   Raises:
     ValueError: arguments are missing or contradict each other.
   """
-  check_mode(mode)
+  check_one_of("infer.mode", mode, MODES)
   if mode != "score" and vocabulary is None:
     raise ValueError(f"write_inferences_to_file needs a vocabulary in mode {mode!r}: give one")
   if include_all_inputs and input_fields_to_include is not None:

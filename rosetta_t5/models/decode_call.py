@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from rosetta_t5.argument_types import near_hint
 from rosetta_t5.decoding import TokensToLogits
 
 # T5X's name.
@@ -108,11 +108,9 @@ def _check_names(decode_fn: Callable[..., Any], params: Mapping[str, Any]) -> No
   for name in params:
     if not accepts(decode_fn, name):
       known = list(inspect.signature(decode_fn).parameters)
-      near = difflib.get_close_matches(name, known, n=1)
       raise ValueError(
         f"decoder_params has {name!r}, which the decode function {_name(decode_fn)} does not accept"
-        + (f" (did you mean {near[0]!r}?)" if near else "")
-        + f": it accepts {', '.join(known)}"
+        f"{near_hint(name, known)}: it accepts {', '.join(known)}"
       )
 
 

@@ -14,17 +14,10 @@ from rosetta_t5.argument_types import (
   Positive,
   PositiveNumber,
   Rate,
+  check_one_of,
   one_of,
 )
-from rosetta_t5.networks.expert_settings import ExpertSettings
-from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import MakeMatmul
-from rosetta_t5.networks.t5_config import (
-  AttentionKernel,
-  RematPolicy,
-  check_layer_settings,
-  check_one_of,
-)
+from rosetta_t5.networks.t5_config import LayerSettings, RematPolicy
 
 POSITIONS = ("relative", "learned", "rotary")
 NORMS = ("rms", "layer")
@@ -33,8 +26,8 @@ Norm = Annotated[str, one_of(NORMS)]
 
 
 @struct.dataclass
-class TransformerConfig(ExpertSettings):
-  """The sizes and settings of a decoder-only model; `ExpertSettings` has those of mixtures of experts.
+class TransformerConfig(LayerSettings):
+  """The sizes and settings of a decoder-only model; `LayerSettings` has those that all networks share.
 
   The defaults are T5X's decoder-only model, which has T5's layers. GPT-2 and GPT-3 (Radford et al.
   2019, Brown et al. 2020) use positions 'learned', norm 'layer', use_bias, scale_queries, and
@@ -53,8 +46,6 @@ class TransformerConfig(ExpertSettings):
     logits_via_embedding: whether the output layer is the embedding table.
     float32_attention_logits: see `T5Config`.
     scale_attn_logits: see `T5Config`.
-    fuse_qkv_params: see `T5Config`.
-    attention_kernel: see `T5Config`.
     remat_policy: see `T5Config`.
     positions: 'relative' adds T5's bias, which all layers share; 'learned' adds a learned vector to
       each token's embedding; 'rotary' rotates queries and keys.
@@ -71,10 +62,7 @@ class TransformerConfig(ExpertSettings):
     padding_never_follows: whether padding, token 0, has probability 0.
     scan_layers: whether layers are scanned and their parameters stacked under `decoder/decoder`,
       which suits deep models. It excludes relative positions.
-    make_product: see `T5Config`.
-    transpose_batch_sequence: see `T5Config`.
-    attention_class: the class of the attention layers; not a field, so users cannot set it.
-    param_scan_axis: the axis that parameters are stacked along; not a field either.
+    param_scan_axis: the axis that parameters are stacked along; not a field, so users cannot set it.
   """
 
   vocab_size: Positive
@@ -89,8 +77,6 @@ class TransformerConfig(ExpertSettings):
   logits_via_embedding: bool = False
   float32_attention_logits: bool = False
   scale_attn_logits: bool = False
-  fuse_qkv_params: bool = False
-  attention_kernel: AttentionKernel = "auto"
   remat_policy: RematPolicy = "none"
   positions: Positions = "relative"
   max_length: Positive = 2048
@@ -103,15 +89,12 @@ class TransformerConfig(ExpertSettings):
   local_attention_window: Positive | None = None
   padding_never_follows: bool = False
   scan_layers: bool = False
-  make_product: MakeMatmul | None = None
-  transpose_batch_sequence: bool = False
 
-  attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
   param_scan_axis: ClassVar[int] = 1
 
   def __post_init__(self) -> None:
     """Refuses settings that the layers do not support or that contradict each other."""
-    check_layer_settings(self)
+    super().__post_init__()
     check_one_of("TransformerConfig.positions", self.positions, POSITIONS)
     check_one_of("TransformerConfig.norm", self.norm, NORMS)
     for is_contradiction, advice in self._contradictions():

@@ -15,10 +15,11 @@ import flax.linen as nn
 import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
-from rosetta_t5.networks.t5_config import check_one_of, replace_config
+from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.sharding_constraints import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.

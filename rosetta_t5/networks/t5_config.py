@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
-from rosetta_t5.argument_types import FloatDType, NonNegative, Positive, Rate, one_of
+from rosetta_t5.argument_types import (
+  FloatDType,
+  NonNegative,
+  Positive,
+  Rate,
+  check_one_of,
+  one_of,
+)
 from rosetta_t5.networks.expert_settings import EXPERT_DISPATCHES, ROUTERS, ExpertSettings
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MakeMatmul
@@ -22,9 +28,56 @@ AttentionKernel = Annotated[str, one_of(ATTENTION_KERNELS)]
 RematPolicy = Annotated[str, one_of(REMAT_POLICIES)]
 
 
+@struct.dataclass(kw_only=True)
+class LayerSettings(ExpertSettings):
+  """How layers are computed, which all networks share; `ExpertSettings` has those of mixtures of experts.
+
+  Scripts set the boolean switches to 1 or 0; these become True or False.
+
+  Attributes:
+    transpose_batch_sequence: whether activations are [length, batch, ...] inside the layers. Results
+      do not change.
+    fuse_qkv_params: whether one matmul computes queries, keys and values (in cross-attention, keys
+      and values). Parameters and checkpoints do not change.
+    attention_kernel: auto, xla, cudnn or flash; see `networks.kernel_choice`.
+    make_product: returns the function that computes the matmuls of the attention and feed-forward
+      projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
+    attention_class: the class of the attention layers; not a field, so users cannot set it.
+  """
+
+  transpose_batch_sequence: bool = False
+  fuse_qkv_params: bool = False
+  attention_kernel: AttentionKernel = "auto"
+  make_product: MakeMatmul | None = None
+
+  attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
+
+  def __post_init__(self) -> None:
+    """Refuses settings that the layers do not support."""
+    name = type(self).__name__
+    config: Any = self  # Subclasses have `dtype` and `remat_policy`, whose positions are T5X's.
+    if jnp.dtype(config.dtype) == jnp.float16:
+      raise ValueError(
+        f"{name}.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
+      )
+    for switch in ("transpose_batch_sequence", "fuse_qkv_params"):
+      if (value := getattr(self, switch)) not in (0, 1):
+        raise ValueError(f"{name}.{switch} = {value!r} must be True or False, or 1 or 0")
+      object.__setattr__(self, switch, bool(value))
+    check_one_of(f"{name}.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
+    check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
+    check_one_of(f"{name}.router", self.router, ROUTERS)
+    check_one_of(f"{name}.expert_dispatch", self.expert_dispatch, EXPERT_DISPATCHES)
+    if self.router != "switch" and self.num_experts == 1:
+      raise ValueError(
+        f"{name}.router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = "
+        "'switch'"
+      )
+
+
 @struct.dataclass
-class T5Config(ExpertSettings):
-  """The sizes and settings of a T5 model; `ExpertSettings` describes those of mixtures of experts.
+class T5Config(LayerSettings):
+  """The sizes and settings of a T5 model; `LayerSettings` has those that all networks share.
 
   Attributes:
     vocab_size: the number of rows of the embedding table; at least the vocabulary's size.
@@ -40,16 +93,8 @@ class T5Config(ExpertSettings):
     logits_via_embedding: whether the output layer is the embedding table (T5 1.0).
     float32_attention_logits: whether attention logits and softmax are float32 under bfloat16.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim.
-    transpose_batch_sequence: whether activations are [length, batch, ...] inside the layers. Results
-      do not change.
-    fuse_qkv_params: whether one matmul computes queries, keys and values (in cross-attention, keys
-      and values). Parameters and checkpoints do not change.
-    attention_kernel: auto, xla, cudnn or flash; see `networks.kernel_choice`.
     remat_policy: what a layer saves for its backward pass; see `layer_stack.remat_layer`.
-    make_product: returns the function that computes the matmuls of the attention and feed-forward
-      projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
     decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
-    attention_class: the class of the attention layers; not a field, so users cannot set it.
   """
 
   vocab_size: Positive
@@ -65,61 +110,8 @@ class T5Config(ExpertSettings):
   logits_via_embedding: bool = False
   float32_attention_logits: bool = False
   scale_attn_logits: bool = False
-  transpose_batch_sequence: bool = False
-  fuse_qkv_params: bool = False
-  attention_kernel: AttentionKernel = "auto"
   remat_policy: RematPolicy = "none"
-  make_product: MakeMatmul | None = None
   decoder_expert_layer_period: Positive | None = None
-
-  attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
-
-  def __post_init__(self) -> None:
-    """Refuses settings that T5 cannot be trained with."""
-    check_layer_settings(self)
-
-
-def check_layer_settings(config: Any) -> None:
-  """Checks the settings that `T5Config` and `TransformerConfig` share.
-
-  Scripts set the boolean switches to 1 or 0; these become True or False.
-
-  Raises:
-    ValueError: a setting has a value that the layers do not support.
-  """
-  name = type(config).__name__
-  if jnp.dtype(config.dtype) == jnp.float16:
-    raise ValueError(
-      f"{name}.dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
-    )
-  for switch in ("transpose_batch_sequence", "fuse_qkv_params"):
-    if (value := getattr(config, switch)) not in (0, 1):
-      raise ValueError(f"{name}.{switch} = {value!r} must be True or False, or 1 or 0")
-    object.__setattr__(config, switch, bool(value))
-  check_one_of(f"{name}.attention_kernel", config.attention_kernel, ATTENTION_KERNELS)
-  check_one_of(f"{name}.remat_policy", config.remat_policy, REMAT_POLICIES)
-  check_one_of(f"{name}.router", config.router, ROUTERS)
-  check_one_of(f"{name}.expert_dispatch", config.expert_dispatch, EXPERT_DISPATCHES)
-  if config.router != "switch" and config.num_experts == 1:
-    raise ValueError(
-      f"{name}.router = {config.router!r} needs at least 2 experts, got num_experts = 1: set router = "
-      "'switch'"
-    )
-
-
-def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
-  """Checks the value of the setting `name`.
-
-  Raises:
-    ValueError: the value is not among the known ones.
-  """
-  if value in known:
-    return
-  near = difflib.get_close_matches(str(value), known, n=1)
-  raise ValueError(
-    f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
-    + (f" (did you mean {near[0]!r}?)" if near else "")
-  )
 
 
 def replace_config(model: Any, **changes: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+
+from rosetta_t5.argument_types import near_hint
 
 PIPELINE_AXIS = "pipeline"
 DATA_AXIS = "data"
@@ -85,8 +86,7 @@ def sizes_from_counts(
 def _check_counts(counts: Mapping[str, int]) -> None:
   for name, size in counts.items():
     if name not in _AXES:
-      near = difflib.get_close_matches(name, _AXES, 1, cutoff=0.5)
-      hint = f" (did you mean {near[0]!r}?)" if near else ""
+      hint = near_hint(name, _AXES, cutoff=0.5)
       model = " (use 'tensor' for T5X's axis `model`)" if name == MODEL_AXIS else ""
       raise ValueError(
         f"{_SETTING} = {dict(counts)} has an unknown axis {name!r}{hint}{model}. The axes must be "

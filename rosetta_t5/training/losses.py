@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import math
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from rosetta_t5.argument_types import PositiveNumber
+from rosetta_t5.argument_types import PositiveNumber, near_hint
 from rosetta_t5.kernels.cross_entropy import cross_entropy
 
 Scalar = float | int | Num[Array, ""]
@@ -135,11 +134,9 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
   names = SpecialLossNormalizingFactor.__members__
   if x.upper() in names:
     return names[x.upper()]
-  near = difflib.get_close_matches(x.upper(), names, n=1)
   raise ValueError(
-    f"unknown loss_normalizing_factor {x!r}"
-    + (f" (did you mean {near[0]!r}?)" if near else "")
-    + f": set LOSS_NORMALIZING_FACTOR to a number, None, or one of {', '.join(names)}"
+    f"unknown loss_normalizing_factor {x!r}{near_hint(x.upper(), names)}: set "
+    f"LOSS_NORMALIZING_FACTOR to a number, None, or one of {', '.join(names)}"
   )
 
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.argument_types import NonNegative, NonNegativeNumber, Positive
+from rosetta_t5.argument_types import NonNegative, NonNegativeNumber, Positive, near_hint
 
 Schedule = Callable[[int | jax.Array], jax.Array]
-
-# Each factor, and the argument that it divides by, which must be positive.
-_DIVISORS = {
-  "constant": None,
-  "linear_warmup": "warmup_steps",
-  "linear_decay": "warmup_steps",
-  "rsqrt_decay": "warmup_steps",
-  "rsqrt_normalized_decay": "warmup_steps",
-  "decay_every": "steps_per_decay",
-  "cosine_decay": "steps_per_cycle",
-}
 
 
 def create_learning_rate_scheduler(
@@ -92,14 +80,20 @@ def create_learning_rate_scheduler(
     "decay_every": lambda s: decay_factor ** (s // steps_per_decay),
     "cosine_decay": cosine_decay,
   }
-  names = [name.strip() for name in factors.split("*")]
+  # What each factor divides by; the others but `constant` divide by `warmup_steps`.
   divisors = {
-    "warmup_steps": warmup_steps,
-    "steps_per_decay": steps_per_decay,
-    "steps_per_cycle": steps_per_cycle,
+    "decay_every": ("steps_per_decay", steps_per_decay),
+    "cosine_decay": ("steps_per_cycle", steps_per_cycle),
   }
+  names = [name.strip() for name in factors.split("*")]
   for name in names:
-    _check_factor(name, factors, divisors)
+    if name not in formulas:
+      raise ValueError(
+        f"unknown factor {name!r}{near_hint(name, formulas)} in "
+        f"create_learning_rate_scheduler.factors = {factors!r}: it must be one of {', '.join(formulas)}"
+      )
+    if name != "constant":
+      _check_divisor(name, factors, *divisors.get(name, ("warmup_steps", warmup_steps)))
 
   def learning_rate(step: int | jax.Array) -> jax.Array:
     # The step stays an integer, because float32 cannot represent every step beyond 2**24.
@@ -112,17 +106,9 @@ def create_learning_rate_scheduler(
   return learning_rate
 
 
-def _check_factor(name: str, factors: str, divisors: Mapping[str, int]) -> None:
-  if name not in _DIVISORS:
-    near = difflib.get_close_matches(name, _DIVISORS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(
-      f"unknown factor {name!r}{hint} in create_learning_rate_scheduler.factors = {factors!r}: "
-      f"it must be one of {', '.join(_DIVISORS)}"
-    )
-  divisor = _DIVISORS[name]
-  if divisor is not None and divisors[divisor] <= 0:
+def _check_divisor(name: str, factors: str, divisor: str, number: int) -> None:
+  if number <= 0:
     raise ValueError(
       f"create_learning_rate_scheduler.{divisor} must be positive for the factor {name!r}, got "
-      f"{divisors[divisor]}: set it to 1 or more, or remove {name!r} from factors = {factors!r}"
+      f"{number}: set it to 1 or more, or remove {name!r} from factors = {factors!r}"
     )

@@ -172,13 +172,16 @@ def test_the_same_arguments_give_the_same_task_and_other_arguments_under_its_nam
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"objective": "spans"}, r"objective must be one of span_corruption, prefix_lm.*, got 'spans'"),
+    (
+      {"objective": "spans"},
+      r"objective must be one of 'span_corruption', 'prefix_lm'.*, got 'spans'",
+    ),
     ({"inputs": "title"}, r"or set objective = 'seq2seq'"),
     ({"objective": "seq2seq"}, r"needs file_task\.inputs and file_task\.targets"),
-    ({"metrics": ["bluu"]}, r"metrics must be among accuracy, bleu, .*, got 'bluu'"),
-    ({"on_bad_example": "stop"}, r"on_bad_example must be one of skip, refuse, got 'stop'"),
+    ({"metrics": ["bluu"]}, r"metrics must be one of 'accuracy', 'bleu', .*, got 'bluu'"),
+    ({"on_bad_example": "stop"}, r"on_bad_example must be one of 'skip', 'refuse', got 'stop'"),
     ({"format": "xml"}, r"format must be one of .*, got 'xml'"),
-    ({"text_unit": "page"}, r"text_unit must be one of line, .*got 'page'"),
+    ({"text_unit": "page"}, r"text_unit must be one of 'line', .*got 'page'"),
   ],
 )
 def test_wrong_arguments_are_refused_with_what_to_set(

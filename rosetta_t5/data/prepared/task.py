@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, one_of
+from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, check_one_of, one_of
 from rosetta_t5.data.prepared.batch_objectives import OBJECTIVES, make_objectives
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 from rosetta_t5.data.prepared.prepared_batches import Batches, PreparedIterator
@@ -57,10 +57,7 @@ class PreparedTask:
   mean_span_length: PositiveNumber = 3.0
 
   def __post_init__(self) -> None:
-    if self.objective not in OBJECTIVES:
-      raise ValueError(
-        f"prepared_task.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
-      )
+    check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
     if self.rates is not None and len(self.rates) != len(self.folders):
       raise ValueError(
         "prepared_task must have one rate for each folder, got "

@@ -12,6 +12,8 @@ from typing import ClassVar
 
 from absl import logging
 
+from rosetta_t5.argument_types import check_one_of
+
 POLICIES = ("skip", "refuse")
 _LOGGED_REASONS = 10  # For each of the first reasons, the first bad example is logged.
 # If all of the first records are bad, it is the wrong file, or it is read in the wrong way.
@@ -76,8 +78,7 @@ class BadExamples:
     Raises:
       ValueError: the policy is unknown.
     """
-    if policy not in POLICIES:
-      raise ValueError(f"on_bad_example must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_one_of("on_bad_example", policy, POLICIES)
     self.counts: collections.Counter[str] = collections.Counter()
     self.first: BadExample | None = None
     self._policy = policy

@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from rosetta_t5.argument_types import check_one_of
+
 # The suffixes of each format. The suffix of a compression may follow.
 FORMATS = {
   "text": (".txt", ".text", ".md", ".tokens"),
@@ -45,10 +47,9 @@ class Layout:
   text_unit: str = "line"
 
   def __post_init__(self) -> None:
-    if self.format not in (None, *FORMATS):
-      raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-    if self.text_unit not in TEXT_UNITS:
-      raise ValueError(f"text_unit must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}")
+    if self.format is not None:
+      check_one_of("format", self.format, FORMATS)
+    check_one_of("text_unit", self.text_unit, TEXT_UNITS)
 
 
 DEFAULT_LAYOUT = Layout()

@@ -6,11 +6,11 @@ is therefore registered only if its name is free, and it is removed if t5 regist
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.local_files.dataset_folders import (
   data_folders,
   find_distributed_files,
@@ -67,12 +67,7 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
   Raises:
     ValueError: there is no known task of this name.
   """
-  if name not in TASKS:
-    near = difflib.get_close_matches(name, TASKS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(
-      f"data.known_task.name must be one of {', '.join(sorted(TASKS))}, got {name!r}{hint}"
-    )
+  check_one_of("data.known_task.name", name, sorted(TASKS))
   registry = import_seqio().TaskRegistry
   new_name, number = f"{name}_own_vocabulary", 1
   while new_name in registry.names():

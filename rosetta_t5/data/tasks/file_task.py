@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from absl import logging
 
-from rosetta_t5.argument_types import Percentage, one_of
+from rosetta_t5.argument_types import Percentage, check_one_of, one_of
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import (
@@ -149,10 +149,7 @@ def _register(
 def _templates(
   objective: str, text: str, inputs: str | None, targets: str | None
 ) -> Mapping[str, str]:
-  if objective not in OBJECTIVES:
-    raise ValueError(
-      f"file_task.objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}"
-    )
+  check_one_of("file_task.objective", objective, OBJECTIVES)
   if objective != "seq2seq":
     if inputs or targets:
       raise ValueError(
@@ -169,10 +166,7 @@ def _templates(
 
 
 def _metric_function(name: str) -> Any:
-  if name not in known_metrics.__all__:
-    raise ValueError(
-      f"file_task.metrics must be among {', '.join(known_metrics.__all__)}, got {name!r}"
-    )
+  check_one_of("each of file_task.metrics", name, known_metrics.__all__)
   return getattr(known_metrics, name)
 
 

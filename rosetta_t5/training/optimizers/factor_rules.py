@@ -7,7 +7,6 @@ columns, or a stack of independent parameters (as in T5X).
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rosetta_t5.argument_types import near_hint
 from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
 
 PyTree = Any
@@ -219,11 +219,9 @@ def _role(path: str, axis: str | None, axis_roles: Mapping[str, FactorDim | str]
   if axis is None:
     return FactorDim.NONE
   if axis not in axis_roles:
-    near = difflib.get_close_matches(axis, axis_roles, n=1)
     raise ValueError(
       f"Adafactor.logical_factor_rules has no role for axis {axis!r} of parameter {path!r}"
-      + (f" (did you mean {near[0]!r}?)" if near else "")
-      + f": add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
+      f"{near_hint(axis, axis_roles)}: add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
     )
   return factor_name_to_factordim(axis_roles[axis])
 

@@ -184,7 +184,9 @@ def test_more_spans_than_sentinels_are_reported(caplog: pytest.LogCaptureFixture
 
 
 def test_lengths_that_do_not_fit_an_objective_are_refused() -> None:
-  with pytest.raises(ValueError, match=r"objective must be one of span_corruption, .*got 'spans'"):
+  with pytest.raises(
+    ValueError, match=r"objective must be one of 'span_corruption', .*got 'spans'"
+  ):
     prepared_task("folder", objective="spans")
   with pytest.raises(ValueError, match=r"features \['inputs', 'targets'\] for the objective ul2"):
     features("ul2", lengths={"targets": 512})

@@ -16,15 +16,11 @@ _ENTAILED = ("entailment", "not_entailment")
 _TWO = ("sentence1", "sentence2")
 _F1 = (task_metrics.f1_score_with_invalid, task_metrics.accuracy)
 _ACCURACY = (task_metrics.accuracy,)
+_MATTHEWS = (task_metrics.matthews_corrcoef,)
 
 # For each benchmark: its name in the text, its labels, its columns, its metrics.
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[Any, ...]]] = {
-  "cola": (
-    "cola",
-    ("unacceptable", "acceptable"),
-    ("sentence",),
-    (task_metrics.matthews_corrcoef,),
-  ),
+  "cola": ("cola", ("unacceptable", "acceptable"), ("sentence",), _MATTHEWS),
   "sst2": ("sst2", ("negative", "positive"), ("sentence",), _ACCURACY),
   "mrpc": ("mrpc", ("not_equivalent", "equivalent"), _TWO, _F1),
   "qqp": ("qqp", ("not_duplicate", "duplicate"), ("question1", "question2"), _F1),

@@ -70,25 +70,19 @@ def shampoo(
       exponent -1/2.
   """
   return optax.chain(
-    scale_by_shampoo(param_axes, b1, b2, eps, matrix_eps, precondition_frequency, max_precond_dim),
+    _scale_by_shampoo(param_axes, b1, b2, eps, matrix_eps, precondition_frequency, max_precond_dim),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
 
 
-def scale_by_shampoo(
-  param_axes: PyTree = None,
-  b1: Rate = 0.9,
-  b2: Rate = 0.99,
-  eps: PositiveNumber = 1e-8,
-  matrix_eps: PositiveNumber = 1e-6,
-  precondition_frequency: Positive = 20,
-  max_precond_dim: Positive = 4096,
+def _scale_by_shampoo(
+  param_axes: PyTree, b1: float, b2: float, eps: float, matrix_eps: float, period: int, max_dim: int
 ) -> optax.GradientTransformation:
   """Returns Shampoo without learning rate and weight decay; `shampoo` explains the arguments."""
 
   def init(params: PyTree) -> ShampooState:
-    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_precond_dim)
+    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_dim)
     mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return ShampooState(jnp.zeros((), jnp.int32), mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
 
@@ -103,7 +97,7 @@ def scale_by_shampoo(
     grams = gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
     roots = jax.lax.cond(
-      state.step % precondition_frequency == 0,
+      state.step % period == 0,
       lambda: jax.tree.map(
         inverse_roots, covariances, is_leaf=lambda node: isinstance(node, Factors)
       ),

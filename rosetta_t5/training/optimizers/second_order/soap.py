@@ -63,24 +63,19 @@ def soap(
     max_precond_dim: a larger side of a matrix has no eigenbasis.
   """
   return optax.chain(
-    scale_by_soap(param_axes, b1, b2, eps, precondition_frequency, max_precond_dim),
+    _scale_by_soap(param_axes, b1, b2, eps, precondition_frequency, max_precond_dim),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
 
 
-def scale_by_soap(
-  param_axes: PyTree = None,
-  b1: Rate = 0.95,
-  b2: Rate = 0.95,
-  eps: PositiveNumber = 1e-8,
-  precondition_frequency: Positive = 10,
-  max_precond_dim: Positive = 4096,
+def _scale_by_soap(
+  param_axes: PyTree, b1: float, b2: float, eps: float, period: int, max_dim: int
 ) -> optax.GradientTransformation:
   """Returns SOAP without learning rate and weight decay; `soap` explains the arguments."""
 
   def init(params: PyTree) -> SoapState:
-    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_precond_dim)
+    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_dim)
     identities = jax.tree.map(lambda x: jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape), zeros)
     mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return SoapState(jnp.zeros((), jnp.int32), mu, nu, zeros, identities)
@@ -105,7 +100,7 @@ def scale_by_soap(
 
     is_first = state.step == 0
     updates, mu, nu = jax.lax.cond(is_first, first_step, adam_step)
-    is_due = state.step % precondition_frequency == 0
+    is_due = state.step % period == 0
     bases = jax.lax.switch(
       jnp.where(is_first, 0, jnp.where(is_due, 1, 2)),
       (
