@@ -21,12 +21,7 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files.run_log import (
-  LostOutputLog,
-  log_end,
-  log_event,
-  logged_failure,
-)
+from rosetta_t5.telemetry.run_files.run_log import LostOutputLog, log_end, log_event, logged_failure
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,

@@ -1,10 +1,7 @@
 """T5X's `checkpoints`: managers, checkpointers, their data, and loading without a model."""
 
 from rosetta_t5.checkpoints import CheckpointSaveError, OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.arrays.lazy_arrays import (
-  LazyArray,
-  LazyThreadPoolArray,
-)
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
 from rosetta_t5.checkpoints.model_dir.best_metric import populate_metrics_for_steps
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, latest_step

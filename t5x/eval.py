@@ -7,13 +7,8 @@ if __name__ == "__main__":
 
 from rosetta_t5.cli import run_module
 from rosetta_t5.config.summary import SummarizeConfigFn
-from rosetta_t5.eval import (
-  evaluate,
-  main,
-)
-from rosetta_t5.inference.inference_evaluator import (
-  InferenceEvaluator,
-)
+from rosetta_t5.eval import evaluate, main
+from rosetta_t5.inference.inference_evaluator import InferenceEvaluator
 
 if __name__ == "__main__":
   raise SystemExit(run_module("eval"))

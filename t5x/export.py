@@ -5,9 +5,7 @@ if __name__ == "__main__":
 
   begin("t5x.export")
 
-from rosetta_t5.export.saved_model import (
-  main,
-)
+from rosetta_t5.export.saved_model import main
 
 if __name__ == "__main__":
   main()

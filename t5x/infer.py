@@ -12,14 +12,8 @@ from rosetta_t5.compat.inferences import (
   extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )
 from rosetta_t5.config.summary import SummarizeConfigFn
-from rosetta_t5.data.tasks.tfexample_task import (
-  create_task_from_tfexample_file,
-)
-from rosetta_t5.infer import (
-  infer,
-  main,
-  update_measurement_series,
-)
+from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.infer import infer, main, update_measurement_series
 from rosetta_t5.inference.result_files import (
   FailFastThreadPoolExecutor,
   merge_chunks_to_file,

@@ -5,10 +5,7 @@ if __name__ == "__main__":
 
   begin("t5x.precompile")
 
-from rosetta_t5.precompile import (
-  main,
-  precompile,
-)
+from rosetta_t5.precompile import main, precompile
 
 if __name__ == "__main__":
   main()

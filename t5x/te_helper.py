@@ -1,5 +1,3 @@
 """NVIDIA's `te_helper`: the configuration of FP8."""
 
-from rosetta_t5.networks.precision import (
-  TransformerEngineConfig,
-)
+from rosetta_t5.networks.precision import TransformerEngineConfig
