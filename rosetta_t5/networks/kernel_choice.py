@@ -195,18 +195,17 @@ def row_lengths(segments_BT: Array) -> Array:
 
 
 def gather_keys(
-  q_BTHK: Float[Array, "B T H K"],
   k_BSHK: Float[Array, "B S H K"],
   v_BSHK: Float[Array, "B S H K"],
   bias_1HTS: Float[Array, "#B H T S"] | None,
   mask_B1TS: Bool[Array, "#B 1 T S"] | None,
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
+) -> tuple[Array, Array, Array | None, Array | None]:
   """Returns XLA's operands of attention such that each device computes its own positions' queries.
 
   Without a mesh axis `context` these are the given arrays.
   """
   if context_shards() == 1:
-    return q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
+    return k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
   k_BSHK, v_BSHK = (
     with_sharding_constraint(x_BSHK, ("batch", None, "heads", "kv")) for x_BSHK in (k_BSHK, v_BSHK)
   )
@@ -214,7 +213,7 @@ def gather_keys(
     bias_1HTS = with_sharding_constraint(bias_1HTS, (None, "heads", "length", None))
   if mask_B1TS is not None:
     mask_B1TS = with_sharding_constraint(mask_B1TS, ("batch", None, "length", None))
-  return q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
+  return k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
 
 
 def _sharded_flash_attention(

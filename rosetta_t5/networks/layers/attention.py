@@ -171,28 +171,15 @@ class MultiHeadDotProductAttention(nn.Module):
     """
     # T5X rounds √head_dim to `dtype`, and the rounded value is part of the initial parameters.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
-
-    def divided_init(*args: Any) -> Array:
-      return self.kernel_init(*args) / depth_scale
-
-    query_init = self.kernel_init if self.scale_queries else divided_init
-    axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
-    features = (self.num_heads, self.head_dim)
     # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
     is_power_of_two = math.log2(self.head_dim) % 2 == 0
     is_fused = self.fuse_qkv_params and inputs_q is inputs_kv
     divides_kernel = self.scale_attn_logits and (is_power_of_two or is_fused)
-    divisor = depth_scale if divides_kernel else None
-    query = self._dense("query", features, axes, query_init, kernel_divisor=divisor)
-    key, value = (self._dense(name, features, axes, self.kernel_init) for name in ("key", "value"))
+    query, key, value = self._projections(depth_scale, divides_kernel)
     divides_input = self.scale_attn_logits and not divides_kernel
     scaled_q = inputs_q / depth_scale if divides_input else inputs_q
     if mode is AttentionMode.CROSS_DECODE_STEP:
-      precomputed: list[jax.Array] = [
-        self.get_variable(PRECOMPUTED, name) for name in ("keys", "values")
-      ]
-      # Without the barrier XLA transposes them before the loop and back again in every step.
-      return [self._batch_first(query(scaled_q)), *jax.lax.optimization_barrier(precomputed)]
+      return [self._batch_first(query(scaled_q)), *decoding_cache.read_precomputed(self)]
     if is_fused:
       heads = self._project_fused(inputs_q, [query, key, value])
     elif self.fuse_qkv_params:
@@ -200,11 +187,24 @@ class MultiHeadDotProductAttention(nn.Module):
     else:
       heads = [query(scaled_q), key(inputs_kv), value(inputs_kv)]
     heads = [self._batch_first(x) for x in heads]
-    is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
-    if is_writable and inputs_q is not inputs_kv:
-      self.put_variable(PRECOMPUTED, "keys", decoding_cache.keys_to_cache_layout(heads[1]))
-      self.put_variable(PRECOMPUTED, "values", decoding_cache.values_to_cache_layout(heads[2]))
+    if inputs_q is not inputs_kv:
+      decoding_cache.write_precomputed(self, *heads[1:])
     return heads
+
+  def _projections(self, depth_scale: jax.Array, divides_kernel: bool) -> list[DenseGeneral]:
+    """Returns the projections to queries, keys and values."""
+
+    def divided_init(*args: Any) -> Array:
+      return self.kernel_init(*args) / depth_scale
+
+    query_init = self.kernel_init if self.scale_queries else divided_init
+    axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
+    features = (self.num_heads, self.head_dim)
+    divisor = depth_scale if divides_kernel else None
+    return [
+      self._dense("query", features, axes, query_init, kernel_divisor=divisor),
+      *(self._dense(name, features, axes, self.kernel_init) for name in ("key", "value")),
+    ]
 
   def _batch_first(self, heads: jax.Array) -> jax.Array:
     """Returns a projection as [B, T, H, K]; its input may have the length first."""
@@ -263,8 +263,8 @@ class MultiHeadDotProductAttention(nn.Module):
     """Returns the attention of whole sequences, [B, T, H, K]."""
     if isinstance(mask, SegmentMask):
       return fused_attention(self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS)
-    operands = gather_keys(q_BTHK, k_BSHK, v_BSHK, bias, mask)
-    return xla_attention(*operands, scale_BHS, self.float32_logits)
+    operands = gather_keys(k_BSHK, v_BSHK, bias, mask)
+    return xla_attention(q_BTHK, *operands, scale_BHS, self.float32_logits)
 
   def _attend_step(
     self,

@@ -13,6 +13,7 @@ when they are given.
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -28,6 +29,20 @@ def keys_to_cache_layout(k_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H K
 def values_to_cache_layout(v_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H S K"]:
   """Returns values in the cache's layout."""
   return v_BSHK.swapaxes(1, 2)
+
+
+def write_precomputed(module: nn.Module, k_BSHK: jax.Array, v_BSHK: jax.Array) -> None:
+  """Writes the keys and values of cross-attention, if the collection is mutable."""
+  if module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing():
+    module.put_variable(PRECOMPUTED, "keys", keys_to_cache_layout(k_BSHK))
+    module.put_variable(PRECOMPUTED, "values", values_to_cache_layout(v_BSHK))
+
+
+def read_precomputed(module: nn.Module) -> list[jax.Array]:
+  """Returns the keys and values of cross-attention, in the cache's layout."""
+  arrays: list[jax.Array] = [module.get_variable(PRECOMPUTED, name) for name in ("keys", "values")]
+  # Without the barrier XLA transposes them before the loop and back again in every step.
+  return list(jax.lax.optimization_barrier(arrays))
 
 
 def group_by_example(

@@ -114,7 +114,7 @@ class DenseGeneral(nn.Module):
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
     bias = self._bias(features) if self.use_bias else None
-    measures_factors = self._measures_factors()
+    measures_factors = any(self.has_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
     if measures_factors and (parameters_only or self.make_product):
       raise ValueError(
         f"K-FAC cannot measure {self.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
@@ -141,9 +141,6 @@ class DenseGeneral(nn.Module):
     if is_writable and target_device().platform == "cpu":
       self.put_variable(PRECOMPUTED, "kernel", w_IO.T)
     return matmul(x_NI, w_IO)
-
-  def _measures_factors(self) -> bool:
-    return any(self.has_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
 
   def _matmul_with_factors(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
     """Returns x·w; the factors of K-FAC, which belong to the stored kernel, are gradients."""
