@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -119,7 +118,10 @@ class BaseTransformerModel(BaseModel):
     """The decode function: beam search, sampling, or one of the user's."""
     return self._decode_fn
 
-  @abc.abstractmethod
+  def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Returns the arguments of the module that contain the features of a batch."""
+    raise NotImplementedError
+
   def _compute_logits(
     self,
     params: PyTree,
@@ -127,8 +129,20 @@ class BaseTransformerModel(BaseModel):
     dropout_rng: jax.Array | None = None,
     mutable: Any = False,
     other_variables: PyTree | None = None,
+    **module_options: Any,
   ) -> Any:
     """Returns the logits, [B, T, V], and if `mutable` is set also the collections that it names."""
+    tokens, features = self._module_arguments(batch)
+    return self.module.apply(
+      {"params": params, **(other_variables or {})},
+      *tokens,
+      **features,
+      decode=False,
+      enable_dropout=dropout_rng is not None,
+      rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+      mutable=mutable,
+      **module_options,
+    )
 
   def loss_fn(
     self,
@@ -280,6 +294,21 @@ class BaseTransformerModel(BaseModel):
       mutable=mutable,
       method=self._decode_method,
     )
+
+  def _next_logits(
+    self,
+    decoding_state: Any,
+    params: PyTree,
+    max_decode_length: int,
+    precomputed_variables: PyTree | None,
+    *context: jax.Array,
+  ) -> tuple[jax.Array, PyTree]:
+    """Returns the logits after one more token of every sequence, [N, V], and the new cache."""
+    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
+    logits_N1V, variables = self._decode_step(
+      variables, context, decoding_state.cur_token, max_decode_length, ["cache"]
+    )
+    return jnp.squeeze(logits_N1V, axis=1), variables["cache"]
 
   def _decode(
     self,

@@ -110,28 +110,12 @@ class DecoderOnlyModel(BaseTransformerModel):
     """Whether all inputs see each other."""
     return self._inputs_bidirectional_attention
 
-  def _compute_logits(
-    self,
-    params: PyTree,
-    batch: Batch,
-    dropout_rng: jax.Array | None = None,
-    mutable: Any = False,
-    other_variables: PyTree | None = None,
-    **module_options: Any,
-  ) -> Any:
-    return self.module.apply(
-      {"params": params, **(other_variables or {})},
-      batch["decoder_input_tokens"],
-      batch["decoder_target_tokens"],
-      decoder_segment_ids=batch.get("decoder_segment_ids"),
-      decoder_positions=batch.get("decoder_positions"),
-      decoder_causal_attention=self._get_decoder_causal_attention(batch),
-      decode=False,
-      enable_dropout=dropout_rng is not None,
-      rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-      mutable=mutable,
-      **module_options,
-    )
+  def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
+    return [batch["decoder_input_tokens"], batch["decoder_target_tokens"]], {
+      "decoder_segment_ids": batch.get("decoder_segment_ids"),
+      "decoder_positions": batch.get("decoder_positions"),
+      "decoder_causal_attention": self._get_decoder_causal_attention(batch),
+    }
 
   def _compute_logits_from_slice(
     self,
@@ -141,11 +125,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     precomputed_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every decode, [B·N, V], and the new cache."""
-    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
-    logits, variables = self._decode_step(
-      variables, (), decoding_state.cur_token, max_decode_length, ["cache"]
-    )
-    return jnp.squeeze(logits, axis=1), variables["cache"]
+    return self._next_logits(decoding_state, params, max_decode_length, precomputed_variables)
 
   def _compute_kv_cache(
     self, params: PyTree, inputs: jax.Array, causal_attention_mask: jax.Array

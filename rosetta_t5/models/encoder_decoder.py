@@ -113,27 +113,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     targets = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
     return self.module.init(rng, *tokens, targets, decode=False, enable_dropout=False, **optional)
 
-  def _compute_logits(
-    self,
-    params: PyTree,
-    batch: Batch,
-    dropout_rng: jax.Array | None = None,
-    mutable: Any = False,
-    other_variables: PyTree | None = None,
-    **module_options: Any,
-  ) -> Any:
-    return self.module.apply(
-      {"params": params, **(other_variables or {})},
-      batch["encoder_input_tokens"],
-      batch["decoder_input_tokens"],
-      batch["decoder_target_tokens"],
-      **{name: batch.get(name) for name in _OPTIONAL_FEATURES},
-      decode=False,
-      enable_dropout=dropout_rng is not None,
-      rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-      mutable=mutable,
-      **module_options,
-    )
+  def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
+    names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    return [batch[name] for name in names], {name: batch.get(name) for name in _OPTIONAL_FEATURES}
 
   def _compute_logits_from_slice(
     self,
@@ -145,12 +127,10 @@ class EncoderDecoderModel(BaseTransformerModel):
     precomputed_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
-    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
     context = (encoded_inputs, raw_inputs)
-    logits, variables = self._decode_step(
-      variables, context, decoding_state.cur_token, max_decode_length, ["cache"]
+    return self._next_logits(
+      decoding_state, params, max_decode_length, precomputed_variables, *context
     )
-    return jnp.squeeze(logits, axis=1), variables["cache"]
 
   @property
   def _decode_method(self) -> Callable[..., Any]:
