@@ -130,9 +130,8 @@ def evaluate(
   )
   trainer = None
   if training_evaluator_cls is not None:
-    trainer = _make_trainer(
-      training_evaluator_cls, loss_evaluation, initializer.train_state_axes, output_dir
-    )
+    state_axes = initializer.train_state_axes
+    trainer = _make_trainer(training_evaluator_cls, loss_evaluation, state_axes, output_dir)
 
   samples = SampleLog(num_eval_samples, output_dir)
   samples_manager = MetricsManager(FOLDER, output_dir)
@@ -148,7 +147,9 @@ def evaluate(
     for state, path in _restore_each(states, memory_advisor):
       started = time.monotonic()
       if trainer is not None:
-        _evaluate_loss(loss_evaluation, trainer, state, memory_advisor)
+        trainer.train_state = state
+        with dataclasses.replace(memory_advisor, is_scoring=True).explain_out_of_memory():
+          loss_evaluation.run(trainer)
       with memory_advisor.explain_out_of_memory():
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
@@ -248,18 +249,6 @@ def _restore_each(
     if restored is None:
       return
     yield restored
-
-
-def _evaluate_loss(
-  loss_evaluation: LossEvaluation,
-  trainer: Any,
-  state: Any,
-  memory_advisor: InferenceMemoryAdvisor,
-) -> None:
-  """Evaluates the loss with `state`; the trainer writes it to TensorBoard."""
-  trainer.train_state = state
-  with dataclasses.replace(memory_advisor, is_scoring=True).explain_out_of_memory():
-    loss_evaluation.run(trainer)
 
 
 def _select_checkpoints(

@@ -77,7 +77,11 @@ def read_run(
   path = pathlib.Path(model_dir).absolute()
   if not path.is_dir():
     raise ValueError(f"There is no folder {model_dir}: {_ADVICE}")
-  config_file = next((f for f in _config_files(path) if f.is_file()), None)
+  places = (
+    path / "config.gin",
+    path.parent / "config.gin",
+  )  # in MODEL_DIR, and beside a checkpoint
+  config_file = next(filter(pathlib.Path.is_file, places), None)
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   mode = "latest" if config_file.parent == path else "specific"
@@ -102,11 +106,6 @@ def _read_config_gin(
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   names = recipe if allowed is None else [name for name in ARGUMENTS if name in recipe]
   return {**{name: recipe[name] for name in names}, "task_feature_lengths": lengths}
-
-
-def _config_files(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-  """Returns the places of config.gin: in MODEL_DIR, and beside a checkpoint."""
-  return path / "config.gin", path.parent / "config.gin"
 
 
 def run_arguments(program: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def write_model_file(folder: pathlib.Path) -> None:
   # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
   modules = [module for module in gin_internals.imported_modules() if _may_import(module)]
   content = {"version": _VERSION, _MODULES: modules, _LENGTHS: _lengths(run), **run}
-  if others := sorted(set(_not_described(run))):
+  if others := sorted({leaf.name for leaf in leaves(run) if isinstance(leaf, _Other)}):
     content = {"version": _VERSION, _OTHERS: others}
   write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
 
@@ -245,13 +245,6 @@ def _lengths(run: Mapping[str, Any]) -> Any:
   """Returns the feature lengths of the training data: inference needs nothing else of the data."""
   cfg = run.get("train_dataset_cfg")
   return cfg.get(_LENGTHS) if isinstance(cfg, dict) else None
-
-
-def _not_described(node: Any) -> Iterator[str]:
-  """Yields the names that only config.gin can refer to."""
-  for leaf in leaves(node):
-    if isinstance(leaf, _Other):
-      yield leaf.name
 
 
 def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:

@@ -135,9 +135,7 @@ class TextInference:
 
   def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> InferFn:
     if not isinstance(mode, InferenceType):
-      raise ValueError(
-        "mode must be InferenceType.PREDICT_WITH_AUX or InferenceType.SCORE, got " + repr(mode)
-      )
+      raise ValueError(f"mode must be {' or '.join(map(str, InferenceType))}, got {mode!r}")
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
       is_scoring = mode is InferenceType.SCORE

@@ -70,19 +70,13 @@ class Tiling(NamedTuple):
 # memory (Hopper and Blackwell data-center GPUs). Others, and key_gradient everywhere, hold operands or
 # two sums in registers, so that a loop with tiles of 64 would leave room for one program or would spill.
 # benchmarks/results/2026-11-22-flash-kernel.md has the figures of the alternatives.
+_T64_S64, _T64_S32 = Launch(64, 64, 4, 2), Launch(64, 32, 4, 2)
+_T32_S64, _T32_S32 = Launch(32, 64, 4, 2), Launch(32, 32, 4, 2)
 _TILINGS = {
-  (64, False): Tiling(
-    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)
-  ),
-  (64, True): Tiling(
-    Launch(64, 64, 4, 2), Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(64, 64, 4, 2)
-  ),
-  (128, False): Tiling(
-    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 32, 4, 2), Launch(64, 32, 4, 2)
-  ),
-  (128, True): Tiling(
-    Launch(64, 32, 4, 2), Launch(64, 32, 4, 2), Launch(32, 64, 4, 2), Launch(64, 32, 4, 2)
-  ),
+  (64, False): Tiling(_T64_S32, _T64_S32, _T32_S64, _T64_S32),
+  (64, True): Tiling(_T64_S64, _T64_S64, _T32_S64, _T64_S64),
+  (128, False): Tiling(_T64_S32, _T64_S32, _T32_S32, _T64_S32),
+  (128, True): Tiling(_T64_S32, _T64_S32, _T32_S64, _T64_S32),
 }
 
 
@@ -120,9 +114,8 @@ def flash_attention(
 
 
 class _Run(NamedTuple):
-  """What the kernels of one call share: their tiling, the number of keys, and two arguments."""
+  """What the kernels of one call share: the number of keys, and two arguments."""
 
-  tiling: Tiling
   keys: int
   causal: bool
   interpret: bool
@@ -139,9 +132,7 @@ def forward(
 ) -> tuple[Array, tuple]:
   """Returns `flash_attention`, and what `backward` needs: padded inputs, outputs, and the shapes."""
   inputs = _pad_to_tiles(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
-  run = _Run(
-    tiling_for(inputs.q.shape[3], target_device().device_kind), k_BSHK.shape[1], causal, interpret
-  )
+  run = _Run(k_BSHK.shape[1], causal, interpret)
   outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32)]
   o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, run)
   residuals = (inputs, o_BTHK, log2_total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
@@ -155,9 +146,7 @@ def backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tupl
   weighted = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
   delta_BHT = jnp.sum(weighted, axis=-1).transpose(0, 2, 1)
   arguments = (inputs, Residuals(do_BTHK, log2_total_BHT, delta_BHT))
-  run = _Run(
-    tiling_for(inputs.q.shape[3], target_device().device_kind), k_shape[1], causal, interpret
-  )
+  run = _Run(k_shape[1], causal, interpret)
 
   (dq_BTHK,) = _call("query_gradient", arguments, [("bthk", inputs.q.dtype)], run)
   outputs = [("bshk", inputs.k.dtype), ("bshk", inputs.v.dtype)]
@@ -182,9 +171,9 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
     outputs: the dimensions and the type of each output.
     run: what the kernels share.
   """
-  grid, launch = _GRIDS[name], getattr(run.tiling, name)
+  inputs, grid = arguments[0], _GRIDS[name]
+  launch = getattr(tiling_for(inputs.q.shape[3], target_device().device_kind), name)
   kernel = getattr(flash_kernels, f"{name}_kernel")
-  inputs = arguments[0]
   work, work_dims = _work(grid[:2], arguments, launch, run.causal)
   absent = {name: None for name, array in inputs._asdict().items() if array is None}
   dims = (_INPUT_DIMS._replace(**absent), _RESIDUAL_DIMS)[: len(arguments)] + work_dims

@@ -34,6 +34,12 @@ class DataLayout:
   is_first_host_in_replica_set: bool
 
 
+def multiples_near(number: int, divisor: int) -> str:
+  """Returns the positive multiples next to a number as text, such as "8 or 16"."""
+  below = number - number % divisor
+  return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple)
+
+
 def check_batch_size(batch_size: int, axis_sizes: Mapping[str, int]) -> None:
   """Raises ValueError unless a batch can be split over a mesh with these axis sizes."""
   shards = count_batch_shards(axis_sizes)
@@ -43,14 +49,12 @@ def check_batch_size(batch_size: int, axis_sizes: Mapping[str, int]) -> None:
       "(DatasetConfig.batch_size)"
     )
   if batch_size % shards:
-    below = batch_size - batch_size % shards
-    near = " or ".join(str(size) for size in (below, below + shards) if size)
     names = [n for n in BATCH_AXES if n == DATA_AXIS or axis_sizes.get(n, 1) > 1]
     axes = f"axes {' and '.join(names)}" if len(names) > 1 else f"{DATA_AXIS} axis"
     raise ValueError(
       f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's {axes} "
       f"(mesh {dict(axis_sizes)}): set BATCH_SIZE (in evaluation and inference "
-      f"DatasetConfig.batch_size) to a multiple of {shards}, such as {near}"
+      f"DatasetConfig.batch_size) to a multiple of {shards}, such as {multiples_near(batch_size, shards)}"
     )
 
 
@@ -64,12 +68,10 @@ def check_row_lengths(lengths: Mapping[str, int], axis_sizes: Mapping[str, int])
   shards = axis_sizes.get(CONTEXT_AXIS, 1)
   for name, length in lengths.items():
     if length % shards:
-      below = length - length % shards
-      near = " or ".join(str(size) for size in (below, below + shards) if size)
       raise ValueError(
         f"the {length} positions of {name} cannot be split over the {shards} devices of the mesh's "
         f"context axis (mesh {dict(axis_sizes)}): set TASK_FEATURE_LENGTHS to multiples of {shards}, "
-        f"such as {near}, or another size of 'context' in partitioning.PjitPartitioner.mesh"
+        f"such as {multiples_near(length, shards)}, or another size of 'context' in partitioning.PjitPartitioner.mesh"
       )
 
 

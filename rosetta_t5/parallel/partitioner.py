@@ -353,10 +353,10 @@ class PjitPartitioner(BasePjitPartitioner):
     )
     names_by_path = dict(names)
 
-    def spec_of(path: tuple[Any, ...], array: Any) -> PartitionSpec:
-      is_split_further = self.zero1 and _PARAM_STATES in path
-      to_spec = _to_zero1_spec if is_split_further else _to_spec
-      return to_spec(self._rules, array, names_by_path.get(path))
+    def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:
+      axes = names_by_path.get(path)
+      spec = _to_spec(self._rules, axes)
+      return _split_over_data(spec, axes) if self.zero1 and _PARAM_STATES in path else spec
 
     # By path, because the tree of names may lack parts, and its dicts may be frozen.
     return jax.tree_util.tree_map_with_path(spec_of, train_state)
@@ -367,7 +367,7 @@ def _is_axis_names(node: Any) -> bool:
   return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
 
-def _to_spec(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> PartitionSpec:
+def _to_spec(rules: LogicalAxisRules, axes: PartitionSpec | None) -> PartitionSpec:
   """Returns the PartitionSpec of an array with these logical axes."""
   if axes is None:
     return PartitionSpec()
@@ -381,16 +381,13 @@ def _to_spec(rules: LogicalAxisRules, _: Any, axes: PartitionSpec | None) -> Par
   return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
 
 
-def _to_zero1_spec(
-  rules: LogicalAxisRules, array: Any, axes: PartitionSpec | None
-) -> PartitionSpec:
+def _split_over_data(spec: PartitionSpec, axes: PartitionSpec | None) -> PartitionSpec:
   """Returns the PartitionSpec of an array of the optimizer state under ZeRO-1.
 
   Its axis `embed` is split over `data` too. `data` comes last: each device then updates a slice of its
   own part of the parameter, and the results are gathered over `data` alone. In the other order, every
   array would be sent to other devices and back.
   """
-  spec = _to_spec(rules, array, axes)
   parts = [axis_names(entry) for entry in spec]
   if axes is None or "embed" not in axes or any(DATA_AXIS in part for part in parts):
     return spec

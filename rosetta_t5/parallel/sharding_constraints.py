@@ -69,11 +69,8 @@ def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
     fn: treats each row independently; returns arrays whose first dimension is the batch.
     x: [batch, ...].
   """
-  rules, mesh = flax_partitioning.get_axis_rules(), jax.sharding.get_abstract_mesh()
-  if not rules or mesh.empty:
-    return fn(x)
-  (axes,) = flax_partitioning.logical_to_mesh_axes(("batch",), rules) or (None,)
-  if axes is None or x.shape[0] % _count_parts(axes, mesh.shape) != 0:
+  (axes,) = dividing_axes(("batch",), x.shape[:1])
+  if axes is None:
     return fn(x)
   rows = PartitionSpec(axes)
   mapped: _Result = jax.shard_map(fn, in_specs=rows, out_specs=rows)(x)

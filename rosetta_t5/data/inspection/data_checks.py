@@ -6,7 +6,6 @@ Each check prints what it found and yields the problems.
 from __future__ import annotations
 
 import collections
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask, TokenStream
+from rosetta_t5.data.reading.file_facts import digest_of
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 _SHOWN_CHARACTERS = 60
@@ -106,7 +106,7 @@ def _lost_characters(text: str, vocabulary: Any) -> collections.Counter[str]:
   return counts[0] - counts[1] or counts[1] - counts[0] or counts[0]
 
 
-def check_shards(first: set[bytes], second: set[bytes]) -> Iterator[str]:
+def check_shards(first: set[str], second: set[str]) -> Iterator[str]:
   """Checks that two hosts read different examples, given digests of their examples."""
   same = len(first & second)
   print(f"two hosts: {len(first)} and {len(second)} different examples, {same} on both")
@@ -137,7 +137,7 @@ def _same_examples(task: Any, split: str, other: str) -> tuple[int, int, str]:
     the examples.
   """
   first, second = (
-    {_hash(b"\x1f".join(fields)) for fields in _source_texts(task, name, _EXAMPLES)}
+    {digest_of([b"\x1f".join(fields)]) for fields in _source_texts(task, name, _EXAMPLES)}
     for name in (split, other)
   )
   return len(first & second), len(second), f"examples (of the first {_EXAMPLES:,} of each split)"
@@ -181,10 +181,7 @@ def _passages(stream: TokenStream) -> np.ndarray:
   return hashes
 
 
-def digest(example: Mapping[str, np.ndarray]) -> bytes:
+def digest(example: Mapping[str, np.ndarray]) -> str:
   """Returns a digest of an example's tokens."""
-  return _hash(b"|".join(np.asarray(tokens, np.int32).tobytes() for tokens in example.values()))
-
-
-def _hash(data: bytes) -> bytes:
-  return hashlib.blake2b(data, digest_size=8).digest()
+  parts = [np.asarray(tokens, np.int32).tobytes() for tokens in example.values()]
+  return digest_of([b"|".join(parts)])

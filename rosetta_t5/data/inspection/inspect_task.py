@@ -165,7 +165,7 @@ def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
       yield {name: x[row][segments[name][row] == segment] for name, x in features.items()}
 
 
-def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[bytes]:
+def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[str]:
   """Returns digests of the examples that one of two hosts reads."""
   batches = _batches(cfg, count, shard, 2)
   return {data_checks.digest(example) for batch in batches for example in _examples(batch)}

@@ -23,6 +23,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.parallel.data_layout import multiples_near
 
 if TYPE_CHECKING:
   import seqio
@@ -170,8 +171,7 @@ def get_training_eval_datasets(
 
 def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
   if cfg.batch_size % num_shards:
-    below = cfg.batch_size - cfg.batch_size % num_shards
-    near = " or ".join(str(size) for size in (below, below + num_shards) if size)
+    near = multiples_near(cfg.batch_size, num_shards)
     raise ValueError(
       f"Batch size ({cfg.batch_size}) must be divisible by number of shards ({num_shards}). Set "
       f"BATCH_SIZE (DatasetConfig.batch_size, task '{cfg.name}') to {near}, for example."

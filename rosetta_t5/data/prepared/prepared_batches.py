@@ -24,7 +24,7 @@ from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator
 from rosetta_t5.data.prepared.batch_objectives import Objective
 from rosetta_t5.data.prepared.corruption import random_keys
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
-from rosetta_t5.data.prepared.token_stream import DamagedIndexError
+from rosetta_t5.data.prepared.token_stream import DamagedRecordError
 from rosetta_t5.data.reading.file_facts import digest_of, listing
 
 HostBatch = dict[str, np.ndarray]
@@ -87,9 +87,7 @@ class Batches:
     assert isinstance(self.mixture, RateMixture)
     streams = {str(segments.stream.folder): segments.stream for segments in self.segments}
     paths = [os.path.abspath(path) for path in streams]
-    sizes, digests = zip(
-      *((stream.size, stream.digest) for stream in streams.values()), strict=True
-    )
+    sizes, digests = ([s.size for s in streams.values()], [s.digest for s in streams.values()])
     return {
       "folders": listing(paths, sizes, digests, is_movable=True),
       "shares": list(map(str, self.mixture.shares)),
@@ -133,9 +131,7 @@ class Batches:
     starts = [segments.start(index) for index in indices]
     try:
       return segments.stream.read(starts, segments.length)
-    except DamagedIndexError:
-      raise
-    except ValueError:
+    except DamagedRecordError:
       return np.stack([self._read_or_replace(segments, index) for index in indices])
 
   def _read_or_replace(self, segments: Segments, index: int) -> np.ndarray:
@@ -143,9 +139,7 @@ class Batches:
     for candidate in range(index, index + segments.count):
       try:
         return segments.stream.read([segments.start(candidate)], segments.length)[0]
-      except DamagedIndexError:
-        raise
-      except ValueError as error:
+      except DamagedRecordError as error:
         self.unreadable += 1
         if self.unreadable.bit_count() == 1:  # powers of two, so that the log remains short
           logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)

@@ -57,8 +57,8 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     raise TypeError(f"bytes_a_token must be 2 or 4, got {manifest['bytes_a_token']!r}")
 
 
-class DamagedIndexError(ValueError):
-  """The index of a shard cannot be used, so none of its examples can be read."""
+class DamagedRecordError(ValueError):
+  """A record of a shard cannot be read; other records may still be intact."""
 
 
 class TokenStream:
@@ -121,7 +121,8 @@ class TokenStream:
     """Returns `count` tokens from each start on, as int32 [len(starts), count].
 
     Raises:
-      ValueError: a shard is damaged, or the split has fewer tokens.
+      DamagedRecordError: a record is damaged.
+      ValueError: the index of a shard is damaged, or the split has fewer tokens.
     """
     if max(starts, default=0) + count > self.size:
       raise ValueError(
@@ -172,16 +173,12 @@ class _Shard:
     try:
       ends = np.lib.format.open_memmap(path, mode="r")
     except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
-      raise DamagedIndexError(_damaged_text(self._path, f"{path.name}: {error}")) from error
+      raise ValueError(_damaged_text(self._path, f"{path.name}: {error}")) from error
     is_index = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype == np.uint64
     if not (is_index and ends.size and ends[0] == 0 and ends[-1] == self._tokens):
-      raise DamagedIndexError(
-        _damaged_text(self._path, f"{path.name} is not the index of its tokens")
-      )
+      raise ValueError(_damaged_text(self._path, f"{path.name} is not the index of its tokens"))
     if (ends[1:] <= ends[:-1]).any():
-      raise DamagedIndexError(
-        _damaged_text(self._path, f"the numbers in {path.name} do not increase")
-      )
+      raise ValueError(_damaged_text(self._path, f"the numbers in {path.name} do not increase"))
     return ends
 
   @functools.cached_property
@@ -197,11 +194,13 @@ class _Shard:
       with self._lock:  # The reader is not thread-safe, because it has a position.
         records = self._reader.read(list(numbers))
     except (RuntimeError, ValueError, IndexError) as error:
-      raise ValueError(_damaged_text(self._path, str(error).splitlines()[0][:200])) from error
+      reason = str(error).splitlines()[0][:200]
+      raise DamagedRecordError(_damaged_text(self._path, reason)) from error
     tokens = {n: np.frombuffer(r, self._dtype) for n, r in zip(numbers, records, strict=True)}
     for number, found in tokens.items():
       if len(found) != int(self.ends[number + 1]) - int(self.ends[number]):
-        raise ValueError(_damaged_text(self._path, f"record {number} has {len(found)} tokens"))
+        reason = f"record {number} has {len(found)} tokens"
+        raise DamagedRecordError(_damaged_text(self._path, reason))
     return tokens
 
 

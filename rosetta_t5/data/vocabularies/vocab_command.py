@@ -59,8 +59,6 @@ def _train(arguments: argparse.Namespace) -> int:
   lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples)
   with ctrl_c.entered(ctrl_c.Section("no vocabulary was written")):
     model = train_sentencepiece(lines, arguments.size)
-  out = pathlib.Path(arguments.out).absolute()
-  out.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(out, model)
   size = arguments.size
   print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
