@@ -7,24 +7,19 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from rosetta_t5.config.language import statements
 from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
 from rosetta_t5.config.language.names import defaults
-from rosetta_t5.config.language.statements import (
-  Binding,
-  Macro,
-  Program,
-  Reference,
-  map_leaves,
-  read_program,
-)
 from rosetta_t5.config.summary import get_gin_config_str
 from rosetta_t5.telemetry.user_errors import ConfigError
 
-_Bindings = Mapping[tuple[str, ...], Binding]
+_Bindings = Mapping[tuple[str, ...], statements.Binding]
 _ABSENT = object()
 
 
-def changes_since(folder: str | os.PathLike[str], program: Program | None = None) -> list[str]:
+def changes_since(
+  folder: str | os.PathLike[str], program: statements.Program | None = None
+) -> list[str]:
   """Returns a line for each value that differs from the one in FOLDER/config.gin.
 
   The list is empty if there is no such file, and if this run does not use gin.
@@ -37,8 +32,8 @@ def changes_since(folder: str | os.PathLike[str], program: Program | None = None
   if not file.is_file() or not (program or all_bindings()):
     return []
   try:
-    before = read_program([str(file)]).effective_bindings()
-    now = (program or read_program([], [get_gin_config_str()])).effective_bindings()
+    before = statements.read_program([str(file)]).effective_bindings()
+    now = (program or statements.read_program([], [get_gin_config_str()])).effective_bindings()
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
   both = {**before, **now}
@@ -75,19 +70,19 @@ def _expand(value: Any, bindings: _Bindings) -> Any:
   """Returns a value with each macro replaced by its value."""
 
   def expand_leaf(leaf: Any) -> Any:
-    is_known = isinstance(leaf, Macro) and (leaf.name,) in bindings
+    is_known = isinstance(leaf, statements.Macro) and (leaf.name,) in bindings
     return _expand(bindings[leaf.name,].value, bindings) if is_known else leaf
 
-  return map_leaves(expand_leaf, value)
+  return statements.map_leaves(expand_leaf, value)
 
 
 def _text(value: Any) -> str:
   """Returns a value as gin code. References have no modules, because each file has its own aliases."""
 
   def without_module(leaf: Any) -> Any:
-    if not isinstance(leaf, Reference):
+    if not isinstance(leaf, statements.Reference):
       return leaf
     scope = f"{leaf.scope}/" if leaf.scope else ""
-    return Reference(scope + leaf.last_name, leaf.evaluate)
+    return statements.Reference(scope + leaf.last_name, leaf.evaluate)
 
-  return repr(map_leaves(without_module, value))
+  return repr(statements.map_leaves(without_module, value))

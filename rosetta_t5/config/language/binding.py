@@ -13,19 +13,10 @@ from typing import Any
 import gin
 from gin.config_parser import ImportStatement
 
+from rosetta_t5.config.language import statements
 from rosetta_t5.config.language.allow_list import AllowList, is_only_named
 from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
-from rosetta_t5.config.language.statements import (
-  Binding,
-  GinFile,
-  Import,
-  Macro,
-  Program,
-  Reference,
-  SourceLine,
-  map_leaves,
-)
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
 from rosetta_t5.telemetry.user_errors import ConfigError, Problems, did_you_mean, last_line_of_user
@@ -35,7 +26,7 @@ gin.config.register_file_reader(open_recipe, find_recipe)
 
 
 def bind(
-  program: Program,
+  program: statements.Program,
   function: Callable[..., Any] | None = None,
   skip_unknown: bool | Sequence[str] = False,
   allowed: AllowList | None = None,
@@ -72,15 +63,15 @@ class _Binder:
   allowed: AllowList | None = None
   problems: Problems = dataclasses.field(default_factory=Problems)
 
-  def bind_file(self, file: GinFile) -> None:
+  def bind_file(self, file: statements.GinFile) -> None:
     """Binds a file and all files that it includes."""
     namespace = Namespace(self.namespaces)
     for statement in file.statements:
-      if isinstance(statement, GinFile):
+      if isinstance(statement, statements.GinFile):
         self.bind_file(statement)
         continue
       with self.problems.collect(statement.source):
-        if isinstance(statement, Import):
+        if isinstance(statement, statements.Import):
           self._import(statement.gin_statement, namespace)
         else:
           self._bind_value(statement, namespace)
@@ -102,19 +93,21 @@ class _Binder:
         f"  {_line_of_user(error)}"
       ) from error
 
-  def _bind_value(self, binding: Binding, namespace: Namespace) -> None:
+  def _bind_value(self, binding: statements.Binding, namespace: Namespace) -> None:
     """Sets one argument or macro."""
     resolve = functools.partial(_as_gin_reference, namespace=namespace, allowed=self.allowed)
     try:
       key = self._gin_key(binding, namespace)
       if key is not None:
-        gin.bind_parameter(key, map_leaves(resolve, binding.value))
+        gin.bind_parameter(key, statements.map_leaves(resolve, binding.value))
     except ConfigError:
       raise
     except Exception as error:  # one of gin's own
       raise ConfigError(str(error)) from error
 
-  def _gin_key(self, binding: Binding, namespace: Namespace) -> tuple[str, str, str] | None:
+  def _gin_key(
+    self, binding: statements.Binding, namespace: Namespace
+  ) -> tuple[str, str, str] | None:
     """Returns what gin calls the argument or macro that is set; None if it is to be skipped."""
     if binding.macro is not None:
       return binding.macro, "gin.macro", "value"
@@ -167,7 +160,7 @@ class _UncalledReference(gin.config.ConfigurableReference):
 def _as_gin_reference(value: Any, namespace: Namespace, allowed: AllowList | None) -> Any:
   """Returns gin's own object for a reference or macro, and other values as they are."""
   match value:
-    case Reference(evaluate=evaluate):
+    case statements.Reference(evaluate=evaluate):
       *scopes, selector = value.name.split("/")
       configurable = namespace.find(selector)
       full_name = "/".join([*scopes, configurable.selector])
@@ -176,7 +169,7 @@ def _as_gin_reference(value: Any, namespace: Namespace, allowed: AllowList | Non
         if is_only_named(configurable.wrapped):
           return _UncalledReference(full_name, evaluate)
       return gin.config.ConfigurableReference(full_name, evaluate)
-    case Macro(name=name):
+    case statements.Macro(name=name):
       return gin.config.ParserDelegate().macro(name)
     case _:
       return value
@@ -202,4 +195,4 @@ def _line_of_user(error: Exception) -> str:
   """Returns the last line of the traceback in the user's code, or else the last line."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   found = last_line_of_user(error) or (last.filename, last.lineno or 0, last.line or "")
-  return str(SourceLine(*found))
+  return str(statements.SourceLine(*found))

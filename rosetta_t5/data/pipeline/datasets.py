@@ -12,15 +12,8 @@ import numpy as np
 from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
+from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.pipeline.error_places import naming_files
-from rosetta_t5.data.pipeline.task_lookup import (
-  check_cached,
-  check_split,
-  find_checked_task,
-  find_task_or_mixture,
-  read_task,
-  subtasks_with_split,
-)
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.parallel.data_layout import multiples_near
@@ -83,12 +76,12 @@ def get_dataset_inner(
   converter = feature_converter_cls(
     pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
   )
-  provider = find_checked_task(cfg, converter)
+  provider = task_lookup.find_checked_task(cfg, converter)
   if num_epochs is None:
     _check_not_empty(cfg, provider, shard_info)
   batch_size = cfg.batch_size // shard_info.num_shards
   logging.info("Dataset '%s': seed %s, %d examples per shard", cfg.name, seed, batch_size)
-  dataset = read_task(
+  dataset = task_lookup.read_task(
     cfg,
     provider,
     shuffle=cfg.shuffle,
@@ -141,10 +134,10 @@ def get_training_eval_datasets(
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     task = cfg.mixture_or_task_name
     return {task.name: task.evaluation(cfg, shard_id, num_shards, eval_steps)}
-  provider = find_task_or_mixture(cfg)
-  check_cached(cfg, provider)
-  check_split(cfg, provider)
-  names = {task.name: task.name for task in subtasks_with_split(cfg, provider)}
+  provider = task_lookup.find_task_or_mixture(cfg)
+  task_lookup.check_cached(cfg, provider)
+  task_lookup.check_split(cfg, provider)
+  names = {task.name: task.name for task in task_lookup.subtasks_with_split(cfg, provider)}
   names[provider.name] = cfg.mixture_or_task_name
 
   def batches(name: Any) -> tf.data.Dataset:
@@ -211,8 +204,8 @@ def _check_not_empty(cfg: DatasetConfig, provider: Any, shard_info: seqio.ShardI
   seqio = import_seqio()
   if not isinstance(provider, seqio.Task | seqio.Mixture):
     return
-  for task in subtasks_with_split(cfg, provider):
-    if not _has_element(cfg, read_task(cfg, task, shard_info=shard_info)):
+  for task in task_lookup.subtasks_with_split(cfg, provider):
+    if not _has_element(cfg, task_lookup.read_task(cfg, task, shard_info=shard_info)):
       raise ValueError(_empty_dataset_message(task.name, cfg.split, shard_info))
 
 

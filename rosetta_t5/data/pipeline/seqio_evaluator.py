@@ -8,12 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.task_lookup import (
-  check_cached,
-  check_split,
-  find_task_or_mixture,
-  subtasks_with_split,
-)
+from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup import seqio_internals
@@ -32,7 +27,7 @@ def has_metrics(cfg: DatasetConfig) -> bool:
   """
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     return False
-  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg))
+  tasks = task_lookup.subtasks_with_split(cfg, task_lookup.find_task_or_mixture(cfg))
   return any(task.metric_objs for task in tasks)
 
 
@@ -64,10 +59,10 @@ def make_evaluator(
       "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
       f"example; got True for the task '{cfg.name}'"
     )
-  provider = find_task_or_mixture(cfg)
-  check_cached(cfg, provider)
+  provider = task_lookup.find_task_or_mixture(cfg)
+  task_lookup.check_cached(cfg, provider)
   if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
-    check_split(cfg, provider)
+    task_lookup.check_split(cfg, provider)
   if cfg.name not in registered_names() or seqio.get_mixture_or_task(cfg.name) is not provider:
     raise ValueError(
       f"The task '{cfg.name}' must be in SeqIO's registry, because the evaluator looks it up there. "

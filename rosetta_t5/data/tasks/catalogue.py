@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.argument_types import check_one_of
-from rosetta_t5.data.local_files.dataset_folders import (
-  data_folders,
-  find_distributed_files,
-  find_tfds,
-  missing_data_message,
-)
+from rosetta_t5.data.local_files import dataset_folders
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader
@@ -162,16 +157,16 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
     ValueError: the data is not on this machine. The message lists the folders that were searched.
   """
   seqio = import_seqio()
-  folders = data_folders(tfds_data_dir_override())
+  folders = dataset_folders.data_folders(tfds_data_dir_override())
   for folder in folders:
-    if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
+    if spec.tfds and (tfds_folder := dataset_folders.find_tfds(spec.tfds, folder)):
       source = seqio.TfdsDataSource(read_only=True)
       # SeqIO would use --tfds_data_dir, the parent folder, if it were not overridden here.
       source.tfds_dataset.override_data_dir(str(tfds_folder))
       return source
     files = spec.files
-    if found := find_distributed_files(files, folder):
+    if found := dataset_folders.find_distributed_files(files, folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
       reader = BlockReader(select_texts, read=files.read)
       return make_file_source(found, dict.fromkeys(found, reader), files.names)
-  raise ValueError(missing_data_message(name, spec, folders))
+  raise ValueError(dataset_folders.missing_data_message(name, spec, folders))

@@ -12,12 +12,7 @@ from absl import logging
 from rosetta_t5.argument_types import Percentage, check_one_of, one_of
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
-from rosetta_t5.data.objectives.text_objectives import (
-  OBJECTIVES,
-  UL2_DENOISERS,
-  Denoiser,
-  objective_preprocessors,
-)
+from rosetta_t5.data.objectives import text_objectives
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files, is_in_validation
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
@@ -29,7 +24,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 if TYPE_CHECKING:
   import seqio
 
-Objective = Annotated[str, one_of(OBJECTIVES)]
+Objective = Annotated[str, one_of(text_objectives.OBJECTIVES)]
 Format = Annotated[str, one_of(FORMATS)]
 TextUnit = Annotated[str, one_of(TEXT_UNITS)]
 OnBadExample = Annotated[str, one_of(POLICIES)]
@@ -131,14 +126,14 @@ def _register(
   seqio = import_seqio()
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
-  tasks: dict[str, Denoiser | None] = {name: None}
+  tasks: dict[str, text_objectives.Denoiser | None] = {name: None}
   if objective == "ul2":
-    tasks = {f"{name}_{key}": denoiser for key, denoiser in UL2_DENOISERS.items()}
+    tasks = {f"{name}_{key}": denoiser for key, denoiser in text_objectives.UL2_DENOISERS.items()}
   for task, denoiser in tasks.items():
     seqio.TaskRegistry.add(
       task,
       source=source,
-      preprocessors=objective_preprocessors(objective, denoiser),
+      preprocessors=text_objectives.objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
     )
@@ -149,7 +144,7 @@ def _register(
 def _templates(
   objective: str, text: str, inputs: str | None, targets: str | None
 ) -> Mapping[str, str]:
-  check_one_of("file_task.objective", objective, OBJECTIVES)
+  check_one_of("file_task.objective", objective, text_objectives.OBJECTIVES)
   if objective != "seq2seq":
     if inputs or targets:
       raise ValueError(

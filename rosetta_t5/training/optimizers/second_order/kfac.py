@@ -16,13 +16,7 @@ from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.training.optimizers.by_name import all_except
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
 from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
-from rosetta_t5.training.optimizers.second_order.matrices import (
-  MatrixDims,
-  map_params,
-  matrix_dims,
-  multiply,
-  zero_factors,
-)
+from rosetta_t5.training.optimizers.second_order import matrices
 
 PyTree = Any
 
@@ -75,7 +69,9 @@ def precondition_by_kfac(
   """
 
   def init(params: PyTree) -> KfacState:
-    zeros = zero_factors(params, _kernel_dims(params, param_axes, skip_layers), max_factor_dim)
+    zeros = matrices.zero_factors(
+      params, _kernel_dims(params, param_axes, skip_layers), max_factor_dim
+    )
     return KfacState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros))
 
   def update(
@@ -97,7 +93,7 @@ def precondition_by_kfac(
       lambda: jax.tree.map(lambda factor: _damped_inverse(factor, damping), factors),
       lambda: state.inverses,
     )
-    directions = multiply(inverses, grads, dims)
+    directions = matrices.multiply(inverses, grads, dims)
     if kl_clip is not None:
       directions = _clip(directions, grads, dims, kl_clip / learning_rate**2)
     return directions, KfacState(state.step + 1, factors, inverses)
@@ -109,12 +105,12 @@ def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequenc
   """Returns a tree with the `MatrixDims` of each dense kernel, and None for other parameters."""
   names = {} if param_axes is None else axes_by_path(param_axes)
 
-  def dims(path: Any, param: Any, is_wanted: bool) -> MatrixDims | None:
+  def dims(path: Any, param: Any, is_wanted: bool) -> matrices.MatrixDims | None:
     name = path_name(path)
     axes = names.get(name)
     if not is_wanted or name.rpartition("/")[2] != "kernel" or "expert" in (axes or ()):
       return None
-    return matrix_dims(param.ndim, axes, name)
+    return matrices.matrix_dims(param.ndim, axes, name)
 
   return jax.tree_util.tree_map_with_path(dims, params, all_except(skip_layers)(params))
 
@@ -145,9 +141,9 @@ def _damped_inverse(factor: jax.Array, damping: float) -> jax.Array:
 def _clip(directions: PyTree, grads: PyTree, dims: PyTree, limit: jax.Array) -> PyTree:
   """Returns the directions of kernels times a factor at most 1, whose square is limit / Σ d · g."""
 
-  def dot(direction: jax.Array, grad: jax.Array, dim: MatrixDims | None) -> jax.Array:
+  def dot(direction: jax.Array, grad: jax.Array, dim: matrices.MatrixDims | None) -> jax.Array:
     return jnp.zeros(()) if dim is None else jnp.vdot(direction, grad)
 
-  total = optax.tree.sum(map_params(dot, directions, grads, dims))
+  total = optax.tree.sum(matrices.map_params(dot, directions, grads, dims))
   scale = jnp.minimum(1.0, jnp.sqrt(limit / jnp.maximum(total, jnp.finfo(total.dtype).tiny)))
-  return map_params(lambda x, dim: x if dim is None else scale * x, directions, dims)
+  return matrices.map_params(lambda x, dim: x if dim is None else scale * x, directions, dims)

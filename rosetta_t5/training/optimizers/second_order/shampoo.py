@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
-from rosetta_t5.training.optimizers.second_order.matrices import (
-  Factors,
-  MatrixDims,
-  exact_matmul,
-  gram_factors,
-  map_params,
-  multiply,
-  tree_matrix_dims,
-  zero_factors,
-)
+from rosetta_t5.training.optimizers.second_order import matrices
 
 PyTree = Any
 
@@ -82,7 +73,7 @@ def _scale_by_shampoo(
   """Returns Shampoo without learning rate and weight decay; `shampoo` explains the arguments."""
 
   def init(params: PyTree) -> ShampooState:
-    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_dim)
+    zeros = matrices.zero_factors(params, matrices.tree_matrix_dims(params, param_axes), max_dim)
     mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return ShampooState(jnp.zeros((), jnp.int32), mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
 
@@ -90,40 +81,40 @@ def _scale_by_shampoo(
     grads: PyTree, state: ShampooState, params: PyTree = None
   ) -> tuple[PyTree, ShampooState]:
     del params
-    dims = tree_matrix_dims(grads, param_axes)
+    dims = matrices.tree_matrix_dims(grads, param_axes)
     step = state.step + 1
     mu = optax.tree.update_moment(grads, state.mu, b1, 1)
     nu = optax.tree.update_moment(grads, state.nu, b2, 2)
-    grams = gram_factors(grads, dims, state.covariances)
+    grams = matrices.gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
     roots = jax.lax.cond(
       state.step % period == 0,
       lambda: jax.tree.map(
-        inverse_roots, covariances, is_leaf=lambda node: isinstance(node, Factors)
+        inverse_roots, covariances, is_leaf=lambda node: isinstance(node, matrices.Factors)
       ),
       lambda: state.roots,
     )
     mu_hat = optax.tree.bias_correction(mu, b1, step)
     nu_hat = optax.tree.bias_correction(nu, b2, step)
     adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-    updates = map_params(_graft, multiply(roots, mu_hat, dims), adam, dims)
+    updates = matrices.map_params(_graft, matrices.multiply(roots, mu_hat, dims), adam, dims)
     return updates, ShampooState(step, mu, nu, covariances, roots)
 
-  def inverse_roots(covariances: Factors) -> Factors:
+  def inverse_roots(covariances: matrices.Factors) -> matrices.Factors:
     sides = sum(side is not None for side in covariances)
 
     def root(covariance: jax.Array) -> jax.Array:
       values, vectors = jnp.linalg.eigh(covariance)
       largest = jnp.maximum(values[..., -1:], jnp.finfo(values.dtype).tiny)
       damped = jnp.maximum(values, 0.0) + matrix_eps * largest
-      return exact_matmul(vectors * damped[..., None, :] ** (-0.5 / sides), vectors.mT)
+      return matrices.exact_matmul(vectors * damped[..., None, :] ** (-0.5 / sides), vectors.mT)
 
     return jax.tree.map(root, covariances)
 
   return optax.GradientTransformation(init, update)
 
 
-def _graft(direction: jax.Array, adam: jax.Array, dims: MatrixDims | None) -> jax.Array:
+def _graft(direction: jax.Array, adam: jax.Array, dims: matrices.MatrixDims | None) -> jax.Array:
   """Returns the direction with the norm of Adam's update, matrix by matrix; else Adam's update."""
   if dims is None:
     return adam
@@ -131,5 +122,5 @@ def _graft(direction: jax.Array, adam: jax.Array, dims: MatrixDims | None) -> ja
     jnp.linalg.norm(dims.to_matrices(x), axis=(-2, -1), keepdims=True) for x in (direction, adam)
   )
   tiny = jnp.finfo(norm.dtype).tiny
-  matrices = dims.to_matrices(direction) * (wanted / jnp.maximum(norm, tiny))
-  return dims.to_parameter(matrices, direction.shape)
+  grafted = dims.to_matrices(direction) * (wanted / jnp.maximum(norm, tiny))
+  return dims.to_parameter(grafted, direction.shape)

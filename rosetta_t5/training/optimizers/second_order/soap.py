@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
-from rosetta_t5.training.optimizers.second_order.matrices import (
-  exact_matmul,
-  gram_factors,
-  multiply,
-  tree_matrix_dims,
-  zero_factors,
-)
+from rosetta_t5.training.optimizers.second_order import matrices
 
 PyTree = Any
 
@@ -75,25 +69,25 @@ def _scale_by_soap(
   """Returns SOAP without learning rate and weight decay; `soap` explains the arguments."""
 
   def init(params: PyTree) -> SoapState:
-    zeros = zero_factors(params, tree_matrix_dims(params, param_axes), max_dim)
+    zeros = matrices.zero_factors(params, matrices.tree_matrix_dims(params, param_axes), max_dim)
     identities = jax.tree.map(lambda x: jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape), zeros)
     mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return SoapState(jnp.zeros((), jnp.int32), mu, nu, zeros, identities)
 
   def update(grads: PyTree, state: SoapState, params: PyTree = None) -> tuple[PyTree, SoapState]:
     del params
-    dims = tree_matrix_dims(grads, param_axes)
-    grams = gram_factors(grads, dims, state.covariances)
+    dims = matrices.tree_matrix_dims(grads, param_axes)
+    grams = matrices.gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
 
     def adam_step() -> tuple[PyTree, PyTree, PyTree]:
       to_basis = jax.tree.map(jnp.matrix_transpose, state.bases)
       mu = optax.tree.update_moment(grads, state.mu, b1, 1)
-      nu = optax.tree.update_moment(multiply(to_basis, grads, dims), state.nu, b2, 2)
-      mu_hat = optax.tree.bias_correction(multiply(to_basis, mu, dims), b1, state.step)
+      nu = optax.tree.update_moment(matrices.multiply(to_basis, grads, dims), state.nu, b2, 2)
+      mu_hat = optax.tree.bias_correction(matrices.multiply(to_basis, mu, dims), b1, state.step)
       nu_hat = optax.tree.bias_correction(nu, b2, state.step)
       adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-      return multiply(state.bases, adam, dims), mu, nu
+      return matrices.multiply(state.bases, adam, dims), mu, nu
 
     def first_step() -> tuple[PyTree, PyTree, PyTree]:
       return optax.tree.zeros_like(grads), state.mu, state.nu
@@ -116,4 +110,4 @@ def _scale_by_soap(
 
 def _improved_basis(covariance: jax.Array, basis: jax.Array) -> jax.Array:
   """Returns the basis after one step of the power iteration with QR."""
-  return jnp.linalg.qr(exact_matmul(covariance, basis)).Q
+  return jnp.linalg.qr(matrices.exact_matmul(covariance, basis)).Q
