@@ -1,4 +1,7 @@
-"""Types of arguments that have a range, such as `Positive`. `config.checks` refuses other values."""
+"""Types of arguments that have a range, such as `Positive`, and the error for unknown names.
+
+`config.checks` refuses values outside the range.
+"""
 
 from __future__ import annotations
 
