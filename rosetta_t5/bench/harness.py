@@ -1,7 +1,5 @@
 """The workload of the training-step benchmarks: arguments, model, batch, timing and result."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

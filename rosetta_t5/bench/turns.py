@@ -1,7 +1,5 @@
 """Times several implementations in turns, each in a process of its own."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import multiprocessing

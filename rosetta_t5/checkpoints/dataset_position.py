@@ -1,7 +1,5 @@
 """The position in the training data, stored beside the train state as the item `dataset`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The stored form of a train state, and the errors of saving it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Parses the command line of `rosetta-t5` and runs its verbs."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The table of the verbs of `rosetta-t5`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """T5X's functions for runs of several processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Connects this process to the other processes of its run."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

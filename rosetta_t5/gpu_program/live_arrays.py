@@ -5,8 +5,6 @@ Its own list of the arrays at the peak counts the result of a loop beside the ar
 it can name another moment.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

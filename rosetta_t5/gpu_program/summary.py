@@ -1,7 +1,5 @@
 """What is worth knowing about a compiled step: memory, kernels, collectives, least time."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The collectives of activations: over `model`, `expert`, `context` and `pipeline`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping

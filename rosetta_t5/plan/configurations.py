@@ -1,7 +1,5 @@
 """Chooses mesh, microbatches, rematerialization, attention kernel and precision for a training step."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The FLOPs of a training step, and the peak FLOP/s of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The position of this process in its run, without importing jax or touching a device."""
 
-from __future__ import annotations
-
 import sys
 
 

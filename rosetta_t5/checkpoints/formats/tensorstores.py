@@ -1,7 +1,5 @@
 """Reads and writes arrays in TensorStore, in parts; missing data is an error rather than zeros."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Checkpoint folders: their names `checkpoint_STEP`, their layouts, and the run facts in them."""
 
-from __future__ import annotations
-
 import enum
 import fnmatch
 import logging

@@ -1,7 +1,5 @@
 """T5X's checkpointer that starts experts from the feed-forward blocks of a dense model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from etils import epath

@@ -4,8 +4,6 @@ Transformers reads such a tokenizer from tokenizer.json. It has no class that re
 a decoder.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from google.protobuf.message import DecodeError

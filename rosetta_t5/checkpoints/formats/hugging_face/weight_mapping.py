@@ -1,7 +1,5 @@
 """Renames weights between Transformers and this project, by a table of both names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
