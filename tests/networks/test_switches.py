@@ -55,7 +55,7 @@ TABLE = {" ".join(map(str, row)): dict(zip(SETTINGS, row, strict=True)) for row 
 # These rows contain most settings; the whole table is a slow test.
 FEW = (
   "none 1 1 xla False False None True 2 8 0.5 0",
-  "minimal 1 0 flash False False 4 True 2 8 0.5 4",
+  "minimal 0 0 flash False False 4 True 1 1 0.5 4",
 )
 SEGMENTS = {
   "encoder_segment_ids": "encoder_input_tokens",
