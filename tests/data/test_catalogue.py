@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rosetta_t5.data.local_files.dataset_folders import VARIABLE
+from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.tasks import catalogue, text_formats
 from rosetta_t5.data.tasks.known import glue
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
@@ -149,6 +150,14 @@ def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
   assert list(source.splits) == ["validation"]
   (example,) = source.get_dataset("validation", shuffle=False).as_numpy_iterator()
   assert example["answers"]["text"].tolist() == [b"Ann", b"Ann B."]
+
+
+def test_distributed_files_have_whole_splits_only(tmp_path: pathlib.Path) -> None:
+  write_squad(tmp_path)
+  name = catalogue.known_task("squad_v010_allanswers", import_seqio().ByteVocabulary())
+  task = import_seqio().get_mixture_or_task(name)
+  assert has_split(task, "validation")
+  assert not has_split(task, "validation[:50%]")
 
 
 @pytest.fixture

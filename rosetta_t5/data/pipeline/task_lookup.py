@@ -133,7 +133,9 @@ def has_split(provider: Any, split: str) -> bool:
 
   A source of files has whole splits only.
   """
-  if isinstance(getattr(provider, "source", None), import_seqio().FileDataSource):
+  source = getattr(provider, "source", None)
+  reads_files = isinstance(source, import_seqio().FileDataSource)
+  if not getattr(source, "reads_parts", not reads_files):
     return split in provider.splits
   return all(part.split("[")[0] in provider.splits for part in split.split("+"))
 

@@ -133,6 +133,11 @@ def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       return getattr(self._source, "is_movable", False)
 
     @property
+    def reads_parts(self) -> bool:
+      """Whether a split may be a part of one, like "train[:90%]"."""
+      return isinstance(self._source, seqio.TfdsDataSource)
+
+    @property
     def supports_arbitrary_sharding(self) -> bool:
       return self._source.supports_arbitrary_sharding
 
@@ -144,8 +149,7 @@ def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
 
     def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
       dataset = self._source.get_dataset(split=split, **options)
-      is_tfds = isinstance(self._source, seqio.TfdsDataSource)
-      return dataset if is_tfds else dataset.map(spec.files.to_example)
+      return dataset if self.reads_parts else dataset.map(spec.files.to_example)
 
   return KnownSource()
 
