@@ -298,5 +298,7 @@ def _run_facts(
   facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
   seed = facts.get("train_dataset_seed", drawn)
   facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, seed)
-  facts["started_from"] = checkpoints.find_base_checkpoint(checkpoint_cfg, model_dir, restore_path)
+  facts[checkpoints.STARTED_FROM] = checkpoints.find_base_checkpoint(
+    checkpoint_cfg, model_dir, restore_path
+  )
   return facts

@@ -285,7 +285,7 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, 
 # Script → arguments that make it small.
 SCRIPTS = {
   "attention_kernels": "--batch=1 --heads=1 --repeats=1 --places=decoder --kernels=xla",
-  "checkpoint": "--size=tiny --repeats=1",
+  "checkpoint": "--size=tiny --repeats=1 --checksums",
   "cpu_step": "--size=tiny --lengths 16 8 --steps=1 --optimizer muon",
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",

@@ -248,7 +248,7 @@ def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
   assert re.search(
     r"wrong shape +target/decoder/layers_0/mlp/wi_0/kernel +\(16, 32\).*\(16, 64\)", err
   )
-  assert "To train this model, set an empty folder (--gin.MODEL_DIR=" in err
+  assert "To train from scratch instead, set an empty folder (--gin.MODEL_DIR=" in err
   assert "Traceback" not in err
   assert files(continued) == before
 

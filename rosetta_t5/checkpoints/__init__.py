@@ -17,6 +17,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
+  STARTED_FROM,
   check_compatibility,
   create_orbax_checkpoint_manager,
   get_fallback_state,

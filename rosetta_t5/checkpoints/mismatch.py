@@ -23,12 +23,19 @@ _MAX_ROWS = 20
 
 
 class CheckpointMismatchError(ValueError):
-  """A checkpoint belongs to another model or optimizer than the run's."""
+  """A checkpoint belongs to a different model or optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-  """One difference: the problem with the array `name`, the stored shape and dtype, the expected ones."""
+  """One difference between a checkpoint and a train state.
+
+  Attributes:
+    problem: "missing", "unexpected", "wrong shape" or "wrong dtype".
+    name: the array's name.
+    stored: its shape and dtype in the checkpoint.
+    expected: its shape and dtype in the train state.
+  """
 
   problem: str
   name: str
@@ -87,8 +94,8 @@ def find_restorable(
   is_of_state = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
   if has_state and is_of_state and not allow_missing:
     _log.warning(
-      f"checkpoint {path} was written with another OPTIMIZER: its state is not used, and that of this "
-      f"run's starts anew\n{_table(mismatches)}"
+      f"checkpoint {path} was written with a different OPTIMIZER: its optimizer state is not used, and "
+      f"this run's optimizer state is initialized\n{_table(mismatches)}"
     )
     return {name for name in expected if not _is_optimizer_state(name)}
   if not all(m.name.startswith(initializable) or allowed.get(m.problem) for m in mismatches):
@@ -111,7 +118,7 @@ def mismatch_error(path: Any, mismatches: list[Mismatch]) -> CheckpointMismatchE
 
 
 def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
-  """Logs what is not restored, and state only at level DEBUG: its initialization is logged too."""
+  """Logs what is not restored: state at level DEBUG, because its initialization is logged too."""
   consequences = {"missing": "is not in it and is initialized", "unexpected": "is not used"}
   for mismatch in mismatches:
     default = f"has a {mismatch.problem} and is initialized"
@@ -142,15 +149,21 @@ def _table(mismatches: list[Mismatch]) -> str:
 
 
 def _advice(path: Any, mismatches: list[Mismatch]) -> str:
-  return _advice_about_experts(mismatches) + (
-    "To train this model, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
-    "INITIAL_CHECKPOINT_PATH. To use the checkpoint, give the gin file with which it was trained (see "
-    f"config.gin beside {path})."
+  problems = {mismatch.problem for mismatch in mismatches}
+  options = {
+    "missing": " RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.",
+    "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
+  }
+  return (
+    f"{_advice_about_experts(mismatches)}To use the checkpoint, give the gin file with which it was "
+    f"trained (see config.gin beside {path}). To train from scratch instead, set an empty folder "
+    "(--gin.MODEL_DIR=\"'...'\") and no INITIAL_CHECKPOINT_PATH."
+    f"{''.join(text for problem, text in options.items() if problem in problems)}"
   )
 
 
 def _advice_about_experts(mismatches: list[Mismatch]) -> str:
-  """Returns a sentence if the checkpoint has another number of experts, or none; else an empty text."""
+  """Returns a sentence if the checkpoint has a different number of experts, or none; else an empty string."""
   experts = [mismatch for mismatch in mismatches if _EXPERT.fullmatch(mismatch.name)]
   if not experts:
     return ""

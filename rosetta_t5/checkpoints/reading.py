@@ -36,7 +36,8 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 # These mean that a file of the checkpoint is missing. Others are about the machine.
 _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# An array above this size that is so many times as large as all files together is refused.
+# An array larger than _LARGE_BYTES and more than _MAX_BYTES_PER_STORED times as large as all files
+# together is refused.
 _LARGE_BYTES = 1 << 30
 _MAX_BYTES_PER_STORED = 1000
 # The name under which every layout with a train state has the step.
@@ -53,19 +54,33 @@ _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
 
 
 class UnreadableCheckpointError(ValueError):
-  """A checkpoint exists but cannot be read."""
+  """A checkpoint exists but cannot be read.
+
+  Attributes:
+    damage: what is wrong, without the advice that the message ends with.
+  """
+
+  def __init__(self, damage: str, advice: str = ""):
+    super().__init__(damage + advice)
+    self.damage = damage
 
 
-def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
-  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names. No value is read yet.
+def read_arrays(
+  path: epath.PathLike, *, warn_without_checksums: bool = True
+) -> dict[str, StoredArray]:
+  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names.
+
+  No value is read yet, except the step of a `checkpoint_STEP` folder.
 
   Args:
     path: a checkpoint of any layout: Orbax, T5X's older one, Mesh TensorFlow (folder or prefix), or a
       Hugging Face folder. The layout is detected from the files.
+    warn_without_checksums: whether the log names a checkpoint that has no checksums, once.
 
   Raises:
     UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint.
+    ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
+      the files.
   """
   is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
   try:
@@ -75,10 +90,10 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   try:
     arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
     _check_sizes(checksum_folder(path), arrays)
-    if (found := read_checksums(path)) is None:
-      _report_no_checksums(os.fspath(path))
-    else:
+    if (found := read_checksums(path)) is not None:
       arrays = checksums.verified(arrays, found, checksum_folder(path))
+    elif warn_without_checksums:
+      _report_no_checksums(os.fspath(path))
     step = stored_step(arrays) if is_step_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
@@ -137,7 +152,7 @@ def _other_step_text(folder: epath.Path, step: int) -> str:
 
 
 def _check_sizes(folder: epath.Path, arrays: Mapping[str, StoredArray]) -> None:
-  """Raises ValueError if an array claims a size that the files cannot have, which zeros would fill."""
+  """Raises ValueError if an array claims a size that the files cannot hold, because the rest would be zeros."""
   name = max(arrays, key=lambda name: arrays[name].nbytes, default=None)
   if name is None or arrays[name].nbytes < _LARGE_BYTES:
     return
@@ -152,8 +167,9 @@ def _check_sizes(folder: epath.Path, arrays: Mapping[str, StoredArray]) -> None:
 @functools.cache
 def _report_no_checksums(path: str) -> None:
   _log.warning(
-    "checkpoint %s was saved without checksums, so damage to its values cannot be found; "
-    "`rosetta-t5 ckpt verify --write` stores them",
+    "checkpoint %s was saved without checksums, so damage to its values cannot be detected; "
+    "`rosetta-t5 ckpt verify %s --write` stores them",
+    path,
     path,
   )
 
@@ -161,7 +177,7 @@ def _report_no_checksums(path: str) -> None:
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
   """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
 
-  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit of open
+  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit on open
   files, or a failing disk or network is not damage.
   """
   folder = epath.Path(path)
@@ -176,6 +192,7 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
   if not older:
     return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
   return UnreadableCheckpointError(
-    f"{text}. Older steps beside it: {', '.join(map(str, older))}. To continue from step {older[-1]}, "
-    f"move {folder.name} out of {folder.parent}."
+    f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
+    f" To use step {older[-1]}, give the path {checkpoint_path(folder.parent, older[-1])}, or move "
+    f"{folder.name} out of {folder.parent}.",
   )

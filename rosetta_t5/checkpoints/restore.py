@@ -30,9 +30,9 @@ _LAYOUTS_WITHOUT_STEPS = (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF)
 def get_first_valid_restore_config_and_paths(
   restore_cfgs: Sequence[RestoreCheckpointConfig],
 ) -> tuple[RestoreCheckpointConfig | None, tuple[str, ...]]:
-  """Returns the first config that names an existing checkpoint, and the checkpoints' paths.
+  """Returns the first config that names a checkpoint, and the checkpoints' paths; (None, ()) if none does.
 
-  Returns (None, ()) if no config does.
+  With mode 'specific', the path is returned even if nothing is there.
   """
   for cfg in restore_cfgs:
     paths = tuple(path for given in cfg.paths() for path in _checkpoints_at(given, cfg.mode))
@@ -75,11 +75,16 @@ def restore(
 def check_compatibility(
   path: epath.PathLike, expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
 ) -> None:
-  """Raises CheckpointMismatchError unless the checkpoint at `path` can be restored.
+  """Checks that the checkpoint at `path` can be restored.
 
   Args:
     path: a checkpoint of any layout.
     expected: nested state dict of the train state's leaves (`shape`, `dtype`).
+
+  Raises:
+    CheckpointMismatchError: the checkpoint does not match.
+    UnreadableCheckpointError: files are missing or damaged.
+    ValueError: there is no checkpoint.
   """
   find_matching_arrays(
     path,
@@ -123,11 +128,12 @@ def check_and_init_fallback_state(
   The check comes first, because the fallback state takes memory.
 
   Args:
-    checkpoint_manager: the manager that will restore. A user's own class is not checked.
+    checkpoint_manager: the manager that will restore. With a user's own class nothing is checked.
     expected: the train state's shapes.
 
   Raises:
     CheckpointMismatchError: a checkpoint does not match even with the fallback.
+    ValueError: a fallback is allowed, but `init_rng` is None.
   """
   is_ours = isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface)
   if restore_cfg.fallback_to_scratch and is_ours:
@@ -151,7 +157,7 @@ def create_orbax_checkpoint_manager(
 
   Args:
     save_cfg: how to save; None for a manager that only restores.
-    restore_cfg: specifies the dtype of restored parameters.
+    restore_cfg: how to restore; None for a manager that only saves.
     train_state: the run's train state, or its shapes.
     partitioner: specifies the sharding of restored arrays.
     ds_iter: the training data's iterator.
@@ -159,7 +165,7 @@ def create_orbax_checkpoint_manager(
     run_facts: values to store with each checkpoint.
 
   Raises:
-    ValueError: there is no config or no folder.
+    ValueError: there is no config, no folder or no manager class.
   """
   if save_cfg is None and restore_cfg is None:
     raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
@@ -167,15 +173,16 @@ def create_orbax_checkpoint_manager(
   load = restore_cfg or RestoreCheckpointConfig(path=None)
   directory = model_dir or next(iter(load.paths()), None)
   if directory is None:
-    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR")
-  if load.checkpoint_manager_cls is None:
-    raise ValueError("RestoreCheckpointConfig.checkpoint_manager_cls must be a class, got None")
+    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
+  cfg = save_cfg or load
+  if cfg.checkpoint_manager_cls is None:
+    raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
   saver: Any = None
   if save.checkpointer_cls is not None:
     # It is built even if only its settings are needed: gin applies its bindings when it is called.
     saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
-  manager = (save_cfg or load).checkpoint_manager_cls(
+  manager = cfg.checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,

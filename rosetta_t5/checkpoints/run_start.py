@@ -190,7 +190,7 @@ def _restore_latest_undamaged(
       return state
     is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
     if not (is_own and cfg.mode == "latest" and older_steps(path)):
-      raise UnreadableCheckpointError(damage) from failure
+      raise failure or UnreadableCheckpointError(damage)
     path = _rename_damaged(path, damage)
     manager.reload()
 
@@ -201,10 +201,11 @@ def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | No
   Raises:
     ValueError: a process could not restore for another reason.
   """
-  kind = "damage" if isinstance(failure, UnreadableCheckpointError) else "error"
-  own = "" if failure is None else f"{kind} {failure}"
+  own = "" if failure is None else f"error {failure}"
+  if isinstance(failure, UnreadableCheckpointError):
+    own = f"damage {failure.damage}"
   texts = allgather_text(own, f"restored {folder.name}", _RESTORE_TIMEOUT_S)
-  if failure is not None and kind == "error":
+  if failure is not None and own.startswith("error "):
     raise failure
   for index, text in enumerate(texts):
     if text.startswith("error "):

@@ -60,7 +60,7 @@ class _StateMethods:
     )
 
   def __hash__(self) -> int:
-    """Returns a hash, as programs cache functions by `train_state_axes`."""
+    """Returns a hash, because programs cache functions by `train_state_axes`."""
     return hash(jax.tree.structure(self))
 
   def _stored_mutables(self) -> dict[str, Any]:
@@ -105,6 +105,9 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     Args:
       optimizer_def: the optimizer, whose `set_param_axes` gets the parameters' logical axes.
       model_variables: the result of `module.init`: `params`, `params_axes` and other collections.
+
+    Raises:
+      ValueError: a variable has no logical axes, although its collection has some.
     """
     params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
     if params_axes is not None:
@@ -123,7 +126,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
   @property
   def _optimizer(self) -> Optimizer:
     """T5X's view of the same state: an optimizer with its target."""
-    assert self.optimizer_def is not None, "a train state is created by TrainState.create"
+    assert self.optimizer_def is not None, "create the train state with TrainState.create"
     return Optimizer(
       optimizer_def=self.optimizer_def,
       state=OptimizerState(self.step, self.param_states),
@@ -158,8 +161,8 @@ class TrainState(struct.PyTreeNode, _StateMethods):
       flax_mutables: the new mutable collections; None keeps the old ones.
       loss: the loss, for an optimizer that uses it (`OptimizerDef.uses_loss`).
     """
-    about_loss = {} if loss is None else {"loss": loss}
-    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate, **about_loss)
+    loss_argument = {} if loss is None else {"loss": loss}
+    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate, **loss_argument)
     mutables = self.flax_mutables if flax_mutables is None else flax_mutables
     return self.replace(_optimizer=optimizer, flax_mutables=mutables)
 
@@ -179,7 +182,7 @@ _replace_fields: Any = TrainState.replace
 
 
 def _replace(state: TrainState, **changes: Any) -> TrainState:
-  """Returns the state with other fields; `_optimizer` is T5X's name of all that an optimizer holds."""
+  """Returns the state with other fields; `_optimizer` is T5X's field for all but mutables and axes."""
   if "_optimizer" in changes:
     optimizer = changes.pop("_optimizer")
     changes |= {
@@ -191,7 +194,7 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
   return _replace_fields(state, **changes)
 
 
-setattr(TrainState, "replace", _replace)  # noqa: B010  flax has set the method of the class itself.
+setattr(TrainState, "replace", _replace)  # noqa: B010  flax replaces the method of a class's body.
 
 
 class InferenceState(struct.PyTreeNode, _StateMethods):
@@ -301,7 +304,7 @@ def param_axis_names(params_axes: PyTree) -> PyTree:
 
 
 def _mutables_axis_names(mutables: PyTree, mutables_axes: PyTree) -> PyTree:
-  names = jax.tree.map(lambda _: None, mutables)
+  names = jax.tree.map(lambda _: None, unfreeze(mutables))
   for name, axes in (mutables_axes or {}).items():
     names[name] = flax_partitioning.get_axis_names(axes)
-  return names
+  return _like(mutables, names)

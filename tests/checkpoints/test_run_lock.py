@@ -18,7 +18,7 @@ from forked_python import python
 
 from rosetta_t5.checkpoints import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.model_dir import lock
-from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, lock_model_dir
+from rosetta_t5.checkpoints.model_dir.lock import LOCK_FILE, RunLock, lock_model_dir, was_moved
 from rosetta_t5.checkpoints.model_dir.lock_owner import LockOwner, current_process
 
 HOLDER = """
@@ -237,5 +237,15 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run_starts(tmp_p
 
   with pytest.raises(
     ValueError, match=r"MODEL_DIR .*file/run cannot be written to .*Not a directory"
-  ):
+  ) as caught:
     run(model_dir=str(tmp_path / "file/run"))
+  assert not isinstance(caught.value, ModelDirInUseError)
+
+
+def test_a_folder_without_its_lock_was_not_moved(tmp_path):
+  folder = tmp_path / "run"
+  with lock_model_dir(folder):
+    (folder / LOCK_FILE).unlink()
+    assert not was_moved(folder)
+    folder.rename(tmp_path / "moved")
+    assert was_moved(folder)

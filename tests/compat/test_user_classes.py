@@ -48,10 +48,14 @@ def test_a_checkpointer_with_a_restore_of_its_own_restores(tmp_path):
   np.testing.assert_array_equal(restored(Tenfold), 10 * table)
 
 
-def test_a_restore_config_without_a_manager_class_is_rejected(tmp_path):
-  cfg = utils.RestoreCheckpointConfig(path=str(tmp_path), checkpoint_manager_cls=None)
-  with pytest.raises(ValueError, match="checkpoint_manager_cls must be a class, got None"):
-    utils.create_orbax_checkpoint_manager(restore_cfg=cfg, train_state=None, partitioner=None)
+@pytest.mark.parametrize("kind", ["Restore", "Save"])
+def test_a_config_without_a_manager_class_is_rejected(tmp_path, kind):
+  path = {"path": str(tmp_path)} if kind == "Restore" else {}
+  cfg = getattr(utils, f"{kind}CheckpointConfig")(**path, checkpoint_manager_cls=None)
+  with pytest.raises(ValueError, match=f"{kind}CheckpointConfig.*cls must be a class, got None"):
+    utils.create_orbax_checkpoint_manager(
+      **{f"{kind.lower()}_cfg": cfg}, model_dir=tmp_path, train_state=None, partitioner=None
+    )
 
 
 def test_a_partitioner_may_use_pjit_with_partition_specs():

@@ -137,7 +137,7 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
   assert "is not a checkpoint: the folder contains note" in capsys.readouterr().err
 
 
-def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):
+def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplog):
   theirs = t5_writer.make_weights(
     {n: x for n, x in read_arrays(MESH_TF).items() if n.startswith("target/")}, "t5"
   )
@@ -147,6 +147,8 @@ def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path):
   assert len(set(index["weight_map"].values())) > 3
   (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [de, fr]\n---\nText")
   half = convert.convert(tmp_path, tmp_path / "half", "hf", dtype="bfloat16", report=lambda _: None)
+  assert f"checkpoint {tmp_path} was saved without checksums" in caplog.text
+  assert ".unfinished was saved without" not in caplog.text
   data = ModelCard.load(half / "README.md").data
   assert (data.license, data.language) == ("mit", ["de", "fr"])
   assert data.pipeline_tag == "text2text-generation"

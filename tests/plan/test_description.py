@@ -107,7 +107,7 @@ def test_all_problems_are_reported(check):
   assert "batch size 18 cannot be split over the 4 devices of the mesh's data axis" in output
   assert "there is no checkpoint to restore in nowhere (mode = 'latest')" in output
   assert "\n     the command line:  utils.RestoreCheckpointConfig.path = 'nowhere'\n" in output
-  assert "There is no vocabulary file no.model: set seqio.Sent" in output
+  assert "There is no vocabulary file no.model: give the path of an existing one" in output
 
 
 def test_the_checkpoint_of_model_dir_wins_over_a_missing_initial_checkpoint(check, saved):

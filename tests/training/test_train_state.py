@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.core import freeze
+from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 from tiny_models import Bigram, adafactor, make_state, variables
 
@@ -81,6 +83,17 @@ def test_logical_axes_replace_the_arrays():
   assert axes.params == {"table": names}
   assert axes.param_states["table"].v == names
   assert axes.flax_mutables == {"counters": {"calls": None}}
+
+
+def test_logical_axes_of_frozen_collections_replace_their_arrays():
+  collections = {
+    "params": {"scale": jnp.ones(2)},
+    "params_axes": {"scale_axes": flax_partitioning.AxisMetadata(names=("embed",))},
+    "means": {"mean": jnp.zeros(2)},
+    "means_axes": {"mean_axes": flax_partitioning.AxisMetadata(names=("embed",))},
+  }
+  axes = InferenceState.create(freeze(collections)).as_logical_axes()
+  assert axes.flax_mutables == freeze({"means": {"mean": PartitionSpec("embed")}})
 
 
 class Plain(nn.Module):

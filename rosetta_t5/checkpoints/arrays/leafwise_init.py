@@ -1,7 +1,7 @@
 """Initialization leaf by leaf, which compiles each distinct initializer only once.
 
 The parameters of a T5 come from a few distinct computations, each an initializer and a shape. XLA
-would compile one program with hundreds of them; split by leaf, only the distinct ones are compiled.
+would compile one program with hundreds of them. If it is split by leaf, only the distinct ones are compiled.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,19 +84,19 @@ def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int])
   pending = [output]
   while pending:
     variable = pending.pop()
-    number = None if isinstance(variable, Literal) else producers.get(variable)
-    if number is not None and number not in needed:
-      needed.add(number)
-      pending.extend(program.eqns[number].invars)
-  equations, variables, folded = [], [], []
-  for eqn in (program.eqns[number] for number in sorted(needed)):
+    index = None if isinstance(variable, Literal) else producers.get(variable)
+    if index is not None and index not in needed:
+      needed.add(index)
+      pending.extend(program.eqns[index].invars)
+  equations, folded_inputs, folded = [], [], []
+  for eqn in (program.eqns[index] for index in sorted(needed)):
     if eqn.primitive.name == "random_fold_in" and isinstance(constant := eqn.invars[1], Literal):
       aval: Any = constant.aval
-      variables.append(Var(aval))
+      folded_inputs.append(Var(aval))
       folded.append(np.asarray(constant.val, aval.dtype))
-      eqn = eqn.replace(invars=[eqn.invars[0], variables[-1]])
+      eqn = eqn.replace(invars=[eqn.invars[0], folded_inputs[-1]])
     equations.append(eqn)
-  inputs = [*program.invars, *variables]
+  inputs = [*program.invars, *folded_inputs]
   debug_info = program.debug_info.with_unknown_names()
   sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
   return _Slice(sliced, tuple(folded))

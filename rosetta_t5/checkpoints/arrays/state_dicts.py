@@ -49,7 +49,7 @@ def unflatten_state_dict(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten_arrays(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {"outer/inner": leaf} for the leaves with a shape. Optimizers also have others."""
+  """Returns {"outer/inner": leaf} for the leaves with a shape. Optimizer states also have others."""
   leaves = flatten_state_dict(state_dict)
   return {name: leaf for name, leaf in leaves.items() if hasattr(leaf, "shape")}
 

@@ -63,7 +63,7 @@ def convert_layout(
     axis = _layer_axis(name, leaf, expected, model_scan_axis) if is_scanned else None
     converted[name] = _assemble(name, leaf, [unstacked[source] for source in sources], axis)
     used.update(sources)
-  _log.info("the checkpoint has another parameter tree than the model; it is converted")
+  _log.info("the checkpoint has a different parameter tree from the model's and is converted")
   return {**{name: array for name, array in unstacked.items() if name not in used}, **converted}
 
 

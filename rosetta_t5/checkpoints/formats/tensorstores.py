@@ -1,4 +1,7 @@
-"""Reads and writes arrays in TensorStore, in parts; missing data is an error rather than zeros."""
+"""Reads and writes arrays with TensorStore, in parts.
+
+A missing chunk is an error, unless the array has a fill value.
+"""
 
 import contextlib
 import functools
@@ -86,7 +89,11 @@ def open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray
     for name, spec in specs.items()
   }
   stores = _open_all(without_fill, context)
-  with_fill = {name: specs[name] for name in specs if stores[name].fill_value is not None}
+  with_fill = {
+    name: spec
+    for name, spec in specs.items()
+    if spec["driver"] == "zarr" and stores[name].fill_value is not None
+  }
   stores |= _open_all(with_fill, context)
   return {name: _as_array(store) for name, store in stores.items()}
 
@@ -117,10 +124,10 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
       values = _allocate_aligned(part.shape, dtype)
     except MemoryError as error:
       raise MemoryError(f"{location}: {error}") from error
-    written = ts.array(values).write(part)
+    pending = ts.array(values).write(part)
 
     def finish() -> np.ndarray:
-      written.result()
+      pending.result()
       return values.view(jnp.bfloat16) if is_bfloat16 else values
 
     return finish

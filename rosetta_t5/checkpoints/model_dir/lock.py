@@ -59,7 +59,7 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
   """Locks `model_dir` for this run inside a `with` statement. All processes of a run share the lock.
 
   The lock of a run that has ended is taken over. This happens at once if the run was on this machine
-  or is the same Slurm job before it was requeued. A run on another machine counts as ended when it
+  or was an earlier start of the same Slurm job, since requeued. A run on another machine counts as ended when it
   has stopped sending heartbeats.
 
   Raises:
@@ -70,11 +70,14 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
   if jax.process_index() == 0:
     try:
       lock = RunLock(model_dir, current_process())
-    except (ModelDirInUseError, OSError) as error:
-      refusal = _refusal_text(model_dir, error)
+    except ModelDirInUseError as error:
+      refusal = f"in_use {_in_use_text(model_dir, error)}"
+    except OSError as error:
+      refusal = f"error {_unwritable_text(model_dir, error)}"
   refusal = broadcast_text(refusal, f"run lock {model_dir}", timeout_s=5 * HEARTBEAT_TIMEOUT_S)
   if refusal:
-    raise ModelDirInUseError(refusal)
+    kind, _, text = refusal.partition(" ")
+    raise (ModelDirInUseError if kind == "in_use" else ValueError)(text)
   try:
     yield
   finally:
@@ -107,7 +110,8 @@ def check_lock_is_held(directory: epath.PathLike) -> None:
 def was_moved(directory: epath.PathLike) -> bool:
   """Returns whether this process has locked a folder that is no longer in its place."""
   path = epath.Path(directory)
-  return os.fspath(path) in _locks_held and not (path / LOCK_FILE).exists()
+  lock = _locks_held.get(os.fspath(path))
+  return lock is not None and (not path.exists() or lock.is_in_another_folder())
 
 
 class RunLock:
@@ -289,15 +293,17 @@ class RunLock:
         self._write_temporary(beat).replace(self._path)
 
 
-def _refusal_text(model_dir: epath.PathLike, error: Exception) -> str:
-  if not isinstance(error, ModelDirInUseError):
-    return (
-      f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
-      "with space for checkpoints (--gin.MODEL_DIR=\"'...'\")"
-    )
+def _unwritable_text(model_dir: epath.PathLike, error: OSError) -> str:
+  return (
+    f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
+    "with space for checkpoints (--gin.MODEL_DIR=\"'...'\")"
+  )
+
+
+def _in_use_text(model_dir: epath.PathLike, error: ModelDirInUseError) -> str:
   return (
     f"MODEL_DIR {os.fspath(model_dir)} is in use by another training run: {error}. Two runs in one "
-    "folder would overwrite each other's checkpoints. Wait until that run ends, stop it, or give this "
+    "folder would mix their checkpoints. Wait until that run ends, stop it, or give this "
     f"run its own folder (--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} in the folder names the other run."
   )
 

@@ -1,7 +1,8 @@
 """Finds local copies of vocabularies that recipes name by public gs:// paths.
 
 The environment variable ROSETTA_T5_ASSETS lists where the copies are, separated by commas. An entry is
-a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's name), or a mapping
+a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's name, or only the last
+folder and file of a path), or a mapping
 `gs://path=/local/path` of one file or folder.
 """
 
@@ -28,9 +29,8 @@ def local_path(path: str) -> str:
   if not path.startswith("gs://"):
     if not os.path.isfile(path) and "://" not in path:  # a device or a pipe would never end
       raise ValueError(
-        f"There is no vocabulary file {path}: set "
-        "seqio.SentencePieceVocabulary.sentencepiece_model_file to an existing file, or train "
-        "one: rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
+        f"There is no vocabulary file {path}: give the path of an existing one, or train one: "
+        "rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
       )
     return path
   candidates = _candidates(path, os.environ.get(VARIABLE, ""))
@@ -41,13 +41,13 @@ def local_path(path: str) -> str:
   raise ValueError(
     f"{path} is not on this machine, and files are never downloaded.{searched} Copy it here and set "
     f"the environment variable {VARIABLE}='{path}=/path/of/the/copy' (or to a folder that holds "
-    f"{path.removeprefix('gs://')}), or name a local file in the gin file: "
-    "seqio.SentencePieceVocabulary.sentencepiece_model_file = '/path/of/the/copy'"
+    f"{path.removeprefix('gs://')}), or give a local path instead (in a gin file: "
+    "seqio.SentencePieceVocabulary.sentencepiece_model_file = '/path/of/the/copy')"
   )
 
 
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
-  """Returns every local path that may hold a copy of `path`, the most specific first."""
+  """Returns every local path that may hold a copy of `path`: a mapping of the whole path comes first."""
   bucket_path = path.removeprefix("gs://")
   path_in_bucket = bucket_path.partition("/")[2]
   candidates: list[pathlib.Path] = []
@@ -95,9 +95,12 @@ def load_vocabulary_model(
     path: the model's path, which may start with gs://.
     extra_ids: the number of extra ids that the vocabulary requests; 0 means the number in the path.
     *options: passed on to `load`.
+
+  Raises:
+    ValueError: the file does not exist or is not a SentencePiece model.
   """
   file = local_path(os.fspath(path))
-  load_sentencepiece(file)
+  load_sentencepiece(file)  # raises an error that names a damaged file
   context = load(file, extra_ids, *options)
   announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
   last_piece = context.tokenizer.IdToPiece(context.tokenizer.GetPieceSize() - 1)

@@ -17,7 +17,7 @@ class GPTFamily:
     architecture: the class in Transformers.
     sizes: {field of TransformerConfig: entry of config.json}.
     matrices: {Transformers' name: our names} of a layer's matrices that have a bias.
-    matrices_without_bias: {Transformers' name: our name} of the matrices that have a bias only here.
+    matrices_without_bias: {Transformers' name: our name} of the matrices that have a bias only in our networks.
     is_transposed: whether matrices are stored as [out, in].
   """
 

@@ -42,7 +42,7 @@ def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str
 
 
 def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
-  """Writes the model as tokenizer.json, because no class of Transformers reads it for a decoder."""
+  """Writes the model as tokenizer.json, because Transformers' GPTs do not read the .model file."""
   # Reading checkpoints must not import SentencePiece.
   from rosetta_t5.checkpoints.formats.hugging_face import sentencepiece_tokenizer
 

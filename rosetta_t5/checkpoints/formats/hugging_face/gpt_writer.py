@@ -15,6 +15,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import to_transf
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
 _GPT2_END = 50256
+_OTHER_LAYOUTS = ". It can be written with --to t5x, t5x-legacy or rosetta"
 # Parameters that neither architecture has, by a pattern of their names.
 _UNSUPPORTED = {
   r"/relpos_bias/": "T5's relative bias (positions = 'relative')",
@@ -42,7 +43,7 @@ def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
   if reasons:
     raise ValueError(
       "decoders are written for Transformers as GPT-2 or GPT-Neo, but this one is neither: it has "
-      f"{'; '.join(reasons)}. It can be written with --to t5x, t5x-legacy or rosetta"
+      f"{'; '.join(reasons)}{_OTHER_LAYOUTS}"
     )
 
 
@@ -68,7 +69,7 @@ def make_config(
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
 
   Raises:
-    ValueError: the family does not support the config, or the config is not of these weights.
+    ValueError: the family does not support the config, or the config does not match these weights.
   """
   _check_config(arrays, config, family)
   dtype = arrays[EMBEDDING].dtype.name
@@ -78,7 +79,7 @@ def make_config(
     **{key: value for key, value in kept.items() if key not in ("_name_or_path", KEEPS_IDS)},
     **{theirs: getattr(config, ours) for ours, theirs in names.sizes.items()},
     **(_attention_types(config) if family == "gpt_neo" else {}),
-    **_ids(arrays[EMBEDDING], ids_are_shifted, source_config),
+    **_vocabulary_entries(arrays[EMBEDDING], ids_are_shifted, source_config),
     "architectures": [names.architecture],
     "model_type": family,
     "activation_function": "gelu_new",
@@ -105,19 +106,21 @@ def _check_config(
       f"got emb_dim = {config.emb_dim}, num_heads = {config.num_heads}, "
       f"head_dim = {config.head_dim}",
     ),
-    (heads_width != width, f"num_heads * head_dim must be emb_dim = {width}, got {heads_width}"),
+    (heads_width != width, f"num_heads * head_dim must equal emb_dim = {width}, got {heads_width}"),
     (
       family == "gpt2" and window is not None,
       f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it",
     ),
   ):
     if is_wrong:
-      raise ValueError(f"this model cannot be written as Transformers' {family}: {reason}")
+      raise ValueError(
+        f"this model cannot be written as Transformers' {family}: {reason}{_OTHER_LAYOUTS}"
+      )
   names = gpt_names.unsupported_biases(family, config.num_layers)
   if present := [name for name in names if np.any(arrays[name].get())]:
-    advice = "" if window else ". --model-type gpt2 has them"
+    advice = _OTHER_LAYOUTS if window else ". --model-type gpt2 has them"
     raise ValueError(
-      "Transformers' gpt_neo has no biases of queries, keys and values, so they must be zero, but "
+      "Transformers' gpt_neo has no biases for queries, keys and values, so they must be zero, but "
       f"{len(present)} of {len(names)} are not ({present[0]}, ...){advice}"
     )
 
@@ -133,7 +136,7 @@ def _attention_types(config: TransformerConfig) -> dict[str, Any]:
   return {"attention_types": groups, "attention_layers": by_layer, "window_size": window}
 
 
-def _ids(
+def _vocabulary_entries(
   table: StoredArray, ids_are_shifted: bool, source_config: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the vocabulary size and the special tokens in config.json."""
@@ -150,7 +153,7 @@ def _ids(
 
 
 def _find_start_token(table: StoredArray, expected: int) -> int:
-  """Returns which of Transformers' ids starts a text.
+  """Returns the id, one of Transformers', that starts a text.
 
   This is `expected` if our row 0, which starts texts here, is still a copy of that token's row. If
   training has changed row 0, it becomes a token of its own, the last one.
@@ -187,7 +190,7 @@ def make_weights(
 def _scale_weights(
   arrays: Mapping[str, StoredArray], config: TransformerConfig, family: str
 ) -> dict[str, StoredArray]:
-  """Returns the weights that must be multiplied where network and family scale differently."""
+  """Returns rescaled copies of the weights where network and family scale differently."""
   factors: dict[str, float] = {}
   factor = math.sqrt(config.head_dim) ** ((family == "gpt2") - _scales_queries(config))
   if factor != 1.0:

@@ -1,7 +1,7 @@
 """Converts a SentencePiece model to a tokenizer of the library `tokenizers`, which gives the same ids.
 
-Transformers reads such a tokenizer from tokenizer.json. It has no class that reads a .model file for
-a decoder.
+Transformers reads such a tokenizer from tokenizer.json. Its tokenizers of GPT-2 and GPT-Neo do not read
+a .model file.
 """
 
 from typing import Any
