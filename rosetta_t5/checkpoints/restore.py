@@ -194,14 +194,7 @@ def create_orbax_checkpoint_manager(
   manager.state_transformation_fns = tuple(save.state_transformation_fns)
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
-  if load.checkpointer_cls is not None:
-    restorer = load.checkpointer_cls(
-      **state,
-      checkpoints_dir="",
-      dataset_iterator=ds_iter if load.restore_dataset else None,
-      restore_dtype=load.dtype,
-    )
-    manager.user_restore = _overridden(restorer, "restore")
+  manager.user_restore = _user_restore(load, ds_iter, state)
   _protect_base_checkpoint(manager)
   return manager
 
@@ -216,6 +209,17 @@ def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any
     "keep_dataset_checkpoints": cfg.keep_dataset_checkpoints,
     **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
   }
+
+
+def _user_restore(
+  cfg: RestoreCheckpointConfig, ds_iter: Any, state: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+  """Returns the `restore` of a user's checkpointer; None if there is none."""
+  if cfg.checkpointer_cls is None:
+    return None
+  iterator = ds_iter if cfg.restore_dataset else None
+  options = {"dataset_iterator": iterator, "restore_dtype": cfg.dtype}
+  return _overridden(cfg.checkpointer_cls(**state, checkpoints_dir="", **options), "restore")
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
