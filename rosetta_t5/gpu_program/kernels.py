@@ -199,11 +199,20 @@ def _bytes_read(fused: dict[str, Instruction], number: int, operand: Instruction
   parameter = next(
     (i.name for i in fused.values() if i.opcode == "parameter" and i.operands == (str(number),)), ""
   )
-  users = [i for i in fused.values() if parameter in i.operands and i.opcode != "parameter"]
   read = 0.0
-  for user in users:
-    if user.opcode in _SLICES and user.operands[0] == parameter:
+  for user, name in _users(fused, parameter):
+    if user.opcode in _SLICES and user.operands[0] == name:
       read += user.bytes
-    elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == parameter):
+    elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
       return operand.bytes
   return min(read, operand.bytes)
+
+
+def _users(fused: dict[str, Instruction], name: str) -> Iterator[tuple[Instruction, str]]:
+  """Yields the instructions that use a value or another shape of it, and that value's name."""
+  for user in fused.values():
+    if user.opcode != "parameter" and name in user.operands:
+      if user.opcode == "bitcast":
+        yield from _users(fused, user.name)
+      else:
+        yield user, name

@@ -86,11 +86,10 @@ class DecoderLayer(nn.Module):
       prefill_lengths=prefill_lengths,
       rotary_positions=positions if cfg.positions == "rotary" else None,
     )
-    dropout = t5.layer_dropout(cfg, "post_self_attention_dropout")
-    x = dropout(x, deterministic=deterministic) + inputs
+    x = t5.add_residual(self, x, inputs, deterministic, "post_self_attention_dropout")
     y = _norm(cfg, "pre_mlp_layer_norm")(x)
     y = t5.feed_forward(cfg, y, decoder_mask, deterministic, self.has_experts, **attributes)
-    y = t5.layer_dropout(cfg, "post_mlp_dropout")(y, deterministic=deterministic) + x
+    y = t5.add_residual(self, y, x, deterministic, "post_mlp_dropout")
     y = t5.constrain_layer_output(cfg, y)
     return (y, None) if cfg.scan_layers else y
 

@@ -21,7 +21,13 @@ from rosetta_t5.networks.kernel_choice import (
   real_tokens,
 )
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
+from rosetta_t5.networks.layers.dense import (
+  MlpBlock,
+  activation_axes,
+  computes_on_gpu,
+  feature_dropout,
+  row_axes,
+)
 from rosetta_t5.networks.layers.embedding import Embed, output_layer
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.layer_stack import call_layers
@@ -115,6 +121,29 @@ def layer_dropout(config: Any, name: str | None = None) -> nn.Dropout:
   return feature_dropout(config.dropout_rate, config.transpose_batch_sequence, name)
 
 
+def add_residual(
+  layer: Any, branch: jax.Array, residual: jax.Array, deterministic: bool, name: str | None = None
+) -> jax.Array:
+  """Returns a block's output after dropout, plus its input.
+
+  On a GPU, rows are added before they get their leading dimensions again, if the layer's matmuls
+  flatten them. XLA can then add the input inside the block's last matmul; otherwise it would copy it.
+
+  Args:
+    layer: the module that is being called, with a config like `T5Config`.
+    branch: the output of the block.
+    residual: its input.
+    deterministic: whether dropout is off.
+    name: the name of the dropout, which determines its random key.
+  """
+  cfg = layer.config
+  branch = layer_dropout(cfg, name)(branch, deterministic=deterministic)
+  if not computes_on_gpu(layer) or len(row_axes(cfg.transpose_batch_sequence)) > 1:
+    return branch + residual
+  rows = (-1, branch.shape[-1])
+  return (branch.reshape(rows) + residual.reshape(rows)).reshape(branch.shape)
+
+
 def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
   """Returns a layer's output with the sharding of activations inside the layers."""
   return with_sharding_constraint(x, activation_axes("embed", config.transpose_batch_sequence))
@@ -123,6 +152,18 @@ def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
 def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:
   """Converts activations between [B, T, D] and the layout inside the layers, in both directions."""
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
+
+
+def first_layer_input(stack: Any, x: jax.Array) -> jax.Array:
+  """Returns the vectors of the tokens, [B, T, D], in the layout inside the layers.
+
+  On a GPU they are computed once. XLA would look them up again in float32 for the first norm, and copy
+  them for the first residual.
+  """
+  transposed = stack.config.transpose_batch_sequence
+  if not computes_on_gpu(stack) or len(row_axes(transposed)) > 1:
+    return to_layer_layout(stack.config, x)
+  return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def bias_length(
@@ -156,10 +197,10 @@ class EncoderLayer(nn.Module):
     cfg = self.config
     x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
     x = make_attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
-    x = layer_dropout(cfg)(x, deterministic=deterministic) + inputs
+    x = add_residual(self, x, inputs, deterministic)
     y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
     y = feed_forward(cfg, y, mask_B1SS, deterministic, self.has_experts)
-    y = layer_dropout(cfg)(y, deterministic=deterministic) + x
+    y = add_residual(self, y, x, deterministic)
     return constrain_layer_output(cfg, y)
 
 
@@ -190,17 +231,17 @@ class DecoderLayer(nn.Module):
     x = make_attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
-    x = layer_dropout(cfg)(x, deterministic=deterministic) + inputs
+    x = add_residual(self, x, inputs, deterministic)
     y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
     y = make_attention(cfg, "encoder_decoder_attention")(
       y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
-    y = layer_dropout(cfg)(y, deterministic=deterministic) + x
+    y = add_residual(self, y, x, deterministic)
     z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
     # A token that experts choose depends on later tokens, which do not exist when the model decodes.
     router = "top_2" if cfg.router == "expert_choice" else cfg.router
     z = feed_forward(cfg, z, mask_B1TT, deterministic, self.has_experts, router)
-    z = layer_dropout(cfg)(z, deterministic=deterministic) + y
+    z = add_residual(self, z, y, deterministic)
     return constrain_layer_output(cfg, z)
 
 
@@ -221,7 +262,7 @@ class Encoder(nn.Module):
     cfg = self.config
     x = self.shared_embedding(encoder_input_tokens.astype(jnp.int32))
     x = feature_dropout(cfg.dropout_rate)(x, deterministic=deterministic).astype(cfg.dtype)
-    x = self._layers(to_layer_layout(cfg, x), encoder_mask, deterministic)
+    x = self._layers(first_layer_input(self, x), encoder_mask, deterministic)
     x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(to_layer_layout(cfg, x))
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
@@ -257,7 +298,7 @@ class Decoder(nn.Module):
     cfg = self.config
     y = self.shared_embedding(decoder_input_tokens.astype(jnp.int32))
     y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic).astype(cfg.dtype)
-    y, encoded = to_layer_layout(cfg, y), to_layer_layout(cfg, encoded)
+    y, encoded = first_layer_input(self, y), to_layer_layout(cfg, encoded)
     masks = (decoder_mask, encoder_decoder_mask)
     y = self._layers(y, encoded, *masks, deterministic, decode, max_decode_length)
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(to_layer_layout(cfg, y))

@@ -21,9 +21,10 @@ from rosetta_t5.networks.layers.dense import (
   Initializer,
   MakeMatmul,
   Matmul,
+  computes_on_gpu,
   matmul,
   row_axes,
-  separate_from_matmul,
+  share_input,
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
 from rosetta_t5.networks.layers.positions import apply_rotary
@@ -146,7 +147,7 @@ class MultiHeadDotProductAttention(nn.Module):
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
     out = self._dense("out", inputs_q.shape[-1], out_axes, self.kernel_init, axis=(-2, -1))
-    return separate_from_matmul(self, out(outputs_BTHK))
+    return out(outputs_BTHK)
 
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:
@@ -184,8 +185,14 @@ class MultiHeadDotProductAttention(nn.Module):
       heads = self._project_fused(inputs_q, [query, key, value])
     elif self.fuse_qkv_params:
       heads = [query(scaled_q), *self._project_fused(inputs_kv, [key, value])]
-    else:
+    elif not computes_on_gpu(self):
       heads = [query(scaled_q), key(inputs_kv), value(inputs_kv)]
+    elif scaled_q is inputs_kv:
+      of_query, of_key, of_value = share_input(inputs_kv, 3)
+      heads = [query(of_query), key(of_key), value(of_value)]
+    else:
+      of_key, of_value = share_input(inputs_kv, 2)
+      heads = [query(scaled_q), key(of_key), value(of_value)]
     heads = [self._batch_first(x) for x in heads]
     if inputs_q is not inputs_kv:
       decoding_cache.write_precomputed(self, *heads[1:])

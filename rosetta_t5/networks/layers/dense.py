@@ -251,10 +251,32 @@ def computes_on_gpu(module: nn.Module) -> bool:
 def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
   """Returns a matmul's result such that XLA does not make what follows a part of the matmul on a GPU.
 
-  XLA would have the matmul write a gelu's input and output, and copy a residual before adding to it.
-  Both cost more than the elementwise kernel that reads the result anyway.
+  XLA would have the matmul write a gelu's input and output, which costs more than the elementwise
+  kernel that reads the result anyway.
   """
   return jax.lax.optimization_barrier(x) if computes_on_gpu(module) else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def share_input(x: jax.Array, number: int) -> tuple[jax.Array, ...]:
+  """Returns an array `number` times, for as many projections.
+
+  In its gradient, the last matmul adds the sum of the others to its result: XLA makes a sum a part of
+  its first operand's matmul, if that matmul adds nothing yet.
+  """
+  return (x,) * number
+
+
+def _share_input_forward(x: jax.Array, number: int) -> tuple[tuple[jax.Array, ...], None]:
+  return (x,) * number, None
+
+
+def _share_input_backward(number: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+  del number
+  return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
+
+
+share_input.defvjp(_share_input_forward, _share_input_backward)
 
 
 def row_axes(transpose_batch_sequence: bool, batch: str = "batch") -> tuple[str, ...]:
@@ -393,4 +415,4 @@ class MlpBlock(nn.Module):
     axes = activation_axes(self.mlp_axis, self.transpose_batch_sequence, self.batch_axis)
     hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
     output = dense(inputs.shape[-1], kernel_axes=(self.mlp_axis, "embed"), name="wo")
-    return separate_from_matmul(self, output(hidden_BTF))
+    return output(hidden_BTF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.layers.dense import Initializer
+from rosetta_t5.networks.layers.dense import Initializer, computes_on_gpu
 
 
 class LayerNorm(nn.Module):
@@ -29,11 +30,18 @@ class LayerNorm(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """Returns the normalized, scaled input."""
+    size = (x.shape[-1],)
+    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=("embed",))
+    normalize: Callable[..., jax.Array] = self._normalize
+    if computes_on_gpu(self):
+      # Without a saved statistic, XLA normalizes in one kernel, which reads its input once.
+      normalize = jax.checkpoint(normalize)
+    return normalize(x, scale_D)
+
+  def _normalize(self, x: jax.Array, scale_D: jax.Array) -> jax.Array:
     x_BTD = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
-    size = (x_BTD.shape[-1],)
-    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=("embed",))
     scale_11D = scale_D.astype(self.dtype).reshape((1,) * (x_BTD.ndim - 1) + (-1,))
     return normed_BTD * scale_11D
 

@@ -1,0 +1,33 @@
+"""What a network traces for a GPU computes the same numbers, here on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
+
+from rosetta_t5.networks.t5 import Transformer
+
+GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+
+
+@pytest.mark.parametrize("length_first", [False, True])
+def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
+  config = T5_1_1.replace(transpose_batch_sequence=length_first, dropout_rate=0.1)
+  model, params, batch = make_model(Transformer(config)), params_of(config), make_batch(3)
+  on_gpu = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU))
+  texts, results = [], []
+  for target in (contextlib.nullcontext(), on_gpu):
+
+    def loss(params):
+      return model.loss_fn(params, batch, jax.random.PRNGKey(0))[0]
+
+    with target:
+      traced = jax.jit(jax.value_and_grad(loss)).trace(params)
+    texts.append(str(traced.jaxpr))
+    results.append(traced.lower(lowering_platforms=("cpu",)).compile()(params))
+  assert texts[0] != texts[1]
+  assert_close(results[1], results[0], 1e-5)
