@@ -20,14 +20,9 @@ from rosetta_t5.networks.kernel_choice import (
   make_mask,
   real_tokens,
 )
+from rosetta_t5.networks.layers import gpu_form
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import (
-  MlpBlock,
-  activation_axes,
-  computes_on_gpu,
-  feature_dropout,
-  row_axes,
-)
+from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.layer_stack import call_layers
@@ -116,32 +111,14 @@ def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.
   )
 
 
-def layer_dropout(config: Any, name: str | None = None) -> nn.Dropout:
-  """Returns a dropout for activations inside a layer, which may have the length first."""
-  return feature_dropout(config.dropout_rate, config.transpose_batch_sequence, name)
-
-
 def add_residual(
-  layer: Any, branch: jax.Array, residual: jax.Array, deterministic: bool, name: str | None = None
+  layer: Any, x: jax.Array, residual: jax.Array, deterministic: bool, name: str | None = None
 ) -> jax.Array:
-  """Returns a block's output after dropout, plus its input.
-
-  On a GPU, rows are added before they get their leading dimensions again, if the layer's matmuls
-  flatten them. XLA can then add the input inside the block's last matmul; otherwise it would copy it.
-
-  Args:
-    layer: the module that is being called, with a config like `T5Config`.
-    branch: the output of the block.
-    residual: its input.
-    deterministic: whether dropout is off.
-    name: the name of the dropout, which determines its random key.
-  """
+  """Returns a block's output after a dropout of that name, plus the block's input."""
   cfg = layer.config
-  branch = layer_dropout(cfg, name)(branch, deterministic=deterministic)
-  if not computes_on_gpu(layer) or len(row_axes(cfg.transpose_batch_sequence)) > 1:
-    return branch + residual
-  rows = (-1, branch.shape[-1])
-  return (branch.reshape(rows) + residual.reshape(rows)).reshape(branch.shape)
+  dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, name)
+  x = dropout(x, deterministic=deterministic)
+  return gpu_form.add_residual(layer, x, residual, cfg.transpose_batch_sequence)
 
 
 def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
@@ -152,18 +129,6 @@ def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
 def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:
   """Converts activations between [B, T, D] and the layout inside the layers, in both directions."""
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
-
-
-def first_layer_input(stack: Any, x: jax.Array) -> jax.Array:
-  """Returns the vectors of the tokens, [B, T, D], in the layout inside the layers.
-
-  On a GPU they are computed once. XLA would look them up again in float32 for the first norm, and copy
-  them for the first residual.
-  """
-  transposed = stack.config.transpose_batch_sequence
-  if not computes_on_gpu(stack) or len(row_axes(transposed)) > 1:
-    return to_layer_layout(stack.config, x)
-  return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def bias_length(
@@ -262,7 +227,8 @@ class Encoder(nn.Module):
     cfg = self.config
     x = self.shared_embedding(encoder_input_tokens.astype(jnp.int32))
     x = feature_dropout(cfg.dropout_rate)(x, deterministic=deterministic).astype(cfg.dtype)
-    x = self._layers(first_layer_input(self, x), encoder_mask, deterministic)
+    x = gpu_form.store_rows(self, to_layer_layout(cfg, x), cfg.transpose_batch_sequence)
+    x = self._layers(x, encoder_mask, deterministic)
     x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(to_layer_layout(cfg, x))
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
@@ -298,7 +264,8 @@ class Decoder(nn.Module):
     cfg = self.config
     y = self.shared_embedding(decoder_input_tokens.astype(jnp.int32))
     y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic).astype(cfg.dtype)
-    y, encoded = first_layer_input(self, y), to_layer_layout(cfg, encoded)
+    y, encoded = to_layer_layout(cfg, y), to_layer_layout(cfg, encoded)
+    y = gpu_form.store_rows(self, y, cfg.transpose_batch_sequence)
     masks = (decoder_mask, encoder_decoder_mask)
     y = self._layers(y, encoded, *masks, deterministic, decode, max_decode_length)
     y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(to_layer_layout(cfg, y))

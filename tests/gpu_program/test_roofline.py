@@ -94,6 +94,23 @@ def test_a_fusion_reads_only_the_slices_that_it_uses_and_writes_only_its_update(
   assert (timed.bound, timed.seconds) == ("launches", 2e-6)
 
 
+def test_a_gather_from_another_shape_of_an_operand_reads_only_what_it_gathers():
+  fusion = (
+    "%fused (p0: f32[6,50,1000], p1: s32[300,1]) -> f32[300,1] {\n"
+    "  %p0 = f32[6,50,1000]{2,1,0} parameter(0)\n"
+    "  %p1 = s32[300,1]{1,0} parameter(1)\n"
+    "  %b = f32[300,1000]{1,0} bitcast(%p0)\n"
+    "  ROOT %g = f32[300,1]{1,0} gather(%b, %p1), slice_sizes={1,1}\n}\n"
+  )
+  found = timeline(
+    "  %x = f32[6,50,1000]{2,1,0} parameter(0)\n"
+    "  %i = s32[300,1]{1,0} parameter(1)\n"
+    "  %f = f32[300,1]{1,0} fusion(%x, %i), kind=kLoop, calls=%fused",
+    fusion,
+  )
+  assert found.kernels[0].kernel.bytes == 3 * 4 * 300
+
+
 def test_fusions_are_classified_by_what_they_contain():
   fusions = (
     "%sums (a: f32[8,8]) -> f32[8] {\n  %a = f32[8,8]{1,0} parameter(0)\n"

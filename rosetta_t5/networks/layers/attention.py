@@ -21,12 +21,11 @@ from rosetta_t5.networks.layers.dense import (
   Initializer,
   MakeMatmul,
   Matmul,
-  computes_on_gpu,
   matmul,
   row_axes,
-  share_input,
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
+from rosetta_t5.networks.layers.gpu_form import projection_inputs
 from rosetta_t5.networks.layers.positions import apply_rotary
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
@@ -185,14 +184,9 @@ class MultiHeadDotProductAttention(nn.Module):
       heads = self._project_fused(inputs_q, [query, key, value])
     elif self.fuse_qkv_params:
       heads = [query(scaled_q), *self._project_fused(inputs_kv, [key, value])]
-    elif not computes_on_gpu(self):
-      heads = [query(scaled_q), key(inputs_kv), value(inputs_kv)]
-    elif scaled_q is inputs_kv:
-      of_query, of_key, of_value = share_input(inputs_kv, 3)
-      heads = [query(of_query), key(of_key), value(of_value)]
     else:
-      of_key, of_value = share_input(inputs_kv, 2)
-      heads = [query(scaled_q), key(of_key), value(of_value)]
+      of_query, of_key, of_value = projection_inputs(self, scaled_q, inputs_kv)
+      heads = [query(of_query), key(of_key), value(of_value)]
     heads = [self._batch_first(x) for x in heads]
     if inputs_q is not inputs_kv:
       decoding_cache.write_precomputed(self, *heads[1:])

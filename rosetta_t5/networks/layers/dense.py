@@ -14,6 +14,7 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers.gpu_form import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
 from rosetta_t5.parallel.sharding_constraints import context_shards, with_sharding_constraint
 from rosetta_t5.parallel.target_device import target_device
@@ -241,42 +242,6 @@ def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Fl
   """
   y_ON = jnp.tensordot(w_OI, x_NI, axes=((-1,), (-1,)))
   return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
-
-
-def computes_on_gpu(module: nn.Module) -> bool:
-  """Returns whether a program for a GPU is traced; False for initial values, which need no device."""
-  return not module.is_initializing() and target_device().platform == "gpu"
-
-
-def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
-  """Returns a matmul's result such that XLA does not make what follows a part of the matmul on a GPU.
-
-  XLA would have the matmul write a gelu's input and output, which costs more than the elementwise
-  kernel that reads the result anyway.
-  """
-  return jax.lax.optimization_barrier(x) if computes_on_gpu(module) else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def share_input(x: jax.Array, number: int) -> tuple[jax.Array, ...]:
-  """Returns an array `number` times, for as many projections.
-
-  In its gradient, the last matmul adds the sum of the others to its result: XLA makes a sum a part of
-  its first operand's matmul, if that matmul adds nothing yet.
-  """
-  return (x,) * number
-
-
-def _share_input_forward(x: jax.Array, number: int) -> tuple[tuple[jax.Array, ...], None]:
-  return (x,) * number, None
-
-
-def _share_input_backward(number: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-  del number
-  return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
-
-
-share_input.defvjp(_share_input_forward, _share_input_backward)
 
 
 def row_axes(transpose_batch_sequence: bool, batch: str = "batch") -> tuple[str, ...]:

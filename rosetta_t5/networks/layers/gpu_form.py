@@ -1,0 +1,93 @@
+"""How layers are written for a GPU, so that XLA makes as few kernels of them as it can.
+
+The numbers are the same but for rounding. XLA adds one array inside a matmul, and normalizes in one kernel, if the
+program has the form for it (benchmarks/results/2026-11-23-fusion-bytes.md).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+
+from rosetta_t5.parallel.sharding_constraints import context_shards
+from rosetta_t5.parallel.target_device import target_device
+
+
+def computes_on_gpu(module: nn.Module) -> bool:
+  """Returns whether a program for a GPU is traced; False for initial values, which need no device."""
+  return not module.is_initializing() and target_device().platform == "gpu"
+
+
+def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
+  """Returns a matmul's result such that XLA does not make what follows a part of the matmul on a GPU.
+
+  XLA would have the matmul write a gelu's input and output, which costs more than the elementwise
+  kernel that reads the result anyway.
+  """
+  return jax.lax.optimization_barrier(x) if computes_on_gpu(module) else x
+
+
+def add_residual(
+  module: nn.Module, x: jax.Array, residual: jax.Array, length_first: bool
+) -> jax.Array:
+  """Returns the sum of a matmul's result and the input of its block, both [..., D].
+
+  On a GPU the rows are added before they get their leading dimensions again. XLA then adds them inside
+  the matmul; otherwise it would copy the residual first.
+  """
+  if not _has_flat_rows(module, length_first):
+    return x + residual
+  rows = (-1, x.shape[-1])
+  return (x.reshape(rows) + residual.reshape(rows)).reshape(x.shape)
+
+
+def store_rows(module: nn.Module, x: jax.Array, length_first: bool) -> jax.Array:
+  """Returns the input of the first layer, [..., D], such that a GPU computes it once.
+
+  XLA would look up the tokens' vectors again for the first norm, and copy them for the first residual.
+  """
+  if not _has_flat_rows(module, length_first):
+    return x
+  return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+def _has_flat_rows(module: nn.Module, length_first: bool) -> bool:
+  """Returns whether matmuls on a GPU flatten rows: unless their second dimension may be split."""
+  return computes_on_gpu(module) and not length_first and context_shards() == 1
+
+
+def projection_inputs(
+  module: nn.Module, inputs_q: jax.Array, inputs_kv: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the inputs of the query, key and value projections.
+
+  On a GPU, the sum of their gradients is computed in the matmuls.
+  """
+  if not computes_on_gpu(module):
+    return inputs_q, inputs_kv, inputs_kv
+  if inputs_q is inputs_kv:
+    of_query, of_key, of_value = _share(inputs_kv, 3)
+    return of_query, of_key, of_value
+  of_key, of_value = _share(inputs_kv, 2)
+  return inputs_q, of_key, of_value
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _share(x: jax.Array, number: int) -> tuple[jax.Array, ...]:
+  """Returns x `number` times. In its gradient, each matmul can add the sum of those after it."""
+  return (x,) * number
+
+
+def _share_forward(x: jax.Array, number: int) -> tuple[tuple[jax.Array, ...], None]:
+  return (x,) * number, None
+
+
+def _share_backward(number: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+  del number
+  # XLA makes a sum a part of its first operand's matmul, unless that matmul already adds something.
+  return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
+
+
+_share.defvjp(_share_forward, _share_backward)
