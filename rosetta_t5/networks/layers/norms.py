@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.gpu_form import computes_on_gpu
+from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
 
 class LayerNorm(nn.Module):
@@ -35,7 +36,9 @@ class LayerNorm(nn.Module):
     scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=("embed",))
     normalize: Callable[..., jax.Array] = self._normalize
     if computes_on_gpu(self):
-      # Without a saved statistic, XLA normalizes in one kernel, which reads its input once.
+      # Without a saved statistic, XLA normalizes in one kernel, which reads its input once. The scale
+      # is gathered before, not again in the backward pass.
+      scale_D = with_sharding_constraint(scale_D, (None,))
       normalize = jax.checkpoint(normalize)
     return normalize(x, scale_D)
 
