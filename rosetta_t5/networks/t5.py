@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
+from rosetta_t5.networks import gpu_form
 from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
@@ -20,7 +21,6 @@ from rosetta_t5.networks.kernel_choice import (
   make_mask,
   real_tokens,
 )
-from rosetta_t5.networks.layers import gpu_form
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer

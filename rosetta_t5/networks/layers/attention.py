@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
 from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.networks.gpu_form import projection_inputs
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention, gather_keys
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
@@ -25,7 +26,6 @@ from rosetta_t5.networks.layers.dense import (
   row_axes,
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
-from rosetta_t5.networks.layers.gpu_form import projection_inputs
 from rosetta_t5.networks.layers.positions import apply_rotary
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 
