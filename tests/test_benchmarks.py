@@ -289,6 +289,7 @@ SCRIPTS = {
   "cpu_step": "--size=tiny --lengths 16 8 --steps=1 --optimizer muon",
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
+  "fusion_bytes": "{folder}/step.json --size=small",
   "results_table": "{folder}",
 }
 # Other tests run these scripts.
@@ -306,6 +307,13 @@ def toy_data(tmp_path_factory):
   folder = tmp_path_factory.mktemp("toy")
   words = [f"word{n}" for n in range(200)]
   (folder / "book.md").write_text(" ".join(words * 100))
+  gate = {
+    "kind": "loop fusions",
+    "source": "forward encoder/layers/mlp/mul",
+    "bytes": 3,
+    "count": 8,
+  }
+  (folder / "step.json").write_text(json.dumps({"kernels": [gate]}))
   (folder / "m.model").write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=30))
   return folder
 

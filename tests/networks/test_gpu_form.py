@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
@@ -31,3 +33,19 @@ def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
     results.append(traced.lower(lowering_platforms=("cpu",)).compile()(params))
   assert texts[0] != texts[1]
   assert_close(results[1], results[0], 1e-5)
+
+
+def test_a_decoding_loop_for_a_gpu_reads_kernels_that_are_cast_before_it():
+  config = T5_1_1.replace(dtype=jnp.bfloat16)
+  model, params, batch = make_model(Transformer(config)), params_of(config), make_batch(3)
+  with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
+    traced = jax.jit(model.predict_batch).trace(params, batch)
+  (loop,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "while")
+  kernels = {
+    leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"])
+    if "layers" in str(path) and leaf.ndim == 2
+  }
+  assert kernels <= {each.aval.shape for each in loop.invars if each.aval.dtype == jnp.bfloat16}
+  decodes = traced.lower(lowering_platforms=("cpu",)).compile()(params, batch)
+  np.testing.assert_array_equal(decodes, model.predict_batch(params, batch))

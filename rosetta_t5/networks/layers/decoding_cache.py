@@ -6,9 +6,9 @@ both. On a CPU, values are then read at half the speed, and every number that a 
 cache line of its own.)
 
 `PRECOMPUTED` is the variable collection of what is the same in every decoding step: the keys and
-values that cross-attention computes from the encoded inputs, and kernels in the layout that a CPU
-multiplies fastest. A module writes these variables when the collection is mutable, and reads them
-when they are given.
+values that cross-attention computes from the encoded inputs, and kernels in the type of the matmul, on a
+CPU in the layout that it multiplies fastest. A module writes these variables when the collection is
+mutable, and reads them when they are given.
 """
 
 from __future__ import annotations

@@ -135,12 +135,14 @@ class DenseGeneral(nn.Module):
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 
   def _matmul(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """Returns x·w; writes or reads the transposed kernel that decoding steps on a CPU use."""
+    """Returns x·w; writes or reads the kernel that decoding steps use: cast, and on a CPU transposed."""
+    is_cpu = target_device().platform == "cpu"
     if self.has_variable(PRECOMPUTED, "kernel"):
-      return matmul_few_rows(x_NI, self.get_variable(PRECOMPUTED, "kernel"))
+      kernel = self.get_variable(PRECOMPUTED, "kernel")
+      return matmul_few_rows(x_NI, kernel) if is_cpu else matmul(x_NI, kernel)
     is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
-    if is_writable and target_device().platform == "cpu":
-      self.put_variable(PRECOMPUTED, "kernel", w_IO.T)
+    if is_writable and (is_cpu or w_IO.dtype != jnp.float32):
+      self.put_variable(PRECOMPUTED, "kernel", w_IO.T if is_cpu else w_IO)
     return matmul(x_NI, w_IO)
 
   def _matmul_with_factors(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
