@@ -138,7 +138,7 @@ class DenseGeneral(nn.Module):
     """Returns x·w; writes or reads the kernel that decoding steps use: cast, and on a CPU transposed."""
     is_cpu = target_device().platform == "cpu"
     if self.has_variable(PRECOMPUTED, "kernel"):
-      kernel = self.get_variable(PRECOMPUTED, "kernel")
+      kernel: jax.Array = self.get_variable(PRECOMPUTED, "kernel")
       return matmul_few_rows(x_NI, kernel) if is_cpu else matmul(x_NI, kernel)
     is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
     if is_writable and (is_cpu or w_IO.dtype != jnp.float32):
