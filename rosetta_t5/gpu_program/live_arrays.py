@@ -5,6 +5,8 @@ Its own list of the arrays at the peak counts the result of a loop beside the ar
 it can name another moment.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import itertools
@@ -19,6 +21,7 @@ _PLACED = re.compile(
   r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
 )
 _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_INDEX = re.compile(r"\bindex=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,13 @@ class _LiveRange:
 
 
 def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays that are live at peak memory, largest first."""
+  """Returns the arrays that are live at peak memory, largest first.
+
+  Args:
+    assignment: XLA's report on its buffer assignment.
+    live_ranges: XLA's report on live ranges.
+    program: the same program.
+  """
   ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
   changes: collections.Counter[int] = collections.Counter()
   for buffer, members in ranges_of.items():
@@ -80,33 +89,67 @@ def _ranges_by_buffer(
     for name, index, size, offset in _PLACED.findall(text):
       buffers[name, index] = _Buffer(number, int(offset), int(size))
   ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
-  defined = {name: i for body in program.computations.values() for name, i in body.items()}
-  written_by = _written_by_loops(program)
+  places = _Places(program)
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
-    buffer, written = buffers.get((name, index)), written_by.get(name, ())
-    if buffer is None and index.isdecimal() and int(index) < len(written):
-      buffer = buffers.get((written[int(index)], ""))
-    if buffer is not None and name in defined:
-      ranges_of[buffer].append(_LiveRange(int(start), int(end), defined[name], index))
+    instruction = places.defined.get(name)
+    found = (buffers.get(alias) for alias in places.aliases(name, index))
+    buffer = next((each for each in found if each is not None), None)
+    if buffer is not None and instruction is not None:
+      ranges_of[buffer].append(_LiveRange(int(start), int(end), instruction, index))
   return ranges_of
 
 
-def _written_by_loops(program: Program) -> dict[str, tuple[str, ...]]:
-  """Returns the arrays that an iteration writes, for each loop and for the parameter of its body.
+class _Places:
+  """Finds the instructions that write an array.
 
-  They share the buffers of the loop's results and of the parameter's parts.
+  The result of a loop, the parameter of its body and the array that an iteration writes, which can be one
+  of several results of a fusion, share a buffer, which XLA reports for one of them.
+
+  Attributes:
+    defined: name → instruction.
   """
-  written = {}
-  for computation in program.computations.values():
-    for loop in computation.values():
-      if loop.opcode != "while":
+
+  def __init__(self, program: Program) -> None:
+    self.defined = {n: i for body in program.computations.values() for n, i in body.items()}
+    self._roots: dict[str, Instruction] = {}
+    self._arguments: dict[str, str] = {}
+    for caller in [*self.defined.values()]:
+      if caller.opcode not in ("while", "call"):
         continue
-      body = [*program.computations[loop.called[-1]].values()]
-      names = [loop.name, *(each.name for each in body if each.opcode == "parameter")]
-      if body[-1].opcode == "tuple":
-        written.update(dict.fromkeys(names, body[-1].operands))
-  return written
+      body = [*program.computations[caller.called[-1]].values()]
+      self._roots[caller.name] = body[-1]
+      for parameter in body:
+        if parameter.opcode == "parameter":
+          self._arguments[parameter.name] = caller.operands[int(parameter.operands[0])]
+
+  def aliases(self, name: str, index: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, index) of the array itself, and of what it is a part or the result of."""
+    path = tuple(index.split(",")) if index else ()
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    pending = [(name, path)]
+    while pending:
+      name, path = pending.pop()
+      if (name, path) in seen or name not in self.defined:
+        continue
+      seen.add((name, path))
+      yield name, ",".join(path)
+      pending += self._sources(self.defined[name], path)
+
+  def _sources(
+    self, instruction: Instruction, path: tuple[str, ...]
+  ) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields what an array, a part `path` of an instruction's result, is the same as."""
+    if instruction.name in self._roots:
+      yield self._roots[instruction.name].name, path
+    elif instruction.name in self._arguments:
+      yield self._arguments[instruction.name], path
+    elif instruction.opcode == "tuple" and path:
+      yield instruction.operands[int(path[0])], path[1:]
+    elif instruction.opcode == "get-tuple-element":
+      yield instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
+    elif instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
+      yield instruction.operands[0], path
 
 
 def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:

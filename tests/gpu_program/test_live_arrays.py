@@ -59,5 +59,17 @@ def test_the_parameter_of_the_step_is_not_the_result_of_a_loop():
   assert found == live_arrays(ASSIGNMENT, RANGES, parse_program(PROGRAM))
 
 
+def test_a_loop_can_write_one_of_several_results_of_a_fusion():
+  text = PROGRAM.replace(
+    "%update.1 = f32[100] add(%x, %x)",
+    "%both.1 = (f32[9], f32[100]) fusion(%x), calls=%f\n"
+    "  %update.1 = f32[100] get-tuple-element(%both.1), index=1",
+  )
+  assignment = ASSIGNMENT.replace("update.1 @0", "both.1{1} @0")
+  ranges = RANGES.replace("update.1{}:2-3", "both.1{1}:2-3")
+  found = live_arrays(assignment, ranges, parse_program(text))
+  assert found == live_arrays(ASSIGNMENT, RANGES, parse_program(PROGRAM))
+
+
 def test_empty_reports_give_no_arrays():
   assert live_arrays("", "", parse_program(PROGRAM)) == []
