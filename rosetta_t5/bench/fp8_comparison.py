@@ -10,6 +10,8 @@ therefore starts from parameters perturbed by bfloat16's rounding error. Its dif
 is the noise with which fp8's difference is compared. The fp8 run starts from the first run's parameters.
 """
 
+from __future__ import annotations
+
 import argparse
 import datetime
 import statistics

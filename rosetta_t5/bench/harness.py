@@ -1,5 +1,7 @@
 """The workload of the training-step benchmarks: arguments, model, batch, timing and result."""
 
+from __future__ import annotations
+
 import argparse
 import datetime
 import json

@@ -7,6 +7,8 @@ on the batch of `rosetta-t5 bench`. bfloat16 uses autocast. The model is compile
 torch and transformers must be installed.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import functools

@@ -1,5 +1,7 @@
 """Times several implementations in turns, each in a process of its own."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import contextlib
 import multiprocessing

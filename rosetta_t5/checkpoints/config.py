@@ -1,5 +1,7 @@
 """The configuration of checkpoints: when to save, and what to restore (T5X's fields)."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import functools

@@ -1,5 +1,7 @@
 """The position in the training data, stored beside the train state as the item `dataset`."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os

@@ -1,5 +1,7 @@
 """The checkpoint manager, which saves and restores the checkpoints of a run in T5X's Orbax layout."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Comparison of a checkpoint with a train state by names, shapes and dtypes, without reading values."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import difflib

@@ -1,5 +1,7 @@
 """Reading of a checkpoint of any layout as lazily read arrays under T5X's names."""
 
+from __future__ import annotations
+
 import errno
 import functools
 import logging

@@ -1,5 +1,7 @@
 """Restoring as RestoreCheckpointConfig specifies, and building the checkpoint manager for it."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence

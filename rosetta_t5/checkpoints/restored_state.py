@@ -1,5 +1,7 @@
 """The train state of a checkpoint: its arrays on the devices, and initial values for missing state."""
 
+from __future__ import annotations
+
 import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence

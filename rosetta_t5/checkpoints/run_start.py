@@ -1,5 +1,7 @@
 """How a training run begins: it finds the checkpoint to start from and restores it."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

@@ -1,5 +1,7 @@
 """The stored form of a train state, and the errors of saving it."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

@@ -1,5 +1,7 @@
 """The initializer of train states, which computes them on the devices or restores them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Parses the command line of `rosetta-t5` and runs its verbs."""
 
+from __future__ import annotations
+
 import argparse
 import functools
 import importlib

@@ -1,5 +1,7 @@
 """A script that makes bash or zsh complete the words of a command."""
 
+from __future__ import annotations
+
 import argparse
 import re
 

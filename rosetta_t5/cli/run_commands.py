@@ -1,5 +1,7 @@
 """The verbs of `rosetta-t5` that start runs: train, eval, infer and check."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses

@@ -1,5 +1,7 @@
 """The table of the verbs of `rosetta-t5`."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 

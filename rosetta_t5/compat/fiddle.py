@@ -1,5 +1,7 @@
 """T5X's functions that configure runs with Fiddle. Only gin is supported, so most raise an error."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NoReturn
 

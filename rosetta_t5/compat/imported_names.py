@@ -3,6 +3,8 @@
 Code written for T5X also uses these, such as `layers.param_with_axes` and `models.PyTreeDef`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

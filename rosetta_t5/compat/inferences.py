@@ -1,5 +1,7 @@
 """T5X's form of the results of inference, which notebooks written for T5X use."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

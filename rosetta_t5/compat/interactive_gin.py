@@ -1,5 +1,7 @@
 """T5X's function that returns the setup of an interactive model as the text of a gin file."""
 
+from __future__ import annotations
+
 import enum
 
 from rosetta_t5.interactive.model import InteractiveModel

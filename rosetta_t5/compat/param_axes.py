@@ -1,5 +1,7 @@
 """T5X's functions that flatten parameter dicts and override logical axes by name pattern."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """T5X's functions for runs of several processes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

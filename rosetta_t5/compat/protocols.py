@@ -1,5 +1,7 @@
 """T5X's names for the types of functions and classes that users write themselves."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any

@@ -5,6 +5,8 @@ Code written for T5X changes T5X by assignment: `decoding.beam_search = mine`, o
 have no effect on the functions of `rosetta_t5` that use the name.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import sys

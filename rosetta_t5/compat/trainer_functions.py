@@ -4,6 +4,8 @@ A subclass of `BaseTrainer` builds its `_partitioned_train_step` from them. `Tra
 `training.step.train_step`, which does the same in one function.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

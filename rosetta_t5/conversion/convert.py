@@ -1,5 +1,7 @@
 """Converts a checkpoint to another layout, array by array, and verifies that the model is the same."""
 
+from __future__ import annotations
+
 import argparse
 import inspect
 import os

@@ -1,5 +1,7 @@
 """The model card of a converted model: README.md with the metadata that model hubs read."""
 
+from __future__ import annotations
+
 import contextlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Facts about a checkpoint's model that its weights do not show, read from the config beside it."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import dataclasses

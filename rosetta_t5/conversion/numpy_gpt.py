@@ -1,5 +1,7 @@
 """GPT-2's and GPT-Neo's forward pass in numpy, for the same purpose as `numpy_t5`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 

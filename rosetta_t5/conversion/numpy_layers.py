@@ -1,5 +1,7 @@
 """Layers in numpy for the forward passes of T5 and GPT; they share no code with `networks`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 

@@ -1,5 +1,7 @@
 """The text with which conversions are verified, as token ids."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Computes logits with Transformers and PyTorch on the CPU, if both are installed."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import json

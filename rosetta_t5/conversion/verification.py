@@ -1,5 +1,7 @@
 """Verifies that a conversion kept the model: both checkpoints must compute the same logits."""
 
+from __future__ import annotations
+
 import functools
 import os
 from collections.abc import Callable

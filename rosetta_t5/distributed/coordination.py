@@ -3,6 +3,8 @@
 The service is a key-value store on the host of process 0, so waiting for a value keeps no device busy.
 """
 
+from __future__ import annotations
+
 import itertools
 import time
 

@@ -1,5 +1,7 @@
 """Connects this process to the other processes of its run."""
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

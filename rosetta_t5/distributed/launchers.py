@@ -4,6 +4,8 @@ jax detects Slurm and Open MPI itself, but its port depends on the job alone, so
 run at once would share it; and it does not know PBS or other implementations of mpiexec.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import pathlib

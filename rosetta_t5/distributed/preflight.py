@@ -1,5 +1,7 @@
 """Compares the processes' environments before a run starts, and times an all-reduce."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import importlib.metadata

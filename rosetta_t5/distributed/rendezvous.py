@@ -5,6 +5,8 @@ count there. jax has no such check. It aborts a process, even hours into a run, 
 connects with the same index.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -1,5 +1,7 @@
 """The collectives of a GPU program: which devices take part, and how many bytes they send."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re

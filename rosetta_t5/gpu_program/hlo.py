@@ -1,5 +1,7 @@
 """Reads XLA's optimized programs (HLO, as text) into computations and instructions."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json

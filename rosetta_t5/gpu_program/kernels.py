@@ -1,5 +1,7 @@
 """Which kernels a GPU program starts, what each computes, and which bytes it moves."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re

@@ -1,5 +1,7 @@
 """What the kernels of a GPU program need of a streaming multiprocessor, as NVIDIA's assembler reports it."""
 
+from __future__ import annotations
+
 import dataclasses
 import importlib.util
 import pathlib

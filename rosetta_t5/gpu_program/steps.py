@@ -1,5 +1,7 @@
 """The steps of a run, lowered for GPUs."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """What is worth knowing about a compiled step: memory, kernels, collectives, least time."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -1,5 +1,7 @@
 """Trains, predicts, scores and evaluates on examples that a user types in a notebook."""
 
+from __future__ import annotations
+
 import inspect
 import os
 import re

@@ -1,5 +1,7 @@
 """Suggests what to change if predicting or scoring does not fit into a device's memory."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

@@ -1,5 +1,7 @@
 """Converts XLA's out-of-memory errors to errors that list the changes that would save most memory."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Suggests what to change if the train state or a training step does not fit into a device's memory."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import math

@@ -1,5 +1,7 @@
 """The collectives of activations: over `model`, `expert`, `context` and `pipeline`."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping

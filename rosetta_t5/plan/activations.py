@@ -4,6 +4,8 @@ XLA's GPU compiler keeps the arrays that are counted here: tests/gpu_program/tes
 the estimate with compiled programs. Bytes are those of one device and one example.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import Any

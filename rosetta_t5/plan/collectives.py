@@ -5,6 +5,8 @@ over `data` and `fsdp` as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 tests/parallel/test_collectives.py compares these collectives with those of compiled steps.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -1,5 +1,7 @@
 """Chooses mesh, microbatches, rematerialization, attention kernel and precision for a training step."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import json

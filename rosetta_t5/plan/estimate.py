@@ -1,5 +1,7 @@
 """Estimates the memory, time and traffic of a training step on GPUs, from shapes alone."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Finds the microbatches and rematerialization with which a step fits into a GPU's memory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How fast the links between GPUs are, and which devices this machine has."""
 
+from __future__ import annotations
+
 import math
 import os
 import pathlib

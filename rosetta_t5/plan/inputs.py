@@ -1,5 +1,7 @@
 """Describes what a run reads and saves: datasets, vocabulary, checkpoints. Reads no example."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """`rosetta-t5 plan RECIPE --devices N`: what a training run would need on N GPUs."""
 
+from __future__ import annotations
+
 import argparse
 import collections
 import functools

@@ -1,5 +1,7 @@
 """Reduces a series to as many points as a screen can show, and keeps its extremes."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

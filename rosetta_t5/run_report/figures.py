@@ -1,5 +1,7 @@
 """Writes each chart as a PNG for a paper: one column wide, 300 dpi, small fonts, no decoration."""
 
+from __future__ import annotations
+
 import pathlib
 import re
 import textwrap

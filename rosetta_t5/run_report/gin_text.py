@@ -3,6 +3,8 @@
 A report may be made of a folder that somebody else sent, so its config.gin is only text here.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from typing import Any

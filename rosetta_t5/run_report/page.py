@@ -1,5 +1,7 @@
 """Writes the page: one HTML file with its data, its program and plotly inside."""
 
+from __future__ import annotations
+
 import base64
 import datetime
 import gzip

@@ -1,5 +1,7 @@
 """Serves a report on this machine, and renews it when the files of its runs change."""
 
+from __future__ import annotations
+
 import http.server
 import pathlib
 import threading

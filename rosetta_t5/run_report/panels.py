@@ -1,5 +1,7 @@
 """The charts of a report: which metrics they show, in which unit."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,5 +1,7 @@
 """The command `rosetta-t5 report`: a page, pictures, or a page that follows running jobs."""
 
+from __future__ import annotations
+
 import argparse
 import pathlib
 from collections.abc import Sequence

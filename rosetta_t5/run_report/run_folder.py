@@ -1,5 +1,7 @@
 """Reads the files that a training run leaves in MODEL_DIR, ours or T5X's."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import dataclasses

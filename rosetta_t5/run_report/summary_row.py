@@ -1,5 +1,7 @@
 """The row of a run in the table of results: size, devices, speed, time and scores."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Output files and folders: they appear only when complete, and one process at a time writes them."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

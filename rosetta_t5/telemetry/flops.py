@@ -1,5 +1,7 @@
 """The FLOPs of a training step, and the peak FLOP/s of devices."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

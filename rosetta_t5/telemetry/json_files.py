@@ -1,5 +1,7 @@
 """Reads JSON files, which may be damaged or written by other programs."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections import Counter

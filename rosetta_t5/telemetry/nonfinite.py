@@ -1,5 +1,7 @@
 """The error that ends a run whose loss, gradients or metrics became NaN or infinite."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """The texts printed before and after a training run, and after an evaluation of checkpoints."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Metrics of a run that its steps do not measure: samples, MFU, norms, skipped steps."""
 
+from __future__ import annotations
+
 import resource
 import sys
 from collections.abc import Mapping

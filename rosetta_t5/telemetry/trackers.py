@@ -4,6 +4,8 @@
 dependency. A run that is restarted in its MODEL_DIR continues the same run of the tracker.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import importlib

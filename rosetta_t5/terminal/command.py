@@ -1,5 +1,7 @@
 """How a command begins: with a line before anything slow is imported, and with Ctrl-C handled."""
 
+from __future__ import annotations
+
 import atexit
 import gc
 import resource

@@ -6,6 +6,8 @@ thread receives Ctrl-C here: it either ends the process or records the request, 
 reads where it can stop.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

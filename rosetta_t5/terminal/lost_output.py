@@ -4,6 +4,8 @@ Such an error never ends a run. The run reports what was lost, and why, in its l
 its exit status, as far as these can still be written.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

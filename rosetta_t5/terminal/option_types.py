@@ -1,5 +1,7 @@
 """Types of the arguments of commands, with errors that state what was expected."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 

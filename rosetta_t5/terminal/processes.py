@@ -1,5 +1,7 @@
 """The position of this process in its run, without importing jax or touching a device."""
 
+from __future__ import annotations
+
 import sys
 
 

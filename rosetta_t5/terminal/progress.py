@@ -1,5 +1,7 @@
 """Progress bars on a terminal; in a log file, a line now and then."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

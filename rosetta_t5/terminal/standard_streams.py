@@ -1,5 +1,7 @@
 """Standard output and standard error, which may be closed, full, or lose their terminal."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os

@@ -1,5 +1,7 @@
 """Renaming of a checkpoint's parameters to the model's names, by pairs of regular expressions."""
 
+from __future__ import annotations
+
 import difflib
 import logging
 import re

@@ -1,5 +1,7 @@
 """The parameters to evaluate in a checkpoint whose optimizer averages them."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Mapping

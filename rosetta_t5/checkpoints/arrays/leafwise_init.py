@@ -4,6 +4,8 @@ The parameters of a T5 come from a few distinct computations, each an initialize
 would compile one program with hundreds of them. If it is split by leaf, only the distinct ones are compiled.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

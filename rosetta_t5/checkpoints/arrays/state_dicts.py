@@ -1,5 +1,7 @@
 """Conversion between nested state dicts and flat ones with names like `target/encoder/norm/scale`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,6 +5,8 @@ stack. The scalable T5 stacks its layers on axis 1 (`encoder/encoder/…`), has 
 heads, kv], and one bias per layer.
 """
 
+from __future__ import annotations
+
 import itertools
 import logging
 import math

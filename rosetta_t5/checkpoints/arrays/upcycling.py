@@ -1,5 +1,7 @@
 """Sparse upcycling: every expert of a layer starts as the dense layer's feed-forward block."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any

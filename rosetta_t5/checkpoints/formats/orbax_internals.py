@@ -1,5 +1,7 @@
 """The private names of Orbax that this project uses. No other module imports from `orbax…_src`."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections.abc import Sequence

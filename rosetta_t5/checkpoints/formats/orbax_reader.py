@@ -1,5 +1,7 @@
 """Reads Orbax's checkpoints, including those of early versions, which have no file of metadata."""
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

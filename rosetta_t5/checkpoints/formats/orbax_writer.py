@@ -4,6 +4,8 @@ Runs save with Orbax itself, which needs all arrays of a checkpoint at once. Its
 saving could add array after array, but writes another layout and keeps two copies of each.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time

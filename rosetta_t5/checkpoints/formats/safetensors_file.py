@@ -1,5 +1,7 @@
 """Reads safetensors files in part, and writes them tensor by tensor."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os

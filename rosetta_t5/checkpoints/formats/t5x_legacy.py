@@ -3,6 +3,8 @@
 The file `checkpoint` contains small values and the paths of the arrays, one folder for each parameter.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 A missing chunk is an error, unless the array has a fill value.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import math

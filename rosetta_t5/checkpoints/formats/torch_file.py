@@ -4,6 +4,8 @@ The file is a zip archive of a pickle that describes the tensors, and of one unc
 each tensor's storage.
 """
 
+from __future__ import annotations
+
 import collections
 import io
 import math

@@ -1,5 +1,7 @@
 """The value of a metric at each checkpoint, read from TensorBoard's files in the same folder."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import os

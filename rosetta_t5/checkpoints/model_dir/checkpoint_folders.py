@@ -1,5 +1,7 @@
 """Checkpoint folders: their names `checkpoint_STEP`, their layouts, and the run facts in them."""
 
+from __future__ import annotations
+
 import enum
 import fnmatch
 import logging

@@ -1,5 +1,7 @@
 """Which checkpoints are kept, and how the others are deleted."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import os

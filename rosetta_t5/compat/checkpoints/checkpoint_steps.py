@@ -1,5 +1,7 @@
 """T5X's functions that find the next step to save a checkpoint; runs use `training.hooks`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 

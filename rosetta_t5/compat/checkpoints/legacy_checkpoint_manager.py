@@ -1,5 +1,7 @@
 """T5X's checkpoint manager for its older layout, and the checkpointer that it uses."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

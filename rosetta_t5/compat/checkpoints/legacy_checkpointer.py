@@ -1,5 +1,7 @@
 """T5X's older checkpointers, which write its msgpack and zarr layout synchronously."""
 
+from __future__ import annotations
+
 import collections
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """T5X's models for networks with experts, of this project or of the user."""
 
+from __future__ import annotations
+
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 
 

@@ -1,5 +1,7 @@
 """T5X's partitioner for experts, whose mesh has the axes `data`, `expert` and `model`."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

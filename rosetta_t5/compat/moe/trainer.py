@@ -1,5 +1,7 @@
 """T5X's trainer for experts, and its functions that change arrays of a tree by their names."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """T5X's checkpointer that starts experts from the feed-forward blocks of a dense model."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from etils import epath

@@ -1,5 +1,7 @@
 """Writes metrics to TensorBoard's files and to trackers, without ever ending the run."""
 
+from __future__ import annotations
+
 import errno
 import functools
 import glob

@@ -1,5 +1,7 @@
 """`model-info.txt`: the size, logical axes and partitioning of every array of a train state."""
 
+from __future__ import annotations
+
 import logging
 import math
 import os

@@ -1,5 +1,7 @@
 """`run-log.jsonl`: a line for each start and end of a training run, and for output that was lost."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

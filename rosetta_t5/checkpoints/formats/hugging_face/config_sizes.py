@@ -1,5 +1,7 @@
 """Checks that the sizes in a config.json are those of the weights."""
 
+from __future__ import annotations
+
 import math
 import re
 import reprlib

@@ -1,5 +1,7 @@
 """Reads and writes Transformers' folders: config.json, files of weights and a tokenizer's files."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os

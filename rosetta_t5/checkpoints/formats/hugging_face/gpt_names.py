@@ -1,5 +1,7 @@
 """Maps the names of GPT-2's and GPT-Neo's weights in Transformers to those of `networks.decoder`."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping

@@ -6,6 +6,8 @@ a copy of the row of `<|endoftext|>`, the token that these models have seen befo
 0 keeps its ids: the config.json that we write for it contains KEEPS_IDS.
 """
 
+from __future__ import annotations
+
 import re
 import reprlib
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 Our decoders have seen a start token before every text, which Transformers does not add by default.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from typing import Any

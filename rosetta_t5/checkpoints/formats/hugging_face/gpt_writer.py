@@ -1,5 +1,7 @@
 """Writes a decoder as Transformers' GPT-2 or GPT-Neo, if it is one of these architectures."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping

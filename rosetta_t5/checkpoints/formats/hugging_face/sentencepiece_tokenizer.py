@@ -4,6 +4,8 @@ Transformers reads such a tokenizer from tokenizer.json. Its tokenizers of GPT-2
 a .model file.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from google.protobuf.message import DecodeError

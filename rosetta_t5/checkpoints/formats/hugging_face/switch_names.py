@@ -3,6 +3,8 @@
 There, each expert has weights of its own, and a feed-forward block is called `mlp`.
 """
 
+from __future__ import annotations
+
 import collections
 import re
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,7 @@
 """Maps the names of T5's weights in Transformers to T5X's names."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Reads the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping

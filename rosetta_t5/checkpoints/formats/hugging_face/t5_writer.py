@@ -1,5 +1,7 @@
 """Writes a model of T5X as one of Transformers' T5 family."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Renames weights between Transformers and this project, by a table of both names."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
