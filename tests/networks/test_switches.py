@@ -145,7 +145,7 @@ def numbers(config, loss_chunk_length=None, packed=False, microbatches=1, device
 def tolerance_of(row):
   """Returns the tolerance of a row for `assert_close`."""
   if row["fp8"]:
-    return 0.1  # fp8 has 3 or 2 bits of mantissa, and fused projections share a scale
+    return 0.15  # Gradients have 2 bits of mantissa (12.5%), and parts of arrays or fused projections a scale
   # Two layers with dropout: float32 without switches differs from float64 by 8e-5. In float64 all rows
   # agree to 1e-13. In the other rows float32 differs by 6e-6.
   return 1e-4 if row["scan_layers"] and row["dropout_rate"] else 1e-5
