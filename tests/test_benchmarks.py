@@ -271,6 +271,7 @@ def test_runs_learn_the_same_and_differ_by_rounding(capsys, tmp_path):
     (["--size", "huge"], 2, "argument --size: invalid choice: 'huge'"),
     (["--loss-chunk", "0"], 2, "argument --loss-chunk: must be a positive integer, got '0'"),
     (["--json", "nowhere/out.json"], 2, "argument --json: folder nowhere does not exist"),
+    (["--batch", "3"], 1, "error: --batch must be a multiple of 8, the number of devices, got 3"),
     (["--fp8"], 1, "but a cpu has no fp8"),
     (["--kernel", "cudnn"], 1, "error: T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU"),
   ],
@@ -289,7 +290,7 @@ SCRIPTS = {
   "cpu_step": "--size=tiny --lengths 16 8 --steps=1 --optimizer muon",
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
-  "fusion_bytes": "{folder}/step.json --size=small",
+  "fusion_bytes": "{folder}/compiled/step.json --size=small",
   "results_table": "{folder}",
 }
 # Other tests run these scripts.
@@ -313,7 +314,8 @@ def toy_data(tmp_path_factory):
     "bytes": 3,
     "count": 8,
   }
-  (folder / "step.json").write_text(json.dumps({"kernels": [gate]}))
+  (folder / "compiled").mkdir()
+  (folder / "compiled/step.json").write_text(json.dumps({"kernels": [gate]}))
   (folder / "m.model").write_bytes(train_sentencepiece([" ".join(words)] * 20, vocab_size=30))
   return folder
 

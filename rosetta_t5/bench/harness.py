@@ -165,7 +165,7 @@ def run(measure: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.
   print(
     f"{row['size']} {row['switches']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
     f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s per device, "
-    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; compiled in {row['compile_s']:.0f} s"
+    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; ready after {row['compile_s']:.0f} s"
     + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
     flush=True,
   )

@@ -98,6 +98,11 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     return TrainState.create(optimizer, model.get_initial_variables(rng, shapes))
 
   partitioner = PjitPartitioner(num_partitions=1)
+  shards = partitioner.mesh.shape["data"]
+  if args.batch % shards:
+    raise ValueError(
+      f"--batch must be a multiple of {shards}, the number of devices, got {args.batch}"
+    )
   axes = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.PRNGKey(0)))
   state = partitioner.partition(init, None, axes)(jax.random.PRNGKey(0))
   step = partitioner.partition(
@@ -106,13 +111,14 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
       loss_fn=model.loss_fn,
       learning_rate_fn=lambda _: jnp.float32(1e-4),
       num_microbatches=args.microbatches,
+      optimizer_uses_loss=optimizer.uses_loss,
     ),
     (axes, partitioner.data_partition_spec, None),
     (axes, None),
     donate_argnums=(0,),
   )
-  spec = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
-  batch_on_devices = jax.device_put(batch, spec)
+  sharding = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+  batch_on_devices = jax.device_put(batch, sharding)
   compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
   mesh = dict(partitioner.mesh.shape)
   work = batch_workload(model, partitioner, shapes, mesh, args.microbatches)
@@ -123,7 +129,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns the result as one row of the table."""
+  """Times the step and returns the result (`harness.make_row`)."""
   started = time.perf_counter()
   compiled, state, batch, computation, planned = compile_step(args)
   compile_seconds = time.perf_counter() - started
@@ -155,7 +161,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _least_milliseconds(hlo: str, devices: Sequence[Any]) -> float | None:
-  """Returns the step's time if each kernel reached the GPU's data sheet; None on other devices."""
+  """Returns a step's milliseconds if each kernel reached the rates of the GPU's data sheet, else None."""
   gpu = gpu_of(devices[0].device_kind)
   if gpu is None:
     return None
@@ -199,7 +205,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
   )
   add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
   add("--transpose", action="store_true", help="keep activations as [length, batch, ...]")
-  add("--pack", action="store_true", help="pack several sequences into a row")
+  add("--pack", action="store_true", help="two examples per row")
   add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gin
+
+from rosetta_t5.argument_types import Positive
 
 
 @gin.configurable(module="t5x.gin_utils")
@@ -32,7 +35,7 @@ def string_split_fn(
 
 
 @gin.configurable(module="t5x.gin_utils")
-def steps_of(samples: float = gin.REQUIRED, batch_size: int | None = None) -> int:
+def steps_of(samples: float = gin.REQUIRED, batch_size: Positive | None = None) -> int:
   """Returns the number of full batches in a number of examples.
 
   T5X does not have this function. With it, gin files can give any number of steps as a number of
@@ -44,11 +47,11 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: int | None = None) -> in
     batch_size: the number of examples of a step; None for the run's BATCH_SIZE.
 
   Raises:
-    ValueError: `samples` is not an integer or is less than one batch, or BATCH_SIZE is not set.
+    ValueError: `samples` is not an integer or is less than one batch, or BATCH_SIZE is not a number.
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
   batch_size = _run_batch_size(scope) if batch_size is None else batch_size
-  is_number = isinstance(samples, int | float)
+  is_number = isinstance(samples, int | float) and math.isfinite(samples)
   if not is_number or samples != int(samples) or samples < batch_size:
     raise ValueError(
       f"{scope}.samples must be an integer of at least {batch_size} (one batch), got {samples!r}"
@@ -61,5 +64,5 @@ def _run_batch_size(scope: str) -> int:
     return int(gin.get_configurable("BATCH_SIZE/gin.macro")())
   except TypeError as error:
     raise ValueError(
-      f"{scope} needs BATCH_SIZE, but no gin file sets it: set {scope}.batch_size"
+      f"{scope} needs a number as BATCH_SIZE: set BATCH_SIZE or {scope}.batch_size"
     ) from error

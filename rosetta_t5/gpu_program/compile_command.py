@@ -161,7 +161,7 @@ def _kernel_rows(summary: Summary, top: int) -> Rows:
   sums = sum_by_kind(summary.timeline.kernels)
   total = sum(row["count"] for row in sums.values())
   lines = [
-    f"{total:.0f} in a step, with their least time:",
+    f"{total:.0f} in a step, with their minimum time:",
     f"{'kernels':>9} {'TFLOP':>8} {'GB':>8} {'ms':>8}",
   ]
   for kind in KINDS:
@@ -206,7 +206,8 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
   waits = sorted(summary.timeline.collectives, key=lambda each: -each.count * each.exposed)[:top]
   longest = [
     f"{each.count * each.exposed * 1e3:9.2f} ms  {each.call.kind} of {size_text(each.call.size)} in "
-    f"{each.call.arrays} arrays, overlapped by {each.overlapping} kernels: {each.call.source[:60]}"
+    f"{each.call.arrays} array{'s' * (each.call.arrays != 1)}, overlapped by {each.overlapping} kernels: "
+    f"{each.call.source[:60] or 'the step itself'}"
     for each in waits
     if each.exposed > 0
   ]

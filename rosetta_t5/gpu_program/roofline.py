@@ -1,4 +1,4 @@
-"""The least time that a GPU program can take: each kernel at the peaks of the GPU's data sheet.
+"""The minimum time that a GPU program can take: each kernel at the peaks of the GPU's data sheet.
 
 A kernel takes at least as long as its matmuls at the peak of the tensor cores, its bytes at the memory
 bandwidth, and its launch, whichever is longest (Williams et al. 2009, "Roofline"). Kernels run one after
@@ -30,7 +30,7 @@ MATMULS, MEMORY, LAUNCHES, INTERCONNECT = "matmuls", "memory", "launches", "inte
 
 @dataclasses.dataclass(frozen=True)
 class TimedKernel:
-  """A kernel, how often a step starts it, the least time of one run, and what bounds that time."""
+  """A kernel, how often a step starts it, the minimum time of one run, and what bounds that time."""
 
   kernel: Kernel
   count: int
@@ -45,7 +45,7 @@ class TimedCollective:
   Attributes:
     call: the collective.
     count: how often a step starts it.
-    seconds: the least time of one run.
+    seconds: the minimum time of one run.
     exposed: the part of these seconds in which the kernels wait for it.
     overlapping: the number of kernels between its start and the wait for it.
     leaves_node: whether it uses the network between nodes.
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def time_kernel(kernel: Kernel, gpu: Gpu) -> tuple[float, str]:
-  """Returns the least time of a kernel in seconds, and what bounds it."""
+  """Returns the minimum time of a kernel in seconds, and what bounds it."""
   bounds = {
     MATMULS: kernel.flops / gpu.peak(kernel.dtype) if kernel.flops else 0.0,
     MEMORY: kernel.bytes / gpu.bandwidth,

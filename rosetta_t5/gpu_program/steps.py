@@ -81,7 +81,7 @@ def _trainer_class(plan: Plan) -> Any:
 def choose_kernel_by_roofline(
   model: Any, batch: Mapping[str, Any], mesh: Mesh, gpu: Gpu
 ) -> KernelChoice:
-  """Returns the attention kernel with the least time for the model's shapes, as `auto` might choose."""
+  """Returns the attention kernel with the minimum time for the model's shapes, as `auto` might choose."""
   one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(one, PartitionSpec())
   seconds = dict.fromkeys(usable_kernels(model, batch, mesh.shape), 0.0)

@@ -1,4 +1,4 @@
-"""What is worth knowing about a compiled step: memory, kernels, collectives, least time."""
+"""What is worth knowing about a compiled step: memory, kernels, collectives, minimum time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Summary:
     temporaries: bytes of everything else that the step needs at once.
     outputs: bytes of results that do not overwrite arguments.
     live: the arrays that exist at the peak, largest first.
-    timeline: the least time of each kernel and collective.
+    timeline: the minimum time of each kernel and collective.
     resources: registers, shared memory and spills of the Triton kernels.
     batch_size: the examples of a step, on all devices.
     flops: the FLOPs of a step on all devices by T5X's formula; None if unknown or not a train step.

@@ -32,7 +32,7 @@ _CELLS = {
   "experts/fraction_tokens_left_behind": "{:.1%} of tokens without expert",
   run_metrics.GRADIENT_NORM: "grad norm {:.4g}",
   "learning_rate/current": "lr {:.4g}",
-  run_metrics.SEQUENCES_PER_SECOND: "{:.4g} seq/s",
+  run_metrics.SEQUENCES_PER_SECOND: "{:,.2f} seq/s",
   run_metrics.UTILIZATION: "MFU {:.1%}",
   "timing/target_tokens_per_second": "{:,.0f} tokens/s",
   run_metrics.SAMPLES: "{:,.0f} samples",
@@ -181,7 +181,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def _speed_cells(self, step: int, steps_per_second: float) -> list[str]:
     left = format_duration((self._total_steps - step) / steps_per_second)
-    return [f"{1000 / steps_per_second:.4g} ms/step", f"eta {left}"]
+    return [f"{1000 / steps_per_second:,.2f} ms/step", f"eta {left}"]
 
   def _loss_cells(self, values: Metrics) -> list[str]:
     """Formats the loss with three decimals, or with three digits if it is small."""

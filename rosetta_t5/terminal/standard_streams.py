@@ -92,7 +92,8 @@ def optional_output() -> Iterator[None]:
     sys.stdout.flush()
     sys.stdout = stdout
   if lost := lost_output.take_all():
-    print(f"note     output was lost: {lost_output.describe(lost)}", file=sys.stderr, flush=True)
+    text = f"the command has finished, but output was lost: {lost_output.describe(lost)}"
+    print(f"note     {text} (exit status {lost_output.EXIT_STATUS})", file=sys.stderr, flush=True)
     sys.exit(lost_output.EXIT_STATUS)
 
 

@@ -271,6 +271,13 @@ def test_the_rates_of_optax_are_checked(run, argument, value, expected):
   _fails(run, f"{argument} must be a number {expected}", text=text)
 
 
+def test_a_tuple_of_another_length_is_refused_with_its_length(run):
+  text = (
+    f"{GOOD}from t5x import trainer\ntrainer.EarlyStoppingAction.metric = ('train', 'loss', 'x')"
+  )
+  _fails(run, "EarlyStoppingAction.metric must be a list of 2 values, got (", text=text)
+
+
 def test_a_missing_module_gets_a_suggestion(run):
   _fails(run, "there is no module 'toyss'", "PYTHONPATH", "run.gin, line", text="import toyss")
   _fails(

@@ -1,4 +1,4 @@
-"""The kernels, bytes, FLOPs, collectives and least time that are read from a GPU program."""
+"""The kernels, bytes, FLOPs, collectives and minimum time that are read from a GPU program."""
 
 from __future__ import annotations
 

@@ -393,8 +393,11 @@ def test_an_average_of_the_parameters_is_evaluated():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), average, want)
 
 
-def test_error_says_that_the_average_must_be_last():
-  chain = optimizers.chain([average_parameters(0.9), optax.adam])
+@pytest.mark.parametrize("nested", [False, True])
+def test_error_says_that_the_average_must_be_last(nested):
+  average = average_parameters(0.9)
+  inner = optax.chain(average, optax.scale(2.0)) if nested else average
+  chain = optimizers.chain([inner, optax.adam])
   with pytest.raises(ValueError, match=r"average_parameters must be the last"):
     chain.create(PARAMS)
 

@@ -1,4 +1,4 @@
-"""T5X's checkpointer that starts experts from the feed-forward blocks of a dense model."""
+"""T5X's checkpointer that starts experts from a dense model, and Adafactor's rules for experts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class UpcycleCheckpointer(Checkpointer):
     """Creates a checkpointer; see `Checkpointer`.
 
     Args:
-      train_state: the run's train state, whose shapes have the number of experts.
+      train_state: the run's train state, whose shapes give the number of experts.
       partitioner: specifies the sharding of restored arrays.
       checkpoints_dir: the folder of checkpoints.
-      num_experts: exists for T5X's callers.
+      num_experts: ignored; T5X's callers pass it.
       dataset_iterator: has `save(filename)` and `restore(filename)`.
       **options: further arguments of `Checkpointer`.
     """

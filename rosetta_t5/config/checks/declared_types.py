@@ -117,7 +117,7 @@ def _members(declared: Any) -> Iterator[Any]:
 def _relevant_members(declared: Any) -> list[Any]:
   """Returns the members of a union that can be compared with gin's values.
 
-  The others, such as classes of arrays, are kept if the union accepts anything or little else remains.
+  The others, such as classes of arrays, are kept if the union contains Any or object, or if at most None remains.
   """
   members = list(_members(declared))
   known = [member for member in members if not _is_unknown(member)]
@@ -218,6 +218,8 @@ def _describe_member(member: Any) -> str:
     text = _PLAIN[base][0]
   elif typing.get_origin(base) is Literal:
     text = f"one of {', '.join(map(repr, typing.get_args(base)))}"
+  elif typing.get_origin(base) is tuple and typing.get_args(base)[-1:] != (...,):
+    text = f"a list of {len(typing.get_args(base))} values"
   elif _is_container(base):
     text = "a dict" if (typing.get_origin(base) or base) in _DICTS else "a list"
   elif _is_function(base):

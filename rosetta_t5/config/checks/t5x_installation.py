@@ -25,10 +25,10 @@ def check_t5x_installation() -> None:
   fix = f"pip uninstall {other.metadata['Name']} && {_REINSTALL}" if other else _REINSTALL
   if found != T5X_PACKAGE:
     if found is not None and not other:
-      fix = f"remove {found.parent} from PYTHONPATH, or run from a folder without a folder t5x/"
+      fix = f"remove {found.parent} from PYTHONPATH, or run from a folder without t5x/ or t5x.py"
+    found_text = f"{found} instead of" if found else "no module; it should find"
     raise ConfigError(
-      f"`import t5x` finds {found or 'nothing'} instead of this distribution's package\n"
-      f"  {T5X_PACKAGE}\n  {fix}"
+      f"`import t5x` finds {found_text} this distribution's package\n  {T5X_PACKAGE}\n  {fix}"
     )
   if other is None:
     return
@@ -44,7 +44,7 @@ def check_t5x_installation() -> None:
 
 
 def _imported_t5x() -> pathlib.Path | None:
-  """Returns the folder or file that `import t5x` finds."""
+  """Returns the folder or file that `import t5x` finds; None if it finds nothing."""
   spec = importlib.util.find_spec("t5x")
   if spec is None:
     return None

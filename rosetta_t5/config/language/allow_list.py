@@ -107,11 +107,9 @@ class AllowList:
   def check_import(self, module: str) -> None:
     """Raises ConfigError if a file may not import a module."""
     if module not in self.importable:
-      is_standard_library = module.partition(".")[0] in sys.stdlib_module_names
       raise ConfigError(
         f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
-        + ("" if is_standard_library else f"if it is your own module, add --module {module}; ")
-        + "if you trust the file, add --trust"
+        f"{_module_advice(module)}if you trust the file, add --trust"
       )
 
   def check_binding(self, configurable: Configurable) -> None:
@@ -127,11 +125,25 @@ class AllowList:
     defined_in = getattr(function, "__module__", None)
     is_users = any(f"{defined_in}.".startswith(f"{module}.") for module in self.modules)
     is_named = is_only_named(function) and not is_evaluated
-    if not (configurable.module == "gin" or is_users or is_named or public_name(function)):
+    if configurable.module == "gin" or is_users or is_named or public_name(function):
+      return
+    if is_only_named(function):
       raise ConfigError(
-        f"{configurable.selector} is not used: this file may be from elsewhere, and such files are "
-        "limited to a list of functions and classes\n  if you trust the file, add --trust"
+        f"@{configurable.selector}() is not called, because this file may be from elsewhere\n  remove the "
+        "parentheses or, if you trust the file, add --trust"
       )
+    raise ConfigError(
+      f"{configurable.selector} is not used: this file may be from elsewhere, and such files are "
+      f"limited to a list of functions and classes\n  {_module_advice(defined_in)}if you trust the "
+      "file, add --trust"
+    )
+
+
+def _module_advice(module: str | None) -> str:
+  """Returns how to allow what a module of the user's own defines."""
+  if module is None or module.partition(".")[0] in sys.stdlib_module_names:
+    return ""
+  return f"if {module} is your own module, add --module {module}; "
 
 
 # For files that the user has not allowed anything more.
@@ -191,11 +203,12 @@ def _listed(table: Mapping[str, str]) -> dict[str, Any]:
 def _listed_in(module_name: str, names: str) -> dict[str, Any]:
   module = importlib.import_module(module_name)
   return {
-    name: getattr(module, name) for name in (_optimizers(module) if names == "*" else names.split())
+    name: getattr(module, name)
+    for name in (_transformations_and_schedules(module) if names == "*" else names.split())
   }
 
 
-def _optimizers(optax: Any) -> list[str]:
+def _transformations_and_schedules(optax: Any) -> list[str]:
   """Returns the names of Optax's functions that make gradient transformations or schedules.
 
   Args:
@@ -207,5 +220,5 @@ def _optimizers(optax: Any) -> list[str]:
     result = str(getattr(function, "__annotations__", {}).get("return"))
     return inspect.isfunction(function) and ("GradientTransf" in result or "Callable[[" in result)
 
-  partial = ("nadam", "nadamw", "scale_by_factored_rms")  # not annotated
-  return [name for name in dir(optax) if name in partial or is_one(name)]
+  unannotated = ("nadam", "nadamw", "scale_by_factored_rms")
+  return [name for name in dir(optax) if name in unannotated or is_one(name)]

@@ -145,12 +145,13 @@ class UncalledFunction:
   def __call__(self, *_: Any, **__: Any) -> Any:
     """Raises ConfigError."""
     raise ConfigError(
-      f"{self.name} is not called for a file from elsewhere. If you trust the file, add --trust"
+      f"{self.name} is not called, because this file may be from elsewhere\n  if you trust the file, "
+      "add --trust"
     )
 
 
 class _UncalledReference(gin.config.ConfigurableReference):
-  """`@name` of such a function or class."""
+  """A reference that gin evaluates to an `UncalledFunction`."""
 
   def __deepcopy__(self, memo: dict[int, Any]) -> UncalledFunction:
     """Returns what gin passes to the function that has this argument."""
@@ -184,7 +185,10 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
       "  pip install 'rosetta-t5[t5]' && pip install --no-deps t5==0.9.4"
     )
   if not (module == missing or module.startswith(missing + ".")):
-    return f"importing {module} needs the module {missing!r}: pip install {missing.split('.')[0]}"
+    return (
+      f"importing {module} needs the module {missing!r}, which was not found: install the package that "
+      "provides it, or add its folder to PYTHONPATH"
+    )
   parent, _, name = missing.rpartition(".")
   folders = getattr(sys.modules.get(parent), "__path__", [])
   hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders)])

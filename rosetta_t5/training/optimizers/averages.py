@@ -30,7 +30,7 @@ def average_parameters(decay: Rate = 0.999) -> optax.GradientTransformation:
   """
 
   def init(params: PyTree) -> AverageState:
-    return AverageState(jax.tree.map(jnp.copy, params))  # Both are donated to the step.
+    return AverageState(jax.tree.map(jnp.copy, params))  # The step donates both trees.
 
   def update(updates: PyTree, state: AverageState, params: PyTree = None) -> tuple[PyTree, Any]:
     new_params = optax.apply_updates(params, updates)
@@ -42,8 +42,11 @@ def average_parameters(decay: Rate = 0.999) -> optax.GradientTransformation:
 
 def check_average_is_last(optax_state: PyTree) -> None:
   """Raises ValueError if a transformation follows `average_parameters` in a chain."""
-  is_chain = type(optax_state) is tuple
-  if is_chain and any(isinstance(state, AverageState) for state in optax_state[:-1]):
+  if type(optax_state) is not tuple:
+    return
+  for state in optax_state:
+    check_average_is_last(state)
+  if any(isinstance(state, AverageState) for state in optax_state[:-1]):
     raise ValueError(
       "average_parameters must be the last of chain.transformations, because it averages the "
       "parameters after all updates: move it to the end"

@@ -68,7 +68,11 @@ class OptaxStatePartitionRules:
   def derive_params_axes(
     cls, optax_params: PyTree, params_axes: PyTree, params: PyTree = None
   ) -> PyTree:
-    """Returns `optax_params`, a tree like the parameters, with axis names in place of arrays."""
+    """Returns `optax_params`, a tree like the parameters, with axis names in place of arrays.
+
+    An array of another shape than its parameter's has None, `Factors` have those of their matrix, and
+    masked leaves do not change.
+    """
     template = params_axes if params is None else params
     structure: Any = jax.tree.structure(template)
 

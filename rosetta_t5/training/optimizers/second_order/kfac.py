@@ -50,9 +50,9 @@ def precondition_by_kfac(
 
   A is the mean of xᵀ·x over the layer's input rows x, and G that of dyᵀ·dy over the gradients of its
   output rows, for the step's own targets (the empirical Fisher) and with padding. Both are measured on
-  the first microbatch. To each factor, √damping times its mean eigenvalue is added. Unlike with the
-  paper's damping, the direction then does not depend on the scale of the loss. An optimizer follows
-  it in `chain`.
+  the first microbatch. To each factor, √damping times its mean eigenvalue times the identity is added.
+  Unlike with the paper's damping, the scale of the loss then changes only the length of the result, which
+  LAMB ignores. An optimizer follows it in `chain`.
 
   Args:
     learning_rate: the learning rate, which only `kl_clip` needs.
@@ -61,8 +61,8 @@ def precondition_by_kfac(
     inv_update_steps: steps between inversions.
     factor_decay: the decay of the averages of the factors.
     damping: see above.
-    kl_clip: the maximum of learning_rate² · Σ direction · gradient, which is quadratic in a common
-      factor of the directions; the factor is at most 1. None for no limit.
+    kl_clip: the limit of the estimated KL divergence of a step, ν² · learning_rate² · Σ direction ·
+      gradient; all directions are multiplied by the largest ν ≤ 1 that meets it. None for no limit.
     skip_layers: regular expressions that match whole paths of kernels that keep their gradients, in
       addition to the output layer and experts.
     max_factor_dim: a larger side of a kernel has no factor.
