@@ -176,15 +176,15 @@ def create_orbax_checkpoint_manager(
   directory = model_dir or next(iter(load.paths()), None)
   if directory is None:
     raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
-  cfg = save_cfg or load
-  if cfg.checkpoint_manager_cls is None:
-    raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
+  for cfg in (save, load):
+    if cfg.checkpoint_manager_cls is None:
+      raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
   saver: Any = None
   if save.checkpointer_cls is not None:
     # It is built even if only its settings are needed: gin applies its bindings when it is called.
     saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
-  manager = cfg.checkpoint_manager_cls(
+  manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,

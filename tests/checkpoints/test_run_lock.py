@@ -114,7 +114,7 @@ def test_a_run_does_not_continue_in_a_folder_that_has_taken_the_place_of_its_own
     folder.rename(tmp_path / "moved")
     folder.mkdir()
     time.sleep(0.2)  # some heartbeats
-    with pytest.raises(ValueError, match="run was replaced by another folder during the run"):
+    with pytest.raises(ValueError, match="run was moved or removed during the run, and another"):
       lock.check_lock_is_held(folder)
     assert list(folder.iterdir()) == []
 

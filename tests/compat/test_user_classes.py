@@ -50,11 +50,14 @@ def test_a_checkpointer_with_a_restore_of_its_own_restores(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Restore", "Save"])
 def test_a_config_without_a_manager_class_is_rejected(tmp_path, kind):
-  path = {"path": str(tmp_path)} if kind == "Restore" else {}
-  cfg = getattr(utils, f"{kind}CheckpointConfig")(**path, checkpoint_manager_cls=None)
+  cfgs = {
+    "restore_cfg": utils.RestoreCheckpointConfig(path=str(tmp_path)),
+    "save_cfg": utils.SaveCheckpointConfig(),
+  }
+  cfgs[f"{kind.lower()}_cfg"].checkpoint_manager_cls = None
   with pytest.raises(ValueError, match=f"{kind}CheckpointConfig.*cls must be a class, got None"):
     utils.create_orbax_checkpoint_manager(
-      **{f"{kind.lower()}_cfg": cfg}, model_dir=tmp_path, train_state=None, partitioner=None
+      **cfgs, model_dir=tmp_path, train_state=None, partitioner=None
     )
 
 

@@ -144,7 +144,7 @@ FAULTS = [
     "MODEL_DIR is moved during a run",
     "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved) &"
     "$TRAIN --gin.TRAIN_STEPS=4000",
-    expected="run was moved or removed during the run: move it back",
+    expected="run was moved or removed during the run.*: move it back",
     unexpected="note .*checkpoint",  # TensorStore itself may print a traceback.
     keeps=False,
   ),
@@ -154,7 +154,7 @@ FAULTS = [
     "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved; mkdir run) &"
     "$TRAIN --gin.TRAIN_STEPS=200; test $? -le 1",
     expected="run.lock was removed or damaged during the run; it is written again.*done +step 200"
-    "|error: .*run was moved or removed during the run: move it back",
+    "|error: .*run was moved or removed during the run.*: move it back",
     status=0,
     keeps=False,
   ),

@@ -59,8 +59,8 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
   """Locks `model_dir` for this run inside a `with` statement. All processes of a run share the lock.
 
   The lock of a run that has ended is taken over. This happens at once if the run was on this machine
-  or was an earlier start of the same Slurm job, since requeued. A run on another machine counts as ended when it
-  has stopped sending heartbeats.
+  or was an earlier start of the same Slurm job, since requeued. A run on another machine counts as
+  ended when it has stopped sending heartbeats.
 
   Raises:
     ModelDirInUseError: another run holds the lock. All processes of this run raise it.
@@ -97,8 +97,8 @@ def check_lock_is_held(directory: epath.PathLike) -> None:
     return
   if lock.is_in_another_folder():
     raise ValueError(
-      f"MODEL_DIR {directory} was replaced by another folder during the run: move it back, then run the "
-      "same command to continue"
+      f"MODEL_DIR {directory} was moved or removed during the run, and another folder is in its place: "
+      "move it back, then run the same command to continue"
     )
   if other := lock.restore_or_find_new_owner():
     raise ModelDirInUseError(
