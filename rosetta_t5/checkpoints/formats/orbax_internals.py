@@ -27,11 +27,16 @@ def writing_checksums() -> contextlib.AbstractContextManager[Any]:
 
   async def serialize(values: Any, infos: Any, args: Any, **options: Any) -> Any:
     await infos[0].await_path_creation()
-    written, _ = await asyncio.gather(
+    # If one fails, the other still ends before the event loop does.
+    results: Any = await asyncio.gather(
       original(values, infos, args, **options),
       asyncio.to_thread(_write_checksums, values, infos, args),
+      return_exceptions=True,
     )
-    return written
+    for result in results:
+      if isinstance(result, BaseException):
+        raise result
+    return results[0]
 
   return mock.patch.object(jax_array_handlers, "_async_serialize_replica_slices", serialize)
 
