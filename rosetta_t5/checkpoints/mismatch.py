@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,12 +86,6 @@ def find_restorable(
     CheckpointMismatchError: there is another difference.
   """
   has_state = any(map(_is_optimizer_state, stored))
-  initializable: tuple[str, ...] = FP8_COLLECTIONS
-  if allow_missing:
-    initializable += (OPTIMIZER_STATE,)
-  elif not has_state:
-    initializable += (OPTIMIZER_STATE, "state/step")
-  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   mismatches = find_mismatches(stored, expected)
   is_of_state = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
   if has_state and is_of_state and not allow_missing:
@@ -100,11 +94,23 @@ def find_restorable(
       f"this run's optimizer state is initialized\n{_table(mismatches)}"
     )
     return {name for name in expected if not _is_optimizer_state(name)}
+  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
+  initializable = _initializable(has_state, allow_missing)
   if not all(m.name.startswith(initializable) or allowed.get(m.problem) for m in mismatches):
     raise mismatch_error(path, mismatches)
   _log_mismatches(path, mismatches)
-  omitted = {mismatch.name for mismatch in mismatches}
-  # The optimizer's state of one parameter is restored as a whole or not at all.
+  return _without_mismatches(expected, {mismatch.name for mismatch in mismatches})
+
+
+def _initializable(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
+  """Returns how the names begin that may be initialized although the checkpoint has others."""
+  if allow_missing:
+    return (*FP8_COLLECTIONS, OPTIMIZER_STATE)
+  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
+
+
+def _without_mismatches(expected: Iterable[str], omitted: set[str]) -> set[str]:
+  """Returns the other names; the optimizer's state of a parameter is restored as a whole or not at all."""
   incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
   return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
 

@@ -173,12 +173,7 @@ def create_orbax_checkpoint_manager(
     raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
   save = save_cfg or SaveCheckpointConfig()
   load = restore_cfg or RestoreCheckpointConfig(path=None)
-  directory = model_dir or next(iter(load.paths()), None)
-  if directory is None:
-    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
-  for cfg in (save, load):
-    if cfg.checkpoint_manager_cls is None:
-      raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
+  directory = _checked_folder(save, load, model_dir)
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
   saver: Any = None
   if save.checkpointer_cls is not None:
@@ -199,6 +194,19 @@ def create_orbax_checkpoint_manager(
   manager.user_restore = _user_restore(load, ds_iter, state)
   _protect_base_checkpoint(manager)
   return manager
+
+
+def _checked_folder(
+  save: SaveCheckpointConfig, load: RestoreCheckpointConfig, model_dir: epath.PathLike | None
+) -> epath.PathLike:
+  """Returns the folder of checkpoints, after checking that both configs have a manager class."""
+  directory = model_dir or next(iter(load.paths()), None)
+  if directory is None:
+    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
+  for cfg in (save, load):
+    if cfg.checkpoint_manager_cls is None:
+      raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
+  return directory
 
 
 def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any]:

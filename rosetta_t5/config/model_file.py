@@ -270,9 +270,8 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
     return _describe(bound["value"], scopes)
   if name is None:
     return _Other(configurable.selector)
-  for method in gin_internals.registered_configurables():
-    if method.is_method and method.module == configurable.selector and bound_arguments(method):
-      return _Other(method.selector)
+  if methods := _bound_methods(configurable):
+    return _Other(methods[0])
   if name.startswith(_CALCULATIONS) and reference.evaluate:
     with gin.config_scope(list(scopes) or None):
       return copy.deepcopy(reference)  # Gin calls the function when its reference is copied.
@@ -282,3 +281,12 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
   arguments = {**plain, **bound} | ({"optimizer_def": None} if "optimizer_def" in bound else {})
   described = {key: _describe(item, scopes) for key, item in arguments.items()}
   return {"@call" if reference.evaluate else "@name": name, **described}
+
+
+def _bound_methods(configurable: Any) -> list[str]:
+  """Returns the selectors of the class's methods that gin has bound arguments of."""
+  return [
+    method.selector
+    for method in gin_internals.registered_configurables()
+    if method.is_method and method.module == configurable.selector and bound_arguments(method)
+  ]

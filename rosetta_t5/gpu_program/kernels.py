@@ -182,7 +182,12 @@ def _bytes_moved(program: Program, instruction: Instruction, operands: list[Inst
     is_library = instruction.text("custom_call_target").startswith("__cu")
     written = [a.bytes for a in instruction.arrays if not (is_library and a.dtype in ("s8", "u8"))]
     return sum({operand.name: operand.bytes for operand in operands}.values()) + sum(written)
-  fused = program.computations[instruction.called[0]]
+  return _bytes_of_fusion(program.computations[instruction.called[0]], instruction, operands)
+
+
+def _bytes_of_fusion(
+  fused: dict[str, Instruction], fusion: Instruction, operands: list[Instruction]
+) -> float:
   # An update of a parameter happens in place; only the update itself is written.
   updates = [
     i
@@ -193,7 +198,7 @@ def _bytes_moved(program: Program, instruction: Instruction, operands: list[Inst
   read = sum(_bytes_read(fused, number, op) for number, op in enumerate(operands))
   written_in_place = sum(update.bytes for update in updates)
   update_bytes = sum(fused[update.operands[1]].bytes for update in updates)
-  return read + max(instruction.bytes - written_in_place, 0) + update_bytes
+  return read + max(fusion.bytes - written_in_place, 0) + update_bytes
 
 
 def _bytes_read(fused: dict[str, Instruction], number: int, operand: Instruction) -> float:

@@ -160,8 +160,7 @@ class MeshConfig:
     Raises:
       ValueError: no mesh is defined, or several are.
     """
-    partitions, submesh = self.num_partitions, self.model_parallel_submesh
-    shape = submesh or self.ici_mesh_shape
+    partitions = self.num_partitions
     is_positive = isinstance(partitions, numbers.Integral) and partitions > 0
     if partitions is not None and not is_positive:
       raise ValueError(
@@ -178,6 +177,12 @@ class MeshConfig:
         f"PjitPartitioner.mesh_order = {self.order} requires mesh, whose axes it orders: set mesh, or "
         "remove mesh_order"
       )
+    self._check_one_definition()
+
+  def _check_one_definition(self) -> None:
+    """Raises ValueError if no setting defines the mesh, or several that disagree."""
+    partitions, submesh = self.num_partitions, self.model_parallel_submesh
+    shape = submesh or self.ici_mesh_shape
     if not (partitions or shape or self.counts):
       raise ValueError(
         "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "

@@ -149,21 +149,26 @@ def _possible_meshes(
   The axis `context` is within a node too, and only splits long rows. Only stacks of scanned layers can
   be a pipeline.
   """
-  divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-  sizes = (config.num_heads, config.mlp_dim, config.vocab_size)
-  experts = [n for n in divisors if (getattr(config, "num_experts", 0) or 1) % n == 0]
-  contexts = [n for n in divisors if n == 1 or _can_split(lengths, n)]
+  divisors, on_node = _divisors(devices), _divisors(devices, GPUS_PER_NODE)
+  widths = math.gcd(devices, config.num_heads, config.mlp_dim, config.vocab_size)
+  num_experts = getattr(config, "num_experts", 0) or 1
   is_pipelinable = getattr(config, "scan_layers", False) and not pipeline_obstacle(config, ())
-  stages = divisors if is_pipelinable else [1]
-  for tensor in divisors:
-    if tensor > GPUS_PER_NODE or any(size % tensor for size in sizes):
-      continue
-    for context, fsdp, expert, pipeline in itertools.product(contexts, divisors, experts, stages):
-      split = tensor * context * fsdp * expert * pipeline
-      if devices % split or context * tensor > GPUS_PER_NODE:
-        continue
+  choices = (
+    _divisors(widths, GPUS_PER_NODE),
+    [n for n in on_node if n == 1 or _can_split(lengths, n)],
+    divisors,
+    _divisors(math.gcd(devices, num_experts)),
+    divisors if is_pipelinable else [1],
+  )
+  for tensor, context, fsdp, expert, pipeline in itertools.product(*choices):
+    split = tensor * context * fsdp * expert * pipeline
+    if devices % split == 0 and context * tensor <= GPUS_PER_NODE:
       outer = {PIPELINE_AXIS: pipeline, DATA_AXIS: devices // split, EXPERT_AXIS: expert}
       yield {**outer, FSDP_AXIS: fsdp, CONTEXT_AXIS: context, "tensor": tensor}
+
+
+def _divisors(number: int, largest: int | None = None) -> list[int]:
+  return [n for n in range(1, min(number, largest or number) + 1) if number % n == 0]
 
 
 def _can_split(lengths: Mapping[str, int], context: int) -> bool:

@@ -45,16 +45,23 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
   """Raises TypeError or LookupError unless the entries that are used have the expected types."""
   vocabulary, splits = manifest["vocabulary"], manifest["splits"].values()
   shards = [shard for split in splits for shard in split["shards"]]
-  texts = [vocabulary["sha256"], *(shard["sha256_of_tokens"] for shard in shards)]
-  numbers = [vocabulary["pieces"], *(shard[key] for shard in shards for key in ("bytes", "tokens"))]
-  if wrong := [text for text in texts if not isinstance(text, str)]:
-    raise TypeError(f"a digest must be a string, got {wrong[0]!r}")
-  if wrong := [number for number in numbers if type(number) is not int or number < 0]:
-    raise TypeError(f"a size must be an integer, got {wrong[0]!r}")
-  if wrong := [s["file"] for s in shards if pathlib.PurePath(s["file"]).name != s["file"]]:
-    raise TypeError(f"a shard must be a file of the same folder, got {wrong[0]!r}")
-  if manifest["bytes_a_token"] not in (2, 4):
-    raise TypeError(f"bytes_a_token must be 2 or 4, got {manifest['bytes_a_token']!r}")
+  for digest in (vocabulary["sha256"], *(shard["sha256_of_tokens"] for shard in shards)):
+    _require(isinstance(digest, str), "a digest must be a string", digest)
+  for size in (
+    vocabulary["pieces"],
+    *(shard[key] for shard in shards for key in ("bytes", "tokens")),
+  ):
+    _require(type(size) is int and size >= 0, "a size must be an integer", size)
+  for shard in shards:
+    is_name = pathlib.PurePath(shard["file"]).name == shard["file"]
+    _require(is_name, "a shard must be a file of the same folder", shard["file"])
+  bytes_per_token = manifest["bytes_a_token"]
+  _require(bytes_per_token in (2, 4), "bytes_a_token must be 2 or 4", bytes_per_token)
+
+
+def _require(is_valid: bool, requirement: str, value: Any) -> None:
+  if not is_valid:
+    raise TypeError(f"{requirement}, got {value!r}")
 
 
 class DamagedRecordError(ValueError):

@@ -58,12 +58,12 @@ def compare_files(stored: Facts, current: Facts) -> Differences:
   old, new = ({name: contents for name, *contents in facts["files"]} for facts in (stored, current))
   # Digests of samples of different sizes cannot be compared; the sizes of the files can.
   compared = 2 if stored.get("bytes_read") == current.get("bytes_read") else 1
-  common = [name for name in old if name in new]
+  common = sorted(old.keys() & new.keys())
   changed = [name for name in common if old[name][:compared] != new[name][:compared]]
   kinds = {
     "changed": [f"{name} ({_size_change(old[name][0], new[name][0])})" for name in changed],
-    "removed": [name for name in old if name not in new],
-    "added": [name for name in new if name not in old],
+    "removed": sorted(old.keys() - new.keys()),
+    "added": sorted(new.keys() - old.keys()),
   }
   texts = [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
   return [f"in {current['folder']}, {'; '.join(texts or ['files are read in another order'])}"], []

@@ -103,15 +103,9 @@ class DenseGeneral(nn.Module):
     Raises:
       ValueError: `axis` is not the input's last dimensions, or K-FAC cannot measure this layer.
     """
-    features = _as_tuple(self.features)
-    axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
-    if axes != tuple(range(inputs.ndim - len(axes), inputs.ndim)):
-      raise ValueError(
-        f"DenseGeneral.axis must name the last dimensions of the input, got axis = {self.axis} for "
-        f"an input of shape {inputs.shape}"
-      )
-    leading = inputs.shape[: inputs.ndim - len(axes)]
-    kernel = jnp.asarray(self._kernel(inputs.shape[len(leading) :], features), self.dtype)
+    features, leading = _as_tuple(self.features), self._leading_shape(inputs)
+    contracted = inputs.shape[len(leading) :]
+    kernel = jnp.asarray(self._kernel(contracted, features), self.dtype)
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
     bias = self._bias(features) if self.use_bias else None
@@ -128,11 +122,24 @@ class DenseGeneral(nn.Module):
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
     multiply: Matmul = self._matmul_with_factors if measures_factors else self._matmul
     if self.make_product:
-      kernel_axes = self.kernel_axes or (None,) * (len(axes) + 1)
-      input_axis, output_axis = kernel_axes[0], kernel_axes[len(axes) if self.nd_kernel else 1]
+      kernel_axes = self.kernel_axes or (None,) * (len(contracted) + 1)
+      input_axis, output_axis = (
+        kernel_axes[0],
+        kernel_axes[len(contracted) if self.nd_kernel else 1],
+      )
       multiply = self.make_product((*rows_axes, input_axis, output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
+
+  def _leading_shape(self, inputs: jax.Array) -> tuple[int, ...]:
+    """Returns the sizes of the dimensions that are not contracted."""
+    axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
+    if axes != tuple(range(inputs.ndim - len(axes), inputs.ndim)):
+      raise ValueError(
+        f"DenseGeneral.axis must name the last dimensions of the input, got axis = {self.axis} for "
+        f"an input of shape {inputs.shape}"
+      )
+    return inputs.shape[: inputs.ndim - len(axes)]
 
   def _matmul(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
     """Returns x·w; writes or reads the kernel that decoding steps use: cast, and on a CPU transposed."""
