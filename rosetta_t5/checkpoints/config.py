@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-from rosetta_t5.argument_types import NonNegative, Positive, one_of
+from rosetta_t5.argument_types import NonNegative, Positive, check_one_of, one_of
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 
@@ -115,12 +114,7 @@ class RestoreCheckpointConfig:
   )
 
   def __post_init__(self) -> None:
-    if self.mode not in _MODES:
-      near = difflib.get_close_matches(str(self.mode), _MODES, n=1)
-      hint = f"; did you mean {near[0]!r}?" if near else ""
-      raise ValueError(
-        f"RestoreCheckpointConfig.mode must be one of {', '.join(_MODES)}, got {self.mode!r}{hint}"
-      )
+    check_one_of("RestoreCheckpointConfig.mode", self.mode, _MODES)
     _check_dtype(self.dtype, "RestoreCheckpointConfig.dtype")
     if isinstance(self.checkpointer_cls, TransformsRestoredState):
       transform = self.checkpointer_cls.transform_restored_state
