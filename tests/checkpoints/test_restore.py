@@ -99,9 +99,7 @@ def test_the_mode_selects_the_latest_all_or_a_specific_checkpoint(pretrained):
 
 
 def test_the_error_for_an_unknown_mode_suggests_a_similar_one():
-  with pytest.raises(
-    ValueError, match=r"mode must be one of .*, got 'lattest'; did you mean 'latest'\?"
-  ):
+  with pytest.raises(ValueError, match=r"got 'lattest' \(did you mean 'latest'\?\)"):
     RestoreCheckpointConfig(path="p", mode="lattest")
 
 
