@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import re
 import signal
 import threading
 from collections import Counter
@@ -20,13 +21,18 @@ from rosetta_t5.data.local_files.local_assets import load_sentencepiece, local_p
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
-from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.telemetry.atomic_files import exclusive_output, write_atomically
 from rosetta_t5.telemetry.json_files import read_json_object
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
 _MAX_SHARD_BYTES = 256 << 20
 _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
+# The files that a call writes, in `out`; those of a killed call have the names of `unfinished_path`.
+_OWN_FILES = re.compile(
+  r"(\.?(train|validation)-\d+-of-\d+\.(array_record|ends\.npy)|shards/\.?\d+\.(json|progress)"
+  r"|\.?manifest\.json|\.?vocabulary\.model)(\.\d+)?"
+)
 
 Facts = Mapping[str, Any]
 Progress = Callable[[int, int, int, int], None]
@@ -68,34 +74,35 @@ def prepare(
 
   Raises:
     ValueError: there is no file or no document, the vocabulary is not valid, `out` contains
-      something else, or it is complete and was prepared with another vocabulary or other settings.
+      something else, another process writes to it, or it is complete and was prepared with another
+      vocabulary or other settings.
   """
   files = find_files(inputs)
   folder = pathlib.Path(out)
   model = pathlib.Path(local_path(vocabulary)).read_bytes()
-  pieces = load_sentencepiece(local_path(vocabulary)).get_piece_size()
+  vocabulary_size = load_sentencepiece(local_path(vocabulary)).get_piece_size()
+  _check_files(folder)
   (folder / "shards").mkdir(parents=True, exist_ok=True)
-  _check_folder(folder)
-  copy = folder / VOCABULARY
   settings = {"text": text, "append_end": append_end, "validation_percent": validation_percent}
-  _check_settings(folder, model, settings)
-  write_atomically(copy, model)
-  jobs = _plan(
-    files,
-    out=str(folder.absolute()),
-    vocabulary=str(copy.absolute()),
-    vocabulary_sha256=hashlib.sha256(model).hexdigest(),
-    layout=layout,
-    on_bad_example=on_bad_example,
-    **settings,
-  )
-  (folder / MANIFEST).unlink(missing_ok=True)
-  _remove_other_shards(folder, jobs)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(exclusive_output(folder))
+    _check_settings(folder, model, settings)
+    write_atomically(folder / VOCABULARY, model)
+    jobs = _plan(
+      files,
+      out=str(folder.absolute()),
+      vocabulary=str((folder / VOCABULARY).absolute()),
+      vocabulary_sha256=hashlib.sha256(model).hexdigest(),
+      layout=layout,
+      on_bad_example=on_bad_example,
+      **settings,
+    )
+    (folder / MANIFEST).unlink(missing_ok=True)
+    _remove_other_shards(folder, jobs)
     pool = executor or stack.enter_context(_process_pool(workers, jobs))
     shards = _run(jobs, pool, progress)
-  manifest = _manifest(jobs[0], pieces, shards)
-  write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+    manifest = _manifest(jobs[0], vocabulary_size, shards)
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
   return manifest
 
 
@@ -118,13 +125,15 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   ]
 
 
-def _is_shard_file(path: pathlib.Path) -> bool:
-  return ".array_record" in path.name or path.name.endswith(".ends.npy")
+def _list_files(folder: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
+  """Returns what is in the folder and in its folder `shards`, with names relative to the folder."""
+  paths = (*folder.glob("*"), *folder.glob("shards/*"))
+  return [(path, path.relative_to(folder).as_posix()) for path in paths if path.name != "shards"]
 
 
-def _check_folder(folder: pathlib.Path) -> None:
-  others = [path for path in folder.iterdir() if not _is_shard_file(path)]
-  foreign = sorted({path.name for path in others} - {"shards", MANIFEST, VOCABULARY})
+def _check_files(folder: pathlib.Path) -> None:
+  """Raises ValueError if the folder contains anything that `prepare` does not write."""
+  foreign = sorted(name for _, name in _list_files(folder) if not _OWN_FILES.fullmatch(name))
   if foreign:
     raise ValueError(
       f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
@@ -133,7 +142,7 @@ def _check_folder(folder: pathlib.Path) -> None:
 
 
 def _check_settings(folder: pathlib.Path, vocabulary: bytes, settings: Mapping[str, Any]) -> None:
-  """Raises ValueError if the folder is complete, and runs that use it expect other tokens."""
+  """Raises ValueError if the folder is complete and has other tokens, which runs may be using."""
   try:
     manifest = read_json_object(folder / MANIFEST)
     has_other_vocabulary = (folder / VOCABULARY).read_bytes() != vocabulary
@@ -153,9 +162,10 @@ def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None
   """Removes the shards of calls with another number of shards, and what killed calls have left."""
   tokens = [job.file(split) for job in jobs for split in SPLITS]
   indices = [path.with_suffix(".ends.npy") for path in tokens]
-  names = {path.name for path in (*tokens, *indices, *(job.facts_file for job in jobs))}
-  for path in (*filter(_is_shard_file, folder.iterdir()), *(folder / "shards").iterdir()):
-    if path.name not in names:
+  facts = [job.facts_file for job in jobs]
+  kept = {VOCABULARY, *(path.name for path in (*tokens, *indices, *facts))}
+  for path, name in _list_files(folder):
+    if path.name not in kept and _OWN_FILES.fullmatch(name):
       path.unlink()
 
 
@@ -181,10 +191,10 @@ def _end_with_parent() -> None:
 def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:
   """Runs the jobs whose shards are not complete, largest first, and returns the facts of all."""
   done = {job.number: facts for job in jobs if (facts := job.stored_facts())}
-  left = [job for job in jobs if job.number not in done]
-  left.sort(key=lambda job: job.input_bytes, reverse=True)
+  incomplete = [job for job in jobs if job.number not in done]
+  incomplete.sort(key=lambda job: job.input_bytes, reverse=True)
   with _new_processes_ignore_ctrl_c():
-    pending = {executor.submit(run_job, job): job for job in left}
+    pending = {executor.submit(run_job, job): job for job in incomplete}
   try:
     while pending:
       ended, _ = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
@@ -201,7 +211,7 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
 
 @contextlib.contextmanager
 def _new_processes_ignore_ctrl_c() -> Iterator[None]:
-  """Inside the `with`, Ctrl-C waits; processes that start keep it blocked, so this one ends them."""
+  """Blocks SIGINT in processes that start inside the `with`; this one handles Ctrl-C and ends them."""
   before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     yield
@@ -220,7 +230,7 @@ def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tupl
   return documents, text_bytes
 
 
-def _manifest(job: ShardJob, pieces: int, shards: Sequence[Facts]) -> dict[str, Any]:
+def _manifest(job: ShardJob, vocabulary_size: int, shards: Sequence[Facts]) -> dict[str, Any]:
   splits = {split: _split_facts(shards, split) for split in SPLITS}
   sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
   bad_examples = _sum_counts(shard["bad_examples"] for shard in shards)
@@ -233,8 +243,8 @@ def _manifest(job: ShardJob, pieces: int, shards: Sequence[Facts]) -> dict[str, 
     )
   return {
     "format": 1,
-    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
-    "bytes_a_token": 2 if pieces <= 1 << 16 else 4,
+    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": vocabulary_size},
+    "bytes_a_token": 2 if vocabulary_size <= 1 << 16 else 4,
     "text": job.text,
     "append_end": job.append_end,
     "validation_percent": job.validation_percent,

@@ -24,6 +24,7 @@ from rosetta_t5.data.local_files.local_assets import load_sentencepiece
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
+from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 SPLITS = ("train", "validation")
 # A longer document is stored in several records, so that a segment can be read without all of it.
@@ -94,13 +95,14 @@ class ShardJob:
   def stored_facts(self) -> dict[str, Any] | None:
     """Returns the facts of the shard if this job has completed it earlier, else None."""
     try:
-      facts = json.loads(self.facts_file.read_text())
-      is_complete = all(
-        pathlib.Path(self.out, name).stat().st_size == size
-        for split in facts["splits"].values()
-        for name, size in ((split["file"], split["bytes"]), _index_size(split))
-      )
-    except (OSError, ValueError, KeyError):
+      facts = read_json_object(self.facts_file)
+      with expect_content(self.facts_file, "a shard"):
+        is_complete = all(
+          pathlib.Path(self.out, name).stat().st_size == size
+          for split in facts["splits"].values()
+          for name, size in ((split["file"], split["bytes"]), _index_size(split))
+        )
+    except (OSError, ValueError):
       return None
     return facts if is_complete and facts.get("fingerprint") == self.fingerprint() else None
 

@@ -19,6 +19,7 @@ from inline_executor import InlineExecutor
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.prepared.shard_job import TOKENS_PER_RECORD
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.telemetry.atomic_files import exclusive_output
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 
@@ -211,6 +212,48 @@ def test_a_folder_with_foreign_files_is_refused(
   (tmp_path / "out/thesis.tex").write_text("mine")
   with pytest.raises(ValueError, match=r"contains thesis\.tex, which is not prepared data"):
     run(tmp_path, vocabulary)
+  assert os.listdir(tmp_path / "out") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["shards/0.jsonl", "c4-train.array_record-00000-of-00001"])
+def test_data_of_others_under_similar_names_is_refused_and_not_deleted(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], name: str
+) -> None:
+  (tmp_path / "out/shards").mkdir(parents=True)
+  (tmp_path / "out" / name).write_text("mine")
+  with pytest.raises(ValueError, match=f"contains {name}, which is not prepared data"):
+    run(tmp_path, vocabulary)
+  assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train-00000-of-00004.ends.npy"])
+def test_what_a_killed_call_left_of_any_file_is_removed(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], name: str
+) -> None:
+  run(tmp_path, vocabulary)
+  before = files(tmp_path / "out")
+  (tmp_path / f"out/.{name}.123").write_text("half of the file")
+  run(tmp_path, vocabulary)
+  assert files(tmp_path / "out") == before
+
+
+def test_a_second_call_for_the_same_folder_is_refused(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  (tmp_path / "out").mkdir()
+  with exclusive_output(tmp_path / "out"), pytest.raises(ValueError, match="another process is"):
+    run(tmp_path, vocabulary)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"splits": []}', '{"splits": {"train": null}}'])
+def test_a_shard_whose_facts_are_damaged_is_prepared_again(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], content: str
+) -> None:
+  first = run(tmp_path, vocabulary)
+  (tmp_path / "out/shards/00002.json").write_text(content)
+  executor = InlineExecutor()
+  assert run(tmp_path, vocabulary, executor=executor)["splits"] == first["splits"]
+  assert executor.ran == 1
 
 
 @pytest.mark.slow
