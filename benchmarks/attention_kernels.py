@@ -69,15 +69,15 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   parser.add_argument("--batch", type=int, default=64)
   parser.add_argument("--heads", type=int, default=12)
   parser.add_argument("--repeats", type=int, default=20)
-  parser.add_argument("--places", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
+  parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
   parser.add_argument("--kernels", nargs="+", default=["xla", "cudnn", "flash"])
   parser.add_argument("--pack", action="store_true")
   parser.add_argument("--json", metavar="OUT")
   args = parser.parse_args(argv)
   rows: list[dict[str, Any]] = []
-  for attention in args.places:
+  for attention in args.attentions:
     for kernel in args.kernels:
-      row: dict[str, Any] = {"place": attention, "kernel": kernel, "packed": args.pack}
+      row: dict[str, Any] = {"attention": attention, "kernel": kernel, "packed": args.pack}
       row |= {"batch": args.batch, "heads": args.heads}
       try:
         if kernel == "cudnn" and args.pack:

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--gpus", nargs="+", default=["a100", "h200", "b200"], choices=GPUS)
   parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128])
-  parser.add_argument("--places", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
+  parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
   args = parser.parse_args(argv)
   use_compiler_without_gpu()
   print(
@@ -73,12 +73,12 @@ def main(argv: list[str] | None = None) -> None:
   print("| --- | --- | --- | --- | --- | --- | --- | --- |")
   for gpu in args.gpus:
     for size in args.sizes:
-      for place in args.places:
-        program = compile_attention(gpu, size, place)
+      for attention in args.attentions:
+        program = compile_attention(gpu, size, attention)
         for used in kernel_resources(program, KERNELS, GPUS[gpu]):
           name, warps = used.name.removesuffix("_kernel"), used.occupancy * GPUS[gpu].threads / 32
           print(
-            f"| {gpu} | {size} | {place} | {name} | {used.registers} | {used.spilled} | "
+            f"| {gpu} | {size} | {attention} | {name} | {used.registers} | {used.spilled} | "
             f"{used.shared_memory / 1024:.0f} kB | {warps:.0f} |",
             flush=True,
           )

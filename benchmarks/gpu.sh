@@ -135,7 +135,7 @@ if asked smoke; then
   step smoke-fp8 "${toy[@]}" --fp8 --emulate --fuse-qkv --transpose --loss-chunk 8
   step smoke-bf16-pack "${toy[@]}" --kernel flash --pack
   run smoke-attention "$PYTHON" -m benchmarks.attention_kernels --batch 1 --heads 1 --repeats 1 \
-    --places decoder
+    --attentions decoder
   run smoke-fp8-loss "$PYTHON" -m rosetta_t5.cli bench fp8 --size tiny --batch 4 --lengths 32 16 \
     --steps 8 --emulate
   if "$PYTHON" -c 'import torch, transformers' 2> /dev/null; then

@@ -61,7 +61,9 @@ def attention_row(row: dict[str, Any]) -> str:
   """Returns the table row of one attention kernel."""
   time = f"{row['ms']:.2f}" if "ms" in row else row["error"]
   size = f"{row['batch']} x {row['heads']}"
-  return f"{row['place']} | {row['kernel']} | {'yes' if row['packed'] else 'no'} | {size} | {time}"
+  return (
+    f"{row['attention']} | {row['kernel']} | {'yes' if row['packed'] else 'no'} | {size} | {time}"
+  )
 
 
 def failed_rows(folder: pathlib.Path) -> list[str]:

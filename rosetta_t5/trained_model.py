@@ -77,11 +77,9 @@ def read_run(
   path = pathlib.Path(model_dir).absolute()
   if not path.is_dir():
     raise ValueError(f"There is no folder {model_dir}: {_ADVICE}")
-  places = (
-    path / "config.gin",
-    path.parent / "config.gin",
-  )  # in MODEL_DIR, and beside a checkpoint
-  config_file = next(filter(pathlib.Path.is_file, places), None)
+  # The folder is a MODEL_DIR, or a checkpoint in one.
+  files = (path / "config.gin", path.parent / "config.gin")
+  config_file = next(filter(pathlib.Path.is_file, files), None)
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   mode = "latest" if config_file.parent == path else "specific"

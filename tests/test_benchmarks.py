@@ -169,7 +169,7 @@ def test_an_unknown_row_is_an_error():
 
 def test_a_failing_kernel_does_not_prevent_the_others(tmp_path):
   path = tmp_path / "attention.json"
-  toy = ["--batch", "1", "--heads", "1", "--repeats", "1", "--places", "decoder"]
+  toy = ["--batch", "1", "--heads", "1", "--repeats", "1", "--attentions", "decoder"]
   attention_kernels.main([*toy, "--kernels", "cudnn", "xla", "--pack", "--json", str(path)])
   failed, timed = json.loads(path.read_text())
   assert failed["error"] == "cuDNN does not support segments"
@@ -285,7 +285,7 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, 
 
 # Script → arguments that make it small.
 SCRIPTS = {
-  "attention_kernels": "--batch=1 --heads=1 --repeats=1 --places=decoder --kernels=xla",
+  "attention_kernels": "--batch=1 --heads=1 --repeats=1 --attentions=decoder --kernels=xla",
   "checkpoint": "--size=tiny --repeats=1 --checksums",
   "cpu_step": "--size=tiny --lengths 16 8 --steps=1 --optimizer muon",
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",

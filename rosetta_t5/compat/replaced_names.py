@@ -44,7 +44,7 @@ class ReExports(types.ModuleType):
 
   def _replace_below(self, name: str, old: Any, new: Any) -> None:
     # These are found anew each time, because modules may have been imported since the last one.
-    places = [
+    found_in = [
       (module, name_there)
       for module in [m for m_name, m in sys.modules.items() if m_name.startswith("rosetta_t5.")]
       for name_there, found in vars(module).items()
@@ -52,8 +52,8 @@ class ReExports(types.ModuleType):
     ]
     names_below = vars(self).setdefault("_names_below", {})
     if callable(old) and not names_below.get(name):
-      names_below[name] = {name_there for _, name_there in places}
-    for module, name_there in places:
+      names_below[name] = {name_there for _, name_there in found_in}
+    for module, name_there in found_in:
       if name_there in names_below.get(name, ()):
         setattr(module, name_there, new)
         if (when_replaced := vars(module).get("when_replaced")) is not None:

@@ -103,6 +103,6 @@ def _device_grid(shape: str, order: str | None) -> np.ndarray:
 
 def _axes(group: list[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
   """Returns the mesh axes along which the devices of a group differ."""
-  places = np.array(np.unravel_index(group, tuple(mesh.values())))
-  differs = (places != places[:, :1]).any(axis=1)
+  coordinates = np.array(np.unravel_index(group, tuple(mesh.values())))
+  differs = (coordinates != coordinates[:, :1]).any(axis=1)
   return tuple(name for name, is_different in zip(mesh, differs, strict=True) if is_different)

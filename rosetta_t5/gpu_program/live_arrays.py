@@ -89,19 +89,19 @@ def _ranges_by_buffer(
     for name, index, size, offset in _PLACED.findall(text):
       buffers[name, index] = _Buffer(number, int(offset), int(size))
   ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
-  places = _Places(program)
+  aliases = _Aliases(program)
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
-    instruction = places.defined.get(name)
-    found = (buffers.get(alias) for alias in places.aliases(name, index))
+    instruction = aliases.defined.get(name)
+    found = (buffers.get(alias) for alias in aliases.of(name, index))
     buffer = next((each for each in found if each is not None), None)
     if buffer is not None and instruction is not None:
       ranges_of[buffer].append(_LiveRange(int(start), int(end), instruction, index))
   return ranges_of
 
 
-class _Places:
-  """Finds the instructions that write an array.
+class _Aliases:
+  """Finds the names that instructions have for one array.
 
   The result of a loop, the parameter of its body and the array that an iteration writes, which can be one
   of several results of a fusion, share a buffer, which XLA reports for one of them.
@@ -123,7 +123,7 @@ class _Places:
         if parameter.opcode == "parameter":
           self._arguments[parameter.name] = caller.operands[int(parameter.operands[0])]
 
-  def aliases(self, name: str, index: str) -> Iterator[tuple[str, str]]:
+  def of(self, name: str, index: str) -> Iterator[tuple[str, str]]:
     """Yields (name, index) of the array itself, and of what it is a part or the result of."""
     path = tuple(index.split(",")) if index else ()
     seen: set[tuple[str, tuple[str, ...]]] = set()

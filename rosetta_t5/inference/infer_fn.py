@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.batch_checks import TokenLimit, check_ids
-from rosetta_t5.data.pipeline.error_places import naming_example
+from rosetta_t5.data.pipeline.error_locations import naming_example
 from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import params_to_evaluate

@@ -30,7 +30,7 @@ def test_ids_in_the_vocabulary_pass(dtype: Any) -> None:
 
 @pytest.mark.parametrize(("value", "shown"), [(384, "384"), (-7, "-7"), (2**33 + 5, "8589934597")])
 @pytest.mark.parametrize("name", ["encoder_input_tokens", "decoder_target_tokens"])
-def test_an_id_outside_the_vocabulary_is_refused_with_its_place(
+def test_an_id_outside_the_vocabulary_is_refused_with_its_location(
   value: int, shown: str, name: str
 ) -> None:
   wrong = np.array([[5, 6], [7, value]])

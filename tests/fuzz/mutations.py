@@ -65,7 +65,7 @@ def _replaced(original: bytes) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def _spliced(draw: Callable[..., Any], original: bytes) -> bytes:
-  """Replaces bytes at a few places with others, of the same or another number."""
+  """Replaces a few bytes with others, of the same or another number."""
   data = original
   for _ in range(draw(st.integers(1, 4))):
     start = draw(st.integers(0, len(data)))

@@ -13,7 +13,7 @@ from absl import logging
 
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
 from rosetta_t5.data.pipeline import task_lookup
-from rosetta_t5.data.pipeline.error_places import naming_files
+from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.parallel.data_layout import multiples_near

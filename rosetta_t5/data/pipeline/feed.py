@@ -25,7 +25,7 @@ from rosetta_t5.data.pipeline.batch_checks import (
 )
 from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
 from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
-from rosetta_t5.data.pipeline.error_places import naming_example, naming_files
+from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.reading.file_facts import Facts
 from rosetta_t5.telemetry import console

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.error_places import naming_files
+from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.pipeline.task_lookup import find_checked_task, read_task, subtasks_with_split
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 

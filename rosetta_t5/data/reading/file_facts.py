@@ -1,6 +1,6 @@
 """Describes which files are read, as plain values: their names, sizes and samples of their contents.
 
-Files of at most 64 MiB together are read completely. Of more data, eight places in each file are read,
+Files of at most 64 MiB together are read completely. Of more data, eight blocks of each file are read,
 so that thousands of files take less than a second.
 """
 
@@ -54,7 +54,7 @@ def listing(
 def compare_files(stored: Facts, current: Facts) -> Differences:
   """Compares two results of `file_facts` or `listing`."""
   if [file[1:] for file in stored["files"]] == [file[1:] for file in current["files"]]:
-    return _compare_places(stored, current)
+    return _compare_paths(stored, current)
   old, new = ({name: contents for name, *contents in facts["files"]} for facts in (stored, current))
   # Digests of samples of different sizes cannot be compared; the sizes of the files can.
   compared = 2 if stored.get("bytes_read") == current.get("bytes_read") else 1
@@ -69,7 +69,7 @@ def compare_files(stored: Facts, current: Facts) -> Differences:
   return [f"in {current['folder']}, {'; '.join(texts or ['files are read in another order'])}"], []
 
 
-def _compare_places(stored: Facts, current: Facts) -> Differences:
+def _compare_paths(stored: Facts, current: Facts) -> Differences:
   """Compares the names and folders of files whose contents are the same."""
   old_folder, new_folder = stored["folder"], current["folder"]
   if old_folder == new_folder and stored["files"] == current["files"]:

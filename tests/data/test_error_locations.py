@@ -14,8 +14,8 @@ import pytest
 
 from rosetta_t5 import data
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline import error_places
-from rosetta_t5.data.pipeline.error_places import naming_example, naming_files
+from rosetta_t5.data.pipeline import error_locations
+from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 LENGTHS = {"inputs": 16, "targets": 16}
@@ -69,7 +69,7 @@ def test_the_message_remains_if_no_example_is_found(add_task: Any) -> None:
 def test_the_search_for_an_example_ends_although_a_preprocessor_never_does(
   add_task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(error_places, "SEARCH_SECONDS", 0.5)
+  monkeypatch.setattr(error_locations, "SEARCH_SECONDS", 0.5)
   name = add_task(["a", "b"], preprocessors=[lambda dataset: dataset.repeat()])
   assert message_about(name) == "the batch has an x"
 

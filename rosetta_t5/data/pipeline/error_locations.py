@@ -75,19 +75,19 @@ def naming_example(cfg: DatasetConfig | None, check: Check) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    place = _search(_place_of_first, cfg, check)
-    if not place:
+    location = _search(_first_failure, cfg, check)
+    if not location:
       raise
-    raise ValueError(f"{error}. The first example that fails: {place}") from None
+    raise ValueError(f"{error}. The first example that fails: {location}") from None
 
 
 def _find_report(error: Exception) -> re.Match[str] | None:
-  """Returns the place in an error's text where TensorFlow reports about a file, if there is any."""
+  """Returns the part of an error's text in which TensorFlow reports about a file, if there is one."""
   if isinstance(error, UnicodeDecodeError):
     # TensorFlow's own text may quote bytes of the file, which are not always UTF-8.
     return _REPORT.search(error.object.decode("utf-8", "replace"))
-  is_tensorflows = type(error).__module__.startswith("tensorflow")
-  return _REPORT.search(str(error)) if is_tensorflows else None
+  is_from_tensorflow = type(error).__module__.startswith("tensorflow")
+  return _REPORT.search(str(error)) if is_from_tensorflow else None
 
 
 def _search(find: Callable[..., str], cfg: DatasetConfig | None, wanted: Any) -> str:
@@ -134,7 +134,7 @@ def _damaged_file(cfg: DatasetConfig, report: str, end: float) -> str:
   return ""
 
 
-def _place_of_first(cfg: DatasetConfig, check: Check, end: float) -> str:
+def _first_failure(cfg: DatasetConfig, check: Check, end: float) -> str:
   """Returns the file and line of the first example that fails a check, or its number in the file."""
   if cfg.use_cached:  # The run does not read the source, but the cache.
     return ""
