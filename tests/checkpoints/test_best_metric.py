@@ -83,3 +83,11 @@ def test_bindings_of_save_best_checkpointer_configure_the_manager(setup, tmp_pat
     manager.save(setup.state(step=step))
   manager.close()
   assert all_steps(tmp_path) == [1, 4]
+
+
+def test_a_metric_without_any_value_is_reported_once(tmp_path, write_scalars, caplog):
+  write_scalars(tmp_path / "train", "accuracy", {1: 1.0})
+  retention = Retention(tmp_path, keep=1, best=BestMetric("train/acuracy"))
+  for latest in (3, 4):
+    assert retention.steps_to_delete(range(1, latest + 1)) == set()
+  assert caplog.text.count("have no value of 'train/acuracy'") == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -10,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from etils import epath
 
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import files_matching
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,10 @@ class BestMetric:
     if len(older) <= keep:
       return set()
     values = populate_metrics_for_steps(directory, self.name, older)
+    if not values:
+      _report_no_values(
+        os.fspath(directory), self.name, "all" if self.keep_unknown else "the latest"
+      )
     if self.keep_unknown:
       older = [step for step in older if step in values]
     sign = 1 if self.mode == "max" else -1
@@ -59,6 +67,14 @@ class BestMetric:
     # The sort is stable, so the oldest of equal checkpoints come first.
     worst_first = sorted(older, key=goodness)
     return set(worst_first[: max(0, len(older) - keep)])
+
+
+@functools.cache
+def _report_no_values(directory: str, name: str, kept: str) -> None:
+  _log.warning(
+    f"TensorBoard's files under {directory} have no value of {name!r} (metric_name_to_monitor) for any "
+    f"checkpoint, so {kept} checkpoints are kept instead of the best"
+  )
 
 
 def populate_metrics_for_steps(
