@@ -87,6 +87,13 @@ def test_a_training_step_is_measured_without_gin_and_tensorflow_and_appears_in_t
   assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
 
 
+def test_the_comparison_with_hugging_face_names_the_package_to_install(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
+  with pytest.raises(SystemExit):
+    main(["bench", "hugging-face", "--size", "tiny"])
+  assert "error: torch is missing: pip install torch transformers" in capsys.readouterr().err
+
+
 # Replaces python3: records the requested rows, and succeeds, fails or hangs at once.
 STAND_IN = """#!/usr/bin/env bash
 [[ $* == *results_table* ]] && exec {python} "$@"

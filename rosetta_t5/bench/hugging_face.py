@@ -1,4 +1,4 @@
-"""Times the same training step of Hugging Face's T5 on PyTorch, for comparison.
+"""Times the training step of `rosetta-t5 bench` with Hugging Face's T5 on PyTorch, for comparison.
 
   rosetta-t5 bench hugging-face --size base --batch 128
 
@@ -10,7 +10,6 @@ torch and transformers must be installed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -52,11 +51,10 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
   batch = harness.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
   inputs = torch.from_numpy(batch["encoder_input_tokens"]).long().to(device)
   labels = torch.from_numpy(batch["decoder_target_tokens"]).long().to(device)
-  in_bfloat16 = args.dtype == "bfloat16"
 
   def run() -> Any:
     optimizer.zero_grad(set_to_none=True)
-    with torch.autocast(device, torch.bfloat16) if in_bfloat16 else contextlib.nullcontext():
+    with torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
       loss = forward(input_ids=inputs, labels=labels).loss
     loss.backward()
     optimizer.step()
@@ -66,9 +64,12 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns one row of the table."""
-  import torch
-  import transformers
+  """Returns the result of the benchmark (see `harness.make_row`)."""
+  try:
+    import torch
+    import transformers
+  except ImportError as error:
+    raise ValueError(f"{error.name} is missing: pip install torch transformers") from None
 
   on_gpu = torch.cuda.is_available()
   started = time.perf_counter()
