@@ -108,7 +108,7 @@ def _read_gpt_facts(file: epath.Path, arrays: Mapping[str, StoredArray]) -> Mode
     contents = folder.read_config(file, gpt_names.FAMILIES)
     check_config(file, contents, to_plain_tree(arrays))
     network = _make_network(file, gpt_reader.network_values(contents))
-    return ModelFacts((), network, not contents.get(gpt_reader.KEEPS_IDS), contents)
+    return ModelFacts((), network, not contents.get(gpt_reader.PADDING_IS_TOKEN_0), contents)
   text = _read_text(file)
   values = _read_literals(text, "TransformerConfig")
   if "num_heads" not in values:

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import PADDING_IS_TOKEN_0
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import write_gpt_tokenizer
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays
@@ -145,7 +145,7 @@ def _write_sentencepiece(folder: Folder) -> None:
 
 
 def _read_sentencepiece(folder: Folder) -> None:
-  write_gpt_tokenizer(epath.Path(folder), {KEEPS_IDS: True})
+  write_gpt_tokenizer(epath.Path(folder), {PADDING_IS_TOKEN_0: True})
   load_sentencepiece(folder / "spiece.model").encode("old cat")
 
 

@@ -14,7 +14,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_lay
 
 # Entries that may be null, which stands for a size that is derived from others.
 _NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
-_BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt_reader.KEEPS_IDS)
+_BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt_reader.PADDING_IS_TOKEN_0)
 _LAYER = re.compile(r"layers_\d+")
 
 
@@ -81,7 +81,7 @@ def gpt_sizes(arrays: Mapping[str, StoredArray], config: Mapping[str, Any]) -> d
   positions, _ = arrays[gpt_names.POSITIONS].shape
   _, hidden = arrays["target/decoder/layers_0/mlp/wi/kernel"].shape
   return {
-    "vocab_size": rows - (not config.get(gpt_reader.KEEPS_IDS)),
+    "vocab_size": rows - (not config.get(gpt_reader.PADDING_IS_TOKEN_0)),
     names["emb_dim"]: width,
     names["max_length"]: positions,
     names["num_layers"]: count_layers(arrays, "target/decoder/layers_"),

@@ -3,7 +3,7 @@
 Our ids are one higher, because id 0 is padding and starts every text. Row 0 of our embedding table is
 a copy of the row of `<|endoftext|>`, the token that these models have seen before a text, and
 `padding_never_follows` removes its logit. A model that was trained here with padding as its own token
-0 keeps its ids: the config.json that we write for it contains KEEPS_IDS.
+0 keeps its ids: the config.json that we write for it contains `padding_is_token_0`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import (
   from_transformers,
 )
 
-KEEPS_IDS = "padding_is_token_0"
+# The entry of config.json that marks a model whose ids are those of its SentencePiece vocabulary.
+PADDING_IS_TOKEN_0 = "padding_is_token_0"
 # PyTorch's files also contain masks and the tied output layer.
 _NOT_WEIGHTS = re.compile(r"h\.\d+\.attn\.(attention\.)?(masked_)?bias|lm_head\.weight")
 
@@ -39,7 +40,7 @@ def network_values(config: Mapping[str, Any]) -> dict[str, Any]:
   family = gpt_names.FAMILIES[config["model_type"]]
   sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in family.sizes.items()}
   sizes["mlp_dim"] = sizes["mlp_dim"] or 4 * sizes["emb_dim"]
-  keeps_ids = bool(config.get(KEEPS_IDS))
+  keeps_ids = bool(config.get(PADDING_IS_TOKEN_0))
   return {
     "vocab_size": config["vocab_size"] + (not keeps_ids),
     **sizes,
@@ -93,7 +94,7 @@ def read_arrays(
   table = gpt_names.weight_table(family, layers)
   arrays = from_transformers(weights, table, family)
   check_complete(weights, table, family)
-  if not config.get(KEEPS_IDS):
+  if not config.get(PADDING_IS_TOKEN_0):
     table_VD = arrays[gpt_names.EMBEDDING]
     start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)

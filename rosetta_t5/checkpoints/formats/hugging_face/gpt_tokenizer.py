@@ -11,11 +11,11 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import PADDING_IS_TOKEN_0
 from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 SENTENCEPIECE = "spiece.model"
-# The name of the start token if training has made it a token of its own.
+# The name of a start token that is not in vocab.json, because training has made it a token of its own.
 _START = "<|startoftext|>"
 _PADDING = 0
 
@@ -23,11 +23,12 @@ _PADDING = 0
 def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
   """Adds the tokenizer files that a folder still needs.
 
-  If there is a spiece.model, all other files are replaced: they are often those of a T5, which add
-  an end token and no start token.
+  For a model that was trained with the spiece.model in the folder, all other files are replaced: they
+  are often those of a T5, which add an end token and no start token.
 
   Args:
     root: a folder with GPT-2's vocab.json and merges.txt, with spiece.model, or with neither.
+    config: the content of the model's config.json.
 
   Returns:
     The entries of config.json that must change.
@@ -35,7 +36,7 @@ def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str
   Raises:
     ValueError: Transformers does not support the SentencePiece model.
   """
-  if config.get(KEEPS_IDS) and (root / SENTENCEPIECE).exists():
+  if config.get(PADDING_IS_TOKEN_0) and (root / SENTENCEPIECE).exists():
     return _write_sentencepiece(root)
   is_complete = (root / "tokenizer_config.json").exists() or (root / "tokenizer.json").exists()
   if (root / "vocab.json").exists() and not is_complete:
@@ -71,15 +72,14 @@ def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
 
 
 def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
-  """Writes which token starts a text, and that a start token of its own is never generated."""
+  """Writes the start token; if it is not in vocab.json, Transformers is also told not to generate it."""
   ids = read_json_object(root / "vocab.json")
   with expect_content(root / "vocab.json", "the number of each token"):
     pieces = {id_: piece for piece, id_ in ids.items()}
   end = pieces.get(config["eos_token_id"])
   start_id = config.get("bos_token_id", config["eos_token_id"])
   start = pieces.get(start_id, _START)
-  added = {"content": start, "special": True, "normalized": False}
-  added |= {"lstrip": False, "rstrip": False, "single_word": False}
+  flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
   _write_json(
     root / "tokenizer_config.json",
     {
@@ -88,12 +88,12 @@ def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
       "eos_token": end,
       "unk_token": end,
       "add_bos_token": True,
-      "added_tokens_decoder": {str(start_id): added},
+      "added_tokens_decoder": {str(start_id): {"content": start, "special": True, **flags}},
     },
   )
   if start_id not in pieces:
-    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-    _write_json(root / "generation_config.json", {**kept, "suppress_tokens": [start_id]})
+    special = {"bos_token_id": start_id, "eos_token_id": config["eos_token_id"]}
+    _write_json(root / "generation_config.json", {**special, "suppress_tokens": [start_id]})
 
 
 def _write_json(file: epath.Path, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, concatenate, scale, slice_axis
 from rosetta_t5.checkpoints.formats.hugging_face import gpt_names
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_names import EMBEDDING
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import KEEPS_IDS, start_token
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import PADDING_IS_TOKEN_0, start_token
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import to_transformers
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
@@ -78,7 +78,9 @@ def make_config(
   kept = source_config if source_config.get("model_type") == family else {}
   names = gpt_names.FAMILIES[family]
   return {
-    **{key: value for key, value in kept.items() if key not in ("_name_or_path", KEEPS_IDS)},
+    **{
+      key: value for key, value in kept.items() if key not in ("_name_or_path", PADDING_IS_TOKEN_0)
+    },
     **{theirs: getattr(config, ours) for ours, theirs in names.sizes.items()},
     **(_attention_types(config) if family == "gpt_neo" else {}),
     **_vocabulary_entries(arrays[EMBEDDING], ids_are_shifted, source_config),
@@ -145,7 +147,7 @@ def _vocabulary_entries(
   size = table.shape[0]
   if not ids_are_shifted:
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
-    return {"vocab_size": size, KEEPS_IDS: True, **ids}
+    return {"vocab_size": size, PADDING_IS_TOKEN_0: True, **ids}
   end = source_config.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
   expected = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
   start = _find_start_token(table, expected)
@@ -178,7 +180,7 @@ def make_weights(
   dropped = gpt_names.unsupported_biases(family, config.num_layers)
   kept = {name: array for name, array in arrays.items() if name not in dropped}
   kept |= _scale_weights(kept, config, family)
-  if not their_config.get(KEEPS_IDS):
+  if not their_config.get(PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     parts = [slice_axis(table_VD, 0, 1, table_VD.shape[0])]
     if their_config["vocab_size"] == table_VD.shape[0]:
