@@ -325,9 +325,7 @@ class OrbaxCheckpointManagerInterface:
       for name, leaf in flatten_arrays(state_dict).items()
     }
     save_args = {
-      name: ocp.SaveArgs(
-        dtype=saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
-      )
+      name: ocp.SaveArgs(dtype=saved_state.leaf_dtype(name, leaf.dtype, self._save_dtype))
       for name, leaf in leaves.items()
     }
     return ocp.args.PyTreeSave(

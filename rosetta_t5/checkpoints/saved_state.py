@@ -86,10 +86,12 @@ def apply_save_transformations(
   return state_dict
 
 
-def convert_parameter_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
-  """Returns `params_dtype` for a floating-point parameter and `dtype` for any other leaf.
+def leaf_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
+  """Returns the dtype in which a leaf is saved or restored.
 
   Args:
+    name: the flat name in the train state.
+    dtype: the leaf's own dtype.
     params_dtype: the dtype of floating-point parameters; None for their own.
   """
   is_converted = name.startswith("target/") and jnp.issubdtype(dtype, jnp.floating)
@@ -138,12 +140,13 @@ def save_error(directory: epath.Path, step: int, error: Exception) -> Checkpoint
     )
   complete = [s for s in all_steps(directory) if s != step]
   last = f"the last complete one is step {complete[-1]}" if complete else "there is no complete one"
+  purpose = " to resume from there" if complete else ""
   is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)
   advice = "free some space or set a writable MODEL_DIR, then " if is_disk_error else ""
   return CheckpointSaveError(
     f"checkpoint {checkpoint_path(directory, step)} could not be saved: {type(error).__name__}: "
-    f"{error}. {_describe_free_space(directory)}In this folder {last}; {advice}start the run again "
-    "to resume from there."
+    f"{error}. {_describe_free_space(directory)}In this folder {last}; {advice}start the run "
+    f"again{purpose}."
   )
 
 

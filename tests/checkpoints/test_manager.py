@@ -221,7 +221,7 @@ def test_a_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, m
   manager = setup.manager(tmp_path)
   fail_writes(monkeypatch)
   manager.save(setup.state(step=1))
-  with pytest.raises(CheckpointSaveError, match=r"there is no complete one"):
+  with pytest.raises(CheckpointSaveError, match=r"no complete one; .*start the run again\."):
     manager.wait_until_finished()
 
 

@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.formats import t5x_legacy
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.restored_state import RestoreTransformation
-from rosetta_t5.checkpoints.saved_state import ParameterInfo, convert_parameter_dtype
+from rosetta_t5.checkpoints.saved_state import ParameterInfo, leaf_dtype
 
 PyTree = Any
 
@@ -79,7 +79,7 @@ def load_t5x_checkpoint(
   flat = flatten_state_dict(state, keep_empty_nodes=True)
   for name, leaf in flat.items():
     if restore_dtype is not None and hasattr(leaf, "dtype"):
-      leaf = leaf.astype(convert_parameter_dtype(name, leaf.dtype, restore_dtype))
+      leaf = leaf.astype(leaf_dtype(name, leaf.dtype, restore_dtype))
     flat[name] = leaf.get() if isinstance(leaf, LazyArray) and not lazy_parameters else leaf
   return unflatten_state_dict(flat)
 

@@ -223,7 +223,7 @@ class Checkpointer:
       if leaf is None:
         yield name, None
       elif hasattr(leaf, "shape"):
-        dtype = saved_state.convert_parameter_dtype(name, leaf.dtype, self._save_dtype)
+        dtype = saved_state.leaf_dtype(name, leaf.dtype, self._save_dtype)
         yield name, as_stored_array(leaf).astype(dtype)
 
   def _remove_old(self) -> None:
