@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-OPTIMIZER_STATE = "state/param_states/"
+_OPTIMIZER_STATE = "state/param_states/"
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
 
@@ -45,6 +45,11 @@ class Mismatch:
   expected: str = "-"
 
 
+def is_optimizer_state(name: str) -> bool:
+  """Returns whether an array of a train state belongs to the optimizer."""
+  return name.startswith(_OPTIMIZER_STATE)
+
+
 def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
   """Returns all differences between two flat dicts of leaves with `shape` and `dtype`.
 
@@ -55,8 +60,8 @@ def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> l
   """
   missing = sorted(set(expected) - set(stored))
   unexpected = sorted(set(stored) - set(expected))
-  if not any(map(_is_optimizer_state, expected)):
-    unexpected = [name for name in unexpected if not _is_optimizer_state(name)]
+  if not any(map(is_optimizer_state, expected)):
+    unexpected = [name for name in unexpected if not is_optimizer_state(name)]
   mismatches = [Mismatch("missing", name, expected=_describe(expected[name])) for name in missing]
   mismatches += [Mismatch("unexpected", n, stored=_describe(stored[n])) for n in unexpected]
   for name in sorted(set(stored) & set(expected)):
@@ -78,6 +83,7 @@ def find_restorable(
   """Returns the names of `expected` that can be restored from `stored`.
 
   Args:
+    path: the checkpoint, for messages.
     allow_missing: leave out what the checkpoint lacks, and optimizer state that does not match.
       Otherwise, if nothing but optimizer state differs, all of it is left out.
     allow_unexpected: ignore what only the checkpoint has.
@@ -85,33 +91,33 @@ def find_restorable(
   Raises:
     CheckpointMismatchError: there is another difference.
   """
-  has_state = any(map(_is_optimizer_state, stored))
+  has_state = any(map(is_optimizer_state, stored))
   mismatches = find_mismatches(stored, expected)
-  is_of_state = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
-  if has_state and is_of_state and not allow_missing:
+  only_state_differs = mismatches and all(is_optimizer_state(m.name) for m in mismatches)
+  if has_state and only_state_differs and not allow_missing:
     _log.warning(
       f"checkpoint {path} was written with a different OPTIMIZER: its optimizer state is not used, and "
       f"this run's optimizer state is initialized\n{_table(mismatches)}"
     )
-    return {name for name in expected if not _is_optimizer_state(name)}
+    return {name for name in expected if not is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
-  initializable = _initializable(has_state, allow_missing)
-  if not all(m.name.startswith(initializable) or allowed.get(m.problem) for m in mismatches):
+  initialized = _prefixes_of_initialized(has_state, allow_missing)
+  if not all(m.name.startswith(initialized) or allowed.get(m.problem) for m in mismatches):
     raise mismatch_error(path, mismatches)
   _log_mismatches(path, mismatches)
   return _without_mismatches(expected, {mismatch.name for mismatch in mismatches})
 
 
-def _initializable(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
-  """Returns how the names begin that may be initialized although the checkpoint has others."""
+def _prefixes_of_initialized(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
+  """Returns the prefixes of the arrays that are initialized wherever the checkpoint differs."""
   if allow_missing:
-    return (*FP8_COLLECTIONS, OPTIMIZER_STATE)
-  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
+    return (*FP8_COLLECTIONS, _OPTIMIZER_STATE)
+  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, _OPTIMIZER_STATE, "state/step")
 
 
 def _without_mismatches(expected: Iterable[str], omitted: set[str]) -> set[str]:
-  """Returns the other names; the optimizer's state of a parameter is restored as a whole or not at all."""
-  incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
+  """Returns the names to restore; a parameter's optimizer state is restored as a whole or not at all."""
+  incomplete = {name.rpartition("/")[0] for name in omitted if is_optimizer_state(name)}
   return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
 
 
@@ -134,7 +140,7 @@ def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
     level = logging.DEBUG if is_state else logging.WARNING
     consequence = consequences.get(mismatch.problem, default)
     _log.log(level, "checkpoint %s: %s %s", path, mismatch.name, consequence)
-  unused = [m.name for m in mismatches if _is_optimizer_state(m.name) and m.problem != "missing"]
+  unused = [m.name for m in mismatches if is_optimizer_state(m.name) and m.problem != "missing"]
   if unused:
     _log.warning(
       f"checkpoint {path}: {len(unused)} arrays of its optimizer state do not match and are not used "
@@ -145,7 +151,7 @@ def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
 def _table(mismatches: list[Mismatch]) -> str:
   rows = [("problem", "name", "checkpoint", "model", "")]
   # Parameters come first: they identify the model better than the optimizer's state does.
-  ordered = sorted(mismatches, key=lambda mismatch: _is_optimizer_state(mismatch.name))
+  ordered = sorted(mismatches, key=lambda mismatch: is_optimizer_state(mismatch.name))
   for m in ordered[:_MAX_ROWS]:
     rows.append((m.problem, m.name, m.stored, m.expected, _similar_name(m, mismatches)))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,7 +177,7 @@ def _advice(path: Any, mismatches: list[Mismatch]) -> str:
 
 
 def _advice_about_experts(mismatches: list[Mismatch]) -> str:
-  """Returns a sentence if the checkpoint has a different number of experts, or none; else an empty string."""
+  """Returns a sentence if the checkpoint has no experts or another number of them, and "" otherwise."""
   experts = [mismatch for mismatch in mismatches if _EXPERT.fullmatch(mismatch.name)]
   if not experts:
     return ""
@@ -203,7 +209,3 @@ def _dtype_kind(dtype: Any) -> str:
   if jnp.issubdtype(dtype, jnp.floating):
     return "float"
   return "int" if jnp.issubdtype(dtype, jnp.integer) else np.dtype(dtype).name
-
-
-def _is_optimizer_state(name: str) -> bool:
-  return name.startswith(OPTIMIZER_STATE)

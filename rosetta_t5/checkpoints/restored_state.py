@@ -27,12 +27,12 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
 )
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
 from rosetta_t5.checkpoints.mismatch import (
-  OPTIMIZER_STATE,
   CheckpointMismatchError,
   find_restorable,
+  is_optimizer_state,
 )
 from rosetta_t5.checkpoints.reading import DAMAGE_ERRORS, read_arrays, unreadable_error
-from rosetta_t5.checkpoints.saved_state import convert_parameter_dtype
+from rosetta_t5.checkpoints.saved_state import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.terminal import progress
@@ -102,7 +102,7 @@ def read_state(
   # Optimizers have leaves without a value (None, empty states), which are not stored.
   valueless = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
   arrays = {
-    name: array.astype(convert_parameter_dtype(name, flat[name].dtype, params_dtype))
+    name: array.astype(leaf_dtype(name, flat[name].dtype, params_dtype))
     for name, array in find_matching_arrays(path, expected, **matching).items()
   }
   try:
@@ -140,7 +140,7 @@ def find_matching_arrays(
   """
   wanted = flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
-  if not any(name.startswith(OPTIMIZER_STATE) for name in wanted):
+  if not any(map(is_optimizer_state, wanted)):
     found = with_averages(found)
   if transformations:
     state: Any = unflatten_state_dict(found)
@@ -171,11 +171,11 @@ def add_missing_state(
   missing = {name: leaf for name, leaf in leaves.items() if name not in flat}
   if not missing:
     return dict(restored)
-  states = [name for name in missing if name.startswith(OPTIMIZER_STATE)]
+  states = list(filter(is_optimizer_state, missing))
   initial = {
     name: jax.device_put(_initial_value(name, leaf), shardings[name])
     for name, leaf in missing.items()
-    if not name.startswith(OPTIMIZER_STATE)
+    if not is_optimizer_state(name)
   }
   if states:
     initial |= _initial_optimizer_state(restored["target"], train_state, shardings, states)
@@ -232,4 +232,4 @@ def _initial_value(name: str, leaf: Any) -> np.ndarray:
 def _kind_of_state(name: str) -> str:
   if name == "state/step":
     return "step"
-  return "optimizer state" if name.startswith(OPTIMIZER_STATE) else "fp8 state"
+  return "optimizer state" if is_optimizer_state(name) else "fp8 state"
