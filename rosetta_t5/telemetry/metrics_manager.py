@@ -52,18 +52,15 @@ class MetricsManager:
         because it imports TensorFlow.
     """
     self.summary_dir = None if summary_dir is None else os.path.join(summary_dir, name)
-    self._summary_dir = None
-    if summary_dir is not None and jax.process_index() == 0:
-      self._summary_dir = os.fspath(summary_dir)
     self._writers: list[MetricWriter] = []
-    if self._summary_dir is not None:
-      if "://" not in self._summary_dir:
+    if summary_dir is not None and jax.process_index() == 0:
+      root = os.fspath(summary_dir)
+      if "://" not in root:
         with lost_output.counted("folders of metrics"):
-          os.makedirs(self._summary_dir, exist_ok=True)
-      open_writer = functools.partial(make_writer, name, self._summary_dir)
-      self._writers.append(MetricWriter(open_writer))
+          os.makedirs(root, exist_ok=True)
+      self._writers.append(MetricWriter(functools.partial(make_writer, name, root)))
       for make in extra_writers:
-        open_writer = functools.partial(make, name, self._summary_dir)
+        open_writer = functools.partial(make, name, root)
         # Opened now rather than at the first write: a missing package is reported before training.
         self._writers.append(MetricWriter(open_writer, open_writer()))
     self._duration_timer = _DurationTimer()
@@ -81,7 +78,7 @@ class MetricsManager:
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers. Arrays on devices are fetched in the background."""
-    if self._summary_dir is None:
+    if not self._writers:
       return
     copies = {key: _copy_if_scalar(value) for key, value in scalars.items()}
 
