@@ -162,10 +162,7 @@ class BasePartitioner(abc.ABC):
 
   @property
   def data_partition_spec(self) -> PartitionSpec:
-    """The PartitionSpec of a batch, whose first dimension is split over `BATCH_AXES`.
-
-    Only some meshes have all of these axes.
-    """
+    """The PartitionSpec of a batch, whose first dimension is split over the mesh's `BATCH_AXES`."""
     axes = self._mesh_config.batch_axes
     return PartitionSpec(axes if len(axes) > 1 else DATA_AXIS)
 

@@ -18,7 +18,7 @@ def upcycle(
   """Returns a checkpoint's state dict in which arrays of dense blocks are repeated for each expert.
 
   Args:
-    stored: the checkpoint's nested state dict, under the model's names.
+    stored: the checkpoint's nested state dict, under the model's names (see `assignment_map`).
     expected: the model's nested state dict of leaves with `shape`.
     is_resuming: whether the checkpoint is the run's own, which has experts.
   """

@@ -73,13 +73,13 @@ class MultiOptimizer(OptimizerDef):
   ) -> tuple[PyTree, OptimizerState]:
     """Returns the parameters and the state after one step of each optimizer."""
     new_params, new_states = flatten_dict(params), flatten_dict(state.param_states)
-    for index, numbers in enumerate(hyper_params):
+    for index, part_hyper_params in enumerate(hyper_params):
       part, part_states = self._part_of(index, params, state.param_states)
       part_grads = _select(grads, list(flatten_dict(part)))
-      if getattr(numbers, "loss", None) is not None:
-        numbers = numbers.replace(loss=_loss_of_part(numbers.loss, params))
+      if (loss := getattr(part_hyper_params, "loss", None)) is not None:
+        part_hyper_params = part_hyper_params.replace(loss=_loss_of_part(loss, params))
       part, part_state = self.sub_optimizers[index].apply_gradient(
-        numbers, part, OptimizerState(state.step, part_states), part_grads
+        part_hyper_params, part, OptimizerState(state.step, part_states), part_grads
       )
       new_params.update(flatten_dict(part))
       new_states.update(self._stored(index, part_state.param_states))
@@ -94,14 +94,14 @@ class MultiOptimizer(OptimizerDef):
     return unflatten_dict(evaluated)
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-    """Returns the hyperparameters of all optimizers with these overrides, or `hyper_params=[...]`."""
-    numbers = hyper_param_overrides.pop("hyper_params", self.hyper_params)
+    """Returns the hyperparameters with some replaced, or all of them by `hyper_params=[...]`."""
+    hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
     if not hyper_param_overrides:
-      return numbers
+      return hyper_params
     without_loss = {name: n for name, n in hyper_param_overrides.items() if name != "loss"}
     return [
       each.replace(**(hyper_param_overrides if optimizer.uses_loss else without_loss))
-      for optimizer, each in zip(self.sub_optimizers, numbers, strict=True)
+      for optimizer, each in zip(self.sub_optimizers, hyper_params, strict=True)
     ]
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
