@@ -77,10 +77,12 @@ def prepare(
       something else, another process writes to it, or it is complete and was prepared with another
       vocabulary or other settings.
   """
-  files = find_files(inputs)
-  folder = pathlib.Path(out)
+  folder = pathlib.Path(os.path.abspath(out))
+  files = _find_inputs(inputs, folder)
   model = pathlib.Path(local_path(vocabulary)).read_bytes()
-  vocabulary_size = load_sentencepiece(local_path(vocabulary)).get_piece_size()
+  tokenizer = load_sentencepiece(local_path(vocabulary))
+  if append_end and tokenizer.eos_id() < 0:
+    raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
   _check_files(folder)
   (folder / "shards").mkdir(parents=True, exist_ok=True)
   settings = {"text": text, "append_end": append_end, "validation_percent": validation_percent}
@@ -90,8 +92,8 @@ def prepare(
     write_atomically(folder / VOCABULARY, model)
     jobs = _plan(
       files,
-      out=str(folder.absolute()),
-      vocabulary=str((folder / VOCABULARY).absolute()),
+      out=str(folder),
+      vocabulary=str(folder / VOCABULARY),
       vocabulary_sha256=hashlib.sha256(model).hexdigest(),
       layout=layout,
       on_bad_example=on_bad_example,
@@ -101,9 +103,18 @@ def prepare(
     _remove_other_shards(folder, jobs)
     pool = executor or stack.enter_context(_process_pool(workers, jobs))
     shards = _run(jobs, pool, progress)
-    manifest = _manifest(jobs[0], vocabulary_size, shards)
+    manifest = _manifest(jobs[0], tokenizer.get_piece_size(), shards)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
   return manifest
+
+
+def _find_inputs(patterns: str | Sequence[str], out: pathlib.Path) -> list[str]:
+  """Returns the files to tokenize; an input folder may contain `out`, with what an earlier call wrote."""
+  paths = {file: pathlib.Path(os.path.abspath(file)) for file in find_files(patterns)}
+  files = [file for file, path in paths.items() if out not in path.parents]
+  if not files:
+    raise ValueError(f"--input contains no file outside --out {out}")
+  return files
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:

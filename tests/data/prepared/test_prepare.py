@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -235,6 +236,30 @@ def test_what_a_killed_call_left_of_any_file_is_removed(
   (tmp_path / f"out/.{name}.123").write_text("half of the file")
   run(tmp_path, vocabulary)
   assert files(tmp_path / "out") == before
+
+
+def test_a_folder_inside_that_of_the_input_is_no_input_of_the_next_call(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  first = prepare(str(tmp_path / "in"), vocabulary, tmp_path / "in/out", executor=InlineExecutor())
+  executor = InlineExecutor()
+  assert prepare(str(tmp_path / "in"), vocabulary, tmp_path / "in/out", executor=executor) == first
+  assert executor.ran == 0
+  with pytest.raises(ValueError, match=r"--input contains no file outside --out .*in/out"):
+    prepare(str(tmp_path / "in/out"), vocabulary, tmp_path / "in/out", executor=executor)
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_refused(
+  tmp_path: pathlib.Path, corpus: list[str]
+) -> None:
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter([" ".join(WORDS)] * 20), model_writer=model, vocab_size=16, eos_id=-1
+  )
+  (tmp_path / "no_end.model").write_bytes(model.getvalue())
+  with pytest.raises(ValueError, match=r"no_end\.model has no end token.*--append-eos"):
+    run(tmp_path, str(tmp_path / "no_end.model"), append_end=True)
+  assert not (tmp_path / "out").exists()
 
 
 def test_a_second_call_for_the_same_folder_is_refused(
