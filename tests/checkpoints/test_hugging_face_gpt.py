@@ -226,6 +226,18 @@ def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsy
   assert (tmp_path / "hf" / "spiece.model").read_bytes()
 
 
+def test_an_end_token_that_starts_texts_and_is_not_in_the_vocabulary_can_still_be_generated(
+  tmp_path,
+):
+  (tmp_path / "theirs").mkdir()
+  write_folder(tmp_path / "theirs", "gpt2")
+  (tmp_path / "theirs/vocab.json").write_text('{"<|endoftext|>": 0}')
+  (tmp_path / "theirs/merges.txt").write_text("#version: 0.2\n")
+  command = ["convert", *map(str, (tmp_path / "theirs", tmp_path / "hf")), "--to", "hf"]
+  assert cli.main(command) == 0
+  assert "suppress" not in "".join(file.read_text() for file in (tmp_path / "hf").glob("*.json"))
+
+
 def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_left(
   tmp_path, capsys
 ):

@@ -91,9 +91,9 @@ def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
       "added_tokens_decoder": {str(start_id): {"content": start, "special": True, **flags}},
     },
   )
-  if start_id not in pieces:
-    special = {"bos_token_id": start_id, "eos_token_id": config["eos_token_id"]}
-    _write_json(root / "generation_config.json", {**special, "suppress_tokens": [start_id]})
+  if start_id not in (*pieces, config["eos_token_id"]):
+    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(root / "generation_config.json", {**kept, "suppress_tokens": [start_id]})
 
 
 def _write_json(file: epath.Path, content: Mapping[str, Any]) -> None:
