@@ -205,7 +205,7 @@ def _all_arrays(work: Workload, sizes: _Sizes) -> tuple[float, float]:
   attention = _query_inputs(config) * normed + 4 * sizes.heads + rounded + sizes.width
   cross = normed + 2 * sizes.heads + rounded + sizes.width
   # The matmul's result of each branch, and their product; a GPU recomputes the activations.
-  hidden = (branches + 1) * sizes.units + (sizes.units / sizes.itemsize if sizes.fp8 else 0.0)
+  hidden = branches * sizes.units + sizes.matmul_input(sizes.units)
   return attention + normed + hidden + sizes.width, cross
 
 

@@ -24,7 +24,6 @@ from rosetta_t5.plan.activations import (
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.optimizers.param_paths import path_name
 
-_ALWAYS_LISTED = ("gradients", "activations")
 # Parameters of lookups, of the output layer and of routers.
 _TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")
 
@@ -100,8 +99,8 @@ def is_table(name: str) -> bool:
 def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
   """Returns the bytes per device of the parts of a training step, when it needs most.
 
-  The parts are "params", "optimizer", "gradients" and, unless the network is unknown, "activations"
-  and, if they exist at that moment, "logits".
+  The parts are "params", "optimizer", "activations" unless the network is unknown, and those of
+  "gradients", "logits" and "gathered parameters" that exist at that moment.
   """
   return StateMemory.of(state, specs, work).step(work)
 
@@ -160,8 +159,11 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
   logits = examples * work.config.vocab_size / work.model_shards * _logit_positions(work)
   copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
   forward = sum(kept.values()) + ends + sum(copies.values())
-  # Microbatches are added up in float32. XLA sets the gradients of lookups to zero early.
-  early = gradients.tables + (params if work.microbatches > 1 else 0.0)
+  # Microbatches are added up in float32.
+  added_up = params if work.microbatches > 1 else 0.0
+  # XLA sets the gradients of lookups to zero before the backward pass of a scan, or of one device and batch.
+  is_one = math.prod(work.mesh.values()) == work.microbatches == 1
+  lookups = gradients.tables if work.is_scanned or is_one else 0.0
   kernels = gradients.encoder + gradients.decoder
   stacked, kept_logits, tables = 0.0, 0.0, gathered["tables"]
   if work.is_scanned:
@@ -172,38 +174,39 @@ def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[di
     stacked, kept_logits = sums * kernels, 4 * logits
     tables = 0.0 if _is_tied(work) else gathered["tables"]
 
-  def moment(
-    activations: float, kernels: float, logits: float, gathered: float
-  ) -> dict[str, float]:
-    parts = {"gradients": early + kernels, "activations": activations, "logits": logits}
+  def moment(activations: float, grads: float, logits: float, gathered: float) -> dict[str, float]:
+    parts = {"gradients": added_up + grads, "activations": activations, "logits": logits}
     parts["gathered parameters"] = gathered
-    return {name: size for name, size in parts.items() if size or name in _ALWAYS_LISTED}
+    return {name: size for name, size in parts.items() if size or name == "activations"}
 
-  yield moment(forward, 0.0, 2 * 4 * logits, gathered["tables"] + gathered["decoder"])
-  yield moment(forward + temporary["decoder"], stacked, kept_logits, tables + gathered["decoder"])
+  yield moment(forward, lookups, 2 * 4 * logits, gathered["tables"] + gathered["decoder"])
+  held, grads = forward + temporary["decoder"], gradients.tables + stacked
+  yield moment(held, grads, kept_logits, tables + gathered["decoder"])
   if "encoder" in work.lengths:
     held = biases + kept["encoder"] + copies["encoder"] + temporary["encoder"]
-    yield moment(held, stacked or gradients.decoder, 0.0, tables + gathered["encoder"])
-  yield moment(biases + bias_gradients, kernels, 0.0, 2 * gathered["tables"])
+    grads = gradients.tables + (stacked or gradients.decoder)
+    yield moment(held, grads, 0.0, tables + gathered["encoder"])
+  grads = gradients.tables + kernels
+  yield moment(biases + bias_gradients, grads, 0.0, gathered["end"])
   if work.activation_split == "length" and work.policy == "none":
     deferred = deferred_by_layer(work)
     operands = sum(deferred[side] * work.layers[side] for side in work.lengths)
     # The last layer's gradients of its inputs are added up over devices.
     sums = 3 * work.positions.get("encoder", target) * work.config.emb_dim * work.itemsize
     held = examples * (operands + sums) + ends
-    yield moment(held, kernels, 4 * logits, 2 * gathered["tables"])
+    yield moment(held, grads, 4 * logits, gathered["end"])
 
 
 def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
   """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
   shards = work.mesh.get(FSDP_AXIS, 1) * work.context_shards
   if shards == 1:
-    return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
+    return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0, "end": 0.0}
   # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
   # which XLA gathers well before their backward pass, so that communication overlaps.
-  # It gathers about two thirds of them ahead, but all of them again and again for microbatches.
-  is_once = work.policy == "none" and work.microbatches == 1
-  copies, tables = dict.fromkeys(work.layers, 2 / 3 if is_once else 1.0), 1.5
+  copies, tables = dict.fromkeys(work.layers, 1.0), 1.5
+  # At the end, the gradients of both lookups and of the output layer exist before they are scattered.
+  end = 3.0 if _is_tied(work) else 1.5
   if work.schedule.stages > 1:
     # A pipeline adds up the gradients of gathered parameters.
     copies = dict.fromkeys(work.layers, 2.0)
@@ -213,9 +216,16 @@ def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
     copies = {side: size / max(layers, 1) for side, layers in work.layers.items()}
     if not _is_tied(work):
       # Of two tables only one is complete at a time: the output layer, or its gradient.
-      tables = 0.5
+      tables, end = 0.5, 1.0
+  elif work.microbatches == 1:
+    # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
+    # kernels are in fp8. Nothing reads the embedding again.
+    is_ahead = work.policy == "none" and not work.fp8
+    copies = {s: 0.5 if is_ahead else 1 / max(n, 1) for s, n in work.layers.items()}
+    tables = 2.0 if _is_tied(work) else 1.0
   return {
     "tables": tables * shards * gradients.tables,
+    "end": end * shards * gradients.tables,
     "encoder": copies["encoder"] * shards * gradients.encoder,
     "decoder": copies["decoder"] * shards * gradients.decoder,
   }

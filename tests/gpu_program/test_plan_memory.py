@@ -100,6 +100,17 @@ CASES = {
   ),
   "base, fsdp and tensor": (BASE, 8, [*ON_EIGHT, *mesh(fsdp=4, tensor=2)]),
   "xl, fsdp": (XL, 8, [*SHALLOW, *CUDNN, *examples(64), *mesh(fsdp=8)]),
+  "xl, fsdp and tensor, matmuls kept": (
+    XL,
+    8,
+    [
+      *SHALLOW,
+      *CUDNN,
+      *examples(64),
+      *mesh(fsdp=4, tensor=2),
+      *network(remat_policy="minimal"),
+    ],
+  ),
   "scanned base": (SCANNED, 8, XLA),
   "scanned xl": (SCANNED_XL, 8, [*PRETRAINED, *examples(256), *mesh(data=8)]),
   "scanned xl, matmuls kept, microbatches": (

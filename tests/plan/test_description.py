@@ -70,7 +70,8 @@ def test_a_training_run_is_described_row_by_row(check):
   assert rows["FLOPs"] == f"{16 * one / 1e6:.4g} MFLOP per step"
   assert rows["memory"].startswith("about ")
   assert "params 2.07 MB, optimizer " in rows["memory"]
-  assert re.search(r"gradients \S+ MB, activations ", rows["memory"])
+  # On several devices no gradient exists yet when the logits' gradient does, and memory is fullest.
+  assert re.search(r"optimizer \S+ MB, activations \S+ kB, logits ", rows["memory"])
 
 
 def test_a_check_asks_jax_for_no_device(check, monkeypatch):
