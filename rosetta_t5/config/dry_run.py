@@ -96,7 +96,8 @@ def dry_run(
   rows = [row for row in rows if row[0] != NOT_CHECKED]
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-  verdict = "Nothing is wrong in what was checked." if unchecked else "Nothing is wrong."
+  extent = " as far as it was checked" if unchecked else ""
+  verdict = f"The configuration is valid{extent}."
   return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
 
 

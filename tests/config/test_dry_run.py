@@ -48,7 +48,7 @@ def test_a_correct_run_is_not_started(check, monkeypatch):
 
   monkeypatch.setattr(toy, "train", train)
   status, output = check(RUN)
-  assert (status, output) == (0, "Nothing is wrong.\n")
+  assert (status, output) == (0, "The configuration is valid.\n")
 
 
 def test_all_problems_are_reported_at_once_with_their_lines(check):
@@ -147,7 +147,7 @@ def test_the_resolved_run_is_described(check):
 
   status, output = check(RUN, "--gin.STEPS=5", "--devices=64", describe=describe)
   assert status == 0
-  assert output == "steps  5\ndir    run\n\nNothing is wrong.\n"
+  assert output == "steps  5\ndir    run\n\nThe configuration is valid.\n"
   (resolved,) = seen
   assert (resolved.run, resolved.devices) == ("train", 64)
   assert resolved.arguments["model"].width == 8
@@ -167,7 +167,7 @@ def test_values_of_arguments_without_a_declared_type_are_listed_as_not_checked(c
   status, output = check(text + "toy.DatasetConfig.lengths = {'inputs': 'x'}\n")
   assert status == 0
   assert output == (
-    "1 value is not checked:\n  DatasetConfig.lengths\n\nNothing is wrong in what was checked.\n"
+    "1 value is not checked:\n  DatasetConfig.lengths\n\nThe configuration is valid as far as it was checked.\n"
   )
 
 
@@ -194,4 +194,4 @@ def test_all_values_of_a_wrong_type_are_reported_at_once(check):
 @pytest.mark.parametrize("value", ["1", "0.5", "None"])
 def test_integers_are_numbers_and_a_default_is_always_accepted(check, value):
   argument = "optimizer" if value == "None" else "dropout_rate"
-  assert check(RUN + f"toy.Model.{argument} = {value}\n") == (0, "Nothing is wrong.\n")
+  assert check(RUN + f"toy.Model.{argument} = {value}\n") == (0, "The configuration is valid.\n")

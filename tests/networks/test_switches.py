@@ -147,8 +147,8 @@ def tolerance_of(row):
   if row["fp8"]:
     return 0.15  # Gradients have 2 bits of mantissa (12.5%), and parts of arrays or fused projections a scale
   # Two layers with dropout: float32 without switches differs from float64 by 8e-5. In float64 all rows
-  # agree to 1e-13. In the other rows float32 differs by 6e-6.
-  return 1e-4 if row["scan_layers"] and row["dropout_rate"] else 1e-5
+  # agree to 1e-13. In the other rows float32 differs from float64 by 6e-6, and with the flash kernel by 1.3e-5.
+  return 1e-4 if row["scan_layers"] and row["dropout_rate"] else 2e-5
 
 
 def check(row, tolerance, **changes):
@@ -188,8 +188,9 @@ def test_every_combination_of_settings_gives_the_same_numbers(row):
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", FEW)
 def test_in_bfloat16_settings_change_numbers_only_by_rounding(row):
-  # bfloat16 has 8 bits of mantissa; the order of sums differs, and fused kernels round less.
-  check(TABLE[row], 0.12, dtype="bfloat16")
+  # bfloat16 has 8 bits of mantissa; the order of sums differs, and fused kernels round less. Rounding can
+  # also give a token another expert, which changes gradients by much more.
+  check(TABLE[row] | {"num_experts": 0}, 0.12, dtype="bfloat16")
 
 
 def test_dropout_drops_the_same_values_when_the_length_is_first():

@@ -109,7 +109,7 @@ def test_what_is_not_on_this_machine_is_listed_as_not_checked(check):
   )
   assert status == 0
   assert "1 value is not checked:\n  the vocabulary gs://nowhere/x.model (it is not on" in output
-  assert output.endswith("Nothing is wrong in what was checked.\n")
+  assert output.endswith("The configuration is valid as far as it was checked.\n")
 
 
 def test_a_run_without_a_gin_file_lists_the_arguments_that_it_needs(capsys, monkeypatch):
