@@ -37,9 +37,9 @@ def quantize(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], F
     dtype: an fp8 type.
   """
   x = x.astype(jnp.float32)
-  # On a GPU, the elementwise kernel that computes x can also find each row's maximum. The kernel that ends
-  # a reduction can go on with operations that have one operand. So it computes the unit, which the other
-  # kernels and cuBLASLt then read. XLA joins reductions that start with the same number.
+  # On a GPU, the kernel that normalizes a row can find the row's maximum instead of writing the row. The
+  # kernel that ends a reduction can go on with operations that have one operand. So it computes the unit,
+  # which the other kernels and cuBLASLt then read. XLA joins reductions that start with the same number.
   ratios = jnp.abs(x) * np.float32(_ROUND_UP / float(jnp.finfo(dtype).max))
   rows = jax.lax.reduce(ratios, np.float32(0), jax.lax.max, (x.ndim - 1,))
   highest = jax.lax.reduce(rows, _SMALLEST_UNIT, jax.lax.max, tuple(range(rows.ndim)))
