@@ -159,6 +159,13 @@ def test_our_attention_kernels_do_not_spill_registers(case, programs):
   assert {each["name"]: each["spilled"] for each in kernels if each["spilled"]} == {}
 
 
+def test_in_fp8_norms_write_their_results_only_in_fp8(programs):
+  """The kernel that normalizes rows finds their maxima, so nothing needs the rows in bfloat16."""
+  sources = {each["source"] for each in programs("h200 fp8")["kernels"]}
+  assert "forward encoder/layers/mlp/wi_0/reduce" in sources
+  assert not [each for each in sources if each.startswith("forward ") and "/pre_" in each]
+
+
 def test_fsdp_scatters_gradients_once_and_gathers_parameters_at_most_twice(programs):
   """Each in bfloat16 or float32; XLA decides where it converts."""
   result = programs("h200 fsdp")
