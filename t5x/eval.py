@@ -1,7 +1,7 @@
 """T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
 
 if __name__ == "__main__":
-  from rosetta_t5.terminal.command import begin
+  from rosetta_t5.cli import begin
 
   begin("t5x.eval")
 

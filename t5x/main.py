@@ -1,7 +1,7 @@
 """T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…`."""
 
 if __name__ == "__main__":
-  from rosetta_t5.terminal.command import begin
+  from rosetta_t5.cli import begin
 
   begin("t5x.main")
 

@@ -180,7 +180,7 @@ def test_files_of_t5x_only_re_export():
       calls = ("main()", "raise SystemExit(main())", f"raise SystemExit(run_module('{path.stem}'))")
       assert call in calls, _name(path)
     if isinstance(body[0], ast.If):
-      begin = f"from rosetta_t5.terminal.command import begin\n    begin('t5x.{path.stem}')"
+      begin = f"from rosetta_t5.cli import begin\n    begin('t5x.{path.stem}')"
       assert ast.unparse(body.pop(0)) == f"if __name__ == '__main__':\n    {begin}", _name(path)
     for statement in body:
       assert isinstance(statement, ast.ImportFrom), f"{_name(path)}: {ast.unparse(statement)}"

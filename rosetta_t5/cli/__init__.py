@@ -1,4 +1,4 @@
 """The command `rosetta-t5`: a table of verbs, and one way to parse, run and end them."""
 
-from rosetta_t5.cli.command import main, parse, run_module
+from rosetta_t5.cli.command import begin, main, parse, run_module
 from rosetta_t5.cli.verbs import VERBS

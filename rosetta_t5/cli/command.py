@@ -12,8 +12,13 @@ from typing import Any, NoReturn
 
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
-from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
-from rosetta_t5.terminal.command import begin
+from rosetta_t5.telemetry.user_errors import (
+  DEBUG_VARIABLE,
+  did_you_mean,
+  exit_on_user_error,
+  show_briefly,
+)
+from rosetta_t5.terminal import command
 from rosetta_t5.terminal.standard_streams import protect
 
 _HELP = ("-h", "--help")
@@ -44,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       return _run(argv)
     finally:
       sys.stdout.flush()  # so that a closed pipe is noticed here
+
+
+def begin(name: str) -> None:
+  """Begins a command (see `terminal.command.begin`), and shows errors of its imports briefly."""
+  command.begin(name)
+  sys.excepthook = show_briefly
 
 
 def run_module(verb: str) -> int:

@@ -152,7 +152,7 @@ def _read_rows(source: IO[str], template: str | None, targets: str | None) -> It
       continue
     try:
       fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(
         f"Line {number} of the input is invalid JSON ({error}): {text[:80]}"
       ) from error

@@ -10,6 +10,7 @@ import gin
 
 from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
 from rosetta_t5.config.checks.mistakes import check_calls, check_spelling
+from rosetta_t5.config.checks.references import check_cycles
 from rosetta_t5.config.checks.values import check_values
 from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
@@ -76,8 +77,12 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
     program: the statements.
     function: the function that will run, if known.
     problems: those of binding; those that are found here are added.
+
+  Raises:
+    ConfigError: a value needs itself, so nothing else can be checked.
   """
   all_bound = not problems.messages
+  check_cycles(program)
   for check in (check_spelling, check_macros, check_calls):
     with problems.collect():
       check(program)

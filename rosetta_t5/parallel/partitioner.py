@@ -78,7 +78,9 @@ class PartitionedFunction:
       return self._jitted.lower(*args, *last_args, **kwargs)
 
   def compile(self, *args: Any) -> Callable[..., Any]:
-    """Returns the function compiled for arguments of these shapes."""
+    """Returns the function compiled for arguments of these shapes; itself if JAX_DISABLE_JIT is set."""
+    if jax.config.jax_disable_jit:
+      return self
     compiled, last_args = self.lower(*args).compile(), self._last_args
     return lambda *given: compiled(*given, *last_args)
 

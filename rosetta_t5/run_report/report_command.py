@@ -12,6 +12,7 @@ from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.user_errors import ConfigError
 
 _PAGE = "report.html"
+_BEGIN = b"<!DOCTYPE html>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,8 @@ def _write(folders: Sequence[str], out: pathlib.Path, png: str | None) -> None:
     raise ConfigError(
       f"--out {out} is a folder: give the name of a file, such as {out}/report.html"
     )
+  if out.is_file() and not out.read_bytes().startswith(_BEGIN):
+    raise ConfigError(f"--out {out} exists and is not a page of this command: set another file")
   runs = read_runs(folders)
   page = build_page(runs)
   try:

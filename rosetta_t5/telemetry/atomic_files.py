@@ -19,11 +19,22 @@ def unfinished_path(path: epath.PathLike) -> epath.Path:
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
-  """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part."""
-  unfinished = unfinished_path(path)
+  """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part.
+
+  A link stays, and the file that it names is written. A device or a pipe is written to.
+  """
+  data = content.encode() if isinstance(content, str) else content
+  if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+    # Without this flag, a pipe that nobody reads would block.
+    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as stream:
+      os.set_blocking(stream.fileno(), True)
+      stream.write(data)
+    return
+  target = os.path.realpath(path) if os.path.islink(path) else path
+  unfinished = unfinished_path(target)
   try:
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    unfinished.replace(path)
+    unfinished.write_bytes(data)
+    unfinished.replace(target)
   except OSError:
     unfinished.unlink(missing_ok=True)  # It would keep a full disk full.
     raise

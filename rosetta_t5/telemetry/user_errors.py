@@ -112,7 +112,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
       is_ours or isinstance(error, also) or _is_about_file(error) or _is_out_of_memory(error)
     ):
       if not os.environ.get(DEBUG_VARIABLE):
-        sys.excepthook = _show_line_of_user
+        sys.excepthook = show_briefly
       raise
     # The text of an error that we raised says everything, unless it reports another one.
     is_config_error = isinstance(error, ConfigError)
@@ -154,17 +154,42 @@ def _is_users(file: str) -> bool:
   return not file.startswith(others) and "__autograph_generated_file" not in file
 
 
-def _show_line_of_user(kind: Any, error: BaseException, trace: Any) -> None:
-  """Prints an uncaught error of the user's code with its line; other errors with their tracebacks."""
-  found = last_line_of_user(error)
-  if found is None or not isinstance(error, Exception):
+def show_briefly(kind: Any, error: BaseException, trace: Any) -> None:
+  """Prints an uncaught error, as `sys.excepthook`, without a traceback if its cause is known.
+
+  The cause may be a line of the user's code, a package that cannot be imported here, or a device that
+  JAX cannot use.
+  """
+  found = last_line_of_user(error) if isinstance(error, Exception) else None
+  cause = _cause_outside(error) if found is None and isinstance(error, Exception) else ""
+  if os.environ.get(DEBUG_VARIABLE) or "--debug" in sys.argv or not (found or cause):
     sys.__excepthook__(kind, error, trace)
     return
-  file, number, text = found
   message = (_message(error).splitlines() or [""])[-1].strip()
-  message = message if message.startswith(f"{kind.__name__}:") else f"{kind.__name__}: {message}"
-  place = f"  {file}, line {number}:  {text}"
-  print(f"\nerror: {message}\n{place}\n(--debug prints the whole traceback)", file=sys.stderr)
+  message = message if message.startswith(kind.__name__) else f"{kind.__name__}: {message}"
+  place = f"\n  {found[0]}, line {found[1]}:  {found[2]}" if found else ""
+  print(f"\nerror: {cause}{message}{place}\n(--debug prints the whole traceback)", file=sys.stderr)
+
+
+def _cause_outside(error: Exception) -> str:
+  """Returns the beginning of a message on what this machine or its environment variables break, or ""."""
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  names = [frame.f_globals.get("__name__", "") for frame in frames]
+  for frame, name in zip(frames, names, strict=True):
+    is_ours = name.partition(".")[0] in ("__main__", "rosetta_t5", "t5x")
+    if frame.f_code.co_name == "<module>" and not is_ours:
+      flag = " (PYTHONOPTIMIZE=2 removes docstrings: unset it)" * (sys.flags.optimize > 1)
+      return f"the package {name} cannot be imported{flag}: "
+  if names[-1].startswith("jax."):
+    import jax
+
+    try:
+      jax.devices()
+    except (RuntimeError, AssertionError):
+      wanted = jax.config.jax_platforms
+      of_platforms = f" of JAX_PLATFORMS={wanted} (unset it to use others)" if wanted else ""
+      return f"JAX finds no device{of_platforms}: "
+  return ""
 
 
 def _is_ours(error: Exception) -> bool:

@@ -86,7 +86,36 @@ FAULTS = [
     "rm -r run/checkpoint_0 run/checkpoint_2 run/checkpoint_4; $EVAL",
     "There is no checkpoint in",
   ),
+  Fault(
+    "a row of the input is nested brackets",
+    "head -c 100000 /dev/zero | tr '\\0' '[' > b; $INFER --input b --template '{question}'",
+    "Line 1 of the input is invalid JSON .maximum recursion depth",
+  ),
+  Fault(
+    "a template has a format",
+    "$INFER --input rows.jsonl --template '{question:.10}'",
+    """'?input'? = "{question:.10}" is not a valid template: braces contain only the name""",
+  ),
   # train
+  *[
+    Fault(f"{what} needs itself", f"{command} --gin.TRAIN_STEPS=%TRAIN_STEPS{more}", expected, 2)
+    for what, command, more, expected in (
+      ("a macro", "$TRAIN", "", "TRAIN_STEPS needs itself: TRAIN_STEPS → TRAIN_STEPS\n"),
+      (
+        "a macro of other macros",
+        "rosetta-t5 check tiny.gin",
+        " --gin.TRAIN_STEPS=%A --gin.A=%B --gin.B='[%A]'",
+        "A needs itself: A → B → A\n.*A = %B\n.*B = .%A.\n",
+      ),
+      (
+        "a model",
+        "$TRAIN",
+        " --gin.TRAIN_STEPS=6 --gin.MODEL='@models.EncoderDecoderModel()'"
+        " --gin.models.EncoderDecoderModel.module=%MODEL",
+        "MODEL needs itself: MODEL → EncoderDecoderModel → MODEL\n",
+      ),
+    )
+  ],
   Fault(
     "a batch of 10^14 examples",
     f"{NEW}$TRAIN --gin.BATCH_SIZE=100000000000000",
@@ -106,6 +135,11 @@ FAULTS = [
     2,
   ),
   Fault("MODEL_DIR is a file", "$TRAIN --gin.MODEL_DIR=\"'rows.jsonl'\"", "MODEL_DIR rows.jsonl"),
+  Fault(
+    "MODEL_DIR is a link to a folder that does not exist",
+    "ln -s /no/such/disk link; $TRAIN --gin.MODEL_DIR=\"'link'\"",
+    "MODEL_DIR link cannot be written to .it is a file, or a link to a folder that does not exist",
+  ),
   Fault("MODEL_DIR is empty", "$TRAIN --gin.MODEL_DIR=\"''\"", "a string that is not empty", 2),
   Fault(
     "fewer steps than the run has done", "$TRAIN --gin.TRAIN_STEPS=2", "nothing was left to do", 0
@@ -176,6 +210,28 @@ FAULTS = [
     keeps=False,
   ),
   Fault(
+    "some texts are NaN, as pandas writes missing values",
+    NEW
+    + """printf '{"question": NaN, "answer": "1"}\\n{"question": "a", "answer": NaN}\\n' >> rows.jsonl
+    $TRAIN""",
+    "line 201: question is empty.*line 202: answer is empty.*bad examples left out: 2",
+    status=0,
+    keeps=False,
+  ),
+  Fault(
+    "the texts of a Parquet file are bytes",
+    NEW
+    + """python -c "
+import pyarrow, pyarrow.parquet
+rows = {'question': [b'1 and %d' % i for i in range(50)] + [bytes([255])] * 9, 'answer': ['1'] * 59}
+pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab train \\
+      --input r.parquet --text question --size 20 --out v.model; rosetta-t5 vocab show v.model '1 and 2'""",
+    "line 51: question contains bytes that are not text in UTF-8.*1 and 2",
+    status=0,
+    unexpected="Traceback|\u2047",
+    keeps=False,
+  ),
+  Fault(
     "too few rows to evaluate",
     NEW + "sed -i 4q rows.jsonl; $TRAIN",
     "has no example to evaluate",
@@ -207,6 +263,27 @@ FAULTS = [
     "r  2",
     status=0,
   ),
+  Fault(
+    "the report's name is a link, and then a pipe",
+    "ln -s page.html link; mkfifo pipe; rosetta-t5 report run --out link; head -1 pipe > from_pipe &"
+    "rosetta-t5 report run --out pipe; wait; cat from_pipe; test -L link -a -p pipe && head -1 page.html",
+    "DOCTYPE html>\n.*DOCTYPE html>\n",
+    status=0,
+  ),
+  Fault(
+    "the report's name is a pipe that nobody reads",
+    "mkfifo pipe; rosetta-t5 report run --out pipe; test -p pipe && exit 1",
+    "--out pipe cannot be written: No such device or address",
+  ),
+  *[
+    Fault(
+      f"the output of {command} is a file of data",
+      f"cp rows.jsonl copy; rosetta-t5 {command} --out rows.jsonl; cmp copy rows.jsonl",
+      "error: --out rows.jsonl exists and is not ",
+      status=0,
+    )
+    for command in ("report run", "vocab train --input rows.jsonl --text question --size 60")
+  ],
   Fault("the report's name is a folder", "rosetta-t5 report run --out run", "is a folder", 2),
   Fault(
     "a port that does not exist", "rosetta-t5 report run --follow --port 80000", "--port 80000", 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -201,6 +202,26 @@ FAULTS = [
     unexpected="Traceback|BrokenPipe|Exception",
     status=0,
   ),
+  *[
+    Fault(f"the environment: {variables}", f"{variables} {sys.executable} -m {command}", expected)
+    for variables, command, expected in (
+      (
+        "JAX_PLATFORMS=cuda CUDA_VISIBLE_DEVICES=",
+        "t5x.train --gin_file=tiny.gin",
+        "error: JAX finds no device of JAX_PLATFORMS=cuda .unset it to use others",
+      ),
+      (
+        "JAX_NUM_CPU_DEVICES=few",
+        "t5x.eval --help",
+        'the package jax cannot be imported: ValueError: Invalid value "few" for JAX flag',
+      ),
+      (
+        "PYTHONOPTIMIZE=2 PYTHONDONTWRITEBYTECODE=1",
+        "t5x.train --gin_file=tiny.gin",
+        "the package seqio cannot be imported .PYTHONOPTIMIZE=2 removes docstrings: unset it.",
+      ),
+    )
+  ],
   Fault(
     "the clock was set back, and all files are from the future",
     "find run -exec touch -d 2040-01-01 {} +; $TRAIN --gin.TRAIN_STEPS=6",
@@ -222,6 +243,14 @@ FAULTS = [
     "the folder of a run belongs to another user",
     as_another_user("", "['train', '--gin_file=tiny.gin', '--gin.TRAIN_STEPS=6']"),
     expected="MODEL_DIR run cannot be written to .*Permission denied",
+  ),
+  Fault(
+    "another user may not read the data",
+    as_another_user(
+      "chmod 600 rows.jsonl; chmod 777 run",
+      "['train', '--gin_file=tiny.gin', '--gin.MODEL_DIR=' + repr('/tmp/' + str(os.getpid()))]",
+    ),
+    expected="None of the 1 records of rows.jsonl .*the file cannot be read: Permission denied",
   ),
   Fault(
     "another user may not read the vocabulary",

@@ -196,11 +196,13 @@ def test_partition_splits_results_and_arguments_can_be_bound_and_donated():
   assert x.is_deleted()
 
 
-def test_a_compiled_function_keeps_its_bound_arguments():
+@pytest.mark.parametrize("without_jit", [False, True])
+def test_a_compiled_function_keeps_its_bound_arguments(without_jit):
   partitioner = PjitPartitioner(num_partitions=1)
   add = partitioner.partition(lambda x, y: x + y, None, None).bind_last(jnp.float32(1.0))
-  compiled = partitioner.compile(add, jax.ShapeDtypeStruct((8,), jnp.float32))
-  np.testing.assert_array_equal(compiled(jnp.zeros(8)), np.ones(8))
+  with jax.disable_jit(without_jit):
+    compiled = partitioner.compile(add, jax.ShapeDtypeStruct((8,), jnp.float32))
+    np.testing.assert_array_equal(compiled(jnp.zeros(8)), np.ones(8))
 
 
 def test_a_batch_that_cannot_be_split_is_an_error_that_gives_the_nearest_sizes():

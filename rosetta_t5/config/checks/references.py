@@ -14,6 +14,7 @@ from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Binding, Program
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
+from rosetta_t5.telemetry.user_errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,41 @@ def reached_from(function: Callable[..., Any], with_methods: bool = False) -> It
         yield from follow(method, scopes, False)
 
   yield from follow(gin_internals.configurable_of(function), [], True)
+
+
+def check_cycles(program: Program) -> None:
+  """Raises ConfigError if a value needs itself, directly or through others: gin could not build it."""
+  finished: set[tuple[str, ...]] = set()
+
+  def follow(
+    configurable: Configurable, scopes: Sequence[str], path: list[tuple[str, ...]]
+  ) -> None:
+    key = (configurable.selector, *scopes)
+    if key in path:
+      raise ConfigError(_cycle_text(program, [*path[path.index(key) :], key]))
+    for reference in gin.config.iterate_references(bound_arguments(configurable, scopes)):
+      if reference.evaluate and key not in finished:
+        follow(reference.configurable, reference.scopes or scopes, [*path, key])
+    finished.add(key)
+
+  for scope, selector in gin_internals.all_bindings():
+    (configurable,) = gin_internals.find_configurables(selector)
+    follow(configurable, scope.split("/") if scope else [], [])
+
+
+def _cycle_text(program: Program, keys: Sequence[tuple[str, ...]]) -> str:
+  """Returns which value needs itself, through which others, and the lines that set these."""
+  names = [  # A macro is a function in the scope of its name.
+    "/".join(scopes) if selector == gin_internals.MACRO else selector.rpartition(".")[2]
+    for selector, *scopes in keys
+  ]
+  needed = ((getattr(v, "last_name", getattr(v, "name", "")), b) for v, b in program.values())
+  lines = [
+    f"  {binding.source}"
+    for name, binding in needed
+    if name in names and (binding.macro or binding.key[1]) in names
+  ]
+  return "\n".join([f"{names[0]} needs itself: {' → '.join(names)}", *lines])
 
 
 def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Binding]:

@@ -105,18 +105,15 @@ def _bound_values() -> Iterator[_BoundValue]:
   bindings = gin_internals.all_bindings()
   macros = {name: b["value"] for (name, kind), b in bindings.items() if kind == "gin.macro"}
 
-  def resolve(leaf: Any, seen: tuple[str, ...] = ()) -> Any:
+  def resolve(leaf: Any) -> Any:
     macro = _macro(leaf)
-    if macro is None:
-      return leaf
-    value = gin.REQUIRED if macro in seen else macros.get(macro, gin.REQUIRED)
-    return map_leaves(lambda inner: resolve(inner, (*seen, macro)), value)
+    return leaf if macro is None else map_leaves(resolve, macros.get(macro, gin.REQUIRED))
 
   for (scope, selector), arguments in bindings.items():
     (configurable,) = gin_internals.find_configurables(selector)
     for argument, given in arguments.items() if configurable.module != "gin" else ():
       macro = None
-      while (inner := _macro(given)) in macros and inner != macro:
+      while (inner := _macro(given)) in macros:
         macro, given = inner, macros[inner]
       value, declared = map_leaves(resolve, given), _declared_type(configurable, argument)
       if declared_types.is_plain(declared):

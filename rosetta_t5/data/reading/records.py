@@ -55,8 +55,12 @@ def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located
   except Exception as error:
     if not isinstance(error, _DAMAGE) and not type(error).__module__.startswith("pyarrow"):
       raise
-    reason = [*str(error).strip().splitlines(), type(error).__name__][0]
-    yield line + 1, BadExample(path, line + 1, f"the file is damaged here: {reason[:200]}")
+    if isinstance(error, OSError) and error.strerror:
+      reason = f"the file cannot be read: {error.strerror}"
+    else:
+      text = [*str(error).strip().splitlines(), type(error).__name__][0]
+      reason = f"the file is damaged here: {text[:200]}"
+    yield line + 1, BadExample(path, line + 1, reason)
 
 
 def _text_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:

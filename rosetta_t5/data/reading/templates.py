@@ -53,9 +53,14 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
   if "{" not in template and "}" not in template:
     return [("", template)]
   try:
-    parts = [(text, column) for text, column, _, _ in string.Formatter().parse(template)]
+    parsed = list(string.Formatter().parse(template))
   except ValueError as error:
     raise ValueError(f'{feature} = "{template}" is not a valid template: {error}') from error
+  if any(specification or conversion for _, _, specification, conversion in parsed):
+    raise ValueError(
+      f'{feature} = "{template}" is not a valid template: braces contain only the name of a column'
+    )
+  parts = [(text, column) for text, column, _, _ in parsed]
   if not any(column for _, column in parts):
     raise ValueError(f'{feature} = "{template}" contains no column, such as {{text}}')
   return parts
@@ -66,4 +71,10 @@ def _as_text(value: Any) -> str:
     raise TypeError(f"is an object, not text: {value}"[:120])
   if isinstance(value, (list, tuple)):
     return " ".join(map(_as_text, value))
-  return "" if value is None else str(value)
+  if isinstance(value, bytes):  # Parquet files of some programs have texts of this type
+    try:
+      return value.decode()
+    except UnicodeDecodeError:
+      raise TypeError("contains bytes that are not text in UTF-8") from None
+  is_missing = value is None or value != value  # pandas stores a missing value as NaN
+  return "" if is_missing else str(value)

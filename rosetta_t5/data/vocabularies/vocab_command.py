@@ -53,6 +53,13 @@ def _train(arguments: argparse.Namespace) -> int:
   out = pathlib.Path(arguments.out).absolute()
   if out.is_dir():
     raise ValueError(f"--out {arguments.out} is a folder: give the file to write")
+  if out.is_file():
+    try:
+      load_sentencepiece(str(out))
+    except ValueError as error:
+      raise ValueError(
+        f"--out {arguments.out} exists and is not a vocabulary: set another file"
+      ) from error
   out.parent.mkdir(parents=True, exist_ok=True)  # before the training, which takes minutes
   bad_examples = BadExamples()
   files = find_files(arguments.input)
