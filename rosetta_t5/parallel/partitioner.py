@@ -79,7 +79,7 @@ class PartitionedFunction:
 
   def compile(self, *args: Any) -> Callable[..., Any]:
     """Returns the function compiled for arguments of these shapes; itself if JAX_DISABLE_JIT is set."""
-    if jax.config.jax_disable_jit:
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
       return self
     compiled, last_args = self.lower(*args).compile(), self._last_args
     return lambda *given: compiled(*given, *last_args)

@@ -160,9 +160,13 @@ def show_briefly(kind: Any, error: BaseException, trace: Any) -> None:
   The cause may be a line of the user's code, a package that cannot be imported here, or a device that
   JAX cannot use.
   """
-  found = last_line_of_user(error) if isinstance(error, Exception) else None
-  cause = _cause_outside(error) if found is None and isinstance(error, Exception) else ""
-  if os.environ.get(DEBUG_VARIABLE) or "--debug" in sys.argv or not (found or cause):
+  in_full = os.environ.get(DEBUG_VARIABLE) or "--debug" in sys.argv
+  if in_full or not isinstance(error, Exception):
+    sys.__excepthook__(kind, error, trace)
+    return
+  found = last_line_of_user(error)
+  cause = "" if found else _cause_outside(error)
+  if not (found or cause):
     sys.__excepthook__(kind, error, trace)
     return
   message = (_message(error).splitlines() or [""])[-1].strip()
@@ -186,7 +190,7 @@ def _cause_outside(error: Exception) -> str:
     try:
       jax.devices()
     except (RuntimeError, AssertionError):
-      wanted = jax.config.jax_platforms
+      wanted = jax.config.values["jax_platforms"]
       of_platforms = f" of JAX_PLATFORMS={wanted} (unset it to use others)" if wanted else ""
       return f"JAX finds no device{of_platforms}: "
   return ""

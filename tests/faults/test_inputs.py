@@ -34,6 +34,11 @@ FAULTS = [
     status=0,
   ),
   Fault(
+    "the output is a device, and then a pipe",
+    "echo a > b; mkfifo p; $INFER --input b --output /dev/null; $INFER --input b --output p",
+    "--output /dev/null is a device or a pipe.*--output p is a device or a pipe: give a file",
+  ),
+  Fault(
     "the output's folder does not exist",
     "echo a > b; $INFER --input b --output no/such/o",
     "no/such/o cannot be written: check no/such",
