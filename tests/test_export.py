@@ -193,6 +193,12 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(
   assert not (tmp_path / "1").exists()
 
 
+def test_a_folder_with_a_subfolder_called_stablehlo_is_not_replaced(checkpoint, tmp_path):
+  (tmp_path / "stablehlo").mkdir()
+  with pytest.raises(ValueError, match="contains something else: set another one"):
+    export(checkpoint, tmp_path, mode="predictions")
+
+
 def test_errors_of_task_preprocessors_and_warmup_name_their_requirements(tmp_path):
   with pytest.raises(ValueError, match=r"set BATCH_SIZE \(export_lib.save.batch_size\)"):
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")

@@ -309,7 +309,7 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
       f"for {', '.join(output_dir)}; models for TPUs are not supported"
     )
   folder = epath.Path(output_dir if isinstance(output_dir, str) else output_dir["cpu"])
-  is_export = (folder / _STABLEHLO).is_dir() or (folder / "saved_model.pb").exists()
+  is_export = (folder / "saved_model.pb").exists()
   if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(
       "export_lib.save.output_dir must be a new folder, an empty one, or an earlier export to "
