@@ -151,16 +151,20 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
 def _describe_difference(a: StoredArray, b: StoredArray) -> str | None:
   if a.shape != b.shape:
     return f"shape {a.shape} and {b.shape}"
-  largest, relative = 0.0, 0.0
+  largest, scale = 0.0, 0.0
   for part in a.parts():
     x, y = (np.asarray(array.read(part), np.float64) for array in (a, b))
-    if not np.array_equal(x, y, equal_nan=True):
-      largest = max(largest, float(np.nanmax(np.abs(x - y))))
-      relative = max(relative, largest / (float(np.nanmax(np.abs(x))) or 1.0))
+    is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
+    with np.errstate(invalid="ignore"):  # ∞ - ∞
+      difference = np.where(is_equal, 0.0, np.abs(x - y)).max(initial=0.0)
+    largest = float(np.maximum(largest, difference))  # NaN if only one value of a pair is NaN
+    scale = float(np.fmax.reduce(np.abs(x), axis=None, initial=scale))
   dtypes = "" if a.dtype == b.dtype else f" ({a.dtype.name} and {b.dtype.name})"
   if not largest:
     return f"equal values{dtypes}" if dtypes else None
-  return f"differs by up to {largest:.3g}, {relative:.1e} of its largest value{dtypes}"
+  return (
+    f"differs by up to {largest:.3g}, {largest / (scale or 1.0):.1e} of its largest value{dtypes}"
+  )
 
 
 def _count_nonfinite(values: np.ndarray) -> int:

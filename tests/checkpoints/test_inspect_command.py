@@ -34,6 +34,17 @@ def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
   assert "52 parameters are equal, 0 differ" in capsys.readouterr().out
 
 
+def test_values_that_are_not_finite_differ_from_others(tmp_path, capsys):
+  for name, first in (("a", 1.0), ("b", np.nan), ("c", np.inf)):
+    values = as_stored_array(np.array([first, np.nan, np.inf], np.float32))
+    orbax_writer.write(tmp_path / name, {"target/w": values})
+  assert run("ckpt", "diff", tmp_path / "a", tmp_path / "a") == 0
+  assert run("ckpt", "diff", tmp_path / "a", tmp_path / "b") == 1
+  assert "target/w: differs by up to nan" in capsys.readouterr().out
+  assert run("ckpt", "diff", tmp_path / "a", tmp_path / "c") == 1
+  assert "target/w: differs by up to inf" in capsys.readouterr().out
+
+
 def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, capsys):
   convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
   (tmp_path / "checkpoint_1000/PINNED").write_text("")
