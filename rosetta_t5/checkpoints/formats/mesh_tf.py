@@ -206,7 +206,8 @@ def _find_prefix(path: str | os.PathLike[str]) -> str:
   given = epath.Path(path)
   if epath.Path(f"{given}.index").exists():
     return os.fspath(given)
-  folder = given if given.is_dir() else given.parent
+  # The path may be that of the file `checkpoint`, which names the latest checkpoint.
+  folder = given.parent if given.is_file() else given
   state = folder / "checkpoint"
   text = state.read_bytes().decode("utf-8", "replace") if state.exists() else ""
   if match := re.search(r'^model_checkpoint_path:\s*"(.*)"', text, re.MULTILINE):
