@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,8 +227,10 @@ def merge_chunks_to_file(
     ValueError: there are no chunks, or one is missing.
   """
   del step
-  chunks = sorted(pathlib.Path(tmp_dir).glob(f"{output_fname}-chunk?????"))
-  numbers = [int(chunk.name[-5:]) for chunk in chunks]
+  name = re.compile(rf"{re.escape(output_fname)}-chunk(\d{{5,}})")
+  matches = ((name.fullmatch(file.name), file) for file in epath.Path(tmp_dir).iterdir())
+  chunks = {int(match[1]): file for match, file in matches if match}
+  numbers = sorted(chunks)
   if not chunks or numbers != list(range(len(chunks))):
     raise ValueError(
       f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
@@ -235,8 +238,8 @@ def merge_chunks_to_file(
     )
   unfinished = epath.Path(tmp_dir) / f"{output_fname}.unfinished"
   with unfinished.open("wb") as merged:
-    for chunk in chunks:
-      with chunk.open("rb") as part:
+    for number in numbers:
+      with chunks[number].open("rb") as part:
         shutil.copyfileobj(part, merged)
   unfinished.replace(epath.Path(output_dir) / output_fname)
 
