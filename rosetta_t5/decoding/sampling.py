@@ -237,7 +237,8 @@ def _sample(
       masked_BV = thresholds.topk_mask(scaled_BV, topk, NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topk) > 0, masked_BV, scaled_BV)
     if not isinstance(topp, (int, float)) or topp:
-      scaled_BV = thresholds.topp_mask(scaled_BV, topp, NEG_INF)
+      masked_BV = thresholds.topp_mask(scaled_BV, topp, NEG_INF)
+      scaled_BV = jnp.where(jnp.asarray(topp) > 0, masked_BV, scaled_BV)
     tokens_B = jax.random.categorical(rng, scaled_BV).astype(jnp.int32)
     return tokens_B, _log_prob_of(scaled_BV if rescale_log_probs else logits_BV, tokens_B)
 

@@ -122,6 +122,16 @@ def test_top_k_and_top_p_sample_from_the_most_probable_only(kwargs, kept):
   np.testing.assert_allclose(log_probs[0], want, rtol=1e-3, atol=1e-5)
 
 
+def test_a_top_p_of_0_samples_from_all_tokens_even_if_it_is_an_array():
+  model = HistoryModel(vocab=6, length=2, seed=3)
+  want, array = (
+    sample(model, np.zeros((1, 1)), topk=0, topp=topp, num_decodes=50)
+    for topp in (0.0, jnp.float32(0.0))
+  )
+  np.testing.assert_array_equal(array[0], want[0])
+  np.testing.assert_array_equal(array[1], want[1])
+
+
 def test_each_sequence_may_have_its_own_temperature():
   model = HistoryModel(vocab=6, length=LENGTH + 1)
   decodes, log_probs = sample(
