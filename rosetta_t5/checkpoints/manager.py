@@ -215,6 +215,7 @@ class OrbaxCheckpointManagerInterface:
     try:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
+      self._steps = [saved for saved in self._steps if saved != step]
       raise saved_state.save_error(self.directory, step, error) from error
     self.reload()
     self._remover.start()

@@ -223,6 +223,11 @@ def test_a_failed_background_save_is_raised_by_the_final_wait(setup, tmp_path, m
   manager.save(setup.state(step=1))
   with pytest.raises(CheckpointSaveError, match=r"no complete one; .*start the run again\."):
     manager.wait_until_finished()
+  assert manager.latest_step() is None
+  monkeypatch.undo()
+  assert manager.save(setup.state(step=1))
+  manager.close()
+  assert latest_step(tmp_path) == 1
 
 
 def ask_until_it_fails(manager):
