@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.server
 import pathlib
+import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from rosetta_t5.run_report.page import build_page, encode_data
 from rosetta_t5.run_report.run_folder import files_of_run, read_runs
@@ -55,6 +57,11 @@ class ReportServer(http.server.ThreadingHTTPServer):
       return "text/html; charset=utf-8", page.encode()
     return ("text/plain; charset=utf-8", self._current_data().encode()) if path == "/data" else None
 
+  def handle_error(self, request: Any, client_address: Any) -> None:
+    """Prints the traceback of an error, unless the browser has closed the connection."""
+    if not isinstance(sys.exception(), ConnectionError):
+      super().handle_error(request, client_address)
+
   def _current_data(self) -> str:
     with self._lock:
       # Before the files are read: what is written meanwhile changes the state of the next call.
@@ -72,6 +79,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
   server: ReportServer
+  error_content_type = "text/plain; charset=utf-8"  # The page shows an error's text.
+  error_message_format = "%(message)s: %(explain)s"
 
   def do_GET(self) -> None:
     """Answers a request."""
@@ -82,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     try:
       found = self.server.content(self.path.partition("?")[0])
     except (ValueError, OSError) as error:
-      self.send_error(500, str(error))
+      self.send_error(500, explain=str(error))  # A status line cannot contain all characters.
       return
     if found is None:
       self.send_error(404)

@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import shutil
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -76,8 +78,26 @@ def test_other_sites_and_paths_are_refused(followed):
 
 def test_a_run_that_disappears_is_an_error_of_the_request(followed):
   server, folder = followed
+  server._folders = [str(folder.rename(folder.with_name("прогон\n2")))]
+  folder = folder.with_name("прогон\n2")
   shutil.rmtree(folder)
   with pytest.raises(urllib.error.HTTPError) as failed:
     get(server, "data")
   assert failed.value.code == 500
+  text = failed.value.read().decode()
+  assert text.startswith("Internal Server Error: ")
+  assert "прогон" in text
   failed.value.close()
+
+
+def test_a_browser_that_closes_the_connection_causes_no_traceback(followed, capfd):
+  server, _ = followed
+  connection = socket.create_connection(server.server_address)
+  connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+  connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+  connection.close()  # with a reset, as linger says
+  get(server)  # The first request has been accepted before this one.
+  for thread in threading.enumerate():
+    if "process_request_thread" in thread.name:
+      thread.join()
+  assert "Traceback" not in capfd.readouterr().err
