@@ -149,6 +149,13 @@ def test_unsuitable_files_are_one_error_without_a_traceback(
   assert "--debug shows" not in error
 
 
+@pytest.mark.parametrize("arguments", ["--debug", "help --debug"])
+def test_debug_alone_shows_the_verbs(arguments, monkeypatch, capsys):
+  monkeypatch.setenv("ROSETTA_T5_DEBUG", "")
+  assert cli.main(arguments.split()) == 0
+  assert "usage: rosetta-t5 VERB" in capsys.readouterr().out
+
+
 def test_doctor_finds_no_problem_in_this_environment(capsys):
   assert doctor.main() == 0, capsys.readouterr().out
   shown = capsys.readouterr().out

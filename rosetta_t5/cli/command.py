@@ -64,7 +64,11 @@ def run_module(verb: str) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
   is_own_process = argv is None
-  argv = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+  argv = [*(sys.argv[1:] if argv is None else argv)]
+  if "--debug" in argv:
+    os.environ[DEBUG_VARIABLE] = "1"
+    argv.remove("--debug")
+  argv = argv or ["--help"]
   if argv[0] in _HELP or argv == ["help"]:
     print("usage: rosetta-t5 VERB …    (rosetta-t5 VERB --help shows its options and examples)\n")
     print("\n".join(f"  {name:<20}{verb.help}" for name, verb in VERBS.items()))
@@ -76,9 +80,6 @@ def _run(argv: Sequence[str] | None) -> int:
     begin(f"rosetta-t5 {argv[0]}")
   if argv[0] == "help":
     argv = [*argv[1:], "--help"]
-  if "--debug" in argv:
-    os.environ[DEBUG_VARIABLE] = "1"
-    argv.remove("--debug")
   options = parse(argv)
   if _imports_users_modules(argv[0], options):
     sys.path.insert(0, os.getcwd())  # as `python -m` does
