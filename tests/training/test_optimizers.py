@@ -272,6 +272,14 @@ def test_error_names_the_parameter_of_two_optimizers():
     twice.init_state(PARAMS)
 
 
+def test_a_traversal_that_matches_nothing_and_no_pairs_are_errors():
+  misspelled = traversal(lambda path: "kernle" in path)
+  with pytest.raises(ValueError, match=r"optimizer 1 .* matches no parameter"):
+    MultiOptimizer([(KERNELS, Adafactor(0.1)), (misspelled, Adafactor(0.1))]).init_state(PARAMS)
+  with pytest.raises(ValueError, match="needs at least one pair"):
+    MultiOptimizer([])
+
+
 def test_error_says_that_a_guard_must_be_outside():
   with pytest.raises(ValueError, match=r"set SpikeGuard\.optimizer to the MultiOptimizer"):
     MultiOptimizer([(KERNELS, SpikeGuard(Adafactor(0.1)))])

@@ -38,6 +38,8 @@ class MultiOptimizer(OptimizerDef):
 
   def __init__(self, traversals_and_optimizers: Sequence[tuple[Traversal, OptimizerDef]]):
     self._pairs = list(traversals_and_optimizers)
+    if not self._pairs:
+      raise ValueError("MultiOptimizer needs at least one pair of a traversal and an optimizer")
     self.traversals, self.sub_optimizers = zip(*self._pairs, strict=True)
     if any(isinstance(each, SpikeGuard) for each in self.sub_optimizers):
       raise ValueError(
@@ -52,12 +54,17 @@ class MultiOptimizer(OptimizerDef):
     """Returns the initial state of each visited parameter, and None for the others.
 
     Raises:
-      ValueError: two traversals visit the same parameter.
+      ValueError: a traversal visits no parameter, or two visit the same one.
     """
     states: dict[tuple[str, ...], Any] = dict.fromkeys(flatten_dict(params))
     owners: dict[tuple[str, ...], int] = {}
     for index, (traversal, optimizer) in enumerate(self._pairs):
       part = _part(traversal, params)
+      if not part:
+        raise ValueError(
+          f"optimizer {index} of MultiOptimizer matches no parameter, so it would train nothing: "
+          "correct its traversal, or remove the pair"
+        )
       for path in flatten_dict(part):
         if path in owners:
           raise ValueError(
