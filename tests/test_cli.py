@@ -128,6 +128,7 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ("check binary", 2, "binary is not a gin file: it is not text in UTF-8"),
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
+    ("bench --json folder", 2, "--json: folder is a folder: give a file"),
     ("chat text.txt", 1, "There is no folder text.txt: give the MODEL_DIR"),
   ],
 )

@@ -66,6 +66,8 @@ def _writable(path: str) -> str:
   # Checked at the start, so that no measurement is lost.
   if not pathlib.Path(path).absolute().parent.is_dir():
     raise argparse.ArgumentTypeError(f"folder {pathlib.Path(path).parent} does not exist")
+  if pathlib.Path(path).is_dir():
+    raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
   return path
 
 
