@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_OPTIMIZER_STATE = "state/param_states/"
+from rosetta_t5.checkpoints.arrays.tree_layouts import OPTIMIZER_STATE
+
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
 
@@ -47,7 +48,7 @@ class Mismatch:
 
 def is_optimizer_state(name: str) -> bool:
   """Returns whether an array of a train state belongs to the optimizer."""
-  return name.startswith(_OPTIMIZER_STATE)
+  return name.startswith(OPTIMIZER_STATE)
 
 
 def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
@@ -111,8 +112,8 @@ def find_restorable(
 def _prefixes_of_initialized(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
   """Returns the prefixes of the arrays that are initialized wherever the checkpoint differs."""
   if allow_missing:
-    return (*FP8_COLLECTIONS, _OPTIMIZER_STATE)
-  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, _OPTIMIZER_STATE, "state/step")
+    return (*FP8_COLLECTIONS, OPTIMIZER_STATE)
+  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
 
 
 def _without_mismatches(expected: Iterable[str], omitted: set[str]) -> set[str]:

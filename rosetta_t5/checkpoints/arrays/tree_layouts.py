@@ -31,7 +31,7 @@ _SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
 _HEADS_KERNEL = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
 # The first name of the bias in T5X's scalable T5.
 _OLD_BIAS = "relative_posemb/"
-_OPTIMIZER_STATE = "state/param_states/"
+OPTIMIZER_STATE = "state/param_states/"
 
 
 class LayoutError(ValueError):
@@ -154,7 +154,7 @@ def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int
     tree: the tree that contains the leaf and its parameter.
     axis: the layers' axis in parameters.
   """
-  if not name.startswith(_OPTIMIZER_STATE):
+  if not name.startswith(OPTIMIZER_STATE):
     return axis if len(leaf.shape) > axis else None
   parameter = _parameter_of(name, tree)
   if parameter is None:
@@ -170,7 +170,7 @@ def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int
 
 def _is_placeholder(name: str, leaf: Any) -> bool:
   """Returns whether a leaf is the single zero that Adafactor has where it stores no state."""
-  return name.startswith(_OPTIMIZER_STATE) and math.prod(leaf.shape) == 1
+  return name.startswith(OPTIMIZER_STATE) and math.prod(leaf.shape) == 1
 
 
 def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
 
   Adafactor's state is `…/PARAMETER/v`, that of optax `…/0/mu/PARAMETER`.
   """
-  inner = name.removeprefix(_OPTIMIZER_STATE)
+  inner = name.removeprefix(OPTIMIZER_STATE)
   parts = inner.split("/")
   candidates = [inner.rpartition("/")[0], *("/".join(parts[n:]) for n in range(len(parts)))]
   return next((arrays[f"target/{c}"] for c in candidates if f"target/{c}" in arrays), None)

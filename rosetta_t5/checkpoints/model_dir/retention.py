@@ -131,7 +131,8 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
 
 def remove_old_dataset_positions(directory: epath.PathLike, keep: int) -> None:
   """Deletes the dataset positions of all but the last `keep` complete checkpoints."""
-  for step in all_steps(directory)[: -keep or None]:
+  steps = all_steps(directory)
+  for step in steps[: max(0, len(steps) - keep)]:
     remove_dataset_checkpoint(checkpoint_path(directory, step), DATASET_PREFIX)
 
 
