@@ -226,6 +226,8 @@ class TrainLoop:
     skipped = skips_in_a_row(state.param_states) if limit else 0
     if not limit or skipped < limit:
       return
+    if self.manager:
+      self.manager.wait_until_finished()  # A save that is in progress may delete older checkpoints.
     saved = self.manager.all_steps() if self.manager else []
     good = [step for step in saved if step <= self._step - skipped]
     problem = f"the optimizer has skipped the last {skipped} steps, up to step {self._step}"
@@ -242,7 +244,6 @@ class TrainLoop:
         "(max_restorations): lower the learning rate, allow larger steps (max_norm_ratio, "
         "max_loss_ratio), or correct the data"
       )
-    self.manager.wait_until_finished()
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
     counted = with_skipped_steps(restored.param_states, state.param_states)
     self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
