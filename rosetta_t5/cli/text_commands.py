@@ -241,9 +241,8 @@ def _read_completed_rows(path: str) -> tuple[list[Any], int]:
   existing = path if os.path.exists(path) else os.path.dirname(path) or "."
   if os.path.isdir(path):
     raise ValueError(f"--output {path} is a folder: give a file")
-  if os.path.exists(path) and not os.path.isfile(
-    path
-  ):  # It cannot be continued; a pipe would block.
+  # Such an output cannot be continued, and reading a pipe would block.
+  if os.path.exists(path) and not os.path.isfile(path):
     raise ValueError(
       f"--output {path} is a device or a pipe: give a file, or - for standard output"
     )
