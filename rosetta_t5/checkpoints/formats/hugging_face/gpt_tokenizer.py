@@ -72,7 +72,7 @@ def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
 
 
 def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
-  """Writes the start token; if it is not in vocab.json, Transformers is also told not to generate it."""
+  """Writes the start token; if it is not in vocab.json, generation_config.json suppresses it too."""
   ids = read_json_object(root / "vocab.json")
   with expect_content(root / "vocab.json", "the number of each token"):
     pieces = {id_: piece for piece, id_ in ids.items()}
