@@ -47,16 +47,18 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
   shards = [shard for split in splits for shard in split["shards"]]
   for digest in (vocabulary["sha256"], *(shard["sha256_of_tokens"] for shard in shards)):
     _require(isinstance(digest, str), "a digest must be a string", digest)
-  for size in (
-    vocabulary["pieces"],
-    *(shard[key] for shard in shards for key in ("bytes", "tokens")),
-  ):
-    _require(type(size) is int and size >= 0, "a size must be an integer", size)
+  _require_size(vocabulary["pieces"])
   for shard in shards:
+    _require_size(shard["bytes"])
+    _require_size(shard["tokens"])
     is_name = pathlib.PurePath(shard["file"]).name == shard["file"]
     _require(is_name, "a shard must be a file of the same folder", shard["file"])
   bytes_per_token = manifest["bytes_a_token"]
   _require(bytes_per_token in (2, 4), "bytes_a_token must be 2 or 4", bytes_per_token)
+
+
+def _require_size(size: Any) -> None:
+  _require(type(size) is int and size >= 0, "a size must be an integer of at least 0", size)
 
 
 def _require(is_valid: bool, requirement: str, value: Any) -> None:

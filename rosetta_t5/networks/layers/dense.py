@@ -123,11 +123,8 @@ class DenseGeneral(nn.Module):
     multiply: Matmul = self._matmul_with_factors if measures_factors else self._matmul
     if self.make_product:
       kernel_axes = self.kernel_axes or (None,) * (len(contracted) + 1)
-      input_axis, output_axis = (
-        kernel_axes[0],
-        kernel_axes[len(contracted) if self.nd_kernel else 1],
-      )
-      multiply = self.make_product((*rows_axes, input_axis, output_axis))
+      output_axis = kernel_axes[len(contracted) if self.nd_kernel else 1]
+      multiply = self.make_product((*rows_axes, kernel_axes[0], output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 
