@@ -13,6 +13,7 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, checksum
 from rosetta_t5.checkpoints.formats.tensorstores import plain_path
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  DATASET_ITEM,
   files_matching,
   has_checksums,
   step_of,
@@ -97,6 +98,19 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)(
   DatasetArgs
 )
+
+
+def position_problems(checkpoint: epath.Path) -> list[str]:
+  """Describes the stored positions of a checkpoint that differ from those that were saved."""
+  folder = checkpoint / DATASET_ITEM
+  files = files_matching(folder, f"{DATASET_PREFIX}-*")
+  problems = []
+  for name in sorted({file.name.partition(".")[0] for file in files}):
+    try:
+      _check_files(folder, f"{name}{_CHECKSUMS}", step_of(checkpoint))
+    except ChecksumError as error:
+      problems.append(f"the position in the data: {error}")
+  return problems
 
 
 def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:

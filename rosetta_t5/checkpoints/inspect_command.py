@@ -13,6 +13,7 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.dataset_position import position_problems
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   DATASET_ITEM,
   CheckpointTypes,
@@ -119,14 +120,14 @@ def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
 
 
 def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
-  """Reads every array, checks that its values are finite, and compares it with its checksum.
+  """Reads every array and position in the data, compares their checksums, and finds non-finite values.
 
   Returns:
     1 if there is a problem, else 0.
   """
   folder = resolve_checkpoint(path)
   arrays = read_arrays(folder)
-  problems = []
+  problems = position_problems(folder)
   for name, array in arrays.items():
     try:
       num_nonfinite = sum(_count_nonfinite(array.read(part)) for part in array.parts())

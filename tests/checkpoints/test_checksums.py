@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_state import Counter, Setup, Tiny
 
+from rosetta_t5 import cli
 from rosetta_t5.checkpoints import UnreadableCheckpointError, read_run_facts
 from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
 from rosetta_t5.checkpoints.reading import read_arrays
@@ -117,7 +118,7 @@ def test_files_exchanged_within_a_checkpoint_or_with_another_are_noticed(checkpo
   assert num_noticed
 
 
-def test_the_position_of_another_step_is_damage(tmp_path):
+def test_the_position_of_another_step_is_damage(tmp_path, capsys):
   setup, counter = Setup(), Counter()
   manager = setup.manager(tmp_path, dataset_iterator=counter)
   for step in (6, 7):
@@ -127,8 +128,22 @@ def test_the_position_of_another_step_is_damage(tmp_path):
   shutil.copytree(
     tmp_path / "checkpoint_6/dataset", tmp_path / "checkpoint_7/dataset", dirs_exist_ok=True
   )
+  assert cli.main(["ckpt", "verify", str(tmp_path)]) == 1
+  assert "dataset contains the position of step 6" in capsys.readouterr().out
   with pytest.raises(UnreadableCheckpointError, match="dataset contains the position of step 6"):
     setup.manager(tmp_path, dataset_iterator=counter).restore()
+
+
+def test_verify_finds_damage_to_the_position_in_the_data(tmp_path, capsys):
+  setup = Setup()
+  manager = setup.manager(tmp_path, dataset_iterator=Counter())
+  manager.save(setup.state(7))
+  manager.close()
+  verify = ["ckpt", "verify", str(tmp_path)]
+  assert cli.main(verify) == 0
+  (tmp_path / "checkpoint_7/dataset" / DATASET_FILE).write_text("8")
+  assert cli.main(verify) == 1
+  assert f"{DATASET_FILE} has changed since it was saved" in capsys.readouterr().out
 
 
 def test_the_error_names_the_checkpoint_and_the_array(checkpoint, tmp_path):
