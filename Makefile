@@ -25,7 +25,8 @@ endif
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # Most of the suite's time is compilation. Without LLVM's optimizations and XLA's newer emitters of fused loops
 # it takes a quarter of that time; XLA's own passes run as ever. `make test-all` compiles as users do.
-COMPILE_FAST := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# With huge pages, which glibc's malloc does not ask for by itself, tracing and compilation take 10% less time.
+COMPILE_FAST := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 .PHONY: quickstart setup docs test test-all soak test-gpu-program gpu-compiler lint format golden lock clean
 

@@ -62,6 +62,7 @@ def test_the_step_of_a_file_from_elsewhere_is_lowered_with_the_trainer_that_it_n
     return []
 
   argv = ["rosetta-t5 compile", f"--gin_file={TINY}", "--gin.MODEL_DIR='not made'"]
+  argv += [f"--gin.network.T5Config.num_{side}_layers=1" for side in ("encoder", "decoder")]
   argv += ["--gin.trainer.Trainer.num_microbatches=2", "--dry_run", "--devices=1"]
   run_from_command_line(None, argv, describe, STRICT)
   # The loop over microbatches shows that the trainer has the file's arguments.

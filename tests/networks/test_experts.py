@@ -92,7 +92,9 @@ def test_periods_choose_the_layers_that_have_experts(changes, layers):
 
 
 def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_network():
-  dense = variables(Transformer(dataclasses.replace(EXPERTS, num_experts=0)))["params"]
+  without_experts = Transformer(dataclasses.replace(EXPERTS, num_experts=0))
+  dense, batch = variables(without_experts)["params"], make_batch()
+  want = jax.jit(lambda p: logits_of(without_experts, p, batch))(dense)
   for router in ("switch", "expert_choice"):
     module = Transformer(
       dataclasses.replace(EXPERTS, router=router, normalize_expert_weights=True, expert_capacity=10)
@@ -104,10 +106,8 @@ def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_netwo
       kernel = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
       router_params = {"router_weights": {"w": {"kernel": kernel}}}
       params[side]["layers_0"]["mlp"] = {"expert": expert, "router": router_params}
-    batch = make_batch()
     real = np.asarray(batch["decoder_target_tokens"]) > 0
-    want = logits_of(Transformer(dataclasses.replace(EXPERTS, num_experts=0)), dense, batch)
-    got = jax.jit(lambda p, m=module: logits_of(m, p, make_batch()))(params)
+    got = jax.jit(lambda p, m=module: logits_of(m, p, batch))(params)
     np.testing.assert_allclose(got[real], want[real], rtol=2e-5, atol=2e-5)
 
 

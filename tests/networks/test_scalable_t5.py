@@ -62,6 +62,7 @@ def assert_close(got, expected, tolerance):
   jax.tree.map(close, got, expected)
 
 
+@pytest.mark.slow  # Checkpoints of one restore into the other (tests/checkpoints/test_layouts.py).
 def test_unscanned_layers_equal_plain_t5_including_dropout():
   logits, grads, _ = results(dataclasses.replace(PLAIN, dropout_rate=0.3))
   got_logits, got_grads, _ = results(dataclasses.replace(UNSCANNED, dropout_rate=0.3))

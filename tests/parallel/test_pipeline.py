@@ -82,7 +82,8 @@ def batch_of(family, packed):
 def state_of(family):
   model = model_of(family)
   shapes = dict.fromkeys(batch_of(family, False), (1, 8))
-  return create_state(model.get_initial_variables(jax.random.PRNGKey(0), shapes))
+  variables = jax.jit(lambda key: model.get_initial_variables(key, shapes))(jax.random.PRNGKey(0))
+  return create_state(variables)
 
 
 def numbers(

@@ -18,8 +18,8 @@ EXAMPLES = pathlib.Path("gin/examples")
 # They restore a checkpoint and train nothing.
 NOT_TRAINING = re.compile(r"_(eval|infer)\.gin$")
 _CLAUSE = re.compile(r"\b(one|\d+) (?:GPUs? with (\d+) GB|(?:A100 (\d+) GB|H100\b))")
-# Recipes of larger models take seconds to minutes; these differ from one another in data and lengths.
-_SLOW = re.compile(r"/(base(?!_pile)|large|xl|xxl)_|_(large|xl|xxl)\.gin$")
+# Recipes of larger models take seconds to minutes, and three of small have the shapes of others.
+_SLOW = re.compile(r"/(base(?!_pile)|large|xl|xxl|c4|small_c4|small_mnli2)_|_(large|xl|xxl)\.gin$")
 
 
 def field(recipe: pathlib.Path, name: str) -> str:
