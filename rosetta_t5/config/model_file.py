@@ -9,6 +9,8 @@ object, or one of
 
 Only functions and classes in `allow_list.CALLED` can be named. If a run uses others, such as a model of
 the user's own, the file has only their names, and the folder is opened by its config.gin.
+
+The first key is the checksum of the rest. A file without it is read too.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
 from rosetta_t5.config.language.statements import leaves
 from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.telemetry.json_files import json_checksum
 from rosetta_t5.telemetry.user_errors import ConfigError
 
 NAME = "model.json"
@@ -46,6 +49,7 @@ ARGUMENTS = (
   "infer_eval_dataset_cfg",
   "eval_steps",
 )
+_CHECKSUM = "xxh3_64"
 _MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
 _MAX_BYTES = 1 << 20
@@ -76,14 +80,16 @@ def write_model_file(folder: pathlib.Path) -> None:
   content = {"version": _VERSION, _MODULES: modules, _LENGTHS: _lengths(run), **run}
   if others := sorted({leaf.name for leaf in leaves(run) if isinstance(leaf, _Other)}):
     content = {"version": _VERSION, _OTHERS: others}
-  write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
+  content = json.loads(json.dumps(content))
+  signed = {_CHECKSUM: json_checksum(content), **content}
+  write_atomically(folder / NAME, json.dumps(signed, indent=2) + "\n")
 
 
 def read_model_file(file: pathlib.Path) -> ModelFile | None:
   """Returns what a model file describes; None if it says that only config.gin describes the run.
 
   Raises:
-    ConfigError: it is not a model file, or one of a later version.
+    ConfigError: it is not a model file, one of a later version, or was changed since it was written.
   """
   try:
     if file.stat().st_size > _MAX_BYTES:
@@ -94,6 +100,11 @@ def read_model_file(file: pathlib.Path) -> ModelFile | None:
   version = content.get("version") if isinstance(content, dict) else None
   if version != _VERSION:
     raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
+  if content.pop(_CHECKSUM, None) not in (None, json_checksum(content)):
+    raise ConfigError(
+      f"{file} was damaged or edited: its checksum does not match. If you edited it, remove the line "
+      f'"{_CHECKSUM}"'
+    )
   if _OTHERS in content:
     return None
   if missing := {"model", "partitioner", _LENGTHS} - content.keys():

@@ -1,4 +1,4 @@
-"""Reads JSON files, which may be damaged or written by other programs."""
+"""Reads JSON files, which may be damaged or written by other programs, and computes checksums of JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import xxhash
 from etils import epath
 
 
@@ -28,6 +29,11 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise ValueError(f"{path} must contain a JSON object, got a {type(value).__name__}")
   return value
+
+
+def json_checksum(value: Any) -> str:
+  """Returns the XXH3 checksum of a value that JSON can store."""
+  return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

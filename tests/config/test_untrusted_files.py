@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -234,6 +235,7 @@ def test_a_run_with_a_class_of_its_own_is_described_by_config_gin_alone(write, t
 def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, where, value, error):
   file = model_file[1]
   content = json.loads(file.read_text())
+  del content["xxh3_64"]
   *folders, last = where.split(".")
   inner = content
   for name in folders:
@@ -245,10 +247,23 @@ def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, wh
   assert error in str(raised.value)
 
 
+def test_a_model_file_with_another_number_is_refused_unless_its_checksum_was_removed(model_file):
+  text = model_file[1].read_text()
+  changed = text.replace('"emb_dim": 8,', '"emb_dim": 9,')
+  assert changed != text
+  model_file[1].write_text(changed)
+  with pytest.raises(ConfigError, match='edited it, remove the line "xxh3_64"'):
+    read_model_file(model_file[1])
+  model_file[1].write_text(re.sub(r' *"xxh3_64".*\n', "", changed))
+  assert read_model_file(model_file[1])["model"].module.config.emb_dim == 9
+
+
 @pytest.mark.parametrize("modules", [["evil"], [3], [["seqio"]], "evil", True])
 def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
   file = model_file[1]
-  file.write_text(json.dumps(json.loads(file.read_text()) | {"modules": modules}))
+  content = json.loads(file.read_text()) | {"modules": modules}
+  del content["xxh3_64"]
+  file.write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="is not a module that this file may name"):
     read_model_file(file).import_modules()
 

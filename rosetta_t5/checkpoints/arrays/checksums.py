@@ -21,7 +21,7 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
 from rosetta_t5.telemetry.atomic_files import write_atomically
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
 
 # Each process of a run writes the checksums of what it wrote into a file of its own.
 _FILES = "checksums-"
@@ -37,11 +37,6 @@ def checksum(values: bytes | np.ndarray) -> str:
   if isinstance(values, np.ndarray):
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
   return xxhash.xxh3_64_hexdigest(values)
-
-
-def json_checksum(value: Any) -> str:
-  """Returns the checksum of a value that JSON can store."""
-  return checksum(json.dumps(value, sort_keys=True).encode())
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.checksums import ChecksumError, json_checksum
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
