@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -218,12 +219,17 @@ def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | No
 def _rename_damaged(path: str, damage: str) -> str:
   """Renames a damaged checkpoint and returns the path of the one before it."""
   folder = epath.Path(path)
-  renamed = folder.parent / f"damaged_{folder.name}"
   older = os.fspath(checkpoint_path(folder.parent, older_steps(path)[-1]))
+  renamed = ""
   if jax.process_index() == 0:
+    # A checkpoint of this step may have been damaged, and written again, before.
+    suffixes = itertools.chain([""], (f"_{n}" for n in itertools.count(2)))
+    names = (folder.parent / f"damaged_{folder.name}{suffix}" for suffix in suffixes)
+    renamed = os.fspath(next(name for name in names if not name.exists()))
     folder.rename(renamed)
+  older = broadcast_text(older, f"older than {folder.name}", _RESTORE_TIMEOUT_S)
   # The broadcast also makes the other processes wait for the rename.
-  older = broadcast_text(older, f"renamed {folder.name}", _RESTORE_TIMEOUT_S)
+  renamed = broadcast_text(renamed, f"renamed {folder.name}", _RESTORE_TIMEOUT_S)
   _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
   return older
 

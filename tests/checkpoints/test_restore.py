@@ -277,6 +277,14 @@ def test_a_damaged_latest_checkpoint_is_renamed_and_the_run_continues_from_the_o
   assert (pretrained / "damaged_checkpoint_20/state").is_dir()
 
 
+def test_a_step_that_is_damaged_for_the_second_time_gets_another_name(setup, pretrained):
+  (pretrained / "damaged_checkpoint_20").mkdir()
+  (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
+  state, _ = begin(setup, pretrained, save=SaveCheckpointConfig(period=10))
+  assert int(state.step) == 10
+  assert (pretrained / "damaged_checkpoint_20_2/state").is_dir()
+
+
 def test_a_damaged_checkpoint_in_another_folder_is_not_renamed(setup, pretrained, tmp_path):
   (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
   with pytest.raises(UnreadableCheckpointError, match=r"Older steps beside it: 10"):
