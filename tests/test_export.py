@@ -141,6 +141,18 @@ def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
   assert got.tolist() == [3.0, -9.0]
 
 
+@pytest.mark.parametrize("name", ["program.stablehlo", "params.npz", "about.json"])
+@pytest.mark.parametrize("content", [lambda old: old.replace(b"float32", b"float16"), lambda _: b""])
+def test_a_changed_stablehlo_file_is_refused_by_name(name, content, tmp_path):
+  params, shapes = {"a": np.ones(2, np.float32)}, {"x": jnp.zeros((2,))}
+  write_stablehlo(tmp_path, lambda p, f: (p["a"] * f["x"],), params, shapes, {})
+  old = (tmp_path / name).read_bytes()
+  new = content(old)
+  (tmp_path / name).write_bytes(new if new != old else old[:-9] + b"123456789")
+  with pytest.raises(ValueError, match=str(tmp_path)):
+    load_stablehlo(tmp_path)
+
+
 def test_preprocessor_equals_the_feature_converter():
   tf = import_tensorflow()
   add_task("pairs_to_export")

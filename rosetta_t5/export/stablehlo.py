@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
 from rosetta_t5.export.inference_function import Features, InferenceFn, PyTree
+from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 _PROGRAM, _PARAMS, _ABOUT = "program.stablehlo", "params.npz", "about.json"
 
@@ -46,7 +49,12 @@ def write_stablehlo(
   stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
   with (path / _PARAMS).open("wb") as file:
     np.savez(file, **stored)
-  (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes}, indent=2))
+  digest = _digest(*((path / name).read_bytes() for name in (_PROGRAM, _PARAMS)), dtypes)
+  (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes, "sha256": digest}, indent=2))
+
+
+def _digest(program: bytes, params: bytes, dtypes: Mapping[str, str]) -> str:
+  return hashlib.sha256(program + params + json.dumps(dtypes).encode()).hexdigest()
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
@@ -57,11 +65,21 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
 
   Returns:
     f(features) → results, which is compiled once for each batch size.
+
+  Raises:
+    ValueError: a file has changed since the export.
   """
   path = epath.Path(folder)
-  exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
-  dtypes = json.loads((path / _ABOUT).read_text())["dtypes"]
-  with (path / _PARAMS).open("rb") as file, np.load(file) as stored:
+  about = read_json_object(path / _ABOUT)
+  program, params_file = ((path / name).read_bytes() for name in (_PROGRAM, _PARAMS))
+  with expect_content(path / _ABOUT, "an exported model"):
+    dtypes = about["dtypes"]
+    # Exports of older versions have no digest.
+    is_damaged = about.get("sha256", (digest := _digest(program, params_file, dtypes))) != digest
+  if is_damaged:
+    raise ValueError(f"{path}: a file has changed since the export, or is damaged: export it again")
+  exported = jax_export.deserialize(bytearray(program))
+  with np.load(io.BytesIO(params_file)) as stored:
     flat = {name: jnp.asarray(stored[name].view(jnp.dtype(d))) for name, d in dtypes.items()}
   params = unflatten_dict(flat, sep="/")
   call = jax.jit(exported.call)
