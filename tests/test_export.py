@@ -142,7 +142,9 @@ def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["program.stablehlo", "params.npz", "about.json"])
-@pytest.mark.parametrize("content", [lambda old: old.replace(b"float32", b"float16"), lambda _: b""])
+@pytest.mark.parametrize(
+  "content", [lambda old: old.replace(b"float32", b"float16"), lambda _: b""]
+)
 def test_a_changed_stablehlo_file_is_refused_by_name(name, content, tmp_path):
   params, shapes = {"a": np.ones(2, np.float32)}, {"x": jnp.zeros((2,))}
   write_stablehlo(tmp_path, lambda p, f: (p["a"] * f["x"],), params, shapes, {})

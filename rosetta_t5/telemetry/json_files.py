@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,8 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
     ValueError: the file contains something else, or an object in it has a key twice.
     OSError: the file cannot be read.
   """
+  if pathlib.Path(path).is_fifo():
+    raise ValueError(f"{path} is a pipe, not a file")
   content = epath.Path(path).read_bytes()
   try:
     value = json.loads(content, object_pairs_hook=_object_of_pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import resource
 
@@ -12,7 +13,9 @@ from tiny_state import Counter
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
 from rosetta_t5.checkpoints.formats import t5x_legacy
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import find_checkpoint_type
 from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.run_start import read_start_facts
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
@@ -79,3 +82,37 @@ def test_a_step_that_is_not_an_integer_is_refused(tmp_path):
   t5x_legacy.write(tmp_path / "checkpoint_3", [("state/step", np.float32(np.inf))])
   with pytest.raises(UnreadableCheckpointError, match="state/step must be an integer, got inf"):
     read_arrays(tmp_path / "checkpoint_3")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "_CHECKPOINT_METADATA",
+    "state/_METADATA",
+    "state/manifest.ocdbt",
+    "state/checksums-00000-of-00001.json",
+  ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_damage(setup, tmp_path, name, make):
+  save(setup, tmp_path, 1)
+  file = save(setup, tmp_path, 2) / name
+  file.unlink()
+  make(file)
+  assert "first_step" in read_start_facts(tmp_path, str(tmp_path / "checkpoint_2"))
+  with pytest.raises(
+    UnreadableCheckpointError, match=r"checkpoint_2 cannot be read.*Older steps.*: 1\."
+  ):
+    setup.manager(tmp_path).restore()
+
+
+def test_a_pipe_in_a_checkpoint_of_the_older_layout_is_refused(setup, tmp_path):
+  Checkpointer(setup.state(), setup.partitioner, tmp_path).save(setup.state(step=1))
+  array = next((tmp_path / "checkpoint_1").glob("target.*/0*"))
+  array.unlink()
+  os.mkfifo(array)
+  with pytest.raises(UnreadableCheckpointError, match=f"{array.name} is not a regular file"):
+    read_arrays(tmp_path / "checkpoint_1")
+  os.remove(tmp_path / "checkpoint_1/checkpoint")
+  os.mkfifo(tmp_path / "checkpoint_1/checkpoint")
+  assert find_checkpoint_type(tmp_path / "checkpoint_1") is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fnmatch
 import logging
 import os
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -155,9 +157,13 @@ def detect_checkpoint_type(
     expected: the layout that the caller expects; a warning is logged for any other.
 
   Raises:
-    ValueError: there is no checkpoint of a known layout, or it is in remote storage that cannot be
-      read.
+    ValueError: there is no checkpoint of a known layout, it contains a pipe or a device, or it is in
+      remote storage that cannot be read.
   """
+  if (pipe := _find_pipe(os.fspath(checkpoint_path))) is not None:
+    raise ValueError(
+      f"{pipe} is not a regular file but a pipe or a device: nothing was read from it"
+    )
   found = find_checkpoint_type(checkpoint_path)
   if found is None:
     raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
@@ -236,12 +242,24 @@ def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], bool]:
     return {}, False
   try:
     facts = dict(read_json_object(metadata).get("custom_metadata") or {})
-  except (ValueError, TypeError) as error:
+  except (IsADirectoryError, ValueError, TypeError) as error:
     raise ChecksumError(f"{metadata} is damaged: {error}") from error
   checksum = facts.pop(_FACTS_CHECKSUM, None)
   if checksum not in (None, json_checksum(facts)):
     raise ChecksumError(f"{metadata} is damaged: the checksum of the run's facts does not match")
   return facts, checksum is not None
+
+
+def _find_pipe(path: str) -> str | None:
+  """Returns a pipe or a device in a local folder, which a reader would wait for or never finish."""
+  with contextlib.suppress(OSError), os.scandir(path) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        if (pipe := _find_pipe(entry.path)) is not None:
+          return pipe
+      elif not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
+        return entry.path
+  return None
 
 
 def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
@@ -251,7 +269,7 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   if is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
-    if index.exists() and not index.is_dir() and (found := _detect_by_index(index)):
+    if index.is_file() and not pathlib.Path(index).is_fifo() and (found := _detect_by_index(index)):
       return found
   has_tensorflow_index = path.is_dir() and bool(files_matching(path, "*.ckpt-*.index"))
   is_tensorflow = has_tensorflow_index or epath.Path(f"{path}.index").exists()
