@@ -49,7 +49,7 @@ def write_stablehlo(
   stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
   with (path / _PARAMS).open("wb") as file:
     np.savez(file, **stored)
-  digest = _digest(*((path / name).read_bytes() for name in (_PROGRAM, _PARAMS)), dtypes)
+  digest = _digest((path / _PROGRAM).read_bytes(), (path / _PARAMS).read_bytes(), dtypes)
   (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes, "sha256": digest}, indent=2))
 
 
