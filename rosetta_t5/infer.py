@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
+from rosetta_t5.data.pipeline.data_facts import facts_of_tasks
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
@@ -167,9 +169,11 @@ def infer(
     "DatasetConfig.batch_size": batch_size,
     "DatasetConfig.split": dataset_cfg.split,
     "DatasetConfig.task_feature_lengths": dict(dataset_cfg.task_feature_lengths or {}),
-    "RestoreCheckpointConfig.path": str(restore_checkpoint_cfg.path),
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
+    # T5X's checkpoints have no checksums.
+    "the checkpoint's values": checkpoints.values_checksum(paths[0]) or paths[0],
+    "the data": facts_of_tasks(dataset_cfg),
   }
   if buckets:
     settings["infer.input_length_buckets"] = list(buckets)
@@ -177,8 +181,11 @@ def infer(
   with Watchdog() as watchdog:
     for task in examples.tasks:
       result_file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
-      if result_file.is_complete():
-        console.print_line(f"{result_file.path} is complete: nothing was left to do")
+      if result_file.is_complete(settings):
+        console.print_line(
+          f"{result_file.path} is complete: nothing was left to do. To compute it again, remove "
+          f"{result_file.marker.name} beside it"
+        )
         continue
       chunk_dir = f"{output_dir}/tmp-{task.name}-{shard}"
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
@@ -197,7 +204,9 @@ def infer(
           write_chunk=functools.partial(_write_chunk, folder, write_fn, mode, vocabulary),
           watchdog=watchdog,
         )
-        result_file.finish(folder, int(state.step), merge_fn if merge_chunked_results else None)
+        result_file.finish(
+          folder, settings, int(state.step), merge_fn if merge_chunked_results else None
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,7 +267,10 @@ def _write_chunk(
 
 @dataclasses.dataclass(frozen=True)
 class _ResultFile:
-  """The file that all chunks are merged into; it is complete if a file `….COMPLETED` exists."""
+  """The file that all chunks are merged into; it is complete if a file `….COMPLETED` exists.
+
+  That file contains the settings with which the results were computed. T5X's is empty.
+  """
 
   output_dir: FolderName
   name: str
@@ -267,11 +279,24 @@ class _ResultFile:
   def path(self) -> str:
     return os.path.join(self.output_dir, self.name)
 
-  def is_complete(self) -> bool:
-    return epath.Path(self.path + result_files.COMPLETED).exists()
+  @property
+  def marker(self) -> epath.Path:
+    return epath.Path(self.path + result_files.COMPLETED)
+
+  def is_complete(self, settings: Mapping[str, Any]) -> bool:
+    """Returns whether the results are there; raises ValueError if other settings have given them."""
+    if not self.marker.exists():
+      return False
+    if self.marker.read_text():
+      result_files.check_same_settings(self.marker, settings, self.marker)
+    return True
 
   def finish(
-    self, folder: result_files.ChunkFolder, step: int, merge_fn: Callable[..., None] | None
+    self,
+    folder: result_files.ChunkFolder,
+    settings: Mapping[str, Any],
+    step: int,
+    merge_fn: Callable[..., None] | None,
   ) -> None:
     """Merges the chunks on the first process, then removes them; the other processes wait."""
     if not folder.num_complete():
@@ -282,7 +307,7 @@ class _ResultFile:
     if jax.process_index() == 0:
       if merge_fn is not None:
         merge_fn(self.output_dir, self.name, os.fspath(folder.path), step)
-      epath.Path(self.path + result_files.COMPLETED).write_text("")
+      self.marker.write_text(json.dumps(settings))
       if merge_fn is not None:
         folder.path.rmtree()
     console.print_line(f"results  {self.path if merge_fn is not None else folder.path}")

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -124,9 +125,22 @@ def test_failed_inference_continues_after_its_last_chunk(scored, run, tmp_path, 
 def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   with pytest.raises(OSError, match="no space left"):
     run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
-  with pytest.raises(ValueError, match=r"checkpoint_period was 1 and is now 2. Undo this") as error:
+  with pytest.raises(ValueError, match=r"checkpoint_period: 1 → 2. Undo this") as error:
     run(tmp_path, checkpoint_period=2)
-  assert f"tmp-{TASK}-00000-of-00001 contains the chunks of an earlier run" in str(error.value)
+  assert f"tmp-{TASK}-00000-of-00001 contains the results of an earlier run" in str(error.value)
+
+
+def test_complete_results_of_another_checkpoint_or_of_other_data_are_refused(
+  scored, run, tmp_path, isolated_registries
+):
+  out = shutil.copytree(scored[0], tmp_path / "out")
+  save_checkpoints(tmp_path, [6])
+  with pytest.raises(ValueError, match=r"Changed since: .*the checkpoint's values: .*COMPLETED to"):
+    run(out, restore={"path": str(tmp_path / "checkpoint_6")})
+  import_seqio().TaskRegistry.remove(TASK)
+  add_task(TASK, [("another question", "another answer"), *PAIRS[1:]])
+  with pytest.raises(ValueError, match=r"Changed since: the data\..*first_examples: .* → "):
+    run(out)
 
 
 @pytest.mark.slow

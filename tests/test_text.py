@@ -139,6 +139,19 @@ def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file,
   assert f"all 10 rows are in {output}" in capfd.readouterr().err
 
 
+def test_an_output_of_another_checkpoint_or_template_is_not_continued(model_dir, tmp_path, capfd):
+  rows_file, output = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
+  rows_file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
+  call = ("--input", rows_file, "--output", output, "--template")
+  assert infer(model_dir, *call, "q: {question}") == 0
+  with pytest.raises(SystemExit):
+    infer(model_dir / "checkpoint_3", *call, "q: {question}")
+  assert "Changed since: checkpoint: checkpoint_7 → checkpoint_3" in capfd.readouterr().err
+  with pytest.raises(SystemExit):
+    infer(model_dir, *call, "Q: {question}")
+  assert "Changed since: --template: q: {question} → Q: {question}" in capfd.readouterr().err
+
+
 def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd):
   call = ("--input", rows_file, "--template", "q: {question}", "--targets", "{answer}")
   assert infer(model_dir, *call) == 0

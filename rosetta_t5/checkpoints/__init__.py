@@ -13,9 +13,10 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   checkpoint_path,
   latest_step,
   read_run_facts,
+  resolve_checkpoint,
 )
 from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_model_dir
-from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
+from rosetta_t5.checkpoints.reading import UnreadableCheckpointError, values_checksum
 from rosetta_t5.checkpoints.restore import (
   STARTED_FROM,
   check_compatibility,

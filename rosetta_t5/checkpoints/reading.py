@@ -29,6 +29,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   state_path,
   step_of,
 )
+from rosetta_t5.telemetry.json_files import json_checksum
 
 # What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
 # runs out of memory is not damage.
@@ -128,6 +129,12 @@ def read_checksums(path: epath.PathLike) -> dict[str, ArrayChecksums] | None:
   folder = checksum_folder(path)
   root = folder.parent if folder.name == STATE_ITEM else folder
   return checksums.read(folder, with_run_facts=has_checksums(root))
+
+
+def values_checksum(path: epath.PathLike) -> str | None:
+  """Returns a checksum of all values of the checkpoint at `path`; None if it was saved without checksums."""
+  arrays = read_checksums(path)
+  return None if arrays is None else json_checksum({n: vars(array) for n, array in arrays.items()})
 
 
 def checksum_folder(path: epath.PathLike) -> epath.Path:

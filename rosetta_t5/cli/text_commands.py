@@ -22,6 +22,7 @@ from rosetta_t5.terminal.standard_streams import optional_output
 
 # A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
 Row = tuple[str | dict[str, Any], dict[str, str]]
+_SETTINGS = ".settings.json"  # A file beside the output: what has determined its lines.
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 
 
@@ -41,6 +42,7 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def infer(options: argparse.Namespace) -> int:
   """Reads texts or JSON objects, one per line, and writes the model's predictions or scores."""
+  from rosetta_t5.inference.result_files import check_same_settings
   from rosetta_t5.trained_model import open_model_dir
 
   output = options.output or "-"
@@ -52,11 +54,16 @@ def infer(options: argparse.Namespace) -> int:
     if os.path.isfile(output):
       stack.enter_context(exclusive_output(output))
     completed, size = _read_completed_rows(output)
+    settings_file = f"{output}{_SETTINGS}"
+    if completed and os.path.exists(settings_file):
+      check_same_settings(settings_file, _settings_of(options), output)
     _skip_completed(rows, completed, output)
     first = next(rows, None)
     if first is not None:
       file = _open_output(output, len(completed), size, stack)
       model = open_model_dir(options.model_dir, options.flags, allowed_by(options))
+      if output != "-":
+        pathlib.Path(settings_file).write_text(json.dumps(_settings_of(options)))
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
       if output != "-" or not sys.stdout.isatty():
@@ -71,6 +78,20 @@ def infer(options: argparse.Namespace) -> int:
       name = "Standard input" if options.input == "-" else options.input
       raise ValueError(f"{name} contains no text: give one text or JSON object per line")
   return 0
+
+
+def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns what determines the results, besides the input."""
+  from rosetta_t5.checkpoints import resolve_checkpoint, values_checksum
+
+  checkpoint = resolve_checkpoint(options.model_dir)
+  names = ("template", "targets", "num_decodes", "input_length", "output_length")
+  return {
+    **{f"--{name}": getattr(options, name) for name in names},
+    "flags": options.flags,
+    "checkpoint": checkpoint.name,
+    "the checkpoint's values": values_checksum(checkpoint),
+  }
 
 
 def chat_arguments(parser: argparse.ArgumentParser) -> None:

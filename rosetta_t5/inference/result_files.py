@@ -19,10 +19,12 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.data.pipeline.data_facts import compare_facts
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import array_to_lists
 from rosetta_t5.telemetry import atomic_files
+from rosetta_t5.telemetry.json_files import read_json_object
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -147,11 +149,10 @@ class ChunkFolder:
     if jax.process_index() == 0:
       self.path.mkdir(parents=True, exist_ok=True)
     self._name = name
-    settings = json.loads(json.dumps(settings))  # As they are after being read from the file.
     file = self.path / _SETTINGS
     # Without a complete chunk the settings may change, for example after running out of memory.
     if file.exists() and self._marker(0).exists():
-      _check_same_settings(json.loads(file.read_text()), settings, self.path)
+      check_same_settings(file, settings, self.path)
     elif jax.process_index() == 0:
       file.write_text(json.dumps(settings))
 
@@ -197,18 +198,24 @@ def open_chunk_folder(
     yield ChunkFolder(folder, name, settings)
 
 
-def _check_same_settings(
-  found: Mapping[str, Any], wanted: Mapping[str, Any], folder: epath.Path
+def check_same_settings(
+  file: epath.PathLike, settings: Mapping[str, Any], to_remove: epath.PathLike
 ) -> None:
-  differences = [
-    f"{name} was {found.get(name)!r} and is now {wanted.get(name)!r}"
-    for name in sorted({*found, *wanted})
-    if found.get(name) != wanted.get(name)
-  ]
-  if differences:
+  """Checks that the results of an earlier run are those that this run would compute.
+
+  Args:
+    file: contains the settings of the earlier run, as JSON.
+    settings: those of this run.
+    to_remove: what the user would remove to compute the results again.
+
+  Raises:
+    ValueError: the settings differ.
+  """
+  changes, _ = compare_facts(read_json_object(file), json.loads(json.dumps(settings)))
+  if changes:
     raise ValueError(
-      f"{folder} contains the chunks of an earlier run: {'; '.join(differences)}. Undo this change "
-      "to continue that run, or remove the folder to start again"
+      f"{os.fspath(to_remove).removesuffix(COMPLETED)} contains the results of an earlier run. Changed "
+      f"since: {'; '.join(changes)}. Undo this to use them, or remove {to_remove} to compute new ones"
     )
 
 

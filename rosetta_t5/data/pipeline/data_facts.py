@@ -48,7 +48,7 @@ def data_facts(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) ->
   if (describe := getattr(batches, "describe_data", None)) is not None:
     facts["data"] = describe()
   elif isinstance(batches, dataset_iterator.TfDatasetIterator):
-    facts["task"] = _facts_of_tasks(cfg)
+    facts["task"] = facts_of_tasks(cfg)
   else:
     facts["task"] = cfg.name
   return json.loads(json.dumps(facts, default=str))
@@ -74,7 +74,7 @@ def compare_facts(stored: Facts, current: Facts, prefix: str = "") -> Difference
   return changes, notes
 
 
-def _facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
+def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
   """Returns the facts of each task of a mixture; the name, if no task or mixture has it.
 
   A user's dataset function need not read a registered task.
