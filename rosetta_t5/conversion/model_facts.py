@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import os
+import pathlib
 import re
 import typing
 from collections.abc import Mapping
@@ -133,6 +134,8 @@ def _make_network(file: epath.Path, values: Mapping[str, Any]) -> TransformerCon
 
 
 def _read_text(file: epath.Path) -> str:
+  if pathlib.Path(file).is_fifo():
+    raise ValueError(f"{file} is a pipe, not a file")
   return file.read_bytes().decode("utf-8", errors="replace")
 
 

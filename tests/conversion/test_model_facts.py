@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,12 @@ def test_activations_are_read_from_the_config_of_the_run(tmp_path, binding):
   (tmp_path / "config.gin").write_text(f"T5Config.emb_dim = %WIDTH\n{binding}\nWIDTH = 8\n")
   facts = read_facts(tmp_path / "checkpoint_1", GATED)
   assert facts.activations == ("silu", "linear")
+
+
+def test_a_pipe_in_the_place_of_the_config_is_refused(tmp_path):
+  os.mkfifo(tmp_path / "config.gin")
+  with pytest.raises(ValueError, match=r"config\.gin is a pipe"):
+    read_facts(tmp_path / "checkpoint_1", GATED)
 
 
 def test_activations_are_derived_from_the_weights_where_the_config_has_none(tmp_path):

@@ -144,7 +144,8 @@ def _list_files(folder: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
 
 def _check_files(folder: pathlib.Path) -> None:
   """Raises ValueError if the folder contains anything that `prepare` does not write."""
-  foreign = sorted(name for _, name in _list_files(folder) if not _OWN_FILES.fullmatch(name))
+  found = _list_files(folder)
+  foreign = sorted(n for path, n in found if path.is_fifo() or not _OWN_FILES.fullmatch(n))
   if foreign:
     raise ValueError(
       f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "

@@ -179,6 +179,8 @@ class _Shard:
   def ends(self) -> np.ndarray:
     """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
     path = self._path.with_suffix(".ends.npy")
+    if path.is_fifo():
+      raise ValueError(_damaged_text(self._path, f"{path.name} is a pipe"))
     try:
       ends = np.lib.format.open_memmap(path, mode="r")
     except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
