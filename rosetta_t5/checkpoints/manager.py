@@ -267,7 +267,7 @@ class OrbaxCheckpointManagerInterface:
       ValueError: there is no such checkpoint.
     """
     del lazy_parameters
-    folder = checkpoint_folders.find_step(self.directory, step, path)
+    folder = checkpoint_folders.select_checkpoint(self.directory, step, path)
     restored = restore_train_state(
       folder,
       self._train_state,

@@ -101,9 +101,11 @@ def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
   Otherwise a file there, such as a matplotlib.py beside the config.gin that somebody sent, would be
   imported in place of a package.
   """
-  is_trusted = getattr(options, "trust", True) or options.module
-  opens_others = getattr(options, "model_dir", "") is not None
-  return VERBS[verb].imports_modules and bool(is_trusted or not opens_others)
+  if not VERBS[verb].imports_modules:
+    return False
+  # Without the option --trust, or without a MODEL_DIR, a command opens no files of other people.
+  opens_others_files = hasattr(options, "trust") and getattr(options, "model_dir", "") is not None
+  return not opens_others_files or bool(options.trust or options.module)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -125,7 +127,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if unknown:
     parser.error(_describe_unknown(unknown, parser, name))
   options.flags = flags
-  # What the files that a run reads cannot cause has a traceback.
+  # A run has a traceback for these errors, unless one of its input files is the cause.
   options.user_errors = () if VERBS[name].has_flags else (ValueError, OSError)
   return options
 

@@ -89,7 +89,11 @@ def _infer(options: argparse.Namespace) -> int:
   if options.model_dir is None:
     _refuse(options, ("input", "task", "split", "batch_size", "output_dir"), "--model_dir")
   if options.input is not None:
-    _refuse(options, ("task", "split", "output_dir"), "a run's task: leave --input out")
+    _refuse(
+      options,
+      ("task", "split", "output_dir"),
+      "a run's task, but --input gives texts: leave one of them out",
+    )
     return text_commands.infer(options)
   of_texts = ("template", "targets", "output", "num_decodes", "input_length", "output_length")
   _refuse(options, of_texts, "--input")

@@ -151,9 +151,8 @@ _OWN_FUNCTIONS = (accumulate_grads_microbatched, apply_grads, train_with_lr, eva
 
 
 def when_replaced() -> None:
-  """Makes the steps of `Trainer` of the functions above while a user has replaced one of them."""
-  functions = (accumulate_grads_microbatched, apply_grads, train_with_lr, eval_step)
-  is_ours = functions == _OWN_FUNCTIONS
+  """Makes `Trainer` use the functions above as long as a user has replaced one of them."""
+  is_ours = all(globals()[function.__name__] is function for function in _OWN_FUNCTIONS)
   trainer.train_step = step.train_step if is_ours else _train_step_of_functions
   trainer.eval_step = step.eval_step if is_ours else _eval_step_of_functions
 

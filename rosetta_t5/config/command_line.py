@@ -133,9 +133,9 @@ def split_flags(
     ConfigError: an argument --gin.NAME has no value.
   """
   _define_flags()
-  accepted = {*flags.FLAGS} - {f.name for f in dataclasses.fields(CommandLine)} | {
-    *(f.name for f in _fields_of(program))
-  }
+  own_fields = _fields_of(program)
+  of_other_programs = {f.name for f in dataclasses.fields(CommandLine) if f not in own_fields}
+  accepted = {*flags.FLAGS} - of_other_programs
   own, found, rest = [], [], iter(arguments)
   for argument in rest:
     option, equals, _ = argument.partition("=")

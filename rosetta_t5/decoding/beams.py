@@ -101,7 +101,10 @@ def cache_gather_beams(
   one_hot: bool = True,
   offset: int = 0,
 ) -> Cache:
-  """Returns a cache of the beams with the given indices, as `gather_beams` does for arrays."""
+  """Returns a cache of the beams with the given indices.
+
+  It has the ignored arguments of `gather_beams`; `offset` is the batch dimension.
+  """
   del batch_size, old_beam_size, new_beam_size, one_hot
   return cache_map(lambda x: _gather(x, beam_indices, offset), nested)
 

@@ -30,7 +30,8 @@ def create_preprocessor(
     tokenized_inputs: whether the inputs are tokens [B, L] instead of texts [B].
     input_tensor_name: the name of the argument.
     split_separator: separates the input from the target in a text, for scores; None for no target.
-    bucket_keys: lengths to which features are padded, by feature, instead of the one length.
+    bucket_keys: for each feature, the lengths to which a batch can be padded: the shortest that fits
+      is used. Other features are padded to their length in `task_feature_lengths`.
   """
   tf, seqio = import_tensorflow(), import_seqio()
 
@@ -174,7 +175,7 @@ def create_batch_polymorphic_shapes(
   create_fake_input_fn: Callable[..., Any] | None = None,
   overrides: Mapping[str, str] | None = None,
 ) -> dict[str, str | None] | None:
-  """Returns the features' shapes with a symbolic batch size for jax2tf; None if it is known.
+  """Returns the features' shapes with a symbolic batch size for jax2tf; None if the size is known.
 
   Args:
     input_signature: the signature of the preprocessor.
@@ -183,12 +184,12 @@ def create_batch_polymorphic_shapes(
     overrides: shapes by feature, which take precedence.
   """
   tf = import_tensorflow()
-  is_open = not all(spec.shape.is_fully_defined() for spec in input_signature)
-  if not is_open and not overrides:
+  is_size_unknown = not all(spec.shape.is_fully_defined() for spec in input_signature)
+  if not is_size_unknown and not overrides:
     return None
 
   def zeros(signature: Sequence[Any]) -> list[Any]:
     return [tf.zeros([size or 1 for size in spec.shape], spec.dtype) for spec in signature]
 
   features = preprocessor(*(create_fake_input_fn or zeros)(input_signature))
-  return {**dict.fromkeys(features, "b, ..." if is_open else None), **(overrides or {})}
+  return {**dict.fromkeys(features, "b, ..." if is_size_unknown else None), **(overrides or {})}

@@ -191,9 +191,8 @@ def _collective_rows(summary: Summary, top: int) -> Rows:
   groups: dict[str, list[TimedCollective]] = collections.defaultdict(list)
   for each in summary.timeline.collectives:
     link = "network" if each.leaves_node else "NVLink"
-    groups[f"{each.call.kind} over {', '.join(each.call.axes) or 'no mesh axis'} by {link}"].append(
-      each
-    )
+    axes = ", ".join(each.call.axes) or "no mesh axis"
+    groups[f"{each.call.kind} over {axes} by {link}"].append(each)
   if not groups:
     return []
   lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]

@@ -163,8 +163,8 @@ class _Scheduler:
   def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
     """Yields the computations that an instruction calls, and how often.
 
-    Of branches it is the last, which jax makes the one for "true". The condition of a loop is not counted:
-    it is a comparison of two numbers.
+    Of a conditional, only the last branch counts, which `jax.lax.cond` runs if its predicate is true. The
+    condition of a loop does not count, because it only compares two numbers.
     """
     if instruction.opcode == "conditional":
       yield from ((name, 1) for name in instruction.called[-1:])

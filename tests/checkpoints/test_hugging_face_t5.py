@@ -132,3 +132,22 @@ def test_other_families_are_refused(tmp_path):
     UnreadableCheckpointError, match=r"model_type must be one of t5, .* got 'bart'"
   ):
     read_arrays(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+  ("config", "error"),
+  [
+    (
+      {"feed_forward_proj": "fast-gelu"},
+      "feed_forward_proj must be .*'gated-gelu', got 'fast-gelu'",
+    ),
+    ({"feed_forward_proj": "gelu"}, "'gelu' is computed without the approximation by tanh"),
+    (
+      {"model_type": "switch_transformers", "dense_act_fn": "fast-gelu"},
+      "dense_act_fn must be .*got 'fast-gelu'",
+    ),
+  ],
+)
+def test_an_activation_that_cannot_be_computed_is_refused(config, error):
+  with pytest.raises(ValueError, match=error):
+    t5_reader.read_activations({"model_type": "t5", **config})

@@ -29,7 +29,7 @@ _LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
 # The run fact that contains the checksum of the others. With it, the arrays have checksums too.
 _FACTS_CHECKSUM = "checksum"
-# The first byte of a msgpack map with few entries. TensorFlow's file of the same name is text.
+# The possible first bytes of a msgpack map. TensorFlow's file of the same name is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
 
 _log = logging.getLogger(__name__)
@@ -104,10 +104,15 @@ def older_steps(path: epath.PathLike) -> list[int]:
   return [step for step in all_steps(epath.Path(path).parent) if step < own]
 
 
-def find_step(
+def select_checkpoint(
   directory: epath.PathLike, step: int | None, path: epath.PathLike | None = None
 ) -> epath.Path:
-  """Returns `path` or, if it is None, the checkpoint of `step` under `directory`; None for the latest.
+  """Returns `path` if it is given, else the checkpoint of a step under `directory`.
+
+  Args:
+    directory: a folder of checkpoints.
+    step: the step; None for the latest.
+    path: a checkpoint, instead of a step.
 
   Raises:
     ValueError: the checkpoint of `step` does not exist, or both are given.
@@ -135,7 +140,7 @@ def resolve_checkpoint(path: epath.PathLike, step: int | None = None) -> epath.P
     ValueError: the folder has no checkpoint of `step`.
   """
   is_checkpoint = step is None and not all_steps(path)
-  return epath.Path(path) if is_checkpoint else find_step(path, step)
+  return epath.Path(path) if is_checkpoint else select_checkpoint(path, step)
 
 
 def state_path(path: epath.PathLike) -> epath.Path:

@@ -145,7 +145,7 @@ class Checkpointer:
       CheckpointMismatchError: names, shapes or dtypes differ from the train state's.
       ValueError: there is no such checkpoint.
     """
-    folder = checkpoint_folders.find_step(self.checkpoints_dir, step, path)
+    folder = checkpoint_folders.select_checkpoint(self.checkpoints_dir, step, path)
     if lazy_parameters:
       state: Any = unflatten_state_dict(read_arrays(folder))
       for transform in state_transformation_fns:

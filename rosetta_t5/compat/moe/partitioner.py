@@ -55,7 +55,7 @@ def compute_num_model_partitions(
   """Returns the size of the axis `model` that T5X's two settings define.
 
   Raises:
-    ValueError: none is given, or they contradict each other.
+    ValueError: neither is given, or they contradict each other.
   """
   submesh = math.prod(model_parallel_submesh) if model_parallel_submesh else None
   sizes = {num_model_partitions, submesh} - {None}

@@ -34,8 +34,8 @@ class Denoiser:
 
   Attributes:
     mode: text before the inputs that announces the denoiser to the model.
-    density: fraction of the tokens that the model predicts; None, only without `mean_length`, cuts the
-      text at any position.
+    density: fraction of the tokens that the model predicts. If `mean_length` is None, it may be None
+      too: the text is then cut at any position.
     mean_length: mean number of tokens in a span; None means one span at the end of the text.
   """
 
@@ -65,7 +65,7 @@ def objective_preprocessors(
 
   Args:
     objective: one of OBJECTIVES.
-    denoiser: for "ul2", one of its denoisers.
+    denoiser: one of UL2's denoisers, which "ul2" requires; None for the other objectives.
   """
   stages: dict[str, list[Callable[..., Any]]] = {
     "span_corruption": [span_corruption],

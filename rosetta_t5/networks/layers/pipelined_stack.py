@@ -91,7 +91,7 @@ class SplitArguments(NamedTuple):
   Attributes:
     per_example: arrays with a row for each example, which travel with their microbatch.
     shared: arrays that are the same for all examples.
-    constants: what is no array.
+    constants: values that are not arrays.
   """
 
   per_example: PyTree
@@ -185,6 +185,7 @@ def call_pipeline(
       params, key = params_and_key
       x = checkpoint_name(x, LAYER_INPUT)
       bound = layer.bind({"params": params}, rngs={} if key is None else {"dropout": key})
+      # Each trace draws new keys from flax; a scan would keep those of its last trace.
       for _ in range(num_traces):
         output = bound(x, *arguments)[0]
       return output, None

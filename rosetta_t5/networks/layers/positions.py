@@ -113,19 +113,19 @@ class RelativePositionBiases(nn.Module):
 def _bias(
   table_HN: jax.Array, dtype: Any, qlen: int, klen: int, bidirectional: bool, max_distance: int
 ) -> Float[Array, "1 H T S"]:
-  """Returns each pair's column of the table; see `RelativePositionBiases`."""
+  """Returns each pair's column of the table (N buckets, R distances, P = T·S pairs)."""
   _check_lengths(qlen, klen)
   heads, num_buckets = table_HN.shape
-  distance_D = np.arange(1 - qlen, klen)
-  bucket_D = relative_position_bucket(distance_D, bidirectional, num_buckets, max_distance)
+  distance_R = np.arange(1 - qlen, klen)
+  bucket_R = relative_position_bucket(distance_R, bidirectional, num_buckets, max_distance)
   # The smallest integer type that fits: at a length of 16,384 the pairs then take 0.3 GB.
-  bucket_D = bucket_D.astype(np.min_scalar_type(-num_buckets))
-  bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_D, klen)[::-1]
+  bucket_R = bucket_R.astype(np.min_scalar_type(-num_buckets))
+  bucket_TS = np.lib.stride_tricks.sliding_window_view(bucket_R, klen)[::-1]
   # A matmul with one-hot columns gives T5X's numbers to the last bit. The gradient of a gather is a
   # scatter, and every other way to compute its sums rounds differently.
-  one_hot_NL = jax.nn.one_hot(bucket_TS.reshape(-1), num_buckets, dtype=dtype, axis=0)
-  bias_HL = jnp.dot(jnp.asarray(table_HN, dtype), one_hot_NL)
-  return bias_HL.reshape(1, heads, qlen, klen)
+  one_hot_NP = jax.nn.one_hot(bucket_TS.reshape(-1), num_buckets, dtype=dtype, axis=0)
+  bias_HP = jnp.dot(jnp.asarray(table_HN, dtype), one_hot_NP)
+  return bias_HP.reshape(1, heads, qlen, klen)
 
 
 def _check_lengths(qlen: int, klen: int) -> None:

@@ -58,8 +58,8 @@ def averaged_parameters(params: PyTree, optax_state: PyTree) -> PyTree:
 
   A schedule-free optimizer has one too, which is computed from its state and the parameters.
   """
-  is_average = (AverageState, optax.contrib.ScheduleFreeState)
-  nodes = jax.tree.leaves(optax_state, is_leaf=lambda node: isinstance(node, is_average))
+  state_classes = (AverageState, optax.contrib.ScheduleFreeState)
+  nodes = jax.tree.leaves(optax_state, is_leaf=lambda node: isinstance(node, state_classes))
   for node in reversed(nodes):
     if isinstance(node, AverageState):
       return node.parameter_average

@@ -110,8 +110,8 @@ def _check_activations(
   is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
   if (len(t5_reader.read_activations(config)) > 1) != is_gated:
     expected = "gated, such as 'gated-gelu'," if is_gated else "not gated, such as 'relu',"
-    proj = config["feed_forward_proj"]
-    raise _error(file, "feed_forward_proj", f"{expected} as the weights are", proj)
+    entry, value = t5_reader.activation_entry(config)
+    raise _error(file, entry, f"{expected} as the weights are", value)
 
 
 def _error(file: Any, entry: str, expected: str, value: Any) -> ValueError:

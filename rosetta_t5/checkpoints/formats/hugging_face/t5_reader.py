@@ -55,18 +55,28 @@ def read_arrays(
   return _with_head(arrays, config) if decoder_layers else arrays
 
 
+def activation_entry(config: Mapping[str, Any]) -> tuple[str, str]:
+  """Returns the name and the value of the entry of a config.json that names the activation."""
+  entry = "dense_act_fn" if config["model_type"] == switch_names.FAMILY else "feed_forward_proj"
+  return entry, str(config.get(entry, "relu"))
+
+
 def read_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns T5Config.mlp_activations for a config.json.
 
   Raises:
-    ValueError: `feed_forward_proj` is unknown.
+    ValueError: the activation is unknown, or is the exact GELU.
   """
-  entry = "dense_act_fn" if config["model_type"] == switch_names.FAMILY else "feed_forward_proj"
-  gate, _, name = str(config.get(entry, "relu")).rpartition("-")
+  entry, value = activation_entry(config)
+  gate, _, name = value.rpartition("-")
   if gate not in ("", "gated"):
     raise ValueError(
-      "feed_forward_proj must be an activation such as 'relu', or one such as 'gated-gelu', got "
-      f"{config['feed_forward_proj']!r}"
+      f"{entry} must be an activation such as 'relu', or one such as 'gated-gelu', got {value!r}"
+    )
+  if value == "gelu":  # 'gated-gelu' is the approximation in Transformers too.
+    raise ValueError(
+      f"{entry} must be 'gelu_new', got 'gelu': Transformers' 'gelu' is computed without the "
+      "approximation by tanh, which is used here. Change the entry if small differences are acceptable"
     )
   name = "gelu" if name == "gelu_new" else name
   return (name, "linear") if gate else (name,)

@@ -116,13 +116,13 @@ def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, St
   theirs = to_transformers(own, t5_names.weight_table(*_layer_counts(arrays)), "T5")
   if family == switch_names.FAMILY:
     theirs = switch_names.rename_mlp(theirs) | experts
-  width = math.sqrt(arrays[EMBEDDING].shape[1])
+  sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if family == "umt5" and HF_HEAD in theirs:
     # Transformers 5 divides the input of UMT5's head by √d_model, whatever its config contains.
-    theirs[HF_HEAD] = scale(theirs[HF_HEAD], width)
+    theirs[HF_HEAD] = scale(theirs[HF_HEAD], sqrt_d_model)
   if family == "mt5" and HF_HEAD not in theirs and any("decoder" in name for name in theirs):
     # Transformers' mT5 never divides, so tied logits need a head of their own.
-    theirs[HF_HEAD] = scale(theirs[t5_names.HF_EMBEDDING], 1 / width)
+    theirs[HF_HEAD] = scale(theirs[t5_names.HF_EMBEDDING], 1 / sqrt_d_model)
   return theirs
 
 
