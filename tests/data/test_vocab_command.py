@@ -16,13 +16,14 @@ def test_vocab_train_writes_a_model_and_prints_how_to_use_it(
 ) -> None:
   (tmp_path / "a.txt").write_text("\n".join(TEXT))
   out = tmp_path / "new/pieces.model"
-  assert (
-    cli.main(
-      ["vocab", "train", "--input", str(tmp_path / "*.txt"), "--size", "16", "--out", str(out)]
-    )
-    == 0
-  )
+  train = ["vocab", "train", "--input", str(tmp_path / "*.txt"), "--out", str(out), "--size"]
+  assert cli.main([*train, "16"]) == 0
   assert f"sentencepiece_model_file = '{out}'" in capsys.readouterr().out
+  assert cli.main(["vocab", "show", str(out), "the red cat"]) == 0
+  assert "16 pieces" in capsys.readouterr().out
+  with pytest.raises(SystemExit):
+    cli.main([*train, "17"])
+  assert f"{out} exists, and models may have been trained with it" in capsys.readouterr().err
   assert cli.main(["vocab", "show", str(out), "the red cat"]) == 0
   assert "16 pieces" in capsys.readouterr().out
 

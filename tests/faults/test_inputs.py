@@ -284,7 +284,7 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
     Fault(
       f"the output of {command} is a file of data",
       f"cp rows.jsonl copy; rosetta-t5 {command} --out rows.jsonl; cmp copy rows.jsonl",
-      "error: --out rows.jsonl exists and is not ",
+      "error: --out rows.jsonl exists",
       status=0,
     )
     for command in ("report run", "vocab train --input rows.jsonl --text question --size 60")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import pathlib
 import random
 from collections.abc import Iterator, Sequence
@@ -53,13 +54,11 @@ def _train(arguments: argparse.Namespace) -> int:
   out = pathlib.Path(arguments.out).absolute()
   if out.is_dir():
     raise ValueError(f"--out {arguments.out} is a folder: give the file to write")
-  if out.is_file():
-    try:
-      load_sentencepiece(str(out))
-    except ValueError as error:
-      raise ValueError(
-        f"--out {arguments.out} exists and is not a vocabulary: set another file"
-      ) from error
+  if os.path.lexists(out):
+    raise ValueError(
+      f"--out {arguments.out} exists, and models may have been trained with it: set another file, or "
+      "remove it"
+    )
   out.parent.mkdir(parents=True, exist_ok=True)  # before the training, which takes minutes
   bad_examples = BadExamples()
   files = find_files(arguments.input)
