@@ -217,6 +217,22 @@ def test_restart_of_an_iterable_skips_the_batches_already_used(
   assert first_numbers(restarted, 5) == [4, 5, 6, 7, 8]
 
 
+def test_a_restart_meets_a_prefetched_batch_that_was_refused_again(
+  make_feed: Callable[..., ShardedDatasetIterator], tmp_path: pathlib.Path
+) -> None:
+  data = [{"x": batch["x"], "y_tokens": batch["x"]} for batch in counting(9)]
+  data[3]["y_tokens"] = -data[3]["y_tokens"]
+  feed = make_feed(data)
+  first_numbers(feed, 2)
+  feed.save(tmp_path / "position")  # batches 2 to 4 have been prefetched
+  restarted = make_feed(data)
+  restarted.restore(tmp_path / "position")
+  assert first_numbers(restarted, 1) == [2]
+  with pytest.raises(ValueError, match="y_tokens"):
+    next(restarted)
+  assert first_numbers(restarted, 2) == [4, 5]
+
+
 def test_shapes_are_known_while_a_generator_is_being_read(
   make_feed: Callable[..., ShardedDatasetIterator],
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -78,14 +78,15 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._dataset_cfg, self._check = dataset_cfg, check
     self._sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-    self._pending: collections.deque[Future[tuple[HostBatch, GlobalBatch]]] = collections.deque()
+    self._pending: collections.deque[tuple[Future[HostBatch], Future[GlobalBatch]]]
+    self._pending = collections.deque()
     self.batches_handed_out = 0
 
   def __next__(self) -> GlobalBatch:
     """Returns the next batch. An error from reading it is raised here."""
     self._submit_reads(_PREFETCHED_BATCHES + 1)
     try:
-      _, batch = self._pending.popleft().result()
+      batch = self._pending.popleft()[1].result()
     except StopIteration:
       if self.batches_handed_out:
         raise
@@ -101,13 +102,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
   def peek(self) -> GlobalBatch:
     """Returns the batch that `next` will return."""
     self._submit_reads(1)
-    return self._pending[0].result()[1]
+    return self._pending[0][1].result()
 
   def peek_async(self) -> Future[GlobalBatch]:
     """Returns a future of the batch that `next` will return."""
     self._submit_reads(1)
-    first = self._pending[0]
-    return self._thread.submit(lambda: first.result()[1])
+    return self._pending[0][1]
 
   def start_prefetching(self) -> None:
     """Reads ahead in the background, so that the first batch is ready when the step is."""
@@ -115,17 +115,20 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
 
   def _submit_reads(self, count: int) -> None:
     while len(self._pending) < count:
-      self._pending.append(self._thread.submit(self._read))
+      self._add_pending(self._thread.submit(self._read))
 
-  def _read(self) -> tuple[HostBatch, GlobalBatch]:
+  def _add_pending(self, host_batch: Future[HostBatch]) -> None:
+    self._pending.append((host_batch, self._thread.submit(self._check_and_transfer, host_batch)))
+
+  def _read(self) -> HostBatch:
     with naming_files(self._dataset_cfg):
       batch = next(self.iterator)
-    host_batch = {name: np.asarray(batch[name]) for name in self._global_shapes}
+    return {name: np.asarray(batch[name]) for name in self._global_shapes}
+
+  def _check_and_transfer(self, read: Future[HostBatch]) -> GlobalBatch:
+    host_batch = read.result()
     if self._check is not None:
       self._check(host_batch)
-    return host_batch, self._to_devices(host_batch)
-
-  def _to_devices(self, host_batch: HostBatch) -> GlobalBatch:
     return {
       name: jax.make_array_from_process_local_data(
         self._sharding,
@@ -221,8 +224,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._pending.clear()
     self.batches_handed_out = int(state.get("batches_handed_out", self.batches_handed_out))
     for _, host_batch in sorted(state.get("drawn_ahead", {}).items()):
-      self._pending.append(Future())
-      self._pending[-1].set_result((host_batch, self._to_devices(host_batch)))
+      read: Future[HostBatch] = Future()
+      read.set_result(host_batch)
+      self._add_pending(read)
 
   def _compare_data(self, stored: Facts | None, filename: str | epath.Path) -> None:
     """Raises ValueError if a position was saved with other data than the feed reads."""
@@ -248,13 +252,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       )
 
   def _wait_for_reads(self) -> list[HostBatch]:
-    """Waits until the thread is idle, and returns the prefetched batches."""
-    prefetched = []
-    for future in self._pending:
-      if future.exception() is not None:
-        break  # __next__ will raise it. A restored source meets the same error again.
-      prefetched.append(future.result()[0])
-    return prefetched
+    """Waits until the thread is idle, and returns the batches that it has read.
+
+    Batches that a check has refused are among them, so that a restart refuses them again.
+    """
+    wait([batch for _, batch in self._pending])
+    return [read.result() for read, _ in self._pending if read.exception() is None]
 
   def close(self) -> None:
     """Stops prefetching."""

@@ -24,6 +24,7 @@ from rosetta_t5.data import (
   get_training_eval_datasets,
   prepare_train_iter,
 )
+from rosetta_t5.data.pipeline.batch_checks import TokenLimit
 from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
@@ -321,6 +322,25 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folde
   assert np.bincount(first) == pytest.approx(np.array(counts) / 2, abs=1)
   few = get_training_eval_datasets(cfg, 0, 1, 2, None)["prepared"]
   assert [few.mixture.locate(number) for number in range(8)] == locations[:8]
+
+
+def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
+  folders: list[str], tmp_path: pathlib.Path
+) -> None:
+  partitioner = PjitPartitioner(num_partitions=1)
+  cfg = config(prepared_task(folders, rates=[1, 1]))
+  layout = partitioner.get_data_layout(cfg.batch_size)
+  data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
+  limit = TokenLimit(1, "vocab_size")  # less than the ids of every batch
+  feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), limit=limit, **data)
+  first = get_dataset(cfg, 0, 1, None)
+  feed.save(tmp_path / "position")
+  feed.close()
+  restarted = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
+  restarted.restore(tmp_path / "position")
+  expected = next(first)["decoder_target_tokens"]
+  np.testing.assert_array_equal(next(restarted)["decoder_target_tokens"], expected)
+  restarted.close()
 
 
 def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
