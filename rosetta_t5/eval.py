@@ -233,6 +233,10 @@ class _EvaluatedCheckpoints:
     self._file = epath.Path(output_dir) / f"eval.{task}.ckpt"
     self.paths = self._file.read_text().splitlines() if self._file.exists() else []
 
+  def contains(self, path: str) -> bool:
+    """Returns whether a checkpoint has been evaluated, and was not written again since the last one was."""
+    return path in self.paths and epath.Path(path).stat().mtime <= self._file.stat().mtime
+
   def add(self, path: str) -> None:
     self.paths = [*dict.fromkeys([*self.paths, path])]
     if jax.process_index() == 0:
@@ -264,7 +268,7 @@ def _select_checkpoints(
     )
   checkpoints.check_checkpoints_exist(paths)
   if cfg.mode == "all":
-    skipped = [path for path in paths if path in evaluated.paths]
+    skipped = [path for path in paths if evaluated.contains(path)]
     paths = tuple(path for path in paths if path not in skipped)
     if skipped:
       console.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")

@@ -86,6 +86,8 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
     f"{own}/checkpoint_7",
   ]
   assert "Total number of parameters" in (out / "model-info.txt").read_text()
+  (own / "checkpoint_3/written").touch()  # as if the run had been repeated
+  assert list(run(str(own), out, mode="all")) == [3]
 
 
 @pytest.mark.slow
