@@ -235,7 +235,7 @@ class _EvaluatedCheckpoints:
 
   def contains(self, path: str) -> bool:
     """Returns whether a checkpoint has been evaluated, and was not written again since the last one was."""
-    return path in self.paths and epath.Path(path).stat().mtime <= self._file.stat().mtime
+    return path in self.paths and epath.Path(path).stat().mtime < self._file.stat().mtime
 
   def add(self, path: str) -> None:
     self.paths = [*dict.fromkeys([*self.paths, path])]
