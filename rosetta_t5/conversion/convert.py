@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("destination", metavar="DST", help="the folder to write")
   add("--to", required=True, choices=LAYOUTS, help="the layout to write")
   add("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
-  add("--tree", choices=("plain", "scalable"), help="T5X's tree; default: SRC's")
+  add(
+    "--tree", choices=("plain", "scalable"), help="T5X's tree, for parameters only; default: SRC's"
+  )
   add("--encoder-only", action="store_true", help="leave the decoder out")
   add("--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers")
   add("--activations", type=_comma_list, help="T5Config.mlp_activations, such as gelu,linear")
@@ -89,8 +91,8 @@ def convert(
       unless it has such a name itself.
     to: one of LAYOUTS. 't5x' and 'rosetta' are the same layout, Orbax's.
     dtype: dtype of the floating-point parameters; None for the source's.
-    tree: 'plain' or 'scalable' (layers stacked); None for the source's. Not used for 'hf', which has
-      a tree of its own.
+    tree: 'plain' or 'scalable' (layers stacked), with the parameters and the step only; None for the
+      source's tree, with the optimizer's state. Not used for 'hf', which has a tree of its own.
     encoder_only: leave out the decoder and the optimizer's state.
     model_type: the family in Transformers; None to derive it from the weights.
     activations: T5Config.mlp_activations; None to derive them from the source's config or weights.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rosetta_t5.data.local_files.dataset_folders import VARIABLE
+from rosetta_t5.data.local_files.dataset_folders import VARIABLE, find_tfds
 from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.tasks import catalogue, text_formats
 from rosetta_t5.data.tasks.known import glue
@@ -192,6 +192,16 @@ def test_mnli_examples_without_a_gold_label_are_left_out(
   (example,) = dataset.as_numpy_iterator()
   assert example["inputs"] == b'mnli hypothesis: A "person. premise: A man.'
   assert example["targets"] == b"entailment"
+
+
+def test_the_requested_version_of_a_tfds_dataset_is_found_in_either_spelling(
+  tmp_path: pathlib.Path,
+) -> None:
+  for made in ("the_pile/2.0.0", "ThePile/1.0.0"):
+    (tmp_path / made).mkdir(parents=True)
+    (tmp_path / made / "dataset_info.json").write_text("{}")
+  assert find_tfds("the_pile:1.0.0", tmp_path) == tmp_path / "ThePile/1.0.0"
+  assert find_tfds("the_pile:3.0.0", tmp_path) == tmp_path / "the_pile/2.0.0"
 
 
 def test_a_tfds_folder_with_a_name_in_camel_case_is_read(tmp_path: pathlib.Path) -> None:

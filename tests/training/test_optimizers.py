@@ -401,6 +401,12 @@ def test_an_average_of_the_parameters_is_evaluated():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), average, want)
 
 
+def test_an_average_cannot_be_updated_without_the_parameters():
+  average = average_parameters(0.9)
+  with pytest.raises(ValueError, match="pass them as the third argument"):
+    average.update(PARAMS, average.init(PARAMS))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_error_says_that_the_average_must_be_last(nested):
   average = average_parameters(0.9)

@@ -40,11 +40,12 @@ def find_tfds(dataset: str, folder: pathlib.Path) -> pathlib.Path | None:
   name, _, version = dataset.partition(":")
   first, slash, rest = name.partition("/")
   camel_case = "".join(word.capitalize() for word in first.split("_")) + slash + rest
-  for spelling in (name, camel_case):
-    built = [info.parent for info in folder.joinpath(spelling).glob("*/dataset_info.json")]
-    if built:
-      return max(built, key=lambda path: (path.name == version, _version_numbers(path)))
-  return None
+  built = [
+    info.parent
+    for spelling in (name, camel_case)
+    for info in folder.joinpath(spelling).glob("*/dataset_info.json")
+  ]
+  return max(built, key=lambda path: (path.name == version, _version_numbers(path)), default=None)
 
 
 def _version_numbers(path: pathlib.Path) -> list[int]:

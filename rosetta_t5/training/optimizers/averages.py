@@ -33,6 +33,8 @@ def average_parameters(decay: Rate = 0.999) -> optax.GradientTransformation:
     return AverageState(jax.tree.map(jnp.copy, params))  # The step donates both trees.
 
   def update(updates: PyTree, state: AverageState, params: PyTree = None) -> tuple[PyTree, Any]:
+    if params is None:
+      raise ValueError("average_parameters needs the parameters: pass them as the third argument")
     new_params = optax.apply_updates(params, updates)
     average = optax.incremental_update(new_params, state.parameter_average, 1.0 - decay)
     return updates, AverageState(average)
