@@ -25,7 +25,7 @@ _HELP = ("-h", "--help")
 
 
 class Parser(argparse.ArgumentParser):
-  """A parser that takes only whole options, keeps the lines of examples, and reports errors as ours."""
+  """A parser that refuses abbreviated options, keeps the lines of examples, and prints short errors."""
 
   def __init__(self, **options: Any):
     formatter = argparse.RawDescriptionHelpFormatter

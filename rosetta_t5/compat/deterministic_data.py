@@ -44,8 +44,8 @@ def get_deterministic_dataset(
     start_step: the step that uses the first batch of the data.
 
   Raises:
-    ValueError: as `get_dataset`; or the data is prepared; or the last checkpoint's step is before
-      `start_step`.
+    ValueError: `get_dataset` cannot read the data, the data is prepared, or the last checkpoint's step
+      is before `start_step`.
   """
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     raise ValueError(

@@ -32,10 +32,12 @@ def transformers_outputs(
   facts: ModelFacts,
   dtype: Any,
 ) -> np.ndarray:
-  """Returns the logits of the model in a folder, or an encoder's outputs, in the order of our ids.
+  """Returns the logits [1, T, V] of a model by our token ids, or the outputs [1, S, D] of an encoder.
 
   Args:
+    folder: a Hugging Face folder.
     tokens: our ids for the encoder [1, S] and for the decoder [1, T].
+    facts: what the weights do not show, such as whether our ids are Transformers' plus 1.
     dtype: the dtype to compute in, float32 or float64.
   """
   import torch

@@ -98,10 +98,10 @@ def _batch_axes(mesh_axes: Collection[str]) -> tuple[str, ...]:
 
 def _with_batch_axes(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:
   """In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch."""
-  batch: AxisRule = ("batch", _batch_axes(mesh_axes))
-  if batch[1] in ((), (DATA_AXIS,)):
+  axes = _batch_axes(mesh_axes)
+  if axes in ((), (DATA_AXIS,)):
     return rules
-  return [batch if rule == ("batch", DATA_AXIS) else rule for rule in rules]
+  return [("batch", axes) if rule == ("batch", DATA_AXIS) else rule for rule in rules]
 
 
 def _with_split_parameters(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:

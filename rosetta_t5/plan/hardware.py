@@ -23,14 +23,16 @@ def seconds_on_links(
   gpu: Gpu,
   efficiency: float = _LINK_EFFICIENCY,
 ) -> tuple[float, bool]:
-  """Returns how long a collective takes, and whether it uses the network between nodes.
+  """Returns the seconds that a collective takes, and whether it uses the network between nodes.
 
   Within a node, devices send over NVLink. A ring over several nodes leaves each node as many times as
   the group has members there, through the members' network cards.
 
   Args:
     wire_bytes: the bytes that each device sends.
+    axes: the mesh axes whose devices take part.
     mesh: the size of each axis, outermost first; the innermost devices are neighbors.
+    gpu: the GPUs, with the bandwidths of their links.
     efficiency: the share of a link's bandwidth that the collective reaches.
   """
   members = members_per_node(axes, mesh)
@@ -85,6 +87,8 @@ def _visible_gpus() -> int:
 
 def _cpu_devices() -> int:
   """Returns the number of CPU devices: one, unless jax is configured to have more."""
-  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
   configured = getattr(jax.config, "jax_num_cpu_devices", -1)
-  return configured if configured > 0 else int(flag[1]) if flag else 1
+  if configured > 0:
+    return configured
+  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  return int(flag[1]) if flag else 1

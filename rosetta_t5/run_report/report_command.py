@@ -12,7 +12,7 @@ from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.user_errors import ConfigError
 
 _PAGE = "report.html"
-_BEGIN = b"<!DOCTYPE html>"
+_BEGIN = b"<!DOCTYPE html>"  # how a page begins; a file that begins otherwise is not replaced
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,7 @@ def report_runs(options: argparse.Namespace) -> int:
 
 def _write(folders: Sequence[str], out: pathlib.Path, png: str | None) -> None:
   if out.is_dir():
-    raise ConfigError(
-      f"--out {out} is a folder: give the name of a file, such as {out}/report.html"
-    )
+    raise ConfigError(f"--out {out} is a folder: give the name of a file, such as {out / _PAGE}")
   if out.is_file() and not out.read_bytes().startswith(_BEGIN):
     raise ConfigError(f"--out {out} exists and is not a page of this command: set another file")
   runs = read_runs(folders)

@@ -21,7 +21,11 @@ MetricsMap = MutableMapping[str, clu_metrics.Metric]
 
 @struct.dataclass
 class Sum(clu_metrics.Metric):
-  """The sum of all values."""
+  """The sum of all values.
+
+  Attributes:
+    total: the sum.
+  """
 
   total: Any
 
@@ -31,7 +35,7 @@ class Sum(clu_metrics.Metric):
     return cls(total=jnp.sum(jnp.asarray(values)))
 
   def merge(self, other: Sum) -> Sum:
-    """Returns the metric of both."""
+    """Returns the merged metric."""
     return type(self)(total=self.total + other.total)
 
   def compute(self) -> Scalar:
@@ -44,6 +48,9 @@ class Step(clu_metrics.Metric):
   """The number of steps, and the base class of metrics that are averaged per step.
 
   The number is set outside the step (`replace_steps`): microbatches would be counted as steps.
+
+  Attributes:
+    steps: the number; None if it is not set yet.
   """
 
   steps: Any = 1
@@ -63,7 +70,11 @@ class Step(clu_metrics.Metric):
 
 @struct.dataclass
 class AveragePerStep(Step):
-  """The sum of all values, divided by the number of steps."""
+  """The sum of all values, divided by the number of steps.
+
+  Attributes:
+    total: the sum.
+  """
 
   total: Any = None
 
@@ -73,7 +84,7 @@ class AveragePerStep(Step):
     return cls(total=jnp.sum(jnp.asarray(values)), steps=steps)
 
   def merge(self, other: AveragePerStep) -> AveragePerStep:
-    """Returns the metric of both."""
+    """Returns the merged metric."""
     return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
 
   def compute(self) -> Scalar:
@@ -88,6 +99,9 @@ class Time(clu_metrics.Metric):
   """A duration in seconds, and the base class of rates per second.
 
   The duration is set outside the step (`replace_duration`): a compiled step cannot read the clock.
+
+  Attributes:
+    duration: the seconds; None if they are not set yet.
   """
 
   duration: Any = None
@@ -111,7 +125,11 @@ class Time(clu_metrics.Metric):
 
 @struct.dataclass
 class TimeRate(Time):
-  """The sum of all values, per second."""
+  """The sum of all values, per second.
+
+  Attributes:
+    numerator: the sum.
+  """
 
   numerator: Any = None
 
@@ -121,7 +139,7 @@ class TimeRate(Time):
     return cls(numerator=numerator)
 
   def merge(self, other: TimeRate) -> TimeRate:
-    """Returns the metric over both; raises ValueError if a duration is already set."""
+    """Returns the merged metric; raises ValueError if a duration is already set."""
     if self.duration is not None or other.duration is not None:
       raise ValueError("TimeRate cannot be merged after replace_duration(): merge first")
     return type(self)(numerator=self.numerator + other.numerator)
@@ -141,7 +159,7 @@ class StepsPerTime(Step, Time):
     return cls(steps=steps)
 
   def merge(self, other: StepsPerTime) -> StepsPerTime:
-    """Returns the metric of both."""
+    """Returns the merged metric."""
     return type(self)(steps=self.steps + other.steps)
 
   def compute(self) -> Scalar:

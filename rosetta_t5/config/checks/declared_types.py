@@ -117,7 +117,8 @@ def _members(declared: Any) -> Iterator[Any]:
 def _relevant_members(declared: Any) -> list[Any]:
   """Returns the members of a union that can be compared with gin's values.
 
-  The others, such as classes of arrays, are kept if the union contains Any or object, or if at most None remains.
+  The others, such as classes of arrays, are kept if the union contains Any or object, or if nothing but
+  None would remain.
   """
   members = list(_members(declared))
   known = [member for member in members if not _is_unknown(member)]
