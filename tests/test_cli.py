@@ -6,6 +6,8 @@ import os
 import pathlib
 import shlex
 import signal
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -129,6 +131,19 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
     ("bench --json folder", 2, "--json: folder is a folder: give a file"),
+    (
+      "ckpt show file:///tmp/x",
+      2,
+      "paths that begin with file:// cannot be read: give a local path",
+    ),
+    (
+      "ckpt show .",
+      1,
+      ". is not a checkpoint: the folder contains binary, empty, folder, loop, pipe",
+    ),
+    ("report folder --out gs://x/y", 2, "must be a path on this machine, in UTF-8, got 'gs://x/y'"),
+    ("vocab train --input text.txt --out s3://x", 2, "must be a path on this machine"),
+    ("prepare --input text.txt --vocab empty --out \udcff", 2, "must be a path on this machine"),
     ("chat text.txt", 1, "There is no folder text.txt: give the MODEL_DIR"),
   ],
 )
@@ -141,6 +156,7 @@ def test_unsuitable_files_are_one_error_without_a_traceback(
   pathlib.Path("binary").write_bytes(b"\xf6\xdb\x01")
   pathlib.Path("folder").mkdir()
   pathlib.Path("loop").symlink_to("loop")
+  os.mkfifo("pipe")
   with pytest.raises(SystemExit) as ended:
     cli.main(arguments.split())
   assert ended.value.code == status
@@ -148,6 +164,12 @@ def test_unsuitable_files_are_one_error_without_a_traceback(
   assert message in error
   assert error.count("error:") == 1
   assert "--debug shows" not in error
+
+
+def test_output_contains_names_that_are_not_text(tmp_path):
+  program = "import sys; from rosetta_t5.terminal import standard_streams as s; s.protect(); print(sys.argv[1])"
+  result = subprocess.run([sys.executable, "-c", program, b"\xff"], capture_output=True, check=True)
+  assert result.stdout == b"\\udcff\n"
 
 
 @pytest.mark.parametrize("arguments", ["--debug", "help --debug"])

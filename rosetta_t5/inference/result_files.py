@@ -47,7 +47,7 @@ def check_output_dir(binding: str, folder: str) -> None:
   if "://" in folder:
     return
   path = pathlib.Path(folder).absolute()
-  existing = next(p for p in (path, *path.parents) if p.exists())
+  existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
   try:
     # Permissions do not show whether the file system is full, read-only or another user's.
     with tempfile.TemporaryFile(dir=existing):

@@ -10,6 +10,7 @@ from rosetta_t5.run_report.page import build_page
 from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.terminal.option_types import machine_path
 
 _PAGE = "report.html"
 _BEGIN = b"<!DOCTYPE html>"  # how a page begins; a file that begins otherwise is not replaced
@@ -19,8 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 report`."""
   add = parser.add_argument
   add("folders", nargs="+", metavar="MODEL_DIR", help="the folder of a run")
-  add("--out", metavar="FILE", help=f"the page (default: {_PAGE})")
-  add("--png", metavar="DIR", help="also write each chart as a PNG into this folder")
+  add("--out", type=machine_path, metavar="FILE", help=f"the page (default: {_PAGE})")
+  add(
+    "--png",
+    type=machine_path,
+    metavar="DIR",
+    help="also write each chart as a PNG into this folder",
+  )
   add("--follow", action="store_true", help="serve the page on this machine and keep it up to date")
   add("--port", type=int, default=6010, help="the port of --follow (default: %(default)s)")
   parser.set_defaults(run=report_runs)

@@ -17,6 +17,17 @@ def positive_integer(text: str) -> int:
   return int(text)
 
 
+def machine_path(text: str) -> str:
+  """Returns a path on this machine.
+
+  Raises:
+    ArgumentTypeError: the path is in remote storage, or is not text in UTF-8.
+  """
+  if "://" in text or text.encode(errors="replace").decode() != text:
+    raise argparse.ArgumentTypeError(f"must be a path on this machine, in UTF-8, got {text!r}")
+  return text
+
+
 def percentage(text: str) -> float:
   """Returns a number from 0 to 100.
 

@@ -116,4 +116,5 @@ def _replace(stream: Any, descriptor: int, counts_errors: bool) -> Any:
   if not is_own:
     return stream
   raw = io.BufferedWriter(_Stream(descriptor, counts_errors))
-  return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+  # A file's name need not be text, and a terminal's encoding need not have all characters.
+  return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)

@@ -165,13 +165,13 @@ def detect_checkpoint_type(
     ValueError: there is no checkpoint of a known layout, it contains a pipe or a device, or it is in
       remote storage that cannot be read.
   """
+  found = find_checkpoint_type(checkpoint_path)
+  if found is None:
+    raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
   if (pipe := _find_pipe(os.fspath(checkpoint_path))) is not None:
     raise ValueError(
       f"{pipe} is not a regular file but a pipe or a device: nothing was read from it"
     )
-  found = find_checkpoint_type(checkpoint_path)
-  if found is None:
-    raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
   if expected not in (None, found):
     _log.warning(
       "Expected %s to be %s format, but the actual detected format was %s",

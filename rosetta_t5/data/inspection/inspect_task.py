@@ -20,7 +20,7 @@ from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask, prepared_task
 from rosetta_t5.data.prepared.prepare import MANIFEST
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-from rosetta_t5.terminal.option_types import feature_lengths, positive_integer
+from rosetta_t5.terminal.option_types import feature_lengths, machine_path, positive_integer
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--pack", action="store_true", help="pack several examples into a row")
   add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
   add("--tfds_data_dir", "--tfds-data-dir", help="the folder in which to look for data")
-  add("--png", metavar="FILE", help="draw the histograms into a file")
+  add("--png", type=machine_path, metavar="FILE", help="draw the histograms into a file")
   parser.set_defaults(run=inspect)
 
 

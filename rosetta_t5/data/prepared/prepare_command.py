@@ -19,7 +19,7 @@ from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.option_types import percentage, positive_integer
+from rosetta_t5.terminal.option_types import machine_path, percentage, positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
 
 _GIN_FILE = """\
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
   add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
-  add("--out", required=True, metavar="DIR", help="the folder to write; a new one")
+  add(
+    "--out", type=machine_path, required=True, metavar="DIR", help="the folder to write; a new one"
+  )
   add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
   add("--workers", type=positive_integer, help="number of processes; one per core by default")
   add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")

@@ -15,7 +15,7 @@ from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.terminal import ctrl_c
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal.option_types import machine_path, positive_integer
 
 _MAX_LINE_LENGTH = 4000  # characters; SentencePiece skips lines of more than 4192 bytes
 _GIN_FILE = """\
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   train.add_argument(
     "--size", type=positive_integer, default=32000, help="pieces, without the sentinels"
   )
-  train.add_argument("--out", required=True, help="the file to write, such as vocabulary.model")
+  train.add_argument(
+    "--out", type=machine_path, required=True, help="the file to write, such as vocabulary.model"
+  )
   train.add_argument("--text", "--text-key", default="text", help="column or template")
   train.add_argument(
     "--max-characters", type=positive_integer, default=200_000_000, help="size of the sample"
