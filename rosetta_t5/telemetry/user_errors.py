@@ -108,9 +108,8 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
   except Exception as raised:
     error = _without_gins_proxy(raised)
     if isinstance(error, KeyError) and re.fullmatch(r"'\w+://'", str(error)):  # raised by epath
-      error = ConfigError(
-        f"paths that begin with {error.args[0]} cannot be read: give a local path"
-      )
+      text = f"paths that begin with {error.args[0]} cannot be read: give a local path"
+      error = ConfigError(text).with_traceback(error.__traceback__)
     is_ours = _is_ours(error)
     if os.environ.get(DEBUG_VARIABLE) or not (
       is_ours or isinstance(error, also) or _is_about_file(error) or _is_out_of_memory(error)
