@@ -22,6 +22,7 @@ from rosetta_t5.data import (
   get_zeros_batch_like_spec,
   prepare_train_iter,
 )
+from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
@@ -215,6 +216,29 @@ def test_restart_of_an_iterable_skips_the_batches_already_used(
   restarted = make_feed(counting())
   restarted.restore(tmp_path / "position")
   assert first_numbers(restarted, 5) == [4, 5, 6, 7, 8]
+
+
+def test_a_generator_cannot_go_back_to_an_earlier_batch(tmp_path: pathlib.Path) -> None:
+  data = as_batch_iterator(counting())
+  next(data)
+  data.save(tmp_path / "position")
+  next(data)
+  with pytest.raises(ValueError, match=r"can be read only once.*return a list"):
+    data.restore(tmp_path / "position")
+
+
+def test_reset_keeps_a_batch_that_was_read_for_its_shapes() -> None:
+  data = as_batch_iterator(counting())
+  assert data.element_spec
+  data.reset()
+  assert next(data)["x"][0, 0] == 0
+
+
+def test_an_iterable_of_anything_but_dictionaries_is_refused(
+  make_feed: Callable[..., ShardedDatasetIterator],
+) -> None:
+  with pytest.raises(ValueError, match=r"batch must be a dictionary of numpy arrays, got ndarray"):
+    make_feed([np.ones((8, 2))])
 
 
 def test_a_restart_meets_a_prefetched_batch_that_was_refused_again(

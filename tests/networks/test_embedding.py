@@ -185,3 +185,13 @@ def test_a_table_that_devices_split_gives_the_same_vectors_and_gradient():
   for got, want in zip(split_over_devices(table), whole, strict=True):
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+  ("bidirectional", "num_buckets", "max_distance"), [(True, 2, 128), (False, 32, 16)]
+)
+def test_buckets_that_cannot_be_told_apart_are_refused(bidirectional, num_buckets, max_distance):
+  with pytest.raises(
+    ValueError, match=r"max_distance must be greater than|num_buckets must be at least 4"
+  ):
+    relative_position_bucket(np.arange(3), bidirectional, num_buckets, max_distance)

@@ -64,13 +64,25 @@ class IterableBatches(dataset_iterator.DatasetIterator):
 
   def __init__(self, batches: Iterable[Mapping[str, np.ndarray]]):
     self._batches = batches
+    self._iterator: Iterator[Mapping[str, np.ndarray]] = iter(batches)
+    self._drawn = 0
     self._spec: dict[str, dataset_iterator.ArraySpec] | None = None
     self._first_digest = ""
-    self.reset()
 
   def reset(self) -> None:
-    """Starts over, if the iterable can be read again. A list can, a generator cannot."""
-    self._iterator: Iterator[Mapping[str, np.ndarray]] = iter(self._batches)
+    """Returns to the first batch.
+
+    Raises:
+      ValueError: batches of an iterable that can be read only once, such as a generator, were returned.
+    """
+    if not self._drawn:
+      return
+    if iter(self._batches) is self._batches:
+      raise ValueError(
+        f"the training data is a {type(self._batches).__name__}, which can be read only once and "
+        "cannot go back: return a list from the dataset function, or an object whose __iter__ starts over"
+      )
+    self._iterator = iter(self._batches)
     self._drawn = 0
 
   def __next__(self) -> Mapping[str, np.ndarray]:
@@ -89,6 +101,10 @@ class IterableBatches(dataset_iterator.DatasetIterator):
       if first is None:
         raise ValueError(
           "The training data is empty: the dataset function's iterable has no batch."
+        )
+      if not isinstance(first, Mapping):
+        raise ValueError(
+          f"The training data's batch must be a dictionary of numpy arrays, got {type(first).__name__}"
         )
       self._iterator = itertools.chain([first], self._iterator)
       arrays = {name: np.asarray(value) for name, value in first.items()}

@@ -32,7 +32,13 @@ def relative_position_bucket(
     bidirectional: whether keys after the query have buckets of their own, rather than bucket 0.
     num_buckets: the total number of buckets.
     max_distance: the distance at which the last bucket begins.
+
+  Raises:
+    ValueError: there are too few buckets, or `max_distance` is so small that distances up to it are exact.
   """
+  least = 4 if bidirectional else 2
+  if num_buckets < least:
+    raise ValueError(f"num_buckets must be at least {least}, got {num_buckets}")
   distance = -relative_position
   first = np.zeros_like(distance)
   if bidirectional:
@@ -42,6 +48,10 @@ def relative_position_bucket(
   else:
     distance = np.maximum(distance, 0)
   num_exact = num_buckets // 2
+  if max_distance <= num_exact:
+    raise ValueError(
+      f"max_distance must be greater than {num_exact}, the number of exact distances, got {max_distance}"
+    )
   # float32 and the small constant are T5's: they decide on which side of a boundary a power falls.
   beyond = np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps)
   growth = beyond / np.log(max_distance / num_exact) * (num_buckets - num_exact)
