@@ -218,3 +218,9 @@ def test_errors_of_task_preprocessors_and_warmup_name_their_requirements(tmp_pat
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
   with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):
     write_warmup_examples(["x"], str(tmp_path), "tiny", "serving_default", batch_sizes=[1])
+
+
+def test_length_buckets_that_would_truncate_texts_are_refused():
+  longest = LENGTHS["inputs"]
+  with pytest.raises(ValueError, match=rf"bucket_keys\['inputs'\].*{longest}.*got \[4, 8\]"):
+    create_preprocessor(None, features(), LENGTHS, bucket_keys={"inputs": [8, 4]})

@@ -32,8 +32,18 @@ def create_preprocessor(
     split_separator: separates the input from the target in a text, for scores; None for no target.
     bucket_keys: for each feature, the lengths to which a batch can be padded: the shortest that fits
       is used. Other features are padded to their length in `task_feature_lengths`.
+
+  Raises:
+    ValueError: the longest bucket of a feature is not its length in `task_feature_lengths`.
   """
   tf, seqio = import_tensorflow(), import_seqio()
+  all_buckets = {name: sorted(buckets) for name, buckets in (bucket_keys or {}).items() if buckets}
+  for name, buckets in all_buckets.items():
+    if buckets[-1] != task_feature_lengths[name]:
+      raise ValueError(
+        f"the longest of bucket_keys[{name!r}] must be {task_feature_lengths[name]}, the feature's "
+        f"length in task_feature_lengths, got {buckets}"
+      )
 
   def encode(text: Any, name: str) -> Any:
     feature, length = output_features[name], task_feature_lengths[name]
@@ -46,8 +56,7 @@ def create_preprocessor(
   def encode_batch(texts: Any, name: str) -> Any:
     spec = tf.TensorSpec([task_feature_lengths[name]], tf.int32)
     tokens = tf.map_fn(functools.partial(encode, name=name), texts, fn_output_signature=spec)
-    buckets = sorted((bucket_keys or {}).get(name, ()))
-    return _truncate_to_bucket(tf, tokens, buckets) if buckets else tokens
+    return _truncate_to_bucket(tf, tokens, all_buckets[name]) if name in all_buckets else tokens
 
   def preprocess(texts: Any) -> Mapping[str, Any]:
     if tokenized_inputs or split_separator is None:
@@ -73,8 +82,7 @@ def create_preprocessor(
 def _truncate_to_bucket(tf: Any, tokens_BL: Any, buckets: Sequence[int]) -> Any:
   """Truncates the tokens to the shortest bucket that is as long as the longest row."""
   longest = tf.reduce_max(tf.reduce_sum(tf.cast(tokens_BL != 0, tf.int32), axis=-1))
-  index = tf.minimum(tf.searchsorted(buckets, [longest])[0], len(buckets) - 1)
-  return tokens_BL[:, : tf.constant(buckets)[index]]
+  return tokens_BL[:, : tf.constant(buckets)[tf.searchsorted(buckets, [longest])[0]]]
 
 
 def create_preprocessor_from_task(
