@@ -218,8 +218,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self.iterator.restore(filename)
     except Exception as error:
       raise ValueError(
-        f"the input pipeline's position cannot be restored from {filename} ({_first_line(error)}): it "
-        "is missing, or another task, batch size or data folder wrote it. Undo that change"
+        f"the input pipeline's position cannot be restored from {filename}: {_first_line(error)}. If it "
+        "was saved with another task, batch size or data folder, undo that change"
       ) from error
     self._pending.clear()
     self.batches_handed_out = int(state.get("batches_handed_out", self.batches_handed_out))
