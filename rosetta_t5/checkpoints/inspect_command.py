@@ -27,6 +27,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.model_dir.retention import is_pinned_checkpoint
 from rosetta_t5.checkpoints.reading import checksum_folder, read_arrays, read_checksums
+from rosetta_t5.telemetry.user_errors import printable
 
 _LAYOUT_NAMES = {
   CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
@@ -95,7 +96,8 @@ def show_arrays(path: epath.PathLike, state: bool = False) -> int:
     f"{len(params)} parameters with {total:,} values; {states} arrays of optimizer and other state"
   )
   if facts := read_run_facts(folder) if folder.is_dir() else {}:
-    print("run facts: " + ", ".join(f"{key} = {value}" for key, value in facts.items()))
+    text = ", ".join(f"{key} = {value}" for key, value in facts.items())
+    print(f"run facts: {printable(text)}")
   return 0
 
 

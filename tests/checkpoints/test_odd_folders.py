@@ -13,7 +13,8 @@ from tiny_state import Counter
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
 from rosetta_t5.checkpoints.formats import t5x_legacy
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import find_checkpoint_type
+from rosetta_t5.checkpoints.inspect_command import show_arrays
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import disk_bytes, find_checkpoint_type
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.run_start import read_start_facts
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
@@ -106,6 +107,14 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_damage(setup, tmp_path, na
     setup.manager(tmp_path).restore()
 
 
+def test_links_in_a_checkpoint_to_itself_are_not_counted(setup, tmp_path):
+  folder = save(setup, tmp_path, 1)
+  size = disk_bytes(folder)
+  for name in "ab":  # Each path of 40 links is another one.
+    (folder / name).symlink_to(".")
+  assert disk_bytes(folder) == size
+
+
 def test_a_pipe_in_a_checkpoint_of_the_older_layout_is_refused(setup, tmp_path):
   Checkpointer(setup.state(), setup.partitioner, tmp_path).save(setup.state(step=1))
   array = next((tmp_path / "checkpoint_1").glob("target.*/0*"))
@@ -116,3 +125,9 @@ def test_a_pipe_in_a_checkpoint_of_the_older_layout_is_refused(setup, tmp_path):
   os.remove(tmp_path / "checkpoint_1/checkpoint")
   os.mkfifo(tmp_path / "checkpoint_1/checkpoint")
   assert find_checkpoint_type(tmp_path / "checkpoint_1") is None
+
+
+def test_control_characters_in_run_facts_are_escaped(setup, tmp_path, capsys):
+  folder = save(setup, tmp_path, 1, run_facts={"x": "\x1b[31mred"})
+  show_arrays(folder)
+  assert r"x = \x1b[31mred" in capsys.readouterr().out

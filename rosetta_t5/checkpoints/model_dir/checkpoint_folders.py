@@ -88,9 +88,15 @@ def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
 
 
 def disk_bytes(path: epath.PathLike) -> int:
-  """Returns the size of a file, or of all files in a folder."""
+  """Returns the size of a file, or of all files in a folder. Links to folders around them are left out."""
   path = epath.Path(path)
-  return sum(map(disk_bytes, path.iterdir())) if path.is_dir() else path.stat().length
+  if not path.is_dir():
+    return path.stat().length
+  own = os.path.realpath(path)
+  entries = (
+    x for x in path.iterdir() if not (os.path.islink(x) and own.startswith(os.path.realpath(x)))
+  )
+  return sum(map(disk_bytes, entries))
 
 
 def latest_step(directory: epath.PathLike) -> int | None:
