@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,12 +49,18 @@ def write_stablehlo(
   stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
   with (path / _PARAMS).open("wb") as file:
     np.savez(file, **stored)
-  digest = _digest((path / _PROGRAM).read_bytes(), (path / _PARAMS).read_bytes(), dtypes)
+  digest = _digest(path, dtypes)
   (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes, "sha256": digest}, indent=2))
 
 
-def _digest(program: bytes, params: bytes, dtypes: Mapping[str, str]) -> str:
-  return hashlib.sha256(program + params + json.dumps(dtypes).encode()).hexdigest()
+def _digest(folder: epath.Path, dtypes: Mapping[str, str]) -> str:
+  digest = hashlib.sha256()
+  for name in (_PROGRAM, _PARAMS):
+    with (folder / name).open("rb") as file:
+      for block in iter(functools.partial(file.read, 1 << 20), b""):
+        digest.update(block)
+  digest.update(json.dumps(dtypes).encode())
+  return digest.hexdigest()
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
@@ -71,15 +77,14 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
   """
   path = epath.Path(folder)
   about = read_json_object(path / _ABOUT)
-  program, params_file = ((path / name).read_bytes() for name in (_PROGRAM, _PARAMS))
   with expect_content(path / _ABOUT, "an exported model"):
     dtypes = about["dtypes"]
     # Exports of older versions have no digest.
-    is_damaged = about.get("sha256", (digest := _digest(program, params_file, dtypes))) != digest
+    is_damaged = about.get("sha256", (digest := _digest(path, dtypes))) != digest
   if is_damaged:
     raise ValueError(f"{path}: a file has changed since the export, or is damaged: export it again")
-  exported = jax_export.deserialize(bytearray(program))
-  with np.load(io.BytesIO(params_file)) as stored:
+  exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
+  with (path / _PARAMS).open("rb") as file, np.load(file) as stored:
     flat = {name: jnp.asarray(stored[name].view(jnp.dtype(d))) for name, d in dtypes.items()}
   params = unflatten_dict(flat, sep="/")
   call = jax.jit(exported.call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
@@ -14,7 +15,11 @@ from tiny_state import Counter
 from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
 from rosetta_t5.checkpoints.formats import t5x_legacy
 from rosetta_t5.checkpoints.inspect_command import show_arrays
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import disk_bytes, find_checkpoint_type
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+  disk_bytes,
+  find_checkpoint_type,
+  with_checksum,
+)
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.run_start import read_start_facts
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
@@ -128,6 +133,9 @@ def test_a_pipe_in_a_checkpoint_of_the_older_layout_is_refused(setup, tmp_path):
 
 
 def test_control_characters_in_run_facts_are_escaped(setup, tmp_path, capsys):
-  folder = save(setup, tmp_path, 1, run_facts={"x": "\x1b[31mred"})
-  show_arrays(folder)
+  metadata = save(setup, tmp_path, 1) / "_CHECKPOINT_METADATA"
+  stored = json.loads(metadata.read_text())
+  stored["custom_metadata"] = with_checksum({"x": "\x1b[31mred"})
+  metadata.write_text(json.dumps(stored))
+  show_arrays(metadata.parent)
   assert r"x = \x1b[31mred" in capsys.readouterr().out
