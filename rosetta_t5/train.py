@@ -136,6 +136,8 @@ def train(
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_cfg, model)
+    checkpoints.check_vocabularies(model, restore_cfg)
+    facts[checkpoints.VOCABULARIES] = data.vocabulary_digests(model)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   mesh = partitioner.mesh.shape
   model, kernel = with_measured_kernel(model, feed.element_spec, mesh)

@@ -144,6 +144,7 @@ def open_checkpoint(
     input_shapes={name: (1, length) for name, length in model_lengths.items()},
     partitioner=partitioner,
   )
+  checkpoints.check_vocabularies(model, restore_cfg)
   state = initializer.from_checkpoint([restore_cfg])
   if state is None:
     raise ValueError(

@@ -19,7 +19,9 @@ from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError, values_checksum
 from rosetta_t5.checkpoints.restore import (
   STARTED_FROM,
+  VOCABULARIES,
   check_compatibility,
+  check_vocabularies,
   create_orbax_checkpoint_manager,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,

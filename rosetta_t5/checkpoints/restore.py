@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
@@ -20,11 +21,14 @@ from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import CheckpointTypes
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restored_state import find_matching_arrays
+from rosetta_t5.data import vocabulary_digests
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
 # The run fact that names the checkpoint with which a finetuning run began.
 STARTED_FROM = "started_from"
+# The run fact with digests of the vocabularies by side ("input", "output").
+VOCABULARIES = "vocabularies"
 # Layouts that have no folders of steps, so RestoreCheckpointConfig.mode has no effect on them.
 _LAYOUTS_WITHOUT_STEPS = (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF)
 
@@ -95,6 +99,32 @@ def check_compatibility(
     allow_unexpected=not restore_cfg.strict,
     transformations=restore_cfg.state_transformation_fns,
   )
+
+
+def check_vocabularies(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
+  """Checks that a model's vocabularies have the contents with which its checkpoints were trained.
+
+  With others of the same size, the parameters would give meaningless texts without an error.
+
+  Args:
+    model: the model.
+    restore_cfg: the checkpoints. Those of other programs do not have the digests and are not checked.
+
+  Raises:
+    ValueError: a vocabulary differs.
+  """
+  _, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  for path in paths:
+    trained: Mapping[str, str] = {}
+    with contextlib.suppress(ChecksumError):  # raised again by the restore
+      trained = checkpoint_folders.read_run_facts(path).get(VOCABULARIES) or {}
+    digests = vocabulary_digests(model) if trained else {}
+    if changed := [side for side in digests if trained.get(side, digests[side]) != digests[side]]:
+      raise ValueError(
+        f"The model's vocabulary ({', '.join(changed)}) is not the one with which {path} was trained: "
+        "its file was replaced, or another was chosen. Use the original file. If you want the other "
+        "one, train and infer accept it with verify_matching_vocabs_fn = None"
+      )
 
 
 def get_fallback_state(

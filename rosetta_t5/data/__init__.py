@@ -23,4 +23,5 @@ from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
+  vocabulary_digests,
 )

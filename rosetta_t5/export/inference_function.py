@@ -157,6 +157,7 @@ def restore_params(
     input_shapes={name: x.shape for name, x in shapes.items()},
     partitioner=partitioner,
   )
+  checkpoints.check_vocabularies(model, restore_cfg)
   state = initializer.from_checkpoint([restore_cfg])
   if state is None:
     raise ValueError(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from rosetta_t5 import data
 from rosetta_t5.checkpoints import (
+  VOCABULARIES,
   CheckpointConfig,
   CheckpointMismatchError,
   OrbaxCheckpointManagerInterface,
@@ -14,6 +18,7 @@ from rosetta_t5.checkpoints import (
   SaveCheckpointConfig,
   UnreadableCheckpointError,
   all_steps,
+  check_vocabularies,
   create_checkpoint_manager_and_restore,
   create_orbax_checkpoint_manager,
   find_base_checkpoint,
@@ -22,6 +27,8 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
   read_run_facts,
 )
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 RNG = jax.random.PRNGKey(9)
 
@@ -339,3 +346,28 @@ def test_missing_fp8_state_is_initialized_and_unexpected_fp8_state_is_ignored(se
   manager = OrbaxCheckpointManagerInterface(tmp_path / "fp8", with_fp8, setup.partitioner)
   same = manager.restore().flax_mutables["_overwrite_with_gradient"]["wi"]
   assert (same["input_scale"].tolist(), same["input_amax_history"].tolist()) == ([5], [7] * 4)
+
+
+def test_a_vocabulary_that_is_not_that_of_the_training_is_refused(setup, tmp_path):
+  def model(*texts):
+    files = [tmp_path / f"{number}.model" for number, _ in enumerate(texts)]
+    for file, text in zip(files, texts, strict=True):
+      file.write_bytes(train_sentencepiece([text] * 20, vocab_size=14))
+    load = import_seqio().SentencePieceVocabulary
+    sides = [load(str(file), extra_ids=number) for number, file in enumerate(files)]
+    return types.SimpleNamespace(input_vocabulary=sides[0], output_vocabulary=sides[1])
+
+  trained = model("one day a red fox", "one day a red fox")
+  facts = {VOCABULARIES: data.vocabulary_digests(trained)}
+  assert len(set(facts[VOCABULARIES].values())) == 1  # the extra ids of one side change nothing
+  save = SaveCheckpointConfig(period=1)
+  _, manager = begin(setup, tmp_path / "run", save, run_facts=facts)
+  manager.save(setup.state(step=5))
+  manager.close()
+  cfg = RestoreCheckpointConfig(path=str(tmp_path / "run"))
+  check_vocabularies(trained, cfg)
+  check_vocabularies(types.SimpleNamespace(output_vocabulary=import_seqio().ByteVocabulary()), cfg)
+  with pytest.raises(
+    ValueError, match=r"vocabulary \(output\) is not .* \S+/run/checkpoint_5 was trained"
+  ):
+    check_vocabularies(model("one day a red fox", "a red fox one dax"), cfg)

@@ -84,6 +84,16 @@ TRAIN_PREPARED = """$TRAIN --gin.MODEL_DIR="'new'" --gin.train_script.train.trai
   --gin.MIXTURE_OR_TASK_NAME=@data.prepared_task\\(\\) --gin.data.prepared_task.folders="'tokens'" \\
   --gin.VOCABULARY=@seqio.SentencePieceVocabulary\\(\\) --gin.seqio.SentencePieceVocabulary.extra_ids=100 \\
   --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="'tokens/vocabulary.model'" """
+OTHER_VOCABULARY = """train_vocabulary() {
+  rosetta-t5 vocab train --input "$1" --text '{question} {answer}' --size 40 --out "$2" > log.txt
+}
+train_vocabulary rows.jsonl v.model
+sed 's/is/su/; s/What/Whom/; s/and/plus/' rows.jsonl > other.jsonl; train_vocabulary other.jsonl other.model
+sed -i 's/^VOCABULARY = .*/VOCABULARY = @seqio.SentencePieceVocabulary()/' tiny.gin
+echo "seqio.SentencePieceVocabulary.sentencepiece_model_file = 'v.model'" >> tiny.gin
+rm -r run; $TRAIN > log.txt 2>&1 || cat log.txt
+mv other.model v.model
+"""
 
 FAULTS = [
   Fault(
@@ -219,6 +229,25 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
       ("manifest.json", "tokens/manifest.json is not valid JSON", 1),
       ("train-00000-of-00004.ends.npy", r"prepared shard \S+ is damaged", 1),
       ("train-00000-of-00004.array_record", r"Unreadable example.*unreadable records: \d+", 0),
+    )
+  ],
+  *[
+    Fault(
+      f"{what} with a vocabulary of the same size that replaced the run's",
+      OTHER_VOCABULARY + command,
+      expected=r"vocabulary \(input, output\) is not the one with which \S*run/checkpoint_4 was trained",
+      keeps=False,
+    )
+    for what, command in (
+      ("eval", "$EVAL"),
+      ("infer", "$INFER"),
+      ("predictions for texts", "echo what | $INFER --input -"),
+      ("a restart", "$TRAIN --gin.TRAIN_STEPS=6"),
+      (
+        "finetuning",
+        "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.CheckpointConfig.restore=@utils.RestoreCheckpointConfig\\(\\) "
+        "--gin.RestoreCheckpointConfig.path=\"'run'\"",
+      ),
     )
   ],
   Fault(

@@ -23,6 +23,7 @@ from rosetta_t5.data.reading.file_facts import (
   file_facts,
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 
 _EXAMPLES_READ = 256  # from a source without files
 
@@ -142,6 +143,8 @@ def _feature_text(feature: Any) -> str:
   text = f"{type(vocabulary).__name__} of {vocabulary.vocab_size} tokens"
   if model := getattr(vocabulary, "sp_model", None):
     text += f" (digest {digest_of([model])})"
+  elif digest := content_digest(vocabulary):
+    text += f" (digest {digest})"
   return text + (" with an end token" if feature.add_eos else "")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
+from rosetta_t5.data.reading.file_facts import digest_of
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
@@ -60,6 +61,24 @@ def _pieces(tokenizer: Any) -> list[tuple[str, float]]:
     ("", 0.0) if piece.removeprefix("▁").startswith("<extra_id_") else (piece, score)
     for piece, score in pieces
   ]
+
+
+def vocabulary_digests(model: Any) -> dict[str, str]:
+  """Returns digests of the contents of a model's vocabularies, by side.
+
+  Vocabularies without files, such as those of bytes, have none. Extra ids are left out.
+  """
+  sides = {side: getattr(model, f"{side}_vocabulary", None) for side in ("input", "output")}
+  digests = {side: content_digest(vocabulary) for side, vocabulary in sides.items()}
+  return {side: digest for side, digest in digests.items() if digest is not None}
+
+
+def content_digest(vocabulary: Any) -> str | None:
+  """Returns a digest of a vocabulary's tokens; None if it does not read them from a file."""
+  tokenizer: Any = getattr(vocabulary, "tokenizer", None)
+  if hasattr(tokenizer, "id_to_piece"):
+    return digest_of([repr([piece for piece in _pieces(tokenizer) if piece[0]]).encode()])
+  return digest_of([tokenizer.to_str().encode()]) if hasattr(tokenizer, "to_str") else None
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
