@@ -370,4 +370,4 @@ def test_a_vocabulary_that_is_not_that_of_the_training_is_refused(setup, tmp_pat
   with pytest.raises(
     ValueError, match=r"vocabulary \(output\) is not .* \S+/run/checkpoint_5 was trained"
   ):
-    check_vocabularies(model("one day a red fox", "a red fox one dax"), cfg)
+    check_vocabularies(model("one day a red fox", "one day a red cox"), cfg)
