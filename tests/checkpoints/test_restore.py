@@ -350,7 +350,7 @@ def test_missing_fp8_state_is_initialized_and_unexpected_fp8_state_is_ignored(se
 
 def test_a_vocabulary_that_is_not_that_of_the_training_is_refused(setup, tmp_path):
   def model(*texts):
-    files = [tmp_path / f"{number}.model" for number, _ in enumerate(texts)]
+    files = [tmp_path / f"{number} {text}.model" for number, text in enumerate(texts)]
     for file, text in zip(files, texts, strict=True):
       file.write_bytes(train_sentencepiece([text] * 20, vocab_size=14))
     load = import_seqio().SentencePieceVocabulary
