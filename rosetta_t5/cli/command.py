@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   protect()
   with exit_on_user_error():
     try:
-      _check_working_directory()
-      return _run(argv)
+      arguments = [*(sys.argv[1:] if argv is None else argv)]
+      _check_paths(arguments)
+      return _run(arguments, is_own_process=argv is None)
     finally:
       sys.stdout.flush()  # so that a closed pipe is noticed here
 
@@ -62,9 +63,7 @@ def run_module(verb: str) -> int:
   return main([verb, *sys.argv[1:]])
 
 
-def _run(argv: Sequence[str] | None) -> int:
-  is_own_process = argv is None
-  argv = [*(sys.argv[1:] if argv is None else argv)]
+def _run(argv: list[str], is_own_process: bool) -> int:
   if "--debug" in argv:
     os.environ[DEBUG_VARIABLE] = "1"
     argv.remove("--debug")
@@ -87,12 +86,19 @@ def _run(argv: Sequence[str] | None) -> int:
     return int(options.run(options))
 
 
-def _check_working_directory() -> None:
-  """Raises ValueError if the working directory was removed, without which no relative path works."""
+def _check_paths(arguments: Sequence[str]) -> None:
+  """Raises ValueError for paths with which a command would fail later, perhaps after hours.
+
+  Without a working directory, no relative path works. Names that are not UTF-8 cannot be written to
+  JSON and checkpoints.
+  """
   try:
-    os.getcwd()
+    paths = [*arguments, os.getcwd()]
   except FileNotFoundError:
     raise ValueError("the working directory was removed: change to another one with cd") from None
+  for path in paths:
+    if path.encode(errors="replace").decode() != path:
+      raise ValueError(f"{path!r} must be text in UTF-8: rename the file or folder")
 
 
 def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:

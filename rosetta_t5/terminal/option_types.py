@@ -21,10 +21,10 @@ def machine_path(text: str) -> str:
   """Returns a path on this machine.
 
   Raises:
-    ArgumentTypeError: the path is in remote storage, or is not text in UTF-8.
+    ArgumentTypeError: the path is in remote storage.
   """
-  if "://" in text or text.encode(errors="replace").decode() != text:
-    raise argparse.ArgumentTypeError(f"must be a path on this machine, in UTF-8, got {text!r}")
+  if "://" in text:
+    raise argparse.ArgumentTypeError(f"must be a path on this machine, got {text!r}")
   return text
 
 

@@ -70,7 +70,9 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     )
   found: set[str] = set()
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
-    matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+    path = os.path.expanduser(pattern)
+    # A name such as "part[1].txt" may be a pattern or a file.
+    matches = glob.glob(path, recursive=True) or glob.glob(glob.escape(path))
     if not matches:
       raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
     for match in matches:

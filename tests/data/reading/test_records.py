@@ -75,6 +75,16 @@ def test_every_format_and_compression_gives_the_same_texts(folder: pathlib.Path)
     assert texts(path) == TEXTS, path
 
 
+def test_a_name_with_brackets_is_found_as_a_pattern_or_else_as_a_file(
+  tmp_path: pathlib.Path,
+) -> None:
+  file, of_pattern = tmp_path / "part[1].txt", tmp_path / "part1.txt"
+  file.write_text("a text\n")
+  assert find_files(str(file)) == [str(file)]
+  of_pattern.write_text("a text\n")
+  assert find_files(str(file)) == [str(of_pattern)]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "csv"])
 def test_a_byte_order_mark_is_not_part_of_the_first_record(
   tmp_path: pathlib.Path, suffix: str
