@@ -76,9 +76,10 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     if not matches:
       raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
     for match in matches:
-      if not os.path.isdir(match) and not os.path.isfile(match):
-        raise ValueError(f"{match} is not a regular file but a pipe, a device or a broken link")
-      files = _data_files(pathlib.Path(match)) if os.path.isdir(match) else [match]
+      files = _data_files(match) if os.path.isdir(match) else [match]
+      for file in files:
+        if not os.path.isfile(file):
+          raise ValueError(f"{file} is not a regular file but a pipe, a device or a broken link")
       if not files:
         raise ValueError(
           f"The folder {match} contains no file of a known format: {_KNOWN_SUFFIXES}"
@@ -121,9 +122,26 @@ def _data_suffix(path: pathlib.Path) -> str:
   return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
-def _data_files(folder: pathlib.Path) -> list[str]:
-  files = (path for path in folder.rglob("*") if path.is_file() and path.name not in _METADATA)
-  return [str(path) for path in files if _data_suffix(path) in _FORMAT_OF_SUFFIX]
+def _data_files(folder: str) -> list[str]:
+  """Returns the data files under a folder, also under linked folders; each folder is read once.
+
+  Raises:
+    OSError: a folder cannot be read.
+  """
+
+  def fail(error: OSError) -> None:
+    raise error
+
+  files: list[str] = []
+  read: set[str] = set()
+  for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+    if (real := os.path.realpath(parent)) in read:
+      folders.clear()
+      continue
+    read.add(real)
+    paths = (pathlib.Path(parent, name) for name in names if name not in _METADATA)
+    files += [str(path) for path in paths if _data_suffix(path) in _FORMAT_OF_SUFFIX]
+  return files
 
 
 def _nearest(pattern: str) -> str:

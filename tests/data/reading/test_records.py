@@ -85,6 +85,21 @@ def test_a_name_with_brackets_is_found_as_a_pattern_or_else_as_a_file(
   assert find_files(str(file)) == [str(of_pattern)]
 
 
+def test_a_folder_includes_linked_folders_once_and_refuses_broken_links(
+  tmp_path: pathlib.Path,
+) -> None:
+  folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+  for parent in (folder, elsewhere):
+    parent.mkdir()
+    (parent / "part.txt").write_text("a text\n")
+  (folder / "linked").symlink_to(elsewhere)
+  (folder / "loop").symlink_to(folder)
+  assert find_files(str(folder)) == [str(folder / "linked/part.txt"), str(folder / "part.txt")]
+  (folder / "broken.txt").symlink_to("nowhere.txt")
+  with pytest.raises(ValueError, match=r"broken\.txt is not a regular file but .* a broken link"):
+    find_files(str(folder))
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "csv"])
 def test_a_byte_order_mark_is_not_part_of_the_first_record(
   tmp_path: pathlib.Path, suffix: str
