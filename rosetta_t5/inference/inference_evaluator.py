@@ -217,7 +217,7 @@ def plain_numbers(metrics: Metrics | None) -> dict[str, dict[str, float]]:
   """Returns those metrics of each task that are numbers or SeqIO's Scalars; {} for None."""
   numbers: dict[str, dict[str, float]] = {}
   for task, values in (metrics or {}).items():
-    arrays = {name: np.asarray(getattr(x, "value", x)) for name, x in values.items()}
+    arrays = {str(name): np.asarray(getattr(x, "value", x)) for name, x in values.items()}
     is_number = {name: x.ndim == 0 and x.dtype.kind in "fiub" for name, x in arrays.items()}
     numbers[task] = {name: float(x) for name, x in arrays.items() if is_number[name]}
   return numbers
