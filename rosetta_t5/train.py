@@ -34,6 +34,15 @@ from rosetta_t5.training import TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction
 from rosetta_t5.training.hooks import automatic_garbage_collection
 
+# JAX's environment variables on which the losses depend. The configuration does not contain them.
+_CHANGES_NUMBERS = (
+  "JAX_ENABLE_X64",
+  "JAX_DEFAULT_MATMUL_PRECISION",
+  "JAX_DEFAULT_PRNG_IMPL",
+  "JAX_THREEFRY_PARTITIONABLE",
+  "JAX_RANDOM_SEED_OFFSET",
+)
+
 
 @checkpoints.exclusive_model_dir
 def train(
@@ -275,6 +284,8 @@ def _header_notes(
   partitioner: BasePartitioner,
 ) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
+  options = {name: os.environ[name] for name in _CHANGES_NUMBERS if name in os.environ}
+  notes += [f"{name}={value} may change the numbers of the run" for name, value in options.items()]
   if fp8.warning:
     notes.append(f"fp8 {fp8.text}")
   if not model.optimizer_def.uses_learning_rate:

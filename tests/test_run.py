@@ -160,11 +160,13 @@ def files(folder):
   return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_finished_run_does_not_train(finished):
+def test_finished_run_does_not_train(finished, monkeypatch):
   model_dir, _ = finished
   before = files(model_dir)
+  monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
   status, output, err = start(model_dir)
   assert status == 0, err
+  assert "JAX_DEFAULT_MATMUL_PRECISION=highest may change the numbers of the run" in output
   assert not _STEP.search(output)
   assert re.search(r"finished|nothing (was|is) left", output), output
   assert files(model_dir) == before
