@@ -175,6 +175,7 @@ def infer(
     # T5X's checkpoints have no checksums.
     "the checkpoint's values": checkpoints.values_checksum(paths[0]) or paths[0],
     "the data": facts_of_tasks(dataset_cfg),
+    "the model": _model_settings(model),
   }
   if buckets:
     settings["infer.input_length_buckets"] = list(buckets)
@@ -208,6 +209,22 @@ def infer(
         result_file.finish(
           folder, settings, int(state.step), merge_fn if merge_chunked_results else None
         )
+
+
+def _model_settings(model: Any) -> dict[str, str]:
+  """Returns the attributes of a model and of its network's configuration, as texts without addresses."""
+  network = getattr(model, "network_config", None)
+  attributes = {**vars(model), **(vars(network) if dataclasses.is_dataclass(network) else {})}
+  # The module contains the configuration, and the optimizer does not change results.
+  for name in ("module", "optimizer_def"):
+    attributes.pop(name, None)
+  return {name: _text_of(attributes[name]) for name in sorted(attributes)}
+
+
+def _text_of(value: Any) -> str:
+  bound = config.bindings_of(value) if callable(value) else {}
+  text = f"{value!r} with {bound!r}" if bound else repr(value)
+  return re.sub(r" at 0x\w+", "", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

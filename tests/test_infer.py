@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkp
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.decoding import beam_search
 from rosetta_t5.eval import evaluate
 from rosetta_t5.infer import infer
 from rosetta_t5.inference.result_files import (
@@ -130,13 +132,22 @@ def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   assert f"tmp-{TASK}-00000-of-00001 contains the results of an earlier run" in str(error.value)
 
 
-def test_complete_results_of_another_checkpoint_or_of_other_data_are_refused(
+def test_complete_results_of_another_checkpoint_or_model_or_of_other_data_are_refused(
   scored, run, tmp_path, isolated_registries
 ):
   out = shutil.copytree(scored[0], tmp_path / "out")
   save_checkpoints(tmp_path, [6])
   with pytest.raises(ValueError, match=r"Changed since: .*the checkpoint's values: .*COMPLETED to"):
     run(out, restore={"path": str(tmp_path / "checkpoint_6")})
+  with pytest.raises(ValueError, match=r"Changed since: the model\._decode_fn: .* alpha=0\.7"):
+    run(out, model=byte_model(decode_fn=functools.partial(beam_search, alpha=0.7)))
+  scaled = byte_model()
+  config = dataclasses.replace(scaled.network_config, scale_attn_logits=True)
+  scaled.module = scaled.module.clone(config=config)
+  with pytest.raises(
+    ValueError, match=r"Changed since: the model\.scale_attn_logits: False → True"
+  ):
+    run(out, model=scaled)
   import_seqio().TaskRegistry.remove(TASK)
   add_task(TASK, [("another question", "another answer"), *PAIRS[1:]])
   with pytest.raises(ValueError, match=r"Changed since: the data\..*first_examples: .* → "):

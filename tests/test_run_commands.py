@@ -15,6 +15,7 @@ CONFIG = """
 from __gin__ import dynamic_registration
 import __main__ as train_script
 import tiny_tasks
+from t5x import decoding
 from t5x import partitioning
 from t5x import trainer
 from t5x import utils
@@ -95,6 +96,23 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
   rows = [json.loads(line) for line in path.read_text().splitlines()]
   assert len(rows) == 11
   assert {type(row["prediction"]) for row in rows} == {str}
+
+
+def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
+  model_dir, tmp_path, capsys
+):
+  options = ["--split=test", "--trust", "--output_dir", str(tmp_path)]
+  sample = "--gin.tiny_tasks.byte_model.decode_fn=@decoding.temperature_sample"
+
+  def infer(temperature):
+    bound = f"--gin.decoding.temperature_sample.temperature={temperature}"
+    return cli.main(["infer", "--model_dir", str(model_dir), *options, sample, bound])
+
+  assert infer(0.5) == infer(0.5) == 0
+  assert "is complete: nothing was left to do" in capsys.readouterr().out
+  with pytest.raises(SystemExit):
+    infer(0.9)
+  assert "{'temperature': 0.5} → <function temperature_sample> with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,14 @@ def get_gin_config_str(show_provenance: bool = False) -> str:
   return gin_internals.format_bindings(_arguments())
 
 
+def bindings_of(function: Any) -> dict[str, Any]:
+  """Returns the arguments that gin binds for calls of a function; {} if it has none."""
+  try:
+    return gin.get_bindings(function, resolve_references=False)
+  except ValueError:  # gin does not know the function
+    return {}
+
+
 def _arguments() -> dict[gin_internals.ScopeAndName, dict[str, Any]]:
   """Returns every binding, and the defaults of the functions called so far."""
   bound = gin_internals.all_bindings()
