@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
 from rosetta_t5.distributed.coordination import draw_seed
+from rosetta_t5.telemetry.user_errors import refuse_exit
 
 if TYPE_CHECKING:
   import seqio
@@ -85,8 +86,8 @@ def import_module(module: str) -> Any:
   """Imports the module that registers a run's task.
 
   Raises:
-    ValueError: the module does not exist, or the file that names it is not trusted. Errors inside the
-      module are raised unchanged.
+    ValueError: the module does not exist, ends the program, or is named by a file that is not trusted.
+      Errors inside the module are raised unchanged.
   """
   if _importable is not None and module not in _importable:
     raise ValueError(
@@ -94,7 +95,8 @@ def import_module(module: str) -> Any:
       f"may be from elsewhere. If you trust the module, add --module {module}"
     )
   try:
-    return importlib.import_module(module)
+    with refuse_exit(module):
+      return importlib.import_module(module)
   except ModuleNotFoundError as error:
     # If another module is missing, `module` exists and failed to import that one.
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):

@@ -30,6 +30,18 @@ class ConfigError(ValueError):
   """The command line or a gin file is wrong. The text names the line to change."""
 
 
+@contextlib.contextmanager
+def refuse_exit(module: str) -> Iterator[None]:
+  """Raises ConfigError if the import of a user's module ends the program, perhaps with status 0."""
+  try:
+    yield
+  except SystemExit as end:
+    raise ConfigError(
+      f"the module {module!r} ended the program when it was imported (sys.exit({end.code!r})): move its "
+      "main program into a function that is called if __name__ == '__main__'"
+    ) from end
+
+
 class FollowOnError(ConfigError):
   """Probably the consequence of an error that is reported already, such as a failed import."""
 

@@ -305,6 +305,17 @@ def test_a_module_that_fails_on_import_is_reported_with_its_line(run, write, mon
   )
 
 
+def test_a_module_that_ends_the_program_on_import_is_an_error(run, write, monkeypatch):
+  write("leaving.py", "import sys\nsys.exit(0)\n")
+  monkeypatch.syspath_prepend(".")
+  _fails(
+    run,
+    "the module 'leaving' ended the program when it was imported (sys.exit(0))",
+    "run.gin, line 4:  import leaving",
+    text="import leaving",
+  )
+
+
 def test_user_errors_are_printed_without_a_traceback(capsys, monkeypatch):
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
   with pytest.raises(SystemExit) as ended, exit_on_user_error():
