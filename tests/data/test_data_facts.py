@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -227,6 +228,30 @@ def test_a_mixture_of_functions_is_compared_by_rates_examples_vocabularies_and_p
   trim = seqio.preprocessors.append_eos
   changes = compare_facts(before, facts_of(1.0, ["a", "b"], preprocessors=[trim]))[0]
   assert "append_eos" in changes[0].partition("→")[2]
+
+
+def test_edited_code_of_a_preprocessor_is_a_note(add_task: Callable[..., str]) -> None:
+  seqio = import_seqio()
+
+  def facts_of(preprocessor: Any) -> dict[str, Any]:
+    seqio.TaskRegistry.reset()
+    return facts(config(add_task(["a"], "one", preprocessors=[functools.partial(preprocessor)])))
+
+  @seqio.map_over_dataset
+  def edit(example: Any) -> Any:
+    return example
+
+  before = facts_of(edit)
+  assert compare_facts(before, facts_of(edit)) == ([], [])
+
+  @seqio.map_over_dataset  # type: ignore[no-redef]
+  def edit(example: Any) -> Any:
+    return {**example}
+
+  note = "the code of a preprocessor has changed: task.one.edit"
+  assert compare_facts(before, facts_of(edit)) == ([], [note])
+  del before["task"]["one"]["code"]  # as an older version saved it
+  assert compare_facts(before, facts_of(edit)) == ([], [])
 
 
 def test_a_task_that_cannot_be_described_is_reported_and_can_be_saved(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,8 @@ from rosetta_t5.data.reading.file_facts import (
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 
+CODE_CHANGED = "the code of a preprocessor has changed: "
+_CODE = "code"  # the key of the digests of the preprocessors' code
 _EXAMPLES_READ = 256  # from a source without files
 
 
@@ -58,13 +62,18 @@ def data_facts(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) ->
 def compare_facts(stored: Facts, current: Facts, prefix: str = "") -> Differences:
   """Returns descriptions of the changes that make a position invalid, and of those that do not.
 
-  The latter are folders that were moved and have the same contents.
+  The latter are folders that were moved and have the same contents, and edited code of preprocessors,
+  which may compute the same.
   """
   changes: list[str] = []
   notes: list[str] = []
   for key in sorted({*stored, *current}):
     old, new = stored.get(key), current.get(key)
-    if isinstance(old, dict) and isinstance(new, dict):
+    if key == _CODE:
+      known: Mapping[str, str] = old or {}
+      edited = [n for n, digest in (new or {}).items() if known.get(n, digest) != digest]
+      notes += [f"{CODE_CHANGED}{prefix}{name}" for name in edited]
+    elif isinstance(old, dict) and isinstance(new, dict):
       if "files" in old and "files" in new:
         more = [[f"{prefix}{key}: {text}" for text in texts] for texts in compare_files(old, new)]
       else:
@@ -94,6 +103,7 @@ def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
       "source": type(task.source).__name__,
       "preprocessors": _function_names(task.preprocessors) if arguments is None else None,
       "arguments": arguments,
+      _CODE: _code_digests(task.preprocessors) if arguments is None else {},
     }
     try:
       facts[name] |= _facts_of_source(task, cfg, read_files)
@@ -162,6 +172,19 @@ def _function_names(functions: Sequence[Any]) -> list[str]:
     name = getattr(function, "__name__", type(function).__name__)
     names.append(f"{name}({', '.join(bound)})" if bound else name)
   return names
+
+
+def _code_digests(functions: Sequence[Any]) -> dict[str, str]:
+  """Returns digests of the source code of functions, by name. Installed packages are left out."""
+  digests = {}
+  for function in functions:
+    while isinstance(function, functools.partial):
+      function = function.func
+    with contextlib.suppress(OSError, TypeError):  # classes' instances, code that was typed
+      function = inspect.unwrap(function)
+      if "site-packages" not in inspect.getfile(function):
+        digests[function.__name__] = digest_of([inspect.getsource(function).encode()])
+  return digests
 
 
 def _shorten(value: Any) -> str:
