@@ -144,8 +144,7 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   if read_checksums(folder) is None:
     comparison = "no checksums to compare with (verify --write stores them)"
     if write and not problems:
-      computed = {name: checksums.compute(array) for name, array in arrays.items()}
-      checksums.write(checksum_folder(folder), computed)
+      checksums.compute_and_write(checksum_folder(folder), arrays)
       comparison = "checksums written"
   print(f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems")
   return 1 if problems else 0

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
@@ -131,6 +132,8 @@ def convert(
       verification.check(arrays, unfinished, facts, tokenizer, verified.append)
     report("\n".join(verified))
     if to == "hf":
+      written = read_arrays(unfinished, warn_without_checksums=False)
+      checksums.compute_and_write(unfinished, written)
       model_card.write(unfinished, final.name, path, facts.source_config, arrays, verified)
       report("README.md describes the model: check it and set its license before you publish it")
   seconds = time.monotonic() - started

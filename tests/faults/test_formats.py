@@ -16,6 +16,7 @@ _FROM_HF += "--gin.utils.RestoreCheckpointConfig.path=\"'hf'\""
 # The 8 bytes before the header of a safetensors file are its length.
 _WRITE_AT_0 = "printf '{}' | dd of=hf/model.safetensors conv=notrunc status=none; "
 _IN_HEADER = _HF + "LC_ALL=C sed -i '1s/{}/{}/' hf/model.safetensors; "
+_FLIP_A_WEIGHT = "flip hf/model.safetensors $(($(stat -c %s hf/model.safetensors) - 1000)); "
 _PREPARE = """
 rosetta-t5 vocab train --input rows.jsonl --text '{question}' --size 60 --out v.model > log.txt &&
 rosetta-t5 prepare --input rows.jsonl --text '{question}' --vocab v.model --out tokens > log.txt
@@ -51,6 +52,16 @@ FAULTS = [
     "an array of a few bytes claims 10^18 values",
     _IN_HEADER.format(r"\"shape\":\[16\]", r"\"shape\":[1000000000,1000000000]") + _VERIFY,
     expected=r"hf/model.safetensors is damaged: ",
+  ),
+  Fault(
+    "a byte of a converted folder's weights is flipped, and the folder is converted back",
+    _HF + _FLIP_A_WEIGHT + _CONVERT,
+    expected=r"has changed since it was saved",
+  ),
+  Fault(
+    "a byte of a converted folder's weights is flipped, and a run starts from it",
+    _HF + _FLIP_A_WEIGHT + _FROM_HF,
+    expected=r"has changed since it was saved",
   ),
   Fault(
     "an index names a file outside its folder",

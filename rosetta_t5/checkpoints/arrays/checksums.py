@@ -132,6 +132,11 @@ def write(
   write_atomically(epath.Path(folder) / _file_name(process, processes), text)
 
 
+def compute_and_write(folder: epath.PathLike, arrays: Mapping[str, StoredArray]) -> None:
+  """Reads all arrays of a checkpoint and writes their checksums into `folder`."""
+  write(folder, {name: compute(array) for name, array in arrays.items()})
+
+
 def read(folder: epath.PathLike, with_run_facts: bool) -> dict[str, ArrayChecksums] | None:
   """Returns the checksums of the arrays in `folder` by name; None if they were saved without.
 
