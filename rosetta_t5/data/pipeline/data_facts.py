@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
-import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +14,7 @@ from absl import logging
 from clu.data import dataset_iterator
 
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.code_digests import code_digests
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.reading.file_facts import (
   Differences,
@@ -27,7 +26,7 @@ from rosetta_t5.data.reading.file_facts import (
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 
-CODE_CHANGED = "the code of a preprocessor has changed: "
+CODE_CHANGED = "the code of a preprocessor, or a value that it uses, has changed: "
 _CODE = "code"  # the key of the digests of the preprocessors' code
 _EXAMPLES_READ = 256  # from a source without files
 
@@ -103,7 +102,7 @@ def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
       "source": type(task.source).__name__,
       "preprocessors": _function_names(task.preprocessors) if arguments is None else None,
       "arguments": arguments,
-      _CODE: _code_digests(task.preprocessors) if arguments is None else {},
+      _CODE: code_digests(task.preprocessors) if arguments is None else {},
     }
     try:
       facts[name] |= _facts_of_source(task, cfg, read_files)
@@ -172,19 +171,6 @@ def _function_names(functions: Sequence[Any]) -> list[str]:
     name = getattr(function, "__name__", type(function).__name__)
     names.append(f"{name}({', '.join(bound)})" if bound else name)
   return names
-
-
-def _code_digests(functions: Sequence[Any]) -> dict[str, str]:
-  """Returns digests of the source code of functions, by name. Installed packages are left out."""
-  digests = {}
-  for function in functions:
-    while isinstance(function, functools.partial):
-      function = function.func
-    with contextlib.suppress(OSError, TypeError):  # classes' instances, code that was typed
-      function = inspect.unwrap(function)
-      if "site-packages" not in inspect.getfile(function):
-        digests[function.__name__] = digest_of([inspect.getsource(function).encode()])
-  return digests
 
 
 def _shorten(value: Any) -> str:
