@@ -24,8 +24,9 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
     raise ValueError(f"{path} is a pipe, not a file")
   content = epath.Path(path).read_bytes()
   try:
-    value = json.loads(content, object_pairs_hook=_object_of_pairs)
-    if rb"\ud" in content.lower():  # A lone surrogate cannot be encoded as UTF-8.
+    # json.loads would accept surrogates in the bytes.
+    value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object_of_pairs)
+    if rb"\ud" in content.lower():  # An escaped lone surrogate cannot be encoded as UTF-8 either.
       json.dumps(value, ensure_ascii=False).encode()
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error

@@ -100,13 +100,16 @@ def test_the_error_for_the_only_checkpoint_reports_that_there_is_no_older_one(se
     setup.manager(tmp_path).restore()
 
 
-def test_names_that_are_not_text_are_damage(setup, tmp_path):
+@pytest.mark.parametrize("name", [rb"\uD800", "\ud800".encode(errors="surrogatepass")])
+def test_names_that_are_not_text_are_damage(setup, tmp_path, name):
   manager = setup.manager(tmp_path)
   manager.save(setup.state(step=1))
   manager.close()
   metadata = tmp_path / "checkpoint_1/state/_METADATA"
-  metadata.write_text(metadata.read_text().replace('"key": "target"', r'"key": "\uD800"'))
-  with pytest.raises(UnreadableCheckpointError, match=r"_METADATA is not valid JSON: .*surrogates"):
+  metadata.write_bytes(metadata.read_bytes().replace(b'"key": "target"', b'"key": "' + name + b'"'))
+  with pytest.raises(
+    UnreadableCheckpointError, match=r"_METADATA is not valid JSON: 'utf-8' codec"
+  ):
     setup.manager(tmp_path).restore()
 
 

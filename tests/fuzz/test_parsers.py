@@ -54,14 +54,16 @@ def _assert_damage_is_refused(
     content = data.draw(damaged(original, structure))
     file.unlink()  # so that memory that is mapped to the old file remains
     file.write_bytes(content)
-    error = _read(parser, folder)
+    try:
+      error = _read(parser, folder)
+    finally:  # so that hypothesis can reduce the damage
+      file.unlink()
+      file.write_bytes(original)
     if error is not None:
       is_named = str(folder) in str(error) or getattr(error, "filename", None)
       assert is_named, f"the message names no file: {error!r}"
       is_wrapped = isinstance(error, UnreadableCheckpointError)
       assert not (is_wrapped and isinstance(error.__cause__, _UNEXPLAINED)), repr(error)
-    file.unlink()
-    file.write_bytes(original)
 
   check()
 
