@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -76,5 +77,7 @@ def _as_text(value: Any) -> str:
       return value.decode()
     except UnicodeDecodeError:
       raise TypeError("contains bytes that are not text in UTF-8") from None
+  if isinstance(value, float) and math.isinf(value):
+    raise TypeError(f"is the number {value}, not text")
   is_missing = value is None or value != value  # pandas stores a missing value as NaN
   return "" if is_missing else str(value)

@@ -327,6 +327,7 @@ def test_templates_convert_records_to_texts_or_return_why_they_cannot() -> None:
   assert convert({"title": " ", "body": None}) == "title and body is empty"
   assert convert({"title": "", "body": "b"}) == {"text": ": b {}"}
   assert make_converter({"targets": "story"})({"story": "a\0"}) == "a NUL character in story"
+  assert make_converter({"targets": "n"})({"n": float("inf")}) == "n is the number inf, not text"
   with pytest.raises(ValueError, match="contains no column"):
     make_converter({"text": "{{}}"})
   with pytest.raises(ValueError, match="is not a valid template"):
