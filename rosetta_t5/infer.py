@@ -173,7 +173,9 @@ def infer(
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
     # T5X's checkpoints have no checksums.
-    "the checkpoint's values": checkpoints.values_checksum(paths[0]) or paths[0],
+    "the checkpoint's values": (checkpoints.values_checksum(paths[0]) or paths[0])
+    if paths
+    else None,
     "the data": facts_of_tasks(dataset_cfg),
     "the model": _model_settings(model),
   }
