@@ -113,7 +113,10 @@ def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
       "the lengths of a batch are unknown without its data: set TASK_FEATURE_LENGTHS"
     )
   converter = model.FEATURE_CONVERTER_CLS(pack=cfg.pack)
-  lengths = converter.get_model_feature_lengths(cfg.task_feature_lengths)
+  # A converter that passes features through has no lengths of its own.
+  lengths = (
+    converter.get_model_feature_lengths(cfg.task_feature_lengths) or cfg.task_feature_lengths
+  )
   return {
     name: jax.ShapeDtypeStruct((cfg.batch_size, length), jnp.int32)
     for name, length in lengths.items()

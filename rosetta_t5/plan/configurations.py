@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
 from rosetta_t5.parallel import PjitPartitioner
@@ -28,17 +26,13 @@ from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import POLICIES, USABLE, fewest_microbatches
 from rosetta_t5.plan.memory import StateMemory
-from rosetta_t5.plan.workload import Workload, workload_of
+from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 
-# cuDNN's attention is fused for Ampere and later.
-_CUDNN_CAPABILITY = (8, 0)
 # The axes that split parameters, as a user names them.
 _SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
 # Microbatches of a pipeline per stage that are tried besides the default.
 _MICROBATCHES_PER_STAGE = (8, 16)
-# Times whose ratio is less are considered equal.
-_SAME = 1.03
 # A device that computes fewer positions of a row than this waits for keys and values for too long.
 _FEWEST_POSITIONS = 1024
 _NUM_CHOICES = 3
@@ -77,8 +71,9 @@ class Configuration:
       *(_STANDARD_CLASSES if has_experts(self.work.config) else ()),
       f"trainer.Trainer.num_microbatches={self.work.microbatches}",
       f"{config}.remat_policy=\"'{self.work.policy}'\"",
-      f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"",
     ]
+    if self.work.config.attention_kernel != "auto":  # a run measures the kernels for 'auto'
+      lines.append(f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"")
     if PIPELINE_AXIS in self.mesh:
       microbatches = self.work.schedule.microbatches
       lines.insert(1, f"partitioning.PjitPartitioner.pipeline_microbatches={microbatches}")
@@ -89,18 +84,22 @@ class Configuration:
     return [f"--gin.{line}" for line in lines]
 
 
-def best_configurations(plan: Any, gpu: Gpu, mfu: float) -> list[Configuration]:
+def best_configurations(
+  plan: Any, gpu: Gpu, mfu: float, any_precision: bool = False
+) -> list[Configuration]:
   """Returns the fastest configurations that fit, the fastest first, each on another mesh.
 
-  Among those whose times differ by less than the estimate can tell, the one that shards the parameters
-  least comes first.
-  """
-  fastest = [min(found, key=_seconds) for found in _configurations_by_mesh(plan, gpu, mfu) if found]
-  least = min(map(_seconds, fastest), default=0.0)
+  Of equal times, as they are printed, the one that shards the parameters least comes first.
 
-  def rank(choice: Configuration) -> tuple[int, int]:
+  Args:
+    any_precision: whether to try bfloat16 and fp8; otherwise the recipe's precision is kept.
+  """
+  found = _configurations_by_mesh(plan, gpu, mfu, any_precision)
+  fastest = [min(choices, key=_seconds) for choices in found if choices]
+
+  def rank(choice: Configuration) -> tuple[float, int]:
     shards = math.prod(choice.mesh.get(axis, 1) for axis in _SHARDING_AXES)
-    return int(math.log(_seconds(choice) / least) / math.log(_SAME)), shards
+    return float(f"{_seconds(choice):.3g}"), shards
 
   return sorted(fastest, key=rank)[:_NUM_CHOICES]
 
@@ -109,14 +108,18 @@ def _seconds(configuration: Configuration) -> float:
   return configuration.estimate.step_seconds
 
 
-def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Configuration]]:
+def _configurations_by_mesh(
+  plan: Any, gpu: Gpu, mfu: float, any_precision: bool
+) -> Iterator[list[Configuration]]:
   """Yields, for each mesh, its configurations that fit."""
   model, batch_size = plan["model"], plan.dataset_cfg.batch_size
   partitioner = plan["partitioner"].with_mesh({PIPELINE_AXIS: 1, DATA_AXIS: -1, CONTEXT_AXIS: 1})
   if has_experts(model.network_config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
-  kernel, precisions = _fused_kernel(plan, gpu), _precisions(model.network_config, gpu)
+  precisions = {plan.fp8}
+  if any_precision:
+    precisions = {False, _can_use_fp8(model.network_config, gpu)}
   for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
     sizes = partitioner.with_mesh(mesh).mesh_shape(plan.devices[0])
     try:
@@ -126,9 +129,8 @@ def _configurations_by_mesh(plan: Any, gpu: Gpu, mfu: float) -> Iterator[list[Co
     if batch_size % count_batch_shards(sizes):
       continue
     work = workload_of(model, partitioner, plan.lengths, batch_size, sizes)
+    kernel = fastest_kernel(model, plan.lengths, plan.dataset_cfg, sizes, gpu)
     work = work.replace(kernel=kernel, collections=plan.collections)
-    if work.context_shards > 1 and kernel == "cudnn":
-      work = work.replace(kernel="flash")
     memory = StateMemory.of(plan.state, specs, work)
     found = []
     for policy, fp8, schedule in itertools.product(_policies(work), precisions, _schedules(work)):
@@ -187,26 +189,5 @@ def _policies(work: Workload) -> tuple[str, ...]:
   return POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
 
 
-def _precisions(config: Any, gpu: Gpu) -> tuple[bool, ...]:
-  """Returns whether to try fp8."""
-  is_possible = gpu.fp8 and hasattr(config, "make_product") and _is_bfloat16(config)
-  return (False, True) if is_possible else (False,)
-
-
-def _fused_kernel(plan: Any, gpu: Gpu) -> str | None:
-  """Returns the attention kernel: cuDNN's where it can be used, ours for packed rows, else XLA's."""
-  config, model = plan["model"].network_config, plan["model"]
-  if not hasattr(config, "attention_kernel"):
-    return None
-  is_prefix = getattr(model, "is_prefix_lm", False)
-  if is_prefix or getattr(config, "local_attention_window", None):
-    return "xla"
-  is_even = all(length % 2 == 0 for length in plan.lengths.values())
-  fits_cudnn = _is_bfloat16(config) and config.head_dim % 8 == 0 and is_even
-  if fits_cudnn and not plan.dataset_cfg.pack and gpu.capability >= _CUDNN_CAPABILITY:
-    return "cudnn"
-  return "flash"
-
-
-def _is_bfloat16(config: Any) -> bool:
-  return jnp.dtype(config.dtype) == jnp.bfloat16
+def _can_use_fp8(config: Any, gpu: Gpu) -> bool:
+  return gpu.fp8 is not None and hasattr(config, "make_product") and is_bfloat16(config)

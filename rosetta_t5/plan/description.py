@@ -22,7 +22,13 @@ from rosetta_t5.plan import fitting
 from rosetta_t5.plan.hardware import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
-from rosetta_t5.plan.workload import Workload, input_lengths, state_shapes, workload_of
+from rosetta_t5.plan.workload import (
+  Workload,
+  fastest_kernel,
+  input_lengths,
+  state_shapes,
+  workload_of,
+)
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
@@ -130,16 +136,19 @@ class Plan:
   @property
   def work(self) -> Workload:
     """What a training step computes."""
-    batch_size = self.dataset_cfg.batch_size
+    cfg, model = self.dataset_cfg, self["model"]
+    kernel = getattr(model.network_config, "attention_kernel", None)
+    if kernel == "auto" and self.devices[1] != "CPU":
+      kernel = fastest_kernel(model, self.lengths, cfg, self.mesh, self.gpu)
     return workload_of(
-      self["model"],
+      model,
       self["partitioner"],
       self.lengths,
-      batch_size,
+      cfg.batch_size,
       self.mesh,
       self.microbatches,
       self.fp8,
-    ).replace(collections=self.collections)
+    ).replace(collections=self.collections, kernel=kernel)
 
   @property
   def collections(self) -> frozenset[str]:

@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)"
   )
+  parser.add_argument(
+    "--precision",
+    choices=("recipe", "any"),
+    default="recipe",
+    help="any: also choose configurations in fp8, which changes numbers; default: %(default)s",
+  )
   parser.set_defaults(run=plan)
 
 
@@ -42,7 +48,12 @@ def plan(options: argparse.Namespace) -> int:
   """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
   if not 0 < options.mfu <= 1:
     raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
-  describe = functools.partial(_describe, gpu=GPUS[options.gpu], mfu=options.mfu)
+  describe = functools.partial(
+    _describe,
+    gpu=GPUS[options.gpu],
+    mfu=options.mfu,
+    any_precision=options.precision == "any",
+  )
   return describe_recipe("plan", options, describe)
 
 
@@ -70,9 +81,9 @@ def describe_recipe(
   return 0
 
 
-def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float) -> Rows:
+def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float, any_precision: bool) -> Rows:
   estimate = functools.partial(_estimate_rows, gpu=gpu, mfu=mfu)
-  choices = functools.partial(_choice_rows, gpu=gpu, mfu=mfu)
+  choices = functools.partial(_choice_rows, gpu=gpu, mfu=mfu, any_precision=any_precision)
   resolved.require_run()
   plan = Plan(resolved, gpu)
   return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate, choices), plan)
@@ -125,11 +136,11 @@ def _traffic_rows(estimate: Estimate) -> Rows:
   return labeled("sends", lines or ["nothing"])
 
 
-def _choice_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
+def _choice_rows(plan: Plan, gpu: Gpu, mfu: float, any_precision: bool) -> Rows:
   """Returns the fastest configurations that fit, with the flags that set them."""
   if plan.resolved.problems.messages or not plan.is_training or not is_known(plan.work):
     return []
-  choices = best_configurations(plan, gpu, mfu)
+  choices = best_configurations(plan, gpu, mfu, any_precision)
   if not choices:
     text = f"no configuration fits {plan.devices[0]} {gpu.name}: use more GPUs, or a smaller batch"
     return [("", ""), ("choices", text)]
@@ -142,6 +153,8 @@ def _choice_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
     memory = size_text(sum(choice.estimate.memory.values()))
     seconds = choice.estimate.step_seconds
     speed = plan.dataset_cfg.batch_size / seconds
+    if choice.work.fp8 != plan.fp8:
+      mesh = f"{mesh or 'one GPU'}, in {'fp8' if choice.work.fp8 else 'bfloat16'}"
     text = f"{mesh or 'one GPU'}: {seconds:.3g} s, {speed:,.4g} sequences/s, {memory} on each GPU"
     lines = choice.flags(is_fp8_set=plan["te_config_cls"] is not None)
     rows += labeled(f"{number}.", [text, *(f"{line} \\" for line in lines[:-1]), lines[-1]])

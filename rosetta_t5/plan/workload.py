@@ -28,8 +28,11 @@ from rosetta_t5.parallel.pipeline.schedule import (
   PipelineSettings,
   choose_schedule,
 )
+from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.training import InferenceState, TrainState
 
+# cuDNN's attention is fused for Ampere and later.
+_CUDNN_CAPABILITY = (8, 0)
 # Used for unknown lengths. The parameters do not depend on it.
 _ANY_LENGTH = 8
 
@@ -154,7 +157,7 @@ class Workload:
   def attention_kernel(self) -> str:
     """The attention kernel: xla, cudnn or flash."""
     name = str(self.kernel or getattr(self.config, "attention_kernel", "xla"))
-    return "xla" if name == "auto" else name
+    return "xla" if name == "auto" else name  # not replaced by `fastest_kernel`: as on a CPU
 
   def replace(self, **changes: Any) -> Workload:
     """Returns a copy with other values."""
@@ -187,6 +190,38 @@ def workload_of(
     fp8=fp8 or getattr(model.network_config, "make_product", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
   )
+
+
+def fastest_kernel(
+  model: Any, lengths: Mapping[str, int], cfg: Any, mesh: Mapping[str, int], gpu: Gpu
+) -> str | None:
+  """Returns the attention kernel that `attention_kernel = 'auto'` is expected to measure as the fastest.
+
+  It is cuDNN's where that can compute the model, flash for packed rows and split rows, else XLA's; None
+  if the network has no choice of kernels.
+
+  Args:
+    lengths: see `input_lengths`.
+    cfg: the dataset, which may be packed, by SeqIO or by its task.
+    mesh: the size of each mesh axis.
+  """
+  config = model.network_config
+  if not hasattr(config, "attention_kernel"):
+    return None
+  if getattr(model, "is_prefix_lm", False) or getattr(config, "local_attention_window", None):
+    return "xla"
+  is_even = all(length % 2 == 0 for length in lengths.values())
+  fits_cudnn = is_bfloat16(config) and config.head_dim % 8 == 0 and is_even
+  is_packed = cfg.pack or "decoder_segment_ids" in (cfg.task_feature_lengths or {})
+  is_split = mesh.get(CONTEXT_AXIS, 1) > 1
+  if fits_cudnn and not is_packed and not is_split and gpu.capability >= _CUDNN_CAPABILITY:
+    return "cudnn"
+  return "flash"
+
+
+def is_bfloat16(config: Any) -> bool:
+  """Returns whether a network computes in bfloat16."""
+  return jnp.dtype(config.dtype) == jnp.bfloat16
 
 
 def batch_workload(
@@ -238,13 +273,13 @@ def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[st
   If the model has no encoder, T5X's feature converters concatenate inputs and targets.
   """
   lengths = dict(task_lengths or {})
-  if _has_encoder(model):
-    return {
-      "encoder": lengths.get("inputs", _ANY_LENGTH),
-      "decoder": lengths.get("targets", _ANY_LENGTH),
-    }
   # Rows that a task has prepared for the model have the length of each of their features.
   prepared = lengths.get("decoder_target_tokens")
+  if _has_encoder(model):
+    return {
+      "encoder": lengths.get("encoder_input_tokens") or lengths.get("inputs", _ANY_LENGTH),
+      "decoder": prepared or lengths.get("targets", _ANY_LENGTH),
+    }
   return {"decoder": prepared or sum(lengths.values()) or _ANY_LENGTH}
 
 

@@ -50,6 +50,9 @@ STACKED = ["--gin.network.TransformerConfig.scan_layers=True", "--gin.BATCH_SIZE
 SIZE = {"emb_dim": 2304, "num_heads": 24, "head_dim": 96, "mlp_dim": 9216, "num_layers": 24}
 
 
+PREFIX_LM = "gin/examples/base_c4_pretrain_prefix_lm.gin"
+
+
 def decoder(**fields: object) -> list[str]:
   return [f"--gin.network.TransformerConfig.{name}={value!r}" for name, value in fields.items()]
 
@@ -57,7 +60,6 @@ def decoder(**fields: object) -> list[str]:
 # Three layers on each side compile in half a minute.
 SHALLOW = network(num_encoder_layers=3, num_decoder_layers=3)
 CUDNN = network(attention_kernel="cudnn")
-# `compile` may choose another kernel for 'auto' than XLA's, which `plan` assumes.
 XLA = network(attention_kernel="xla")
 FUSED = [*SHALLOW, *CUDNN, *examples(64)]
 ON_EIGHT = [*SHALLOW, *CUDNN, *network(num_heads=8), *examples(512)]
@@ -78,6 +80,9 @@ CASES = {
   "small, xla": (SMALL, 1, [*XLA, *examples(128)]),
   "small, cudnn": (SMALL, 1, [*CUDNN, *examples(128)]),
   "small, flash, packed": (SMALL, 1, [*network(attention_kernel="flash"), "--gin.BATCH_SIZE=128"]),
+  "base, auto": (BASE, 4, [*SHALLOW, *examples(256), *mesh(data=4)]),
+  "gpt, packed, auto": (GPT, 8, [*decoder(num_layers=3), "--gin.BATCH_SIZE=64"]),
+  "rows packed by the task, auto": (PREFIX_LM, 8, SHALLOW),
   "base, fp8": (BASE, 1, [*FUSED, *FP8]),
   "base, matmuls kept": (BASE, 1, [*FUSED, *network(remat_policy="minimal")]),
   "base, rematerialized": (BASE, 1, [*FUSED, *network(remat_policy="full")]),
