@@ -131,22 +131,21 @@ def train(
   model = with_fp8(model, fp8)
 
   # Seeds. Those that are drawn are stored in the checkpoints, so that a restart uses them again.
-  restore_cfg, restore_path = checkpoints.find_start_checkpoint(checkpoint_cfg, model_dir)
-  facts = _run_facts(model_dir, restore_path, random_seed, train_dataset_cfg, checkpoint_cfg)
+  end = None if relative_steps else total_steps
+  restore_cfg, restore_path = checkpoints.find_start_checkpoint(checkpoint_cfg, model_dir, end)
+  earlier_facts = checkpoints.read_start_facts(model_dir, restore_path)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(facts["random_seed"]), 2)
+  seeds = _draw_seeds(earlier_facts, random_seed, train_dataset_cfg)
+  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(seeds["random_seed"]), 2)
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
   setup = _run_setup(partitioner, train_dataset_cfg, checkpoint_cfg, model_dir)
   console.print_line(setup.text())
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
-  train_cfg = dataclasses.replace(train_dataset_cfg, seed=facts["train_dataset_seed"])
-  if verify_matching_vocabs_fn is not None:
-    verify_matching_vocabs_fn(train_cfg, model)
-    checkpoints.check_vocabularies(model, restore_cfg)
-    facts[checkpoints.VOCABULARIES] = data.vocabulary_digests(model)
+  train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
+  vocabularies = _check_vocabularies(verify_matching_vocabs_fn, train_cfg, model, restore_cfg)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   mesh = partitioner.mesh.shape
   model, kernel = with_measured_kernel(model, feed.element_spec, mesh)
@@ -184,14 +183,15 @@ def train(
       save_checkpoint_cfg=checkpoint_cfg.save,
       model_dir=model_dir,
       ds_iter=feed,
-      run_facts=facts,
     )
     if state is None:
       state = initializer.from_scratch(init_rng)
     first_step = int(jax.block_until_ready(state).step)
-  facts.setdefault("first_step", first_step)  # A restart has it from its checkpoint.
-  if relative_steps:
-    total_steps = facts.setdefault("total_steps", first_step + relative_steps)
+  origin = _find_origin(earlier_facts, first_step, relative_steps)
+  total_steps = origin["relative_to"] + relative_steps if relative_steps else total_steps
+  if manager is not None:
+    base = checkpoints.find_base_checkpoint(checkpoint_cfg, earlier_facts, restore_path)
+    manager.begin_run({**seeds, **vocabularies, **origin, checkpoints.STARTED_FROM: base})
 
   # Trainer. It owns the state from here on: each step donates the state before it.
   trainer = trainer_cls(
@@ -226,7 +226,7 @@ def train(
     concurrent_metrics=concurrent_metrics,
     manager=manager if checkpoint_cfg.save else None,
     actions=actions,
-    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
+    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, origin["first_step"]),
     explain_out_of_memory=functools.partial(
       explain_out_of_memory_in_evaluation, model, partitioner, initializer, feed
     ),
@@ -298,20 +298,36 @@ def _header_notes(
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
 
 
-def _run_facts(
-  model_dir: FolderName,
-  restore_path: str | None,
-  random_seed: Seed | None,
-  train_dataset_cfg: data.DatasetConfig,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-) -> dict[str, Any]:
-  """Returns the seeds (as given, else from the earlier run, else drawn) and the start checkpoint."""
-  facts = checkpoints.read_start_facts(model_dir, restore_path)
+def _draw_seeds(
+  earlier: Mapping[str, int], random_seed: Seed | None, train_dataset_cfg: data.DatasetConfig
+) -> dict[str, int]:
+  """Returns the seeds as given, else from the facts of the run before a restart, else drawn."""
   drawn = distributed.draw_seed()
-  facts["random_seed"] = facts.get("random_seed", drawn) if random_seed is None else random_seed
-  seed = facts.get("train_dataset_seed", drawn)
-  facts["train_dataset_seed"] = data.resolve_seed(train_dataset_cfg, seed)
-  facts[checkpoints.STARTED_FROM] = checkpoints.find_base_checkpoint(
-    checkpoint_cfg, model_dir, restore_path
-  )
-  return facts
+  own = earlier.get("random_seed", drawn) if random_seed is None else random_seed
+  of_data = data.resolve_seed(train_dataset_cfg, earlier.get("train_dataset_seed", drawn))
+  return {"random_seed": own, "train_dataset_seed": of_data}
+
+
+def _check_vocabularies(
+  verify: Callable[..., None] | None,
+  train_cfg: data.DatasetConfig,
+  model: BaseModel,
+  restore_cfg: checkpoints.RestoreCheckpointConfig | None,
+) -> dict[str, Any]:
+  """Checks that task, model and checkpoint have the same vocabularies; returns their run fact."""
+  if verify is None:
+    return {}
+  verify(train_cfg, model)
+  checkpoints.check_vocabularies(model, restore_cfg)
+  return {checkpoints.VOCABULARIES: data.vocabulary_digests(model)}
+
+
+def _find_origin(
+  earlier: Mapping[str, int], step: int, relative_steps: Steps | None
+) -> dict[str, int]:
+  """Returns the steps at which the run began and to which its steps are relative, as run facts.
+
+  A restart finds them in the facts of the run before it.
+  """
+  names = ["first_step", *(["relative_to"] if relative_steps else [])]
+  return {name: earlier.get(name, step) for name in names}

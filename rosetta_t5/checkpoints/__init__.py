@@ -5,7 +5,7 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
-from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
@@ -18,7 +18,6 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 from rosetta_t5.checkpoints.model_dir.lock import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError, values_checksum
 from rosetta_t5.checkpoints.restore import (
-  STARTED_FROM,
   VOCABULARIES,
   check_compatibility,
   check_vocabularies,

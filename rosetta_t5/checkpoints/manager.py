@@ -34,6 +34,9 @@ from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
+# The run fact that names the checkpoint with which a finetuning run began.
+STARTED_FROM = "started_from"
+
 
 class OrbaxCheckpointManagerInterface:
   """The checkpoints of one folder, `checkpoint_STEP` each (T5X's class of this name).
@@ -132,9 +135,13 @@ class OrbaxCheckpointManagerInterface:
     """Reads the steps from disk again, after something other than this manager changed the folder."""
     self._steps = checkpoint_folders.all_steps(self.directory)
 
-  def protect(self, step: int) -> None:
-    """Keeps the checkpoint of `step` regardless of `keep`."""
-    self._retention.protected.add(step)
+  def begin_run(self, run_facts: Mapping[str, Any]) -> None:
+    """Sets `run_facts`, and keeps the checkpoint that they name as the run's start."""
+    self.run_facts = dict(run_facts)
+    base = run_facts.get(STARTED_FROM)
+    step = None if base is None else checkpoint_folders.step_of(base)
+    if step is not None and epath.Path(base).parent == self.directory:
+      self._retention.protected.add(step)
 
   def should_save(self, step: int) -> bool:
     """Returns whether `step` is due by `period` or `checkpoint_steps` and not yet saved.

@@ -25,8 +25,6 @@ from rosetta_t5.data import vocabulary_digests
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
-# The run fact that names the checkpoint with which a finetuning run began.
-STARTED_FROM = "started_from"
 # The run fact with digests of the vocabularies by side ("input", "output").
 VOCABULARIES = "vocabularies"
 # Layouts that have no folders of steps, so RestoreCheckpointConfig.mode has no effect on them.
@@ -183,7 +181,6 @@ def create_orbax_checkpoint_manager(
   partitioner: BasePartitioner,
   ds_iter: Any = None,
   model_dir: epath.PathLike | None = None,
-  run_facts: Mapping[str, Any] | None = None,
 ) -> OrbaxCheckpointManagerInterface:
   """Returns a manager that saves into `model_dir`, restores, or both.
 
@@ -194,7 +191,6 @@ def create_orbax_checkpoint_manager(
     partitioner: specifies the sharding of restored arrays.
     ds_iter: the training data's iterator.
     model_dir: the folder of checkpoints; None for the path of `restore_cfg`.
-    run_facts: values to store with each checkpoint.
 
   Raises:
     ValueError: there is no config, no folder or no manager class.
@@ -217,12 +213,10 @@ def create_orbax_checkpoint_manager(
     **(_save_options(save, saver) if save_cfg else {}),
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
-  manager.run_facts = dict(run_facts or {})
   manager.state_transformation_fns = tuple(save.state_transformation_fns)
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
   manager.user_restore = _user_restore(load, ds_iter, state)
-  _protect_base_checkpoint(manager)
   return manager
 
 
@@ -266,14 +260,6 @@ def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
   """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
   method = getattr(checkpointer, name, None)
   return None if method is None or method.__module__.startswith("rosetta_t5.") else method
-
-
-def _protect_base_checkpoint(manager: OrbaxCheckpointManagerInterface) -> None:
-  """Keeps the checkpoint with which the run began, if it is in the manager's folder."""
-  base = manager.run_facts.get(STARTED_FROM)
-  step = None if base is None else checkpoint_folders.step_of(base)
-  if step is not None and epath.Path(base).parent == epath.Path(manager.directory):
-    manager.protect(step)
 
 
 def _checkpoints_at(path: str, mode: str) -> list[str]:

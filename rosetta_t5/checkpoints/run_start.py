@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
-from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   all_steps,
   checkpoint_path,
@@ -28,7 +28,6 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
 from rosetta_t5.checkpoints.restore import (
-  STARTED_FROM,
   check_and_init_fallback_state,
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
@@ -46,16 +45,17 @@ _log = logging.getLogger(__name__)
 
 
 def find_start_checkpoint(
-  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike
+  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike, total_steps: int | None = None
 ) -> tuple[RestoreCheckpointConfig | None, str | None]:
   """Returns what a training run in `model_dir` restores: a config and the path of one checkpoint.
 
   The latest checkpoint in `model_dir` is preferred to `checkpoint_cfg.restore`. (None, None) means
-  that the run starts from scratch.
+  that the run starts from scratch. With `total_steps`, the step at which the run ends, the checkpoint
+  must be from before it.
 
   Raises:
     ValueError: `checkpoint_cfg.restore` names several checkpoints, or none although it does not
-      allow a start from scratch.
+      allow a start from scratch, or the run would end before it begins.
   """
   save, given = checkpoint_cfg.save or SaveCheckpointConfig(), checkpoint_cfg.restore
   own = RestoreCheckpointConfig(
@@ -75,24 +75,25 @@ def find_start_checkpoint(
     own.restore_dataset = False
   if cfg is None and given and given.paths() and not given.fallback_to_scratch:
     raise ValueError(_no_checkpoint_text(given))
+  if paths and total_steps is not None:
+    _check_steps_are_left(paths[0], model_dir, total_steps)
   return cfg, paths[0] if paths else None
 
 
 def find_base_checkpoint(
-  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike, restore_path: str | None
+  checkpoint_cfg: CheckpointConfig, start_facts: Mapping[str, Any], restore_path: str | None
 ) -> str | None:
   """Returns the checkpoint with which a finetuning run began, which must not be deleted; else None.
 
   Args:
     checkpoint_cfg: the run's configuration. Without a checkpoint to restore, the run does not
       finetune.
-    model_dir: the folder of the run's checkpoints, which store the base checkpoint as a run fact.
+    start_facts: the result of `read_start_facts`. A restart finds the base checkpoint in them.
     restore_path: the checkpoint that the run, or its restart, restores.
   """
   if restore_path is None or checkpoint_cfg.restore is None or not checkpoint_cfg.restore.paths():
     return None
-  facts = read_start_facts(model_dir, restore_path)
-  return facts.get(STARTED_FROM) or os.fspath(restore_path)
+  return start_facts.get(STARTED_FROM) or os.fspath(restore_path)
 
 
 def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dict[str, Any]:
@@ -104,13 +105,28 @@ def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dic
   if restore_path is None or epath.Path(restore_path).parent != epath.Path(model_dir):
     return {}
   paths = [checkpoint_path(model_dir, step) for step in reversed(older_steps(restore_path))]
-  facts: dict[str, Any] = {}
   for path in (restore_path, *paths):
     with contextlib.suppress(ChecksumError):
-      facts = {"first_step": 0} | read_run_facts(path)
-      if len(facts) > 1:  # T5X's checkpoints have none.
-        break
-  return facts
+      if facts := read_run_facts(path):
+        return facts
+  return {}
+
+
+def _check_steps_are_left(restore_path: str, model_dir: epath.PathLike, total_steps: int) -> None:
+  """Raises ValueError if a run would end at or before the step of the checkpoint that it restores.
+
+  A restart of a run that is complete is allowed.
+  """
+  step = step_of(restore_path)
+  is_own = epath.Path(restore_path).parent == epath.Path(model_dir)
+  if step is None or step < total_steps or (is_own and step == total_steps):
+    return
+  raise ValueError(
+    f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {restore_path}, from which "
+    f"the run starts, got {total_steps}: it is the step at which the run ends. Set TRAIN_STEPS = "
+    f"{step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps) = {total_steps}, to train "
+    f"{total_steps} more steps"
+  )
 
 
 def restored_checkpoint(restore_path: str | None, step: int) -> str | None:
@@ -130,7 +146,6 @@ def create_checkpoint_manager_and_restore(
   model_dir: epath.PathLike | None = None,
   ds_iter: Any = None,
   use_orbax: bool = False,
-  run_facts: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState | None, OrbaxCheckpointManagerInterface | None]:
   """Returns (restored train state or None, manager or None), with which a run begins.
 
@@ -144,7 +159,6 @@ def create_checkpoint_manager_and_restore(
     model_dir: the folder to save into.
     ds_iter: the training data's iterator.
     use_orbax: T5X's switch between layouts. It has no effect: checkpoints have Orbax's layout.
-    run_facts: values to store with each checkpoint.
 
   Raises:
     CheckpointMismatchError: the checkpoint belongs to another model.
@@ -161,7 +175,6 @@ def create_checkpoint_manager_and_restore(
     partitioner=partitioner,
     ds_iter=ds_iter,
     model_dir=model_dir,
-    run_facts=run_facts,
   )
   cfg = restore_checkpoint_cfg
   if restore_path is None or cfg is None:

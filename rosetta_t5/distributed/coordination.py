@@ -60,7 +60,7 @@ def _next_key(name: str) -> str:
 
 def draw_seed() -> int:
   """Returns a seed drawn from the clock, the same on every process."""
-  seed = np.int32(time.time())
+  seed = np.int32(int(time.time()) % 2**31)
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 

@@ -147,20 +147,21 @@ def _source_of_path(plan: Any) -> str:
   found = next(paths, None)
   while found and isinstance(found.value, Macro):
     found = bindings.get((found.value.name,))
-  return f"\n  {found.source}" if found else ""
+  return f"\n  {found.source}" if found and found.value else ""
 
 
 def _training_start(plan: Any) -> Rows:
   """Returns the start of a training run: MODEL_DIR's checkpoint, else the given one, else scratch."""
   cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
+  end = None if plan["relative_steps"] else plan["total_steps"]
   found, path = None, None
   if not _is_remote(folder):
     without_restore = dataclasses.replace(cfg, restore=None)
-    found, path = checkpoints.find_start_checkpoint(without_restore, folder)
+    found, path = checkpoints.find_start_checkpoint(without_restore, folder, end)
   if path is None and cfg.restore is not None:
     if any(map(_is_remote, cfg.restore.paths())):
       return _unchecked(plan, cfg.restore.paths())
-    found, path = checkpoints.find_start_checkpoint(cfg, folder)
+    found, path = checkpoints.find_start_checkpoint(cfg, folder, end)
   _check(plan, found, [path] if path else [])
   return [("starts from", path or "scratch")]
 

@@ -135,7 +135,7 @@ def run_summary(
   count = steps[1] - steps[0]
   done = f"{count} steps in {format_duration(seconds)}"
   if count == 0:
-    done = "nothing was left to do; set a larger TRAIN_STEPS to continue"
+    done = "nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue"
   rows = [("done", f"step {steps[1]}: {done}")]
   if first is not None and last is not None:
     rows.append(("loss", f"{first:.3f} at first, {last:.3f} at the end"))

@@ -26,6 +26,7 @@ from rosetta_t5.checkpoints import (
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
   read_run_facts,
+  read_start_facts,
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
@@ -43,10 +44,10 @@ def pretrained(setup, tmp_path):
   return folder
 
 
-def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=None):
+def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=()):
   """Finds and restores the start checkpoint as a training run does."""
   cfg, path = find_start_checkpoint(CheckpointConfig(save, restore), model_dir)
-  return create_checkpoint_manager_and_restore(
+  state, manager = create_checkpoint_manager_and_restore(
     setup.initializer,
     setup.partitioner,
     cfg,
@@ -55,8 +56,10 @@ def begin(setup, model_dir, save=None, restore=None, ds_iter=None, run_facts=Non
     save_checkpoint_cfg=save,
     model_dir=model_dir,
     ds_iter=ds_iter,
-    run_facts=run_facts,
   )
+  if manager is not None:
+    manager.begin_run(dict(run_facts))
+  return state, manager
 
 
 def test_a_run_without_any_checkpoint_starts_from_scratch(setup, tmp_path):
@@ -258,7 +261,7 @@ def test_finetuning_in_the_pretraining_folder_keeps_its_base_checkpoint(setup, p
   start = f"{pretrained}/checkpoint_20"
   for steps in ((21, 22), (23, 24)):  # the second time it is a restart
     _, path = find_start_checkpoint(cfg, pretrained)
-    facts = {"started_from": find_base_checkpoint(cfg, pretrained, path)}
+    facts = {"started_from": find_base_checkpoint(cfg, read_start_facts(pretrained, path), path)}
     assert facts["started_from"] == start
     state, manager = begin(setup, pretrained, cfg.save, given, run_facts=facts)
     for step in steps:
@@ -269,7 +272,7 @@ def test_finetuning_in_the_pretraining_folder_keeps_its_base_checkpoint(setup, p
 
 def test_pretraining_has_no_base_checkpoint(pretrained):
   cfg = CheckpointConfig(save=SaveCheckpointConfig(keep=1))
-  assert find_base_checkpoint(cfg, pretrained, f"{pretrained}/checkpoint_20") is None
+  assert find_base_checkpoint(cfg, {}, f"{pretrained}/checkpoint_20") is None
 
 
 def test_a_damaged_latest_checkpoint_is_renamed_and_the_run_continues_from_the_older_one(

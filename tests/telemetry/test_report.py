@@ -139,6 +139,6 @@ def test_summary_of_a_finished_run_says_that_nothing_was_left_to_do():
     steps=(300, 300), seconds=1.0, losses=(None, None), model_dir="/runs/a", checkpoint=None
   )
   assert text.splitlines() == [
-    "done     step 300: nothing was left to do; set a larger TRAIN_STEPS to continue",
+    "done     step 300: nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue",
     "metrics  tensorboard --logdir=/runs/a",
   ]
