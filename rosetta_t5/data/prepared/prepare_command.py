@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
   add("--columns", nargs="+", help="column names of csv or tsv files without a header")
   add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
+  add(
+    "--quoted",
+    action=argparse.BooleanOptionalAction,
+    help="whether fields of csv and tsv files may be in quotes; by default, the files show it",
+  )
   add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
   add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
   parser.set_defaults(run=run)
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
       text=arguments.text_key,
       validation_percent=arguments.validation_percent,
       append_end=arguments.append_eos,
-      layout=Layout(arguments.format, columns, arguments.text_unit),
+      layout=Layout(arguments.format, columns, arguments.text_unit, arguments.quoted),
       on_bad_example=arguments.on_bad_example,
       workers=arguments.workers,
       executor=executor,

@@ -40,11 +40,14 @@ class Layout:
     columns: column names of csv and tsv files without a header.
     text_unit: what one record of a text file is: a line, a paragraph that ends at an empty line, or
       the whole file.
+    quoted: whether fields of csv and tsv files may be in quotes; None means that they may in csv files,
+      and finds it out for each tsv file.
   """
 
   format: str | None = None
   columns: tuple[str, ...] | None = None
   text_unit: str = "line"
+  quoted: bool | None = None
 
   def __post_init__(self) -> None:
     if self.format is not None:

@@ -8,12 +8,14 @@ import io
 import itertools
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from rosetta_t5.data.reading.bad_examples import BadExample
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT, Layout, format_of, open_bytes
+from rosetta_t5.data.reading.tables import Row, UnclearQuotesError, table_rows
 
 Record = Mapping[str, Any]
 # The number of a line (or row), and the record that begins there.
@@ -25,7 +27,9 @@ LONGEST = 64 << 20
 # A line of so many times this size is not skipped: the file is not read further.
 _MAX_PARTS = 16
 # Exceptions of Python's readers if a file is truncated or damaged. pyarrow has its own.
-_DAMAGE = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
+_DAMAGE = (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, zlib.error, csv.Error)
+_SEPARATORS = re.compile(r"[\s,]*")  # between the elements of a JSON array
+_PART = 1 << 20  # characters of an array that are read at a time
 
 
 class _BadRecordError(Exception):
@@ -39,7 +43,7 @@ def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located
   before the damage and then one bad example.
 
   Raises:
-    ValueError: the file's format is unknown.
+    ValueError: the file's format is unknown, or the meaning of quotes in a tsv file.
   """
   read_units, parse = _FORMATS[format_of(path, layout)]
   line = 0
@@ -52,6 +56,8 @@ def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located
         record = BadExample(path, line, str(error))
       if record is not None:
         yield line, record
+  except UnclearQuotesError:
+    raise
   except Exception as error:
     if not isinstance(error, _DAMAGE) and not type(error).__module__.startswith("pyarrow"):
       raise
@@ -73,9 +79,41 @@ def _text_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
       yield from enumerate(_lines(file), 1)
 
 
-def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
+def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
+  """Yields the lines of a file as bytes, or the elements of the one array that it holds."""
   with open_bytes(path) as file:
-    yield from ((line, text) for line, text in enumerate(_lines(file), 1) if text.strip())
+    is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+  if is_array:
+    with io.TextIOWrapper(open_bytes(path), "utf-8-sig") as text:
+      yield from _array_elements(text)
+    return
+  with open_bytes(path) as file:
+    yield from ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
+
+
+def _array_elements(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
+  """Yields the elements of a JSON array, which is not read as a whole, and the lines where they begin."""
+  decoder = json.JSONDecoder()
+  text = file.read(_PART)
+  position, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+  while True:
+    start, position = position, _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
+    line += text.count("\n", start, position)
+    if text.startswith("]", position):
+      break
+    try:
+      element, end = decoder.raw_decode(text, position)
+    except ValueError:
+      more = file.read(max(_PART, len(text)))
+      if not more or len(text) - position > LONGEST:
+        raise
+      text, position = text[position:] + more, 0
+      continue
+    yield line, element
+    line += text.count("\n", position, end)
+    position = end
+  if (text[position + 1 :] + file.read(_PART)).strip():
+    raise ValueError("there is more after the end of the array")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -113,15 +151,24 @@ def _parse_text(unit: bytes) -> Record | None:
   return {"text": text.strip("\r\n")} if text.strip() else None
 
 
-def _parse_json(unit: bytes) -> Record:
-  try:
-    record = json.loads(_decode(unit))
-  except (ValueError, RecursionError) as error:
-    truncated = "" if unit.endswith(b"\n") else " (the file's last line has no line break)"
-    raise _BadRecordError(f"invalid JSON: {str(error)[:80]}{truncated}") from error
+def _parse_json(unit: Any) -> Record:
+  record = _loads(unit) if isinstance(unit, bytes) else unit
   if not isinstance(record, dict):
     raise _BadRecordError(f"a JSON {type(record).__name__}, not an object with columns")
   return record
+
+
+def _loads(line: bytes) -> Any:
+  try:
+    return json.loads(_decode(line))
+  except (ValueError, RecursionError) as error:
+    if line.strip() == b"{":
+      reason = (
+        "an object over several lines; expected one in each line, or one array of all objects"
+      )
+      raise _BadRecordError(reason) from error
+    truncated = "" if line.endswith(b"\n") else " (the file's last line has no line break)"
+    raise _BadRecordError(f"invalid JSON: {str(error)[:80]}{truncated}") from error
 
 
 def _decode(unit: bytes) -> str:
@@ -137,21 +184,16 @@ def _decode(unit: bytes) -> str:
   return text
 
 
-def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, Row]]:
   is_tsv = format_of(path, layout) == "tsv"
-  # In the tsv files of public data sets (GLUE's, MNLI's), quotes are ordinary characters.
-  quoting: Any = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
-  csv.field_size_limit(LONGEST)
-  with open_bytes(path) as file:
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-    # A line that is too long becomes several, of which csv refuses a field that is too long.
-    lines = iter(lambda: text.readline(LONGEST + 1), "")
-    rows = csv.reader(lines, delimiter="\t" if is_tsv else ",", quoting=quoting)
-    columns = list(layout.columns or next(rows, []))
-    yield from ((rows.line_num, (columns, row)) for row in rows if row)
+  file = open_bytes(path)
+  with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+    yield from table_rows(text, path, layout.columns, is_tsv, layout.quoted, LONGEST)
 
 
-def _parse_row(unit: tuple[list[str], list[str]]) -> Record:
+def _parse_row(unit: Row) -> Record:
+  if isinstance(unit, str):
+    raise _BadRecordError(unit)
   columns, row = unit
   if len(row) != len(columns):
     raise _BadRecordError(f"{len(row)} columns instead of {len(columns)}")

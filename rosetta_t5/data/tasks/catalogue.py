@@ -14,7 +14,7 @@ from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.local_files import dataset_folders
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
-from rosetta_t5.data.reading import BlockReader
+from rosetta_t5.data.reading import BlockReader, Layout
 from rosetta_t5.data.reading.file_source import make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
@@ -171,6 +171,14 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
     files = spec.files
     if found := dataset_folders.find_distributed_files(files, folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
-      reader = BlockReader(select_texts, read=files.read)
-      return make_file_source(found, dict.fromkeys(found, reader), files.names)
+      # In the tsv files of public data sets, quotes are ordinary characters.
+      layouts = {
+        split: Layout(quoted=False if ".tsv" in paths[0] else None)
+        for split, paths in found.items()
+      }
+      readers = {
+        split: BlockReader(select_texts, layout, read=files.read)
+        for split, layout in layouts.items()
+      }
+      return make_file_source(found, readers, files.names)
   raise ValueError(dataset_folders.missing_data_message(name, spec, folders))

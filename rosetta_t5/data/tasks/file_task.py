@@ -46,6 +46,7 @@ def file_task(
   format: Format | None = None,
   columns: Sequence[str] | None = None,
   text_unit: TextUnit = "line",
+  quoted: bool | None = None,
   on_bad_example: OnBadExample = "skip",
   metrics: Sequence[Metric] = (),
   name: str | None = None,
@@ -70,6 +71,8 @@ def file_task(
     format: "text", "jsonl", "csv", "tsv", "parquet" or "arrow", for files whose names do not show it.
     columns: the column names of csv and tsv files that have no header line.
     text_unit: one example of a text file is a "line", a "paragraph" or the "file".
+    quoted: whether fields of csv and tsv files may be in quotes, as pandas writes them. None finds it out
+      for each tsv file; csv files may have such fields.
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     metrics: names of functions in rosetta_t5.data.task_metrics, for evaluation by predictions.
     name: the task's name; None derives one from the arguments.
@@ -87,7 +90,7 @@ def file_task(
       )
     return name
   train = find_files(files)
-  layout = Layout(format, tuple(columns) if columns else None, text_unit)
+  layout = Layout(format, tuple(columns) if columns else None, text_unit, quoted)
   bad_examples = BadExamples(on_bad_example)
 
   def reader(is_validation: bool) -> BlockReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -9,6 +10,7 @@ import lzma
 import pathlib
 import re
 import struct
+from typing import Literal
 
 import pyarrow
 import pytest
@@ -142,6 +144,97 @@ def test_a_broken_line_is_reported_with_its_number_and_the_rest_is_read(
   records = list(read_records(str(path)))
   assert records[0][1] == {"text": "good"}
   assert re.search(rf"a\.jsonl, line 2: {reason}", str(records[1][1]))
+
+
+# Every kind of text that a quoting program treats specially: tabs, quotes and line breaks.
+CELLS = ["plain", "a\tb", 'he said "yes"', '"Why?"', "one\ntwo\r\nthree", '""', "", "ends with \\"]
+
+
+def written(quoting: Literal[0, 1, 2, 3], delimiter: str, rows: list[list[str]]) -> bytes:
+  text = io.StringIO()
+  csv.writer(text, delimiter=delimiter, quoting=quoting).writerows([["id", "text"], *rows])
+  return text.getvalue().encode()
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+@pytest.mark.parametrize("cells", [[cell] for cell in CELLS] + [CELLS, ["x" * 500] * 3000 + CELLS])
+def test_a_table_that_a_program_quoted_has_the_same_rows_again(
+  tmp_path: pathlib.Path, quoting: Literal[0, 1, 2], ending: str, cells: list[str]
+) -> None:
+  path = tmp_path / f"a.{ending}"
+  rows = [[f"a{n}", cell] for n, cell in enumerate(cells)]
+  path.write_bytes(written(quoting, "\t" if ending == "tsv" else ",", rows))
+  assert [list(record.values()) for _, record in read_records(str(path))] == rows  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+  "texts",
+  [
+    ['"Why?"'],
+    ['"Why?" he said.', 'She said "yes".', "plain"],
+    ['"It was', 'ends here"', 'a 5" disk'],
+    ['say ""', '"x"" y'],
+  ],
+)
+def test_quotes_of_a_tsv_file_without_quoting_are_part_of_the_text(
+  tmp_path: pathlib.Path, texts: list[str]
+) -> None:
+  path = tmp_path / "a.tsv"
+  path.write_text("id\ttext\n" + "".join(f"1\t{text}\n" for text in texts))
+  assert [record["text"] for _, record in read_records(str(path))] == texts  # type: ignore[index]
+
+
+def test_quotes_in_a_tsv_file_that_fit_neither_way_are_refused_until_their_meaning_is_set(
+  tmp_path: pathlib.Path,
+) -> None:
+  path = tmp_path / "a.tsv"
+  path.write_text('id\ttext\n1\tplain\n2\t"a \\"b\\" c\nd"\n3\t5" disk\n')
+  with pytest.raises(
+    ValueError, match=r"a\.tsv, line 3: here are quotes.*file_task\.quoted = True"
+  ):
+    list(read_records(str(path)))
+  records = [record for _, record in read_records(str(path), Layout(quoted=False))]
+  assert [isinstance(record, BadExample) for record in records] == [False, False, True, False]
+
+
+def test_a_quote_in_the_wrong_place_of_a_csv_file_makes_its_row_bad(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.csv"
+  path.write_text('id,text\n1,"a\nb"\n2,"a "b" c"\n3,x\n')
+  records = list(read_records(str(path)))
+  assert [line for line, _ in records] == [2, 4, 5]
+  assert records[2][1] == {"id": "3", "text": "x"}
+  assert "quote in a quoted field must be doubled" in str(records[1][1])
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_of_one_array_has_the_same_records_as_its_lines(
+  tmp_path: pathlib.Path, indent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(records, "_PART", 100)
+  rows = [{"text": f"[text], {n}", "list": [[n]]} for n in range(50)]
+  path = tmp_path / "a.json"
+  path.write_text(json.dumps(rows, indent=indent) + "\n")
+  found = list(read_records(str(path)))
+  assert [record for _, record in found] == rows
+  assert [line for line, _ in found][:3] == ([2, 10, 18] if indent else [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+  ("text", "reason"),
+  [
+    ('[{"a": 1}, {"a"', "damaged here: Expecting ':'"),
+    ('[{"a": 1}][{"a": 2}]', "more after the end of the array"),
+    ('[{"a": 1}, [2]]', "a JSON list, not an object"),
+    ('{\n "a": 1\n}', "an object over several lines; expected one in each line"),
+  ],
+)
+def test_damage_of_a_json_file_of_one_array_is_reported(
+  tmp_path: pathlib.Path, text: str, reason: str
+) -> None:
+  path = tmp_path / "a.json"
+  path.write_text(text)
+  assert reason in bad(path)[0].reason
 
 
 def test_a_row_with_too_few_columns_or_invalid_utf8_is_bad(tmp_path: pathlib.Path) -> None:
