@@ -18,8 +18,8 @@ from rosetta_t5.inference.during_training import LossEvaluation, Values
 from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.inference.sample_predictions import SampleLog
-from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.models import BaseModel
+from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
@@ -103,14 +103,6 @@ def evaluate(
     input_shapes=shapes,
     partitioner=partitioner,
   )
-  memory_advisor = InferenceMemoryAdvisor(
-    model=model,
-    partitioner=partitioner,
-    initializer=initializer,
-    shapes=shapes,
-    is_scoring=evaluator.only_scores,
-    dtype=restore_checkpoint_cfg.dtype,
-  )
 
   # Checkpoints that are yet to be evaluated.
   evaluated = _EvaluatedCheckpoints(output_dir, dataset_cfg.name)
@@ -145,13 +137,13 @@ def evaluate(
     # One phase for everything: only the first process computes metrics, which may take long.
     watchdog.set_phase("evaluating checkpoints")
     states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
-    for state, path in _restore_each(states, memory_advisor):
+    for state, path in _restore_each(states):
       started = time.monotonic()
       if trainer is not None:
         trainer.train_state = state
-        with dataclasses.replace(memory_advisor, is_scoring=True).explain_out_of_memory():
+        with explain_out_of_memory(INFERENCE):
           loss_evaluation.run(trainer)
-      with memory_advisor.explain_out_of_memory():
+      with explain_out_of_memory(INFERENCE):
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
       samples.write(int(state.step), evaluator.samples, samples_manager)
@@ -244,12 +236,10 @@ class _EvaluatedCheckpoints:
       self._file.write_text("\n".join(self.paths))
 
 
-def _restore_each(
-  states: Iterator[tuple[Any, str]], memory_advisor: InferenceMemoryAdvisor
-) -> Iterator[tuple[Any, str]]:
+def _restore_each(states: Iterator[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
   """Yields each state with its path; memory errors while it is restored get advice."""
   while True:
-    with memory_advisor.explain_out_of_memory(is_restoring=True):
+    with explain_out_of_memory(INFERENCE[-1:]):
       restored = jax.block_until_ready(next(states, None))
     if restored is None:
       return

@@ -25,8 +25,8 @@ from rosetta_t5.inference import result_files
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
-from rosetta_t5.memory_advice import InferenceMemoryAdvisor
 from rosetta_t5.models import BaseModel
+from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
@@ -124,18 +124,10 @@ def infer(
     input_types={name: np.dtype(x.dtype.as_numpy_dtype) for name, x in spec.items()},
     partitioner=partitioner,
   )
-  memory_advisor = InferenceMemoryAdvisor(
-    model=model,
-    partitioner=partitioner,
-    initializer=initializer,
-    shapes=shapes,
-    is_scoring=mode == "score",
-    dtype=restore_checkpoint_cfg.dtype,
-  )
 
   # State.
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  with memory_advisor.explain_out_of_memory(is_restoring=True):
+  with explain_out_of_memory(INFERENCE[-1:]):
     state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
     jax.block_until_ready(state)
   if state is None:
@@ -196,7 +188,7 @@ def infer(
       kept = f"the complete chunks in {chunk_dir} are kept; run the same command to continue"
       with (
         result_files.open_chunk_folder(chunk_dir, result_file.name, settings) as folder,
-        memory_advisor.explain_out_of_memory(),
+        explain_out_of_memory(INFERENCE),
         ctrl_c.entered(ctrl_c.Section(kept)),
       ):
         first = folder.num_complete()

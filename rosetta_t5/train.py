@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +13,16 @@ import jax
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
-from rosetta_t5.memory_advice import explain_out_of_memory, explain_out_of_memory_in_evaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
+from rosetta_t5.out_of_memory import (
+  INITIALIZATION,
+  TRAINING,
+  check_state_fits,
+  explain_out_of_memory,
+)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.hardware import placement
@@ -173,7 +177,12 @@ def train(
     input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
     partitioner=partitioner,
   )
-  with explain_out_of_memory(model, partitioner, initializer, feed):
+  with explain_out_of_memory(INITIALIZATION):
+    check_state_fits(
+      initializer.global_train_state_shape,
+      initializer.train_state_axes,
+      dict(partitioner.mesh.shape),
+    )
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       train_state_initializer=initializer,
       partitioner=partitioner,
@@ -227,9 +236,6 @@ def train(
     manager=manager if checkpoint_cfg.save else None,
     actions=actions,
     run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, origin["first_step"]),
-    explain_out_of_memory=functools.partial(
-      explain_out_of_memory_in_evaluation, model, partitioner, initializer, feed
-    ),
     model_dir=model_dir,
     first_step=first_step,
     total_steps=total_steps,
@@ -238,7 +244,7 @@ def train(
   )
   if first_step < total_steps:
     log_event(model_dir, "start", **description.facts())
-    with loop.log_failure(), explain_out_of_memory(model, partitioner, initializer, feed, trainer):
+    with loop.log_failure(), explain_out_of_memory(TRAINING):
       loop.compile()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from clu import values as clu_values
 from rosetta_t5 import checkpoints, distributed
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
+from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
@@ -48,8 +49,6 @@ class TrainLoop:
     manager: saves checkpoints; None saves none.
     actions: users' actions, which see the metrics and can end the run.
     run_metrics: metrics that the steps do not measure.
-    explain_out_of_memory: returns a context for an evaluation; called with the evaluation's
-      dataset config, `is_scoring` and `scope`.
     model_dir: the folder of all output.
     first_step: the number of steps completed before the run.
     total_steps: the number of steps completed when the run ends.
@@ -66,7 +65,6 @@ class TrainLoop:
   manager: checkpoints.OrbaxCheckpointManagerInterface | None
   actions: Mapping[ActionMode | str, Sequence[BaseAction]] | None
   run_metrics: RunMetrics
-  explain_out_of_memory: Callable[..., contextlib.AbstractContextManager[None]]
   model_dir: str
   first_step: int
   total_steps: int
@@ -305,13 +303,13 @@ class TrainLoop:
   def _evaluate(self, step: int) -> None:
     self._watchdog.set_phase(f"evaluating step {step}")
     eval_started = time.monotonic()
-    with self.explain_out_of_memory(self.evaluation.cfg, is_scoring=True, scope="train_eval/"):
+    with explain_out_of_memory(INFERENCE):
       values = self.evaluation.run(self.trainer)
     self._progress.report_evaluation(step, values)
     self._run_actions(ActionMode.TRAIN_EVAL, values)
     self._collect_predictions()  # The metrics of the previous evaluation.
     show = functools.partial(self._progress.report_predictions, step)
-    with self.explain_out_of_memory(self.predictions.cfg, is_scoring=False, scope="infer_eval/"):
+    with explain_out_of_memory(INFERENCE):
       self.predictions.run(self.trainer.train_state, self.train_state_axes, show)
     if not self.concurrent_metrics:
       self._collect_predictions()

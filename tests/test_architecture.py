@@ -33,7 +33,7 @@ PACKAGES = (
   "gpu_program",
   "trained_model",
   "conversion",
-  "memory_advice",
+  "out_of_memory",
   "plan",
   "config",
   "inference",

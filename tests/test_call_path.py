@@ -70,8 +70,8 @@ def _from(first: str, stack: list[types.CodeType]) -> list[types.CodeType]:
 
 
 def _table(rows: list[tuple[str, int]]) -> str:
-  lines = [f"| {i} | {name} | {lines or ''} |" for i, (name, lines) in enumerate(rows, 1)]
-  return "| | function | code lines |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n"
+  lines = [f"| {i} | {name} |" for i, (name, _) in enumerate(rows, 1)]
+  return "| | function |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from rosetta_t5.inference.result_files import (
   merge_chunks_to_file,
   write_inferences_to_file,
 )
-from rosetta_t5.memory_advice import OutOfMemoryError
+from rosetta_t5.out_of_memory import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
 
 TASK = "pairs_to_infer"
@@ -341,9 +341,7 @@ def test_out_of_memory_error_of_inference_suggests_what_to_change(run, tmp_path,
     run(tmp_path, large, mode=mode)
   output = str(raised.value)
   assert output.startswith("a device is out of memory: RESOURCE_EXHAUSTED: Out of memory")
-  # Their order depends on the memory of the machine.
-  names = re.findall(r"^  (\S+) = .*   # .*saves about \S+ [kMG]B$", output, re.MULTILINE)
-  assert set(names[:2]) == {"TASK_FEATURE_LENGTHS", "utils.DatasetConfig.batch_size"}
+  assert "utils.DatasetConfig.batch_size, or --batch_size: a smaller number" in output
   run(tmp_path, {"batch_size": 8}, mode=mode)
 
 

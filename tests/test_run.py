@@ -395,22 +395,20 @@ def test_out_of_memory_error_suggests_what_to_change_and_keeps_the_checkpoint(tm
   output = [process.communicate(timeout=600)[1] for process in processes]
   assert all(process.returncode > 0 for process in processes)
   assert "error: a device is out of memory: RESOURCE_EXHAUSTED: Out of memory" in output[0]
-  answer = re.findall(r"^  (\S+) = .*# .*saves about \S+ [kMG]B$", output[0], re.MULTILINE)
+  answer = re.findall(r"^  (\S+) = ", output[0], re.MULTILINE)
   assert answer[:2] == ["trainer.Trainer.num_microbatches", "network.T5Config.remat_policy"]
-  assert len(answer) == 3
   assert "Traceback" not in output[0]
   assert all_steps(tmp_path) == [0]
   assert not list(tmp_path.glob("*tmp*"))
 
 
 @pytest.mark.slow
-def test_error_of_a_state_that_does_not_fit_suggests_a_number_of_devices(tmp_path):
+def test_a_state_that_does_not_fit_is_an_error_before_it_is_allocated(tmp_path):
   process = launch_in_60_gib(tmp_path, *_STATE_TOO_LARGE)
   _, output = process.communicate(timeout=600)
   assert process.returncode == 1
-  assert "error: a device is out of memory: RESOURCE_EXHAUSTED: Out of memory" in output
-  line = r'^  partitioning.PjitPartitioner.mesh = {"fsdp": (\d+)}   # on \1 devices: saves about'
-  assert len(re.findall(line, output, re.MULTILINE)) == 1
+  assert "error: a device is out of memory: the train state needs 413 GB on each device" in output
+  assert 'partitioning.PjitPartitioner.mesh = {"fsdp": N}' in output
   assert "num_microbatches" not in output
   assert "Traceback" not in output
 

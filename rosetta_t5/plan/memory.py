@@ -261,36 +261,6 @@ def _logit_positions(work: Workload) -> float:
   return min(work.loss_chunk_length or target, target) / work.context_shards
 
 
-def inference_bytes(work: Workload) -> dict[str, float]:
-  """Estimates the bytes per device that predicting or scoring needs besides the parameters, by part.
-
-  The result is the larger of two phases. In the first, the activations of the largest layer exist. In
-  the second, the logits exist in float32; a prediction also has the keys and values of inputs and
-  decodes. With more than one decode, two copies of the keys and values exist while they are reordered.
-
-  Raises:
-    AttributeError: the network is unknown.
-  """
-  target = work.lengths["decoder"]
-  layer = kept_by_layer(work, "none")
-  # XLA overwrites the logits with log probabilities, unless devices must communicate for them.
-  copies = 1 + (work.model_shards > 1)
-  position_logits = copies * 4 * work.examples * work.config.vocab_size / work.model_shards
-  if work.decodes is None:
-    return _largest(
-      {"activations": work.examples * max(layer.values())},
-      {"logits": position_logits * _logit_positions(work)},
-    )
-  cached = target * work.decodes * (1 + (work.decodes > 1)) + work.lengths.get("encoder", 0)
-  heads = work.config.num_heads / work.model_shards
-  key_and_value = 2 * heads * work.config.head_dim * work.itemsize
-  prompt = work.examples * layer["encoder" if "encoder" in work.lengths else "decoder"]
-  cache = work.examples * cached * key_and_value * work.layers["decoder"]
-  return _largest(
-    {"activations": prompt}, {"keys and values": cache, "logits": position_logits * work.decodes}
-  )
-
-
 def _largest(*phases: dict[str, float]) -> dict[str, float]:
   """Returns the phase that needs the most memory."""
   return max(phases, key=lambda phase: sum(phase.values()))

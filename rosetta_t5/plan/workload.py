@@ -54,7 +54,6 @@ class Workload:
     loss_chunk_length: the number of target positions whose logits exist at the same time; None for all.
     remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the policy of
       the network's config.
-    decodes: the beams or samples per example of a prediction; None for training and scoring.
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
@@ -71,7 +70,6 @@ class Workload:
   activation_split: str | None = None
   loss_chunk_length: int | None = None
   remat_policy: str | None = None
-  decodes: int | None = None
   fp8: bool = False
   kernel: str | None = None
   pipeline: PipelineSettings | None = None
