@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,20 +48,20 @@ def explain_out_of_memory(settings: Sequence[str]) -> Iterator[None]:
     raise OutOfMemoryError(_message(first, settings)) from error
 
 
-def check_state_fits(state: Any, specs: Any, mesh: Mapping[str, int]) -> None:
+def check_state_fits(initializer: Any, partitioner: Any) -> None:
   """Raises OutOfMemoryError if a train state is larger than a device's memory.
 
   On a CPU, the operating system would end the process.
 
   Args:
-    state: the shapes of the state.
-    specs: its PartitionSpecs.
-    mesh: the size of each mesh axis.
+    initializer: provides the shapes of the state and its PartitionSpecs.
+    partitioner: provides the mesh.
   """
   stats = jax.local_devices()[0].memory_stats() or {}
   host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   memory = stats.get("bytes_limit", host / jax.local_device_count())
-  needed = sum(state_bytes(state, specs, mesh).values())
+  state, specs = initializer.global_train_state_shape, initializer.train_state_axes
+  needed = sum(state_bytes(state, specs, partitioner.mesh.shape).values())
   if needed > memory:
     problem = (
       f"the train state needs {size_text(needed)} on each device, which has {size_text(memory)}"

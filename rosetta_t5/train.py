@@ -178,11 +178,7 @@ def train(
     partitioner=partitioner,
   )
   with explain_out_of_memory(INITIALIZATION):
-    check_state_fits(
-      initializer.global_train_state_shape,
-      initializer.train_state_axes,
-      dict(partitioner.mesh.shape),
-    )
+    check_state_fits(initializer, partitioner)
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       train_state_initializer=initializer,
       partitioner=partitioner,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,9 +31,15 @@ def test_a_state_larger_than_memory_is_an_error_unless_devices_share_it():
   shape = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}  # 4.4 TB
   state = InferenceState(step=None, params=shape)
   specs = InferenceState(step=None, params={"w": PartitionSpec("data")})
+  initializer = types.SimpleNamespace(global_train_state_shape=state, train_state_axes=specs)
+
+  def check(devices):
+    mesh = types.SimpleNamespace(shape={"data": devices})
+    check_state_fits(initializer, types.SimpleNamespace(mesh=mesh))
+
   with pytest.raises(OutOfMemoryError, match=r"needs 4.4 TB on each device"):
-    check_state_fits(state, specs, {"data": 1})
-  check_state_fits(state, specs, {"data": 1 << 16})
+    check(1)
+  check(1 << 16)
 
 
 def test_other_errors_are_unchanged():
