@@ -1,8 +1,8 @@
 """Times one training step of T5 1.1 on this machine's CPU, and of Hugging Face's T5 if it is installed.
 
-  python benchmarks/cpu_step.py                    # ours, AdamW, batch 8, 512/128 tokens, float32
-  python benchmarks/cpu_step.py --beside-hf        # and Hugging Face's on PyTorch, in turns
-  python benchmarks/cpu_step.py --optimizer adamw muon --batch 48
+  python -m benchmarks.cpu_step                    # ours, AdamW, batch 8, 512/128 tokens, float32
+  python -m benchmarks.cpu_step --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python -m benchmarks.cpu_step --optimizer adamw muon --batch 48
 
 All implementations do the same work on the same batch: forward pass, backward pass and an optimizer step,
 without dropout; Hugging Face's optimizer is AdamW. Each runs in a process of its own, and they take turns.
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
+from benchmarks.hugging_face import hugging_face_step
 from rosetta_t5.bench.harness import add_workload
-from rosetta_t5.bench.hugging_face import hugging_face_step
 from rosetta_t5.bench.train_step import add_switches, compile_step
 from rosetta_t5.bench.turns import Run, time_in_turns
 from rosetta_t5.parallel import keep_freed_memory

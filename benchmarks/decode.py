@@ -1,7 +1,7 @@
 """Times decoding with T5 1.1 on this machine's CPU, and Hugging Face's `generate` if it is installed.
 
-  python benchmarks/decode.py                    # ours: greedy and beam 4, batch 16, 512/64 tokens
-  python benchmarks/decode.py --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python -m benchmarks.decode                    # ours: greedy and beam 4, batch 16, 512/64 tokens
+  python -m benchmarks.decode --beside-hf        # and Hugging Face's on PyTorch, in turns
 
 Both implementations have the same random weights and inputs and generate the same number of tokens for
 each input: no token ends a sequence. Each runs in a process of its own, and they take turns. The result
@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.hugging_face import hugging_face_config
 from rosetta_t5.bench.harness import SIZES, model_config
-from rosetta_t5.bench.hugging_face import hugging_face_config
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer

@@ -120,12 +120,12 @@ for kind in "${KINDS[@]}"; do
   done
 done
 if asked fp8-loss; then
-  ROW_S=$BUDGET_S run fp8-loss-small "$PYTHON" -m rosetta_t5.cli bench fp8 --size small --fuse-qkv
-  ROW_S=$BUDGET_S run fp8-loss-large "$PYTHON" -m rosetta_t5.cli bench fp8 --size large --batch 64 --fuse-qkv
+  ROW_S=$BUDGET_S run fp8-loss-small "$PYTHON" -m benchmarks.fp8_comparison --size small --fuse-qkv
+  ROW_S=$BUDGET_S run fp8-loss-large "$PYTHON" -m benchmarks.fp8_comparison --size large --batch 64 --fuse-qkv
 fi
 if asked hf; then
   for of in small:256 base:128 large:64; do
-    run "hf-${of%:*}" "$PYTHON" -m rosetta_t5.cli bench hugging-face \
+    run "hf-${of%:*}" "$PYTHON" -m benchmarks.hugging_face \
       --size "${of%:*}" --batch "${of#*:}"
   done
 fi
@@ -136,10 +136,10 @@ if asked smoke; then
   step smoke-bf16-pack "${toy[@]}" --kernel flash --pack
   run smoke-attention "$PYTHON" -m benchmarks.attention_kernels --batch 1 --heads 1 --repeats 1 \
     --attentions decoder
-  run smoke-fp8-loss "$PYTHON" -m rosetta_t5.cli bench fp8 --size tiny --batch 4 --lengths 32 16 \
+  run smoke-fp8-loss "$PYTHON" -m benchmarks.fp8_comparison --size tiny --batch 4 --lengths 32 16 \
     --steps 8 --emulate
   if "$PYTHON" -c 'import torch, transformers' 2> /dev/null; then
-    run smoke-hf "$PYTHON" -m rosetta_t5.cli bench hugging-face "${toy[@]}" --eager
+    run smoke-hf "$PYTHON" -m benchmarks.hugging_face "${toy[@]}" --eager
   fi
 fi
 tabled

@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 from inline_executor import InlineExecutor
 
-from benchmarks import attention_kernels, host_scaling, optimizers, results_table
-from rosetta_t5.bench import fp8_comparison
+from benchmarks import attention_kernels, fp8_comparison, host_scaling, optimizers, results_table
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
 from rosetta_t5.data.prepared import prepare
@@ -63,7 +62,7 @@ import runpy, sys
 import pytest
 sys.modules.update(dict.fromkeys(["gin", "seqio", "t5", "tensorflow", "tensorflow_datasets"]))
 assert pytest.main(["-q", "tests/test_on_gpu.py"]) == 0, "the tests on a GPU do not even skip"
-import rosetta_t5.bench.fp8_comparison, rosetta_t5.bench.hugging_face
+import benchmarks.fp8_comparison, benchmarks.hugging_face
 runpy.run_module("benchmarks.train_step", run_name="__main__", alter_sys=True)
 """
 
@@ -85,13 +84,6 @@ def test_a_training_step_is_measured_without_gin_and_tensorflow_and_appears_in_t
   table = capsys.readouterr().out
   assert "| tiny-fp8 | 8 x 16/8 |" in table
   assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
-
-
-def test_the_comparison_with_hugging_face_names_the_package_to_install(monkeypatch, capsys):
-  monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
-  with pytest.raises(SystemExit):
-    main(["bench", "hugging-face", "--size", "tiny"])
-  assert "error: torch is missing: pip install torch transformers" in capsys.readouterr().err
 
 
 # Replaces python3: records the requested rows, and succeeds, fails or hangs at once.
@@ -301,7 +293,15 @@ SCRIPTS = {
   "results_table": "{folder}",
 }
 # Other tests run these scripts.
-TESTED_APART = {"flash_kernels", "gpu_programs", "host_scaling", "optimizers", "train_step"}
+TESTED_APART = {
+  "flash_kernels",
+  "fp8_comparison",
+  "gpu_programs",
+  "host_scaling",
+  "hugging_face",
+  "optimizers",
+  "train_step",
+}
 
 
 def test_every_script_is_run_by_these_tests():

@@ -143,12 +143,6 @@ def test_a_closed_output_is_no_error(monkeypatch):
     ),
     ("report folder --out gs://x/y", 2, "must be a path on this machine, got 'gs://x/y'"),
     ("vocab train --input text.txt --out s3://x", 2, "must be a path on this machine"),
-    ("prepare --input text.txt --vocab empty --out \udcff", 1, "'\\udcff' must be text in UTF-8"),
-    (
-      "eval --model_dir a\udcffb",
-      1,
-      "'a\\udcffb' must be text in UTF-8: rename the file or folder",
-    ),
     ("chat text.txt", 1, "There is no folder text.txt: give the MODEL_DIR"),
   ],
 )

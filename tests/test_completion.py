@@ -50,7 +50,7 @@ def test_bash_completes_verbs_options_values_files_and_recipes(folder: pathlib.P
   expected = {
     "rosetta-t5 ch": "chat check",
     "rosetta-t5 infer --te": "--template",
-    "rosetta-t5 bench fp8 --si": "--size",
+    "rosetta-t5 bench --si": "--size",
     "rosetta-t5 plan --gpu h1": "h100 h100-pcie",
     "rosetta-t5 ckpt ver": "verify",
     "rosetta-t5 check my": "my_run.gin",
@@ -73,7 +73,7 @@ def test_zsh_completes_verbs_options_values_files_and_recipes(folder: pathlib.Pa
   expected = {
     "rosetta-t5 comple": "rosetta-t5 completion ",
     "rosetta-t5 infer --te": "rosetta-t5 infer --template=",
-    "rosetta-t5 bench fp8 --si": "rosetta-t5 bench fp8 --size=",
+    "rosetta-t5 bench --si": "rosetta-t5 bench --size=",
     "rosetta-t5 convert a b --to h": "rosetta-t5 convert a b --to hf ",
     "rosetta-t5 train --gin_file=gin/examples/quickstart_f": "gin/examples/quickstart_finetune.gin ",
     "rosetta-t5 check my": "rosetta-t5 check my_run.gin ",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import sys
@@ -45,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   protect()
   with exit_on_user_error():
     try:
-      arguments = [*(sys.argv[1:] if argv is None else argv)]
-      _check_paths(arguments)
-      return _run(arguments, is_own_process=argv is None)
+      return _run([*(sys.argv[1:] if argv is None else argv)], is_own_process=argv is None)
     finally:
       sys.stdout.flush()  # so that a closed pipe is noticed here
 
@@ -86,21 +83,6 @@ def _run(argv: list[str], is_own_process: bool) -> int:
     return int(options.run(options))
 
 
-def _check_paths(arguments: Sequence[str]) -> None:
-  """Raises ValueError for paths with which a command would fail later, perhaps after hours.
-
-  Without a working directory, no relative path works. Names that are not UTF-8 cannot be written to
-  JSON and checkpoints.
-  """
-  try:
-    paths = [*arguments, os.getcwd()]
-  except FileNotFoundError:
-    raise ValueError("the working directory was removed: change to another one with cd") from None
-  for path in paths:
-    if path.encode(errors="replace").decode() != path:
-      raise ValueError(f"{path!r} must be text in UTF-8: rename the file or folder")
-
-
 def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
   """Returns whether a command may import modules in the working directory.
 
@@ -116,12 +98,11 @@ def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Returns the values of a verb's arguments; the verb comes first."""
-  name = " ".join(argv[:2]) if " ".join(argv[:2]) in VERBS else argv[0]
+  name, *arguments = argv
   if name not in VERBS:
     Parser(prog="rosetta-t5").error(
       f"rosetta-t5 has no verb {name!r}.{did_you_mean(name, VERBS)}\n  verbs: {', '.join(VERBS)}"
     )
-  arguments = argv[len(name.split()) :]
   parser = Parser(prog=f"rosetta-t5 {name}")
   flags: list[str] = []
   add_arguments(parser, name, with_flags=not {*_HELP}.isdisjoint(arguments))
@@ -187,11 +168,9 @@ def completion_arguments(parser: argparse.ArgumentParser) -> None:
 def _print_completion(options: argparse.Namespace) -> int:
   from rosetta_t5.cli.completion import completion_script
 
-  parsers: dict[str, argparse.ArgumentParser] = {"": Parser(prog="rosetta-t5")}
-  verbs_of = functools.cache(lambda group: parsers[group].add_subparsers())
+  parser = Parser(prog="rosetta-t5")
+  verbs = parser.add_subparsers()
   for name, verb in VERBS.items():
-    group, _, word = name.rpartition(" ")  # "bench fp8" is a verb of "bench"
-    parsers[name] = verbs_of(group).add_parser(word, help=verb.help)
-    add_arguments(parsers[name], name, with_flags=True)
-  print(completion_script(parsers[""], options.shell))
+    add_arguments(verbs.add_parser(name, help=verb.help), name, with_flags=True)
+  print(completion_script(parser, options.shell))
   return 0

@@ -154,16 +154,6 @@ VERBS = {
     "Time a training step on this machine's devices.",
     ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
   ),
-  "bench fp8": Verb(
-    "bench.fp8_comparison:add_arguments",
-    "Compare the losses and the speed of fp8 and bfloat16.",
-    ("--size small",),
-  ),
-  "bench hugging-face": Verb(
-    "bench.hugging_face:add_arguments",
-    "Time the same training step of Hugging Face's T5.",
-    ("--size base --batch 128",),
-  ),
   "doctor": Verb(
     "doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
   ),

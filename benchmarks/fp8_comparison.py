@@ -1,7 +1,7 @@
 """Trains one model twice in bfloat16 and once in fp8, and recommends whether to use fp8 here.
 
-  rosetta-t5 bench fp8 --size small --batch 128
-  rosetta-t5 bench fp8 --size small --batch 8 --lengths 128 32 --emulate    # without fp8 hardware
+  python -m benchmarks.fp8_comparison --size small --batch 128
+  python -m benchmarks.fp8_comparison --size small --batch 8 --lengths 128 32 --emulate    # without fp8 hardware
 
 All runs learn span corruption from the same batches: the docstrings of Python's standard library, as
 bytes. Their losses are compared by the mean over the last quarter of the steps. Rounding alone makes two
@@ -194,16 +194,13 @@ def compare(args: argparse.Namespace, tokens: np.ndarray) -> dict[str, dict[str,
   return runs | {"fp8": train(program, program.state, args, tokens, "fp8")}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 bench fp8`."""
+def main() -> None:
+  """Runs all three, prints losses and times, and prints the recommendation."""
+  parser = argparse.ArgumentParser(description=__doc__)
   add_workload(parser, steps=200)
   add_switches(parser)
   parser.add_argument("--learning-rate", type=float, default=1e-3, help="AdamW's (default: 0.001)")
-  parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-  """Runs all three, prints losses and times, and prints the recommendation."""
+  args = parser.parse_args()
   text = "\n\n".join(stdlib_paragraphs()).encode()
   tokens = np.frombuffer(text, np.uint8).astype(np.int32) + _SPECIAL_IDS
   runs = compare(args, tokens)
@@ -237,4 +234,7 @@ def run(args: argparse.Namespace) -> int:
   )
   print(result["recommendation"], flush=True)
   write_result(result, args.json)
-  return 0
+
+
+if __name__ == "__main__":
+  main()

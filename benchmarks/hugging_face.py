@@ -1,6 +1,6 @@
 """Times the training step of `rosetta-t5 bench` with Hugging Face's T5 on PyTorch, for comparison.
 
-  rosetta-t5 bench hugging-face --size base --batch 128
+  python -m benchmarks.hugging_face --size base --batch 128
 
 A step is the forward pass, the backward pass and an AdamW step on float32 parameters, without dropout,
 on the batch of `rosetta-t5 bench`. bfloat16 uses autocast. The model is compiled unless --eager is given.
@@ -10,7 +10,6 @@ torch and transformers must be installed.
 from __future__ import annotations
 
 import argparse
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,11 +64,8 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
   """Returns the result of the benchmark (see `harness.make_row`)."""
-  try:
-    import torch
-    import transformers
-  except ImportError as error:
-    raise ValueError(f"{error.name} is missing: pip install torch transformers") from None
+  import torch
+  import transformers
 
   on_gpu = torch.cuda.is_available()
   started = time.perf_counter()
@@ -98,8 +94,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
   )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 bench hugging-face`."""
+def main() -> None:
+  """Measures the step that the command line describes."""
+  parser = argparse.ArgumentParser(description=__doc__)
   harness.add_timed_workload(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
-  parser.set_defaults(run=functools.partial(harness.run, measure))
+  harness.run(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+  main()
