@@ -145,7 +145,7 @@ VERBS = {
     "Write one HTML page that shows training runs, this package's or T5X's, and compares them.",
     (
       "runs/small",
-      "runs/small runs/base --out compared.html --png plots",
+      "runs/small runs/base --out compared.html",
       "runs/small --follow",
     ),
   ),

@@ -1,4 +1,4 @@
-"""The command `rosetta-t5 report`: a page, pictures, or a page that follows running jobs."""
+"""The command `rosetta-t5 report`: a page, or a page that follows running jobs."""
 
 from __future__ import annotations
 
@@ -21,31 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("folders", nargs="+", metavar="MODEL_DIR", help="the folder of a run")
   add("--out", type=machine_path, metavar="FILE", help=f"the page (default: {_PAGE})")
-  add(
-    "--png",
-    type=machine_path,
-    metavar="DIR",
-    help="also write each chart as a PNG into this folder",
-  )
   add("--follow", action="store_true", help="serve the page on this machine and keep it up to date")
   add("--port", type=int, default=6010, help="the port of --follow (default: %(default)s)")
   parser.set_defaults(run=report_runs)
 
 
 def report_runs(options: argparse.Namespace) -> int:
-  """Writes the page and the pictures, or serves the page; returns the exit status."""
+  """Writes the page, or serves it; returns the exit status."""
   if options.follow:
-    if options.out or options.png:
-      raise ConfigError("--follow serves the page and writes no files: leave out --out and --png")
+    if options.out:
+      raise ConfigError("--follow serves the page and writes no file: leave out --out")
     from rosetta_t5.run_report.page_server import serve
 
     serve(options.folders, options.port)
   else:
-    _write(options.folders, pathlib.Path(options.out or _PAGE), options.png)
+    _write(options.folders, pathlib.Path(options.out or _PAGE))
   return 0
 
 
-def _write(folders: Sequence[str], out: pathlib.Path, png: str | None) -> None:
+def _write(folders: Sequence[str], out: pathlib.Path) -> None:
   if out.is_dir():
     raise ConfigError(f"--out {out} is a folder: give the name of a file, such as {out / _PAGE}")
   if out.is_file() and not out.read_bytes().startswith(_BEGIN):
@@ -62,8 +56,3 @@ def _write(folders: Sequence[str], out: pathlib.Path, png: str | None) -> None:
       print(f"note: {run.name}: {note}")
   names = ", ".join(run.name for run in runs)
   print(f"{out}  {len(page) / 1e6:.1f} MB, {names}: open it in a browser; it needs no network")
-  if png:
-    from rosetta_t5.run_report.figures import write_figures
-
-    written = write_figures(runs, pathlib.Path(png))
-    print(f"{png}  {len(written)} PNG files: {', '.join(path.name for path in written)}")

@@ -7,7 +7,6 @@ import dataclasses
 import gzip
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -82,16 +81,6 @@ def test_nothing_in_a_run_becomes_markup(tmp_path):
   assert data_of(page)["runs"][0]["config"]["NAME"] == repr(HOSTILE)
 
 
-def test_pictures_are_as_wide_as_a_column_of_a_paper(runs, tmp_path):
-  assert report(*runs, "--out", tmp_path / "a.html", "--png", tmp_path / "plots") == 0
-  names = {path.name for path in (tmp_path / "plots").iterdir()}
-  assert {"loss.png", "throughput.png", "squad_v010_allanswers_f1.png"} <= names
-  import matplotlib.image
-
-  height, width, _ = matplotlib.image.imread(tmp_path / "plots" / "loss.png").shape
-  assert (width, height) == (1005, 660)
-
-
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
@@ -99,8 +88,7 @@ def test_pictures_are_as_wide_as_a_column_of_a_paper(runs, tmp_path):
     (["gs://bucket/run"], r"gs://bucket/run is in the cloud.*: copy it first"),
     (["{run}", "--out", "{tmp}"], "is a folder: give the name of a file"),
     (["{run}", "--out", "{run}/config.gin/a.html"], "cannot be written"),
-    (["{run}", "--out", "{tmp}/a.html", "--png", "{run}/config.gin"], "--png .* cannot be written"),
-    (["{run}", "--follow", "--png", "{tmp}"], "--follow serves the page and writes no files"),
+    (["{run}", "--follow", "--out", "{tmp}/a.html"], "--follow serves the page and writes no file"),
     (["{run}", "--follow", "--port", "99999"], "--port 99999 cannot be used"),
   ],
 )
@@ -110,14 +98,3 @@ def test_errors_name_the_argument(arguments, message, runs, tmp_path, capsys):
     report(*(argument.format(**names) for argument in arguments))
   assert ended.value.code in (1, 2)
   assert re.search(message, capsys.readouterr().err)
-
-
-def test_pictures_without_matplotlib_are_an_error_that_names_it(
-  runs, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
-  with pytest.raises(SystemExit):
-    report(runs[0], "--out", tmp_path / "a.html", "--png", tmp_path)
-  error = capsys.readouterr().err
-  assert "--png needs matplotlib" in error
-  assert "pip install 'rosetta-t5[report]'" in error
