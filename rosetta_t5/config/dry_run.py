@@ -86,13 +86,14 @@ def dry_run(
   try:
     with imports_limited_to(allowed.importable if allowed else None):
       resolved = resolve(command, function, allowed)
-      rows = describe(resolved) if describe else []
+      uncalled = (allowed and allowed.uncalled) or []
+      rows = describe(resolved) if describe and not uncalled else []
   finally:
     gin.clear_config()  # a run in this process starts afresh
   unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
   if resolved.problems.messages:
     raise ConfigError(_paragraphs(str(resolved.problems), unused))
-  unchecked = resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
+  unchecked = uncalled + resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
   rows = [row for row in rows if row[0] != NOT_CHECKED]
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
@@ -124,7 +125,7 @@ def resolve(
   )
   if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):
     resolved.require_run()  # Files with bindings may be a part of a run, such as an optimizer.
-  if not binding_problems.messages:
+  if not (binding_problems.messages or (allowed and allowed.uncalled)):
     _build(resolved, function)
   return resolved
 

@@ -87,6 +87,17 @@ def test_what_is_not_listed_is_refused_with_its_line(text, refused, hostile, wri
   assert not hostile.exists()
 
 
+def test_a_check_calls_nothing_of_a_file_that_names_what_is_not_listed(hostile, write, capsys):
+  file = write(
+    "sent.gin", f"{HEAD}import os\nos.system.command = 'touch note'\nMODEL = @os.system()\n"
+  )
+  assert cli.main(["check", file]) == 0
+  printed = capsys.readouterr().out
+  assert "os.system is not called: this file may be from elsewhere (--trust)" in printed
+  assert "valid as far as it was checked" in printed
+  assert not hostile.exists()
+
+
 def test_what_is_only_passed_on_cannot_be_called_by_what_is_called(hostile, write, capsys):
   errors = check(
     "from t5x import export_lib\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -62,6 +62,7 @@ CALLED = types.MappingProxyType(
 NAMED = types.MappingProxyType(
   {
     "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
+    "rosetta_t5.telemetry.trackers": "AimWriter WandbWriter",
     "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
     "t5x.contrib.moe.checkpoints": "UpcycleCheckpointer",
     "t5x.contrib.moe.trainer": "MoeTrainer",
@@ -95,9 +96,12 @@ class AllowList:
 
   Attributes:
     modules: the modules that the user allows in addition, with all that they define.
+    uncalled: if given, what else a file names is not refused but added to this list. The caller then
+      builds nothing. Modules are imported, because the working directory is not among their folders.
   """
 
   modules: tuple[str, ...] = ()
+  uncalled: list[str] | None = None
 
   @property
   def importable(self) -> frozenset[str]:
@@ -106,11 +110,12 @@ class AllowList:
 
   def check_import(self, module: str) -> None:
     """Raises ConfigError if a file may not import a module."""
-    if module not in self.importable:
-      raise ConfigError(
-        f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
-        f"{_module_advice(module)}if you trust the file, add --trust"
-      )
+    if module in self.importable or (self.uncalled is not None and _is_installed(module)):
+      return
+    raise ConfigError(
+      f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
+      f"{_module_advice(module)}if you trust the file, add --trust"
+    )
 
   def check_binding(self, configurable: Configurable) -> None:
     """Raises ConfigError if a file may not set an argument of a function, class or method."""
@@ -127,6 +132,11 @@ class AllowList:
     is_named = is_only_named(function) and not is_evaluated
     if configurable.module == "gin" or is_users or is_named or public_name(function):
       return
+    if self.uncalled is not None:
+      self.uncalled.append(
+        f"{configurable.selector} is not called: this file may be from elsewhere (--trust)"
+      )
+      return
     if is_only_named(function):
       raise ConfigError(
         f"@{configurable.selector}() is not called, because this file may be from elsewhere\n  remove the "
@@ -137,6 +147,13 @@ class AllowList:
       f"limited to a list of functions and classes\n  {_module_advice(defined_in)}if you trust the "
       "file, add --trust"
     )
+
+
+def _is_installed(module: str) -> bool:
+  try:
+    return importlib.util.find_spec(module) is not None
+  except ImportError:
+    return False
 
 
 def _module_advice(module: str | None) -> str:
