@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5.argument_types import check_one_of
-from rosetta_t5.data.pipeline.data_facts import CODE_CHANGED, compare_facts
+from rosetta_t5.data.pipeline.data_facts import compare_facts
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import array_to_lists
@@ -211,8 +211,7 @@ def check_same_settings(
   Raises:
     ValueError: the settings differ.
   """
-  changes, notes = compare_facts(read_json_object(file), json.loads(json.dumps(settings)))
-  changes += [note for note in notes if note.startswith(CODE_CHANGED)]
+  changes, _ = compare_facts(read_json_object(file), json.loads(json.dumps(settings)))
   if changes:
     raise ValueError(
       f"{os.fspath(to_remove).removesuffix(COMPLETED)} contains the results of an earlier run. Changed "

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
-import linecache
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +20,7 @@ from rosetta_t5.data import (
   prepare_train_iter,
 )
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
-from rosetta_t5.data.pipeline.code_digests import code_digests
-from rosetta_t5.data.pipeline.data_facts import CODE_CHANGED, compare_facts, data_facts
+from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.reading.file_facts import compare_files, file_facts
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.parallel.partitioner import PjitPartitioner
@@ -232,80 +227,6 @@ def test_a_mixture_of_functions_is_compared_by_rates_examples_vocabularies_and_p
   trim = seqio.preprocessors.append_eos
   changes = compare_facts(before, facts_of(1.0, ["a", "b"], preprocessors=[trim]))[0]
   assert "append_eos" in changes[0].partition("→")[2]
-
-
-def test_edited_code_of_a_preprocessor_is_a_note(add_task: Callable[..., str]) -> None:
-  seqio = import_seqio()
-
-  def facts_of(preprocessor: Any) -> dict[str, Any]:
-    seqio.TaskRegistry.reset()
-    return facts(config(add_task(["a"], "one", preprocessors=[functools.partial(preprocessor)])))
-
-  @seqio.map_over_dataset
-  def edit(example: Any) -> Any:
-    return example
-
-  before = facts_of(edit)
-  assert compare_facts(before, facts_of(edit)) == ([], [])
-
-  @seqio.map_over_dataset  # type: ignore[no-redef]
-  def edit(example: Any) -> Any:
-    return {**example}
-
-  note = f"{CODE_CHANGED}task.one.edit"
-  assert compare_facts(before, facts_of(edit)) == ([], [note])
-  del before["task"]["one"]["code"]  # as an older version saved it
-  assert compare_facts(before, facts_of(edit)) == ([], [])
-
-
-@pytest.mark.parametrize(
-  ("file", "old", "new"),
-  [
-    ("own_task.py", "'a:'", "'b:'"),
-    ("own_task.py", "suffix=''", "suffix='.'"),
-    ("own_task.py", "(dataset.map", "(dataset.take(3).map"),
-    ("own_helper.py", "+ text", "+ '_' + text"),
-    ("own_helper.py", "SIZES = {", "SIZES = {'c', "),
-  ],
-)
-def test_a_preprocessor_is_described_with_what_it_refers_to(
-  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str
-) -> None:
-  (tmp_path / "own_task.py").write_text("""
-import own_helper, unused_helper
-PREFIX = ['a:']
-def recursive(text):
-  return recursive(text[1:]) if text == 'again' else own_helper.join(PREFIX, text)
-def make(suffix=''):
-  def preprocessor(dataset):
-    return (dataset.map(lambda text: recursive(text) + suffix))
-  return preprocessor
-preprocessor = make()
-""")
-  (tmp_path / "own_helper.py").write_text("""
-SIZES = {'a', 'b'}
-def join(prefix, text): return str(len(SIZES)) + prefix[0] + text
-""")
-  unused = tmp_path / "unused_helper.py"
-  unused.write_text("x = 1")
-  monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-  def digests() -> dict[str, str]:
-    for name in ("own_task", "own_helper", "unused_helper"):
-      sys.modules.pop(name, None)
-    importlib.invalidate_caches()
-    linecache.clearcache()
-    return code_digests([importlib.import_module("own_task").preprocessor])
-
-  before = digests()
-  unused.write_text("x = 2")
-  assert digests() == before
-  text = (tmp_path / file).read_text()
-  assert old in text
-  (tmp_path / file).write_text(text.replace(old, new))
-  assert digests().keys() == before.keys() == {"preprocessor"}
-  assert digests() != before
 
 
 def test_a_task_that_cannot_be_described_is_reported_and_can_be_saved(

@@ -14,7 +14,6 @@ from absl import logging
 from clu.data import dataset_iterator
 
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.code_digests import code_digests
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.reading.file_facts import (
   Differences,
@@ -26,8 +25,6 @@ from rosetta_t5.data.reading.file_facts import (
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 
-CODE_CHANGED = "the code of a preprocessor, or a value that it uses, has changed: "
-_CODE = "code"  # the key of the digests of the preprocessors' code
 _EXAMPLES_READ = 256  # from a source without files
 
 
@@ -61,18 +58,13 @@ def data_facts(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) ->
 def compare_facts(stored: Facts, current: Facts, prefix: str = "") -> Differences:
   """Returns descriptions of the changes that make a position invalid, and of those that do not.
 
-  The latter are folders that were moved and have the same contents, and edited code of preprocessors,
-  which may compute the same.
+  The latter are folders that were moved and have the same contents.
   """
   changes: list[str] = []
   notes: list[str] = []
   for key in sorted({*stored, *current}):
     old, new = stored.get(key), current.get(key)
-    if key == _CODE:
-      known: Mapping[str, str] = old or {}
-      edited = [n for n, digest in (new or {}).items() if known.get(n, digest) != digest]
-      notes += [f"{CODE_CHANGED}{prefix}{name}" for name in edited]
-    elif isinstance(old, dict) and isinstance(new, dict):
+    if isinstance(old, dict) and isinstance(new, dict):
       if "files" in old and "files" in new:
         more = [[f"{prefix}{key}: {text}" for text in texts] for texts in compare_files(old, new)]
       else:
@@ -102,7 +94,6 @@ def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
       "source": type(task.source).__name__,
       "preprocessors": _function_names(task.preprocessors) if arguments is None else None,
       "arguments": arguments,
-      _CODE: code_digests(task.preprocessors) if arguments is None else {},
     }
     try:
       facts[name] |= _facts_of_source(task, cfg, read_files)

@@ -24,7 +24,7 @@ from rosetta_t5.data.pipeline.batch_checks import (
   token_limit,
 )
 from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
-from rosetta_t5.data.pipeline.data_facts import CODE_CHANGED, compare_facts, data_facts
+from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.reading.file_facts import Facts
@@ -245,15 +245,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         + "".join(f"  {change}\n" for change in changes)
         + "Undo the change to continue with the next example"
       )
-    edited = [note for note in notes if note.startswith(CODE_CHANGED)]
-    moved = [note for note in notes if note not in edited]
-    if moved:
-      more = f" (and {len(moved) - 1} more)" if moved[1:] else ""
+    if notes:
+      more = f" (and {len(notes) - 1} more)" if notes[1:] else ""
       console.print_line(
-        f"note     the training data is the same in another place: {moved[0]}{more}"
+        f"note     the training data is the same in another place: {notes[0]}{more}"
       )
-    for note in edited:
-      console.print_line(f"note     {note}. The next examples are those of the new code")
 
   def _wait_for_reads(self) -> list[HostBatch]:
     """Waits until the thread is idle, and returns the batches that it has read.
