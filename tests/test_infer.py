@@ -285,6 +285,7 @@ def write(path, mode="score", inferences=([1.5], {}), **options):
 def test_written_input_fields_can_be_chosen(tmp_path):
   path = tmp_path / "file"
   assert write(path)[0]["inputs"] == {"x_pretokenized": "é"}
+  assert "é" in path.read_text(encoding="utf-8")
   assert write(path, include_all_inputs=True)[0]["inputs"] == {
     "x": [1, 2],
     "x_pretokenized": "é",

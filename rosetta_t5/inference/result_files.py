@@ -103,7 +103,7 @@ def write_inferences_to_file(
       return name.removesuffix(_PRETOKENIZED) in input_fields_to_include
     return include_all_inputs or name.endswith(_PRETOKENIZED)
 
-  with epath.Path(path).open("w") as file:
+  with epath.Path(path).open("w", encoding="utf-8") as file:
     for row, example in enumerate(task_ds.as_numpy_iterator()):
       inputs = {name: _to_json(x) for name, x in example.items() if is_included(name)}
       written: dict[str, Any] = {"inputs": inputs}
@@ -116,7 +116,7 @@ def write_inferences_to_file(
           written["prediction_tokens"] = tokens[: [*tokens, 0].index(0)]
       if mode == "predict_with_aux" or aux:
         written["aux"] = _aux_of_row(aux, row)
-      file.write(json.dumps(written, cls=encoder) + "\n")
+      file.write(json.dumps(written, cls=encoder, ensure_ascii=False) + "\n")
 
 
 def _aux_of_row(aux: Mapping[str, Any], row: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
 
 import pytest
 
@@ -45,3 +46,12 @@ def test_vocabularies_load_their_models_with_the_replaced_loader() -> None:
   vocabulary = import_seqio().SentencePieceVocabulary("gs://bucket/missing.model")
   with pytest.raises(ValueError, match=r"missing\.model is not on this machine"):
     _ = vocabulary.vocab_size
+
+
+def test_results_of_evaluations_are_written_in_utf8(tmp_path: pathlib.Path) -> None:
+  logger = import_seqio().JSONLogger(str(tmp_path))
+  seqio_internals.write_utf8(logger)
+  rows = import_tensorflow().data.Dataset.from_tensors({"inputs_pretokenized": "こんにちは"})
+  logger("greetings", 1, {}, rows, {"prediction": ["é"]}, ["ñ"])
+  text = (tmp_path / "greetings-000001.jsonl").read_text(encoding="utf-8")
+  assert all(word in text for word in ("こんにちは", "é", "ñ")), ADVICE

@@ -87,7 +87,8 @@ def make_evaluator(
 
 
 def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
-  """Returns a logger that counts what it cannot write instead of ending the run."""
+  """Returns a logger that writes UTF-8, and counts what it cannot write instead of ending the run."""
+  seqio_internals.write_utf8(logger)
 
   def log(*args: Any, **kwargs: Any) -> None:
     with lost_output.counted("results of predictions", errors=Exception):

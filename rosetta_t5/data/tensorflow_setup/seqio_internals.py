@@ -32,6 +32,13 @@ def replace_loggers(
   evaluator._loggers = tuple(replace(logger) for logger in getattr(evaluator, "_loggers", ()))
 
 
+def write_utf8(logger: Any) -> None:
+  """Makes a SeqIO logger that writes JSON write UTF-8, where it would write \\u escapes."""
+  encoder = getattr(logger, "_json_encoder_cls", None)
+  if encoder is not None:
+    logger._json_encoder_cls = lambda **options: encoder(**{**options, "ensure_ascii": False})
+
+
 def check_event_files(logger: Any) -> None:
   """Makes a SeqIO logger open its event files again if they were removed, which it does not notice.
 
