@@ -18,6 +18,7 @@ from rosetta_t5.decoding.beams import (
   top_k_two_stage,
   unflatten_beam_dim,
 )
+from rosetta_t5.decoding.controls import Controls, apply_controls
 from rosetta_t5.decoding.sampling import (
   MIN_TEMPERATURE,
   LogitCallbackFn,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from flax import struct
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.argument_types import Positive
+from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber
 from rosetta_t5.decoding import beams
+from rosetta_t5.decoding.controls import Controls, apply_controls
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
 # The default of `min_log_prob`: the search never ends early.
@@ -109,6 +111,11 @@ def beam_search(
   decode_rng: jax.Array | None = None,
   cache_offset: int = 0,
   initial_index: Int[Array, " batch"] | None = None,
+  repetition_penalty: PositiveNumber = 1.0,
+  no_repeat_ngram_size: NonNegative = 0,
+  min_length: NonNegative = 0,
+  min_new_tokens: NonNegative = 0,
+  bad_words_ids: Sequence[Sequence[int]] = (),
 ) -> tuple[Int[Array, "batch beam decode_len"], Float[Array, "batch beam"]]:
   """Returns the best sequences found and their scores, the best last.
 
@@ -128,6 +135,12 @@ def beam_search(
     decode_rng: ignored; it makes the signature that of a sampler.
     cache_offset: 1 if the batch is the cache's second dimension, after scanned layers.
     initial_index: [batch] the number of positions of `inputs` that the cache already has.
+    repetition_penalty: see `Controls` for this and the following arguments. As in Transformers, they
+      change log probabilities, which are not normalized again.
+    no_repeat_ngram_size: see `Controls`.
+    min_length: see `Controls`.
+    min_new_tokens: see `Controls`.
+    bad_words_ids: see `Controls`.
   """
   del decode_rng
   batch_size, length = inputs.shape
@@ -145,6 +158,9 @@ def beam_search(
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
 
+  controls = Controls(
+    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
+  )
   # In the loop the cache has beams in its batch dimension, as the model expects. With a separate
   # dimension for beams XLA would copy the whole cache in every step.
   is_prefilled = initial_index is not None
@@ -158,7 +174,9 @@ def beam_search(
 
   def step(state: BeamState) -> BeamState:
     logits_BKV, new_cache = _next_logits(state, tokens_to_logits)
-    candidates = _best_continuations(state, logits_BKV, prompts_BL, eos_id)
+    log_probs_BKV = jax.nn.log_softmax(logits_BKV.astype(jnp.float32))
+    log_probs_BKV = _control(log_probs_BKV, state, prompts_BL, eos_id, controls)
+    candidates = _best_continuations(state, log_probs_BKV, prompts_BL, eos_id)
     new_state = _select_live(state, candidates, new_cache, cache_offset)
     new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)
     if initial_index is None:
@@ -197,14 +215,31 @@ def _next_logits(state: BeamState, tokens_to_logits: TokensToLogits) -> tuple[ja
   return beams.unflatten_beam_dim(flat_logits, batch_size, beam_size), unfreeze(flat_cache)
 
 
+def _control(
+  log_probs_BKV: jax.Array,
+  state: BeamState,
+  prompts_BL: jax.Array,
+  eos_id: int,
+  controls: Controls,
+) -> jax.Array:
+  batch_size, beam_size, _ = log_probs_BKV.shape
+  log_probs_NV = apply_controls(
+    beams.flatten_beam_dim(log_probs_BKV),
+    beams.flatten_beam_dim(state.live_seqs),
+    beams.flatten_beam_dim(_index_like(state.cur_index, state.live_logprobs)),
+    beams.flat_batch_beam_expand(prompts_BL, beam_size),
+    eos_id,
+    controls,
+  )
+  return beams.unflatten_beam_dim(log_probs_NV, batch_size, beam_size)
+
+
 def _best_continuations(
-  state: BeamState, logits_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int
+  state: BeamState, log_probs_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int
 ) -> _Candidates:
   """Returns the best continuations by one token; in a prompt, the continuation by its token."""
-  batch_size, beam_size, vocab = logits_BKV.shape
-  log_probs_BKV = (
-    jax.nn.log_softmax(logits_BKV.astype(jnp.float32)) + state.live_logprobs[..., None]
-  )
+  batch_size, beam_size, vocab = log_probs_BKV.shape
+  log_probs_BKV = log_probs_BKV + state.live_logprobs[..., None]
   log_probs_BC, chosen_BC = beams.top_k_two_stage(
     log_probs_BKV.reshape(batch_size, -1), 2 * beam_size
   )

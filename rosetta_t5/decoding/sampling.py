@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,15 @@ from flax import struct
 from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.argument_types import NonNegative, NonNegativeNumber, Positive, Probability
+from rosetta_t5.argument_types import (
+  NonNegative,
+  NonNegativeNumber,
+  Positive,
+  PositiveNumber,
+  Probability,
+)
 from rosetta_t5.decoding import beams, thresholds
+from rosetta_t5.decoding.controls import NO_CONTROLS, Controls, apply_controls
 from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
 
 # Lower temperatures count as 0.
@@ -66,6 +73,11 @@ def temperature_sample(
   rescale_log_probs: bool = True,
   state_callback_fn: StateCallbackFn | None = None,
   logit_callback_fn: LogitCallbackFn | None = None,
+  repetition_penalty: PositiveNumber = 1.0,
+  no_repeat_ngram_size: NonNegative = 0,
+  min_length: NonNegative = 0,
+  min_new_tokens: NonNegative = 0,
+  bad_words_ids: Sequence[Sequence[int]] = (),
 ) -> tuple[Int[Array, "batch decodes length"], Float[Array, "batch decodes"]]:
   """Returns sampled sequences and their log probabilities, the most probable last.
 
@@ -90,6 +102,12 @@ def temperature_sample(
       top-p (all are 0 with k = 1), or the model's.
     state_callback_fn: called with the state before each step and at the end; returns the state to use.
     logit_callback_fn: called with the logits and the state; returns the logits to sample from.
+    repetition_penalty: see `Controls` for this and the following arguments. They change the logits
+      first, before `logit_callback_fn` and the temperature.
+    no_repeat_ngram_size: see `Controls`.
+    min_length: see `Controls`.
+    min_new_tokens: see `Controls`.
+    bad_words_ids: see `Controls`.
 
   Raises:
     ValueError: both `topk` and `topp` are set, or there are more steps than positions.
@@ -123,6 +141,9 @@ def temperature_sample(
     rescale_log_probs=rescale_log_probs,
     state_callback_fn=state_callback_fn,
     logit_callback_fn=logit_callback_fn,
+    controls=Controls(
+      repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
+    ),
   )
   decodes = beams.unflatten_beam_dim(flat_decodes, batch_size, num_decodes)
   log_prob = beams.unflatten_beam_dim(flat_log_prob, batch_size, num_decodes)
@@ -146,6 +167,7 @@ def sample_expanded(
   rescale_log_probs: bool = True,
   state_callback_fn: StateCallbackFn | None = None,
   logit_callback_fn: LogitCallbackFn | None = None,
+  controls: Controls = NO_CONTROLS,
 ) -> tuple[Int[Array, "decodes length"], Float[Array, " decodes"]]:
   """Returns one sample for each row of `inputs`, and its log probability.
 
@@ -169,6 +191,9 @@ def sample_expanded(
     sample_rng, rng = jax.random.split(state.rng)
     logits_BV, new_cache = tokens_to_logits(
       DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
+    )
+    logits_BV = apply_controls(
+      logits_BV, state.sequences, state.cur_index, inputs, eos_id, controls
     )
     logits_BV = change_logits(logits_BV, state)
     sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
