@@ -18,6 +18,7 @@ from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
 from rosetta_t5.data.tasks.file_task import file_task
+from rosetta_t5.data.tasks.task_mixture import mixture
 from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,

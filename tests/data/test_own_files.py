@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data import DatasetConfig, file_task, get_dataset, prepare_train_iter
+from rosetta_t5.data import DatasetConfig, file_task, get_dataset, mixture, prepare_train_iter
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
@@ -156,6 +156,58 @@ def test_a_position_in_compressed_files_is_saved_and_restored(
   other = iter(data)
   tf.train.Checkpoint(iterator=other).restore(path)
   assert [next(other)["targets"].numpy().tolist() for _ in range(10)] == expected
+
+
+def test_a_mixture_of_own_files_has_the_rates_that_were_asked_for(
+  pattern: str, vocabulary: Any
+) -> None:
+  def task(file: str, **more: Any) -> str:
+    path = pattern.replace("*", file)
+    return file_task(
+      path, vocabulary=vocabulary, objective="causal_lm", validation_percent=0.0, **more
+    )
+
+  names = [task("0"), task("[12]")]
+  seqio = import_seqio()
+
+  def rates(**arguments: Any) -> list[float]:
+    provider = seqio.get_mixture_or_task(mixture(names, **arguments))
+    return [provider.get_rate(seqio.TaskRegistry.get(name)) for name in names]
+
+  assert rates() == [40.0, 80.0]
+  assert rates(maximum=50) == [40.0, 50.0]
+  assert rates(maximum=50, temperature=2.0) == [40**0.5, 50**0.5]
+  assert rates(rates="equal") == [1.0, 1.0]
+  assert rates(rates=[0.25, 3]) == [0.25, 3.0]
+  assert examples(mixture(names), lengths={"targets": 32})
+  own = seqio.MixtureRegistry.add("own", names, default_rate=seqio.mixing_rate_num_examples)
+  assert [own.get_rate(seqio.TaskRegistry.get(name)) for name in names] == [40.0, 80.0]
+
+
+@pytest.mark.parametrize(
+  ("tasks", "arguments", "error"),
+  [
+    (["missing"], {}, "names 'missing', but there is no such task"),
+    (["lambada"], {"rates": [1, 2]}, "a positive number for each of the 1 tasks.*got \\[1, 2\\]"),
+    (["lambada"], {"rates": [0]}, "a positive number for each"),
+    (["lambada"], {"rates": "even"}, "must be one of"),
+    (["lambada"], {"temperature": 0.0}, "temperature must be greater than 0"),
+  ],
+)
+def test_wrong_rates_of_a_mixture_are_refused(tasks: Any, arguments: Any, error: str) -> None:
+  with pytest.raises(ValueError, match=error):
+    mixture(tasks, **arguments)
+
+
+def test_the_number_of_examples_of_large_files_is_estimated_from_the_first(
+  pattern: str, vocabulary: Any
+) -> None:
+  name = file_task(pattern, vocabulary=vocabulary, validation_percent=0.0)
+  source = import_seqio().TaskRegistry.get(name).source
+  assert source.count_examples("train") == (120, True)
+  number, is_exact = source.count_examples("train", max_bytes=1)
+  assert not is_exact
+  assert abs(number - 120) <= 2
 
 
 def test_the_same_arguments_give_the_same_task_and_other_arguments_under_its_name_are_refused(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,19 @@ if TYPE_CHECKING:
   import seqio
 
 
+_COUNTED_BYTES = 1 << 30  # of a split; the number of examples in more data is estimated
+
+
 class LineSource(abc.ABC):
-  """A SeqIO data source that knows the lines of its examples."""
+  """A SeqIO data source that knows the lines and the number of its examples."""
+
+  @abc.abstractmethod
+  def count_examples(self, split: str, max_bytes: int = _COUNTED_BYTES) -> tuple[int, bool]:
+    """Returns the number of examples of a split, and whether it is exact.
+
+    Files of more than `max_bytes` together are counted up to this size (at least one of them), and the
+    number is that of the whole split in proportion.
+    """
 
   @abc.abstractmethod
   def line_of(self, split: str, path: str, number: int) -> int:
@@ -53,6 +66,9 @@ def make_file_source(
     def list_shards(self, split: str) -> Sequence[str]:
       return list(files[split])
 
+    def count_examples(self, split: str, max_bytes: int = _COUNTED_BYTES) -> tuple[int, bool]:
+      return count_examples(readers[split], tuple(files[split]), max_bytes)
+
     def line_of(self, split: str, path: str, number: int) -> int:
       return readers[split].line_of(path, number)
 
@@ -67,6 +83,41 @@ def make_file_source(
   source = FileSource(read_file_fn=None, split_to_filepattern=files)
   source.arguments = arguments
   return source
+
+
+@functools.lru_cache(maxsize=256)
+def _count_in_file(reader: BlockReader, path: str) -> int:
+  return sum(1 for _ in reader.examples(path))
+
+
+def count_examples(reader: BlockReader, paths: Sequence[str], max_bytes: int) -> tuple[int, bool]:
+  """Returns what `LineSource.count_examples` does for files that `reader` reads."""
+  sizes = [os.path.getsize(path) for path in paths]
+  examples = counted = number = 0
+  for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+    if number and counted + size > max_bytes:
+      return round(examples * sum(sizes) / max(counted, 1)), False
+    examples += _count_in_file(reader, path)
+    counted += size
+  return examples, True
+
+
+@functools.cache
+def counted_task_class() -> type[seqio.Task]:
+  """Returns a class of SeqIO tasks that count the examples of their files.
+
+  A source of files states no number, because SeqIO would keep small ones in memory and in positions.
+  """
+  seqio: Any = import_seqio()
+
+  class CountedTask(seqio.Task):
+    """A task with a number of examples, for example for `seqio.mixing_rate_num_examples`."""
+
+    def num_input_examples(self, split: str) -> int | None:
+      known = self.source.num_input_examples(split)
+      return self.source.count_examples(split)[0] if known is None else known
+
+  return CountedTask
 
 
 def _examples(

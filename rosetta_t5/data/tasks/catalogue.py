@@ -15,7 +15,7 @@ from rosetta_t5.data.local_files import dataset_folders
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader, Layout
-from rosetta_t5.data.reading.file_source import make_file_source
+from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
 from rosetta_t5.data.tasks.task_spec import TaskSpec
@@ -82,7 +82,7 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.
   if spec.objective != "causal_lm":  # Decoder-only models have no inputs.
     features["inputs"] = seqio.Feature(vocabulary, add_eos=spec.add_eos, required=False)
   features["targets"] = seqio.Feature(vocabulary, add_eos=spec.add_eos)
-  return seqio.Task(
+  return counted_task_class()(
     new_name,
     source=make_source(name, spec),
     preprocessors=[
@@ -146,6 +146,9 @@ def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
 
     def num_input_examples(self, split: str) -> int | None:
       return self._source.num_input_examples(split)
+
+    def count_examples(self, split: str, **options: Any) -> tuple[int, bool]:
+      return self._source.count_examples(split, **options)
 
     def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
       dataset = self._source.get_dataset(split=split, **options)

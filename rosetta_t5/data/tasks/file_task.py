@@ -16,7 +16,7 @@ from rosetta_t5.data.objectives import text_objectives
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files, is_in_validation
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
-from rosetta_t5.data.reading.file_source import make_file_source
+from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
@@ -139,6 +139,7 @@ def _register(
       preprocessors=text_objectives.objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
+      task_cls=counted_task_class(),
     )
   if objective == "ul2":
     seqio.MixtureRegistry.add(name, list(tasks), default_rate=1)
