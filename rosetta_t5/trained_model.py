@@ -15,6 +15,7 @@ from rosetta_t5.config.language.allow_list import STRICT, AllowList
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
+from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
 
@@ -86,12 +87,19 @@ def read_run(
   restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
   command = parse_command_line(["rosetta-t5", *flags])
   model_file = config_file.with_name(NAME)
+  run = read_model_file(model_file) if model_file.is_file() else None
+  if run is not None:
+    use_data_folders(run.surroundings)
+    check_modules(allowed.modules if allowed else (), run.surroundings)
   needs_gin = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
-  if not needs_gin and model_file.is_file() and (run := read_model_file(model_file)):
+  if run is not None and run.is_complete and not needs_gin:
     join_run(command)
     run.import_modules()
     return run, restore_cfg
-  return _read_config_gin(config_file, flags, allowed), restore_cfg
+  arguments = _read_config_gin(config_file, flags, allowed)
+  if run is not None and not any("vocab" in flag.lower() for flag in flags):
+    arguments["model"] = run.with_copied_vocabularies(arguments["model"])
+  return arguments, restore_cfg
 
 
 def _read_config_gin(

@@ -6,6 +6,7 @@ object, or one of
     {"@call": "t5x.examples.t5.network.T5Config", "vocab_size": 32128}   what this returns
     {"@name": "t5x.decoding.beam_search", "alpha": 0.6}    the function itself, with these arguments
     {"@tuple": ["gelu", "linear"]}
+    {"@file": "vocabulary/spiece.model", "of": "/data/spiece.model"}    a copy in MODEL_DIR
 
 Only functions and classes in `allow_list.CALLED` can be named. If a run uses others, such as a model of
 the user's own, the file has only their names, and the folder is opened by its config.gin.
@@ -34,6 +35,7 @@ from rosetta_t5.config.checks import declared_types
 from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
 from rosetta_t5.config.language.statements import leaves
+from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
 from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.json_files import json_checksum
 from rosetta_t5.telemetry.user_errors import ConfigError
@@ -52,6 +54,9 @@ ARGUMENTS = (
 _CHECKSUM = "xxh3_64"
 _MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
+_VOCABULARIES = "vocabularies"
+_SURROUNDINGS = "surroundings"
+_SIDES = {"input_vocabulary", "output_vocabulary"}
 _MAX_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, type(None))
 # The key of the list of functions and classes that only config.gin can refer to.
@@ -77,16 +82,22 @@ def write_model_file(folder: pathlib.Path) -> None:
   run = {name: _describe(bound[name]) for name in ARGUMENTS if name in bound}
   # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
   modules = [module for module in gin_internals.imported_modules() if _may_import(module)]
-  content = {"version": _VERSION, _MODULES: modules, _LENGTHS: _lengths(run), **run}
+  content = {_MODULES: modules, _LENGTHS: _lengths(run), **run}
   if others := sorted({leaf.name for leaf in leaves(run) if isinstance(leaf, _Other)}):
-    content = {"version": _VERSION, _OTHERS: others}
-  content = json.loads(json.dumps(content))
+    content = {_OTHERS: others}
+  users = {module for module in gin_internals.imported_modules() if not _may_import(module)}
+  content |= {
+    "version": _VERSION,
+    _VOCABULARIES: _vocabularies(bound.get("model")),
+    _SURROUNDINGS: describe_surroundings(users),
+  }
+  content = keep_inputs(json.loads(json.dumps(content)), folder)
   signed = {_CHECKSUM: json_checksum(content), **content}
   write_atomically(folder / NAME, json.dumps(signed, indent=2) + "\n")
 
 
-def read_model_file(file: pathlib.Path) -> ModelFile | None:
-  """Returns what a model file describes; None if it says that only config.gin describes the run.
+def read_model_file(file: pathlib.Path) -> ModelFile:
+  """Returns what a model file describes.
 
   Raises:
     ConfigError: it is not a model file, one of a later version, or was changed since it was written.
@@ -106,7 +117,7 @@ def read_model_file(file: pathlib.Path) -> ModelFile | None:
       f'"{_CHECKSUM}"'
     )
   if _OTHERS in content:
-    return None
+    return ModelFile(file, content)
   if missing := {"model", "partitioner", _LENGTHS} - content.keys():
     raise ConfigError(f"{file} must describe {' and '.join(sorted(missing))}")
   return ModelFile(file, content)
@@ -125,10 +136,30 @@ class ModelFile(Mapping[str, Any]):
   content: dict[str, Any]
 
   def __iter__(self) -> Iterator[str]:
-    return (name for name in self.content if name not in ("version", _MODULES))
+    return (name for name in self.content if name in (*ARGUMENTS, _LENGTHS))
 
   def __len__(self) -> int:
     return sum(1 for _ in self)
+
+  @property
+  def is_complete(self) -> bool:
+    """Whether it describes the run; otherwise the run has functions that only config.gin can name."""
+    return _OTHERS not in self.content
+
+  @property
+  def surroundings(self) -> Mapping[str, Any]:
+    """Where the run's data and modules are; see `run_inputs`."""
+    found = self.content.get(_SURROUNDINGS)
+    return found if isinstance(found, dict) else {}
+
+  def with_copied_vocabularies(self, model: Any) -> Any:
+    """Returns a model that config.gin has built with the copies of its vocabularies in the folder."""
+    described = self.content.get(_VOCABULARIES)
+    nodes = open_inputs(described, self.file.parent) if isinstance(described, dict) else {}
+    changed = copy.copy(model)
+    for name in _SIDES.intersection(nodes):
+      setattr(changed, f"_{name}", _build(nodes[name], f"{_VOCABULARIES}.{name}"))
+    return changed
 
   def import_modules(self) -> None:
     """Imports the modules that the run has imported and that may be imported.
@@ -157,7 +188,7 @@ class ModelFile(Mapping[str, Any]):
       raise ConfigError(f"{self.file}: there is no argument {name!r}")
     try:
       with imports_limited_to(allow_list.STRICT.importable):
-        value = _build(node, name)
+        value = _build(open_inputs(node, self.file.parent), name)
     except RecursionError:
       raise ConfigError(f"{self.file}: {name} is nested too deeply") from None
     except ConfigError as error:
@@ -256,6 +287,19 @@ def _lengths(run: Mapping[str, Any]) -> Any:
   """Returns the feature lengths of the training data: inference needs nothing else of the data."""
   cfg = run.get("train_dataset_cfg")
   return cfg.get(_LENGTHS) if isinstance(cfg, dict) else None
+
+
+def _vocabularies(model: Any) -> dict[str, Any]:
+  """Returns the descriptions of a model's vocabularies that can be described."""
+  while (
+    isinstance(model, ConfigurableReference) and model.configurable.selector == gin_internals.MACRO
+  ):
+    model = bound_arguments(model.configurable, model.scopes).get("value")
+  if not isinstance(model, ConfigurableReference):
+    return {}
+  bound = bound_arguments(model.configurable, model.scopes)
+  nodes = {n: _describe(bound[n]) for n in sorted(_SIDES & bound.keys())}
+  return {n: x for n, x in nodes.items() if not any(isinstance(y, _Other) for y in leaves(x))}
 
 
 def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:

@@ -220,7 +220,7 @@ def test_a_run_with_a_class_of_its_own_is_described_by_config_gin_alone(write, t
   )
   write_files(write, tmp_path, text, "toy.Model.width = 8")
   assert json.loads((tmp_path / NAME).read_text())["only_in_config_gin"] == ["toy.Model"]
-  assert read_model_file(tmp_path / NAME) is None
+  assert not read_model_file(tmp_path / NAME).is_complete
 
 
 @pytest.mark.parametrize(

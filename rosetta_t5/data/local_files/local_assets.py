@@ -46,6 +46,12 @@ def local_path(path: str) -> str:
   )
 
 
+def add_copy(path: str, copy: str | os.PathLike[str]) -> None:
+  """Adds a local copy of a gs:// path, which is used if the environment variable names no other."""
+  entries = [os.environ.get(VARIABLE, ""), f"{path}={os.fspath(copy)}"]
+  os.environ[VARIABLE] = ",".join(filter(None, entries))
+
+
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
   """Returns every local path that may hold a copy of `path`: a mapping of the whole path comes first."""
   bucket_path = path.removeprefix("gs://")
@@ -102,8 +108,14 @@ def load_vocabulary_model(
   file = local_path(os.fspath(path))
   load_sentencepiece(file)  # raises an error that names a damaged file
   context = load(file, extra_ids, *options)
-  announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
+  announced = announced_extra_ids(path)
   last_piece = context.tokenizer.IdToPiece(context.tokenizer.GetPieceSize() - 1)
   if extra_ids or not announced or "extra_id" in last_piece:
     return context
-  return load(file, int(announced[1]), *options)
+  return load(file, announced, *options)
+
+
+def announced_extra_ids(path: str | os.PathLike[str]) -> int:
+  """Returns the number of extra ids that the folder of a vocabulary announces, or 0."""
+  announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
+  return int(announced[1]) if announced else 0

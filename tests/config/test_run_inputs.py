@@ -1,0 +1,143 @@
+"""MODEL_DIR can be opened elsewhere: it has copies of vocabularies, and the places of data and modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+
+import gin
+import pytest
+
+from rosetta_t5.config import ConfigError
+from rosetta_t5.config.configuration import configure
+from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
+from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders
+from rosetta_t5.config.summary import get_gin_config_str
+from rosetta_t5.data.local_files import dataset_folders, local_assets, stdlib_corpus
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.trained_model import read_run, train
+
+RUN = """
+include 't5x/examples/t5/t5_1_1/tiny.gin'
+include 't5x/configs/runs/pretrain.gin'
+from __gin__ import dynamic_registration
+import seqio
+from rosetta_t5 import data
+from rosetta_t5.data.tasks import stdlib_docs
+MIXTURE_OR_TASK_NAME = @data.file_task()
+data.file_task:
+  files = ['rows.txt']
+  vocabulary = %VOCABULARY
+TASK_FEATURE_LENGTHS = {'inputs': 16, 'targets': 8}
+DROPOUT_RATE = 0.0
+TRAIN_STEPS = 100
+MODEL_DIR = 'run'
+"""
+OWN = "VOCABULARY = @seqio.SentencePieceVocabulary()\nseqio.SentencePieceVocabulary.sentencepiece_model_file = '{}'\n"
+GS = local_assets.T5_VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def spiece() -> bytes:
+  return train_sentencepiece([f"the number {n} is not {n * n}" for n in range(300)], 120)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch, spiece):
+  """Returns a function that writes a run's folder and moves it away from the run's other files."""
+  monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda command: None)
+  monkeypatch.setattr("rosetta_t5.config.launch.join_run", lambda command: None)
+  for variable in (local_assets.VARIABLE, dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
+    monkeypatch.setenv(variable, "")  # so that it is restored
+    monkeypatch.delenv(variable)
+  here, there = tmp_path / "here", tmp_path / "there"
+  (here / "run").mkdir(parents=True)
+  (there / "empty").mkdir(parents=True)
+  monkeypatch.chdir(here)
+  (here / "spiece.model").write_bytes(spiece)
+  (here / "rows.txt").write_text("a text\n" * 20)
+  monkeypatch.setenv(local_assets.VARIABLE, f"{GS}={here / 'spiece.model'}")
+
+  def write_run(text: str) -> pathlib.Path:
+    recipe = here / "run.gin"
+    recipe.write_text(RUN + text)
+    with temporary_run_function(train):
+      configure(read_program([str(recipe)], []), train)()
+      write_model_file(here / "run")
+      (here / "run/config.gin").write_text(get_gin_config_str())
+    gin.clear_config()
+    shutil.move(here / "run", there / "run")
+    (here / "spiece.model").unlink()
+    monkeypatch.delenv(local_assets.VARIABLE)
+    monkeypatch.chdir(there / "empty")
+    return there / "run"
+
+  yield write_run
+  gin.clear_config()
+
+
+@pytest.mark.parametrize("path", ["spiece.model", GS])
+def test_a_moved_folder_has_the_vocabulary_of_its_model_and_task(elsewhere, path, tmp_path):
+  folder = elsewhere(OWN.format(path))
+  run, _ = read_run(folder)
+  vocabulary = run["model"].output_vocabulary
+  assert vocabulary.vocab_size == (220 if path == GS else 120)  # with the sentinels of the path
+  assert vocabulary.decode(vocabulary.encode("the number 7")) == "the number 7"
+  assert pathlib.Path(vocabulary.sentencepiece_model_file).is_relative_to(folder)
+  described = run.content["train_dataset_cfg"]["mixture_or_task_name"]
+  assert described["files"] == [str(tmp_path / "here/rows.txt")]
+  assert described["vocabulary"]["sentencepiece_model_file"]["of"] == path
+  if path == GS:  # Tasks that name it find the copy too.
+    assert local_assets.local_path(GS) == vocabulary.sentencepiece_model_file
+
+
+def test_a_moved_run_on_the_quickstarts_text_writes_nothing_where_it_is_opened(elsewhere, spiece):
+  data = pathlib.Path("quickstart/data").absolute()
+  data.mkdir(parents=True)
+  (data / stdlib_corpus.VOCABULARY_FILE).write_bytes(spiece)
+  (data / "manifest.json").write_text("{}")
+  folder = elsewhere("VOCABULARY = @stdlib_docs.vocabulary()")
+  run, _ = read_run(folder)
+  assert run["model"].input_vocabulary.vocab_size == 220
+  assert os.environ[stdlib_corpus.FOLDER_VARIABLE] == str(data)
+  shutil.rmtree(data)
+  (folder.parent / "empty/rows.txt").write_text("a text\n")
+  recipe, _ = read_run(folder, ["--gin.TRAIN_STEPS=3"])  # read from config.gin
+  assert recipe["model"].input_vocabulary.vocab_size == 220
+  assert os.listdir() == ["rows.txt"]
+
+
+def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(tmp_path, monkeypatch):
+  for variable in (dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
+    monkeypatch.setenv(variable, "")  # so that they are restored
+  monkeypatch.setenv(dataset_folders.VARIABLE, os.path.relpath(tmp_path))
+  recorded = describe_surroundings([])
+  assert recorded["data_folder"] == str(tmp_path)
+  use_data_folders(recorded | {"data_folder": "/"})
+  assert os.environ[dataset_folders.VARIABLE] == os.path.relpath(tmp_path)
+  monkeypatch.delenv(dataset_folders.VARIABLE)
+  use_data_folders(recorded)
+  assert os.environ[dataset_folders.VARIABLE] == str(tmp_path)
+
+
+def test_a_module_that_is_not_found_is_named_with_the_runs_file():
+  recorded = {"module_files": {"their.tasks": "/home/ada/their/tasks.py"}}
+  check_modules(["json"], recorded)
+  with pytest.raises(
+    ConfigError, match=r"the run used /home/ada/their/tasks\.py\. Add the folder that"
+  ):
+    check_modules(["their.tasks"], recorded)
+
+
+def test_a_model_file_opens_only_files_of_its_own_folder(elsewhere):
+  folder = elsewhere(OWN.format("spiece.model"))
+  content = json.loads((folder / NAME).read_text())
+  del content["xxh3_64"]
+  content["model"]["input_vocabulary"]["sentencepiece_model_file"]["@file"] = "../../x.model"
+  (folder / NAME).write_text(json.dumps(content))
+  with pytest.raises(ConfigError, match="is not a file in the folder of the run"):
+    read_model_file(folder / NAME)["model"]
