@@ -37,6 +37,7 @@ from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction
 from rosetta_t5.training.hooks import automatic_garbage_collection
+from rosetta_t5.training.losses import microbatch_warning
 
 # JAX's environment variables on which the losses depend. The configuration does not contain them.
 _CHANGES_NUMBERS = (
@@ -294,6 +295,7 @@ def _header_notes(
     notes.append(
       "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
     )
+  notes += microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)
   notes += fp8_notes(model, batch, partitioner.mesh.shape)
   if partitioner.mesh.size > GPUS_PER_NODE:
     notes.append(placement(partitioner.mesh.shape))

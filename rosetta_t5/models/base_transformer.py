@@ -61,8 +61,9 @@ class BaseTransformerModel(BaseModel):
         its name, or None for a plain sum.
       loss_chunk_length: the number of target positions whose logits are computed at a time for loss
         and scores; None for all at once, which is faster if memory allows it.
-      aux_loss_factor: the weight of the mean load balancing loss of layers with experts. As in T5X, it
-        is added once per batch or microbatch, after the loss of the tokens has been normalized.
+      aux_loss_factor: the weight of the mean load balancing loss of layers with experts. It is added
+        after the loss of the tokens has been normalized, and as in T5X once per microbatch; with
+        MEAN_PER_TOKEN and MEAN_PER_SEQUENCE, it is averaged over the microbatches.
       router_z_loss_factor: the weight of the mean z-loss of their routers, added in the same way.
 
     Raises:
@@ -185,7 +186,8 @@ class BaseTransformerModel(BaseModel):
     expert_metrics: Metrics = {}
     if self.has_experts:
       mutables = dict(mutables)
-      experts = self._expert_losses(mutables.pop("intermediates", {}))
+      share = losses.share_of_batch(self._loss_normalizing_factor, factor, weights)
+      experts = self._expert_losses(mutables.pop("intermediates", {}), share)
       loss += experts.total
       expert_metrics = experts.metrics(loss, z_loss, targets.size)
     if correct is None:
@@ -202,8 +204,8 @@ class BaseTransformerModel(BaseModel):
     metrics |= expert_metrics
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
 
-  def _expert_losses(self, intermediates: Mapping[str, Any]) -> ExpertLosses:
-    factors = (self._aux_loss_factor, self._router_z_loss_factor)
+  def _expert_losses(self, intermediates: Mapping[str, Any], share: Any = 1.0) -> ExpertLosses:
+    factors = (self._aux_loss_factor * share, self._router_z_loss_factor * share)
     return expert_losses(intermediates, self.network_config, *factors)
 
   def _logits_or_factors(self, *args: Any, **options: Any) -> Any:

@@ -32,6 +32,7 @@ from rosetta_t5.plan.workload import (
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
+from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.training.optimizers.second_order.kfac import KfacState
 
 
@@ -228,7 +229,8 @@ def _batch_rows(plan: Plan) -> Rows:
   text = f"{size} examples, {size / count_batch_shards(plan.mesh):g} per device along data"
   if parts > 1:
     text += f", in {parts} microbatches of {size // parts}"
-  return [("batch", text)]
+  factor = getattr(plan["model"], "loss_normalizing_factor", None)
+  return labeled("batch", [text, *microbatch_warning(factor, parts if plan.is_training else 1)])
 
 
 def _optimizer_rows(plan: Plan) -> Rows:

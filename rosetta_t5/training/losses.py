@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,12 +115,25 @@ class SpecialLossNormalizingFactor(enum.Enum):
   AVERAGE_PER_SEQUENCE: the loss is averaged over the tokens of each sequence and then over the
     sequences, so that short and long sequences have the same weight. Packed sequences count
     separately.
+  MEAN_PER_TOKEN: NUM_REAL_TARGET_TOKENS of the whole batch, also for its microbatches, whose losses
+    are summed. As in T5X, the others take those of each microbatch, which multiplies loss and
+    gradients by the number of microbatches.
+  MEAN_PER_SEQUENCE: AVERAGE_PER_SEQUENCE of the whole batch in the same way.
   """
 
   NUM_REAL_TARGET_TOKENS = 1
   NUM_TOTAL_TARGET_TOKENS = 2
   AVERAGE_PER_SEQUENCE = 3
+  MEAN_PER_TOKEN = 4
+  MEAN_PER_SEQUENCE = 5
 
+
+_TOTAL = SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS
+# The factors that are a mean over the whole batch, and the factor of one microbatch that each replaces.
+_MEANS = {
+  SpecialLossNormalizingFactor.MEAN_PER_TOKEN: SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS,
+  SpecialLossNormalizingFactor.MEAN_PER_SEQUENCE: SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE,
+}
 
 # The divisor of a loss: a number, or a special factor or its name.
 LossNormalizingFactor = PositiveNumber | str | SpecialLossNormalizingFactor
@@ -166,12 +180,48 @@ def get_loss_normalizing_factor_and_weights(
   targets = batch["decoder_target_tokens"]
   if weights is None:
     weights = (targets > 0).astype(jnp.float32)
-  if factor is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
-    return jnp.sum(weights), weights
-  if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
+  if factor is _TOTAL:
     return float(math.prod(targets.shape)), weights
-  weights = _average_per_sequence(weights, batch.get("decoder_segment_ids"))
-  return jnp.sum(weights), weights
+  if _MEANS.get(factor, factor) is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:
+    weights = _average_per_sequence(weights, batch.get("decoder_segment_ids"))
+  return batch[factor.name][0] if factor.name in batch else jnp.sum(weights), weights
+
+
+def with_divisors(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns a batch of B rows with the divisors of the whole batch, which its microbatches then have too.
+
+  The divisor of MEAN_PER_TOKEN, for example, is the feature of this name: B equal numbers.
+  """
+  if (targets := batch.get("decoder_target_tokens")) is None:
+    return dict(batch)
+  divisors: dict[str, Any] = {
+    mean.name: get_loss_normalizing_factor_and_weights(mean, batch)[0] for mean in _MEANS
+  }
+  return {**batch, **{name: jnp.full(len(targets), value) for name, value in divisors.items()}}
+
+
+def share_of_batch(factor: LossNormalizingFactor | None, divisor: Any, weights: Any) -> Scalar:
+  """Returns what a loss that is not one of tokens is multiplied by, so that microbatches can be summed.
+
+  It is 1 for T5X's factors, which multiply such losses by the number of microbatches.
+  """
+  return jnp.sum(weights) / divisor if factor in _MEANS else 1.0
+
+
+def microbatch_warning(factor: LossNormalizingFactor | None, num_microbatches: int) -> list[str]:
+  """Returns a warning if the factor multiplies the loss by the number of microbatches, else nothing."""
+  if (
+    num_microbatches == 1
+    or not isinstance(factor, SpecialLossNormalizingFactor)
+    or factor in _MEANS
+  ):
+    return []
+  means = {old: new.name for new, old in _MEANS.items()}
+  return [
+    f"LOSS_NORMALIZING_FACTOR = '{factor.name}' divides by the tokens of each microbatch, as in T5X: "
+    f"{num_microbatches} microbatches multiply loss and gradients by {num_microbatches}. "
+    f"'{means.get(factor, 'MEAN_PER_TOKEN')}' divides by those of the whole batch"
+  ]
 
 
 def _average_per_sequence(

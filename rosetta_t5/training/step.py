@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
+from rosetta_t5.training.losses import with_divisors
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
 from rosetta_t5.training.train_state import params_to_evaluate
 
@@ -74,7 +75,8 @@ def _step_loss(
   parts = num_microbatches or 1
 
   def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
-    part = {name: value[: len(value) // parts] for name, value in batch.items()}
+    whole = with_divisors(batch) if parts > 1 else batch
+    part = {name: value[: len(value) // parts] for name, value in whole.items()}
     part = {name: _constrain_to_batch(value) for name, value in part.items()}
     mutables = {**state.flax_mutables, **(variables or {})}
     return loss_fn(params, part, dropout_rng, *([mutables] if mutables else []))[0]
@@ -127,7 +129,8 @@ def accumulate_gradients(
     return (jax.tree.map(jnp.add, total_grads, grads), total_loss + loss, mutables, rng), metrics
 
   parts = {
-    name: value.reshape(num_microbatches, -1, *value.shape[1:]) for name, value in batch.items()
+    name: value.reshape(num_microbatches, -1, *value.shape[1:])
+    for name, value in with_divisors(batch).items()
   }
   zeros = jax.tree.map(jnp.zeros_like, state.params)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)

@@ -151,3 +151,12 @@ def test_average_per_sequence_ignores_sequences_without_weight():
 def test_error_names_the_unknown_factor_and_a_similar_one():
   with pytest.raises(ValueError, match=r"'NUM_REAL_TOKENS'.*did you mean 'NUM_REAL_TARGET_TOKENS'"):
     losses.get_loss_normalizing_factor_and_weights("NUM_REAL_TOKENS", BATCH)
+
+
+@pytest.mark.parametrize("factor", ["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"])
+def test_a_factor_that_multiplies_the_loss_by_the_microbatches_is_reported(factor):
+  name = losses.convert_special_loss_normalizing_factor_to_enum(factor)
+  (text,) = losses.microbatch_warning(name, 4)
+  assert "4 microbatches multiply loss and gradients by 4. 'MEAN_PER_" in text
+  assert losses.microbatch_warning(name, 1) == losses.microbatch_warning(512.0, 4) == []
+  assert losses.microbatch_warning(Special.MEAN_PER_TOKEN, 4) == []

@@ -51,6 +51,25 @@ def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
   assert metrics["loss"] == pytest.approx(float(whole_loss), rel=1e-6)
 
 
+@pytest.mark.parametrize("factor", ["MEAN_PER_TOKEN", "MEAN_PER_SEQUENCE"])
+def test_a_mean_over_the_batch_does_not_depend_on_the_number_of_microbatches(factor):
+  batch = {**BATCH, "decoder_loss_weights": jnp.arange(8)[:, None] * BATCH["decoder_loss_weights"]}
+  old = {"MEAN_PER_TOKEN": "NUM_REAL_TARGET_TOKENS", "MEAN_PER_SEQUENCE": "AVERAGE_PER_SEQUENCE"}
+  state = make_state(Bigram())
+
+  def loss_and_gradients(factor, parts):
+    loss_fn = make_model(Bigram(), loss_normalizing_factor=factor).loss_fn
+    run = functools.partial(accumulate_gradients, loss_fn, num_microbatches=parts)
+    return jax.jit(run)(state, batch, KEY)[:2]
+
+  grads, loss = loss_and_gradients(factor, 4)
+  expected_grads, expected = loss_and_gradients(old[factor], 1)
+  assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+  largest = max(float(jnp.max(jnp.abs(grad))) for grad in jax.tree.leaves(expected_grads))
+  compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * largest)
+  jax.tree.map(compare, grads, expected_grads)
+
+
 def test_number_of_microbatches_must_divide_the_batch():
   model = make_model(Bigram())
   text = "Trainer.num_microbatches must divide the batch of 8 examples, got 3"
