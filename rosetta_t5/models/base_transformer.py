@@ -62,8 +62,7 @@ class BaseTransformerModel(BaseModel):
       loss_chunk_length: the number of target positions whose logits are computed at a time for loss
         and scores; None for all at once, which is faster if memory allows it.
       aux_loss_factor: the weight of the mean load balancing loss of layers with experts. It is added
-        after the loss of the tokens has been normalized, and as in T5X once per microbatch; with
-        MEAN_PER_TOKEN and MEAN_PER_SEQUENCE, it is averaged over the microbatches.
+        to the normalized loss of the tokens, as in T5X once per microbatch; see `share_of_batch`.
       router_z_loss_factor: the weight of the mean z-loss of their routers, added in the same way.
 
     Raises:
@@ -170,9 +169,8 @@ class BaseTransformerModel(BaseModel):
     outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
     logits, mutables = outputs if collections else (outputs, {})
     targets, segments = _targets(batch), self._segment_ids(batch)
-    factor, weights = losses.get_loss_normalizing_factor_and_weights(
-      self._loss_normalizing_factor, batch
-    )
+    divide_by = self._loss_normalizing_factor
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(divide_by, batch)
     correct = None
     if self._loss_chunk_length:
       token_loss, token_z, correct = chunked_cross_entropy(
@@ -186,7 +184,7 @@ class BaseTransformerModel(BaseModel):
     expert_metrics: Metrics = {}
     if self.has_experts:
       mutables = dict(mutables)
-      share = losses.share_of_batch(self._loss_normalizing_factor, factor, weights)
+      share = losses.share_of_batch(divide_by, factor, weights)
       experts = self._expert_losses(mutables.pop("intermediates", {}), share)
       loss += experts.total
       expert_metrics = experts.metrics(loss, z_loss, targets.size)
