@@ -35,6 +35,9 @@ from rosetta_t5.telemetry.run_files.model_info import count_parameters
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.training.optimizers.second_order.kfac import KfacState
 
+# Steps at which a learning rate is compared with that of the run.
+_SCHEDULE_HORIZON = sorted({int(1.3**n) for n in range(62)})
+
 
 def describe_run(resolved: ResolvedRun) -> Rows:
   """Returns a description of a resolved run as rows (label, text), and adds to its problems.
@@ -253,6 +256,10 @@ def _optimizer_rows(plan: Plan) -> Rows:
     if not getattr(optimizer, "uses_learning_rate", True):
       rate += ": only logged, optax optimizers have their own"
     rows.append(("learning rate", rate))
+    highest, reached = (max(map(schedule, n)) for n in (steps, _SCHEDULE_HORIZON))
+    if highest <= 0.01 * reached:
+      text = f"at most {highest:.3g} at these steps, although the schedule reaches {reached:.3g}"
+      rows.append(("", f"{text}: check its warm-up and decay against TRAIN_STEPS"))
   return rows
 
 

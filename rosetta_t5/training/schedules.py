@@ -48,8 +48,8 @@ def create_learning_rate_scheduler(
     min_learning_rate: the minimum of the product.
 
   Raises:
-    ValueError: a factor is unknown, an argument that it divides by is not positive, or a number is
-      negative or not finite.
+    ValueError: a factor is unknown, `linear_decay` is combined with `constant`, an argument that a
+      factor divides by is not positive, or a number is negative or not finite.
   """
   numbers = {
     "base_learning_rate": base_learning_rate,
@@ -94,6 +94,13 @@ def create_learning_rate_scheduler(
       )
     if name != "constant":
       _check_divisor(name, factors, *divisors.get(name, ("warmup_steps", warmup_steps)))
+  if {"constant", "linear_decay"} <= {*names}:
+    others = " * ".join(name for name in names if name not in ("constant", "linear_warmup"))
+    raise ValueError(
+      f"create_learning_rate_scheduler.factors = {factors!r} multiplies by base_learning_rate twice: "
+      f"'linear_decay' contains it, and the warm-up. Set factors = {others!r}, and decay_factor, its "
+      "slope per step, to 1 / (TRAIN_STEPS - warmup_steps) for a rate that ends at 0"
+    )
 
   def learning_rate(step: int | jax.Array) -> jax.Array:
     # The step stays an integer, because float32 cannot represent every step beyond 2**24.

@@ -74,6 +74,18 @@ def test_a_training_run_is_described_row_by_row(check):
   assert re.search(r"optimizer \S+ MB, activations \S+ kB, logits ", rows["memory"])
 
 
+@pytest.mark.parametrize(
+  ("factors", "is_reported"),
+  [("linear_decay", True), ("constant * linear_warmup", True), ("constant * rsqrt_decay", False)],
+)
+def test_a_rate_that_stays_below_a_hundredth_of_what_its_schedule_reaches_is_reported(
+  check, factors, is_reported
+):
+  schedule = "--gin.utils.create_learning_rate_scheduler"
+  _, _, output = check(f"{schedule}.factors='{factors}'", f"{schedule}.warmup_steps=1000000")
+  assert ("at these steps, although the schedule reaches" in output) == is_reported
+
+
 def test_a_check_asks_jax_for_no_device(check, monkeypatch):
   def fail(*_):
     raise AssertionError("a check must not use a device")

@@ -93,6 +93,14 @@ def test_divisors_must_be_positive(factors, number):
     create_learning_rate_scheduler(factors, **{number: 0})
 
 
+@pytest.mark.parametrize(
+  "factors", ["constant * linear_warmup * linear_decay", "linear_decay*constant"]
+)
+def test_linear_decay_which_contains_the_base_is_not_combined_with_constant(factors):
+  with pytest.raises(ValueError, match=r"base_learning_rate twice.* factors = 'linear_decay', and"):
+    create_learning_rate_scheduler(factors)
+
+
 def test_constant_does_not_need_warmup():
   assert create_learning_rate_scheduler("constant", 0.25, warmup_steps=0)(3) == 0.25
 
