@@ -224,3 +224,18 @@ def test_length_buckets_that_would_truncate_texts_are_refused():
   longest = LENGTHS["inputs"]
   with pytest.raises(ValueError, match=rf"bucket_keys\['inputs'\].*{longest}.*got \[4, 8\]"):
     create_preprocessor(None, features(), LENGTHS, bucket_keys={"inputs": [8, 4]})
+
+
+def test_the_number_of_outputs_is_compared_with_output_len():
+  shape = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+  batch = {"encoder_input_tokens": shape, "decoder_input_tokens": shape}
+  batch |= {"decoder_target_tokens": shape, "decoder_loss_weights": shape}
+  variables = jax.eval_shape(
+    lambda key: byte_model().get_initial_variables(key, {n: s.shape for n, s in batch.items()}),
+    jax.random.PRNGKey(0),
+  )
+  options = {"model": byte_model(), "inference_mode": "score"}
+  right = create_inference_function(**options, output_len=1)
+  assert len(jax.eval_shape(right, variables["params"], batch)) == 1
+  with pytest.raises(ValueError, match=r"output_len must be 1, the number of results of .*got 2"):
+    jax.eval_shape(create_inference_function(**options, output_len=2), variables["params"], batch)

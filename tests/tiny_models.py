@@ -166,7 +166,7 @@ def _drawn(init: Callable[[jax.Array], Any]) -> Any:
     return jnp.asarray(values, leaf.dtype)
 
   shapes = jax.eval_shape(init, jax.random.PRNGKey(0))
-  return shapes | {"params": jax.tree.map(draw, shapes["params"])}
+  return {**shapes, "params": jax.tree.map(draw, shapes["params"])}
 
 
 def stacked(params: Any) -> Any:
@@ -216,7 +216,7 @@ def make_state(module: nn.Module) -> TrainState:
   """Returns a train state of step 0."""
   # Only shapes are read, because `jax.eval_shape` of this function has no values.
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables(module))
-  return create_state(zeros | {"params": variables(module)["params"]})
+  return create_state({**zeros, "params": variables(module)["params"]})
 
 
 @jax.jit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax.core import unfreeze
+from flax.core import freeze
 
 from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
@@ -55,7 +55,7 @@ class TrainStateInitializer:
 
     def init(rng: jax.Array) -> Any:
       variables = init_fn(rng=rng, input_shapes=shapes, input_types=input_types)
-      variables = unfreeze(dict(variables))  # Some users' models freeze them.
+      variables = freeze(dict(variables))  # as in T5X, whose users call methods of FrozenDict
       if optimizer_def is None:
         return InferenceState.create(variables)
       return TrainState.create(optimizer_def, variables)

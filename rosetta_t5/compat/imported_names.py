@@ -1,38 +1,76 @@
-"""Names that T5X's modules have because they import them, or because they are aliases of types.
+"""Names that T5X's modules have because they import them, aliases of types, and small private functions.
 
-Code written for T5X also uses these, such as `layers.param_with_axes` and `models.PyTreeDef`.
+Code written for T5X also uses these, such as `layers.param_with_axes`, `models.PyTreeDef` and
+`layers._normalize_axes`. Every module of `t5x` has all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+from absl import flags
 from flax import core
-from flax.linen import partitioning
+from flax.linen import initializers, partitioning
+from jax import lax
 from jax.sharding import PartitionSpec
 
+from rosetta_t5.networks.layers.dense import activation_function
+
 _FUNCTIONS = (
-  "Activation Initializer InitializerAxis NdInitializer InferStepCallable MergeFn WriteFn"
+  "Activation CompiledPartitionedCallable CreateDecodingStateCallbackFn CreatePostprocessorFn "
+  "CreatePreprocessorFn InferStepCallable InferenceFn Initializer InitializerAxis MergeFn NdInitializer "
+  "PartitionedCallable PostprocessorFn PreprocessorFn WriteFn"
 )
-_MAPPINGS = "ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType MetricsMap"
-_MAPPINGS += " MetricValueMapType ModelWeights MutableMetricMapType"
-_OTHER_TYPES = "Array DType Dtype HardwareMesh JaxDevice PRNGKey PyTree PyTreeDef Rng TrainState"
+_MAPPINGS = (
+  "ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType MetricValueMapType "
+  "MetricsMap ModelWeights MutableMetricMapType"
+)
+_OTHER_TYPES = (
+  "Array ArrayType BatchesType DType Dataset DecoderParamsSpec Dtype Gradients HardwareMesh JaxDevice "
+  "OtherMesh PRNGKey ParamTree PyTree PyTreeDef Pytree Rng ScalarOrArrayType TpuMesh TrainState "
+  "WarmupExample WarmupExamples"
+)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+  return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
+  return tuple(axis % ndim for axis in axes)
+
 
 IMPORTED_NAMES: dict[str, Any] = {
   **dict.fromkeys(_FUNCTIONS.split(), Callable[..., Any]),
   **dict.fromkeys(_MAPPINGS.split(), Mapping[str, Any]),
   **dict.fromkeys(_OTHER_TYPES.split(), Any),
+  "FLAGS": flags.FLAGS,
   "FrozenDict": core.FrozenDict,
   "FrozenVariableDict": core.FrozenDict,
+  "MutableVariableDict": core.scope.MutableVariableDict,
+  "P": PartitionSpec,
   "PartitionSpec": PartitionSpec,
-  "PartitionedCallable": Callable[..., Any],
+  "ScanIn": partitioning.ScanIn,
   "Shape": tuple[int, ...],
   "VariableDict": core.FrozenDict | dict[str, Any],
+  "cached_property": functools.cached_property,
   "freeze": core.freeze,
   "param_with_axes": partitioning.param_with_axes,
   "remat": partitioning.remat,
   "scan_with_axes": partitioning.scan_with_axes,
   "unfreeze": core.unfreeze,
+  "variance_scaling": initializers.variance_scaling,
   "with_sharding_constraint": partitioning.with_sharding_constraint,
+  # Functions of T5X's layers and of its decoding, of which users' layers and decode functions are made.
+  "_canonicalize_tuple": _as_tuple,
+  "_convert_to_activation_function": activation_function,
+  "_dynamic_update_vector_slice_in_dim": jax.vmap(
+    lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None)
+  ),
+  "_is_tracer": lambda value: isinstance(value, jax.core.Tracer),
+  "_normalize_axes": _normalize_axes,
+  "dynamic_vector_slice_in_dim": jax.vmap(lax.dynamic_slice_in_dim, in_axes=(None, 0, None, None)),
 }

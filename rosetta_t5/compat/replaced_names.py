@@ -24,15 +24,20 @@ class ReExports(types.ModuleType):
   _names_below: dict[str, set[str]]
 
   def __getattr__(self, name: str) -> Any:
-    """Returns a submodule, such as `t5x.utils` after `import t5x`, or one of T5X's IMPORTED_NAMES."""
-    if name[:1] != "_":
-      submodule = f"{self.__name__}.{name}"
-      if "__path__" in vars(self) and importlib.util.find_spec(submodule):
-        return importlib.import_module(submodule)
-      from rosetta_t5.compat.imported_names import IMPORTED_NAMES
+    """Returns a module of `t5x`, as which T5X's modules import one another, or one of IMPORTED_NAMES.
 
-      if name in IMPORTED_NAMES:
-        return IMPORTED_NAMES[name]
+    `t5x.utils` needs no import but that of `t5x`, `t5x.examples.t5.network.layers` is the module beside
+    it, and `t5x.trainer.metrics_lib` is `t5x.metrics`.
+    """
+    beside = self.__name__ if "__path__" in vars(self) else self.__name__.rpartition(".")[0]
+    for package in (beside, "t5x") if name[:1] != "_" else ():
+      module = f"{package}.{name.removesuffix('_lib')}"
+      if importlib.util.find_spec(module):
+        return importlib.import_module(module)
+    from rosetta_t5.compat.imported_names import IMPORTED_NAMES
+
+    if name in IMPORTED_NAMES:
+      return IMPORTED_NAMES[name]
     raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
 
   def __setattr__(self, name: str, value: Any) -> None:

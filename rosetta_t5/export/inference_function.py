@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import unfreeze
 from jax import export as jax_export
 
 from rosetta_t5 import checkpoints
+from rosetta_t5.argument_types import Positive
 from rosetta_t5.inference.expert_capacity import inference_step
 from rosetta_t5.parallel import BasePartitioner
 
@@ -52,6 +54,7 @@ def create_inference_function(
   polymorphic_shapes_inputs: Any = None,
   native_lowering: bool = True,
   model_fn_extra_kwargs: Mapping[str, Any] | None = None,
+  output_len: Positive | None = None,
 ) -> InferenceFn:
   """Returns f(params, features) → the model's outputs as a flat tuple (as in T5X).
 
@@ -68,9 +71,10 @@ def create_inference_function(
       {"encoder_input_tokens": "b, ..."}; None for none.
     native_lowering: accepted as in T5X; the function is always exported as StableHLO.
     model_fn_extra_kwargs: other arguments of the method, such as {"num_decodes": 4}.
+    output_len: the number of results that the caller expects; None for any number.
 
   Raises:
-    ValueError: the mode does not exist, or enable_xla is False.
+    ValueError: the mode does not exist, enable_xla is False, or the number of results differs.
   """
   del partitioner, train_state_initializer, native_lowering
   if not enable_xla:
@@ -86,7 +90,13 @@ def create_inference_function(
     if decoder_params:
       options["decoder_params"] = decoder_params
     outputs = inference_step(model, mode.model_fn_name)(params, batch, **options)
-    return mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
+    results = mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
+    if output_len not in (None, len(results)):
+      raise ValueError(
+        f"create_inference_function.output_len must be {len(results)}, the number of results of "
+        f"{type(model).__name__}.{mode.model_fn_name}, got {output_len}: leave it None"
+      )
+    return results
 
   if not enable_jax2tf:
     return function
@@ -164,4 +174,4 @@ def restore_params(
       f"there is no checkpoint to export in {restore_cfg.path} (mode = {restore_cfg.mode!r}): set "
       "CHECKPOINT_PATH (RestoreCheckpointConfig.path)"
     )
-  return jax.tree.map(np.asarray, state.params)
+  return jax.tree.map(np.asarray, unfreeze(state.params))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
@@ -39,6 +40,7 @@ def write_stablehlo(
   """
   path = epath.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
+  params = unfreeze(params)  # The file does not depend on types of flax.
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
   # For both platforms, so that a model exported on a CPU also runs on a GPU.
   exported = jax_export.export(jax.jit(function), platforms=["cpu", "cuda"])(shapes, dict(features))

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import freeze
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
@@ -91,7 +92,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     """Returns the initial variables; the same key gives T5X's parameters."""
     name = "decoder_input_tokens"
     tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
-    return self.module.init(rng, tokens, tokens, enable_dropout=False)
+    return freeze(self.module.init(rng, tokens, tokens, enable_dropout=False))
 
   def _get_decoder_causal_attention(self, batch: Batch) -> jax.Array | None:
     """Returns 1 for the positions that all see each other, [B, T]; None in a causal model."""

@@ -9,6 +9,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import freeze
 
 from rosetta_t5 import decoding
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
@@ -111,7 +112,8 @@ class EncoderDecoderModel(BaseTransformerModel):
     optional = {n: ones(n) if n in input_shapes else None for n in _OPTIONAL_FEATURES}
     tokens = [ones(name) for name in ("encoder_input_tokens", "decoder_input_tokens")]
     targets = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
-    return self.module.init(rng, *tokens, targets, decode=False, enable_dropout=False, **optional)
+    flags: dict[str, Any] = {"decode": False, "enable_dropout": False}
+    return freeze(self.module.init(rng, *tokens, targets, **flags, **optional))
 
   def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")

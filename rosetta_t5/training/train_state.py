@@ -34,8 +34,8 @@ class _StateMethods:
   replace: Any
 
   def replace_params(self, params: PyTree) -> Self:
-    """Returns this state with other parameters."""
-    return self.replace(params=params)
+    """Returns this state with other parameters, which are frozen if the old ones are."""
+    return self.replace(params=_like(self.params, params))
 
   def replace_flax_mutables(self, flax_mutables: PyTree) -> Self:
     """Returns this state with other mutable collections."""
@@ -79,7 +79,8 @@ class TrainState(struct.PyTreeNode, _StateMethods):
 
   Attributes:
     step: int32 scalar, the number of completed optimizer steps.
-    params: nested dict of parameters, with T5X's names and shapes.
+    params: nested dict of parameters, with T5X's names and shapes. A run has flax's `FrozenDict`, as in
+      T5X, whose methods are `unfreeze()` and `copy({...})`.
     param_states: the optimizer's state, a pytree whose structure the optimizer chooses.
     flax_mutables: all other variable collections of the module, by name.
     params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes; None if the module
@@ -187,7 +188,8 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
     optimizer = changes.pop("_optimizer")
     changes |= {
       "step": optimizer.state.step,
-      "params": optimizer.target,
+      # A user's optimizer may return a plain dict.
+      "params": _like(state.params, optimizer.target),
       "param_states": optimizer.state.param_states,
       "optimizer_def": optimizer.optimizer_def,
     }

@@ -86,3 +86,14 @@ def test_a_state_is_initialized_if_no_config_names_a_checkpoint(setup, two_check
   assert int(from_either([absent, latest], init_rng=RNG).step) == 2
   assert int(from_either([absent], init_rng=RNG).step) == 0
   assert setup.initializer.from_checkpoint([absent]) is None
+
+
+def test_parameters_have_the_methods_of_t5xs_frozen_dicts_and_may_be_replaced_by_plain_dicts(setup):
+  state = setup.initializer.from_scratch(RNG)
+  plain = state.params.unfreeze()
+  assert type(plain) is dict
+  assert state.params.copy({"more": 1})["more"] == 1
+  replaced = [state.replace_params(plain)]
+  replaced.append(state.replace(_optimizer=state._optimizer.replace(target=plain)))
+  for each in replaced:
+    assert jax.tree.structure(each) == jax.tree.structure(state)

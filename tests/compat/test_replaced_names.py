@@ -7,11 +7,14 @@ import sys
 import types
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 from flax.linen import partitioning as flax_partitioning
 from forked_python import python
 
+import t5x
 from rosetta_t5.compat import trainer_functions
-from t5x import models, trainer
+from t5x import decoding, interactive_model, models, trainer
 from t5x.examples.t5 import layers
 
 
@@ -59,3 +62,38 @@ def test_a_class_is_replaced_where_networks_use_it(monkeypatch):
   assert t5.LayerNorm is Mine
   monkeypatch.undo()
   assert t5.LayerNorm is not Mine
+
+
+def test_private_functions_that_published_layers_use_exist():
+  for module in (layers, t5x.examples.scalable_t5.layers, t5x.examples.decoder_only.layers):
+    axes = module._normalize_axes(module._canonicalize_tuple(-1), 3)
+    assert axes == (2,)
+    assert module._convert_to_activation_function("linear")(5) == 5
+    rows = module.dynamic_vector_slice_in_dim(jnp.arange(4), jnp.array([1, 3]), 1, 0)
+    assert rows.tolist() == [[1], [3]]
+  assert not decoding._is_tracer(1)
+  args = (jnp.zeros((2, 3)), jnp.ones((2, 1)), jnp.array([0, 2]), 0)
+  cache = decoding._dynamic_update_vector_slice_in_dim(*args)
+  assert cache.tolist() == [[1, 0, 0], [0, 0, 1]]
+  aux = ([(1, "b"), (0, "a")], {"scores": [2, 1]})
+  assert interactive_model._extract_tokens_and_aux_values(aux) == (["a", "b"], {"scores": [1, 2]})
+
+
+def test_modules_are_found_under_the_names_by_which_t5xs_modules_import_them():
+  assert t5x.examples.t5.network.layers is layers
+  assert trainer.metrics_lib is t5x.metrics
+  assert models.losses is t5x.losses
+
+
+def test_fakes_of_test_utils_make_a_model_and_data_for_users_tests():
+  first, *rest = t5x.test_utils.get_fake_tokenized_dataset().as_numpy_iterator()
+  assert len(rest) == 7
+  assert first.keys() == {f"{n}{s}" for n in ("inputs", "targets") for s in ("", "_pretokenized")}
+  assert max(first["inputs"]) < 32
+  assert t5x.test_utils.get_fake_vocab()[1].eos_id == 1
+  shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
+  init = t5x.test_utils.get_t5_test_model(vocab_size=32).get_initial_variables
+  variables = jax.eval_shape(lambda key: init(key, shapes), jax.random.PRNGKey(0))
+  assert variables["params"]["token_embedder"]["embedding"].shape == (32, 8)
+  cores = t5x.test_utils.make_devices(4, 4, 1)
+  assert (len(cores), cores[5].coords, cores[5].id) == (32, (0, 2, 0), 17)

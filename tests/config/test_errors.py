@@ -271,6 +271,12 @@ def test_the_rates_of_optax_are_checked(run, argument, value, expected):
   _fails(run, f"{argument} must be a number {expected}", text=text)
 
 
+def test_an_object_may_be_given_for_a_function_if_its_class_can_be_called(run):
+  text = f"{GOOD}from t5x import trainer\ntrainer.Trainer.learning_rate_fn = "
+  run(f"{text}@toy.Schedule()")
+  _fails(run, "learning_rate_fn must be a function or class", text=f"{text}@toy.Model()")
+
+
 def test_a_tuple_of_another_length_is_refused_with_its_length(run):
   text = (
     f"{GOOD}from t5x import trainer\ntrainer.EarlyStoppingAction.metric = ('train', 'loss', 'x')"

@@ -39,5 +39,13 @@ class DatasetConfig:
   lengths: Any = None
 
 
+class Schedule:
+  """Its instances are called."""
+
+  def __call__(self, step: int) -> int:
+    """Returns its argument."""
+    return step
+
+
 class Optimizer:
   """The run receives it as a class, not as an instance."""

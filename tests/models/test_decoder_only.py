@@ -196,4 +196,4 @@ def test_initial_variables_have_the_axes_that_sharding_needs():
     functools.partial(make().get_initial_variables, input_shapes=shapes), jax.random.PRNGKey(0)
   )
   assert variables.keys() == {"params", "params_axes"}
-  assert jax.tree.structure(variables["params"]) == jax.tree.structure(PARAMS)
+  assert jax.tree.structure(variables["params"].unfreeze()) == jax.tree.structure(PARAMS)

@@ -88,7 +88,7 @@ def forward():
 def test_the_seed_gives_the_initial_parameters_of_t5x(shared, initial):
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
-    initial.params,
+    initial.params.unfreeze(),
     stored(shared, 0),
   )
 

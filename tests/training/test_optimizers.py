@@ -441,3 +441,13 @@ def test_error_names_a_pattern_that_matches_no_parameter():
     all_except(["norm/scales"])(PARAMS)
   with pytest.raises(ValueError, match=r"'\*/scale' is not a regular expression"):
     all_except(["*/scale"])
+
+
+def test_a_users_rule_gives_the_axes_of_its_type_of_state(monkeypatch):
+  rules = optimizers.OptaxStatePartitionRules
+  rule = lambda state, axes: optax.TraceState(trace={"mine": axes["norm"]["scale"]})  # noqa: E731
+  monkeypatch.setitem(rules._RULES, optax.TraceState, rule)
+  state = optax.chain(optax.trace(0.9), optax.scale_by_adam()).init(PARAMS)
+  mine, adam = rules.derive_optax_logical_axes(state, AXES, PARAMS)
+  assert mine.trace == {"mine": P("embed")}
+  assert adam.mu == AXES

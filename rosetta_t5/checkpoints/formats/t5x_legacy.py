@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.formats import tensorstores
 from rosetta_t5.telemetry.json_files import expect_content
 
 INDEX = "checkpoint"
-_VERSION = 3
+VERSION = 3
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -79,6 +79,6 @@ def write(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]]) -> 
       # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
       bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
       index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
-  contents = {"version": _VERSION, "optimizer": unflatten_state_dict(index)}
+  contents = {"version": VERSION, "optimizer": unflatten_state_dict(index)}
   (root / INDEX).write_bytes(serialization.msgpack_serialize(contents))
   checksums.write(root, stored)

@@ -192,10 +192,13 @@ def _accepts_reference(reference: ConfigurableReference, member: Any) -> bool:
     is_value = base in _PLAIN or _is_container(base) or typing.get_origin(base) is Literal
     return not (is_value or (_is_class_of_objects(base) and not _is_function(base)))
   built = reference.configurable.wrapped
+  if not isinstance(built, type):
+    return True
   both = (built, base)
   if all(isinstance(c, type) and c.__module__.startswith("rosetta_t5.") for c in both):
     return issubclass(built, base)
-  return not (isinstance(built, type) and (base in _PLAIN or _is_function(base)))
+  is_called = any("__call__" in vars(each) for each in built.__mro__)
+  return base not in _PLAIN and (is_called or not _is_function(base))
 
 
 def _is_container(base: Any) -> bool:
@@ -203,8 +206,9 @@ def _is_container(base: Any) -> bool:
 
 
 def _is_function(base: Any) -> bool:
-  is_protocol = getattr(base, "_is_protocol", False)
-  return is_protocol or (typing.get_origin(base) or base) in (Callable, typing.Callable, type)
+  if getattr(base, "_is_protocol", False):
+    return "__call__" in vars(base)
+  return (typing.get_origin(base) or base) in (Callable, typing.Callable, type)
 
 
 def _is_class_of_objects(base: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ class OptaxWrapperHyperParams(struct.PyTreeNode):
 class OptaxStatePartitionRules:
   """Derives the logical axes of optax states from their structure rather than their type."""
 
+  # Rules of users, as in T5X: the type of a state → f(state, logical axes of the parameters).
+  _RULES: ClassVar[dict[type, Callable[[Any, PyTree], Any]]] = {}
+
   @classmethod
   def derive_optax_logical_axes(
     cls, optax_state: PyTree, params_axes: PyTree, params: PyTree = None
@@ -46,7 +49,7 @@ class OptaxStatePartitionRules:
 
     A part of the state with the structure of the parameters (moments, accumulated gradients) gets the
     parameters' axes for leaves with the shape of their parameter, and `MatrixDims.factor_axes` for
-    `Factors`. Everything else gets None. Masked leaves do not change.
+    `Factors`. Everything else gets None. Masked leaves do not change. `_RULES` come first.
 
     Args:
       optax_state: the state of any optax transformation.
@@ -60,9 +63,13 @@ class OptaxStatePartitionRules:
       return structure == jax.tree.structure(node, is_leaf=_is_of_one_parameter)
 
     def axes_of(node: PyTree) -> PyTree:
+      if type(node) in cls._RULES:
+        return cls._RULES[type(node)](node, params_axes)
       return cls.derive_params_axes(node, params_axes, template) if is_like_params(node) else None
 
-    return jax.tree.map(axes_of, optax_state, is_leaf=is_like_params)
+    return jax.tree.map(
+      axes_of, optax_state, is_leaf=lambda node: type(node) in cls._RULES or is_like_params(node)
+    )
 
   @classmethod
   def derive_params_axes(
