@@ -1,4 +1,4 @@
-"""T5X's checkpoint manager for its older layout, and the checkpointer that it uses."""
+"""T5X's checkpoint manager of two configs, and the checkpointer that it uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from rosetta_t5.checkpoints.restored_state import RestoreTransformation
 from rosetta_t5.checkpoints.saved_state import SaveTransformation
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import BasePartitioner
@@ -42,64 +41,36 @@ class LegacyCheckpointer(ocp.Checkpointer):
     path: epath.PathLike,
     item: Any,
     force: bool = False,
-    custom_metadata: Mapping[str, Any] | None = None,
+    custom_metadata: Any = None,
     state_transformation_fns: Sequence[SaveTransformation] = (),
     *,
     concurrent_gb: int = 128,
   ) -> None:
-    """Saves a train state into the folder of the save checkpointer.
+    """Saves the train state `item`, whose step names the folder; see `Checkpointer.save`.
 
-    Args:
-      path: not used, because the step names the folder.
-      item: the train state.
-      force: not used: an existing checkpoint is never overwritten.
-      custom_metadata: not used: this layout cannot store it.
-      state_transformation_fns: as in Checkpointer.save.
-      concurrent_gb: as in Checkpointer.save.
+    `path`, `force` and `custom_metadata` exist for Orbax's callers and have no effect.
 
     Raises:
       ValueError: there is no save checkpointer.
     """
-    del path, force, custom_metadata
+    del path, force, custom_metadata, concurrent_gb
     if self._save_checkpointer is None:
       raise ValueError("LegacyCheckpointer has no save_checkpointer: it can only restore")
-    self._save_checkpointer.save(item, state_transformation_fns, concurrent_gb=concurrent_gb)
+    self._save_checkpointer.save(item, state_transformation_fns)
 
-  def restore(
-    self,
-    path: epath.PathLike,
-    item: Any = None,
-    state_transformation_fns: Sequence[RestoreTransformation] = (),
-    fallback_state: Mapping[str, Any] | None = None,
-    lazy_parameters: bool = False,
-  ) -> Any:
+  def restore(self, path: epath.PathLike, item: Any = None, **options: Any) -> Any:
     """Returns the train state of the checkpoint at `path`, which may be a TensorFlow prefix.
 
-    Args:
-      path: the checkpoint.
-      item: not used, because the restore checkpointer knows the train state.
-      state_transformation_fns: as in Checkpointer.restore; not allowed for TensorFlow's layout.
-      fallback_state: as in Checkpointer.restore.
-      lazy_parameters: as in Checkpointer.restore.
+    `item` has no effect. The others are the arguments of `Checkpointer.restore`.
     """
     del item
-    if not os.path.exists(f"{os.fspath(path)}.index"):
-      return self._restore_checkpointer.restore(
-        path=path,
-        state_transformation_fns=state_transformation_fns,
-        fallback_state=fallback_state,
-        lazy_parameters=lazy_parameters,
-      )
-    if state_transformation_fns:
-      raise ValueError(
-        f"{path} is a TensorFlow checkpoint, which cannot be restored with state_transformation_fns "
-        "or assignment_map: convert it first (rosetta-t5 convert)"
-      )
-    return self._restore_checkpointer.restore_from_tf_checkpoint(path, strict=self._strict)
+    if os.path.exists(f"{os.fspath(path)}.index"):
+      return self._restore_checkpointer.restore_from_tf_checkpoint(path, strict=self._strict)
+    return self._restore_checkpointer.restore(path=path, **options)
 
 
 class LegacyCheckpointManager(ocp.CheckpointManager):
-  """Saves and restores in T5X's older layout as two configs specify (T5X's class)."""
+  """Saves and restores as two configs specify (T5X's class)."""
 
   def __init__(
     self,
