@@ -136,7 +136,8 @@ def get_train_state_from_variables(
 def assert_equal(a: Any, b: Any) -> None:
   """Fails unless two arrays, which may be lazy, have the same type and values."""
   assert isinstance(a, type(b)), f"expected a {type(b).__name__}, got a {type(a).__name__}"
-  np.testing.assert_array_equal(*(x.get() if isinstance(x, LazyArray) else x for x in (a, b)))
+  a, b = (x.get() if isinstance(x, LazyArray) else x for x in (a, b))
+  np.testing.assert_array_equal(a, b)
 
 
 def assert_same(tree_a: Any, tree_b: Any) -> None:
