@@ -6,9 +6,9 @@ if __name__ == "__main__":
   begin("t5x.infer")
 
 from rosetta_t5.cli import run_module
-from rosetta_t5.compat.inferences import Inferences
-from rosetta_t5.compat.inferences import Inferences as _Inferences
-from rosetta_t5.compat.inferences import (
+from rosetta_t5.compat.script_functions import Inferences
+from rosetta_t5.compat.script_functions import Inferences as _Inferences
+from rosetta_t5.compat.script_functions import (
   extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )
 from rosetta_t5.config.summary import SummarizeConfigFn

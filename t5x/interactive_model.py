@@ -1,9 +1,9 @@
 """T5X's `interactive_model`: a model for interactive use, such as in a notebook."""
 
-from rosetta_t5.compat.inferences import (
+from rosetta_t5.compat.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
+from rosetta_t5.compat.script_functions import (
   extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )
-from rosetta_t5.compat.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
 from rosetta_t5.data.pipeline.text_examples import (
   get_batches_from_seqio,
   get_dataset_from_natural_text_examples,

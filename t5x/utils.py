@@ -12,21 +12,12 @@ from rosetta_t5.checkpoints import (
   restore,
 )
 from rosetta_t5.checkpoints.saved_state import get_local_data
-from rosetta_t5.compat.checkpoints.checkpoint_steps import (
-  find_first_checkpoint_step,
-  find_next_checkpoint_step,
-)
 from rosetta_t5.compat.checkpoints.legacy_checkpoint_manager import (
   LegacyCheckpointer,
   LegacyCheckpointManager,
 )
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
-from rosetta_t5.compat.processes import (
-  multihost_assert_equal,
-  set_hardware_rng_ops,
-  sync_global_devices,
-)
 from rosetta_t5.compat.protocols import (
   EvaluatorConstructor,
   GetDatasetCallable,
@@ -36,6 +27,13 @@ from rosetta_t5.compat.protocols import (
   InferStepWithRngCallable,
   InitFnCallable,
   LearningRateCallable,
+)
+from rosetta_t5.compat.script_functions import (
+  find_first_checkpoint_step,
+  find_next_checkpoint_step,
+  multihost_assert_equal,
+  set_hardware_rng_ops,
+  sync_global_devices,
 )
 from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import (

@@ -1,8 +1,44 @@
-"""T5X's functions that find the next step to save a checkpoint; runs use `training.hooks`."""
+"""Functions of T5X that copies of its scripts train.py and infer.py call; ours do not need them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import assert_equal as multihost_assert_equal
+from jax.experimental.multihost_utils import sync_global_devices
+
+__all__ = ["multihost_assert_equal", "sync_global_devices"]
+
+# Outputs in the order of their examples, and auxiliary values by name.
+Inferences = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def set_hardware_rng_ops() -> None:
+  """Sets jax's PRNG to the devices' own generator, which is faster but gives other numbers."""
+  jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+
+
+def extract_tokens_and_aux_values(inference_fn_outputs: Any) -> Inferences:
+  """Returns the outputs of an inference function in the order of their examples.
+
+  Args:
+    inference_fn_outputs: (index, output) pairs, or these pairs and auxiliary values, whose leaves are
+      lists or arrays with one entry for each pair.
+  """
+  has_aux = isinstance(inference_fn_outputs, tuple)
+  pairs, aux = inference_fn_outputs if has_aux else (inference_fn_outputs, {})
+  order = np.argsort([index for index, _ in pairs])
+
+  def in_order(values: Sequence[Any]) -> list[Any]:
+    return [values[position] for position in order]
+
+  def is_leaf(value: Any) -> bool:
+    return isinstance(value, (list, np.ndarray))
+
+  return in_order([output for _, output in pairs]), jax.tree.map(in_order, aux, is_leaf=is_leaf)
 
 
 def find_first_checkpoint_step(
