@@ -33,6 +33,7 @@ def precompile(
   verify_matching_vocabs_fn: Callable[..., None] | None = data.verify_matching_vocabs,
   trainer_cls: Callable[..., Any] | None = None,
   te_config_cls: Any = None,
+  use_hardware_rng: bool = False,
 ) -> None:
   """Lowers and compiles the train step, without initializing or reading parameters.
 
@@ -53,12 +54,13 @@ def precompile(
       a trainer with a constant learning rate.
     te_config_cls: as in `train`: builds the `TransformerEngineConfig` that enables fp8; None for no
       fp8.
+    use_hardware_rng: as in `train`, whose random number generator is part of the program.
 
   Raises:
     ValueError: the arguments do not fit together.
   """
   model = with_fp8(model, choose_fp8(te_config_cls))
-  if random_seed is None:
+  if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_dataset_cfg, model)

@@ -163,10 +163,13 @@ def _cudnn_attention(
 ) -> Array:
   # The mask is passed as lengths, because a mask array would be expanded to [B, H, T, S]. A row that
   # is all padding counts as one token, since its outputs would otherwise be NaN. The check is added
-  # to the bias because that is small and shared by the layers. Without a bias (cross-attention),
-  # keys and values come from a stack of layers that has one.
+  # to the bias because that is small and shared by the layers, or to the queries of a decoder without
+  # one. In cross-attention, keys and values come from a stack of layers that has it.
+  check = nan_if_padding_precedes_tokens(mask).astype(q_BTHK.dtype)
   if bias_1HTS is not None:
-    bias_1HTS += nan_if_padding_precedes_tokens(mask).astype(bias_1HTS.dtype)
+    bias_1HTS += check.astype(bias_1HTS.dtype)
+  elif mask.causal:
+    q_BTHK += check
   return jax.nn.dot_product_attention(
     q_BTHK,
     k_BSHK,

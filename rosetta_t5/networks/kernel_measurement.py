@@ -331,16 +331,16 @@ def _kernel(name: str) -> Attention:
 
 def _can_train(model: Any, name: str, batch: Mapping[str, Any]) -> bool:
   """Returns whether the kernel accepts the model's dtype, sizes and masks; it is only traced."""
-  changed = replace_config(model, attention_kernel=name)
   features = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
   shapes = {name: x.shape for name, x in features.items()}
 
   def loss(key: jax.Array, batch: Any) -> Any:
+    changed = replace_config(model, attention_kernel=name)
+    choose_attention_kernel(changed.network_config)
     params = changed.get_initial_variables(key, shapes)["params"]
     return changed.loss_fn(params, batch, key)[0]
 
   try:
-    choose_attention_kernel(changed.network_config)
     jax.eval_shape(loss, jax.eval_shape(lambda: jax.random.PRNGKey(0)), features)
   except ValueError:
     return False

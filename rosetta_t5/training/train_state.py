@@ -224,11 +224,6 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
     params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
     return cls(jnp.array(0, jnp.int32), params, params_axes, mutables, mutables_axes)
 
-  @property
-  def param_states(self) -> PyTree:
-    """Raises NotImplementedError, because there is no optimizer."""
-    raise NotImplementedError("an InferenceState has no optimizer, and therefore no param_states")
-
   def apply_gradient(self, *args: Any, **kwargs: Any) -> InferenceState:
     """Raises NotImplementedError, because there is no optimizer."""
     raise NotImplementedError("an InferenceState has no optimizer: train a TrainState")

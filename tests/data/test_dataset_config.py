@@ -49,6 +49,11 @@ def test_without_a_seed_one_is_drawn_from_the_clock() -> None:
   assert abs(resolve_seed(CONFIG) - time.time()) < 5
 
 
+def test_a_seed_drawn_after_2038_fits_into_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(time, "time", lambda: 2.0**31 + 5)
+  assert resolve_seed(CONFIG) == 5
+
+
 def test_a_missing_module_is_refused_with_its_binding() -> None:
   with pytest.raises(ValueError, match=r"no Python module 'no_such_tasks'.*MIXTURE_OR_TASK_MODULE"):
     import_module("no_such_tasks.squad")

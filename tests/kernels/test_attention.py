@@ -82,6 +82,21 @@ def test_output_and_gradients_equal_float64(omitted):
     np.testing.assert_allclose(grad, expected_grads[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize(
+  "shape", [(1, 1, T, S), (B, 1, T, S), (1, H, 1, S), (B, 1, 1, S), (1, 1, 1, S), (B, H, T, S)]
+)
+def test_the_gradient_of_a_bias_has_its_shape(shape):
+  arrays = as_jax(inputs())
+  bias = jnp.asarray(np.random.default_rng(2).normal(size=shape), jnp.float32)
+
+  def loss(bias):
+    return jnp.sum(jnp.square(xla_attention(**arrays | {"bias_1HTS": bias})))
+
+  whole = jax.grad(loss)(jnp.broadcast_to(bias, (B, H, T, S)))
+  shared = [axis for axis, size in enumerate(shape) if size == 1]
+  np.testing.assert_allclose(jax.grad(loss)(bias), whole.sum(shared, keepdims=True), atol=2e-5)
+
+
 def test_a_query_that_sees_no_key_gets_the_mean_of_all_values():
   arrays = inputs()
   arrays.pop("value_scale_BHS")

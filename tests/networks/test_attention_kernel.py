@@ -112,3 +112,13 @@ def test_padding_before_tokens_gives_nan_with_a_kernel_that_takes_lengths(keys, 
   keys = jnp.asarray(keys)
   for mask in (SegmentMask(keys, jnp.ones_like(keys)), SegmentMask(jnp.ones_like(keys), keys)):
     assert bool(jnp.isnan(nan_if_padding_precedes_tokens(mask))) == is_nan
+
+
+@pytest.mark.parametrize("leading", [0, 1])
+def test_padding_before_tokens_gives_nan_in_a_decoder_without_a_bias(monkeypatch, leading):
+  monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *others, **options: q)
+  q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+  tokens = jnp.arange(4)[None] >= leading
+  output = fused_attention("cudnn", q, q, q, None, SegmentMask(tokens, tokens, causal=True))
+  assert output.dtype == q.dtype
+  assert bool(jnp.all(jnp.isnan(output))) == bool(leading)

@@ -9,7 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import make_decoder_only_model
+from tiny_models import GPT, make_batch, make_decoder_only_model
 
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks import kernel_measurement
@@ -20,6 +20,7 @@ from rosetta_t5.networks.kernel_measurement import (
   choose_fastest,
   compare_matmuls,
   kernel_error,
+  usable_kernels,
   with_measured_kernel,
 )
 from rosetta_t5.networks.layers.dense import matmul
@@ -173,3 +174,11 @@ def test_a_matmul_that_takes_several_times_as_long_is_found_to_be_slower():
 
   assert compare_matmuls(repeated, 256, 128, 256, jnp.float32, seconds=0.1) > 2
   assert compare_matmuls(matmul, 256, 128, 256, jnp.float32, seconds=0.1) < 2
+
+
+def test_a_decoder_with_local_attention_can_use_xla_only():
+  model = make_decoder_only_model(GPT.replace(local_attention_window=4, attention_kernel="auto"))
+  batch = {name: x for name, x in make_batch(2).items() if name.startswith("decoder")}
+  assert usable_kernels(model, batch, {"data": 1}) == ["xla"]
+  unlimited = make_decoder_only_model(GPT.replace(attention_kernel="auto"))
+  assert usable_kernels(unlimited, batch, {"data": 1}) == ["xla", "flash"]
