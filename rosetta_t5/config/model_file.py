@@ -123,6 +123,23 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
   return ModelFile(file, content)
 
 
+def read_network_config(file: pathlib.Path) -> dict[str, Any] | None:
+  """Returns the arguments of the network's config in a model file; None if it does not have them.
+
+  Nothing else is built: a vocabulary's file may be missing.
+
+  Raises:
+    ConfigError: see `read_model_file`.
+  """
+  described = read_model_file(file)
+  node: Any = described.content["model"] if described is not None else None
+  for name in ("module", "config"):
+    node = node.get(name) if isinstance(node, dict) else None
+  if not isinstance(node, dict):
+    return None
+  return {name: _build(value, name) for name, value in node.items() if not name.startswith("@")}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFile(Mapping[str, Any]):
   """The arguments of `train` in a model file, and task_feature_lengths. Each is built when it is read.

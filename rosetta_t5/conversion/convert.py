@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import resource
 import time
@@ -17,15 +18,17 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays.t5_names import EMBEDDING
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_writer, switch_names, t5_writer
-from rosetta_t5.checkpoints.formats.hugging_face.t5_names import EMBEDDING
+from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays, stored_step
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
+from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.telemetry.atomic_files import complete_folder
 from rosetta_t5.terminal import progress
 from rosetta_t5.terminal.standard_streams import optional_output
@@ -127,9 +130,12 @@ def convert(
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
       _write_t5x(unfinished, arrays, to)
+      if facts.source_config:  # A conversion back to Transformers needs it.
+        text = json.dumps(facts.source_config, indent=2, sort_keys=True)
+        (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
     with progress.bar("verifying"):
       verified: list[str] = []
-      verification.check(arrays, unfinished, facts, tokenizer, verified.append)
+      verification.check(arrays, path, unfinished, facts, tokenizer, verified.append)
     report("\n".join(verified))
     if to == "hf":
       written = read_arrays(unfinished, warn_without_checksums=False)
@@ -186,36 +192,21 @@ def _for_transformers(
     ValueError: Transformers has no architecture for the model.
   """
   if any(name.startswith("target/encoder/") for name in arrays):
-    family = family or t5_writer.find_family(arrays)
-    capacity = _expert_capacity(facts) if switch_names.has_experts(arrays) else None
-    config = t5_writer.make_config(arrays, family, facts.activations, facts.source_config, capacity)
-    return t5_writer.make_weights(arrays, family), config
-  gpt_writer.check_is_gpt(arrays)
-  if facts.gpt is None:
+    assert isinstance(facts.network, T5Config)
+    family = family or t5.find_family(arrays)
+    config = t5.make_config(arrays, facts.network, family, facts.source_config)
+    return t5.make_weights(arrays, family), config
+  gpt.check_is_gpt(arrays)
+  if not isinstance(facts.network, TransformerConfig):
     raise ValueError(
       "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
       "config.gin of the run that trained it, or to the config.json that it came with"
     )
-  family = family or gpt_writer.find_family(facts.gpt)
-  config = gpt_writer.make_config(
-    arrays, facts.gpt, family, facts.ids_are_shifted, facts.source_config
+  family = family or gpt.find_family(facts.network)
+  config = gpt.make_config(
+    arrays, facts.network, family, facts.source_config, facts.ids_are_shifted
   )
-  return gpt_writer.make_weights(arrays, facts.gpt, config), config
-
-
-def _expert_capacity(facts: ModelFacts) -> int:
-  """Returns the number of slots that an expert has in a row, which Transformers has in place of factors.
-
-  Raises:
-    ValueError: Transformers does not have the model's routing.
-  """
-  settings = facts.experts
-  if settings.router != "switch" or settings.normalize_expert_weights:
-    raise ValueError(
-      "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
-      f"{settings.router!r} and {settings.normalize_expert_weights}"
-    )
-  return settings.expert_capacity or switch_names.EXPERT_CAPACITY
+  return gpt.make_weights(arrays, facts.network, config), config
 
 
 def _prepare_destination(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,22 +12,36 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_reader
-from rosetta_t5.checkpoints.formats.hugging_face.folder import CONFIG
+from rosetta_t5.checkpoints.formats.hugging_face import folder as folder_format
+from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.conversion.model_facts import ModelFacts
 
-# Larger parameters would take more memory in PyTorch than a conversion should.
-_TORCH_BYTES = 4_000_000_000
+# A model is computed if its parameters, in float32, take at most this share of the free memory.
+_MEMORY_SHARE = 0.3
 
 
-def can_run_transformers(params: int, dtype: Any) -> bool:
-  """Returns whether Transformers and PyTorch are installed and `params` parameters are few enough."""
-  if params * np.dtype(dtype).itemsize > _TORCH_BYTES:
-    return False
-  return all(map(importlib.util.find_spec, ("torch", "transformers")))
+def fits(params: int) -> bool:
+  """Returns whether a model with this many parameters can be computed in the free memory."""
+  free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
+    line = next(line for line in file if line.startswith("MemAvailable"))
+    free = int(line.split()[1]) * 1024
+  return params * 4 <= _MEMORY_SHARE * free
 
 
-def transformers_outputs(
+def why_not(params: int) -> str:
+  """Returns why Transformers cannot compute a model with this many parameters; "" if it can."""
+  if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+    return "Transformers and PyTorch are not installed"
+  return "" if fits(params) else "the model is too large for this machine's memory"
+
+
+def version() -> str:
+  """Returns the version of Transformers."""
+  return importlib.metadata.version("transformers")
+
+
+def outputs(
   folder: str | os.PathLike[str],
   tokens: tuple[np.ndarray, np.ndarray],
   facts: ModelFacts,
@@ -43,20 +58,22 @@ def transformers_outputs(
   import torch
   import transformers
 
-  config = json.loads((epath.Path(folder) / CONFIG).read_text())
+  config = json.loads((epath.Path(folder) / folder_format.CONFIG).read_text())
   is_float64 = np.dtype(dtype) == np.float64
-  model_class = getattr(transformers, config["architectures"][0])
+  model_class = getattr(transformers, folder_format.architecture(config, facts.network))
   precision = torch.float64 if is_float64 else torch.float32
   model = model_class.from_pretrained(os.fspath(folder), dtype=precision).eval()
   inputs_1S, targets_1T = tokens
-  start = gpt_reader.start_token(config)
+  start = gpt.start_token(config)
   if facts.ids_are_shifted:
     targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
+  elif not facts.is_gpt:
+    targets_1T = np.where(targets_1T == 0, config.get("decoder_start_token_id") or 0, targets_1T)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad(), _compute_in_float64() if is_float64 else contextlib.nullcontext():
-    if facts.gpt is not None:
+    if facts.is_gpt:
       outputs = model(input_ids=targets).logits
-    elif config["is_encoder_decoder"]:
+    elif facts.network.num_decoder_layers:
       outputs = model(input_ids=inputs, decoder_input_ids=targets).logits
     else:
       outputs = model(input_ids=inputs).last_hidden_state

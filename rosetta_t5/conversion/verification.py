@@ -1,31 +1,47 @@
-"""Verifies that a conversion kept the model: both checkpoints must compute the same logits."""
+"""Verifies that a conversion kept the model.
+
+Transformers is the only independent check: a mistake that reading and writing have in common shows in
+nothing else. Without it, this project's network computes the logits of both checkpoints; if the model is
+too large for that, its arrays are compared one by one.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from rosetta_t5.checkpoints.arrays import t5_names
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_names, t5_names
+from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.conversion import numpy_gpt, numpy_t5
+from rosetta_t5.conversion import transformers_reference
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
-from rosetta_t5.conversion.numpy_layers import Arrays
+from rosetta_t5.conversion.network_outputs import Arrays, Tokens, network_outputs
 from rosetta_t5.conversion.sample_text import encode_sample_text
-from rosetta_t5.conversion.transformers_reference import can_run_transformers, transformers_outputs
 
-# The encoder's inputs [1, S], and the decoder's inputs [1, T].
-Tokens = tuple[np.ndarray, np.ndarray]
-# Computes a model's outputs in float32 or float64.
-ComputeOutputs = Callable[[Any], np.ndarray]
+# Computes a model's outputs.
+ComputeOutputs = Callable[[], np.ndarray]
 
 TOLERANCE = 1e-4
+# Two implementations may differ by this multiple of the rounding errors of one of them.
+_ROUNDING_FACTOR = 10.0
+_OF_TRANSFORMERS = (
+  "logits of real text, by Transformers {version}: largest difference {difference}. {note}"
+)
+_INDEPENDENT = "This check shares no code with this project; one text does not show every token"
+_OF_NETWORKS = (
+  "logits of real text, by this project's network, because {reason}: largest difference {difference}. A "
+  "mistake that reading and writing have in common cannot be seen; Transformers and PyTorch would show it"
+)
+_OF_ARRAYS = (
+  "{count} arrays were read again, one by one, and are equal{reason}. Logits were not compared: the settings "
+  "of the network, and a mistake that reading and writing have in common, cannot be seen"
+)
 
 
 class ConversionError(RuntimeError):
@@ -34,61 +50,109 @@ class ConversionError(RuntimeError):
 
 def check(
   source: Arrays,
+  path: str | os.PathLike[str],
   folder: str | os.PathLike[str],
   facts: ModelFacts,
   tokenizer: str | os.PathLike[str] | None,
   report: Callable[[str], None],
 ) -> None:
-  """Checks that the model in a folder computes the source's logits of real text.
-
-  If there is no numpy forward pass for the model, the parameters must be equal.
+  """Checks that the model in a folder is the source's.
 
   Args:
     source: the arrays that were converted.
+    path: the checkpoint that they are from.
     folder: what was written, of any layout.
+    facts: the facts about the source's model.
     tokenizer: where the tokenizer's files are; None to encode the text as bytes.
-    report: receives the differences.
+    report: receives a sentence about each check.
 
   Raises:
     ConversionError: the logits or parameters differ.
   """
   written = read_arrays(folder, warn_without_checksums=False)  # this program has just written it
-  plain = to_plain_tree(source)
-  is_t5 = any(name.endswith("relpos_bias/rel_embedding") for name in plain)
-  is_switch = facts.experts.router == "switch" and not facts.experts.normalize_expert_weights
-  if not (is_t5 and is_switch) and facts.gpt is None:
+  theirs = next(filter(is_hugging_face, (folder, path)), None)
+  params = sum(array.size for name, array in written.items() if name.startswith("target/"))
+  reason = transformers_reference.why_not(params)
+  if not is_hugging_face(folder):
     count = compare_arrays(source, written)
-    report(f"both checkpoints read again: all {count} parameters are equal (no logits compared)")
+    if theirs is None or reason or facts.network is None:
+      report(_OF_ARRAYS.format(count=count, reason=""))
+      return
+  elif facts.network is None or not transformers_reference.fits(params):
+    count = compare_arrays(source, written, rtol=1e-6)
+    report(_OF_ARRAYS.format(count=count, reason=f", because {reason}" if reason else ""))
     return
-  is_transformers_folder = is_hugging_face(folder)
-  written_facts = read_facts(folder, written) if is_transformers_folder else facts
-  tokens = _make_tokens(plain, facts, tokenizer)
-  before = functools.cache(lambda dtype: compute_outputs(source, tokens, facts, dtype))
-  after = functools.partial(compute_outputs, written, tokens, written_facts)
-  report(compare_outputs("both checkpoints read again", before, after, facts.ids_are_shifted))
-  if not is_transformers_folder:
+  tokens = _make_tokens(to_plain_tree(source), facts, tokenizer)
+  if theirs is not None and not reason:
+    ours = source if is_hugging_face(folder) else written
+    _compare_with_transformers(ours, facts, theirs, tokens, report)
     return
-  params = sum(array.size for array in written.values())
-  if not can_run_transformers(params, np.float32):
-    report("not compared with Transformers on PyTorch: not installed, or the model is too large")
-    return
-  theirs = functools.partial(transformers_outputs, folder, tokens, written_facts)
-  may_use_float64 = can_run_transformers(params, np.float64)
-  report(compare_outputs("by Transformers", before, theirs, facts.ids_are_shifted, may_use_float64))
+  written_facts = read_facts(folder, written)
+  before = network_outputs(source, facts, tokens)
+  after = network_outputs(written, written_facts, tokens)
+  difference, limit = _difference(before, after)
+  if difference > limit:
+    raise _conversion_error(difference, limit, "by this project's network")
+  report(_OF_NETWORKS.format(reason=reason, difference=f"{difference:.1e}"))
 
 
-def compare_arrays(before: Arrays, after: Arrays) -> int:
+def _compare_with_transformers(
+  arrays: Arrays,
+  facts: ModelFacts,
+  folder: str | os.PathLike[str],
+  tokens: Tokens,
+  report: Callable[[str], None],
+) -> None:
+  compute = functools.partial(transformers_reference.outputs, folder, tokens, facts)
+  ours, theirs = network_outputs(arrays, facts, tokens), compute(np.float32)
+  difference, limit = _difference(ours, theirs)
+  text = f"{difference:.1e}"
+  if difference > limit:
+    # Sharp attention amplifies the rounding errors of float32, in Transformers too.
+    exact = compute(np.float64)
+    difference, _ = _difference(ours, exact)
+    rounding, _ = _difference(theirs, exact)
+    text += f" ({rounding:.1e} between Transformers in float32 and in float64)"
+    if difference > _ROUNDING_FACTOR * rounding:
+      raise _conversion_error(difference, max(limit, rounding), "by Transformers")
+  version = transformers_reference.version()
+  report(_OF_TRANSFORMERS.format(version=version, difference=text, note=_INDEPENDENT))
+
+
+def _conversion_error(difference: float, limit: float, name: str) -> ConversionError:
+  return ConversionError(
+    f"the logits of real text differ by {difference:.1e} (at most {limit:.0e}) between the source and "
+    f"what was written, {name}: nothing was kept"
+  )
+
+
+def _difference(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float]:
+  """Returns the largest difference of two arrays, and the largest one that rounding explains."""
+  # GPT's start token may have become the last one of the second vocabulary.
+  actual = actual[..., : expected.shape[-1]]
+  if actual.shape != expected.shape:
+    raise ConversionError(f"the shape of the logits must be {expected.shape}, got {actual.shape}")
+  limit = TOLERANCE * max(1.0, float(np.max(np.abs(expected))) / 10)
+  return float(np.max(np.abs(expected - actual))), limit
+
+
+def compare_arrays(before: Arrays, after: Arrays, rtol: float = 0.0) -> int:
   """Checks that two checkpoints have equal parameters; either may stack its layers.
 
+  Args:
+    before: the arrays of one checkpoint.
+    after: those of the other one.
+    rtol: the largest relative difference; a matrix may have been scaled twice.
+
   Returns:
-    The number of parameters.
+    The number of arrays.
 
   Raises:
     ConversionError: names or values differ.
   """
   ours, theirs = to_plain_tree(before), to_plain_tree(after)
   wrong = sorted(ours.keys() ^ theirs.keys()) or [
-    name for name in ours if not np.array_equal(ours[name].get(), theirs[name].get())
+    name for name, array in ours.items() if not _are_close(array, theirs[name], rtol)
   ]
   if wrong:
     raise ConversionError(
@@ -98,76 +162,23 @@ def compare_arrays(before: Arrays, after: Arrays) -> int:
   return len(ours)
 
 
+def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
+  if a.shape != b.shape:
+    return False
+  rtol = max(rtol, 2.0**-8) if rtol and a.dtype.itemsize == 2 else rtol
+  return all(
+    np.allclose(a.read(part).astype(np.float64), b.read(part).astype(np.float64), rtol, 0.0)
+    for part in a.parts()
+  )
+
+
 def _make_tokens(
   arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str] | None
 ) -> Tokens:
-  table = arrays.get(t5_names.EMBEDDING) or arrays[gpt_names.EMBEDDING]
+  table = arrays.get(t5_names.EMBEDDING) or arrays[gpt.EMBEDDING]
   inputs_1S, targets_1T = encode_sample_text(table.shape[0], tokenizer)
-  if facts.gpt is None:
+  if not facts.is_gpt:
     return inputs_1S, targets_1T
   # One long text, cut at the number of positions, because local attention needs more than its window.
   text = [[0, *inputs_1S[0, :-1], *targets_1T[0, 1:]]]
-  return inputs_1S, np.array(text)[:, : arrays[gpt_names.POSITIONS].shape[0]]
-
-
-def compute_outputs(arrays: Arrays, tokens: Tokens, facts: ModelFacts, dtype: Any) -> np.ndarray:
-  """Returns the logits of a checkpoint's model, or an encoder's outputs if it has no decoder.
-
-  Args:
-    dtype: the dtype to compute in, float32 or float64.
-  """
-  # Values are converted as they are read; `astype` would first round them to the array's own dtype.
-  plain = {
-    name: StoredArray(array.shape, dtype, array.read, array.sliceable)
-    for name, array in to_plain_tree(arrays).items()
-  }
-  inputs_1S, targets_1T = tokens
-  if facts.gpt is not None:
-    return numpy_gpt.compute_logits(plain, facts.gpt, targets_1T)
-  if not any(name.startswith("target/decoder/") for name in plain):
-    return numpy_t5.encode(plain, inputs_1S, facts.activations, facts.experts)
-  has_encoder = any(name.startswith("target/encoder/") for name in plain)
-  return numpy_t5.compute_logits(
-    plain, inputs_1S if has_encoder else None, targets_1T, facts.activations, facts.experts
-  )
-
-
-def compare_outputs(
-  name: str,
-  before: ComputeOutputs,
-  after: ComputeOutputs,
-  may_add_row: bool = False,
-  may_use_float64: bool = True,
-) -> str:
-  """Returns a sentence with the largest difference between the outputs of two models.
-
-  Two implementations add float32 numbers in different orders, which sharp attention amplifies. If the
-  outputs differ too much in float32, they are compared again in float64.
-
-  Args:
-    name: how the second outputs were computed.
-    before: computes the source's outputs.
-    after: computes the outputs of what was written.
-    may_add_row: whether the second vocabulary may end with tokens that the first one lacks.
-    may_use_float64: whether there is enough memory for it.
-
-  Raises:
-    ConversionError: the difference exceeds the tolerance.
-  """
-  differences: list[str] = []
-  for dtype in [np.float32, np.float64] if may_use_float64 else [np.float32]:
-    expected, actual = before(dtype), after(dtype)
-    if may_add_row:
-      actual = actual[..., : expected.shape[-1]]
-    if actual.shape != expected.shape:
-      raise ConversionError(f"{name}: the shape must be {expected.shape}, got {actual.shape}")
-    difference = float(np.max(np.abs(expected - actual)))
-    # Larger logits have larger rounding errors.
-    limit = TOLERANCE * max(1.0, float(np.max(np.abs(expected))) / 10)
-    differences.append(f"{difference:.1e} in {dtype.__name__}")
-    if difference <= limit:
-      return f"logits of real text, {name}: largest difference {', '.join(differences)}"
-  raise ConversionError(
-    f"the logits of real text differ by {', '.join(differences)} (at most {limit:.0e}) between the "
-    f"source and what was written, {name}: nothing was kept"
-  )
+  return inputs_1S, np.array(text)[:, : arrays[gpt.POSITIONS].shape[0]]

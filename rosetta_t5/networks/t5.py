@@ -90,13 +90,18 @@ def feed_forward(
 def make_relative_bias(config: Any) -> RelativePositionBiases:
   """Returns T5's relative position bias, for one layer or for all layers of a stack."""
   return RelativePositionBiases(
-    num_buckets=32,
-    max_distance=128,
+    num_buckets=config.num_buckets,
+    max_distance=config.max_distance,
     num_heads=config.num_heads,
     dtype=config.dtype,
     embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
     name="relpos_bias",
   )
+
+
+def make_norm(config: Any, name: str) -> LayerNorm:
+  """Returns T5's norm with the config's epsilon."""
+  return LayerNorm(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
 
 
 def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
@@ -160,10 +165,10 @@ class EncoderLayer(nn.Module):
   ) -> Float[Array, "X Y D"]:
     """Returns the layer's output; X and Y are B and S, or S and B where the length is first."""
     cfg = self.config
-    x = LayerNorm(dtype=cfg.dtype, name="pre_attention_layer_norm")(inputs)
+    x = make_norm(cfg, "pre_attention_layer_norm")(inputs)
     x = make_attention(cfg, "attention")(x, x, mask_B1SS, bias_1HSS, deterministic=deterministic)
     x = add_residual(self, x, inputs, deterministic)
-    y = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(x)
+    y = make_norm(cfg, "pre_mlp_layer_norm")(x)
     y = feed_forward(cfg, y, mask_B1SS, deterministic, self.has_experts)
     y = add_residual(self, y, x, deterministic)
     return constrain_layer_output(cfg, y)
@@ -192,17 +197,17 @@ class DecoderLayer(nn.Module):
     a decoding step.
     """
     cfg = self.config
-    x = LayerNorm(dtype=cfg.dtype, name="pre_self_attention_layer_norm")(inputs)
+    x = make_norm(cfg, "pre_self_attention_layer_norm")(inputs)
     x = make_attention(cfg, "self_attention")(
       x, x, mask_B1TT, bias_1HLL, deterministic=deterministic, decode=decode
     )
     x = add_residual(self, x, inputs, deterministic)
-    y = LayerNorm(dtype=cfg.dtype, name="pre_cross_attention_layer_norm")(x)
+    y = make_norm(cfg, "pre_cross_attention_layer_norm")(x)
     y = make_attention(cfg, "encoder_decoder_attention")(
       y, encoded, cross_mask_B1TS, deterministic=deterministic
     )
     y = add_residual(self, y, x, deterministic)
-    z = LayerNorm(dtype=cfg.dtype, name="pre_mlp_layer_norm")(y)
+    z = make_norm(cfg, "pre_mlp_layer_norm")(y)
     # A token that experts choose depends on later tokens, which do not exist when the model decodes.
     router = "top_2" if cfg.router == "expert_choice" else cfg.router
     z = feed_forward(cfg, z, mask_B1TT, deterministic, self.has_experts, router)
@@ -229,7 +234,7 @@ class Encoder(nn.Module):
     x = feature_dropout(cfg.dropout_rate)(x, deterministic=deterministic).astype(cfg.dtype)
     x = gpu_form.store_rows(self, to_layer_layout(cfg, x), cfg.transpose_batch_sequence)
     x = self._layers(x, encoder_mask, deterministic)
-    x = LayerNorm(dtype=cfg.dtype, name="encoder_norm")(to_layer_layout(cfg, x))
+    x = make_norm(cfg, "encoder_norm")(to_layer_layout(cfg, x))
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
   def _layers(self, x: jax.Array, mask: Any, deterministic: bool) -> jax.Array:
@@ -262,13 +267,16 @@ class Decoder(nn.Module):
     """Returns the float32 logits; `decoder_positions` is ignored, as T5's positions are relative."""
     del decoder_positions
     cfg = self.config
-    y = self.shared_embedding(decoder_input_tokens.astype(jnp.int32))
+    tokens = decoder_input_tokens.astype(jnp.int32)
+    if cfg.decoder_start_token_id:
+      tokens = jnp.where(tokens == 0, cfg.decoder_start_token_id, tokens)
+    y = self.shared_embedding(tokens)
     y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic).astype(cfg.dtype)
     y, encoded = to_layer_layout(cfg, y), to_layer_layout(cfg, encoded)
     y = gpu_form.store_rows(self, y, cfg.transpose_batch_sequence)
     masks = (decoder_mask, encoder_decoder_mask)
     y = self._layers(y, encoded, *masks, deterministic, decode, max_decode_length)
-    y = LayerNorm(dtype=cfg.dtype, name="decoder_norm")(to_layer_layout(cfg, y))
+    y = make_norm(cfg, "decoder_norm")(to_layer_layout(cfg, y))
     y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic)
     return output_layer(cfg, self.shared_embedding, y, return_logits)
 

@@ -14,6 +14,7 @@ from rosetta_t5.argument_types import (
   FloatDType,
   NonNegative,
   Positive,
+  PositiveNumber,
   Rate,
   check_one_of,
   one_of,
@@ -40,6 +41,8 @@ class LayerSettings(ExpertSettings):
     fuse_qkv_params: whether one matmul computes queries, keys and values (in cross-attention, keys
       and values). Parameters and checkpoints do not change.
     attention_kernel: auto, xla, cudnn or flash; see `networks.kernel_choice`.
+    num_buckets: the number of buckets of T5's relative bias.
+    max_distance: the distance at which the last of these buckets begins.
     make_product: returns the function that computes the matmuls of the attention and feed-forward
       projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
     attention_class: the class of the attention layers; not a field, so users cannot set it.
@@ -48,6 +51,8 @@ class LayerSettings(ExpertSettings):
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
   attention_kernel: AttentionKernel = "auto"
+  num_buckets: Positive = 32
+  max_distance: Positive = 128
   make_product: MakeMatmul | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
@@ -95,6 +100,9 @@ class T5Config(LayerSettings):
     scale_attn_logits: whether the input of the query projection is divided by √head_dim.
     remat_policy: what a layer saves for its backward pass; see `layer_stack.remat_layer`.
     decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
+    norm_epsilon: added to the mean square in norms.
+    decoder_start_token_id: the token whose embedding starts the decoder. Texts still start with token 0,
+      which is padding and never occurs in them.
   """
 
   vocab_size: Positive
@@ -112,6 +120,8 @@ class T5Config(LayerSettings):
   scale_attn_logits: bool = False
   remat_policy: RematPolicy = "none"
   decoder_expert_layer_period: Positive | None = None
+  norm_epsilon: PositiveNumber = 1e-6
+  decoder_start_token_id: NonNegative = 0
 
 
 def replace_config(model: Any, **changes: Any) -> Any:

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_gpt
 import pytest
 import sentencepiece
 from safetensors.numpy import load_file, save_file
@@ -15,11 +16,10 @@ from safetensors.numpy import load_file, save_file
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.formats.hugging_face.folder import read_config
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
+from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
-from rosetta_t5.conversion import convert, numpy_gpt
+from rosetta_t5.conversion import convert
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 
 LENGTH, WIDTH, HEADS, VOCAB, END = 12, 16, 4, 40, 39
@@ -110,6 +110,12 @@ def our_logits(checkpoint, values, inputs):
   return apply(inputs, np.ones_like(inputs))[0, :, 1:]
 
 
+def network_values(folder, **changes):
+  """Returns the fields of TransformerConfig for a folder whose config.json has other entries."""
+  config = json.loads((folder / "config.json").read_text()) | changes
+  return gpt.network_settings(config, read_arrays(folder))
+
+
 def some_ids():
   """Returns a text that begins with END as Transformers' ids and as ours."""
   ids = np.random.default_rng(1).integers(0, END, LENGTH)
@@ -121,7 +127,7 @@ def some_ids():
 def test_logits_of_a_folder_equal_those_of_an_independent_forward_pass(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
-  logits = our_logits(tmp_path, network_values(CONFIGS[kind]), inputs)
+  logits = our_logits(tmp_path, network_values(tmp_path), inputs)
   np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +135,7 @@ def test_logits_of_a_folder_equal_those_of_an_independent_forward_pass(kind, tmp
 def test_the_forward_pass_of_the_verification_equals_the_independent_one(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
   ids, inputs = some_ids()
-  config = TransformerConfig(**network_values(CONFIGS[kind]))
+  config = TransformerConfig(**network_values(tmp_path))
   logits = numpy_gpt.compute_logits(read_arrays(tmp_path), config, inputs)[0, :, 1:]
   np.testing.assert_allclose(logits, forward(weights, ids, kind), rtol=1e-4, atol=1e-5)
 
@@ -177,7 +183,7 @@ def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(
   name = "target/decoder/token_embedder/embedding"
   table = arrays[name].get()
   table[0] = table[7] / 2  # training has moved it away from END's
-  values = network_values(CONFIGS[kind]) | changes
+  values = network_values(tmp_path) | changes
   write_run(tmp_path / "run", {**arrays, name: as_stored_array(table)}, **values)
   folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", report=lambda _: None)
   config = json.loads((folder / "config.json").read_text())
@@ -193,13 +199,13 @@ def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(
   expected = forward(weights_in(folder), theirs, kind)[:, columns]
   logits = our_logits(tmp_path / "run/checkpoint_3", values, inputs)
   np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-  again = our_logits(folder, network_values(config), inputs)[:, :VOCAB]
+  again = our_logits(folder, network_values(folder), inputs)[:, :VOCAB]
   np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsys):
   write_folder(tmp_path, "gpt2")
-  values = network_values(CONFIGS["gpt2"]) | {"padding_never_follows": False}
+  values = network_values(tmp_path) | {"padding_never_follows": False}
   write_run(tmp_path / "run", read_arrays(tmp_path), **values)
   (tmp_path / "t5").mkdir()  # A T5's tokenizer adds an end token and no start token.
   for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -245,9 +251,9 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
   write_folder(tmp_path / "theirs", "gpt2")
   arrays = read_arrays(tmp_path / "theirs")
   orbax_writer.write(tmp_path / "bare/checkpoint_1", arrays)
-  values = network_values(CONFIGS["gpt2"])
+  values = network_values(tmp_path / "theirs")
   for name, changes in (
-    ("relu", {"mlp_activations": ("relu",)}),
+    ("elu", {"mlp_activations": ("elu",)}),
     ("heads", {"num_heads": 2}),
     ("window", {"local_attention_window": 3}),
   ):
@@ -258,11 +264,11 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
     ("bare", [], "cannot be derived from its weights: set --config to the config.gin"),
     ("bare", ["--config", "no.json"], "--config no.json: there is no such file"),
     ("without_heads", [], "config.gin does not bind TransformerConfig.num_heads"),
-    ("relu", [], "as Transformers' gpt2: mlp_activations must be ('gelu',), got ('relu',)"),
+    ("elu", [], "the activation must be one of relu, gelu, exact_gelu, "),
     (
       "heads",
       [],
-      "num_heads * head_dim must be 16, as in the weights, got emb_dim = 16, num_heads = 2",
+      "num_heads * head_dim must be 16, as in the weights, and equal emb_dim, got num_heads = 2",
     ),
     (
       "window",
@@ -280,8 +286,8 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
 def test_models_that_the_network_does_not_support_are_refused(tmp_path):
   for change, text in (
     (
-      {"activation_function": "relu"},
-      "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'",
+      {"activation_function": "elu"},
+      "activation_function must name one of the activations relu, gelu_new, ",
     ),
     (
       {"scale_attn_by_inverse_layer_idx": True},
@@ -289,9 +295,10 @@ def test_models_that_the_network_does_not_support_are_refused(tmp_path):
     ),
     ({"attention_types": [[["local", "global"], 1]]}, "attention_types must alternate"),
   ):
+    write_folder(tmp_path, "gpt_neo")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt_neo"] | change))
     with pytest.raises(ValueError, match=re.escape(text)):
-      network_values(read_config(tmp_path / "config.json"))
+      read_arrays(tmp_path)
   write_folder(tmp_path, "gpt2", {"h.0.rotary.freqs": np.zeros(3, np.float32)})
   with pytest.raises(ValueError, match=r"weights that gpt2 does not have: h\.0\.rotary\.freqs"):
     load_t5x_checkpoint(tmp_path)

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_t5
 import pytest
 import tiny_models
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,7 +23,6 @@ from rosetta_t5.checkpoints.arrays.tree_layouts import (
   unstack_layers,
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.conversion import numpy_t5
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner

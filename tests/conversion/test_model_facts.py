@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
 
-import numpy as np
 import pytest
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion.model_facts import read_facts
 
-GATED = {"target/encoder/layers_0/mlp/wi_1/kernel": as_stored_array(np.zeros((2, 2), np.float32))}
+GATED = read_arrays(pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/t5_1_1")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ GATED = {"target/encoder/layers_0/mlp/wi_1/kernel": as_stored_array(np.zeros((2,
 def test_activations_are_read_from_the_config_of_the_run(tmp_path, binding):
   (tmp_path / "config.gin").write_text(f"T5Config.emb_dim = %WIDTH\n{binding}\nWIDTH = 8\n")
   facts = read_facts(tmp_path / "checkpoint_1", GATED)
-  assert facts.activations == ("silu", "linear")
+  assert facts.network.mlp_activations == ("silu", "linear")
 
 
 def test_a_pipe_in_the_place_of_the_config_is_refused(tmp_path):
@@ -34,7 +34,9 @@ def test_a_pipe_in_the_place_of_the_config_is_refused(tmp_path):
 
 
 def test_activations_are_derived_from_the_weights_where_the_config_has_none(tmp_path):
-  assert read_facts(tmp_path / "checkpoint_1", GATED).activations == ("gelu", "linear")
+  assert read_facts(tmp_path / "checkpoint_1", GATED).network.mlp_activations == ("gelu", "linear")
   (tmp_path / "config.gin").write_text("network.T5Config.mlp_activations = %ACTIVATIONS\n")
-  assert read_facts(tmp_path / "checkpoint_1", GATED).activations == ("gelu", "linear")
-  assert read_facts(tmp_path / "checkpoint_1", GATED, ("relu",)).activations == ("relu",)
+  assert read_facts(tmp_path / "checkpoint_1", GATED).network.mlp_activations == ("gelu", "linear")
+  assert read_facts(tmp_path / "checkpoint_1", GATED, ("relu",)).network.mlp_activations == (
+    "relu",
+  )

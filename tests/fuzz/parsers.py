@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import PADDING_IS_TOKEN_0
+from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import write_gpt_tokenizer
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays import state_dicts
+from rosetta_t5.checkpoints.arrays import state_dicts, t5_names
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.formats.hugging_face import t5_names
 from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
 Rule = Callable[..., tuple[str | None, Any]]

@@ -300,6 +300,8 @@ class Dropout(nn.Dropout):
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
   """Returns the activation called `name` in flax.linen; `linear` is the identity.
 
+  flax's `gelu` is the approximation by tanh; `exact_gelu` is computed without it.
+
   Raises:
     ValueError: flax.linen has no activation of that name.
   """
@@ -307,6 +309,8 @@ def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array
     return name
   if name == "linear":
     return lambda x: x
+  if name == "exact_gelu":
+    return functools.partial(nn.gelu, approximate=False)
   function = getattr(nn, name, None)
   if function is None:
     raise ValueError(

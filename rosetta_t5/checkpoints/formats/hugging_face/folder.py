@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import os
 import re
 import reprlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
-from rosetta_t5.checkpoints.formats.hugging_face import gpt_names, gpt_reader, t5_names, t5_reader
-from rosetta_t5.checkpoints.formats.hugging_face.config_sizes import check_config
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
+from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
   SENTENCEPIECE,
   write_gpt_tokenizer,
 )
+from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import list_names
 from rosetta_t5.telemetry.json_files import read_json_object
 
 CONFIG = "config.json"
-FAMILIES = (*t5_names.FAMILIES, *gpt_names.FAMILIES)
+FAMILIES = (*t5.FAMILIES, *gpt.FAMILIES)
 _INDEX = ".index.json"
 # Where weights are looked for, in this order.
 _WEIGHTS = (
@@ -37,19 +38,17 @@ _SHARD_BYTES = 5_000_000_000
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
+_LAYER = re.compile(r"layers_\d+")
 _log = logging.getLogger(__name__)
-# The supported values of entries of config.json. The first one is the default of a missing entry.
-_T5_VALUES: dict[str, tuple[Any, ...]] = {
-  "relative_attention_max_distance": (128,),
-  "layer_norm_epsilon": (1e-6,),
+# What the networks do not have: {entry of config.json: its only supported value, the default}.
+_GPT_VALUES = {
+  "scale_attn_weights": True,
+  "scale_attn_by_inverse_layer_idx": False,
+  "add_cross_attention": False,
+  "tie_word_embeddings": True,
 }
-_GPT_VALUES: dict[str, tuple[Any, ...]] = {
-  "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-  "scale_attn_weights": (True,),
-  "scale_attn_by_inverse_layer_idx": (False,),
-  "add_cross_attention": (False,),
-  "tie_word_embeddings": (True,),
-}
+_BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt.PADDING_IS_TOKEN_0)
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
 def is_hugging_face(path: str | os.PathLike[str]) -> bool:
@@ -100,31 +99,41 @@ def _read_weight_map(index: epath.Path) -> dict[str, str]:
   return weight_map
 
 
-def read_config(
-  file: str | os.PathLike[str], families: Collection[str] = FAMILIES
-) -> dict[str, Any]:
-  """Returns the content of a config.json.
+def is_gpt(config: Mapping[str, Any]) -> bool:
+  """Returns whether a config.json belongs to a decoder."""
+  return config.get("model_type") in gpt.FAMILIES
 
-  Args:
-    families: the accepted values of `model_type`.
+
+def architecture(config: Mapping[str, Any], network: Any) -> str:
+  """Returns the class in Transformers for a config.json and the network's config."""
+  family = config["model_type"]
+  if is_gpt(config):
+    return gpt.FAMILIES[family].architecture
+  suffix = "ForConditionalGeneration" if network.num_decoder_layers else "EncoderModel"
+  return t5.FAMILIES[family] + suffix
+
+
+def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the content of a config.json.
 
   Raises:
     ValueError: the model is of another family, or computes something that our networks do not.
   """
   config = read_json_object(file)
   family = config.get("model_type")
-  if family not in list(families):  # A list also accepts values that cannot be hashed.
+  if family not in list(FAMILIES):  # A list also accepts values that cannot be hashed.
     raise ValueError(
-      f"{file}: model_type must be one of {', '.join(families)}, got {reprlib.repr(family)}"
+      f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {reprlib.repr(family)}"
     )
-  supported = _GPT_VALUES if family in gpt_names.FAMILIES else _T5_VALUES
-  for key, values in supported.items():
-    if config.get(key, values[0]) not in values:
-      allowed = " or ".join(map(repr, values))
+  for key, value in (_GPT_VALUES if is_gpt(config) else {}).items():
+    if config.get(key, value) != value:
       raise ValueError(
-        f"{file}: {key} must be {allowed}, got {reprlib.repr(config[key])}, which this project's "
+        f"{file}: {key} must be {value}, got {reprlib.repr(config[key])}, which this project's "
         f"{family} does not support"
       )
+  for entry in _BOOLEANS:
+    if not isinstance(config.get(entry), bool | None):
+      raise ValueError(f"{file}: {entry} must be true or false, got {reprlib.repr(config[entry])}")
   return config
 
 
@@ -137,15 +146,74 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   root = epath.Path(path)
   config = read_config(root / CONFIG)
+  family: Any = gpt if is_gpt(config) else t5
   # Transformers adds this prefix where a GPT is saved with its output layer.
   weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
-  is_gpt = config["model_type"] in gpt_names.FAMILIES
-  arrays = (gpt_reader if is_gpt else t5_reader).read_arrays(weights, config)
-  check_config(root / CONFIG, config, arrays)
-  if is_gpt:
-    values = ", ".join(f"{k} = {value!r}" for k, value in network_values(config).items())
-    _log.info("Transformers' model needs network.TransformerConfig: %s", values)
+  if ignored := [name for name in weights if family.IGNORED.fullmatch(name)]:
+    _report_ignored(os.fspath(root), list_names(ignored))
+  used = {name: array for name, array in weights.items() if name not in ignored}
+  arrays: dict[str, StoredArray] = family.read_arrays(used, config)
+  network_settings(root / CONFIG, config, arrays)
   return arrays
+
+
+@functools.cache
+def _report_ignored(folder: str, names: str) -> None:
+  _log.warning("%s: these weights are not used, as in Transformers: %s", folder, names)
+
+
+def network_settings(
+  file: str | os.PathLike[str], config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> dict[str, Any]:
+  """Returns the fields of T5Config or TransformerConfig for a model, after comparing the two arguments.
+
+  Args:
+    file: the path of config.json, for messages.
+    config: its content.
+    arrays: the model's arrays in the plain tree, by our names.
+
+  Raises:
+    ValueError: the shapes of the arrays contradict each other or the sizes in config.json, or it has
+      entries of a wrong kind.
+  """
+  for name, array in arrays.items():
+    first = arrays.get(_LAYER.sub("layers_0", name), array)
+    if array.shape != first.shape:
+      raise ValueError(
+        f"{name} must have the shape {first.shape} that it has in layer 0, got {array.shape}"
+      )
+  try:
+    settings = _checked_settings(config, arrays)
+  except ValueError as error:
+    raise ValueError(f"{file}: {error}") from None
+  return settings
+
+
+def _checked_settings(
+  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> dict[str, Any]:
+  family: Any = gpt if is_gpt(config) else t5
+  found: dict[str, int] = family.sizes(arrays)
+  names = t5.SIZES
+  if is_gpt(config):
+    names = {**gpt.FAMILIES[config["model_type"]].sizes, "vocab_size": "vocab_size"}
+    found["vocab_size"] -= not config.get(gpt.PADDING_IS_TOKEN_0)
+  for entry, field in names.items():
+    # A missing or null entry stands for a default or for a size that others determine.
+    value, size = config.get(entry), found.get(field)
+    if size and value is not None and not (type(value) is int and value == size):
+      raise ValueError(f"{entry} must be {size}, as in the weights, got {reprlib.repr(value)}")
+  for entry in _TOKENS:
+    tokens = config.get(entry)
+    if not all(type(x) is int for x in (tokens if isinstance(tokens, list) else [tokens or 0])):
+      raise ValueError(f"{entry} must be a token's number or null, got {reprlib.repr(tokens)}")
+  epsilon = config.get("layer_norm_epsilon", 1e-6)
+  if type(epsilon) not in (int, float) or not 0 < epsilon < math.inf:
+    raise ValueError(
+      f"layer_norm_epsilon must be a number greater than 0, got {reprlib.repr(epsilon)}"
+    )
+  settings: dict[str, Any] = family.network_settings(config, arrays)
+  return settings
 
 
 def write(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 
@@ -54,7 +56,7 @@ def from_transformers(
   """
   unexpected = weights.keys() - {row.theirs for row in table}
   if unexpected:
-    raise ValueError(f"weights that {family} does not have: {_list_names(unexpected)}")
+    raise ValueError(f"weights that {family} does not have: {list_names(unexpected)}")
   arrays: dict[str, StoredArray] = {}
   for row in table:
     if row.theirs in weights:
@@ -90,7 +92,7 @@ def to_transformers(
   unexpected = arrays.keys() - {name for row in table for name in row.ours}
   if unexpected:
     raise ValueError(
-      f"Transformers' {family} cannot hold these parameters: {_list_names(unexpected)}"
+      f"Transformers' {family} cannot hold these parameters: {list_names(unexpected)}"
     )
   weights = {}
   for row in table:
@@ -101,7 +103,8 @@ def to_transformers(
   return weights
 
 
-def _list_names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
+  """Returns the first names, and how many more there are."""
   in_order = sorted(names)
   more = len(in_order) - _NAMES_SHOWN
   return ", ".join(in_order[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -116,3 +119,10 @@ def _split(row: WeightMapping, weight: StoredArray) -> dict[str, StoredArray]:
     name: lazy_arrays.slice_axis(array, -1, number * size, (number + 1) * size)
     for number, name in enumerate(row.ours)
   }
+
+
+def are_equal(a: StoredArray, b: StoredArray) -> bool:
+  """Compares two matrices in parts, so that tables of gigabytes are never in memory as a whole."""
+  if a is b:
+    return True
+  return a.shape == b.shape and all(np.array_equal(a.read(p), b.read(p)) for p in a.parts())

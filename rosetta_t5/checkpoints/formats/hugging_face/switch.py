@@ -12,9 +12,10 @@ from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, stack, transpose
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers
+from rosetta_t5.networks.expert_settings import ExpertSettings
 
 FAMILY = "switch_transformers"
-EXPERT_CAPACITY = 64  # the default of Transformers
+_EXPERT_CAPACITY = 64  # the default of Transformers
 
 _THEIRS = re.compile(
   r"(encoder|decoder)\.block\.(\d+)\.layer\.\d+\.mlp\."
@@ -101,31 +102,63 @@ def rename_mlp(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   return {_T5_MLP.sub(r"\1.mlp.", name): weight for name, weight in weights.items()}
 
 
-def config_entries(arrays: Mapping[str, StoredArray], expert_capacity: int) -> dict[str, Any]:
-  """Returns the entries of config.json that describe the experts.
+def network_settings(
+  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> dict[str, Any]:
+  """Returns the fields of T5Config about experts, for a config.json and arrays in the plain tree."""
+  if not has_experts(arrays):
+    return {}
+  layers = {side: _expert_layers(arrays, side) for side in ("encoder", "decoder")}
+  (_, period), (_, decoder_period) = layers.values()
+  return {
+    "num_experts": next(x.shape[0] for name, x in arrays.items() if "/mlp/expert/" in name),
+    "expert_layer_offset": max(start for start, _ in layers.values()),
+    "expert_layer_period": period,
+    "decoder_expert_layer_period": decoder_period,
+    "expert_capacity": config.get("expert_capacity", _EXPERT_CAPACITY),
+    "route_padding": not config.get("router_ignore_padding_tokens"),
+  }
 
-  Args:
-    expert_capacity: the number of slots of an expert in a row.
+
+def _expert_layers(arrays: Mapping[str, StoredArray], side: str) -> tuple[int, int]:
+  """Returns the first layer of a stack that has experts, and the distance between two of them.
 
   Raises:
     ValueError: Transformers cannot have experts in these layers.
   """
+  layers = count_layers(arrays, rf"target/{side}/layers_")
+  found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
+  step = layers // len(found) if found else layers
+  if not found or found != list(range(1 % step, layers, step)):
+    raise ValueError(
+      f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
+      f"{layers} layers have them in {found}"
+    )
+  return found[0], step
+
+
+def config_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) -> dict[str, Any]:
+  """Returns the entries of config.json that describe the experts.
+
+  Raises:
+    ValueError: Transformers does not have the model's routing, or cannot have experts in these layers.
+  """
+  if not has_experts(arrays):
+    return {}
+  if network.router != "switch" or network.normalize_expert_weights:
+    raise ValueError(
+      "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
+      f"{network.router!r} and {network.normalize_expert_weights}"
+    )
   entries: dict[str, Any] = {}
   for side in ("encoder", "decoder"):
+    _, step = _expert_layers(arrays, side)
     layers = count_layers(arrays, rf"target/{side}/layers_")
-    found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
-    step = layers // len(found) if found else layers
-    if found != [n for n in range(layers) if n % step == 1 % step]:
-      raise ValueError(
-        f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
-        f"{layers} layers have them in {found}"
-      )
-    entries |= {f"num_sparse_{side}_layers": len(found), f"{side}_sparse_step": step}
-  experts = next(array.shape[0] for name, array in arrays.items() if "/mlp/expert/" in name)
+    entries |= {f"num_sparse_{side}_layers": layers // step, f"{side}_sparse_step": step}
   return entries | {
-    "num_experts": experts,
-    "expert_capacity": expert_capacity,
+    "num_experts": next(x.shape[0] for name, x in arrays.items() if "/mlp/expert/" in name),
+    "expert_capacity": network.expert_capacity or _EXPERT_CAPACITY,
     "router_bias": False,
     "router_dtype": "float32",
-    "router_ignore_padding_tokens": False,
+    "router_ignore_padding_tokens": not network.route_padding,
   }

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+import numpy_layers
+from numpy_layers import Arrays
 
-from rosetta_t5.conversion import numpy_layers
-from rosetta_t5.conversion.numpy_layers import Arrays
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
 Params = Mapping[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""T5's forward pass in numpy, which verifies conversions; one layer is in memory at a time.
+"""T5's forward pass in numpy, an oracle for the networks and for what checkpoints are read as.
 
 It follows the paper's formulas and shares no code with `networks`, so that a mistake in one of them is
 not hidden by the other.
@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy_layers
+from numpy_layers import Arrays
 
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers
-from rosetta_t5.conversion import numpy_layers
-from rosetta_t5.conversion.numpy_layers import Arrays
 from rosetta_t5.kernels.expert_routing import expert_slots
 from rosetta_t5.networks.expert_settings import ExpertSettings
 
@@ -102,7 +102,7 @@ def _layers(
   if unknown := [name for name in activations if name not in _ACTIVATIONS]:
     raise ValueError(
       f"an activation of the feed-forward block must be one of {', '.join(_ACTIVATIONS)}, got "
-      f"{unknown[0]!r}, so the conversion cannot be verified"
+      f"{unknown[0]!r}"
     )
   return [_Layer(arrays, side, number, activations, experts) for number in range(count)]
 

@@ -1,0 +1,319 @@
+"""Reads and writes the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
+from rosetta_t5.checkpoints.arrays.t5_names import (
+  ATTENTION_MATRICES,
+  EMBEDDING,
+  HEAD,
+  NORMS,
+  rename_shared_biases,
+)
+from rosetta_t5.checkpoints.formats.hugging_face import switch, weight_mapping
+from rosetta_t5.checkpoints.formats.hugging_face.activations import flax_name, transformers_name
+from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping, count_layers
+from rosetta_t5.networks.t5_config import T5Config
+
+# {model_type: the beginning of its classes' names}
+FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", switch.FAMILY: "SwitchTransformers"}
+# {entry of config.json: (field of T5Config, the default of both)}. The weights show the others.
+SETTINGS: dict[str, tuple[str, Any]] = {
+  "relative_attention_max_distance": ("max_distance", 128),
+  "layer_norm_epsilon": ("norm_epsilon", 1e-6),
+}
+# {entry of config.json: field of T5Config} of the sizes, which the weights show.
+SIZES = {
+  "vocab_size": "vocab_size",
+  "d_model": "emb_dim",
+  "d_kv": "head_dim",
+  "d_ff": "mlp_dim",
+  "num_heads": "num_heads",
+  "num_layers": "num_encoder_layers",
+  "num_decoder_layers": "num_decoder_layers",
+  "relative_attention_num_buckets": "num_buckets",
+}
+# Weights that Transformers ignores. Mesh TensorFlow's T5 1.0 had such a bias.
+IGNORED = re.compile(
+  r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+)
+
+_SHARED, _HEAD = "shared.weight", "lm_head.weight"
+_OWN_TABLES = {side: f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")}
+_BLOCKS = {
+  "encoder": {"0.SelfAttention": "attention"},
+  "decoder": {
+    "0.SelfAttention": "self_attention",
+    "1.EncDecAttention": "encoder_decoder_attention",
+  },
+}
+# Weights that only some of the models have.
+_OPTIONAL = re.compile(r"lm_head|relative_attention_bias|DenseReluDense\.wi|final_layer_norm")
+# Entries of a source's config.json that a conversion does not keep.
+_NOT_KEPT = ("_name_or_path", "scale_decoder_outputs")
+_MT5_VOCABULARY = 250112
+_SHARED_BIAS = re.compile(r"target/(encoder|decoder)/relpos_bias/")
+
+
+def read_arrays(
+  weights: Mapping[str, StoredArray], config: Mapping[str, Any]
+) -> dict[str, StoredArray]:
+  """Returns {T5X's name: array} of a model, in T5X's plain tree; the values are read later.
+
+  A relative bias of one layer becomes its stack's (`encoder/relpos_bias`); where every layer has one
+  (UMT5), they remain the layers'. The output layer is left out if it is the embedding table divided
+  by √d_model, which is how T5 1.0 computes logits.
+
+  Raises:
+    ValueError: weights are missing, or belong to another architecture.
+  """
+  weights = _share_table(weights)
+  experts: dict[str, StoredArray] = {}
+  if config["model_type"] == switch.FAMILY:
+    weights, experts = switch.split_weights(weights, config)
+  layers = [count_layers(weights, rf"{side}\.block\.") for side in NORMS]
+  table = _weight_table(*layers)
+  arrays = weight_mapping.from_transformers(weights, table, "T5X's T5")
+  required = [x for x in table if not _OPTIONAL.search(x.theirs)]
+  # Layers with experts have no block of their own.
+  required = [x for x in required if x.ours[0].replace("/mlp/", "/mlp/expert/") not in experts]
+  weight_mapping.check_complete(weights, required, "T5")
+  arrays = rename_shared_biases(arrays) | experts
+  return _with_head(arrays, config) if layers[1] else arrays
+
+
+def _share_table(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+  """Returns the weights with one embedding table, the one that encoder and decoder read."""
+  rest = {name: x for name, x in weights.items() if name not in (_SHARED, *_OWN_TABLES.values())}
+  # A stack without a table of its own has the shared one or, in MADLAD-400, the other stack's.
+  stored = [weights[name] for name in (_SHARED, *_OWN_TABLES.values()) if name in weights]
+  if not stored:
+    raise ValueError(f"the embedding table ({_SHARED}) is missing: the folder is incomplete")
+  tables = [weights.get(name, stored[0]) for name in _OWN_TABLES.values()]
+  if not weight_mapping.are_equal(*tables):
+    raise ValueError(
+      f"encoder and decoder must share the embedding table, but {' and '.join(_OWN_TABLES.values())} differ"
+    )
+  return {**rest, _SHARED: tables[0]}
+
+
+def _weight_table(encoder_layers: int, decoder_layers: int) -> list[WeightMapping]:
+  """Returns every weight that a model of the T5 family may have, in the plain tree.
+
+  Each layer has an entry for a relative bias; a bias that all layers share belongs to layer 0.
+  """
+  table = [WeightMapping(_SHARED, (EMBEDDING,)), WeightMapping(_HEAD, (HEAD,), is_transposed=True)]
+  for side, layers in (("encoder", encoder_layers), ("decoder", decoder_layers)):
+    norm = (f"target/{side}/{side}_norm/scale",)
+    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm))
+    for layer in range(layers):
+      table += _layer_table(side, layer)
+  return table
+
+
+def _layer_table(side: str, layer: int) -> list[WeightMapping]:
+  theirs, ours = f"{side}.block.{layer}.layer", f"target/{side}/layers_{layer}"
+  scales = {f"{number}.layer_norm": f"{norm}/scale" for number, norm in enumerate(NORMS[side])}
+  matrices = {"0.SelfAttention.relative_attention_bias": "relpos_bias/rel_embedding"}
+  for their_block, our_block in _BLOCKS[side].items():
+    for letter, name in ATTENTION_MATRICES.items():
+      matrices[f"{their_block}.{letter}"] = f"{our_block}/{name}/kernel"
+  mlp = f"{len(NORMS[side]) - 1}.DenseReluDense"
+  matrices |= {f"{mlp}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1", "wo")}
+  return [
+    WeightMapping(f"{theirs}.{their_name}.weight", (f"{ours}/{our_name}",), their_name in matrices)
+    for their_name, our_name in (scales | matrices).items()
+  ]
+
+
+def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dict[str, StoredArray]:
+  """Returns the arrays, with an output layer if the model does not compute logits as T5 1.0 does."""
+  embedding = arrays[EMBEDDING]
+  head = arrays.pop(HEAD, None)
+  if head is not None and weight_mapping.are_equal(transpose(head), embedding):
+    head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
+  if not _scales_logits(config):
+    arrays[HEAD] = transpose(embedding) if head is None else head
+  elif head is not None:
+    arrays[HEAD] = scale(head, 1 / math.sqrt(embedding.shape[1]))
+  return arrays
+
+
+def _scales_logits(config: Mapping[str, Any]) -> bool:
+  """Returns whether the model divides the input of its output layer by √d_model.
+
+  Transformers 4 decides by `tie_word_embeddings`. Transformers 5 always writes True there for T5, mT5
+  and UMT5: mT5 never divides, UMT5 did so until 5.23, and `scale_decoder_outputs` decides for the others.
+  """
+  tied = config.get("tie_word_embeddings")
+  if config["model_type"] == "mt5":
+    return tied is True and str(config.get("transformers_version")).startswith(("2.", "3.", "4."))
+  return bool(config.get("scale_decoder_outputs", tied is not False))
+
+
+def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
+  """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show.
+
+  Raises:
+    ValueError: the model has no relative bias, or not two stacks.
+  """
+  vocabulary, width = arrays[EMBEDDING].shape
+  biases = [array for name, array in arrays.items() if name.endswith("rel_embedding")]
+  if not biases:
+    raise ValueError("the model must have a relative bias, as T5 has, got none")
+  heads, buckets = biases[0].shape
+  layers = [count_layers(arrays, rf"target/{side}/layers_") for side in ("encoder", "decoder")]
+  _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
+  return {
+    "vocab_size": vocabulary,
+    "emb_dim": width,
+    "head_dim": heads_width // heads,
+    # Layer 0 may have experts, whose number is then the first dimension.
+    "mlp_dim": next(x.shape[-2] for name, x in arrays.items() if name.endswith("/wo/kernel")),
+    "num_heads": heads,
+    "num_encoder_layers": layers[0],
+    "num_decoder_layers": layers[1],
+    "num_buckets": buckets,
+  }
+
+
+def network_settings(
+  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> dict[str, Any]:
+  """Returns the fields of T5Config for a model.
+
+  Args:
+    config: its config.json; {} for T5X's settings.
+    arrays: its arrays in the plain tree.
+
+  Raises:
+    ValueError: config.json names an activation that this project does not have.
+  """
+  settings = {field: config.get(entry, value) for entry, (field, value) in SETTINGS.items()}
+  padding = config.get("pad_token_id") or 0
+  start = config.get("decoder_start_token_id")
+  settings |= {
+    "mlp_activations": _read_activations(config, arrays),
+    "logits_via_embedding": HEAD not in arrays,
+    "decoder_start_token_id": padding if start is None else start,
+  }
+  return {**sizes(arrays), **settings, **switch.network_settings(config, arrays)}
+
+
+def _read_activations(
+  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
+) -> tuple[str, ...]:
+  is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
+  entry = "dense_act_fn" if config.get("model_type") == switch.FAMILY else "feed_forward_proj"
+  value = str(config.get(entry, "gated-gelu" if is_gated else "relu"))
+  name = value.removeprefix("gated-")
+  if (name != value) != is_gated:
+    expected = "gated, such as 'gated-gelu'," if is_gated else "not gated, such as 'relu',"
+    raise ValueError(f"{entry} must be {expected} as the weights are, got {value!r}")
+  # Transformers' 'gated-gelu' is the approximation by tanh, and its 'gelu' is not.
+  activation = "gelu" if value == "gated-gelu" else flax_name(entry, name)
+  return (activation, "linear") if is_gated else (activation,)
+
+
+def find_family(arrays: Mapping[str, StoredArray]) -> str:
+  """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size."""
+  if switch.has_experts(arrays):
+    return switch.FAMILY
+  if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
+    return "umt5"
+  return "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
+
+
+def make_config(
+  arrays: Mapping[str, StoredArray],
+  network: T5Config,
+  family: str,
+  source_config: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Returns the content of config.json for weights in T5X's plain tree.
+
+  Args:
+    arrays: the weights by T5X's names, with 2-D kernels.
+    network: the settings of the network.
+    family: one of FAMILIES.
+    source_config: the config.json that the model came with, whose other entries are kept; or {}.
+
+  Raises:
+    ValueError: Transformers has no name for the activations, or cannot have experts in these layers.
+  """
+  found = sizes(arrays)
+  has_decoder = found["num_decoder_layers"] > 0
+  dtype = arrays[EMBEDDING].dtype.name
+  is_scaled = HEAD not in arrays or family == "umt5"
+  return {
+    "dropout_rate": 0.1,
+    "initializer_factor": 1.0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    **{key: value for key, value in source_config.items() if key not in _NOT_KEPT},
+    "architectures": [
+      FAMILIES[family] + ("ForConditionalGeneration" if has_decoder else "EncoderModel")
+    ],
+    "model_type": family,
+    **{entry: found[field] for entry, field in SIZES.items()},
+    **({} if has_decoder else {"num_decoder_layers": found["num_encoder_layers"]}),
+    **{entry: getattr(network, field) for entry, (field, _) in SETTINGS.items()},
+    **_activation_entries(tuple(network.mlp_activations)),
+    "decoder_start_token_id": network.decoder_start_token_id,
+    "is_encoder_decoder": has_decoder,
+    "use_cache": has_decoder,
+    # Transformers 4 decides by the first entry whether logits are divided by √d_model, as in T5 1.0, and
+    # Transformers 5 by the second one; UMT5 until 5.23 always divides.
+    "tie_word_embeddings": is_scaled,
+    **({"scale_decoder_outputs": is_scaled} if family in ("t5", "umt5") else {}),
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    "transformers_version": "5.0.0",
+    **switch.config_entries(arrays, network),
+  }
+
+
+def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
+  """Returns the entries of config.json for flax's names, such as ('gelu', 'linear')."""
+  is_gated = activations[1:] == ("linear",)
+  if len(activations) != 1 + is_gated:
+    raise ValueError(
+      "mlp_activations must be one activation for Transformers, or one and 'linear', got "
+      f"{activations}"
+    )
+  name = transformers_name(activations[0])
+  projection = f"gated-{name}" if is_gated else name
+  return {
+    "feed_forward_proj": "gated-gelu" if projection == "gated-gelu_new" else projection,
+    "is_gated_act": is_gated,
+    "dense_act_fn": name,
+  }
+
+
+def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} for weights in T5X's plain tree.
+
+  Raises:
+    ValueError: Transformers' T5 lacks some of the parameters.
+  """
+  # A bias that the layers share belongs to layer 0.
+  own = {
+    _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
+  }
+  own, experts = switch.split_arrays(own)
+  layers = [count_layers(arrays, rf"target/{side}/layers_") for side in NORMS]
+  theirs = weight_mapping.to_transformers(own, _weight_table(*layers), "T5")
+  if family == switch.FAMILY:
+    theirs = switch.rename_mlp(theirs) | experts
+  sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
+  if family == "umt5" and _HEAD in theirs:
+    theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
+  if family == "mt5" and _HEAD not in theirs and layers[1]:
+    # Transformers' mT5 never divides, so tied logits need a head of their own.
+    theirs[_HEAD] = scale(theirs[_SHARED], 1 / sqrt_d_model)
+  return theirs
