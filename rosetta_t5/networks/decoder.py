@@ -21,13 +21,8 @@ from rosetta_t5.networks.kernel_choice import SegmentMask, make_mask
 from rosetta_t5.networks.layers.dense import feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
 from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
-from rosetta_t5.networks.layers.norms import LayerNorm, StandardLayerNorm
+from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
-
-
-def _norm(config: TransformerConfig, name: str) -> nn.Module:
-  norm_cls: Any = {"rms": LayerNorm, "layer": StandardLayerNorm}[config.norm]
-  return norm_cls(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
 
 
 def _projection_attributes(config: TransformerConfig) -> dict[str, Any]:
@@ -74,7 +69,7 @@ class DecoderLayer(nn.Module):
       length = t5.bias_length(cfg, inputs, decode, max_decode_length)
       bias_1HLL = self.relative_embedding(length, length, False)
     attributes = _projection_attributes(cfg)
-    x = _norm(cfg, "pre_self_attention_layer_norm")(inputs)
+    x = make_norm(cfg, "pre_self_attention_layer_norm")(inputs)
     x = t5.make_attention(cfg, "self_attention", scale_queries=cfg.scale_queries, **attributes)(
       x,
       x,
@@ -87,7 +82,7 @@ class DecoderLayer(nn.Module):
       rotary_positions=positions if cfg.positions == "rotary" else None,
     )
     x = t5.add_residual(self, x, inputs, deterministic, "post_self_attention_dropout")
-    y = _norm(cfg, "pre_mlp_layer_norm")(x)
+    y = make_norm(cfg, "pre_mlp_layer_norm")(x)
     y = t5.feed_forward(cfg, y, decoder_mask, deterministic, self.has_experts, **attributes)
     y = t5.add_residual(self, y, x, deterministic, "post_mlp_dropout")
     y = t5.constrain_layer_output(cfg, y)
@@ -157,7 +152,7 @@ class Decoder(nn.Module):
     masks = (mask, self._local_mask(mask, positions, max_decode_length if decode else None))
     call = (deterministic, decode, max_decode_length, bool(prefill), prefill_lengths, positions)
     y = t5.to_layer_layout(cfg, self._layers(y, masks, *call))
-    y = _norm(cfg, "decoder_norm")(y)
+    y = make_norm(cfg, "decoder_norm")(y)
     dropout = feature_dropout(cfg.dropout_rate, name="output_dropout")
     y = dropout(y, deterministic=deterministic)
     logits = output_layer(cfg, embedding, y, return_logits, cfg.divide_tied_logits)

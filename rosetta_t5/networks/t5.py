@@ -26,7 +26,7 @@ from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, feature_
 from rosetta_t5.networks.layers.embedding import Embed, output_layer
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.layer_stack import call_layers
-from rosetta_t5.networks.layers.norms import LayerNorm
+from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
@@ -99,11 +99,6 @@ def make_relative_bias(config: Any) -> RelativePositionBiases:
   )
 
 
-def make_norm(config: Any, name: str) -> LayerNorm:
-  """Returns T5's norm with the config's epsilon."""
-  return LayerNorm(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
-
-
 def make_token_embedder(config: Any, name: str | None = None, stddev: float = 1.0) -> Embed:
   """Returns the embedding that encoder, decoder and tied logits share, initialized with `stddev`."""
   return Embed(
@@ -139,10 +134,9 @@ def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:
 def bias_length(
   config: Any, x: jax.Array, decode: bool = False, max_decode_length: int | None = None
 ) -> int:
-  """Returns the number of positions that the relative bias covers.
+  """Returns the number of positions that the relative bias covers, the length of `x` inside the layers.
 
-  This is the length of the activations `x` inside the layers. In a decoding step it is the length of
-  the cache: the step's only query can be at any position, so each layer selects a row of the full bias.
+  In a decoding step it is that of the cache, because the only query can be at any position.
   """
   if decode and max_decode_length:
     return max_decode_length
@@ -193,8 +187,7 @@ class DecoderLayer(nn.Module):
   ) -> Float[Array, "X Y D"]:
     """Returns the layer's output.
 
-    X and Y are B and T, or T and B where the length is first. L is T, or the length of the cache in
-    a decoding step.
+    X and Y are B and T, or T and B where the length is first; L is T, or the length of the cache.
     """
     cfg = self.config
     x = make_norm(cfg, "pre_self_attention_layer_norm")(inputs)

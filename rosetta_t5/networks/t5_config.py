@@ -103,6 +103,7 @@ class T5Config(LayerSettings):
     norm_epsilon: added to the mean square in norms.
     decoder_start_token_id: the token whose embedding starts the decoder. Texts still start with token 0,
       which is padding and never occurs in them.
+    norm: the kind of the norms; not a field, so users cannot set it.
   """
 
   vocab_size: Positive
@@ -122,6 +123,8 @@ class T5Config(LayerSettings):
   decoder_expert_layer_period: Positive | None = None
   norm_epsilon: PositiveNumber = 1e-6
   decoder_start_token_id: NonNegative = 0
+
+  norm: ClassVar[str] = "rms"
 
 
 def replace_config(model: Any, **changes: Any) -> Any:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import transformers_decodes
 from history_model import HistoryModel
+from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from transformers_decodes import CASES, CONFIGS, INPUTS, NEW_TOKENS, RECORDED
 
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
 from rosetta_t5.decoding import Controls, apply_controls, beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel

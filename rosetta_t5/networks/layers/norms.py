@@ -72,3 +72,9 @@ class StandardLayerNorm(nn.Module):
     variance = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     normed_BTD = x_BTD * jax.lax.rsqrt(variance + self.epsilon)
     return (normed_BTD * scale_D[None, None] + bias_D[None, None]).astype(self.dtype)
+
+
+def make_norm(config: Any, name: str) -> nn.Module:
+  """Returns a norm of the kind `config.norm`, with the epsilon `config.norm_epsilon`."""
+  norm_cls: Any = {"rms": LayerNorm, "layer": StandardLayerNorm}[config.norm]
+  return norm_cls(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
