@@ -22,7 +22,6 @@ from rosetta_t5.checkpoints.formats.tensorstores import plain_path
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import DATASET_ITEM, STATE_ITEM
-from rosetta_t5.checkpoints.model_dir.lock import check_lock_is_held
 from rosetta_t5.checkpoints.model_dir.retention import (
   REMOVED_FOLDER,
   BackgroundRemover,
@@ -174,7 +173,6 @@ class OrbaxCheckpointManagerInterface:
 
     Raises:
       CheckpointSaveError: this save or the previous one failed.
-      ModelDirInUseError: another run has taken over the folder.
     """
     step = saved_state.step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
@@ -187,7 +185,6 @@ class OrbaxCheckpointManagerInterface:
         self.user_save = user_save
       return step in self._steps
     self.wait_until_finished()
-    check_lock_is_held(self.directory)
     transformations = state_transformation_fns or self.state_transformation_fns
     state = saved_state.apply_save_transformations(train_state, self._partitioner, transformations)
     items: dict[str, Any] = {STATE_ITEM: self._state_args(state)}

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
-from rosetta_t5.checkpoints.model_dir.lock import was_moved
 from rosetta_t5.parallel import BasePartitioner
 
 PyTree = Any
@@ -132,7 +131,7 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
   """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
-  if was_moved(directory) or (directory.parent.is_dir() and not directory.exists()):
+  if directory.parent.is_dir() and not directory.exists():
     return CheckpointSaveError(
       f"checkpoint {checkpoint_path(directory, step)} could not be saved, because {directory} was moved "
       "or removed during the run: move it back, or set MODEL_DIR to its new place, then start the run "
