@@ -34,8 +34,8 @@ class _StateMethods:
   replace: Any
 
   def replace_params(self, params: PyTree) -> Self:
-    """Returns this state with other parameters, which are frozen if the old ones are."""
-    return self.replace(params=_like(self.params, params))
+    """Returns this state with other parameters."""
+    return self.replace(params=params)
 
   def replace_flax_mutables(self, flax_mutables: PyTree) -> Self:
     """Returns this state with other mutable collections."""
@@ -188,11 +188,13 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
     optimizer = changes.pop("_optimizer")
     changes |= {
       "step": optimizer.state.step,
-      # A user's optimizer may return a plain dict.
-      "params": _like(state.params, optimizer.target),
+      "params": optimizer.target,
       "param_states": optimizer.state.param_states,
       "optimizer_def": optimizer.optimizer_def,
     }
+  if isinstance(changes.get("params"), dict):
+    # A user, or a user's optimizer, may give a plain dict.
+    changes["params"] = _like(state.params, changes["params"])
   return _replace_fields(state, **changes)
 
 
