@@ -12,4 +12,3 @@ from rosetta_t5.checkpoints.model_dir.retention import (
   remove_dataset_checkpoint,
   unpin_checkpoint,
 )
-from rosetta_t5.compat.checkpoints.checkpoint_loading import get_restore_parameters

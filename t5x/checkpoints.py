@@ -14,16 +14,9 @@ from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   find_checkpoint,
   get_checkpoint_dir,
   load_t5x_checkpoint,
-  register_ts_spec_for_serialization,
 )
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import (
   Checkpointer,
   SaveBestCheckpointer,
   all_dataset_checkpoint_steps,
-)
-from rosetta_t5.compat.protocols import (
-  CheckpointerConstructor,
-  CheckpointManagerConstructor,
-  RestoreStateTransformationFn,
-  SaveStateTransformationFn,
 )

@@ -1,15 +1,5 @@
 """T5X's `trainer`: trainers, their functions, actions, and the metrics manager."""
 
-from rosetta_t5.compat.protocols import (
-  ArrayMapFuture,
-  BaseTrainerConstructor,
-  LearningRateCallable,
-  MetricValueMapFuture,
-  PartitionedEvalCallable,
-  PartitionedTrainCallable,
-  SummarizeMetricsCallable,
-  TimeFuture,
-)
 from rosetta_t5.compat.trainer_functions import (
   PreemptionError,
   WeightMetricsComputer,

@@ -12,22 +12,9 @@ from rosetta_t5.checkpoints import (
   restore,
 )
 from rosetta_t5.checkpoints.saved_state import get_local_data
-from rosetta_t5.compat.checkpoints.legacy_checkpoint_manager import (
-  LegacyCheckpointer,
-  LegacyCheckpointManager,
-)
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import LegacyCheckpointManager
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
-from rosetta_t5.compat.protocols import (
-  EvaluatorConstructor,
-  GetDatasetCallable,
-  GetEvalDatasetCallable,
-  InferFnCallable,
-  InferStepWithoutRngCallable,
-  InferStepWithRngCallable,
-  InitFnCallable,
-  LearningRateCallable,
-)
 from rosetta_t5.compat.script_functions import (
   find_first_checkpoint_step,
   find_next_checkpoint_step,

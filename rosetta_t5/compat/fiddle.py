@@ -18,29 +18,12 @@ def using_fdl() -> bool:
   return any(name in flags.FLAGS and flags.FLAGS[name].value for name in _FLAGS)
 
 
-def prepare_to_summarize(config: Any) -> Any:
-  """Raises ConfigError: Fiddle is not supported."""
-  _raise_unsupported(f"prepare_to_summarize({config!r})")
-
-
-def sanitize_summary_getter(config: Any) -> Any:
-  """Raises ConfigError: Fiddle is not supported."""
-  _raise_unsupported(f"sanitize_summary_getter({config!r})")
-
-
-def direct_summarize_fiddle_config(
-  model_dir: str,
-  summary_writer: Any,
-  step: int,
-  get_current_fiddle_config: Callable[[], Any] | None = None,
-) -> None:
+def unsupported(*args: Any, **kwargs: Any) -> NoReturn:
   """Raises ConfigError: Fiddle is not supported. Use `gin_utils.summarize_gin_config`."""
-  _raise_unsupported("direct_summarize_fiddle_config")
-
-
-def config_with_fiddle(function: Callable[..., Any]) -> Any:
-  """Raises ConfigError: Fiddle is not supported."""
-  _raise_unsupported(f"config_with_fiddle({function.__name__})")
+  raise ConfigError(
+    "this function of config_utils needs Fiddle, which is not supported: configure the run with gin "
+    "(--gin_file=…), and bind summarize_config_fn = @gin_utils.summarize_gin_config"
+  )
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -49,10 +32,3 @@ def run(main: Callable[[list[str]], Any]) -> None:
 
   jax.config.parse_flags_with_absl()
   command_line.run(main)
-
-
-def _raise_unsupported(what: str) -> NoReturn:
-  raise ConfigError(
-    f"config_utils.{what} needs Fiddle, which is not supported: configure the run with gin "
-    "(--gin_file=…), and bind summarize_config_fn = @gin_utils.summarize_gin_config"
-  )

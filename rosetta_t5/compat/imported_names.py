@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -19,20 +20,27 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.layers.dense import activation_function
 
-_FUNCTIONS = (
-  "Activation CompiledPartitionedCallable CreateDecodingStateCallbackFn CreatePostprocessorFn "
-  "CreatePreprocessorFn InferStepCallable InferenceFn Initializer InitializerAxis MergeFn NdInitializer "
-  "PartitionedCallable PostprocessorFn PreprocessorFn WriteFn"
-)
-_MAPPINGS = (
-  "ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType MetricValueMapType "
-  "MetricsMap ModelWeights MutableMetricMapType"
-)
-_OTHER_TYPES = (
-  "Array ArrayType BatchesType DType Dataset DecoderParamsSpec Dtype Gradients HardwareMesh JaxDevice "
-  "OtherMesh PRNGKey ParamTree PyTree PyTreeDef Pytree Rng ScalarOrArrayType TpuMesh TrainState "
-  "WarmupExample WarmupExamples"
-)
+# Types of functions, of dicts, of the results of background threads, and others.
+_FUNCTIONS = """
+  Activation BaseTrainerConstructor CheckpointManagerConstructor CheckpointerConstructor
+  CompiledPartitionedCallable CreateDecodingStateCallbackFn CreatePostprocessorFn
+  CreatePreprocessorFn EvaluatorConstructor GetDatasetCallable GetEvalDatasetCallable
+  InferFnCallable InferStepCallable InferStepWithRngCallable InferStepWithoutRngCallable
+  InferenceFn InitFnCallable Initializer InitializerAxis LearningRateCallable MergeFn
+  NdInitializer PartitionedCallable PartitionedEvalCallable PartitionedTrainCallable
+  PostprocessorFn PreprocessorFn RestoreStateTransformationFn SaveStateTransformationFn
+  SummarizeMetricsCallable WriteFn
+"""
+_MAPPINGS = """
+  ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType
+  MetricValueMapType MetricsMap ModelWeights MutableMetricMapType
+"""
+_FUTURES = "ArrayMapFuture MetricValueMapFuture TimeFuture"
+_OTHER_TYPES = """
+  Array ArrayType BatchesType DType Dataset DecoderParamsSpec Dtype Gradients HardwareMesh
+  JaxDevice OtherMesh PRNGKey ParamTree PyTree PyTreeDef Pytree Rng ScalarOrArrayType TpuMesh
+  TrainState WarmupExample WarmupExamples
+"""
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -46,6 +54,7 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 IMPORTED_NAMES: dict[str, Any] = {
   **dict.fromkeys(_FUNCTIONS.split(), Callable[..., Any]),
   **dict.fromkeys(_MAPPINGS.split(), Mapping[str, Any]),
+  **dict.fromkeys(_FUTURES.split(), Future[Any]),
   **dict.fromkeys(_OTHER_TYPES.split(), Any),
   "FLAGS": flags.FLAGS,
   "FrozenDict": core.FrozenDict,

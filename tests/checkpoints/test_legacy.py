@@ -23,8 +23,11 @@ from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   find_checkpoint,
   load_t5x_checkpoint,
 )
-from rosetta_t5.compat.checkpoints.legacy_checkpoint_manager import LegacyCheckpointManager
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer, SaveBestCheckpointer
+from rosetta_t5.compat.checkpoints.legacy_checkpointer import (
+  Checkpointer,
+  LegacyCheckpointManager,
+  SaveBestCheckpointer,
+)
 
 
 def checkpointer(setup, folder, cls=Checkpointer, **arguments):

@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
@@ -148,29 +146,3 @@ def fake_param_info(maybe_tspec: Any) -> ParameterInfo | None:
     return ParameterInfo("")
   shape = tuple(maybe_tspec.to_json()["metadata"]["shape"])
   return ParameterInfo("", shape=shape, ts_spec=maybe_tspec)
-
-
-def get_restore_parameters(directory: epath.PathLike, structure: PyTree) -> PyTree:
-  """Returns a tree of Orbax's ParamInfo for the arrays of a checkpoint.
-
-  Args:
-    directory: the folder that contains the arrays.
-    structure: the checkpoint's structure, as in Orbax's metadata.
-  """
-  folder = epath.Path(directory)
-  in_ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(folder)
-  context = ocp.type_handlers.get_ts_context()
-
-  def info(path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, Mapping) and not leaf:
-      return leaf
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return ocp.type_handlers.ParamInfo(
-      name=name, parent_dir=folder, is_ocdbt_checkpoint=in_ocdbt, ts_context=context
-    )
-
-  return jax.tree_util.tree_map_with_path(info, structure, is_leaf=lambda leaf: leaf == {})
-
-
-def register_ts_spec_for_serialization() -> None:
-  """Does nothing. T5X registered TensorStore specs for flax's msgpack here."""

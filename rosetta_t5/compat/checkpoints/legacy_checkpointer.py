@@ -1,4 +1,4 @@
-"""T5X's older checkpointers, which are the manager of checkpoints under T5X's names."""
+"""T5X's older checkpointers and their manager, which are our manager under T5X's names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 
+from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
@@ -18,15 +20,12 @@ from rosetta_t5.checkpoints.saved_state import SaveTransformation
 from rosetta_t5.parallel import BasePartitioner
 
 
-class Checkpointer:
+class Checkpointer(OrbaxCheckpointManagerInterface):
   """Saves in Orbax's layout, and restores any layout (T5X's class).
 
   Attributes:
     checkpoints_dir: the folder of checkpoints.
-    keep: how many of the latest checkpoints are kept; None for all.
-    keep_dataset_checkpoints: how many of the latest dataset positions are kept; None for all.
-    restore_dtype: the dtype of restored floating-point parameters; None for their own.
-    manager: what saves: the manager of the run that calls `save`, or else one of its own.
+    manager: the manager of a run, which saves instead if the run calls `save`.
   """
 
   manager: Any = None
@@ -42,45 +41,27 @@ class Checkpointer:
     save_dtype: Any = np.float32,
     restore_dtype: Any = None,
     keep_dataset_checkpoints: int | None = None,
+    **manager_options: Any,
   ):
-    """Creates a checkpointer without writing anything.
-
-    Args:
-      train_state: the run's train state, or its shapes.
-      partitioner: specifies the sharding of restored arrays.
-      checkpoints_dir: the folder of checkpoints.
-      dataset_iterator: has `save(filename)` and `restore(filename)`.
-      keep: see the attribute.
-      save_dtype: the dtype of the stored floating-point parameters.
-      restore_dtype: see the attribute.
-      keep_dataset_checkpoints: see the attribute.
-    """
-    self._train_state = train_state
-    self._partitioner = partitioner
-    self._dataset_iterator = dataset_iterator
-    self._save_dtype = save_dtype
+    """Creates a checkpointer; see `OrbaxCheckpointManagerInterface` for the arguments."""
+    super().__init__(
+      checkpoints_dir,
+      train_state,
+      partitioner,
+      dataset_iterator,
+      save_dtype,
+      restore_dtype,
+      keep,
+      keep_dataset_checkpoints=keep_dataset_checkpoints,
+      **manager_options,
+    )
     self.checkpoints_dir = os.fspath(checkpoints_dir)
-    self.keep = keep
-    self.keep_dataset_checkpoints = keep_dataset_checkpoints
-    self.restore_dtype = restore_dtype
-
-  def manager_options(self) -> dict[str, Any]:
-    """Returns further arguments of `OrbaxCheckpointManagerInterface`."""
-    return {}
-
-  def all_steps(self) -> list[int]:
-    """Returns the steps of complete checkpoints in ascending order."""
-    return checkpoint_folders.all_steps(self.checkpoints_dir)
 
   def all_dataset_checkpoint_steps(self) -> list[int]:
     """Returns the steps whose checkpoints have a position in the data, in ascending order."""
     return all_dataset_checkpoint_steps(self.checkpoints_dir)
 
-  def latest_step(self) -> int | None:
-    """Returns the last of `all_steps()`, or None."""
-    return checkpoint_folders.latest_step(self.checkpoints_dir)
-
-  def save(
+  def save(  # type: ignore[override]
     self,
     train_state: Any,
     state_transformation_fns: Sequence[SaveTransformation] = (),
@@ -100,12 +81,13 @@ class Checkpointer:
       CheckpointSaveError: the checkpoint could not be written.
     """
     del concurrent_gb
-    manager = self.manager or self._own_manager()
-    manager.save(train_state, state_transformation_fns)
-    if manager is not self.manager:
-      manager.close()
+    if self.manager is not None:
+      self.manager.save(train_state, state_transformation_fns)
+      return
+    super().save(train_state, state_transformation_fns)
+    self.close()
 
-  def restore(
+  def restore(  # type: ignore[override]
     self,
     step: int | None = None,
     path: epath.PathLike | None = None,
@@ -113,19 +95,8 @@ class Checkpointer:
     fallback_state: Mapping[str, Any] | None = None,
     lazy_parameters: bool = False,
   ) -> Any:
-    """Returns the train state of a checkpoint; see `OrbaxCheckpointManagerInterface.restore`."""
-    return self._own_manager().restore(
-      step, path, fallback_state, state_transformation_fns, lazy_parameters
-    )
-
-  def restore_from_tf_checkpoint(
-    self,
-    path_or_dir: epath.PathLike,
-    strict: bool = True,
-    translator: CheckpointTranslator | None = None,
-  ) -> Any:
-    """Returns the train state of a Mesh TensorFlow checkpoint; see the manager's method."""
-    return self._own_manager().restore_from_tf_checkpoint(path_or_dir, strict, translator)
+    """Returns the train state of a checkpoint; see the manager's method, whose order is another."""
+    return super().restore(step, path, fallback_state, state_transformation_fns, lazy_parameters)
 
   def convert_from_tf_checkpoint(
     self,
@@ -135,23 +106,10 @@ class Checkpointer:
     concurrent_gb: int = 16,
     translator: CheckpointTranslator | None = None,
   ) -> None:
-    """Writes a Mesh TensorFlow checkpoint into this folder; see the two methods above."""
+    """Writes a Mesh TensorFlow checkpoint into this folder; `concurrent_gb` has no effect."""
     del concurrent_gb
     state = self.restore_from_tf_checkpoint(path_or_dir, translator=translator)
     self.save(state, state_transformation_fns)
-
-  def _own_manager(self) -> OrbaxCheckpointManagerInterface:
-    return OrbaxCheckpointManagerInterface(
-      self.checkpoints_dir,
-      self._train_state,
-      self._partitioner,
-      self._dataset_iterator,
-      self._save_dtype,
-      self.restore_dtype,
-      self.keep,
-      keep_dataset_checkpoints=self.keep_dataset_checkpoints,
-      **self.manager_options(),
-    )
 
 
 class SaveBestCheckpointer(Checkpointer):
@@ -176,17 +134,99 @@ class SaveBestCheckpointer(Checkpointer):
       force_keep_period: checkpoints at its multiples are kept.
       **options: further arguments of `Checkpointer`.
     """
-    super().__init__(*args, **options)
-    self._manager_options = {
+    self._manager_options: dict[str, Any] = {
       "metric_name_to_monitor": metric_name_to_monitor,
       "metric_mode": metric_mode,
       "keep_checkpoints_without_metrics": keep_checkpoints_without_metrics,
       "force_keep_period": force_keep_period,
     }
+    super().__init__(*args, **{**options, **self._manager_options})
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
     return self._manager_options
+
+
+class LegacyCheckpointManager(ocp.CheckpointManager):
+  """Saves and restores as two configs specify (T5X's class)."""
+
+  def __init__(
+    self,
+    *,
+    save_cfg: SaveCheckpointConfig | None,
+    restore_cfg: RestoreCheckpointConfig | None,
+    train_state_shape: Any,
+    partitioner: BasePartitioner,
+    ds_iter: Any = None,
+    model_dir: epath.PathLike | None = None,
+  ):
+    """Creates a manager without writing anything.
+
+    Args:
+      save_cfg: how to save; None for a manager that only restores.
+      restore_cfg: how to restore; None for a manager that only saves.
+      train_state_shape: the train state's shapes.
+      partitioner: specifies the sharding of restored arrays.
+      ds_iter: the training data's iterator.
+      model_dir: the folder of checkpoints to save into.
+    """
+    shared: dict[str, Any] = {"train_state": train_state_shape, "partitioner": partitioner}
+    self._saver: Any = None
+    self._restorer: Any = None
+    if save_cfg is not None:
+      self._saver = (save_cfg.checkpointer_cls or Checkpointer)(
+        **shared,
+        checkpoints_dir=model_dir or "",
+        dataset_iterator=ds_iter if save_cfg.save_dataset else None,
+        save_dtype=save_cfg.dtype,
+        keep=save_cfg.keep,
+        keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+      )
+    if restore_cfg is not None:
+      self._restorer = (restore_cfg.checkpointer_cls or Checkpointer)(
+        **shared,
+        checkpoints_dir="",
+        dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
+        restore_dtype=restore_cfg.dtype,
+      )
+
+  def wait_until_finished(self) -> None:
+    """Does nothing, because `save` returns when everything is written."""
+
+  def close(self) -> None:
+    """Does nothing, because there are no background threads."""
+
+  def save(
+    self, train_state: Any, state_transformation_fns: Sequence[SaveTransformation] = ()
+  ) -> None:
+    """Saves `train_state`, whose step names the folder."""
+    self._saver.save(train_state, state_transformation_fns)
+
+  def restore(
+    self,
+    paths: Sequence[str],
+    restore_cfg: RestoreCheckpointConfig | None = None,
+    fallback_state: Mapping[str, Any] | None = None,
+  ) -> Any:
+    """Returns the train state of the checkpoint in `paths`, or a list of states for several.
+
+    Args:
+      paths: checkpoints, which may be TensorFlow's.
+      restore_cfg: how to restore; None restores nothing and returns None.
+      fallback_state: nested state dict that provides what a checkpoint lacks.
+    """
+    if restore_cfg is None or paths is None:
+      return None
+    transformations = restore_cfg.state_transformation_fns
+    restored = [
+      self._restorer.restore_from_tf_checkpoint(path, strict=restore_cfg.strict)
+      if os.path.exists(f"{os.fspath(path)}.index")
+      else self._restorer.restore(
+        path=path, state_transformation_fns=transformations, fallback_state=fallback_state
+      )
+      for path in paths
+    ]
+    return restored[0] if len(restored) == 1 else restored
 
 
 def all_dataset_checkpoint_steps(checkpoints_dir: epath.PathLike) -> list[int]:

@@ -1,19 +1,20 @@
 """T5X's `examples.scalable_t5.layers`."""
 
 from rosetta_t5.networks.layers.dense import nd_dense_init
-from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
-from rosetta_t5.networks.layers.embedding import Embed, default_embed_init
-from rosetta_t5.networks.layers.masks import (
-  combine_biases,
-  combine_masks,
-  make_attention_mask,
-  make_causal_mask,
-  make_decoder_mask,
-)
 from rosetta_t5.networks.layers.nd_layers import (
   DenseGeneral,
   MlpBlock,
   MultiHeadDotProductAttention,
 )
-from rosetta_t5.networks.layers.norms import LayerNorm
-from rosetta_t5.networks.layers.positions import RelativePositionBiases
+from t5x.examples.t5.layers import (
+  Embed,
+  LayerNorm,
+  RelativePositionBiases,
+  combine_biases,
+  combine_masks,
+  default_embed_init,
+  dot_product_attention,
+  make_attention_mask,
+  make_causal_mask,
+  make_decoder_mask,
+)
