@@ -96,7 +96,8 @@ def train(
     eval_steps: the number of batches of an evaluation.
     eval_period: steps between evaluations.
     relative_steps: the number of steps of this run; overrides total_steps.
-    stats_period: steps between reports of metrics; None for eval_period.
+    stats_period: steps between reports of metrics; None for eval_period, or a twentieth of the run
+      if that is less.
     random_seed: seeds initialization and dropout. None draws a seed and stores it in the
       checkpoints.
     use_hardware_rng: whether to use a faster random number generator whose numbers depend on the

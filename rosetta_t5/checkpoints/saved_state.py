@@ -19,6 +19,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry.user_errors import reason_of
 
 PyTree = Any
 SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -143,8 +144,8 @@ def save_error(directory: epath.Path, step: int, error: Exception) -> Checkpoint
   is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)
   advice = "free some space or set a writable MODEL_DIR, then " if is_disk_error else ""
   return CheckpointSaveError(
-    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {type(error).__name__}: "
-    f"{error}. {_describe_free_space(directory)}In this folder {last}; {advice}start the run "
+    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {reason_of(error)}. "
+    f"{_describe_free_space(directory)}In this folder {last}; {advice}start the run "
     f"again{purpose}."
   )
 

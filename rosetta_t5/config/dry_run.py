@@ -20,7 +20,7 @@ from rosetta_t5.config.language.gin_internals import all_bindings, configurable_
 from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import COMMAND_LINE, Binding, Program, SourceLine
 from rosetta_t5.config.t5x.paths import is_recipe
-from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes
+from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
 
 Rows = list[tuple[str, str]]
 # The label of a row about something that could not be described, and so may be wrong.
@@ -110,7 +110,7 @@ def resolve(
   program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
-    check_required(program)
+    check_required(program, str(problems))
   binding_problems = bind(program, function, allowed=allowed)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
@@ -150,6 +150,7 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     resolved.arguments = defaults(configurable)
   # If a value is missing, which has been reported, the arguments that need it cannot be built.
   had_problems = bool(resolved.problems.messages)
+  names_of: dict[str, list[str]] = {}  # of the arguments, by what is wrong
   for name, value in values.items():
     try:
       resolved.arguments[name] = copy.deepcopy(value)  # gin calls @f() when it is copied
@@ -158,7 +159,10 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     except Exception as error:
       resolved.arguments.pop(name, None)
       if not had_problems:
-        resolved.problems.messages.append(_build_error_text(name, error, resolved))
+        names_of.setdefault(_build_error_text(name, error, resolved), []).append(name)
+  resolved.problems.messages += [
+    f"{', '.join(names)} cannot be built: {text}" for text, names in names_of.items()
+  ]
 
 
 def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
@@ -170,10 +174,9 @@ def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
 
 def _build_error_text(name: str, error: Exception, resolved: ResolvedRun) -> str:
   kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-  text = f"{name} cannot be built: {kind}{strip_gin_notes(str(error))}"
+  text = f"{kind}{strip_gin_notes(str(error))}"
   sources = [*resolved.program.lines_with(text), resolved.source_of(name)]
-  source = next(filter(None, sources), None)
-  return f"{text}\n  {source}" if source else text
+  return with_lines(text, [source for source in sources if source][:1])
 
 
 def _listing(noun: str, state: str, items: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.mesh_axes import count_batch_shards
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.user_errors import reason_of
 from rosetta_t5.terminal import lost_output
 
 Row = Mapping[str, np.ndarray]
@@ -79,7 +80,7 @@ class SampleLog:
       samples = make_samples(self._number)
     except Exception as error:
       # A run whose model cannot predict, or lacks the memory for it, trains on.
-      reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+      reason = reason_of(error)
     if not samples:
       self._number = 0  # On all processes, which predict together.
       self._print_line(f"note     this run shows no sample predictions: {reason}")

@@ -29,6 +29,19 @@ _AXES = {
   "context": CONTEXT_AXIS,
   "tensor": MODEL_AXIS,
 }
+# Other names that people use for them.
+_ALSO_CALLED = {
+  "pp": "pipeline",
+  "dp": "data",
+  "ddp": "data",
+  "ep": "expert",
+  "zero": "fsdp",
+  "cp": "context",
+  "sp": "context",
+  "tp": "tensor",
+  "mp": "tensor",
+  MODEL_AXIS: "tensor",
+}
 _SETTING = "partitioning.PjitPartitioner.mesh"
 _MAX_SUGGESTIONS = 4
 
@@ -86,11 +99,10 @@ def sizes_from_counts(
 def _check_counts(counts: Mapping[str, int]) -> None:
   for name, size in counts.items():
     if name not in _AXES:
-      hint = near_hint(name, _AXES, cutoff=0.5)
-      model = " (use 'tensor' for T5X's axis `model`)" if name == MODEL_AXIS else ""
+      meant = _ALSO_CALLED.get(str(name).lower(), str(name))
       raise ValueError(
-        f"{_SETTING} = {dict(counts)} has an unknown axis {name!r}{hint}{model}. The axes must be "
-        f"among {', '.join(_AXES)}."
+        f"{_SETTING} = {dict(counts)} has an unknown axis {name!r}{near_hint(meant, _AXES, 0.5)}. The "
+        f"axes must be among {', '.join(_AXES)}."
       )
     if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
       raise ValueError(

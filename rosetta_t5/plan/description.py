@@ -32,6 +32,7 @@ from rosetta_t5.plan.workload import (
 from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files.model_info import count_parameters
+from rosetta_t5.telemetry.user_errors import reason_of, with_lines
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.training.optimizers.second_order.kfac import KfacState
 
@@ -56,15 +57,13 @@ def rows_of_sections(sections: Sequence[Callable[[Plan], Rows]], plan: Plan) -> 
     try:
       rows += section(plan)
     except ValueError as error:
-      sources = plan.resolved.program.lines_with(str(error))
-      text = "\n".join([str(error), *(f"  {source}" for source in sources)])
+      text = with_lines(str(error), plan.resolved.program.lines_with(str(error)))
       if text not in problems:
         problems.append(text)
     except Exception as error:
       # The cause may be a missing argument, which is a problem already, or a model with other inputs.
       if not problems:
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        rows.append((NOT_CHECKED, text))
+        rows.append((NOT_CHECKED, reason_of(error)[:200]))
   return rows
 
 

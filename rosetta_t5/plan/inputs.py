@@ -20,6 +20,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.vocabularies.task_vocabularies import get_vocabulary
+from rosetta_t5.telemetry.user_errors import reason_of
 
 # The arguments of runs that are datasets, and what a run does with each.
 _DATASETS = {
@@ -103,7 +104,7 @@ def _check_files(plan: Any, cfg: Any, provider: Any) -> None:
     files = {n: s.list_shards(cfg.split) for n, s in sources.items() if n not in unknown}
     reason = "its source may write files when they are listed"
   except Exception as error:  # the data is not on this machine, and may be where the run will be
-    unknown, files, reason = [cfg.name], {}, f"{type(error).__name__}: {error}".splitlines()[0]
+    unknown, files, reason = [cfg.name], {}, reason_of(error)
   plan.resolved.unchecked += [f"the data of the task '{name}' ({reason})" for name in unknown]
   if not unknown:
     check_split(cfg, provider)

@@ -134,7 +134,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     """Shows the loss and the accuracy of each task."""
     for task, values in values_by_task.items():
       cells = self._loss_cells(values)
-      cells += [f"{name} {value:.4g}" for name, value in values.items() if name == "accuracy"]
+      if "accuracy" in values:  # of the next token; a task's own metrics are those of predictions
+        cells.append(f"token accuracy {values['accuracy']:.2%}")
       self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
       self._report_nonfinite(step, task, values)
 

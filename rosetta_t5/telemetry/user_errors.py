@@ -67,7 +67,7 @@ class Problems:
       yield
     except ConfigError as error:
       if not (self.messages and isinstance(error, FollowOnError)):
-        self._add("\n".join([str(error), *(f"  {line}" for line in more)]))
+        self._add(with_lines(str(error), more))
 
   def _add(self, text: str) -> None:
     """Adds a message. If the same problem occurs at several lines, one message lists them all."""
@@ -91,6 +91,18 @@ class Problems:
       return self.messages[0]
     numbered = (f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(self.messages, 1))
     return "\n".join([f"{len(self.messages)} problems\n", *numbered])
+
+
+def with_lines(text: str, lines: Iterable[object]) -> str:
+  """Returns a message followed by lines, such as locations, that it does not contain yet."""
+  new = dict.fromkeys(str(line) for line in lines if str(line) not in text)
+  return "\n".join([text, *(f"  {line}" for line in new)])
+
+
+def reason_of(error: BaseException) -> str:
+  """Returns an error's first line, with its class unless it is an error for users."""
+  kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+  return kind + strip_gin_notes(str(error)).partition("\n")[0]
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import resource
 import sys
 
@@ -27,6 +28,7 @@ def begin(name: str) -> None:
   """
   standard_streams.protect()
   ctrl_c.listen()
+  logging.basicConfig(format="note     %(message)s", level=logging.WARNING)
   # Imports create a million objects that stay; at the default threshold, a third of their time is
   # spent on looking for garbage among these.
   gc.set_threshold(50_000, 20, 100)

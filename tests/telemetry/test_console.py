@@ -117,7 +117,7 @@ def test_evaluations_and_messages_have_their_own_lines():
   progress.report_evaluation(5, {"pile": {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0}})
   progress.print_line("[bold] is printed as it is")
   assert stream.getvalue() == (
-    "evaluation at step 5  pile  loss 2.000  accuracy 0.25\n[bold] is printed as it is\n"
+    "evaluation at step 5  pile  loss 2.000  token accuracy 25.00%\n[bold] is printed as it is\n"
   )
 
 

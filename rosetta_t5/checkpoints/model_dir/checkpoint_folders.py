@@ -17,6 +17,7 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
+from rosetta_t5.telemetry.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
@@ -199,10 +200,9 @@ def find_checkpoint_type(path: epath.PathLike) -> CheckpointTypes | None:
   except Exception as error:  # raised by the library that reads gs:// or s3://
     if "://" not in os.fspath(path):
       raise
-    first_line = str(error).partition("\n")[0]
     raise ValueError(
-      f"{path} cannot be read from this machine ({type(error).__name__}: "
-      f"{first_line[:160]}). Copy it to a local folder and give that path"
+      f"{path} cannot be read from this machine ({reason_of(error)[:160]}). Copy it to a local folder "
+      "and give that path"
     ) from error
 
 

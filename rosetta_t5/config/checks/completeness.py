@@ -36,15 +36,19 @@ FILES = {
 }
 
 
-def check_required(program: Program) -> None:
+def check_required(program: Program, reported: str = "") -> None:
   """Raises ConfigError with every value that is `%gin.REQUIRED` and set nowhere.
+
+  A value is not missing if `reported`, the problems found before, contains a line that sets it.
 
   Nothing is imported for this check, so a run that lacks a value fails at once.
   """
   missing = {
     binding.name: binding.source
     for binding in program.effective_bindings().values()
-    if isinstance(binding.value, Macro) and binding.value.name in ("gin.REQUIRED", "REQUIRED")
+    if isinstance(binding.value, Macro)
+    and binding.value.name in ("gin.REQUIRED", "REQUIRED")
+    and f"  {binding.name} = " not in reported
   }
   _raise_if_missing(missing, program)
 

@@ -260,14 +260,14 @@ def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding 
       return list(_parse_statements(text, COMMAND_LINE, context))
     except ConfigError as error:
       name, _, value = (part.strip() for part in text.partition("="))
-      if not value or value[0] in "'\"@%[({":
+      bare = value.strip("‘’“”'\"")
+      if not bare or value[0] in "@%[({" or {*"'\""} & {*bare}:
         raise
-      constant = value.strip("‘’“”").capitalize()
+      constant = bare.capitalize()
       if constant in ("True", "False", "None"):
         raise ConfigError(f"{error}\n  write --gin.{name}={constant}") from error
       raise ConfigError(
-        f"{error}\n  a string needs quotes that the shell keeps: "
-        f"--gin.{name}=\"'{value.strip('‘’“”')}'\""
+        f"{error}\n  a string needs quotes that the shell keeps: --gin.{name}=\"'{bare}'\""
       ) from error
   return []
 

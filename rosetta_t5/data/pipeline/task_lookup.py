@@ -14,6 +14,7 @@ from rosetta_t5.data.tensorflow_setup.seqio_internals import (
   tfds_data_dir_override,
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.telemetry.user_errors import reason_of
 
 if TYPE_CHECKING:
   import seqio
@@ -97,11 +98,10 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if not any(f.f_globals.get("__name__", "").startswith("tensorflow_datasets.") for f in frames):
       raise
-    first_line = str(error).strip().partition("\n")[0]
     folder = tfds_data_dir_override() or "the folder of TensorFlow Datasets"
     raise ValueError(
       f"The data of the task '{cfg.name}' cannot be opened in {folder} "
-      f"({type(error).__name__}: {first_line[:300]}). Correct --tfds_data_dir, or "
+      f"({reason_of(error)[:300]}). Correct --tfds_data_dir, or "
       "restore the dataset's files there, such as dataset_info.json and features.json"
     ) from error
   if not has_split(provider, cfg.split):
