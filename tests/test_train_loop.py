@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -94,7 +93,6 @@ def make_loop(trainer, numbers, total_steps=10):
     manager=None,
     actions=None,
     run_metrics=lambda step, values, state: {},
-    explain_out_of_memory=lambda *args, **kwargs: contextlib.nullcontext(),
     model_dir="run",
     first_step=0,
     total_steps=total_steps,
@@ -102,9 +100,13 @@ def make_loop(trainer, numbers, total_steps=10):
   )
 
 
-def run(loop, save_cfg=None):
+def run(loop, save_cfg=None, eval_period=5, stats_period=4):
   loop.run(
-    save_cfg=save_cfg, eval_period=5, stats_period=4, gc_period=0, run_eval_before_training=False
+    save_cfg=save_cfg,
+    eval_period=eval_period,
+    stats_period=stats_period,
+    gc_period=0,
+    run_eval_before_training=False,
   )
   return loop.finish()
 
@@ -125,6 +127,15 @@ def test_loop_trains_in_ranges_between_reports_and_evaluations():
   steps, _ = run(make_loop(trainer, itertools.count()))
   assert steps == 10
   assert trainer.ranges == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+  ("steps", "eval_period", "reports"), [(300, 1000, 20), (300, 0, 20), (3, 1000, 3), (300, 5, 60)]
+)
+def test_without_a_period_a_short_run_still_reports_20_times(steps, eval_period, reports):
+  trainer = Trainer()
+  run(make_loop(trainer, itertools.count(), steps), eval_period=eval_period, stats_period=None)
+  assert len(trainer.ranges) == reports
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,26 @@ def test_an_argument_that_cannot_be_built_is_reported_with_its_line(check, write
   )
 
 
+def test_one_mistake_in_several_arguments_is_one_problem(check, write, monkeypatch):
+  write("reading.py", "def Model(width):\n  raise ValueError(\"there is no file 'pears'\")\n")
+  monkeypatch.syspath_prepend(".")
+  text = RUN.replace("import toy", "import reading\nimport toy").replace(
+    "toy.Model", "reading.Model"
+  )
+  more = "FILES = 'pears'\ntrain_script.train.dataset_cfg = @reading.Model()\n"
+  status, output = check(f"{text}{more}reading.Model.width = %FILES\n")
+  assert status == 2
+  assert "problems" not in output
+  assert "model, dataset_cfg cannot be built: there is no file 'pears'" in output
+  assert output.count("FILES = 'pears'") == 1
+
+
+def test_a_value_that_cannot_be_parsed_is_not_missing_too(check):
+  _, output = check(RUN + "FOLDER = %gin.REQUIRED\n", "--gin.FOLDER=runs/m")
+  assert "a string needs quotes" in output
+  assert "problems" not in output
+
+
 def test_the_resolved_run_is_described(check):
   seen = []
 

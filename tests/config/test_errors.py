@@ -85,8 +85,9 @@ def test_a_value_without_quotes_is_named(write):
   )
 
 
-def test_an_unquoted_string_on_the_command_line_gets_a_hint(write):
-  message = _text(read_program, [], ["MODEL_DIR = /tmp/run"])
+@pytest.mark.parametrize("given", ["/tmp/run", "/tmp/run'", "'/tmp/run", '"/tmp/run'])
+def test_an_unquoted_string_on_the_command_line_gets_a_hint(write, given):
+  message = _text(read_program, [], [f"MODEL_DIR = {given}"])
   assert "a string needs quotes that the shell keeps: --gin.MODEL_DIR=\"'/tmp/run'\"" in message
 
 
