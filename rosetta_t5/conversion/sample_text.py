@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from etils import epath
 
-from rosetta_t5.data.local_files.local_assets import load_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 
 _BYTE_OFFSET = 3  # In ByT5's vocabulary, ids 0 to 2 are padding, end and unknown.
 # The text is from Herman Melville's Moby-Dick (1851).

@@ -17,9 +17,8 @@ from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask, TokenStream
 from rosetta_t5.data.reading.file_facts import digest_of
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
 
-_SHOWN_CHARACTERS = 60
-_MAX_CHANGED = 0.25  # fraction of the texts that encoding and decoding may change
 _MAX_SHARED = 0.01  # fraction of the examples that two hosts or two splits may share
 _TEXTS = 64  # number of texts that are encoded and decoded
 _EXAMPLES = 20_000  # number of examples of each split that are compared
@@ -39,17 +38,11 @@ def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]
   if not texts:
     print("decode(encode(text)) is not checked, because the task keeps tokens without their texts")
     return
-  lost = [_lost_characters(text, vocabulary) for text in texts]
-  changed = [text for text, characters in zip(texts, lost, strict=True) if characters]
-  same = len(texts) - len(changed)
-  print(f"decode(encode(text)) equals the text, except for spaces, in {same} of {len(texts)}")
-  if changed:
-    counts = sum(lost, collections.Counter()).most_common(_SHOWN_CHARACTERS // 4)
-    print(f"  lost characters: {', '.join(f'{c!r} {n} times' for c, n in counts)}")
-  # A vocabulary may lack some characters: T5's has no braces. If it changes many texts, it is wrong.
-  if len(changed) > _MAX_CHANGED * len(texts):
-    first = repr(changed[0][:_SHOWN_CHARACTERS])
-    yield f"the vocabulary changes {len(changed)} of {len(texts)} texts; the first: {first}"
+  counts = sum((count_lost(text, vocabulary) for text in texts), collections.Counter())
+  if isinstance(task, PreparedTask):
+    counts += prepared_losses(task)
+  print("\n".join(describe_lost(counts)))
+  yield from lost_text_problems(counts)
 
 
 def _some_rows(task: PreparedTask, split: str) -> np.ndarray:
@@ -90,20 +83,6 @@ def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocab
   counts = [f"{name} {truncated[name]} ({truncated[name] / n:.0%})" for name, n in total.items()]
   if counts:
     print(f"truncated, of the first {max(total.values())} texts: {', '.join(counts)}")
-
-
-def _lost_characters(text: str, vocabulary: Any) -> collections.Counter[str]:
-  """Returns how often each character, except spaces, is lost or replaced by encoding and decoding.
-
-  If none is, but the text changes, the characters that are added or, if it is only reordered, all.
-  """
-  before, after = (
-    "".join(part.split()) for part in (text, vocabulary.decode(vocabulary.encode(text)))
-  )
-  if before == after:
-    return collections.Counter()
-  counts = collections.Counter(before), collections.Counter(after)
-  return counts[0] - counts[1] or counts[1] - counts[0] or counts[0]
 
 
 def check_shards(first: set[str], second: set[str]) -> Iterator[str]:

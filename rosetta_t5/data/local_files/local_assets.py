@@ -8,12 +8,9 @@ folder and file of a path), or a mapping
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
 
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
 VARIABLE = "ROSETTA_T5_ASSETS"
@@ -68,51 +65,6 @@ def _candidates(path: str, setting: str) -> list[pathlib.Path]:
     elif path.startswith(prefix.rstrip("/") + "/"):
       candidates.append(pathlib.Path(target, path.removeprefix(prefix.rstrip("/") + "/")))
   return candidates
-
-
-def load_sentencepiece(path: str | os.PathLike[str]) -> Any:
-  """Returns the `SentencePieceProcessor` of a .model file.
-
-  Raises:
-    ValueError: the file is not a SentencePiece model.
-  """
-  import sentencepiece
-
-  with contextlib.suppress(RuntimeError):
-    processor = sentencepiece.SentencePieceProcessor(
-      model_proto=pathlib.Path(path).read_bytes(), num_threads=1
-    )
-    if processor.get_piece_size():  # An empty file is loaded as a model without pieces.
-      return processor
-  raise ValueError(f"{path} is not a SentencePiece model, or is damaged: give another file")
-
-
-def load_vocabulary_model(
-  load: Callable[..., Any], path: str | os.PathLike[str], extra_ids: int, *options: Any
-) -> Any:
-  """Loads a SentencePiece model from its local copy, with the extra ids that its path announces.
-
-  The path …/cc_all.32000.100extra/sentencepiece.model announces 100 sentinels, but many copies of
-  T5's model lack them. They are added here, so that span corruption and the embedding table use all
-  32,100 ids.
-
-  Args:
-    load: SeqIO's function, called with the local path, the number of extra ids and the options.
-    path: the model's path, which may start with gs://.
-    extra_ids: the number of extra ids that the vocabulary requests; 0 means the number in the path.
-    *options: passed on to `load`.
-
-  Raises:
-    ValueError: the file does not exist or is not a SentencePiece model.
-  """
-  file = local_path(os.fspath(path))
-  load_sentencepiece(file)  # raises an error that names a damaged file
-  context = load(file, extra_ids, *options)
-  announced = announced_extra_ids(path)
-  last_piece = context.tokenizer.IdToPiece(context.tokenizer.GetPieceSize() - 1)
-  if extra_ids or not announced or "extra_id" in last_piece:
-    return context
-  return load(file, announced, *options)
 
 
 def announced_extra_ids(path: str | os.PathLike[str]) -> int:

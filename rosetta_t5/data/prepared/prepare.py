@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
-from rosetta_t5.data.local_files.local_assets import load_sentencepiece, local_path
+from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.telemetry.atomic_files import exclusive_output, write_atomically
 from rosetta_t5.telemetry.json_files import read_json_object
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.local_files.local_assets import load_sentencepiece
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
 from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 

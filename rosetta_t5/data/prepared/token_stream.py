@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.local_files.local_assets import load_sentencepiece
 from rosetta_t5.data.prepared.prepare import MANIFEST, VOCABULARY
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.telemetry.json_files import expect_content, read_json_object
 
 

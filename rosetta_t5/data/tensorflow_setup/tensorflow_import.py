@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from rosetta_t5.data.local_files.local_assets import load_vocabulary_model
 from rosetta_t5.data.tensorflow_setup.lazy_keras import defer_keras_import
 from rosetta_t5.data.tensorflow_setup.seqio_internals import replace_model_loader
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_vocabulary_model
 
 # TensorFlow's C++ code prints these lines before it reads any setting such as TF_CPP_MIN_LOG_LEVEL.
 # They report that there is no GPU driver and that log messages go to standard error.
