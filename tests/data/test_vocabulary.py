@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sentencepiece
 
 from rosetta_t5.data import (
   DatasetConfig,
@@ -16,7 +17,8 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels, load_sentencepiece
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 
@@ -108,3 +110,57 @@ def test_a_vocabulary_too_large_for_its_text_is_refused() -> None:
 
 def test_the_same_text_gives_the_same_vocabulary() -> None:
   assert train_sentencepiece(TEXT, vocab_size=16) == train_sentencepiece(TEXT, vocab_size=16)
+
+
+SPM_TRAIN_DEFAULTS: dict[str, int] = {"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2}
+
+
+def pieces_with_ids(path: pathlib.Path, text: list[str], size: int, **ids: int) -> str:
+  given = {name: str(value) for name, value in (SPM_TRAIN_DEFAULTS | ids).items()}
+  path.write_bytes(train_sentencepiece(text, size, given))
+  return str(path)
+
+
+@pytest.mark.parametrize("ids", [{}, {"pad_id": 3}, {"pad_id": 1, "bos_id": -1}])
+def test_an_unknown_piece_at_id_0_is_not_padding_and_padding_decodes_to_nothing(
+  tmp_path: pathlib.Path, ids: dict[str, int]
+) -> None:
+  file = pieces_with_ids(tmp_path / "pieces.model", TEXT, 16, **ids)
+  vocabulary = import_seqio().SentencePieceVocabulary(file, extra_ids=4)
+  theirs = sentencepiece.SentencePieceProcessor(model_file=file)
+  text = "the red Q cat"
+  tokens = vocabulary.encode(text)
+  assert tokens == [id_ or vocabulary.unk_id for id_ in theirs.encode(text)]
+  assert vocabulary.unk_id in tokens
+  assert vocabulary.encode_tf(text).numpy().tolist() == tokens
+  assert load_sentencepiece(file).encode(text) == tokens
+  decoded = vocabulary.decode_tf(
+    import_tensorflow().constant([[*tokens, 0, 0], [0] * (len(tokens) + 2)])
+  )
+  assert [row.decode() for row in decoded.numpy()] == ["the red ⁇ cat".replace("⁇", " ⁇ "), ""]
+  assert vocabulary.decode([*theirs.encode("old"), 0, 0]) == "old"
+  assert vocabulary.eos_id == theirs.eos_id()
+  assert vocabulary.vocab_size == 20
+
+
+@pytest.mark.parametrize("ids", [{"unk_id": 3}, {"eos_id": 0, "unk_id": 2}, {"bos_id": -1}])
+def test_a_vocabulary_without_an_id_for_padding_is_refused_with_the_flags_to_set(
+  tmp_path: pathlib.Path, ids: dict[str, int]
+) -> None:
+  file = pieces_with_ids(tmp_path / "pieces.model", TEXT, 16, **ids)
+  with pytest.raises(ValueError, match=r"at id 0, which means padding .*--pad_id=0 --eos_id=1"):
+    _ = import_seqio().SentencePieceVocabulary(file).vocab_size
+
+
+def test_sentinels_are_counted_whether_seqio_adds_them_or_not(
+  sentencepiece_file: pathlib.Path,
+) -> None:
+  seqio = import_seqio()
+  assert count_sentinels(seqio.SentencePieceVocabulary(str(sentencepiece_file))) == 0
+  added = seqio.SentencePieceVocabulary(str(sentencepiece_file), extra_ids=3)
+  assert count_sentinels(added) == 3
+  sentencepiece_file.write_bytes(added.sp_model)
+  assert (
+    count_sentinels(types.SimpleNamespace(tokenizer=load_sentencepiece(sentencepiece_file))) == 3
+  )
+  assert count_sentinels(seqio.ByteVocabulary(extra_ids=5)) == 5

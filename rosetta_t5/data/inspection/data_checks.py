@@ -15,6 +15,7 @@ import numpy as np
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask, TokenStream
+from rosetta_t5.data.prepared.token_stream import losses_of_folders
 from rosetta_t5.data.reading.file_facts import digest_of
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
@@ -30,27 +31,17 @@ def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]
   """Checks whether texts are truncated, and whether they survive encoding and decoding."""
   if isinstance(task, PreparedTask):
     print("no text is truncated: prepared text is read to its end, row after row")
-    texts = [vocabulary.decode(row.tolist()) for row in _some_rows(task, cfg.split)]
+    counts = losses_of_folders(task.folders)
   else:
     pairs = list(_texts_of_task(cfg, task))
     texts = [text for _, text in pairs]
     _print_truncated(cfg, pairs, vocabulary)
-  if not texts:
-    print("decode(encode(text)) is not checked, because the task keeps tokens without their texts")
+    counts = sum((count_lost(text, vocabulary) for text in texts), collections.Counter())
+  if not counts:
+    print("decode(encode(text)) is not checked, because there are only tokens without their texts")
     return
-  counts = sum((count_lost(text, vocabulary) for text in texts), collections.Counter())
-  if isinstance(task, PreparedTask):
-    counts += prepared_losses(task)
   print("\n".join(describe_lost(counts)))
   yield from lost_text_problems(counts)
-
-
-def _some_rows(task: PreparedTask, split: str) -> np.ndarray:
-  """Returns tokens from evenly spaced positions of the first folder, [rows, length]."""
-  stream = TokenStream(task.folders[0], split)
-  length = min(256, stream.size)
-  rows = min(_TEXTS, stream.size // length)
-  return stream.read([number * (stream.size // rows) for number in range(rows)], length)
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:

@@ -263,6 +263,7 @@ def _manifest(job: ShardJob, vocabulary_size: int, shards: Sequence[Facts]) -> d
     "validation_percent": job.validation_percent,
     "text_bytes": sum(shard["text_bytes"] for shard in shards),
     "splits": splits,
+    "losses": _sum_counts(shard.get("losses", {}) for shard in shards),
     "bad_examples": dict(bad_examples),
     "first_bad_example": first_bad,
     "sources": [{"file": path, "bytes": size} for path, size in sources],

@@ -18,6 +18,7 @@ from rosetta_t5.data.prepared.prepare import prepare
 from rosetta_t5.data.reading import Layout
 from rosetta_t5.data.reading.bad_examples import POLICIES
 from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
+from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import machine_path, percentage, positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
@@ -121,6 +122,9 @@ def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
   text_bytes = manifest["text_bytes"]
   bytes_per_token = text_bytes / sum(facts["tokens"] for facts in splits.values())
   yield f"  {text_bytes / 1e6:,.1f} MB of text, {bytes_per_token:.2f} bytes per token"
+  losses = manifest["losses"]
+  yield from (f"  {line}" for line in describe_lost(losses))
+  yield from (f"  note: {problem}" for problem in lost_text_problems(losses))
   if manifest["bad_examples"]:
     counts = manifest["bad_examples"].items()
     reasons = ", ".join(f"{count} × {reason}" for reason, count in counts)

@@ -22,6 +22,7 @@ import numpy as np
 
 from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
 from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
 from rosetta_t5.telemetry.json_files import expect_content, read_json_object
@@ -32,6 +33,8 @@ TOKENS_PER_RECORD = 4096
 _CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
 _CHARACTERS_PER_BATCH = 1_000_000
 _SECONDS_PER_REPORT = 0.5
+_CHECKED_TEXTS = 64  # number of texts of a shard that are decoded again, to count what they lose
+_CHECKED_CHARACTERS = 4000  # of each of them
 
 # A piece of a document's text, and for its last piece the document's split, else "".
 Piece = tuple[str, str]
@@ -138,11 +141,12 @@ def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
 def _write_shard(job: ShardJob) -> dict[str, Any]:
   started = reported = time.monotonic()
   bad = BadExamples(job.on_bad_example)
+  losses: collections.Counter[str] = collections.Counter()
   text_bytes = 0
   with contextlib.ExitStack() as stack:
     stack.callback(job.progress_file.unlink, missing_ok=True)
     writers = {split: stack.enter_context(_SplitWriter(job.file(split))) for split in SPLITS}
-    for split, tokens, size in _documents(job, bad):
+    for split, tokens, size in _documents(job, bad, losses):
       writers[split].add(tokens)
       text_bytes += size
       if time.monotonic() - reported > _SECONDS_PER_REPORT:
@@ -156,14 +160,18 @@ def _write_shard(job: ShardJob) -> dict[str, Any]:
     "splits": {split: facts for split, facts in splits.items() if facts},
     "text_bytes": text_bytes,
     "seconds": round(time.monotonic() - started, 3),
+    "losses": losses,
     "bad_examples": dict(bad.counts),
     "first_bad_example": str(bad.first) if bad.first else None,
   }
 
 
-def _documents(job: ShardJob, bad_examples: BadExamples) -> Iterator[tuple[str, np.ndarray, int]]:
-  """Yields the split, the tokens and the size in bytes of each document."""
+def _documents(
+  job: ShardJob, bad_examples: BadExamples, losses: collections.Counter[str]
+) -> Iterator[tuple[str, np.ndarray, int]]:
+  """Yields the split, the tokens and the size in bytes of each document; counts what texts lose."""
   tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
+  unknown = tokenizer.unk_id()
   dtype = np.dtype("<u2" if tokenizer.get_piece_size() <= 1 << 16 else "<u4")
   end = [tokenizer.eos_id()] if job.append_end else []
   document: list[np.ndarray] = []
@@ -173,6 +181,10 @@ def _documents(job: ShardJob, bad_examples: BadExamples) -> Iterator[tuple[str, 
     for tokens, (text, split) in zip(encoded, batch, strict=True):
       size += len(text.encode())
       document.append(np.array(tokens + end if split else tokens, dtype))
+      if losses["texts"] < _CHECKED_TEXTS:
+        losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
+      if unknown in tokens:
+        losses.update(count_unknown(text, tokenizer))
       if split:
         yield split, np.concatenate(document), size
         document, size = [], 0

@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,12 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     f"There is no {path}: {state}. Prepare it: rosetta-t5 prepare --input FILES --vocab MODEL "
     f"--out {folder}"
   )
+
+
+def losses_of_folders(folders: Iterable[str | os.PathLike[str]]) -> collections.Counter[str]:
+  """Returns what texts lost when the folders were prepared; older folders do not say it. See `count_lost`."""
+  losses = (collections.Counter(read_manifest(folder).get("losses", {})) for folder in folders)
+  return sum(losses, collections.Counter())
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> None:

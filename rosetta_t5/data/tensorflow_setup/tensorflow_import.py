@@ -75,5 +75,9 @@ def _is_useful(record: logging.LogRecord) -> bool:
   """Returns whether a log message helps: not what every run does, nor what is raised as an error."""
   is_raised = record.exc_info is not None and "/orbax/" in record.pathname
   return not is_raised and not str(record.msg).startswith(
-    ("Features not in `features_length`", "Given sequence lengths are longer than necessary")
+    (
+      "Features not in `features_length`",
+      "Given sequence lengths are longer than necessary",
+      "T5 library uses PAD_ID",  # reserve_padding says what follows
+    )
   )

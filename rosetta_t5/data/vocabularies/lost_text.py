@@ -14,6 +14,7 @@ _WHITE_SPACE = {
 }  # each without its first
 _LOST = "lost "  # before the name of what is counted
 _SIZE = "lost white space"
+_UNKNOWN_CHARACTER = "unknown "
 _UNKNOWN = " ⁇ "  # how SentencePiece decodes an unknown piece
 _SHOWN = 15  # number of characters
 # Books lose 2% of their characters as white space in T5's vocabulary, and source code 20%.
@@ -44,6 +45,21 @@ def count_lost(text: str, vocabulary: Any) -> Counter[str]:
   return counts + Counter({_LOST + repr(c): number for c, number in characters.items()})
 
 
+def count_unknown(text: str, tokenizer: Any) -> Counter[str]:
+  """Returns how often each character is in an unknown piece.
+
+  Args:
+    text: the text.
+    tokenizer: a `SentencePieceProcessor`, or a SeqIO vocabulary; those of bytes know all characters.
+  """
+  tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+  if not hasattr(tokenizer, "id_to_piece"):
+    return Counter()
+  ids, pieces = tokenizer.encode(text), tokenizer.encode(text, out_type=str)
+  unknown = "".join(p for id_, p in zip(ids, pieces, strict=True) if id_ == tokenizer.unk_id())
+  return Counter(_UNKNOWN_CHARACTER + repr(character) for character in unknown)
+
+
 def describe_lost(counts: Mapping[str, int]) -> Iterator[str]:
   """Yields lines about what texts lose.
 
@@ -53,11 +69,19 @@ def describe_lost(counts: Mapping[str, int]) -> Iterator[str]:
   texts = counts["texts"]
   same = texts - counts.get("changed", 0)
   yield f"decode(encode(text)) equals the text, except for spaces, in {same} of {texts}"
-  names = {_SIZE, *(_LOST + name for name in _WHITE_SPACE)}
-  characters = Counter({n: c for n, c in counts.items() if n.startswith(_LOST) and n not in names})
-  if characters:
-    common = characters.most_common(_SHOWN)
-    yield "  lost characters: " + ", ".join(f"{n.removeprefix(_LOST)} {c} times" for n, c in common)
+  for start, title in (
+    (_LOST, "lost characters"),
+    (_UNKNOWN_CHARACTER, "characters without a piece, in all texts"),
+  ):
+    # Representations of characters begin with a quote.
+    found = {
+      n.removeprefix(start): c
+      for n, c in counts.items()
+      if n.startswith((start + "'", start + '"'))
+    }
+    if found:
+      common = Counter(found).most_common(_SHOWN)
+      yield f"  {title}: " + ", ".join(f"{name} {count} times" for name, count in common)
   kinds = [
     f"{lost:,} of {counts[name]:,} {name} ({lost / counts[name]:.0%})"
     for name in _WHITE_SPACE
