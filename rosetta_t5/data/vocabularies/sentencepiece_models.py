@@ -71,8 +71,8 @@ def load_vocabulary_model(
     ValueError: the file does not exist, is not a SentencePiece model, or has no id for padding.
   """
   file = local_path(os.fspath(path))
-  # This raises an error that names a damaged file.
-  if not extra_ids and not count_extra_pieces(load_sentencepiece(file)):
+  processor = load_sentencepiece(file)  # This raises an error that names a damaged file.
+  if not extra_ids and not count_extra_pieces(processor):
     extra_ids = announced_extra_ids(path)
   context = load(file, extra_ids, *options)
   tokenizer = reserve_padding(context.tokenizer, file)

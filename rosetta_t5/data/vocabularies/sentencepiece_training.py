@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import string
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rosetta_t5.data.vocabularies.sentencepiece_models import T5_IDS
 from rosetta_t5.terminal import progress
@@ -40,7 +41,7 @@ def train_sentencepiece(
   import sentencepiece
 
   model = io.BytesIO()
-  settings = {
+  settings: dict[str, Any] = {
     "model_type": "unigram",
     "vocab_size": vocab_size,
     "num_threads": 2,  # A fixed number, because each thread's sums of scores decide ties.
