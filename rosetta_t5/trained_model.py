@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints, config
+from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.allow_list import STRICT, AllowList
 from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
@@ -50,13 +52,14 @@ def open_model_dir(
   allowed: AllowList | None = STRICT,
 ) -> OpenedModel:
   """Returns the model of a training run; for the arguments and errors, see `read_run`."""
-  return open_checkpoint(*read_run(model_dir, flags, allowed))
+  return open_checkpoint(*read_run(model_dir, flags, allowed, ("model", "partitioner")))
 
 
 def read_run(
   model_dir: str | os.PathLike[str],
   flags: Sequence[str] = (),
   allowed: AllowList | None = STRICT,
+  used: Collection[str] | None = None,
 ) -> tuple[Mapping[str, Any], checkpoints.RestoreCheckpointConfig]:
   """Returns the arguments of `train` in a training run, and its checkpoint.
 
@@ -68,9 +71,11 @@ def read_run(
     model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
     allowed: what config.gin may use; None if the user trusts the folder.
+    used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
 
   Raises:
-    ValueError: there is no such folder, or no config.gin; or model.json is invalid.
+    ValueError: there is no such folder, or no config.gin; model.json is invalid; or a flag changes
+      nothing that is used.
     SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """
   if "--dry_run" in flags:
@@ -96,22 +101,37 @@ def read_run(
     join_run(command)
     run.import_modules()
     return run, restore_cfg
-  arguments = _read_config_gin(config_file, flags, allowed)
+  arguments = _read_config_gin(config_file, flags, allowed, used)
   if run is not None and not any("vocab" in flag.lower() for flag in flags):
     arguments["model"] = run.with_copied_vocabularies(arguments["model"])
   return arguments, restore_cfg
 
 
 def _read_config_gin(
-  file: pathlib.Path, flags: Sequence[str], allowed: AllowList | None
+  file: pathlib.Path,
+  flags: Sequence[str],
+  allowed: AllowList | None,
+  used: Collection[str] | None,
 ) -> dict[str, Any]:
   """Returns the arguments of `train` in a config.gin: all if it is trusted, else those in ARGUMENTS."""
   with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
     argv = ["rosetta-t5", f"--gin_file={file}", *flags]
     recipe = config.run_from_command_line(train, argv, allowed=allowed)
+    if used is not None:
+      _check_flags_are_used(parse_command_line(argv).read_program(), used)
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   names = recipe if allowed is None else [name for name in ARGUMENTS if name in recipe]
   return {**{name: recipe[name] for name in names}, "task_feature_lengths": lengths}
+
+
+def _check_flags_are_used(program: Any, used: Collection[str]) -> None:
+  for binding in unused_bindings(program, train, used):
+    if binding.source.file == COMMAND_LINE and "task_feature_lengths" not in binding.name.lower():
+      raise config.ConfigError(
+        f"--gin.{binding.name} has no effect: this command uses the run's {' and '.join(used)}, and "
+        "nothing in them refers to it. Leave it out, refer to it (models.EncoderDecoderModel.decode_fn = "
+        "@decoding.beam_search makes bindings of beam_search count), or use an option (--help)"
+      )
 
 
 def run_arguments(program: Any) -> dict[str, Any]:

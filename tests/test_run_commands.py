@@ -98,6 +98,23 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
   assert {type(row["prediction"]) for row in rows} == {str}
 
 
+def test_infer_has_a_mode_and_decoding_options_for_the_runs_task(model_dir, tmp_path, capsys):
+  options = ["--split=test", "--module=tiny_tasks", "--output_dir", str(tmp_path)]
+
+  def rows_of(mode, *more):
+    call = ["infer", "--model_dir", str(model_dir), *options, "--mode", mode, *more]
+    assert cli.main(call) == 0
+    (file,) = tmp_path.glob(f"*-{mode}.jsonl-00000-of-00001")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+  assert all(row["score"] < 0 for row in rows_of("score"))
+  rows = rows_of("predict_with_aux", "--min_new_tokens=12")
+  assert all(row["aux"]["scores"] < 0 for row in rows)
+  with pytest.raises(SystemExit):
+    rows_of("predict_with_aux")
+  assert "functools.partial(<function beam_search>, min_new_tokens=12) →" in capsys.readouterr().err
+
+
 def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
   model_dir, tmp_path, capsys
 ):

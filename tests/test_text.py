@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import types
 from collections import Counter
 
 import gin
+import pyarrow.parquet
 import pytest
 from tiny_tasks import save_checkpoints
 
@@ -163,17 +165,160 @@ def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd
 
 
 def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
-  monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+  monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
   assert infer(model_dir, "--input=-", "--output_length", 4) == 0
   rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
   assert [row["inputs"] for row in rows] == ["one", "two"]
+
+
+def test_each_line_has_a_result_also_an_empty_one(echo_model, tmp_path, capfd):
+  lines = ["", "one", " ", "two", "three", ""]
+  (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))
+  assert infer("unused", "--input", tmp_path / "in.txt", "--batch_size=2") == 0
+  printed = capfd.readouterr()
+  rows = [json.loads(line) for line in printed.out.splitlines()]
+  assert [(row["inputs"], row["prediction"]) for row in rows] == [(x, x.strip()) for x in lines]
+  assert [row["score"] for row in rows] == [None, 0.0, None, 0.0, 0.0, None]
+  assert "note: 3 of the lines are empty, and so are their predictions" in printed.err
+  (tmp_path / "in.jsonl").write_text('{"q": "a"}\n\n{"q": "b"}\n')
+  assert infer("unused", "--input", tmp_path / "in.jsonl", "--template={q}") == 0
+  rows = [json.loads(line)["inputs"] for line in capfd.readouterr().out.splitlines()]
+  assert rows == [{"q": "a"}, "", {"q": "b"}]
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "numbers"),
+  [
+    ("rows.csv", 'q,n\n"x, ""y""",1\nこ,2\n', "12"),
+    ("rows.tsv", 'q\tn\n"x, ""y"""\t1\nこ\t2\n', "12"),
+    ("rows.json", '[{"q": "x, \\"y\\"", "n": 1},\n {"q": "こ", "n": 2}]', (1, 2)),
+    ("rows.parquet", None, (1, 2)),
+  ],
+)
+def test_rows_are_read_as_in_training(echo_model, tmp_path, capfd, name, content, numbers):
+  path = tmp_path / name
+  if content is None:
+    columns = {"q": ['x, "y"', "こ"], "n": [1, 2]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+  else:
+    path.write_text(content)
+  assert infer("unused", "--input", path, "--template", "q: {q}") == 0
+  rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+  assert [row["prediction"] for row in rows] == ['q: x, "y"', "q: こ"]
+  texts = ('x, "y"', "こ")
+  expected = [{"q": q, "n": n} for q, n in zip(texts, numbers, strict=True)]
+  assert [row["inputs"] for row in rows] == expected
+  with pytest.raises(SystemExit):
+    infer("unused", "--input", path)
+  assert "have columns, which need a template for the model's input" in capfd.readouterr().err
+
+
+def test_results_are_written_as_utf_8_whatever_the_locale(echo_model, tmp_path, monkeypatch):
+  (tmp_path / "in.txt").write_text("こ\n")
+  written = io.BytesIO()
+  monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
+  assert infer("unused", "--input", tmp_path / "in.txt") == 0
+  assert json.loads(written.getvalue().decode())["prediction"] == "こ"
+
+
+# The same model as `tiny_tasks.byte_model`, of which gin configures each part.
+GIN_MODEL = """
+from t5x import adafactor
+from t5x import decoding
+from t5x import models
+from t5x.examples.t5 import network
+models.EncoderDecoderModel:
+  module = @network.Transformer()
+  input_vocabulary = @tiny_tasks.byte_vocabulary()
+  output_vocabulary = @tiny_tasks.byte_vocabulary()
+  optimizer_def = @adafactor.Adafactor()
+network.Transformer.config = @network.T5Config()
+network.T5Config:
+  vocab_size = 384
+  emb_dim = 16
+  num_heads = 2
+  num_encoder_layers = 1
+  num_decoder_layers = 1
+  head_dim = 8
+  mlp_dim = 32
+  dropout_rate = 0.0
+"""
+
+
+@pytest.fixture
+def gin_model_dir(model_dir, tmp_path):
+  folder = tmp_path / "run"
+  shutil.copytree(model_dir, folder)
+  text = CONFIG.replace("@tiny_tasks.byte_model()", "@models.EncoderDecoderModel()")
+  header, imports, rest = text.partition("import tiny_tasks\n")
+  (folder / "config.gin").write_text(header + imports + GIN_MODEL + rest)
+  return folder
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ["--n_best=3"],
+    ["--n_best=2", "--num_decodes=3"],
+    [
+      "--num_decodes=3",
+      "--gin.models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes=True",
+    ],
+    [
+      "--gin.models.EncoderDecoderModel.default_decoder_params=@models.DecoderParams()",
+      "--gin.models.DecoderParams.num_decodes=3",
+      "--gin.models.DecoderParams.return_all_decodes=True",
+    ],
+  ],
+)
+def test_the_n_best_predictions_have_scores_the_best_first(
+  gin_model_dir, monkeypatch, capfd, arguments
+):
+  monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+  assert infer(gin_model_dir, "--input=-", "--output_length=4", *arguments) == 0
+  for row in map(json.loads, capfd.readouterr().out.splitlines()):
+    ranked = row["n_best"]
+    assert len(ranked) == (2 if "--n_best=2" in arguments else 3)
+    assert {"prediction": row["prediction"], "score": row["score"]} == ranked[0]
+    assert ranked == sorted(ranked, key=lambda one: -one["score"])
+    assert ranked[0] != ranked[1]
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--gin.train_script.train.eval_steps=3", "train_script.train.eval_steps has no effect: this"),
+    ("--gin.utils.DatasetConfig.batch_size=3", "utils.DatasetConfig.batch_size has no effect: "),
+    ("--gin.decoding.beam_search.alpha=0.0", "refer to it (models.EncoderDecoderModel.decode_fn"),
+    ("--gin.infer.mode='score'", "has no effect with --model_dir, whose model alone gin configur"),
+    ("--num_decodes=2", "error: --n_best 3 needs as many decodes, got --num_decodes 2"),
+    ("--repetition_penalty=0", "must be a number greater than 0, got '0'"),
+  ],
+)
+def test_options_without_an_effect_are_refused(gin_model_dir, monkeypatch, capfd, flag, message):
+  monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+  with pytest.raises(SystemExit):
+    infer(gin_model_dir, "--input=-", "--output_length=4", "--n_best=3", flag)
+  assert message in capfd.readouterr().err
+
+
+def test_decoding_options_change_predictions_and_are_recorded(model_dir, tmp_path, capfd):
+  (tmp_path / "in.txt").write_text("one\ntwo\n")
+  call = ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl"]
+  assert infer(model_dir, *call, "--min_new_tokens=12", "--bad_word=g") == 0
+  rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+  assert not any("g" in row["prediction"] for row in rows)
+  with pytest.raises(SystemExit):
+    infer(model_dir, *call)
+  error = capfd.readouterr().err
+  assert "Changed since: --bad_word: ['g'] → none; --min_new_tokens: 12 → none" in error
 
 
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
     (["--template", "{title}"], "Line 1 of the input cannot be used: no column 'title' among"),
-    ([], "are JSON objects, which need a template for the model's input: give --template"),
+    ([], "have columns, which need a template for the model's input: give --template"),
     (
       ["--input", "nothing.txt"],
       "There is no file 'nothing.txt': give a file as --input, or - for",
@@ -194,7 +339,7 @@ def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
 def test_input_that_cannot_be_used_is_refused(
   model_dir, rows_file, monkeypatch, capfd, arguments, text
 ):
-  monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+  monkeypatch.setattr("sys.stdin", io.StringIO(""))
   with pytest.raises(SystemExit) as end:
     infer(model_dir, "--input", rows_file, *arguments)
   assert end.value.code in (1, 2)

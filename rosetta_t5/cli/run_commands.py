@@ -11,11 +11,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.cli import text_commands
+from rosetta_t5.cli import decoding_options, text_commands
 from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
+
+_DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg")
+MODES = ("predict", "predict_with_aux", "score")
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,10 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer`."""
   _add_run_arguments(parser, "MODEL_DIR/infer/SPLIT/checkpoint_STEP")
+  add = parser.add_argument_group("the run's task").add_argument
+  add("--mode", choices=MODES, help="what to compute: predictions (the default), or scores too")
   text_commands.infer_arguments(parser)
+  decoding_options.add_arguments(parser)
   parser.set_defaults(run=_infer)
 
 
@@ -87,29 +93,37 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _infer(options: argparse.Namespace) -> int:
   if options.model_dir is None:
-    _refuse(options, ("input", "task", "split", "batch_size", "output_dir"), "--model_dir")
+    of_models = ("input", "task", "split", "batch_size", "output_dir", "mode")
+    _refuse(options, (*of_models, *decoding_options.NAMES), "--model_dir")
+  elif ignored := [flag for flag in options.flags if flag.lstrip("-").startswith("gin.infer.")]:
+    raise ConfigError(
+      f"{ignored[0]} has no effect with --model_dir, whose model alone gin configures: give --mode and the "
+      "other options of this command, or configure the inference by gin files (--gin_file)"
+    )
   if options.input is not None:
     _refuse(
       options,
-      ("task", "split", "output_dir"),
+      ("task", "split", "output_dir", "mode"),
       "a run's task, but --input gives texts: leave one of them out",
     )
     return text_commands.infer(options)
-  of_texts = ("template", "targets", "output", "num_decodes", "input_length", "output_length")
-  _refuse(options, of_texts, "--input")
+  _refuse(options, text_commands.OPTIONS, "--input")
   if options.model_dir is None:
     return _run_main("infer", options)
   from rosetta_t5.infer import infer
   from rosetta_t5.trained_model import read_run
 
-  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
-  cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
+  used = ("model", "partitioner", *_DATA)
+  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options), used)
+  cfg = _dataset_cfg(run, options, *_DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
   model_dir, checkpoint = _locate(restore_cfg)
+  model = run["model"]
+  decoding_options.apply(options, model)
   with optional_output():
     infer(
-      mode="predict",
-      model=run["model"],
+      mode=options.mode or "predict",
+      model=model,
       dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
       restore_checkpoint_cfg=restore_cfg,
       partitioner=run["partitioner"],

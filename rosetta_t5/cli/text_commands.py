@@ -14,27 +14,49 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+from rosetta_t5.cli import decoding_options
+from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
 from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.atomic_files import exclusive_output
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
 
-# A line of the input (a text or a JSON object), and its example: {"input": text, "target": text}.
-Row = tuple[str | dict[str, Any], dict[str, str]]
 _SETTINGS = ".settings.json"  # A file beside the output: what has determined its lines.
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
+
+
+# The options that only --input has.
+OPTIONS = (
+  "template",
+  "targets",
+  "output",
+  "num_decodes",
+  "n_best",
+  "input_length",
+  "output_length",
+  "quoted",
+)
 
 
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer` for texts."""
   add = parser.add_argument_group("texts").add_argument
-  add("--input", help="a file with a text or JSON object per line, or - for stdin")
-  add("--template", help="makes the model's input of a JSON object: 'question: {question}'")
-  add("--targets", help="makes the target of a JSON object; the target is then scored")
+  add(
+    "--input",
+    help="a file with a text or JSON object per line, a csv, tsv, json or parquet file, or - for stdin",
+  )
+  add("--template", help="makes the model's input of a row's columns: 'question: {question}'")
+  add("--targets", help="makes the target of a row's columns; the target is then scored")
+  add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
   add("--output", help="a file, or - for stdout (the default); an existing file is continued")
   add(
-    "--num_decodes", type=positive_integer, help="beams or samples, 1 by default; the best counts"
+    "--num_decodes", type=positive_integer, help="beams or samples; the run's by default, mostly 1"
+  )
+  add(
+    "--n_best",
+    type=positive_integer,
+    help="also write this many predictions with their scores, the best first",
   )
   add("--input_length", type=positive_integer, help="tokens; the training run's by default")
   add("--output_length", type=positive_integer, help="tokens; the training run's by default")
@@ -49,8 +71,9 @@ def infer(options: argparse.Namespace) -> int:
   with _exit_when_stopped(output), contextlib.ExitStack() as stack:
     if output != "-":
       stack.enter_context(optional_output())
-    _check_template(options)
-    rows = _read_rows(_open_input(options.input, stack), options.template, options.targets)
+    if options.targets is not None and (options.n_best or options.num_decodes):
+      raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
+    rows = read_rows(options.input, options.template, options.targets, options.quoted)
     if os.path.isfile(output):
       stack.enter_context(exclusive_output(output))
     completed, size = _read_completed_rows(output)
@@ -62,14 +85,15 @@ def infer(options: argparse.Namespace) -> int:
     if first is not None:
       file = _open_output(output, len(completed), size, stack)
       model = open_model_dir(options.model_dir, options.flags, allowed_by(options))
+      decoding_options.apply(options, model.model)
       if output != "-":
         pathlib.Path(settings_file).write_text(json.dumps(_settings_of(options)))
       results = _infer_rows(model, itertools.chain([first], rows), options)
       # On a terminal, the results themselves show the progress.
       if output != "-" or not sys.stdout.isatty():
-        is_file = os.path.isfile(options.input)  # A pipe can be read only once.
-        count = _count_lines(options.input) - len(completed) if is_file else None
-        results = progress.track(results, "inferring", count, "rows", sys.stderr)
+        count = count_lines(options.input)
+        left = None if count is None else count - len(completed)
+        results = progress.track(results, "inferring", left, "rows", sys.stderr)
       for result in results:
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
     elif completed:
@@ -85,9 +109,10 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.checkpoints import resolve_checkpoint, values_checksum
 
   checkpoint = resolve_checkpoint(options.model_dir)
-  names = ("template", "targets", "num_decodes", "input_length", "output_length")
+  names = [name for name in OPTIONS if name != "output"] + list(decoding_options.NAMES)
+  given = {f"--{name}": getattr(options, name) for name in names}
   return {
-    **{f"--{name}": getattr(options, name) for name in names},
+    **{name: value for name, value in given.items() if value is not None},
     "flags": options.flags,
     "checkpoint": checkpoint.name,
     "the checkpoint's values": values_checksum(checkpoint),
@@ -97,6 +122,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def chat_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 chat`."""
   parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
+  decoding_options.add_arguments(parser)
   add_trust_options(parser)
   parser.set_defaults(run=chat)
 
@@ -108,6 +134,7 @@ def chat(options: argparse.Namespace) -> int:
 
   with _exit_when_stopped():
     model = open_model_dir(options.model_dir, allowed=allowed_by(options))
+    decoding_options.apply(options, model.model)
     fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
     for text in _typed_lines():
@@ -130,59 +157,6 @@ def _typed_lines() -> Iterator[str]:
   with contextlib.suppress(EOFError):
     while text := input("> ").strip():
       yield text
-
-
-def _check_template(options: argparse.Namespace) -> None:
-  has_objects = options.targets is not None or options.input.endswith(".jsonl")
-  if options.template is None and has_objects:
-    raise ValueError(
-      f"The rows of {options.input} are JSON objects, which need a template for the model's input: "
-      "give --template, such as --template 'question: {question} context: {context}'"
-    )
-
-
-def _open_input(path: str, stack: contextlib.ExitStack) -> IO[str]:
-  # Invalid UTF-8 becomes surrogates, so that its line is reported after the lines before it.
-  encoding, errors = "utf-8-sig", "surrogateescape"
-  if path == "-":
-    if sys.stdin is None:
-      raise ValueError(
-        "Standard input is closed: give a file as --input, or text on standard input"
-      )
-    if isinstance(sys.stdin, io.TextIOWrapper):
-      sys.stdin.reconfigure(encoding=encoding, errors=errors)
-    return sys.stdin
-  if not pathlib.Path(path).exists() or pathlib.Path(path).is_dir():
-    raise ValueError(f"There is no file {path!r}: give a file as --input, or - for standard input")
-  return stack.enter_context(open(path, encoding=encoding, errors=errors))
-
-
-def _read_rows(source: IO[str], template: str | None, targets: str | None) -> Iterator[Row]:
-  from rosetta_t5.data.reading.templates import make_converter
-
-  templates = {"input": template, "target": targets}
-  convert = make_converter({name: text for name, text in templates.items() if text is not None})
-  for number, line in enumerate(source, 1):
-    if not line.isascii() and any("\udc80" <= letter <= "\udcff" for letter in line):
-      raise ValueError(f"Line {number} of the input is invalid UTF-8: {line[:80]!r}")
-    text = line.rstrip("\n")
-    if not text.strip():
-      continue
-    if template is None:
-      yield text, {"input": text, "target": ""}
-      continue
-    try:
-      fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-      raise ValueError(
-        f"Line {number} of the input is invalid JSON ({error}): {text[:80]}"
-      ) from error
-    if not isinstance(fields, dict):
-      raise ValueError(f"Line {number} of the input is not a JSON object: {text[:80]}")
-    example = convert(fields)
-    if isinstance(example, str):
-      raise ValueError(f"Line {number} of the input cannot be used: {example}")
-    yield fields, {"target": "", **example}
 
 
 def _infer_rows(
@@ -208,23 +182,33 @@ def _infer_rows(
   )
   is_scoring = options.targets is not None
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
-  arguments = {} if is_scoring else {"num_decodes": options.num_decodes or 1}
+  arguments = {} if is_scoring else _decodes(options)
   preprocessors = default_preprocessors()
   truncated: Counter[str] = Counter()
   left_behind: list[float] = []
+  num_empty = 0
   while batch := list(itertools.islice(rows, batch_size)):
-    examples = [example for _, example in batch]
+    examples = [row.example for row in batch if row.example is not None]
+    num_empty += len(batch) - len(examples)
     truncated += texts.count_truncated(examples)
-    results, aux = texts.infer(mode, examples, preprocessors, model.state, **arguments)
-    fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
+    results, aux = (
+      texts.infer(mode, examples, preprocessors, model.state, **arguments) if examples else ([], {})
+    )
+    fractions = aux.pop(LEFT_BEHIND, [0.0] * len(results))
     left_behind += fractions
-    for number, ((inputs, _), (_, output)) in enumerate(zip(batch, results, strict=True)):
-      left = {LEFT_BEHIND: fractions[number]} if fractions[number] else {}
-      if is_scoring:
-        yield {"inputs": inputs, "score": output, **left}
-      else:
-        text = output.decode("utf-8", errors="replace")
-        yield {"inputs": inputs, "prediction": text, "score": aux["scores"][number], **left}
+    scores = aux.get("scores", [None] * len(results))
+    computed = iter(zip(results, scores, fractions, strict=True))
+    for row in batch:
+      if row.example is None:
+        empty = {"score": None} if is_scoring else {"prediction": "", "score": None}
+        yield {"inputs": row.inputs, **empty}
+        continue
+      (_, output), score, fraction = next(computed)
+      result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
+      yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
+  if num_empty:
+    note = f"note: {num_empty} of the lines are empty, and so are their predictions"
+    print(note, file=sys.stderr)
   for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
     print(f"note: {note}", file=sys.stderr)
   for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
@@ -234,6 +218,33 @@ def _infer_rows(
         f"set a larger {option}",
         file=sys.stderr,
       )
+
+
+def _decodes(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the arguments of `predict_batch_with_aux`: only what is given, so that gin's values count."""
+  if options.n_best is None:
+    return {} if options.num_decodes is None else {"num_decodes": options.num_decodes}
+  num_decodes = options.num_decodes or options.n_best
+  if num_decodes < options.n_best:
+    raise ValueError(
+      f"--n_best {options.n_best} needs as many decodes, got --num_decodes {num_decodes}"
+    )
+  return {"num_decodes": num_decodes, "return_all_decodes": True}
+
+
+def _prediction(output: Any, score: Any, n_best: int | None) -> dict[str, Any]:
+  """Returns the best of an example's predictions, and a list of them if the model returns several.
+
+  Args:
+    output: a text as bytes, or several, the best last.
+    score: a number, or as many.
+    n_best: the number of predictions in the list; None for all.
+  """
+  if isinstance(output, bytes):
+    return {"prediction": output.decode("utf-8", errors="replace"), "score": score}
+  best_first = zip(reversed(list(output)), reversed(score), strict=True)
+  ranked = [_prediction(text, number, None) for text, number in best_first][:n_best]
+  return {**ranked[0], "n_best": ranked}
 
 
 def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
@@ -290,14 +301,11 @@ def _parse_completed_row(path: str, line: bytes) -> Any:
     ) from error
 
 
-def _count_lines(path: str) -> int:
-  with open(path, "rb") as file:
-    return sum(not line.isspace() for line in file)
-
-
 def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> None:
   for number, expected in enumerate(completed, 1):
-    if next(rows, (None,))[0] != expected:
+    row = next(rows, None)
+    # As text, because NaN differs from itself.
+    if row is None or json.dumps(row.inputs) != json.dumps(expected):
       raise ValueError(
         f"{output} exists, and its line {number} does not belong to row {number} of the input: give "
         "another --output, or remove that file"
@@ -307,6 +315,8 @@ def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> N
 def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitStack) -> IO[str]:
   """Opens the output after the completed rows of an earlier call, which have `size` bytes."""
   if path == "-":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+      sys.stdout.reconfigure(encoding="utf-8")
     return sys.stdout
   if os.path.exists(path):
     print(f"continuing after {completed} lines of {path}", file=sys.stderr, flush=True)

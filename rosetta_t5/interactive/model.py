@@ -241,10 +241,16 @@ class InteractiveModel:
     """
     return self._texts.infer(mode, examples, preprocessors, self.train_state, **inference_kwargs)
 
-  def predict_with_aux(self, examples: Sequence[Example]) -> Inferences:
-    """Returns predictions with their examples, and auxiliary values such as scores."""
+  def predict_with_aux(self, examples: Sequence[Example], **inference_kwargs: Any) -> Inferences:
+    """Returns predictions with their examples, and auxiliary values such as scores.
+
+    Args:
+      examples: the examples.
+      **inference_kwargs: further arguments of the model's `predict_batch_with_aux`, such as
+        num_decodes=4, return_all_decodes=True or decoder_params={"repetition_penalty": 1.2}.
+    """
     return self.infer_with_preprocessors(
-      InferenceType.PREDICT_WITH_AUX, examples, default_preprocessors()
+      InferenceType.PREDICT_WITH_AUX, examples, default_preprocessors(), **inference_kwargs
     )
 
   def score(self, examples: Sequence[Example]) -> list[tuple[Mapping[str, Any], float]]:

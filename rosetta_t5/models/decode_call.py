@@ -103,6 +103,16 @@ def call_decode_fn(
   return decode_fn(**{**arguments, **params})
 
 
+def set_decode_options(model: Any, **options: Any) -> None:
+  """Makes a model decode with other arguments of its decode function, such as repetition_penalty=1.2.
+
+  Raises:
+    ValueError: the function does not accept one of them.
+  """
+  _check_names(model.decode_fn, options)
+  model._decode_fn = functools.partial(model.decode_fn, **options)
+
+
 def _check_names(decode_fn: Callable[..., Any], params: Mapping[str, Any]) -> None:
   """Raises ValueError for a decoder parameter that the function does not accept."""
   for name in params:

@@ -17,6 +17,18 @@ def positive_integer(text: str) -> int:
   return int(text)
 
 
+def positive_number(text: str) -> float:
+  """Returns a number greater than 0.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  with contextlib.suppress(ValueError):
+    if 0 < (number := float(text)) < float("inf"):
+      return number
+  raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
+
+
 def machine_path(text: str) -> str:
   """Returns a path on this machine.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import gin
@@ -35,12 +35,15 @@ class Reached:
   is_called: bool
 
 
-def reached_from(function: Callable[..., Any], with_methods: bool = False) -> Iterator[Reached]:
+def reached_from(
+  function: Callable[..., Any], with_methods: bool = False, arguments: Collection[str] | None = None
+) -> Iterator[Reached]:
   """Yields `function` and all that its bindings refer to, directly or indirectly.
 
   Args:
     function: the run.
     with_methods: whether to follow the bindings of the methods of classes too.
+    arguments: the arguments of `function` to follow; None for all.
   """
   seen: set[tuple[str, ...]] = set()
 
@@ -53,6 +56,8 @@ def reached_from(function: Callable[..., Any], with_methods: bool = False) -> It
     seen.add(key)
     bound = bound_arguments(configurable, scopes)
     yield Reached(configurable, scopes, bound, is_called)
+    if arguments is not None and len(seen) == 1:
+      bound = {name: value for name, value in bound.items() if name in arguments}
     for reference in gin.config.iterate_references(bound):
       yield from follow(reference.configurable, reference.scopes or scopes, reference.evaluate)
     for method in gin_internals.registered_configurables() if with_methods else ():
@@ -97,19 +102,29 @@ def _cycle_text(program: Program, keys: Sequence[tuple[str, ...]]) -> str:
   return "\n".join([f"{names[0]} needs itself: {' → '.join(names)}", *lines])
 
 
-def unused_bindings(program: Program, function: Callable[..., Any]) -> list[Binding]:
+def unused_bindings(
+  program: Program, function: Callable[..., Any], arguments: Collection[str] | None = None
+) -> list[Binding]:
   """Returns the effective bindings that neither `function` nor anything built for it reads.
 
   Only functions that gin files refer to count as readers. Gin passes nothing to a function that
   Python code calls itself, unless the function is decorated with `gin.configurable` where it is
   defined. Bindings of decorated functions are never reported.
+
+  Args:
+    program: the statements, which have been bound.
+    function: the run.
+    arguments: the arguments that it uses; None for all.
   """
   read = {
     ("/".join(reached.scopes[:n]), reached.configurable.selector)
-    for reached in reached_from(function, with_methods=True)
+    for reached in reached_from(function, with_methods=True, arguments=arguments)
     for n in range(len(reached.scopes) + 1)
   }
-  macros = program.macros_used()
+  macros: Collection[str] = program.macros_used()
+  if arguments is not None:
+    macros = [scope for scope, selector in read if selector == gin_internals.MACRO]
+    read.discard(("", gin_internals.configurable_of(function).selector))
   bound_at: dict[tuple[str, ...], tuple[str, str]] = {
     (scope, selector.rpartition(".")[2], argument): (scope, selector)
     for (scope, selector), bound in gin_internals.all_bindings().items()
