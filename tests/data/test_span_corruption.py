@@ -102,6 +102,19 @@ def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> 
   assert len(full) >= len(examples) - 3  # the last of each 128 joined documents is shorter
 
 
+def test_more_spans_than_sentinels_are_reported(
+  features: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+  span_corruption.warn_of_missing_sentinels.cache_clear()  # Each warning is given once.
+  for lengths in ({"inputs": 2048, "targets": 500}, {"inputs": 512, "targets": 114}):
+    options = {"sequence_length": lengths, "output_features": features}
+    corrupt(span_corruption.span_corruption, as_dataset(documents(2)), **options)
+  assert [record.getMessage() for record in caplog.records] == [
+    "Rows of 2274 tokens have 114 dropped spans, but the vocabulary has only 100 sentinels "
+    "(extra_ids): its last pieces replace the missing ones, as in T5"
+  ]
+
+
 def test_the_text_can_be_restored_from_inputs_and_targets(features: dict[str, Any]) -> None:
   examples = corrupt(
     span_corruption.span_corruption,

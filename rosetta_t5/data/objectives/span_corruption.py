@@ -8,11 +8,15 @@ examples.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from absl import logging
+
 from rosetta_t5.argument_types import PositiveNumber, Rate
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels
 
 if TYPE_CHECKING:
   import seqio
@@ -62,6 +66,10 @@ def span_corruption(
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
+  _, spans = noise_and_spans(tokens_length, noise_density, mean_noise_span_length)
+  warn_of_missing_sentinels(
+    tokens_length, spans, count_sentinels(output_features["targets"].vocabulary)
+  )
   dataset = select_random_chunk(dataset, ("targets", *(passthrough_feature_keys or ())))
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)
@@ -109,6 +117,25 @@ def random_spans_helper(
     # At a density of one half, T5 keeps the two lengths equal.
     return tokens - 1, targets - 1
   return tokens, targets
+
+
+def noise_and_spans(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
+  """Returns how many tokens of a row are dropped, and in how many spans; both are at least 1."""
+  noise = min(max(round(length * noise_density), 1), length - 1)
+  return noise, max(round(noise / mean_span_length), 1)
+
+
+@functools.cache  # so that it warns once
+def warn_of_missing_sentinels(tokens: int, spans: int, sentinels: int) -> None:
+  """Warns if a text of so many tokens has more dropped spans than the vocabulary has sentinels."""
+  if spans > sentinels:
+    logging.warning(
+      "Rows of %d tokens have %d dropped spans, but the vocabulary has only %d sentinels (extra_ids): its "
+      "last pieces replace the missing ones, as in T5",
+      tokens,
+      spans,
+      sentinels,
+    )
 
 
 def select_random_chunk(

@@ -15,11 +15,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from absl import logging
 
-from rosetta_t5.data.objectives.span_corruption import segment_length
+from rosetta_t5.data.objectives.span_corruption import (
+  noise_and_spans,
+  segment_length,
+  warn_of_missing_sentinels,
+)
 from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, Denoiser, prefix_lengths
-from rosetta_t5.data.prepared.corruption import corrupt_spans, noise_and_spans, random_keys
+from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
 _END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
@@ -165,14 +168,7 @@ def _fit_denoiser(
     raise ValueError(
       f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
     )
-  if spans > extra_ids:
-    logging.warning(
-      "Rows of %d tokens have %d dropped spans, but the vocabulary has only %d sentinels "
-      "(prepared_task.extra_ids): its last pieces replace the missing ones, as in T5",
-      length,
-      spans,
-      extra_ids,
-    )
+  warn_of_missing_sentinels(length, spans, extra_ids)
   return Spans(length, denoiser.density, denoiser.mean_length, pieces + extra_ids, mode)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rosetta_t5.data.objectives.span_corruption import noise_and_spans
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
 
 
@@ -26,12 +28,6 @@ def random_keys(*numbers: int | np.ndarray) -> np.ndarray:
   for number in numbers:
     key = splitmix64(key ^ splitmix64(np.asarray(number).astype(np.uint64)))
   return key
-
-
-def noise_and_spans(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
-  """Returns how many tokens of a row are dropped, and in how many spans; both are at least 1."""
-  noise = min(max(round(length * noise_density), 1), length - 1)
-  return noise, max(round(noise / mean_span_length), 1)
 
 
 def corrupt_spans(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rosetta_t5.data.objectives.span_corruption import warn_of_missing_sentinels
 from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_with_mode
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.prepared.batch_objectives import make_objectives
@@ -177,6 +178,7 @@ def test_ul2_rows_have_the_lengths_and_counts_of_the_seqio_preprocessors(number:
 
 
 def test_more_spans_than_sentinels_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+  warn_of_missing_sentinels.cache_clear()  # Each warning is given once.
   make_objectives("ul2", BOTH, PIECES, 100, encode)
   assert (
     "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
