@@ -153,6 +153,7 @@ def train(
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
   vocabularies = _check_vocabularies(verify_matching_vocabs_fn, train_cfg, model, restore_cfg)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
+  describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   mesh = partitioner.mesh.shape
   model, kernel = with_measured_kernel(model, feed.element_spec, mesh)
   evaluation = LossEvaluation(
@@ -218,6 +219,7 @@ def train(
     batch=feed.element_spec,
     steps=(first_step, total_steps),
     restored_from=checkpoints.restored_checkpoint(restore_path, first_step),
+    examples=describe_examples(total_steps - first_step),
     computation=describe_computation(model, fp8, kernel),
     notes=_header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
   )

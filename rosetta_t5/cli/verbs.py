@@ -124,13 +124,17 @@ VERBS = {
     ),
   ),
   "inspect": Verb(
-    "data.inspection.inspect_task:add_arguments",
+    "cli.inspect_command:add_arguments",
     "Show a task's batches as text, their statistics and the problems found.",
     (
+      "my_files.gin",
+      "runs/squad",
+      "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
       "corpus_tokens",
       "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
       "my_task --module my.tasks --png lengths.png",
     ),
+    has_flags=True,
     imports_modules=True,
   ),
   "quickstart": Verb(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
+
+import gin
 
 from rosetta_t5.config.checks.completeness import check_required
 from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
@@ -14,6 +17,8 @@ from rosetta_t5.config.command_line import CommandLine, parse_command_line, usag
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
 from rosetta_t5.config.language.allow_list import AllowList
+from rosetta_t5.config.language.binding import bind
+from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
 from rosetta_t5.telemetry.user_errors import (
   DEBUG_VARIABLE,
@@ -70,6 +75,33 @@ def run_from_command_line(
     join_run(command)
     run = configure(program, function, allowed)
     return run() if command.shard_id is None else run(shard_id=command.shard_id)
+
+
+def read_macros(
+  argv: Sequence[str], names: Sequence[str], allowed: AllowList | None = None
+) -> dict[str, Any]:
+  """Returns the values of the macros that gin files bind; those that are not bound are left out.
+
+  Args:
+    argv: as for `run_from_command_line`.
+    names: the macros, such as MIXTURE_OR_TASK_NAME.
+    allowed: what the gin files may use; None for the user's own files, which may use everything.
+
+  Raises:
+    ConfigError: lists what is wrong in the files.
+  """
+  command = parse_command_line(argv)
+  bind(command.read_program(), _select_run(command), allowed=allowed).raise_if_any()
+  bound = all_bindings()
+  macros = {
+    name: bound[name, "gin.macro"]["value"] for name in names if (name, "gin.macro") in bound
+  }
+  try:
+    return {
+      name: copy.deepcopy(value) for name, value in macros.items()
+    }  # gin calls @f() when it is copied
+  finally:
+    gin.clear_config()
 
 
 def _select_run(command: CommandLine) -> Callable[..., Any] | None:

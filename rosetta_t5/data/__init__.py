@@ -14,6 +14,7 @@ from rosetta_t5.data.pipeline.feed import (
   prepare_train_iter,
   training_feed,
 )
+from rosetta_t5.data.pipeline.first_examples import check_examples
 from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task

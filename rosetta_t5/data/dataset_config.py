@@ -43,6 +43,8 @@ class DatasetConfig:
     module: a module to import first, which registers the task.
     use_memory_cache: whether to keep evaluation data in memory.
     trim_output_features: whether to truncate features to their lengths.
+    allow_truncated_targets: whether a run starts although most targets are longer than their length, so
+      that they lose their end.
     runtime_preprocessors: dataset → dataset, applied between the task and the feature converter.
     num_prefetch_threads: threads for prepared data; SeqIO chooses its own number.
     num_workers: processes for prepared data.
@@ -63,6 +65,7 @@ class DatasetConfig:
   runtime_preprocessors: Sequence[Callable[[tf.data.Dataset], tf.data.Dataset]] | None = None
   num_prefetch_threads: NonNegative | None = None
   num_workers: NonNegative = 0
+  allow_truncated_targets: bool = False
 
   @property
   def name(self) -> str:

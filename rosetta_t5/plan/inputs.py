@@ -1,4 +1,4 @@
-"""Describes what a run reads and saves: datasets, vocabulary, checkpoints. Reads no example."""
+"""Describes what a run reads and saves: datasets, vocabulary, checkpoints. Reads only the first examples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rosetta_t5 import checkpoints
 from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
+from rosetta_t5.data import check_examples, get_dataset
 from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.pipeline.task_lookup import (
   check_cached,
@@ -42,7 +43,8 @@ def data_rows(plan: Any) -> Rows:
   rows = [(use, _dataset_text(cfg)) for use, cfg in datasets.items()]
   for cfg in datasets.values():
     _check_dataset(plan, cfg)
-  return rows
+  training = plan["train_dataset_cfg"]
+  return [*rows, *(_example_rows(plan, training) if training else [])]
 
 
 def checkpoint_rows(plan: Any) -> Rows:
@@ -90,6 +92,25 @@ def _check_dataset(plan: Any, cfg: Any) -> None:
   verify = plan["verify_matching_vocabs_fn"]
   if verify is not None and plan["model"] is not None and _has_vocabulary_files(plan, cfg):
     verify(cfg, plan["model"])
+
+
+def _example_rows(plan: Any, cfg: Any) -> Rows:
+  """Reads the first examples of the training data, if its sources only read files.
+
+  Raises:
+    ValueError: they cannot be read, or most targets would lose their end.
+  """
+  unknown = len(plan.resolved.unchecked)
+  provider = find_task_or_mixture(cfg)
+  if isinstance(provider, PreparedTask) or not _has_vocabulary_files(plan, cfg):
+    return []
+  if plan.resolved.unchecked[unknown:] or not all(
+    _lists_only(task.source) for task in subtasks_with_split(cfg, provider)
+  ):
+    return []
+  steps = plan["relative_steps"] or plan["total_steps"]
+  lines = check_examples(cfg, plan["get_dataset_fn"] or get_dataset)(steps)
+  return [("" if number else "examples", line) for number, line in enumerate(lines)]
 
 
 def _check_files(plan: Any, cfg: Any, provider: Any) -> None:

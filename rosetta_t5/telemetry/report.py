@@ -64,6 +64,7 @@ class RunDescription:
     batch: the arrays or shapes of a batch, by feature.
     steps: the completed steps at the start and at the end of the run.
     restored_from: the path of the checkpoint; None if the run starts from scratch.
+    examples: lines about the training data: numbers of examples, truncation, epochs.
     computation: number formats and kernels, with reasons.
     notes: warnings about the run, one per line.
   """
@@ -74,6 +75,7 @@ class RunDescription:
   batch: Mapping[str, Any]
   steps: tuple[int, int]
   restored_from: str | None = None
+  examples: Sequence[str] = ()
   computation: str | None = None
   notes: Sequence[str] = ()
 
@@ -87,6 +89,7 @@ class RunDescription:
       ("model", f"{type(self.model).__name__}, {parameters:,} parameters{cost}"),
       ("steps", f"{self.steps[0]} to {self.steps[1]}, {start}"),
     ]
+    rows += [("examples", text) for text in self.examples]
     if self.computation:
       rows.append(("computes", self.computation))
     return _format_rows(

@@ -27,6 +27,25 @@ file_task({files!r}, vocabulary=vocabulary, validation_files={held_out!r}, name=
 """
 
 
+GIN = """
+from __gin__ import dynamic_registration
+import seqio
+from rosetta_t5 import data
+
+VOCABULARY = @seqio.SentencePieceVocabulary()
+seqio.SentencePieceVocabulary.sentencepiece_model_file = '{model}'
+MIXTURE_OR_TASK_NAME = @data.file_task()
+TASK_FEATURE_LENGTHS = {{'inputs': 64, 'targets': 96}}
+data.file_task:
+  files = '{files}'
+  vocabulary = %VOCABULARY
+  objective = 'seq2seq'
+  inputs = '{{question}} sun'
+  targets = 'answer'
+  validation_percent = 0.0
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
   path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
@@ -127,8 +146,34 @@ def test_inspect_finds_examples_that_are_in_two_splits(
     "problem: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text
   )
   # Targets of 8 tokens hold no text of 12 words.
-  assert "truncated, of the first 64 texts: inputs 0 (0%), targets 64 (100%)" in text
+  assert "truncated: 0.0% of the inputs, 100.0% of the targets, of the first 120" in text
   assert "decode(encode(text)) equals the text, except for spaces, in 128 of 128" in text
+
+
+def test_gin_files_and_files_of_rows_can_be_inspected(
+  model: str,
+  tmp_path: pathlib.Path,
+  capsys: pytest.CaptureFixture[str],
+  isolated_registries: None,
+) -> None:
+  rows = "".join(f'{n},"{"red cat " * 3}","old{" hat" * n}"\n' for n in range(20))
+  (tmp_path / "rows.csv").write_text("id,question,answer\n" + rows)
+  (tmp_path / "rows.gin").write_text(GIN.format(model=model, files=tmp_path / "rows.csv"))
+  options = ["--batches", "1", "--examples", "1", "--batch-size", "5"]
+  assert cli.main(["inspect", str(tmp_path / "rows.gin"), *options]) == 0
+  text = capsys.readouterr().out
+  assert ": red cat red cat red cat sun ⟨end⟩" in text
+  assert "20 in all; truncated: 0.0% of the inputs, 0.0% of the targets, of the first 20" in text
+  columns = ["--inputs", "question", "--targets", "answer", "--vocab", model]
+  file = str(tmp_path / "rows.csv")
+  lengths = ["--lengths", "inputs=64,targets=8"]
+  assert cli.main(["inspect", file, *columns, *lengths, *options]) == 1
+  text = capsys.readouterr().out
+  assert " of the first 20 targets of 'files_" in text
+  assert "would lose their end: half of them have more than" in text
+  with pytest.raises(SystemExit):
+    cli.main(["inspect", file])
+  assert "has the columns 'id', 'question', 'answer': name those" in capsys.readouterr().err
 
 
 def test_texts_of_a_task_that_reads_lines_are_compared_and_lost_characters_named(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.first_examples import first_examples
 from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask, TokenStream
 from rosetta_t5.data.prepared.token_stream import losses_of_folders
@@ -27,15 +28,28 @@ _TOKENS = 4_000_000  # number of tokens of each split of prepared data that are 
 _PASSAGE = 32  # tokens; two texts do not share such a long passage by chance
 
 
-def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]:
-  """Checks whether texts are truncated, and whether they survive encoding and decoding."""
-  if isinstance(task, PreparedTask):
+def check_lengths(cfg: DatasetConfig) -> Iterator[str]:
+  """Checks whether targets lose their end, and prints the number of examples and the share truncated."""
+  found = first_examples(cfg)
+  for each in found:
+    text = each.text(cfg)
+    if not each.lengths:
+      text = f"{text + '; ' * bool(text)}no text is truncated: the task cuts its texts into rows"
+    print(f"examples of {each.task}: {text}")
+    try:
+      each.check_targets(cfg)
+    except ValueError as error:
+      yield str(error)
+  if not found:
     print("no text is truncated: prepared text is read to its end, row after row")
+
+
+def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]:
+  """Checks whether texts survive encoding and decoding."""
+  if isinstance(task, PreparedTask):
     counts = losses_of_folders(task.folders)
   else:
-    pairs = list(_texts_of_task(cfg, task))
-    texts = [text for _, text in pairs]
-    _print_truncated(cfg, pairs, vocabulary)
+    texts = _texts_of_task(cfg, task)
     counts = sum((count_lost(text, vocabulary) for text in texts), collections.Counter())
   if not counts:
     print("decode(encode(text)) is not checked, because there are only tokens without their texts")
@@ -44,36 +58,18 @@ def check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]
   yield from lost_text_problems(counts)
 
 
-def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[tuple[str, str]]:
-  """Yields (feature, text) of the first examples.
-
-  If the task does not keep its features' texts, the feature is "", and the text is the longest one of the
-  source's example.
-  """
+def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:
+  """Yields the features' texts of the first examples, or else the longest text of the source's example."""
   lengths = dict(cfg.task_feature_lengths or {})
   dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
   kept = [name for name in lengths if f"{name}_pretokenized" in dataset.element_spec]
   if not kept:
     for fields in _source_texts(task, cfg.split, _TEXTS):
-      yield "", max(fields, key=len).decode()
+      yield max(fields, key=len).decode()
     return
   for example in dataset.take(_TEXTS).as_numpy_iterator():
-    texts = [(name, example[f"{name}_pretokenized"]) for name in kept]
-    yield from ((name, text.decode()) for name, text in texts if isinstance(text, bytes))
-
-
-def _print_truncated(cfg: DatasetConfig, pairs: Sequence[tuple[str, str]], vocabulary: Any) -> None:
-  total = collections.Counter(name for name, _ in pairs)
-  if "" in total:
-    print("no text is truncated: the task cuts its texts into rows")
-    return
-  lengths = cfg.task_feature_lengths or {}
-  truncated = collections.Counter(
-    name for name, text in pairs if len(vocabulary.encode(text)) + 1 > lengths[name]
-  )
-  counts = [f"{name} {truncated[name]} ({truncated[name] / n:.0%})" for name, n in total.items()]
-  if counts:
-    print(f"truncated, of the first {max(total.values())} texts: {', '.join(counts)}")
+    texts = (example[f"{name}_pretokenized"] for name in kept)
+    yield from (text.decode() for text in texts if isinstance(text, bytes))
 
 
 def check_shards(first: set[str], second: set[str]) -> Iterator[str]:

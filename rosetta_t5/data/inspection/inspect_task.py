@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +15,8 @@ from rosetta_t5.data.inspection import data_checks
 from rosetta_t5.data.inspection.histogram_image import draw_histograms
 from rosetta_t5.data.pipeline.datasets import get_dataset
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
-from rosetta_t5.data.prepared import PreparedTask, prepared_task
-from rosetta_t5.data.prepared.prepare import MANIFEST
+from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-from rosetta_t5.terminal.option_types import feature_lengths, machine_path, positive_integer
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
@@ -59,71 +55,42 @@ class BatchStatistics:
     return np.log1p([part.sum() for part in np.array_split(counts, bins)])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 inspect`."""
-  add = parser.add_argument
-  add("task", help="the name of a task or mixture, or a folder of prepared data")
-  add("--module", help="a module to import first, which registers the task")
-  add("--split", default="train", help="the split of the data (default: train)")
-  add(
-    "--lengths",
-    type=feature_lengths,
-    default="inputs=512,targets=128",
-    help="tokens of each feature (default: inputs=512,targets=128)",
-  )
-  add("--batches", type=positive_integer, default=4, help="batches to read (default: 4)")
-  add("--batch-size", type=positive_integer, default=8, help="rows of a batch (default: 8)")
-  add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
-  add("--pack", action="store_true", help="pack several examples into a row")
-  add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
-  add("--tfds_data_dir", "--tfds-data-dir", help="the folder in which to look for data")
-  add("--png", type=machine_path, metavar="FILE", help="draw the histograms into a file")
-  parser.set_defaults(run=inspect)
+def show_dataset(cfg: DatasetConfig, batches: int, examples: int, png: str | None) -> int:
+  """Prints a task's data, its statistics and its problems; returns 1 if it has problems, else 0.
 
-
-def inspect(arguments: argparse.Namespace) -> int:
-  """Shows a task's data; returns 1 if it has problems, else 0."""
-  cfg = _config(arguments)
+  Args:
+    cfg: the task, its lengths and its split.
+    batches: the number of batches to read.
+    examples: the number of examples to print as text.
+    png: the file in which to draw the histograms.
+  """
   task = find_task_or_mixture(cfg)
+  if not isinstance(task, PreparedTask):
+    lengths = {
+      n: x for n, x in (cfg.task_feature_lengths or {}).items() if n in task.output_features
+    }
+    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths)
   vocabulary = task.output_features["targets"].vocabulary
   vocab_size = vocabulary.vocab_size
   print(f"{cfg.name}, split '{cfg.split}' of {', '.join(task.splits)}")
   print(f"vocabulary: {vocab_size} ids; features: {', '.join(task.output_features)}")
-  statistics = _collect(cfg, arguments.batches, vocabulary, arguments.examples)
+  statistics = _collect(cfg, batches, vocabulary, examples)
   print("\n".join(_statistics_lines(statistics, vocabulary)))
-  if arguments.png:
+  if png:
     histograms = [
       (f"tokens of {name}, 0 to {length}", statistics.length_histogram(name, _IMAGE_BINS))
       for name, length in statistics.row_lengths.items()
     ]
     by_id = statistics.id_histogram(vocab_size, _IMAGE_BINS)
     title = f"tokens by id, 0 to {vocab_size}, log(1 + count)"
-    draw_histograms(arguments.png, [*histograms, (title, by_id)])
-  problems = [*data_checks.check_texts(cfg, task, vocabulary)]
+    draw_histograms(png, [*histograms, (title, by_id)])
+  problems = [*data_checks.check_lengths(cfg), *data_checks.check_texts(cfg, task, vocabulary)]
   if cfg.batch_size % 2 == 0:
-    digests = [_digests(cfg, arguments.batches, shard) for shard in (0, 1)]
+    digests = [_digests(cfg, batches, shard) for shard in (0, 1)]
     problems += data_checks.check_shards(*digests)
   problems += data_checks.check_splits(cfg, task)
   print("\n".join(f"problem: {problem}" for problem in problems) or "no problems found")
   return int(bool(problems))
-
-
-def _config(arguments: argparse.Namespace) -> DatasetConfig:
-  if arguments.tfds_data_dir:
-    import_seqio().set_tfds_data_dir_override(arguments.tfds_data_dir)
-  name: Any = arguments.task
-  if os.path.exists(os.path.join(name, MANIFEST)):
-    name = prepared_task(name)
-  return DatasetConfig(
-    name,
-    arguments.lengths,
-    arguments.split,
-    arguments.batch_size,
-    shuffle=True,
-    seed=arguments.seed,
-    pack=arguments.pack,
-    module=arguments.module,
-  )
 
 
 def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) -> Iterator[Any]:

@@ -1,0 +1,86 @@
+"""The number of examples, the share truncated and the epochs that a run states about its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+
+from rosetta_t5.data import DatasetConfig, check_examples, file_task, get_dataset
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+
+pytestmark = pytest.mark.usefixtures("isolated_registries")
+
+
+@pytest.fixture
+def cfg(tmp_path: pathlib.Path) -> DatasetConfig:
+  """A task of 100 rows: inputs of 10 bytes, and targets of 4 bytes in the first half and of 8 bytes."""
+  rows = [f"{n:010d},{'a' * (4 if n < 50 else 8)}\n" for n in range(100)]
+  (tmp_path / "rows.csv").write_text("inputs,targets\n" + "".join(rows))
+  task = file_task(
+    str(tmp_path / "rows.csv"),
+    vocabulary=import_seqio().ByteVocabulary(),
+    objective="seq2seq",
+    inputs="inputs",
+    targets="targets",
+    validation_percent=0.0,
+    name="rows",
+  )
+  return DatasetConfig(task, {"inputs": 11, "targets": 9}, "train", 8, shuffle=True, seed=0)
+
+
+def describe(cfg: DatasetConfig, steps: int, **changes: Any) -> list[str]:
+  return check_examples(dataclasses.replace(cfg, **changes), get_dataset)(steps)
+
+
+def test_the_examples_the_share_truncated_and_the_epochs_of_the_steps_are_stated(
+  cfg: DatasetConfig,
+) -> None:
+  (text,) = describe(cfg, 25)
+  assert text == (
+    "100 in all; truncated: 0.0% of the inputs, 0.0% of the targets, of the first 100; "
+    "25 steps are 2 epochs"
+  )
+  (text,) = describe(cfg, 25, task_feature_lengths={"inputs": 10, "targets": 8})
+  assert "truncated: 100.0% of the inputs, 50.0% of the targets" in text
+  (text,) = describe(cfg, 25, pack=True, task_feature_lengths={"inputs": 44, "targets": 90})
+  assert text.endswith("25 steps are about 8 epochs")  # four inputs fit into a row
+
+
+def test_targets_that_lose_their_end_in_most_rows_are_refused_unless_allowed(
+  cfg: DatasetConfig,
+) -> None:
+  lengths = {"inputs": 8, "targets": 4}
+  with pytest.raises(
+    ValueError, match=r"100% of the first 100 targets.*= 4 and would lose their end"
+  ):
+    describe(cfg, 1, task_feature_lengths=lengths)
+  (text,) = describe(cfg, 1, task_feature_lengths=lengths, allow_truncated_targets=True)
+  assert "100.0% of the targets" in text
+
+
+@pytest.mark.parametrize("objective", ["causal_lm", "span_corruption"])
+def test_epochs_of_texts_that_are_cut_into_rows_are_estimated(
+  tmp_path: pathlib.Path, objective: str
+) -> None:
+  (tmp_path / "texts.txt").write_text("".join(f"{n:0119d}\n" for n in range(100)))
+  vocabulary = import_seqio().ByteVocabulary(extra_ids=100)
+  task = file_task(
+    str(tmp_path / "texts.txt"), vocabulary=vocabulary, objective=objective, validation_percent=0.0
+  )
+  lengths = {"targets": 30} if objective == "causal_lm" else {"inputs": 64, "targets": 30}
+  cfg = DatasetConfig(task, lengths, "train", 4, shuffle=True, seed=0)
+  (text,) = check_examples(cfg, get_dataset)(100)
+  count, _, epochs = text.partition("; 100 steps are about ")
+  assert count == "100 in all"
+  rows = 12_000 / (30 if objective == "causal_lm" else 73)  # 73 bytes of text fit into a row
+  assert float(epochs.removesuffix(" epochs")) == pytest.approx(400 / rows, rel=0.15)
+
+
+def test_the_data_of_a_users_own_dataset_function_is_not_described(cfg: DatasetConfig) -> None:
+  def own(*_: Any, **__: Any) -> Any:
+    raise AssertionError
+
+  assert check_examples(cfg, own)(100) == []
