@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -146,6 +147,10 @@ def evaluate(
       with explain_out_of_memory(INFERENCE):
         metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
       results[int(state.step)] = plain_numbers(metrics)
+      counts = evaluator.num_examples()
+      _write_results(
+        output_dir, int(state.step), dataset_cfg.split, counts, results[int(state.step)]
+      )
       samples.write(int(state.step), evaluator.samples, samples_manager)
       evaluated.add(path)
       duration = console.format_duration(time.monotonic() - started)
@@ -155,9 +160,31 @@ def evaluate(
   if trainer is not None:
     trainer.close()
   if results:
-    console.print_line(format_metrics_table(results))
+    console.print_line(format_metrics_table(_with_counts(results, counts)))
     console.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
   return results
+
+
+def _with_counts(results: Mapping[int, Values], counts: Mapping[str, int]) -> dict[int, Any]:
+  """Returns the results with each task's number of examples as the first value."""
+  return {
+    step: {task: {"examples": counts[task], **values} for task, values in by_task.items()}
+    for step, by_task in results.items()
+  }
+
+
+def _write_results(
+  output_dir: str, step: int, split: str, counts: Mapping[str, int], metrics: Values
+) -> None:
+  """Adds a line for each task to OUTPUT_DIR/results.jsonl: the step, the data and the metrics."""
+  lines = [
+    {"step": step, "task": task, "split": split, "examples": counts[task], **values}
+    for task, values in metrics.items()
+  ]
+  if not lines:  # Only the first process has metrics.
+    return
+  with (epath.Path(output_dir) / "results.jsonl").open("a") as file:
+    file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def evaluate_loss(

@@ -79,7 +79,7 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
   assert likelihoods[3] != likelihoods[7]
   output = capsys.readouterr().out
   assert f"skipped, because they have been evaluated before: {own}/checkpoint_3" in output
-  assert f"{TASK}  step  likelihood\n" in output
+  assert f"{TASK}  step  examples  likelihood\n" in output
   assert f"results  {out}/inference_eval" in output
   assert (out / f"eval.{TASK}.ckpt").read_text().split() == [
     f"{own}/checkpoint_3",

@@ -68,7 +68,7 @@ def empty_gin(monkeypatch):
 def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys):
   assert cli.main(["eval", "--model_dir", str(model_dir), "--module=tiny_tasks"]) == 0
   shown = capsys.readouterr().out
-  assert "judged_pairs  step  likelihood\n" in shown
+  assert "judged_pairs  step  examples  likelihood\n" in shown
   folder = model_dir / "eval/validation/inference_eval"
   assert f"results  {folder}" in shown
   (line,) = (folder / "judged_pairs-metrics.jsonl").read_text().splitlines()
@@ -85,6 +85,27 @@ def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoi
   assert "1 batches of the split 'test'" in shown
   assert "evaluation at step 3  unjudged_pairs  loss " in shown
   assert list((tmp_path / "out").rglob("events*"))
+
+
+def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
+  model_dir, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "new").mkdir()
+  (tmp_path / "new/rows.csv").write_text(
+    "a,b\n" + "".join(f"question {n},{n}\n" for n in range(21))
+  )
+  options = ["--model_dir", str(model_dir), "--module=tiny_tasks", "--file", "new/rows.csv"]
+  assert cli.main(["eval", *options, "--inputs", "{a}?", "--targets", "b"]) == 0
+  shown = capsys.readouterr().out
+  assert "new_rows.csv  step  examples  accuracy\n" in shown
+  line = json.loads((model_dir / "eval/new_rows.csv/results.jsonl").read_text())
+  assert line.pop("accuracy") >= 0
+  assert line == {"step": 7, "task": "new_rows.csv", "split": "validation", "examples": 21}
+  (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+  with pytest.raises(SystemExit):
+    cli.main(["eval", *options[:-1], "other.csv", "--inputs", "{a}", "--targets", "c"])
+  assert "no column 'c' among 'a', 'b'" in capsys.readouterr().err
 
 
 def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):

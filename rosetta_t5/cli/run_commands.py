@@ -28,7 +28,14 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def eval_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 eval`."""
-  _add_run_arguments(parser, "MODEL_DIR/eval/SPLIT")
+  _add_run_arguments(parser, "MODEL_DIR/eval/SPLIT, or MODEL_DIR/eval/FILE")
+  add = parser.add_argument_group("rows of files").add_argument
+  add(
+    "--file", nargs="+", help="evaluate all rows of these files, with the run's columns and metrics"
+  )
+  add("--inputs", help="the column of the inputs, or a template: 'question: {question}'")
+  add("--targets", help="the column of the targets, or a template")
+  add("--metrics", nargs="+", help="such as accuracy, bleu, rouge (data.file_task.metrics)")
   parser.set_defaults(run=_eval)
 
 
@@ -62,8 +69,15 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
 @optional_output()
 def _eval(options: argparse.Namespace) -> int:
   if options.model_dir is None:
-    _refuse(options, ("task", "split", "batch_size", "output_dir"), "--model_dir")
+    names = ("task", "split", "batch_size", "output_dir", "file")
+    _refuse(options, names, "--model_dir")
     return _run_main("eval", options)
+  if options.file is None:
+    _refuse(options, ("inputs", "targets", "metrics"), "--file")
+  else:
+    _refuse(
+      options, ("task", "split"), "a run's task, but --file gives rows: leave one of them out"
+    )
   from rosetta_t5 import data, eval
   from rosetta_t5.trained_model import open_checkpoint, read_run
   from rosetta_t5.training import Trainer
@@ -71,7 +85,14 @@ def _eval(options: argparse.Namespace) -> int:
   run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
   model_dir, _ = _locate(restore_cfg)
-  output_dir = options.output_dir or str(model_dir / "eval" / cfg.split)
+  folder = cfg.split
+  if options.file is not None:
+    like = data.find_task_or_mixture(cfg)
+    folder = data.task_on_rows(options.file, like, options.inputs, options.targets, options.metrics)
+    lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
+    changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
+    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, **changes)
+  output_dir = options.output_dir or str(model_dir / "eval" / folder)
   if data.has_metrics(cfg):
     eval.evaluate(
       model=run["model"],
@@ -83,11 +104,14 @@ def _eval(options: argparse.Namespace) -> int:
       summarize_config_fn=_write_no_config,
     )
     return 0
-  cfg = _dataset_cfg(run, options, "train_eval_dataset_cfg")
+  if options.file is None:
+    cfg, batches = _dataset_cfg(run, options, "train_eval_dataset_cfg"), run["eval_steps"]
+  else:
+    rows = data.find_task_or_mixture(cfg).get_dataset(lengths, split=cfg.split, shuffle=False)
+    batches = -(-sum(1 for _ in rows) // cfg.batch_size)
+    cfg = dataclasses.replace(cfg, pack=False)
   trainer_cls = run.get("trainer_cls") or Trainer
-  eval.evaluate_loss(
-    open_checkpoint(run, restore_cfg), cfg, trainer_cls, run["eval_steps"], output_dir
-  )
+  eval.evaluate_loss(open_checkpoint(run, restore_cfg), cfg, trainer_cls, batches, output_dir)
   return 0
 
 

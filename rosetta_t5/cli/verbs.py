@@ -42,6 +42,7 @@ VERBS = {
     (
       "--model_dir runs/squad",
       "--model_dir runs/squad/checkpoint_2000 --split test",
+      "--model_dir runs/squad --file new_rows.csv",
       "--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
     has_flags=True,

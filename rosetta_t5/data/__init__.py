@@ -16,9 +16,10 @@ from rosetta_t5.data.pipeline.feed import (
 )
 from rosetta_t5.data.pipeline.first_examples import check_examples
 from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
-from rosetta_t5.data.tasks.file_task import file_task
+from rosetta_t5.data.tasks.file_task import file_task, task_on_rows
 from rosetta_t5.data.tasks.task_mixture import mixture
 from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.vocabularies.task_vocabularies import (

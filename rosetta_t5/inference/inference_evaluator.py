@@ -97,6 +97,13 @@ class InferenceEvaluator:
     """The tasks that are evaluated: those that have the split and metrics."""
     return self._evaluator.eval_tasks
 
+  def num_examples(self) -> dict[str, int]:
+    """Returns the number of examples of each task, after an evaluation."""
+    return {
+      task.name: max(len(_without_aux(outputs)) for outputs in self._outputs[task.name].values())
+      for task in self.eval_tasks
+    }
+
   @property
   def only_scores(self) -> bool:
     """Whether all metrics need only scores, so that nothing is predicted."""

@@ -41,10 +41,12 @@ def data_rows(plan: Any) -> Rows:
   """
   datasets = {use: plan[argument] for argument, use in _DATASETS.items() if plan[argument]}
   rows = [(use, _dataset_text(cfg)) for use, cfg in datasets.items()]
+  unchecked = len(plan.resolved.unchecked)
   for cfg in datasets.values():
     _check_dataset(plan, cfg)
+  is_here = len(plan.resolved.unchecked) == unchecked
   training = plan["train_dataset_cfg"]
-  return [*rows, *(_example_rows(plan, training) if training else [])]
+  return [*rows, *(_example_rows(plan, training) if training and is_here else [])]
 
 
 def checkpoint_rows(plan: Any) -> Rows:
@@ -95,18 +97,14 @@ def _check_dataset(plan: Any, cfg: Any) -> None:
 
 
 def _example_rows(plan: Any, cfg: Any) -> Rows:
-  """Reads the first examples of the training data, if its sources only read files.
+  """Describes the first examples of the training data, if its sources only read files.
 
   Raises:
     ValueError: they cannot be read, or most targets would lose their end.
   """
-  unknown = len(plan.resolved.unchecked)
   provider = find_task_or_mixture(cfg)
-  if isinstance(provider, PreparedTask) or not _has_vocabulary_files(plan, cfg):
-    return []
-  if plan.resolved.unchecked[unknown:] or not all(
-    _lists_only(task.source) for task in subtasks_with_split(cfg, provider)
-  ):
+  tasks = [] if isinstance(provider, PreparedTask) else subtasks_with_split(cfg, provider)
+  if not all(_lists_only(task.source) for task in tasks):
     return []
   steps = plan["relative_steps"] or plan["total_steps"]
   lines = check_examples(cfg, plan["get_dataset_fn"] or get_dataset)(steps)

@@ -162,12 +162,17 @@ def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
   return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
 
+def _cell(value: Any) -> str:
+  """Returns a measured number in five digits, and a count or a text as it is."""
+  return str(value) if isinstance(value, int | str) else f"{value:.5g}"
+
+
 def _format_task(task: str, metrics: Mapping[int, Mapping[str, Mapping[str, float]]]) -> str:
   by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
   names = list(dict.fromkeys(name for values in by_step.values() for name in values))
   rows = [["step", *names]]
   for step, values in by_step.items():
-    cells = [f"{values[name]:.5g}" if name in values else "" for name in names]
+    cells = [_cell(values.get(name, "")) for name in names]
     rows.append([str(step), *cells])
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []

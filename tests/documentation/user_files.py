@@ -126,7 +126,10 @@ def _write_text(folder: pathlib.Path) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("\n".join(lines))
   _write_jsonl(folder / "corpus/c.jsonl.zst", ({"text": text} for text in TEXTS))
-  questions = ({"question": f"What is {n}?", "context": text} for n, text in enumerate(TEXTS[:4]))
+  questions = (
+    {"question": f"What is {n}?", "context": text, "answer": f"{n}"}
+    for n, text in enumerate(TEXTS[:4])
+  )
   _write_jsonl(folder / "questions.jsonl", questions)
 
 

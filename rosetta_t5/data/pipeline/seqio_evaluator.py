@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline import task_lookup
+from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_setup import seqio_internals
@@ -72,16 +73,17 @@ def make_evaluator(
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
-  evaluator = evaluator_cls(
-    mixture_or_task_name=cfg.name,
-    feature_converter=feature_converter_cls(pack=False),
-    eval_split=cfg.split,
-    use_cached=cfg.use_cached,
-    seed=cfg.seed,
-    sequence_length=cfg.task_feature_lengths,
-    use_memory_cache=cfg.use_memory_cache,
-    **log_options,
-  )
+  with naming_files(cfg):
+    evaluator = evaluator_cls(
+      mixture_or_task_name=cfg.name,
+      feature_converter=feature_converter_cls(pack=False),
+      eval_split=cfg.split,
+      use_cached=cfg.use_cached,
+      seed=cfg.seed,
+      sequence_length=cfg.task_feature_lengths,
+      use_memory_cache=cfg.use_memory_cache,
+      **log_options,
+    )
   seqio_internals.replace_loggers(evaluator, _without_errors)
   return evaluator
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,6 +118,51 @@ def file_task(
   _register(name, source, objective, vocabulary, [_metric_function(m) for m in metrics])
   _digests[name] = digest
   return name
+
+
+def task_on_rows(
+  files: Sequence[str],
+  like: Any,
+  inputs: str | None = None,
+  targets: str | None = None,
+  metrics: Sequence[str] | None = None,
+) -> str:
+  """Registers a task whose split "validation" has all rows of files, and returns its name.
+
+  Args:
+    files: the files.
+    like: a task. If it is a `file_task`, the rows are read with its columns and judged with its metrics.
+    inputs: the column of the inputs or a template; None for that of `like`, or the column "inputs".
+    targets: the same of the targets.
+    metrics: names of metrics; None for those of `like`, or else accuracy.
+
+  Raises:
+    ValueError: a file or a metric does not exist.
+  """
+  arguments = getattr(getattr(like, "source", None), "arguments", None) or {}
+  columns, layout = arguments.get("text", {}), arguments.get("layout", {})
+  if metrics is None:
+    metrics = (
+      [f.__name__ for f in like.metric_fns if f.__name__ in known_metrics.__all__]
+      if columns
+      else []
+    )
+  options: dict[str, Any] = {
+    "vocabulary": like.output_features["targets"].vocabulary,
+    "validation_files": list(files),
+    **{name: layout[name] for name in ("columns", "text_unit") if name in layout},
+    "objective": arguments.get("objective", "seq2seq") if not inputs else "seq2seq",
+  }
+  if options["objective"] == "seq2seq":
+    options["inputs"] = inputs or columns.get("inputs", "inputs")
+    options["targets"] = targets or columns.get("targets", "targets")
+    options["metrics"] = list(metrics) or ["accuracy"]
+  else:
+    options["text"] = columns["targets"]
+  name = "_".join(re.sub(r"[^\w.-]+", "_", os.path.relpath(file)).strip("_.") for file in files)[
+    :80
+  ]
+  return file_task(list(files), **options, name=name)
 
 
 def _register(
