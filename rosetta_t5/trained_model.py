@@ -1,10 +1,12 @@
-"""Opens the model of a training run, from its model.json or config.gin, and a checkpoint."""
+"""Opens a model: that of a training run, a Hugging Face folder, or a model on its hub."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import pathlib
+import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from rosetta_t5 import checkpoints, config
 from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
+from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.config.language.allow_list import STRICT, AllowList
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
@@ -20,10 +23,11 @@ from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry import console
 
 _ADVICE = (
-  "give the MODEL_DIR of a training run, which contains config.gin and checkpoint_STEP folders, or one "
-  "of these folders"
+  "give the MODEL_DIR of a training run, which contains config.gin and checkpoint_STEP folders, one of "
+  "these folders, a Hugging Face folder with config.json, or the name of a model on its hub, OWNER/NAME"
 )
 
 
@@ -51,7 +55,7 @@ def open_model_dir(
   flags: Sequence[str] = (),
   allowed: AllowList | None = STRICT,
 ) -> OpenedModel:
-  """Returns the model of a training run; for the arguments and errors, see `read_run`."""
+  """Returns a model with its parameters; for the arguments and errors, see `read_run`."""
   return open_checkpoint(*read_run(model_dir, flags, allowed, ("model", "partitioner")))
 
 
@@ -61,35 +65,49 @@ def read_run(
   allowed: AllowList | None = STRICT,
   used: Collection[str] | None = None,
 ) -> tuple[Mapping[str, Any], checkpoints.RestoreCheckpointConfig]:
-  """Returns the arguments of `train` in a training run, and its checkpoint.
+  """Returns the arguments of `train` for a model, and its checkpoint.
 
-  They are read from model.json, which runs no code. config.gin is read instead if there is none, if it
-  says that the run has functions or classes that it cannot describe, if flags change the run, or if
-  `allowed` permits more than `STRICT`.
+  Those of a training run are read from model.json, which runs no code. config.gin is read instead if there is
+  none, if it says that the run has functions or classes that it cannot describe, if flags change the run,
+  or if `allowed` permits more than `STRICT`. For a Hugging Face folder, they are made from its files.
 
   Args:
-    model_dir: the run's MODEL_DIR, whose last checkpoint is used, or one of its checkpoints.
+    model_dir: a run's MODEL_DIR, whose last checkpoint is used, one of its checkpoints, a Hugging Face
+      folder, or the name of a model on its hub, such as google/flan-t5-small.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
     allowed: what config.gin may use; None if the user trusts the folder.
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
 
   Raises:
-    ValueError: there is no such folder, or no config.gin; model.json is invalid; or a flag changes
-      nothing that is used.
+    ValueError: there is no such folder or model, or it is none of these; model.json is invalid; or a flag
+      changes nothing that is used.
     SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """
   if "--dry_run" in flags:
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
-  path = pathlib.Path(model_dir).absolute()
+  path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
   if not path.is_dir():
     raise ValueError(f"There is no folder {model_dir}: {_ADVICE}")
   # The folder is a MODEL_DIR, or a checkpoint in one.
   files = (path / "config.gin", path.parent / "config.gin")
   config_file = next(filter(pathlib.Path.is_file, files), None)
+  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
+  if checkpoints.is_hugging_face(path):
+    return _read_hugging_face(path, flags, allowed, used), restore_cfg
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
-  mode = "latest" if config_file.parent == path else "specific"
-  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode=mode)
+  if config_file.parent == path:
+    restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
+  return _read_model_dir(config_file, flags, allowed, used), restore_cfg
+
+
+def _read_model_dir(
+  config_file: pathlib.Path,
+  flags: Sequence[str],
+  allowed: AllowList | None,
+  used: Collection[str] | None,
+) -> Mapping[str, Any]:
+  """Returns the arguments of `train` from model.json if it suffices, else from config.gin."""
   command = parse_command_line(["rosetta-t5", *flags])
   model_file = config_file.with_name(NAME)
   run = read_model_file(model_file) if model_file.is_file() else None
@@ -100,20 +118,36 @@ def read_run(
   if run is not None and run.is_complete and not needs_gin:
     join_run(command)
     run.import_modules()
-    return run, restore_cfg
-  arguments = _read_config_gin(config_file, flags, allowed, used)
+    return run
+  arguments = _read_gin(config_file, flags, allowed, used)
   if run is not None and not any("vocab" in flag.lower() for flag in flags):
     arguments["model"] = run.with_copied_vocabularies(arguments["model"])
-  return arguments, restore_cfg
+  return arguments
 
 
-def _read_config_gin(
+def _read_hugging_face(
+  folder: pathlib.Path,
+  flags: Sequence[str],
+  allowed: AllowList | None,
+  used: Collection[str] | None,
+) -> dict[str, Any]:
+  """Returns the arguments of `train` from the gin file that is made for a Hugging Face folder."""
+  text, notes = hugging_face_recipe(folder)
+  for note in notes:
+    console.print_line(f"note: {folder.name}: {note}", sys.stderr)
+  with tempfile.TemporaryDirectory() as scratch:
+    file = pathlib.Path(scratch, f"{folder.name}.gin")
+    file.write_text(text)
+    return _read_gin(file, flags, allowed, used)
+
+
+def _read_gin(
   file: pathlib.Path,
   flags: Sequence[str],
   allowed: AllowList | None,
   used: Collection[str] | None,
 ) -> dict[str, Any]:
-  """Returns the arguments of `train` in a config.gin: all if it is trusted, else those in ARGUMENTS."""
+  """Returns the arguments of `train` in a gin file: all if it is trusted, else those in ARGUMENTS."""
   with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
     argv = ["rosetta-t5", f"--gin_file={file}", *flags]
     recipe = config.run_from_command_line(train, argv, allowed=allowed)

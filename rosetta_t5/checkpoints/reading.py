@@ -100,7 +100,7 @@ def read_arrays(
     _check_sizes(checksum_folder(path), arrays)
     if (found := read_checksums(path)) is not None:
       arrays = checksums.verified(arrays, found, checksum_folder(path))
-    elif warn_without_checksums:
+    elif warn_without_checksums and layout is not CheckpointTypes.HUGGING_FACE:
       _report_no_checksums(os.fspath(path))
     step = stored_step(arrays) if is_step_folder else None
   except DAMAGE_ERRORS as error:

@@ -16,6 +16,7 @@ from rosetta_t5.checkpoints.config import (
   SaveCheckpointConfig,
   SetsManagerOptions,
 )
+from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import CheckpointTypes
@@ -264,7 +265,9 @@ def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
 
 def _checkpoints_at(path: str, mode: str) -> list[str]:
   """Returns the checkpoints that a path names in a mode."""
-  if mode == "specific" or checkpoint_folders.find_checkpoint_type(path) in _LAYOUTS_WITHOUT_STEPS:
+  if mode == "specific":
+    return [local_folder(path)]  # It may be the name of a model on Hugging Face's hub.
+  if checkpoint_folders.find_checkpoint_type(path) in _LAYOUTS_WITHOUT_STEPS:
     return [path]
   steps = checkpoint_folders.all_steps(path)
   chosen = steps[-1:] if mode == "latest" else steps

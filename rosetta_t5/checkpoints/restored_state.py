@@ -180,7 +180,9 @@ def add_missing_state(
   if states:
     initial |= _initial_optimizer_state(restored["target"], train_state, shardings, states)
   kinds = " and ".join(sorted(set(map(_kind_of_state, missing))))
-  _log.warning("checkpoint %s has no %s, which is initialized", path, kinds)
+  # A folder of Hugging Face has no step, and inference needs none.
+  level = logging.INFO if kinds == "step" and not states else logging.WARNING
+  _log.log(level, "checkpoint %s has no %s, which is initialized", path, kinds)
   return unflatten_state_dict({**flat, **initial})
 
 

@@ -315,6 +315,8 @@ def _vocabularies(model: Any) -> dict[str, Any]:
   if not isinstance(model, ConfigurableReference):
     return {}
   bound = bound_arguments(model.configurable, model.scopes)
+  if "vocabulary" in bound:  # a decoder's
+    bound = dict.fromkeys(_SIDES, bound["vocabulary"])
   nodes = {n: _describe(bound[n]) for n in sorted(_SIDES & bound.keys())}
   return {n: x for n, x in nodes.items() if not any(isinstance(y, _Other) for y in leaves(x))}
 

@@ -24,6 +24,7 @@ _FOLDER = "vocabulary"
 _VOCABULARY_FILES = {
   "seqio.SentencePieceVocabulary": ("sentencepiece_model_file",),
   "rosetta_t5.data.gpt2_vocabulary": ("vocab_file", "merges_file"),
+  "rosetta_t5.data.tokenizer_vocabulary": ("file",),
 }
 # The arguments of functions that name data, a path or a list of paths.
 _DATA_FILES = {

@@ -21,10 +21,10 @@ from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
 from rosetta_t5.data.tasks.file_task import file_task, task_on_rows
 from rosetta_t5.data.tasks.task_mixture import mixture
-from rosetta_t5.data.vocabularies.gpt2_vocabulary import gpt2_vocabulary
 from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
   vocabulary_digests,
 )
+from rosetta_t5.data.vocabularies.tokenizer_vocabulary import gpt2_vocabulary, tokenizer_vocabulary

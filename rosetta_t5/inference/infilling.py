@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rosetta_t5.data.vocabularies.tokenizer_vocabulary import sentinel_ids
 from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
 
 BLANK = "____"
@@ -50,19 +51,20 @@ class BlankFiller:
         the sentences do not fit into one input.
     """
     vocabulary = self._model.input_vocabulary
+    sentinels = sentinel_ids(vocabulary)
     tokens: list[int] = []
     count = 0
     for sentence in sentences:
       first, *others = (part.strip() for part in _BLANKS.split(sentence))
       tokens += vocabulary.encode(first)
       for part in others:
+        tokens += [*sentinels[count : count + 1], *vocabulary.encode(part)]
         count += 1
-        tokens += [vocabulary.vocab_size - count, *vocabulary.encode(part)]
     if not count:
       raise ValueError(f"There is no blank to fill: write {BLANK} where words are missing")
-    if count > vocabulary.extra_ids:
+    if count > len(sentinels):
       raise ValueError(
-        f"The number of blanks must be at most {vocabulary.extra_ids}, the extra_ids of the model's "
+        f"The number of blanks must be at most {len(sentinels)}, the extra_ids of the model's "
         f"vocabulary, got {count}: write fewer blanks, or use a vocabulary with more extra_ids"
       )
     if len(tokens) >= self._input_length:
@@ -71,7 +73,7 @@ class BlankFiller:
         f"inputs, got {len(tokens)}: write less text"
       )
     spans = self._predict_spans([*tokens, vocabulary.eos_id])
-    predictions = (spans.get(vocabulary.vocab_size - number, "") for number in range(1, count + 1))
+    predictions = (spans.get(sentinel, "") for sentinel in sentinels)
     return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
 
   def _predict_spans(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -88,12 +90,13 @@ class BlankFiller:
 
 def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:
   """Returns the text that follows each sentinel in a target, by the sentinel's id."""
+  sentinels = {*sentinel_ids(vocabulary)}
   spans: dict[int, list[int]] = {}
   span: list[int] = []  # Tokens before the first sentinel belong to no blank and are ignored.
   for token in map(int, target):
     if token in (0, vocabulary.eos_id):
       break
-    if token >= vocabulary.vocab_size - vocabulary.extra_ids:
+    if token in sentinels:
       span = spans.setdefault(token, [])
     else:
       span.append(token)

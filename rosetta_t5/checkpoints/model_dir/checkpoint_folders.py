@@ -16,6 +16,7 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
+from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
 from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
 from rosetta_t5.telemetry.user_errors import reason_of
 
@@ -140,12 +141,14 @@ def resolve_checkpoint(path: epath.PathLike, step: int | None = None) -> epath.P
   """Returns the checkpoint at `path`, or if it is a folder of checkpoints, one of them.
 
   Args:
-    path: a checkpoint of any layout, or a folder of checkpoints.
+    path: a checkpoint of any layout, a folder of checkpoints, or the name of a model on Hugging Face's
+      hub (see `hub.local_folder`).
     step: which checkpoint of a folder; None for the latest.
 
   Raises:
-    ValueError: the folder has no checkpoint of `step`.
+    ValueError: the folder has no checkpoint of `step`, or the model cannot be downloaded.
   """
+  path = local_folder(path)
   is_checkpoint = step is None and not all_steps(path)
   return epath.Path(path) if is_checkpoint else select_checkpoint(path, step)
 

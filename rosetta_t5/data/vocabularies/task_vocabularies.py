@@ -43,14 +43,31 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
 
 
 def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
-  """Returns whether two vocabularies give the same ids. SentencePiece models are compared by content."""
+  """Returns whether two vocabularies give the same ids. SentencePiece models are compared by content.
+
+  A tokenizer.json that was made of a SentencePiece model has its pieces under the same ids.
+  """
   if a == b:
     return True
   seqio = import_seqio()
   if not all(isinstance(v, seqio.SentencePieceVocabulary) for v in (a, b)):
-    return False
+    both = sorted((a, b), key=lambda v: isinstance(v, seqio.SentencePieceVocabulary))
+    return _has_pieces_of(*both)
   # The bytes of a loaded model include its extra ids and its normalizer.
   return a.sp_model == b.sp_model or _pieces(a.tokenizer) == _pieces(b.tokenizer)
+
+
+def _has_pieces_of(tokenizer: Any, pieces: Any) -> bool:
+  """Returns whether the first vocabulary is a tokenizer with all pieces of the second, with the same ids."""
+  first: Any = getattr(tokenizer, "tokenizer", None)
+  second: Any = getattr(pieces, "tokenizer", None)
+  if not (hasattr(first, "id_to_token") and hasattr(second, "id_to_piece")):
+    return False
+  if tokenizer.eos_id != pieces.eos_id:
+    return False
+  expected = [piece for piece, _ in _pieces(second)]
+  found = [first.id_to_token(number) for number in range(len(expected))]
+  return all(y in ("", x) for x, y in zip(found, expected, strict=True))
 
 
 def _pieces(tokenizer: Any) -> list[tuple[str, float]]:

@@ -1,0 +1,111 @@
+"""The class of vocabularies that a tokenizer of the library `tokenizers` defines. It imports SeqIO."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.vocabularies.tokenizer_vocabulary import load_gpt2_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+  import seqio
+  import tokenizers
+else:
+  seqio = import_seqio()
+
+_SENTINEL = "<extra_id_{}>"
+
+
+class TokenizerVocabulary(seqio.Vocabulary):
+  """The tokens of a tokenizer, with every id `shift` higher."""
+
+  def __init__(self, files: tuple[str, ...], eos_token: str, shift: int, extra_ids: int):
+    self._files, self._eos_token = files, eos_token
+    self._shift, self._added_ids = shift, extra_ids
+    super().__init__(extra_ids=extra_ids)
+
+  @property
+  def tokenizer(self) -> tokenizers.Tokenizer:
+    return (load_tokenizer if len(self._files) == 1 else load_gpt2_tokenizer)(*self._files)
+
+  @property
+  def eos_id(self) -> int:
+    number = self.tokenizer.token_to_id(self._eos_token)
+    if number is None:
+      raise ValueError(f"{self._files[0]} has no token {self._eos_token!r} (eos_token)")
+    return number + self._shift
+
+  @property
+  def unk_id(self) -> int | None:
+    return None
+
+  @property
+  def extra_ids(self) -> int:
+    return self._added_ids or len(self._last_sentinels)
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._size - len(self._last_sentinels)
+
+  @functools.cached_property
+  def _size(self) -> int:
+    return max(self.tokenizer.get_vocab().values()) + 1 + self._shift
+
+  @functools.cached_property
+  def _last_sentinels(self) -> list[int]:
+    found = self.named_sentinels()
+    return found if found == [self._size - 1 - n for n in range(len(found))] else []
+
+  def named_sentinels(self) -> list[int]:
+    """Returns the ids of <extra_id_0>, <extra_id_1>, …, wherever they are."""
+    ids: list[int] = []
+    while (number := self.tokenizer.token_to_id(_SENTINEL.format(len(ids)))) is not None:
+      ids.append(number + self._shift)
+    return ids
+
+  @functools.cached_property
+  def _hidden(self) -> set[int]:
+    """The special tokens that texts do not show: all but sentinels."""
+    added = self.tokenizer.get_added_tokens_decoder()
+    special = {number + self._shift for number, token in added.items() if token.special}
+    return {0, self.eos_id, *special} - {*self.named_sentinels()}
+
+  def _encode(self, s: str) -> list[int]:
+    ids = self.tokenizer.encode(s, add_special_tokens=False).ids
+    return [number + self._shift for number in ids]
+
+  def _decode(self, ids: Iterable[int]) -> str:
+    shown = [int(id) - self._shift for id in ids if id not in self._hidden]
+    return self.tokenizer.decode(shown, skip_special_tokens=False)
+
+  def _encode_tf(self, s: Any) -> Any:
+    tf = import_tensorflow()
+
+    def encode(text: bytes | np.ndarray) -> np.ndarray:
+      # TensorFlow passes an array if it runs eagerly, and bytes in a graph.
+      raw = text.item() if isinstance(text, np.ndarray) else text
+      return np.array(self._encode(raw.decode(errors="replace")), np.int32)
+
+    tokens = tf.numpy_function(encode, [s], tf.int32, stateful=False)
+    tokens.set_shape([None])
+    return tokens
+
+  def _decode_tf(self, ids: Any) -> Any:
+    tf = import_tensorflow()
+    return tf.numpy_function(
+      lambda rows: self._decode(rows.tolist()).encode(), [ids], tf.string, stateful=False
+    )
+
+  def __eq__(self, other: object) -> bool:
+    return (
+      isinstance(other, TokenizerVocabulary)
+      and (self._eos_token, self._shift, self._added_ids)
+      == (other._eos_token, other._shift, other._added_ids)
+      and (self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str())
+    )
+
+  __hash__ = None  # type: ignore[assignment]
