@@ -93,6 +93,7 @@ def read_run(
   config_file = next(filter(pathlib.Path.is_file, files), None)
   restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
   if checkpoints.is_hugging_face(path):
+    restore_cfg = dataclasses.replace(restore_cfg, resize_vocabulary=True)  # for added tokens
     return _read_hugging_face(path, flags, allowed, used), restore_cfg
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from rosetta_t5.argument_types import NonNegative, Positive, check_one_of, one_of
 from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
+from rosetta_t5.checkpoints.arrays.vocabulary_rows import resize_vocabulary
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 
 _MODES = ("latest", "all", "specific")
@@ -88,6 +89,8 @@ class RestoreCheckpointConfig:
     assignment_map: (pattern, replacement) pairs. A parameter of the model whose whole name matches
       the regular expression gets the checkpoint's value that the replacement names. None leaves the
       parameter out; fallback_to_scratch must then be set.
+    resize_vocabulary: give the tables of tokens the model's number of rows: new rows are the mean of the
+      others, and the last rows are left out if there are too many.
     strict: raise an error for names in the checkpoint that the model does not have.
     fallback_to_scratch: initialize what the checkpoint lacks.
     dtype: the dtype of the restored floating-point parameters; None for the model's.
@@ -112,6 +115,7 @@ class RestoreCheckpointConfig:
   checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
     OrbaxCheckpointManagerInterface
   )
+  resize_vocabulary: bool = False
 
   def __post_init__(self) -> None:
     check_one_of("RestoreCheckpointConfig.mode", self.mode, _MODES)
@@ -123,6 +127,8 @@ class RestoreCheckpointConfig:
       # As in T5X, the map is the first of the transformations.
       rename = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)
       self.state_transformation_fns = (rename, *self.state_transformation_fns)
+    if self.resize_vocabulary and resize_vocabulary not in self.state_transformation_fns:
+      self.state_transformation_fns = (*self.state_transformation_fns, resize_vocabulary)
 
   def paths(self) -> list[str]:
     """Returns `path` as a list, without empty paths."""

@@ -20,6 +20,16 @@ FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8
 
 _EXPERT = re.compile(r"target/.*/mlp/expert/.*")
 
+# The settings of a network that are sizes of its parameters: a pattern of their names, the axis, the setting.
+_SIZES = (
+  (re.compile(r"token_embedder/embedding$"), 0, "vocab_size"),
+  (re.compile(r"logits_dense/kernel$"), -1, "vocab_size"),
+  (re.compile(r"token_embedder/embedding$"), 1, "emb_dim"),
+  (re.compile(r"rel_embedding$"), 0, "num_heads"),
+  (re.compile(r"rel_embedding$"), -1, "num_buckets"),
+  (re.compile(r"/mlp/wi(_\d)?/kernel$"), -1, "mlp_dim"),
+)
+
 _log = logging.getLogger(__name__)
 
 _MAX_ROWS = 20
@@ -103,8 +113,11 @@ def find_restorable(
     return {name for name in expected if not is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   initialized = _prefixes_of_initialized(has_state, allow_missing)
-  if not all(m.name.startswith(initialized) or allowed.get(m.problem) for m in mismatches):
-    raise mismatch_error(path, mismatches)
+  refused = [
+    m for m in mismatches if not (m.name.startswith(initialized) or allowed.get(m.problem))
+  ]
+  if refused:
+    raise mismatch_error(path, refused)
   _log_mismatches(path, mismatches)
   return _without_mismatches(expected, {mismatch.name for mismatch in mismatches})
 
@@ -170,7 +183,7 @@ def _advice(path: Any, mismatches: list[Mismatch]) -> str:
     "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
   }
   return (
-    f"{_advice_about_experts(mismatches)}To use the checkpoint, give the gin file with which it was "
+    f"{_advice_about_experts(mismatches)}{_advice_about_sizes(mismatches)}To use the checkpoint, give the gin file with which it was "
     f"trained (see config.gin beside {path}). To train from scratch instead, set an empty folder "
     "(--gin.MODEL_DIR=\"'...'\") and no INITIAL_CHECKPOINT_PATH."
     f"{''.join(text for problem, text in options.items() if problem in problems)}"
@@ -191,6 +204,28 @@ def _advice_about_experts(mismatches: list[Mismatch]) -> str:
     f"The checkpoint has {stored[0]} experts in a layer, and this model has {expected[0]}: set "
     f"num_experts = {stored[0]} in the network's config. "
   )
+
+
+def _advice_about_sizes(mismatches: list[Mismatch]) -> str:
+  """Returns a sentence that names the network's settings with which the shapes would be equal, or ""."""
+  settings: dict[str, str] = {}
+  for mismatch in (m for m in mismatches if m.problem == "wrong shape"):
+    shapes = [
+      re.findall(r"\d+", text.split(")")[0]) for text in (mismatch.stored, mismatch.expected)
+    ]
+    for pattern, axis, setting in _SIZES:
+      if pattern.search(mismatch.name) and len(shapes[0]) == len(shapes[1]):
+        stored, expected = (shape[axis] for shape in shapes)
+        settings |= {setting: stored} if stored != expected else {}
+  if not settings:
+    return ""
+  advice = f"Set {', '.join(f'{name} = {size}' for name, size in settings.items())} in the network's config"
+  if [*settings] == ["vocab_size"]:
+    advice += (
+      ", or RestoreCheckpointConfig.resize_vocabulary = True, which adds rows (the mean of the others) "
+      "or leaves out the last ones"
+    )
+  return f"{advice}. "
 
 
 def _similar_name(mismatch: Mismatch, mismatches: list[Mismatch]) -> str:

@@ -26,6 +26,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
+from rosetta_t5.checkpoints.arrays.vocabulary_rows import resize_vocabulary
 from rosetta_t5.checkpoints.mismatch import (
   CheckpointMismatchError,
   find_restorable,
@@ -151,8 +152,8 @@ def find_matching_arrays(
     converted = convert_layout({name: as_stored_array(x) for name, x in found.items()}, wanted)
   except LayoutError as error:
     raise CheckpointMismatchError(f"checkpoint {path}: {error}") from error
-  # As in T5X, values that the transformations do not use are ignored.
-  allow_unexpected = allow_unexpected or bool(transformations)
+  # As in T5X, values that the user's transformations do not use are ignored.
+  allow_unexpected = allow_unexpected or any(fn is not resize_vocabulary for fn in transformations)
   restorable = find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
   return {name: converted[name] for name in wanted if name in restorable}
 

@@ -12,6 +12,7 @@ from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.data.vocabularies.tokenizer_vocabulary import tokenizer_vocabulary
 from rosetta_t5.telemetry.json_files import read_json_object
 
 # Where a SentencePiece model is looked for, in this order.
@@ -103,10 +104,16 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   arrays = to_plain_tree(hugging_face.read_arrays(path))
   network = hugging_face.network_settings(file, config, arrays)
   is_gpt = hugging_face.is_gpt(config)
+  notes: list[str] = []
   settings = _read(path / "tokenizer_config.json")
   generation = _read(path / "generation_config.json")
   vocabulary = _vocabulary(path, config, settings)
-  decode_fn, decoding, notes = _decoding(generation, shift=vocabulary[1].get("shift", 0))
+  if (tokens := _count_tokens(*vocabulary)) > network["vocab_size"]:
+    notes.append(
+      f"the tokenizer has {tokens - network['vocab_size']} tokens more than the table has rows"
+    )
+    network["vocab_size"] = tokens
+  decode_fn, decoding = _decoding(generation, vocabulary[1].get("shift", 0), notes)
   has_own_biases = any(_OWN_BIAS.search(name) for name in arrays)
   base = _GPT if is_gpt else _T5_WITH_OWN_BIASES if has_own_biases else _T5
   lengths = _lengths(config, settings, generation, is_gpt)
@@ -204,8 +211,17 @@ def _eos_token(path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[
   return token["content"] if isinstance(token, dict) else token
 
 
-def _decoding(generation: Mapping[str, Any], shift: int) -> tuple[str, dict[str, Any], list[str]]:
-  """Returns the decode function for a generation_config.json, its arguments, and notes."""
+def _count_tokens(function: str, arguments: Mapping[str, Any]) -> int:
+  """Returns the number of tokens of a vocabulary; 0 if the table need not have so many rows."""
+  if function != "data.tokenizer_vocabulary":
+    return 0  # T5's extra ids are not always used.
+  return int(tokenizer_vocabulary(**arguments).vocab_size)
+
+
+def _decoding(
+  generation: Mapping[str, Any], shift: int, notes: list[str]
+) -> tuple[str, dict[str, Any]]:
+  """Returns the decode function for a generation_config.json and its arguments, and adds to the notes."""
   arguments = {
     name: generation[name]
     for name, default in _CONTROLS.items()
@@ -217,20 +233,19 @@ def _decoding(generation: Mapping[str, Any], shift: int) -> tuple[str, dict[str,
   ]
   if words:
     arguments["bad_words_ids"] = [[token + shift for token in word] for word in words]
-  notes = []
   known = {*_CONTROLS, *_OTHERS}
   if unknown := [f"{k} = {json.dumps(v)}" for k, v in generation.items() if k not in known and v]:
     notes.append(f"these settings of generation_config.json have no effect: {', '.join(unknown)}")
   if (generation.get("num_beams") or 1) > 1:
     arguments["alpha"] = float(generation.get("length_penalty", 1.0))
     notes.append("beams are compared with T5X's brevity penalty, where length_penalty is alpha")
-    return "beam_search", arguments, notes
+    return "beam_search", arguments
   arguments |= {"rescale_log_probs": False, "temperature": 0.0}
   if generation.get("do_sample"):
     top_p = generation.get("top_p") or 1.0
     chosen = {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": generation.get("top_k", 50) or 0}
     arguments |= {"temperature": float(generation.get("temperature") or 1.0), **chosen}
-  return "temperature_sample", arguments, notes
+  return "temperature_sample", arguments
 
 
 def _lengths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import gin
+import numpy as np
 import pytest
 import transformers_texts
 from transformers_texts import PROMPTS, SETTINGS, write_folder
@@ -16,7 +17,7 @@ from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import sentinel_ids
-from rosetta_t5.trained_model import read_run
+from rosetta_t5.trained_model import open_model_dir, read_run
 
 RECORDED = json.loads(transformers_texts.RECORDINGS.read_text())
 QUICK = {"5.24.0/t5": ("controls",), "4.57.6/gpt2": ("greedy",)}
@@ -108,6 +109,23 @@ def test_the_folders_vocabulary_is_sentencepiece_unless_tokens_were_added(folder
   (folder / "spiece.model").unlink()
   with pytest.raises(ValueError, match=r"has no tokenizer: it must contain spiece\.model"):
     read_run(folder)
+
+
+def test_tokens_that_a_tokenizer_adds_get_rows_in_the_table(folder):
+  from tokenizers import Tokenizer
+
+  tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+  tokenizer.add_tokens(["new", "newer"])
+  tokenizer.save(str(folder / "tokenizer.json"))
+  text, notes = hugging_face_recipe(folder)
+  assert "network.T5Config.vocab_size = 34" in text
+  assert notes == ["the tokenizer has 2 tokens more than the table has rows"]
+  opened = open_model_dir(folder)
+  table = opened.state.params["token_embedder"]["embedding"]
+  np.testing.assert_allclose(
+    table[32:], np.repeat(table[:32].mean(0, keepdims=True), 2, 0), atol=1e-6
+  )
+  assert opened.model.input_vocabulary.encode("w9 new") == [9, 32]
 
 
 def test_a_tokenizer_that_was_made_of_a_sentencepiece_model_is_the_same_vocabulary(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from rosetta_t5 import checkpoints
 from rosetta_t5.checkpoints import CheckpointMismatchError, RestoreCheckpointConfig, mismatch
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.restored_state import read_state
+from rosetta_t5.checkpoints.restored_state import find_matching_arrays, read_state
 
 
 def struct(*shape, dtype=np.float32):
@@ -117,5 +117,65 @@ def test_only_missing_names_come_from_the_fallback_state(setup, make_setup, tmp_
   restored = renamed.manager(tmp_path).restore(fallback_state=scratch.state_dict(), strict=False)
   np.testing.assert_array_equal(restored.params["wo_0"], scratch.params["wo_0"])
   np.testing.assert_array_equal(restored.params["wi"], setup.state().params["wi"])
-  with pytest.raises(CheckpointMismatchError, match=r"5 unexpected"):
+  with pytest.raises(CheckpointMismatchError, match=r"1 unexpected"):
     renamed.manager(tmp_path).restore(fallback_state=scratch.state_dict())
+
+
+def test_optimizer_state_that_no_such_checkpoint_has_is_not_counted_as_missing():
+  stored = {"target/token_embedder/embedding": struct(34, 8)}
+  expected = {
+    "target/token_embedder/embedding": struct(32, 8),
+    "state/param_states/token_embedder/embedding/v": struct(32, 8),
+    "state/step": struct(dtype=np.int32),
+  }
+  with pytest.raises(CheckpointMismatchError) as caught:
+    mismatch.find_restorable("p", stored, expected, allow_missing=True, allow_unexpected=False)
+  text = str(caught.value)
+  assert "does not match this run's model: 1 wrong shape\n" in text
+  assert "fallback_to_scratch" not in text
+  assert (
+    "Set vocab_size = 34 in the network's config, or RestoreCheckpointConfig.resize_voc" in text
+  )
+
+
+def test_the_sizes_to_set_are_named():
+  stored = {
+    "target/token_embedder/embedding": struct(34, 8),
+    "target/encoder/relpos_bias/rel_embedding": struct(4, 8),
+    "target/encoder/layers_0/mlp/wi_0/kernel": struct(8, 24),
+  }
+  expected = {
+    "target/token_embedder/embedding": struct(32, 8),
+    "target/encoder/relpos_bias/rel_embedding": struct(4, 32),
+    "target/encoder/layers_0/mlp/wi_0/kernel": struct(8, 16),
+  }
+  text = str(mismatch.mismatch_error("p", mismatch.find_mismatches(stored, expected)))
+  assert "Set mlp_dim = 24, num_buckets = 8, vocab_size = 34 in the network's config. " in text
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_tables_of_tokens_get_the_models_number_of_rows(rows, caplog):
+  table = np.arange(8, dtype=np.float32).reshape(4, 2)
+  cfg = RestoreCheckpointConfig("p", "specific", resize_vocabulary=True)
+  arrays = {"target/token_embedder/embedding": table, "target/decoder/logits_dense/kernel": table.T}
+  shapes = {
+    "token_embedder": {"embedding": struct(rows, 2)},
+    "decoder": {"logits_dense": {"kernel": struct(2, rows)}},
+  }
+  found = find_matching_arrays(
+    "p", {"target": shapes}, arrays=arrays, transformations=cfg.state_transformation_fns
+  )
+  expected = np.concatenate([table, [[3, 4], [3, 4]]])[:rows]
+  np.testing.assert_array_equal(found["target/token_embedder/embedding"].get(), expected)
+  np.testing.assert_array_equal(found["target/decoder/logits_dense/kernel"].get(), expected.T)
+  reported = (
+    "the last 1 of its 4 rows" if rows == 3 else "2 rows are added to its 4, with their mean"
+  )
+  assert caplog.text.count(reported) == 2
+  with pytest.raises(CheckpointMismatchError, match="1 unexpected"):
+    find_matching_arrays(
+      "p",
+      {"target": shapes},
+      arrays=arrays | {"target/other": table},
+      transformations=cfg.state_transformation_fns,
+    )
