@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from rosetta_t5.data import DatasetConfig, check_examples, file_task, get_dataset
+from rosetta_t5.data import (
+  DatasetConfig,
+  check_examples,
+  file_task,
+  get_dataset,
+  mixture,
+  task_on_rows,
+)
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 
 pytestmark = pytest.mark.usefixtures("isolated_registries")
@@ -47,6 +54,18 @@ def test_the_examples_the_share_truncated_and_the_epochs_of_the_steps_are_stated
   assert "truncated: 100.0% of the inputs, 50.0% of the targets" in text
   (text,) = describe(cfg, 25, pack=True, task_feature_lengths={"inputs": 44, "targets": 90})
   assert text.endswith("25 steps are about 8 epochs")  # four inputs fit into a row
+
+
+def test_the_epochs_of_a_mixtures_tasks_follow_their_rates(
+  cfg: DatasetConfig, tmp_path: pathlib.Path
+) -> None:
+  (tmp_path / "more.csv").write_text("inputs,targets\n" + "a,b\n" * 20)
+  like = import_seqio().TaskRegistry.get("rows")
+  names = ["rows", task_on_rows([str(tmp_path / "more.csv")], like)]
+  first, second = describe(cfg, 100, mixture_or_task_name=mixture(names, rates=[3, 1]))
+  assert first.startswith("rows: 100 in all; ")
+  assert first.endswith("100 steps are about 6 epochs")  # 3/4 of 800 rows
+  assert second.endswith("100 steps are about 10 epochs")
 
 
 def test_targets_that_lose_their_end_in_most_rows_are_refused_unless_allowed(

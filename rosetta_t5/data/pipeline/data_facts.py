@@ -86,10 +86,13 @@ def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
     return cfg.name
   read_files = functools.cache(file_facts)  # UL2's seven tasks read the same files.
   facts = {}
-  for task in subtasks_with_split(cfg, provider):
+  for number, task in enumerate(subtasks_with_split(cfg, provider)):
     # Tasks of `file_task` have these arguments, and names that may be derived from the files' paths.
     arguments = getattr(task.source, "arguments", None)
-    name = task.name if arguments is None else task.name.replace(cfg.name, "file_task")
+    name = task.name
+    if arguments is not None:
+      is_own = cfg.name in name  # the task, or a denoiser of UL2's mixture
+      name = name.replace(cfg.name, "file_task") if is_own else f"file_task {number}"
     facts[name] = {
       "source": type(task.source).__name__,
       "preprocessors": _function_names(task.preprocessors) if arguments is None else None,

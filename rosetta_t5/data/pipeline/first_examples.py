@@ -33,6 +33,7 @@ class FirstExamples:
     read: the number of examples that were read.
     lengths: for each feature the numbers of tokens of these examples, with the end token; none if the
       task cuts its texts into rows, so that nothing is truncated.
+    share: the share of the run's rows that are the task's, in a mixture; else 1.
     rows_per_example: how many rows the task makes of an example without packing; None if not known.
   """
 
@@ -42,6 +43,7 @@ class FirstExamples:
   read: int
   lengths: Mapping[str, np.ndarray]
   rows_per_example: float | None
+  share: float = 1.0
 
   def truncated(self, limits: Mapping[str, int]) -> dict[str, float]:
     """Returns for each feature the share of the examples that are longer than its limit."""
@@ -75,8 +77,8 @@ class FirstExamples:
       parts.append(f"truncated: {', '.join(shares)}, of the first {self.read}")
     if steps and self.number and self.rows_per_example:
       rows = self.number * self.rows_per_example / self._examples_per_row(cfg)
-      is_exact = self.is_exact and not cfg.pack and bool(self.lengths)
-      epochs = steps * cfg.batch_size / rows
+      is_exact = self.is_exact and not cfg.pack and bool(self.lengths) and self.share == 1
+      epochs = self.share * steps * cfg.batch_size / rows
       parts.append(f"{steps:,} steps are {'' if is_exact else 'about '}{epochs:.3g} epochs")
     return "; ".join(parts)
 
@@ -98,8 +100,14 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   provider = find_task_or_mixture(cfg)
   if isinstance(provider, PreparedTask) or cfg.task_feature_lengths is None:
     return []
+  tasks = subtasks_with_split(cfg, provider)
+  rates = [1.0 if provider is task else float(provider.get_rate(task)) for task in tasks]
   with naming_files(cfg):
-    return [_measure(task, cfg) for task in subtasks_with_split(cfg, provider)[:_MAX_TASKS]]
+    measured = [_measure(task, cfg) for task in tasks[:_MAX_TASKS]]
+  return [
+    dataclasses.replace(each, share=rate / sum(rates))
+    for each, rate in zip(measured, rates, strict=False)
+  ]
 
 
 def check_examples(
@@ -124,7 +132,7 @@ def check_examples(
 def _describe(found: list[FirstExamples], cfg: DatasetConfig, steps: int | None) -> list[str]:
   if len(found) == 1:
     return [text] if (text := found[0].text(cfg, steps)) else []
-  return [f"{each.task}: {text}" for each in found if (text := each.text(cfg))]
+  return [f"{each.task}: {text}" for each in found if (text := each.text(cfg, steps))]
 
 
 def _measure(task: Any, cfg: DatasetConfig) -> FirstExamples:

@@ -159,9 +159,7 @@ def task_on_rows(
     options["metrics"] = list(metrics) or ["accuracy"]
   else:
     options["text"] = columns["targets"]
-  name = "_".join(re.sub(r"[^\w.-]+", "_", os.path.relpath(file)).strip("_.") for file in files)[
-    :80
-  ]
+  name = "_".join(re.sub(r"[^\w.]+", "_", os.path.relpath(file)).strip("_.") for file in files)[:80]
   return file_task(list(files), **options, name=name)
 
 
