@@ -14,7 +14,9 @@ Row = tuple[list[str], list[str]] | str
 
 _WINDOW = 1 << 20  # characters after the first quote that show how a tsv file is quoted
 # A field in quotes, in which quotes are doubled. It may contain tabs and line breaks.
-_QUOTED = re.compile(r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+"(?=[\t\n]|\r\n|\Z)')
+_OPEN = r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+'
+_QUOTED = re.compile(_OPEN + r'"(?=[\t\n]|\r\n|\Z)')
+_UNFINISHED = re.compile(_OPEN + r"\Z")
 
 
 class UnclearQuotesError(ValueError):
@@ -117,8 +119,8 @@ def _is_quoted(text: str, width: int, is_whole: bool, where: str) -> bool:
     where: the place of the first line, for errors.
   """
   unquoted = _QUOTED.sub("", text)
-  if not is_whole and unquoted.count('"') == 1:  # the field in which the window ends
-    unquoted = unquoted[: unquoted.rfind("\n", 0, unquoted.index('"')) + 1]
+  if not is_whole and (field := _UNFINISHED.search(unquoted)):
+    unquoted = unquoted[: unquoted.rfind("\n", 0, field.start()) + 1]
   fits_quoted = '"' not in unquoted and _has_width(unquoted.split("\n"), width)
   fits_plain = _has_width([line for line in text.split("\n") if '"' in line], width)
   if not fits_quoted and not fits_plain:

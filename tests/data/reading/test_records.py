@@ -158,7 +158,15 @@ def written(quoting: Literal[0, 1, 2, 3], delimiter: str, rows: list[list[str]])
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
-@pytest.mark.parametrize("cells", [[cell] for cell in CELLS] + [CELLS, ["x" * 500] * 3000 + CELLS])
+@pytest.mark.parametrize(
+  "cells",
+  [
+    *([cell] for cell in CELLS),
+    CELLS,
+    ["x" * 500] * 3000 + CELLS,
+    ['a "quoted" line\n' * 3000] * 30,  # The characters that decide end inside a field.
+  ],
+)
 def test_a_table_that_a_program_quoted_has_the_same_rows_again(
   tmp_path: pathlib.Path, quoting: Literal[0, 1, 2], ending: str, cells: list[str]
 ) -> None:
