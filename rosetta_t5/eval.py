@@ -29,6 +29,7 @@ from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.telemetry.run_files.model_info import log_model_info
 from rosetta_t5.terminal import ctrl_c
 from rosetta_t5.trained_model import OpenedModel
+from rosetta_t5.training.losses import METRIC_PER_TOKEN
 
 
 def evaluate(
@@ -217,9 +218,10 @@ def evaluate_loss(
   trainer.train_state = opened.state
   values = evaluation.run(trainer)
   trainer.close()
-  step, is_sum = int(opened.state.step), opened.model.loss_normalizing_factor is None
+  step = int(opened.state.step)
+  per_token = METRIC_PER_TOKEN.get(opened.model.loss_normalizing_factor, "")
   console.print_line(f"data     {num_batches} batches of the split '{dataset_cfg.split}'")
-  console.Progress(step, step, loss_is_sum=is_sum).report_evaluation(step, values)
+  console.Progress(step, step, loss_per_token=per_token).report_evaluation(step, values)
   console.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
   return {step: values}
 

@@ -33,6 +33,7 @@ from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
+from rosetta_t5.training.losses import METRIC_PER_TOKEN
 
 
 @dataclasses.dataclass
@@ -83,7 +84,7 @@ class TrainLoop:
     self._progress = console.Progress(
       self.first_step,
       self.total_steps,
-      loss_is_sum=self.evaluation.model.loss_normalizing_factor is None,
+      loss_per_token=METRIC_PER_TOKEN.get(self.evaluation.model.loss_normalizing_factor, ""),
     )
     self._samples = SampleLog(self.num_eval_samples, self.model_dir, self._progress.print_line)
     self._lost_output = LostOutputLog(self.model_dir, self._progress.print_line)

@@ -21,7 +21,8 @@ from rosetta_t5.terminal import progress
 Metrics = Mapping[str, float]
 
 # The loss per target token comes first: it can be compared between runs with different batches.
-_LOSSES = ("loss_per_nonpadding_target_token", "loss")
+LOSS_PER_TOKEN = "loss_per_nonpadding_target_token"
+_LOSSES = (LOSS_PER_TOKEN, "loss")
 _STEPS_PER_SECOND = "timing/steps_per_second"
 _EPOCHS = "data/epochs/"
 # What a line shows after the loss, as far as it was measured and there is room: the first come first.
@@ -60,7 +61,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     first_step: int,
     total_steps: int,
     stream: IO[str] | None = None,
-    loss_is_sum: bool = True,
+    loss_per_token: str = LOSS_PER_TOKEN,
   ):
     """Builds a display, which starts when it is entered as a context.
 
@@ -68,10 +69,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       first_step: the number of steps completed before the run.
       total_steps: the number of steps completed when the run ends.
       stream: where to print; None for standard output.
-      loss_is_sum: whether the loss is a sum over tokens, which is shown per token. False if the
-        model divides it by a loss_normalizing_factor.
+      loss_per_token: the metric that is the loss in nats per target token; "" if the model divides
+        the loss by something else.
     """
-    self._loss_is_sum = loss_is_sum
+    self._loss_per_token = loss_per_token
     self._first_step = first_step
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
@@ -115,7 +116,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def report(self, step: int, values: Metrics) -> None:
     """Shows the metrics of the steps up to `step`."""
-    loss = loss_to_show(values, self._loss_is_sum)
+    loss = loss_to_show(values, self._loss_per_token)
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
     is_drawn = self._bar is not None and self._bar.is_drawn
@@ -186,20 +187,19 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def _loss_cells(self, values: Metrics) -> list[str]:
     """Formats the loss with three decimals, or with three digits if it is small."""
-    loss = loss_to_show(values, self._loss_is_sum)
+    loss = loss_to_show(values, self._loss_per_token)
     if loss is None:
       return []
-    unit = " nats/token" if self._loss_is_sum and _LOSSES[0] in values else ""
+    unit = " nats/token" if self._loss_per_token in values else ""
     return [f"loss {loss:.3g}{unit}" if abs(loss) < 0.1 else f"loss {loss:.3f}{unit}"]
 
 
 print_line = progress.print_line
 
 
-def loss_to_show(values: Metrics, loss_is_sum: bool = True) -> float | None:
-  """Returns the loss per target token if the loss is a sum and it was measured, else the loss."""
-  names = _LOSSES if loss_is_sum else _LOSSES[1:]
-  return next((float(values[name]) for name in names if name in values), None)
+def loss_to_show(values: Metrics, loss_per_token: str = LOSS_PER_TOKEN) -> float | None:
+  """Returns the loss per target token if it was measured, else the loss."""
+  return next((float(values[name]) for name in (loss_per_token, "loss") if name in values), None)
 
 
 def format_duration(seconds: float) -> str:

@@ -135,6 +135,11 @@ _MEANS = {
   SpecialLossNormalizingFactor.MEAN_PER_SEQUENCE: SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE,
 }
 
+# The metric that is the loss in nats per target token, for factors that have one.
+METRIC_PER_TOKEN = {
+  None: "loss_per_nonpadding_target_token",
+  SpecialLossNormalizingFactor.MEAN_PER_TOKEN: "loss",
+}
 # The divisor of a loss: a number, or a special factor or its name.
 LossNormalizingFactor = PositiveNumber | str | SpecialLossNormalizingFactor
 
@@ -218,9 +223,9 @@ def microbatch_warning(factor: LossNormalizingFactor | None, num_microbatches: i
     return []
   means = {old: new.name for new, old in _MEANS.items()}
   return [
-    f"LOSS_NORMALIZING_FACTOR = '{factor.name}' divides by the tokens of each microbatch, as in T5X: "
+    f"LOSS_NORMALIZING_FACTOR = '{factor.name}' is a mean over each microbatch, as in T5X: "
     f"{num_microbatches} microbatches multiply loss and gradients by {num_microbatches}. "
-    f"'{means.get(factor, 'MEAN_PER_TOKEN')}' divides by those of the whole batch"
+    f"'{means.get(factor, 'MEAN_PER_TOKEN')}' is a mean over the whole batch"
   ]
 
 

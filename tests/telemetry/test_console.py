@@ -173,8 +173,10 @@ def test_normalized_loss_is_not_divided_by_tokens():
   values = {"loss": 2.5, "loss_per_nonpadding_target_token": 0.001}
   assert console.loss_to_show(values) == 0.001
   stream = io.StringIO()
-  console.Progress(0, 10, stream, loss_is_sum=False).report(5, values)
-  assert "loss 2.500" in stream.getvalue()
+  console.Progress(0, 10, stream, loss_per_token="").report(5, values)
+  assert "loss 2.500\n" in stream.getvalue()
+  console.Progress(0, 10, stream, loss_per_token="loss").report(5, values)
+  assert "loss 2.500 nats/token" in stream.getvalue()
 
 
 @pytest.fixture
