@@ -366,7 +366,7 @@ class Transformer(nn.Module):
       deterministic=not enable_dropout,
       decode=decode,
       max_decode_length=max_decode_length,
-      return_logits=return_logits,
+      **({} if return_logits else {"return_logits": False}),  # T5X's decoders do not have it.
     )
     return logits
 

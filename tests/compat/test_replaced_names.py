@@ -53,13 +53,13 @@ print(t5x.losses.__name__, hasattr(t5x, "nothing"), t5x.__version__[0])
 
 
 def test_a_class_is_replaced_where_networks_use_it(monkeypatch):
-  from rosetta_t5.networks import t5
+  from rosetta_t5.networks.layers import norms
 
   class Mine(layers.LayerNorm):
     """A user's layer."""
 
   monkeypatch.setattr(layers, "LayerNorm", Mine)
-  assert t5.LayerNorm is Mine
+  assert norms.LayerNorm is Mine
   monkeypatch.undo()
   assert t5.LayerNorm is not Mine
 

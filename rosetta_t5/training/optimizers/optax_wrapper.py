@@ -65,7 +65,7 @@ class OptaxStatePartitionRules:
     def axes_of(node: PyTree) -> PyTree:
       if type(node) in cls._RULES:
         return cls._RULES[type(node)](node, params_axes)
-      return cls.derive_params_axes(node, params_axes, template) if is_like_params(node) else None
+      return cls.derive_params_axes(node, params_axes, params) if is_like_params(node) else None
 
     return jax.tree.map(
       axes_of, optax_state, is_leaf=lambda node: type(node) in cls._RULES or is_like_params(node)
