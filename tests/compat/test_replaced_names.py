@@ -61,7 +61,7 @@ def test_a_class_is_replaced_where_networks_use_it(monkeypatch):
   monkeypatch.setattr(layers, "LayerNorm", Mine)
   assert norms.LayerNorm is Mine
   monkeypatch.undo()
-  assert t5.LayerNorm is not Mine
+  assert norms.LayerNorm is not Mine
 
 
 def test_private_functions_that_published_layers_use_exist():
