@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 
 from rosetta_t5.networks import t5
@@ -18,7 +17,7 @@ class EncoderLayer(t5.EncoderLayer):
     relative_embedding: returns the bias, such as `layers.RelativePositionBiases`; None for no bias.
   """
 
-  relative_embedding: nn.Module | None = None
+  relative_embedding: Any = None
 
   def __call__(  # type: ignore[override]
     self, inputs: jax.Array, encoder_mask: Any = None, deterministic: bool = False
@@ -32,7 +31,7 @@ class EncoderLayer(t5.EncoderLayer):
 class DecoderLayer(t5.DecoderLayer):
   """A decoder layer for users' decoders; `relative_embedding` is that of `EncoderLayer`."""
 
-  relative_embedding: nn.Module | None = None
+  relative_embedding: Any = None
 
   def __call__(  # type: ignore[override]
     self,

@@ -303,7 +303,7 @@ class Transformer(nn.Module):
     """Creates the encoder, the decoder and the embedding that they share."""
     self.token_embedder = make_token_embedder(self.config)
     self.encoder = Encoder(self.config, self.token_embedder)
-    self.decoder = Decoder(self.config, self.token_embedder)
+    self.decoder: Any = Decoder(self.config, self.token_embedder)
 
   def encode(
     self,
