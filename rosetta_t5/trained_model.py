@@ -194,23 +194,5 @@ def open_checkpoint(
   """
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["task_feature_lengths"]
-  converter = model.FEATURE_CONVERTER_CLS(pack=False)
-  if set(lengths or ()) != set(converter.TASK_FEATURES):
-    raise ValueError(
-      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
-      f"{lengths} (task_feature_lengths)"
-    )
-  model_lengths = converter.get_model_feature_lengths(lengths)
-  initializer = checkpoints.TrainStateInitializer(
-    optimizer_def=None,
-    init_fn=model.get_initial_variables,
-    input_shapes={name: (1, length) for name, length in model_lengths.items()},
-    partitioner=partitioner,
-  )
-  checkpoints.check_vocabularies(model, restore_cfg)
-  state = initializer.from_checkpoint([restore_cfg])
-  if state is None:
-    raise ValueError(
-      f"There is no checkpoint in {restore_cfg.path}: train first, with utils.CheckpointConfig.save"
-    )
-  return OpenedModel(model, partitioner, state, initializer.train_state_axes, lengths)
+  state, axes = checkpoints.restore_for_inference(model, restore_cfg, partitioner, lengths)
+  return OpenedModel(model, partitioner, state, axes, lengths)

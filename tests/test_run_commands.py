@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 
 import gin
+import numpy as np
 import pytest
 from tiny_tasks import add_task, save_checkpoints
 
 from rosetta_t5 import cli
+from rosetta_t5.config import run_from_command_line
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.eval import evaluate
+from rosetta_t5.export.saved_model import save
+from rosetta_t5.export.stablehlo import load_stablehlo
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -176,3 +181,26 @@ def test_options_that_cannot_be_used_are_refused(model_dir, arguments, status, m
     cli.main([word.replace("RUN", str(model_dir)) for word in arguments.split()])
   assert ended.value.code == status
   assert message.replace("RUN", str(model_dir)) in capsys.readouterr().err
+
+
+def test_export_opens_a_run_and_writes_a_model_for_texts(model_dir, tmp_path, capsys):
+  folder = tmp_path / "exported"
+  arguments = ["--model_dir", str(model_dir), "--module=tiny_tasks", "--output_length", "4"]
+  with pytest.raises(SystemExit):
+    cli.main(["export", *arguments])
+  assert "--model_dir needs --output_dir" in capsys.readouterr().err
+  assert cli.main(["export", *arguments, "--output_dir", str(folder), "--num_decodes", "2"]) == 0
+  features = {
+    "encoder_input_tokens": np.ones((3, 16), np.int32),
+    "decoder_input_tokens": np.zeros((3, 4), np.int32),
+    "decoder_target_tokens": np.zeros((3, 4), np.int32),
+    "decoder_loss_weights": np.zeros((3, 4), np.int32),
+  }
+  decodes, scores = load_stablehlo(folder / "stablehlo")(features)
+  assert (decodes.shape, scores.shape) == ((3, 2, 4), (3, 2))
+
+
+def test_the_help_of_a_module_names_the_module(capsys):
+  for module, function in (("export", save), ("eval", evaluate)):
+    run_from_command_line(function, [f"t5x.{module}", "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m t5x.{module} [")

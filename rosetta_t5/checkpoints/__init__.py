@@ -36,4 +36,7 @@ from rosetta_t5.checkpoints.run_start import (
   restored_checkpoint,
 )
 from rosetta_t5.checkpoints.saved_state import CheckpointSaveError, finish_saves_on_error
-from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer
+from rosetta_t5.checkpoints.train_state_initializer import (
+  TrainStateInitializer,
+  restore_for_inference,
+)

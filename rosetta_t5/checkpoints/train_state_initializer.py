@@ -12,6 +12,7 @@ from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.restore import (
   check_and_init_fallback_state,
+  check_vocabularies,
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
   restore,
@@ -131,3 +132,43 @@ class TrainStateInitializer:
     """Returns the train state of `from_checkpoint`, or if there is none, of `from_scratch`."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state
+
+
+def restore_for_inference(
+  model: Any,
+  restore_cfg: RestoreCheckpointConfig,
+  partitioner: BasePartitioner,
+  task_feature_lengths: Mapping[str, int],
+) -> tuple[Any, Any]:
+  """Returns an `InferenceState` of one checkpoint, and the same with PartitionSpecs in place of arrays.
+
+  Args:
+    model: the model, whose vocabularies must be those of the checkpoint.
+    restore_cfg: the checkpoint.
+    partitioner: specifies how the parameters are sharded.
+    task_feature_lengths: the lengths of the features.
+
+  Raises:
+    ValueError: there is no checkpoint, it belongs to another model, or the features are not the model's.
+  """
+  converter = model.FEATURE_CONVERTER_CLS(pack=False)
+  if set(task_feature_lengths or ()) != set(converter.TASK_FEATURES):
+    raise ValueError(
+      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
+      f"{task_feature_lengths} (task_feature_lengths)"
+    )
+  lengths = converter.get_model_feature_lengths(task_feature_lengths)
+  initializer = TrainStateInitializer(
+    optimizer_def=None,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: (1, length) for name, length in lengths.items()},
+    partitioner=partitioner,
+  )
+  check_vocabularies(model, restore_cfg)
+  state = initializer.from_checkpoint([restore_cfg])
+  if state is None:
+    raise ValueError(
+      f"There is no checkpoint in {restore_cfg.path} (mode = {restore_cfg.mode!r}): give another path "
+      "(RestoreCheckpointConfig.path), or train first, with utils.CheckpointConfig.save"
+    )
+  return state, initializer.train_state_axes

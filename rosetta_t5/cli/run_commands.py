@@ -18,6 +18,9 @@ from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
 
 _DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg")
+_SOURCES = (
+  "MODEL_DIR of a run, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub"
+)
 MODES = ("predict", "predict_with_aux", "score")
 
 
@@ -49,6 +52,18 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=_infer)
 
 
+def export_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 export`."""
+  add = parser.add_argument_group("a trained model").add_argument
+  add("--model_dir", help=_SOURCES)
+  add("--output_dir", help="the folder of the SavedModel, with stablehlo/ in it")
+  add("--batch_size", type=positive_integer, help="default: any number of texts")
+  text_commands.add_length_options(add)
+  add("--num_decodes", type=positive_integer, help="beams or samples; all are returned")
+  add_trust_options(parser)
+  parser.set_defaults(run=_export)
+
+
 def check_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 check`."""
   parser.add_argument("files", nargs="*", metavar="FILE", help="a gin file, such as a recipe")
@@ -58,7 +73,7 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None:
   add = parser.add_argument_group("a trained model").add_argument
-  add("--model_dir", help="MODEL_DIR of a training run, or one of its checkpoints")
+  add("--model_dir", help=_SOURCES)
   add("--task", help="the task or mixture; default: the one that the run evaluates")
   add("--split", help="its split; default: the one that the run evaluates")
   add("--batch_size", type=positive_integer, help="default: the run's; 8 for texts")
@@ -84,11 +99,12 @@ def _eval(options: argparse.Namespace) -> int:
 
   run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
-  model_dir, _ = _locate(restore_cfg)
+  model_dir, _ = _locate(restore_cfg, options)
   folder = cfg.split
   if options.file is not None:
-    like = data.find_task_or_mixture(cfg)
-    folder = data.task_on_rows(options.file, like, options.inputs, options.targets, options.metrics)
+    like = data.find_task_or_mixture(cfg) if cfg.name else None
+    columns = (options.inputs, options.targets, options.metrics)
+    folder = data.task_on_rows(options.file, like, run["model"].output_vocabulary, *columns)
     lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
     changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
     cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, **changes)
@@ -141,7 +157,7 @@ def _infer(options: argparse.Namespace) -> int:
   run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options), used)
   cfg = _dataset_cfg(run, options, *_DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
-  model_dir, checkpoint = _locate(restore_cfg)
+  model_dir, checkpoint = _locate(restore_cfg, options)
   model = run["model"]
   decoding_options.apply(options, model)
   with optional_output():
@@ -158,6 +174,29 @@ def _infer(options: argparse.Namespace) -> int:
   return 0
 
 
+def _export(options: argparse.Namespace) -> int:
+  if options.model_dir is None:
+    names = ("output_dir", "batch_size", *text_commands.LENGTHS, "num_decodes")
+    _refuse(options, names, "--model_dir")
+    return _run_main("export.saved_model", options, "export")
+  if options.output_dir is None:
+    raise ConfigError("--model_dir needs --output_dir, the folder of the SavedModel")
+  from rosetta_t5.export.saved_model import save_model
+  from rosetta_t5.trained_model import read_run
+
+  used = ("model", "partitioner")
+  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options), used)
+  save_model(
+    run["model"],
+    restore_cfg,
+    text_commands.feature_lengths(run["task_feature_lengths"], options),
+    options.output_dir,
+    options.batch_size,
+    options.num_decodes,
+  )
+  return 0
+
+
 def _check(options: argparse.Namespace) -> int:
   from rosetta_t5.config import run_from_command_line
   from rosetta_t5.plan.description import describe_run
@@ -171,11 +210,11 @@ def _check(options: argparse.Namespace) -> int:
   return 0
 
 
-def _run_main(module: str, options: argparse.Namespace) -> int:
-  """Runs `rosetta_t5.train`, `eval`, `infer` or `main` with T5X's flags."""
+def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
+  """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
   is_dry = any(flag.lstrip("-").startswith("dry_run") for flag in options.flags)
   with contextlib.nullcontext() if is_dry else optional_output():
-    program = f"rosetta-t5 {module}"
+    program = f"rosetta-t5 {verb or module}"
     importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
 
@@ -191,11 +230,13 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> N
     raise ConfigError(f"{given[0]} needs {needed}")
 
 
-def _locate(restore_cfg: Any) -> tuple[pathlib.Path, str]:
+def _locate(restore_cfg: Any, options: argparse.Namespace) -> tuple[pathlib.Path, str]:
   """Returns the MODEL_DIR of a checkpoint, and the checkpoint's name in it."""
-  from rosetta_t5.checkpoints import latest_step
+  from rosetta_t5.checkpoints import is_hugging_face, latest_step
 
   path = pathlib.Path(restore_cfg.path)
+  if is_hugging_face(path) and options.output_dir is None:
+    raise ConfigError(f"results are not written into {path}: give --output_dir")
   if restore_cfg.mode == "specific":
     return path.parent, path.name
   return path, f"checkpoint_{latest_step(path)}"
@@ -214,6 +255,8 @@ def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: st
     "batch_size": options.batch_size,
   }
   changes = {name: value for name, value in given.items() if value is not None}
+  if not (found[0].name or options.task or getattr(options, "file", None)):
+    raise ConfigError("a Hugging Face folder has no task of its own: give --task, or eval --file")
   cfg = dataclasses.replace(found[0], **changes)
   if pathlib.PurePath(cfg.split).name != cfg.split:  # it is part of the path of the results
     raise ConfigError(f"the split must be a name, got {cfg.split!r}")

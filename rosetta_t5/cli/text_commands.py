@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 from rosetta_t5.cli import decoding_options
@@ -26,6 +26,7 @@ _SETTINGS = ".settings.json"  # A file beside the output: what has determined it
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 
 
+LENGTHS = ("input_length", "output_length")
 # The options that only --input has.
 OPTIONS = (
   "template",
@@ -33,8 +34,7 @@ OPTIONS = (
   "output",
   "num_decodes",
   "n_best",
-  "input_length",
-  "output_length",
+  *LENGTHS,
   "quoted",
 )
 
@@ -58,8 +58,13 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
     type=positive_integer,
     help="also write this many predictions with their scores, the best first",
   )
-  add("--input_length", type=positive_integer, help="tokens; the training run's by default")
-  add("--output_length", type=positive_integer, help="tokens; the training run's by default")
+  add_length_options(add)
+
+
+def add_length_options(add: Callable[..., Any]) -> None:
+  """Adds --input_length and --output_length with a parser's method `add_argument`."""
+  for name in LENGTHS:
+    add(f"--{name}", type=positive_integer, help="tokens; the training run's by default")
 
 
 def infer(options: argparse.Namespace) -> int:
@@ -171,7 +176,7 @@ def _infer_rows(
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
   batch_size = options.batch_size or 8
   batch_size += -batch_size % model.partitioner.data_mesh_size
-  lengths = _lengths(model.lengths, options)
+  lengths = feature_lengths(model.lengths, options)
   texts = TextInference(
     model.model,
     model.partitioner,
@@ -247,7 +252,7 @@ def _prediction(output: Any, score: Any, n_best: int | None) -> dict[str, Any]:
   return {**ranked[0], "n_best": ranked}
 
 
-def _lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
+def feature_lengths(trained: Mapping[str, int], options: argparse.Namespace) -> dict[str, int]:
   """Returns the lengths of inputs and targets: the trained ones unless options replace them.
 
   A language model's rows are targets alone; half of a row is used for the text that it continues.

@@ -59,6 +59,17 @@ VERBS = {
     has_flags=True,
     imports_modules=True,
   ),
+  "export": Verb(
+    "cli.run_commands:export_arguments",
+    "Write a model as a TensorFlow SavedModel and as StableHLO (t5x.export).",
+    (
+      "--model_dir runs/squad --output_dir exported/1",
+      "--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",
+      "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/export.gin …",
+    ),
+    has_flags=True,
+    imports_modules=True,
+  ),
   "chat": Verb(
     "cli.text_commands:chat_arguments",
     "Fill the blanks in sentences that you type.",

@@ -55,7 +55,8 @@ def run_from_command_line(
   with exit_on_user_error():
     command = parse_command_line(argv)
     if command.help:
-      print(usage(f"python -m t5x.{function.__name__ if function else 'main'}"))
+      programs = {name: mode for mode, name in RUN_MODES.items()}
+      print(usage(programs[function.__name__] if function else "main"))
       return None
     if command.debug:
       os.environ[DEBUG_VARIABLE] = "1"

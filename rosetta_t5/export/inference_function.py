@@ -160,18 +160,7 @@ def restore_params(
   Raises:
     ValueError: there is no checkpoint, or it belongs to another model.
   """
-  shapes = feature_shapes(model, task_feature_lengths, 1)
-  initializer = checkpoints.TrainStateInitializer(
-    optimizer_def=None,
-    init_fn=model.get_initial_variables,
-    input_shapes={name: x.shape for name, x in shapes.items()},
-    partitioner=partitioner,
+  state, _ = checkpoints.restore_for_inference(
+    model, restore_cfg, partitioner, task_feature_lengths
   )
-  checkpoints.check_vocabularies(model, restore_cfg)
-  state = initializer.from_checkpoint([restore_cfg])
-  if state is None:
-    raise ValueError(
-      f"there is no checkpoint to export in {restore_cfg.path} (mode = {restore_cfg.mode!r}): set "
-      "CHECKPOINT_PATH (RestoreCheckpointConfig.path)"
-    )
   return jax.tree.map(np.asarray, unfreeze(state.params))

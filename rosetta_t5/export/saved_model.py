@@ -158,6 +158,55 @@ def save(
   console.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
+def save_model(
+  model: Any,
+  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
+  task_feature_lengths: Mapping[str, int],
+  output_dir: str,
+  batch_size: Positive | None = None,
+  num_decodes: Positive | None = None,
+) -> None:
+  """Exports the predictions of an encoder-decoder; see `save`.
+
+  Args:
+    model: the model.
+    restore_checkpoint_cfg: its checkpoint.
+    task_feature_lengths: the numbers of tokens of inputs and targets.
+    output_dir: the folder.
+    batch_size: the number of texts in a batch; None for any number.
+    num_decodes: the number of beams or samples, which are all returned; None for the best one.
+
+  Raises:
+    ValueError: the model is a decoder.
+  """
+  if set(model.FEATURE_CONVERTER_CLS(pack=False).TASK_FEATURES) != {"inputs", "targets"}:
+    raise ValueError("export needs an encoder-decoder; the features of a decoder have no inputs")
+  feature = import_seqio().Feature
+  needs_python = hasattr(getattr(model.output_vocabulary, "tokenizer", None), "to_str")
+  if needs_python:
+    console.print_line(
+      "note: TensorFlow cannot run the model's tokenizer.json: the SavedModel maps tokens to tokens"
+    )
+  decodes = {"num_decodes": num_decodes, "return_all_decodes": True} if num_decodes else None
+  save(
+    model=model,
+    inference_mode="predict",
+    restore_checkpoint_cfg=restore_checkpoint_cfg,
+    create_inference_function_fn=functools.partial(
+      inference_function.create_inference_function, model_fn_extra_kwargs=decodes
+    ),
+    output_features={
+      "inputs": feature(model.input_vocabulary, add_eos=not needs_python),
+      "targets": feature(model.output_vocabulary),
+    },
+    task_feature_lengths=task_feature_lengths,
+    batch_size=batch_size,
+    output_dir=output_dir,
+    model_name=epath.Path(output_dir).name,
+    tokenized_inputs=needs_python,
+  )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `save` with the arguments of the command line and its gin files (`python -m t5x.export`)."""
   config.run_from_command_line(save, argv, describe_run)

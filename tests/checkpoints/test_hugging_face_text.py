@@ -166,3 +166,16 @@ def test_a_hub_name_is_looked_up_only_where_no_folder_can_be_meant(tmp_path, mon
     ValueError, match=r"Cannot reach the hub\. On a machine with a network, run: hf d"
   ):
     hub.local_folder("google/flan-t5-small")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["infer", "--split", "test", "--output_dir", "out"], "has no task of its own: give --task"),
+    (["eval", "--task", "lambada"], "results are not written into"),
+  ],
+)
+def test_a_folder_needs_a_task_and_a_folder_for_results(folder, arguments, message, capsys):
+  with pytest.raises(SystemExit):
+    cli.main([*arguments, "--model_dir", str(folder)])
+  assert message in capsys.readouterr().err

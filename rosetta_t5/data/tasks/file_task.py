@@ -123,6 +123,7 @@ def file_task(
 def task_on_rows(
   files: Sequence[str],
   like: Any,
+  vocabulary: seqio.Vocabulary,
   inputs: str | None = None,
   targets: str | None = None,
   metrics: Sequence[str] | None = None,
@@ -131,7 +132,8 @@ def task_on_rows(
 
   Args:
     files: the files.
-    like: a task. If it is a `file_task`, the rows are read with its columns and judged with its metrics.
+    like: a task or None. If it is a `file_task`, the rows are read with its columns and judged with its metrics.
+    vocabulary: the model's vocabulary.
     inputs: the column of the inputs or a template; None for that of `like`, or the column "inputs".
     targets: the same of the targets.
     metrics: names of metrics; None for those of `like`, or else accuracy.
@@ -148,7 +150,7 @@ def task_on_rows(
       else []
     )
   options: dict[str, Any] = {
-    "vocabulary": like.output_features["targets"].vocabulary,
+    "vocabulary": vocabulary,
     "validation_files": list(files),
     **{name: layout[name] for name in ("columns", "text_unit") if name in layout},
     "objective": arguments.get("objective", "seq2seq") if not inputs else "seq2seq",
