@@ -10,7 +10,7 @@ from typing import Any
 
 from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.telemetry.user_errors import ConfigError
-from rosetta_t5.terminal.option_types import feature_lengths, machine_path, positive_integer
+from rosetta_t5.terminal.option_types import feature_lengths, positive_integer
 
 _LENGTHS = "inputs=512,targets=128"
 _MACROS = ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE", "TASK_FEATURE_LENGTHS")
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
   add("--pack", action="store_true", help="pack several examples into a row")
   add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
-  add("--png", type=machine_path, metavar="FILE", help="draw the histograms into a file")
   of_file = parser.add_argument_group("a file of rows").add_argument
   of_file("--inputs", help="the column of the inputs, or a template: 'question: {question}'")
   of_file("--targets", help="the column of the targets, or a template")
@@ -66,9 +65,7 @@ def inspect(options: argparse.Namespace) -> int:
   changes: dict[str, Any] = {"pack": options.pack}
   if options.lengths:
     changes["task_feature_lengths"] = options.lengths
-  return show_dataset(
-    dataclasses.replace(cfg, **changes), options.batches, options.examples, options.png
-  )
+  return show_dataset(dataclasses.replace(cfg, **changes), options.batches, options.examples)
 
 
 def _find_data(options: argparse.Namespace) -> dict[str, Any]:

@@ -144,7 +144,7 @@ VERBS = {
       "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
       "corpus_tokens",
       "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
-      "my_task --module my.tasks --png lengths.png",
+      "my_task --module my.tasks",
     ),
     has_flags=True,
     imports_modules=True,

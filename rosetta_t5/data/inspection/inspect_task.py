@@ -12,7 +12,6 @@ import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.inspection import data_checks
-from rosetta_t5.data.inspection.histogram_image import draw_histograms
 from rosetta_t5.data.pipeline.datasets import get_dataset
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask
@@ -21,7 +20,7 @@ from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_TEXT_BINS, _IMAGE_BINS = 24, 60
+_BINS = 24  # of a histogram
 _MODEL_FEATURES = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
 _SEGMENT_IDS = {"inputs": "encoder_segment_ids", "targets": "decoder_segment_ids"}
 
@@ -55,14 +54,13 @@ class BatchStatistics:
     return np.log1p([part.sum() for part in np.array_split(counts, bins)])
 
 
-def show_dataset(cfg: DatasetConfig, batches: int, examples: int, png: str | None) -> int:
+def show_dataset(cfg: DatasetConfig, batches: int, examples: int) -> int:
   """Prints a task's data, its statistics and its problems; returns 1 if it has problems, else 0.
 
   Args:
     cfg: the task, its lengths and its split.
     batches: the number of batches to read.
     examples: the number of examples to print as text.
-    png: the file in which to draw the histograms.
   """
   task = find_task_or_mixture(cfg)
   if not isinstance(task, PreparedTask):
@@ -76,31 +74,20 @@ def show_dataset(cfg: DatasetConfig, batches: int, examples: int, png: str | Non
   print(f"vocabulary: {vocab_size} ids; features: {', '.join(task.output_features)}")
   statistics = _collect(cfg, batches, vocabulary, examples)
   print("\n".join(_statistics_lines(statistics, vocabulary)))
-  if png:
-    histograms = [
-      (f"tokens of {name}, 0 to {length}", statistics.length_histogram(name, _IMAGE_BINS))
-      for name, length in statistics.row_lengths.items()
-    ]
-    by_id = statistics.id_histogram(vocab_size, _IMAGE_BINS)
-    title = f"tokens by id, 0 to {vocab_size}, log(1 + count)"
-    draw_histograms(png, [*histograms, (title, by_id)])
   problems = [*data_checks.check_lengths(cfg), *data_checks.check_texts(cfg, task, vocabulary)]
-  if cfg.batch_size % 2 == 0:
-    digests = [_digests(cfg, batches, shard) for shard in (0, 1)]
-    problems += data_checks.check_shards(*digests)
   problems += data_checks.check_splits(cfg, task)
   print("\n".join(f"problem: {problem}" for problem in problems) or "no problems found")
   return int(bool(problems))
 
 
-def _batches(cfg: DatasetConfig, count: int, shard: int = 0, shards: int = 1) -> Iterator[Any]:
-  """Returns the first batches of a shard; those of prepared data need no feature converter."""
+def _batches(cfg: DatasetConfig, count: int) -> Iterator[Any]:
+  """Returns the first batches; those of prepared data need no feature converter."""
   converter: Any = None
   if not isinstance(cfg.mixture_or_task_name, PreparedTask):
     seqio = import_seqio()
     has_inputs = "inputs" in (cfg.task_feature_lengths or {})
     converter = seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
-  data = get_dataset(cfg, shard, shards, converter)
+  data = get_dataset(cfg, 0, 1, converter)
   return itertools.islice(data.as_numpy_iterator() if converter else data, count)
 
 
@@ -132,12 +119,6 @@ def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
       yield {name: x[row][segments[name][row] == segment] for name, x in features.items()}
 
 
-def _digests(cfg: DatasetConfig, count: int, shard: int) -> set[str]:
-  """Returns digests of the examples that one of two hosts reads."""
-  batches = _batches(cfg, count, shard, 2)
-  return {data_checks.digest(example) for batch in batches for example in _examples(batch)}
-
-
 def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
   """Returns tokens as text, with sentinels as ⟨0⟩, ⟨1⟩, … and the end token as ⟨end⟩."""
   marked = [(token, _marker(token, vocabulary)) for token in map(int, tokens)]
@@ -167,7 +148,7 @@ def _statistics_lines(statistics: BatchStatistics, vocabulary: Any) -> Iterator[
     lengths = np.array(statistics.lengths[name])
     full = lengths.sum() / (rows * row_length)
     quartiles = " ".join(map(str, np.percentile(lengths, [25, 50, 75]).astype(int)))
-    line = bars(statistics.length_histogram(name, _TEXT_BINS))
+    line = bars(statistics.length_histogram(name, _BINS))
     yield (
       f"  {name:<8} {line}  {lengths.min()} to {lengths.max()} tokens, "
       f"quartiles {quartiles}, rows {full:.1%} full, {1 - full:.1%} padding"
@@ -181,7 +162,7 @@ def _statistics_lines(statistics: BatchStatistics, vocabulary: Any) -> Iterator[
   vocab_size = vocabulary.vocab_size
   yield f"  tokens: {len(statistics.tokens)} of {vocab_size} seen, {unknown:.3%} unknown"
   yield f"  most frequent: {common}"
-  by_id = statistics.id_histogram(vocab_size, _TEXT_BINS)
+  by_id = statistics.id_histogram(vocab_size, _BINS)
   yield f"  by id:      {bars(by_id)}  0 to {vocab_size}, log(1 + count)"
 
 
