@@ -125,3 +125,24 @@ def test_what_a_recipe_replaces_is_not_reported_as_never_used(check):
   status, _, output = check("--gin_file=gin/models/t5_1_1/adamw_opt.gin")
   assert status == 0, output
   assert "never used" not in output
+
+
+def test_a_check_reads_the_first_rows_of_files(check, isolated_registries):
+  pathlib.Path("rows.csv").write_text("question,answer\n" + "How many?,seven\n" * 400)
+  pathlib.Path("rows.gin").write_text(
+    "from __gin__ import dynamic_registration\nfrom rosetta_t5 import data\n"
+    "MIXTURE_OR_TASK_NAME = @data.file_task()\n"
+    "data.file_task:\n  files = 'rows.csv'\n  vocabulary = %VOCABULARY\n  objective = 'seq2seq'\n"
+    "  inputs = 'question'\n  targets = 'answer'\n  validation_percent = 0.0\n"
+  )
+  status, rows, _ = check("--gin_file=rows.gin")
+  assert status == 0
+  truncated = "truncated: 0.0% of the inputs, 0.0% of the targets, of the first 256"
+  assert rows["examples"].startswith(f"400 in all; {truncated}; 100 steps are about")
+  status, _, output = check("--gin_file=rows.gin", "--gin.data.file_task.targets='Answer'")
+  assert status == 2
+  assert "rows.csv, line 2: no column 'Answer' among 'question', 'answer'" in output
+  lengths = "{'inputs': 16, 'targets': 4}"
+  status, _, output = check("--gin_file=rows.gin", f"--gin.TASK_FEATURE_LENGTHS={lengths}")
+  assert status == 2
+  assert "100% of the first 256 targets" in output
