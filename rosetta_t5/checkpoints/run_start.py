@@ -121,6 +121,8 @@ def _check_steps_are_left(restore_path: str, model_dir: epath.PathLike, total_st
   is_own = epath.Path(restore_path).parent == epath.Path(model_dir)
   if step is None or step < total_steps or (is_own and step == total_steps):
     return
+  if not epath.Path(restore_path).exists():  # which the restore will report
+    return
   raise ValueError(
     f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {restore_path}, from which "
     f"the run starts, got {total_steps}: it is the step at which the run ends. Set TRAIN_STEPS = "

@@ -193,8 +193,8 @@ def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
     return _unchecked(plan, given)
   cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
   if not paths:
-    tried = ", ".join(given)
-    raise ValueError(f"there is no checkpoint to restore in {tried}: set CHECKPOINT_PATH")
+    tried = f" in {', '.join(given)}" if given else ""
+    raise ValueError(f"there is no checkpoint to restore{tried}: set CHECKPOINT_PATH")
   _check(plan, cfg, paths)
   return [("restores", paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …")]
 

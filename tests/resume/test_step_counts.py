@@ -85,4 +85,6 @@ def test_total_steps_below_the_step_of_the_checkpoint_are_refused(pretrained, tm
     ValueError, match=r"TRAIN_STEPS = 3, or TRAIN_STEPS_RELATIVE .* = 1, to train"
   ):
     train(pretrained.parent, 1)
+  with pytest.raises(ValueError, match="checkpoint_9 is not a checkpoint: there is no such"):
+    train(tmp_path, 3, start=pretrained.with_name("checkpoint_9"))
   assert train(pretrained.parent, 2) == (2, [])  # a restart of a complete run
