@@ -114,6 +114,7 @@ def infer(
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
     checkpoints.check_vocabularies(model, restore_checkpoint_cfg)
+  checkpoints.check_source_configs(model, restore_checkpoint_cfg)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)
   batch_size, spec = dataset_cfg.batch_size, examples.element_spec()
   shapes = {name: (batch_size, *x.shape) for name, x in spec.items()}

@@ -152,6 +152,7 @@ def train(
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
   vocabularies = _check_vocabularies(verify_matching_vocabs_fn, train_cfg, model, restore_cfg)
+  checkpoints.check_source_configs(model, restore_cfg)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   mesh = partitioner.mesh.shape
@@ -199,7 +200,11 @@ def train(
   total_steps = origin["relative_to"] + relative_steps if relative_steps else total_steps
   if manager is not None:
     base = checkpoints.find_base_checkpoint(checkpoint_cfg, earlier_facts, restore_path)
-    manager.begin_run({**seeds, **vocabularies, **origin, checkpoints.STARTED_FROM: base})
+    started = {
+      checkpoints.STARTED_FROM: base,
+      **checkpoints.source_fact(earlier_facts, restore_path),
+    }
+    manager.begin_run({**seeds, **vocabularies, **origin, **started})
 
   # Trainer. It owns the state from here on: each step donates the state before it.
   trainer = trainer_cls(

@@ -7,6 +7,7 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
+from rosetta_t5.checkpoints.formats.hugging_face.source_config import source_fact
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
@@ -22,6 +23,7 @@ from rosetta_t5.checkpoints.reading import UnreadableCheckpointError, values_che
 from rosetta_t5.checkpoints.restore import (
   VOCABULARIES,
   check_compatibility,
+  check_source_configs,
   check_vocabularies,
   create_orbax_checkpoint_manager,
   get_fallback_state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -27,7 +26,6 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   disk_bytes,
   has_checksums,
   older_steps,
-  read_run_facts,
   state_path,
   step_of,
 )
@@ -47,9 +45,6 @@ _LARGE_BYTES = 1 << 30
 _MAX_BYTES_PER_STORED = 1000
 # The name under which every layout with a train state has the step.
 _STEP = "state/step"
-
-# The run fact with the config.json of the Hugging Face folder that a run started from.
-SOURCE_CONFIG = "source_config"
 
 _log = logging.getLogger(__name__)
 
@@ -146,20 +141,6 @@ def checksum_folder(path: epath.PathLike) -> epath.Path:
   """Returns the folder in which the checkpoint at `path` has its checksums."""
   given = epath.Path(path)
   return state_path(given) if given.is_dir() else given.parent
-
-
-def read_source_config(path: epath.PathLike) -> dict[str, Any]:
-  """Returns the config.json of Transformers with which a checkpoint's model came; {} if there is none.
-
-  It is a file of a Hugging Face folder and of a checkpoint that was converted from one. Runs that started
-  from either store it as a run fact.
-  """
-  file = epath.Path(path) / hugging_face_folder.CONFIG
-  if file.exists():
-    return hugging_face_folder.read_config(file)
-  with contextlib.suppress(ValueError):  # Damaged facts are reported by the restore.
-    return dict(read_run_facts(path).get(SOURCE_CONFIG) or {})
-  return {}
 
 
 def _is_machine_error(error: Exception) -> bool:

@@ -152,6 +152,7 @@ class InteractiveModel:
       latest = checkpoints.RestoreCheckpointConfig(self.output_dir, mode="latest")
       return initializer.from_checkpoint_or_scratch([latest], init_rng=init_rng)
     checkpoints.check_vocabularies(self.model, self.restore_cfg)
+    checkpoints.check_source_configs(self.model, self.restore_cfg)
     state = initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
     if state is None:
       raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
+from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
 from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
@@ -227,4 +228,5 @@ def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
     return
   expected = plan.state.state_dict()
   for path in paths:
+    check_source_config(plan["model"], path, cfg.strict)
     checkpoints.check_compatibility(path, expected, cfg)
