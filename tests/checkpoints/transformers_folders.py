@@ -174,6 +174,17 @@ def logits_of_transformers(folder, inputs=INPUTS, targets=TARGETS):
     return model(**tokens).logits.numpy()
 
 
+def generate_with_transformers(folder):
+  """Returns the tokens after the start that the installed Transformers generates greedily."""
+  import torch
+  import transformers
+
+  model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+  options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1}
+  options["attention_mask"] = torch.ones(INPUTS.shape, dtype=torch.long)
+  return model.generate(input_ids=torch.tensor(INPUTS), **options)[0, 1:].tolist()
+
+
 def first_token(config):
   """Returns the token with which Transformers starts the decoder."""
   if config["model_type"] in ("gpt2", "gpt_neo"):
@@ -197,7 +208,9 @@ def main():
       targets = TARGETS.copy()
       targets[0, 0] = first_token(config)
       logits = logits_of_transformers(folder, targets=targets)[0, -1]
+      generated = generate_with_transformers(folder) if "decoder_start_token_id" in config else []
     found[name] = {"config": config, "weights": shapes, "logits": logits.round(5).tolist()}
+    found[name]["generated"] = generated
   keys = {json.dumps(case["weights"]): None for case in found.values()}
   tables = list(keys)
   cases = {n: {**c, "weights": tables.index(json.dumps(c["weights"]))} for n, c in found.items()}

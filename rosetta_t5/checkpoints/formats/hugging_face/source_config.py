@@ -1,0 +1,98 @@
+"""The config.json of Transformers with which a model came, and whether a run's network computes the same."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
+from rosetta_t5.checkpoints.reading import read_arrays
+
+# The run fact with the config.json of the model that a run started from.
+_FACT = "source_config"
+# Fields that a run may choose: precision, and how full experts may be. Tables are compared by their shapes.
+_FREE = ("vocab_size", "max_length", "float32_attention_logits", "expert_capacity", "route_padding")
+_log = logging.getLogger(__name__)
+
+
+def read_source_config(path: epath.PathLike) -> dict[str, Any]:
+  """Returns the config.json of Transformers with which a checkpoint's model came; {} if there is none.
+
+  It is a file of a Hugging Face folder and of a checkpoint that was converted from one. Runs that started
+  from either store it as a run fact.
+  """
+  file = epath.Path(path) / folder.CONFIG
+  if file.exists():
+    return folder.read_config(file)
+  with contextlib.suppress(ValueError):  # Damaged facts are reported by the restore.
+    return dict(read_run_facts(path).get(_FACT) or {})
+  return {}
+
+
+def source_fact(earlier: Mapping[str, Any], path: epath.PathLike | None) -> dict[str, Any]:
+  """Returns the run fact that states which config.json a run's model came with; {} if there is none.
+
+  Args:
+    earlier: the facts of the run before a restart.
+    path: the checkpoint from which the run starts, or None.
+  """
+  config = earlier.get(_FACT) or (read_source_config(path) if path else {})
+  return {_FACT: config} if config else {}
+
+
+def check_source_config(model: Any, path: epath.PathLike, strict: bool = True) -> None:
+  """Checks that a model computes what the config.json in the folder of a checkpoint states.
+
+  Args:
+    model: the run's model.
+    path: a checkpoint. Only a Hugging Face folder and a checkpoint converted from one have the file.
+    strict: whether a difference is an error; otherwise it is logged.
+
+  Raises:
+    ValueError: the network has other settings, or the vocabulary another end token.
+  """
+  file = epath.Path(path) / folder.CONFIG
+  if not file.exists():
+    return
+  config, network = folder.read_config(file), model.network_config
+  settings = folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
+  differences = [*_differing_settings(settings, network), *_differing_end(config, model)]
+  if config.get("pad_token_id"):
+    _log.warning(
+      "%s: pad_token_id is %s, but token 0 is padding here, so texts must not contain token 0",
+      *(file, config["pad_token_id"]),
+    )
+  if not differences:
+    return
+  message = f"{file} does not describe this run's model. Set\n  " + "\n  ".join(differences)
+  if strict:
+    raise ValueError(
+      f"{message}\nor accept another computation with RestoreCheckpointConfig.strict = False"
+    )
+  _log.warning("%s", message)
+
+
+def _differing_settings(settings: Mapping[str, Any], network: Any) -> Iterator[str]:
+  for name, value in settings.items():
+    given = getattr(network, name, value)  # A user's own network may lack the field.
+    given = tuple(given) if isinstance(given, list) else given
+    if name not in _FREE and given != value:
+      yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"
+
+
+def _differing_end(config: Mapping[str, Any], model: Any) -> Iterator[str]:
+  expected, given = config.get("eos_token_id"), model.output_vocabulary.eos_id
+  ends = expected if isinstance(expected, list) else [expected]
+  if folder.is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0):
+    ends = [end + 1 for end in ends if end is not None]
+  if None not in (expected, given) and given not in ends:
+    yield (
+      f"the vocabulary to the one of the folder, whose texts end with token {expected} (the end of this "
+      f"run's vocabulary is token {given})"
+    )
