@@ -151,8 +151,7 @@ def train(
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
-  vocabularies = _check_vocabularies(verify_matching_vocabs_fn, train_cfg, model, restore_cfg)
-  checkpoints.check_source_configs(model, restore_cfg)
+  model_facts = _check_model(verify_matching_vocabs_fn, train_cfg, model, restore_cfg, restore_path)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   mesh = partitioner.mesh.shape
@@ -200,11 +199,7 @@ def train(
   total_steps = origin["relative_to"] + relative_steps if relative_steps else total_steps
   if manager is not None:
     base = checkpoints.find_base_checkpoint(checkpoint_cfg, earlier_facts, restore_path)
-    started = {
-      checkpoints.STARTED_FROM: base,
-      **checkpoints.source_fact(earlier_facts, restore_path),
-    }
-    manager.begin_run({**seeds, **vocabularies, **origin, **started})
+    manager.begin_run({**seeds, **model_facts, **origin, checkpoints.STARTED_FROM: base})
 
   # Trainer. It owns the state from here on: each step donates the state before it.
   trainer = trainer_cls(
@@ -320,18 +315,21 @@ def _draw_seeds(
   return {"random_seed": own, "train_dataset_seed": of_data}
 
 
-def _check_vocabularies(
+def _check_model(
   verify: Callable[..., None] | None,
   train_cfg: data.DatasetConfig,
   model: BaseModel,
   restore_cfg: checkpoints.RestoreCheckpointConfig | None,
+  restore_path: str | None,
 ) -> dict[str, Any]:
-  """Checks that task, model and checkpoint have the same vocabularies; returns their run fact."""
+  """Checks that task, model and checkpoint fit together; returns the run facts about the model."""
+  checkpoints.check_source_configs(model, restore_cfg)
+  facts = checkpoints.source_fact(restore_path)
   if verify is None:
-    return {}
+    return facts
   verify(train_cfg, model)
   checkpoints.check_vocabularies(model, restore_cfg)
-  return {checkpoints.VOCABULARIES: data.vocabulary_digests(model)}
+  return facts | {checkpoints.VOCABULARIES: data.vocabulary_digests(model)}
 
 
 def _find_origin(

@@ -148,8 +148,7 @@ def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplo
   assert len(set(index["weight_map"].values())) > 3
   (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [de, fr]\n---\nText")
   half = convert.convert(tmp_path, tmp_path / "half", "hf", dtype="bfloat16", report=lambda _: None)
-  assert f"checkpoint {tmp_path} was saved without checksums" in caplog.text
-  assert ".unfinished was saved without" not in caplog.text
+  assert "was saved without checksums" not in caplog.text
   data = ModelCard.load(half / "README.md").data
   assert (data.license, data.language) == ("mit", ["de", "fr"])
   assert data.pipeline_tag == "text2text-generation"

@@ -35,14 +35,9 @@ def read_source_config(path: epath.PathLike) -> dict[str, Any]:
   return {}
 
 
-def source_fact(earlier: Mapping[str, Any], path: epath.PathLike | None) -> dict[str, Any]:
-  """Returns the run fact that states which config.json a run's model came with; {} if there is none.
-
-  Args:
-    earlier: the facts of the run before a restart.
-    path: the checkpoint from which the run starts, or None.
-  """
-  config = earlier.get(_FACT) or (read_source_config(path) if path else {})
+def source_fact(path: epath.PathLike | None) -> dict[str, Any]:
+  """Returns the run fact that states which config.json the model of a checkpoint came with; {} if none."""
+  config = read_source_config(path) if path else {}
   return {_FACT: config} if config else {}
 
 
@@ -62,7 +57,10 @@ def check_source_config(model: Any, path: epath.PathLike, strict: bool = True) -
     return
   config, network = folder.read_config(file), model.network_config
   settings = folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
-  differences = [*_differing_settings(settings, network), *_differing_end(config, model)]
+  differences = [
+    *_differing_settings(settings, network),
+    *_differing_end(config, model, settings["vocab_size"]),
+  ]
   if config.get("pad_token_id"):
     _log.warning(
       "%s: pad_token_id is %s, but token 0 is padding here, so texts must not contain token 0",
@@ -86,13 +84,13 @@ def _differing_settings(settings: Mapping[str, Any], network: Any) -> Iterator[s
       yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"
 
 
-def _differing_end(config: Mapping[str, Any], model: Any) -> Iterator[str]:
+def _differing_end(config: Mapping[str, Any], model: Any, vocabulary_size: int) -> Iterator[str]:
   expected, given = config.get("eos_token_id"), model.output_vocabulary.eos_id
-  ends = expected if isinstance(expected, list) else [expected]
-  if folder.is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0):
-    ends = [end + 1 for end in ends if end is not None]
-  if None not in (expected, given) and given not in ends:
+  is_shifted = folder.is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+  ends = [x for x in (expected if isinstance(expected, list) else [expected]) if x is not None]
+  ends = [end + is_shifted for end in ends if end + is_shifted < vocabulary_size]
+  if ends and given is not None and given not in ends:
     yield (
       f"the vocabulary to the one of the folder, whose texts end with token {expected} (the end of this "
-      f"run's vocabulary is token {given})"
+      f"run's vocabulary is token {given - is_shifted})"
     )
