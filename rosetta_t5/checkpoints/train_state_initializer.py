@@ -12,6 +12,7 @@ from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.restore import (
   check_and_init_fallback_state,
+  check_source_configs,
   check_vocabularies,
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
@@ -165,6 +166,7 @@ def restore_for_inference(
     partitioner=partitioner,
   )
   check_vocabularies(model, restore_cfg)
+  check_source_configs(model, restore_cfg)
   state = initializer.from_checkpoint([restore_cfg])
   if state is None:
     raise ValueError(
