@@ -123,10 +123,19 @@ def check_examples(
     ValueError: most targets would lose their end; or see `first_examples`.
   """
   is_ours = str(inspect.unwrap(get_dataset_fn).__module__).startswith("rosetta_t5.")
+  if is_ours and isinstance(cfg.mixture_or_task_name, PreparedTask):
+    return functools.partial(_describe_prepared, cfg.mixture_or_task_name.batches(cfg, 0, 1, 0))
   found = first_examples(cfg) if is_ours else []
   for each in found:
     each.check_targets(cfg)
   return functools.partial(_describe, found, cfg)
+
+
+def _describe_prepared(batches: Any, steps: int | None) -> list[str]:
+  prefix = "data/epochs/"
+  measures = batches.measures(steps).items() if steps else ()
+  epochs = {key.removeprefix(prefix): n for key, n in measures if key.startswith(prefix)}
+  return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 
 def _describe(found: list[FirstExamples], cfg: DatasetConfig, steps: int | None) -> list[str]:

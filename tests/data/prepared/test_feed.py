@@ -20,6 +20,7 @@ from rosetta_t5.checkpoints.dataset_position import (
 )
 from rosetta_t5.data import (
   DatasetConfig,
+  check_examples,
   get_dataset,
   get_training_eval_datasets,
   prepare_train_iter,
@@ -341,6 +342,14 @@ def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
   expected = next(first)["decoder_target_tokens"]
   np.testing.assert_array_equal(next(restarted)["decoder_target_tokens"], expected)
   restarted.close()
+
+
+def test_the_epochs_that_steps_make_of_each_folder_are_stated(folders: list[str]) -> None:
+  cfg = config(prepared_task(folders, rates=[1, 1]))
+  measured = cfg.mixture_or_task_name.batches(cfg, 0, 1, 0).measures(20)  # type: ignore[union-attr]
+  first, second = check_examples(cfg, get_dataset)(20)
+  assert first == f"a: 20 steps are {measured['data/epochs/a']:.3g} epochs"
+  assert second == f"b: 20 steps are {measured['data/epochs/b']:.3g} epochs"
 
 
 def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
