@@ -11,3 +11,4 @@ from rosetta_t5.data.pipeline.text_examples import (
 )
 from rosetta_t5.inference.text_inference import InferenceType
 from rosetta_t5.interactive.model import InteractiveModel
+from rosetta_t5.interactive.open_model import open_model

@@ -77,6 +77,7 @@ class InteractiveModel:
     init_random_seed: int = 42,
     add_eos: bool = True,
     eval_names: Sequence[str] | None = None,
+    restore_cfg: checkpoints.RestoreCheckpointConfig | None = None,
   ):
     """Restores or initializes the parameters.
 
@@ -95,6 +96,7 @@ class InteractiveModel:
       init_random_seed: seed of initial values and dropout.
       add_eos: whether inputs and targets end with the end token.
       eval_names: the tasks of `trainer.eval`.
+      restore_cfg: how to restore, in place of dtype, restore_mode and checkpoint_path.
 
     Raises:
       ValueError: there is no checkpoint at `checkpoint_path`, or it belongs to another model.
@@ -106,7 +108,7 @@ class InteractiveModel:
     self.output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
     self._layout = partitioner.get_data_layout(batch_size)
     self._train_summary: Any = None
-    self.restore_cfg = (
+    self.restore_cfg = restore_cfg or (
       checkpoints.RestoreCheckpointConfig(checkpoint_path, mode=restore_mode, dtype=dtype)
       if checkpoint_path
       else None

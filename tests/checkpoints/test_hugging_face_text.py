@@ -17,6 +17,7 @@ from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import sentinel_ids
+from rosetta_t5.interactive.open_model import open_model
 from rosetta_t5.trained_model import open_model_dir, read_run
 
 RECORDED = json.loads(transformers_texts.RECORDINGS.read_text())
@@ -30,6 +31,15 @@ def empty_gin(monkeypatch):
   gin.clear_config()
 
 
+def infer(tmp_path):
+  """Returns what `rosetta-t5 infer` writes for the prompts with the folder tmp_path/model."""
+  (tmp_path / "texts").write_text("\n".join(PROMPTS))
+  output = tmp_path / "out.jsonl"
+  arguments = ["--model_dir", tmp_path / "model", "--input", tmp_path / "texts", "--output", output]
+  assert cli.main(["infer", *map(str, arguments)]) == 0
+  return [json.loads(line) for line in output.read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
   ("case", "setting"),
   [
@@ -41,15 +51,9 @@ def empty_gin(monkeypatch):
     if setting != "controls" or not case.endswith(("gpt2", "gpt_neo", "t5-start"))
   ],
 )
-def test_infer_opens_a_folder_and_writes_what_transformers_generates(
-  case, setting, tmp_path, capsys
-):
+def test_infer_opens_a_folder_and_writes_what_transformers_generates(case, setting, tmp_path):
   write_folder(case, tmp_path / "model", setting)
-  (tmp_path / "texts").write_text("\n".join(PROMPTS))
-  output = tmp_path / "out.jsonl"
-  arguments = ["--model_dir", tmp_path / "model", "--input", tmp_path / "texts"]
-  assert cli.main(["infer", *map(str, arguments), "--output", str(output)]) == 0
-  rows = [json.loads(line) for line in output.read_text().splitlines()]
+  rows = infer(tmp_path)
   assert [row["prediction"] for row in rows] == RECORDED[case][setting]
   assert all(row["score"] < 0 for row in rows)
 
@@ -179,3 +183,22 @@ def test_a_folder_needs_a_task_and_a_folder_for_results(folder, arguments, messa
   with pytest.raises(SystemExit):
     cli.main([*arguments, "--model_dir", str(folder)])
   assert message in capsys.readouterr().err
+
+
+def test_an_interactive_model_opens_a_folder_and_trains_it(folder, tmp_path):
+  lengths = {"inputs": 8, "targets": transformers_texts.NEW_TOKENS}
+  model = open_model(folder, str(tmp_path / "out"), 8, lengths)
+  predictions, _ = model.predict_with_aux(PROMPTS)
+  texts = [text.decode() for _, text in predictions]
+  assert texts == [text.strip() for text in RECORDED["5.24.0/t5"]["greedy"]]
+  model.train_step([{"input": "w9 w4", "target": "w5"}] * 8)
+  assert (model.step, int(model.train_summary["train"]["loss"].value > 0)) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", transformers_texts.CASES)
+def test_greedy_texts_equal_those_of_the_installed_transformers(case, tmp_path):
+  pytest.importorskip("transformers")
+  write_folder(f"5.24.0/{case}", tmp_path / "model")
+  expected = transformers_texts.texts_of_transformers(tmp_path / "model")
+  assert [row["prediction"] for row in infer(tmp_path)] == expected
