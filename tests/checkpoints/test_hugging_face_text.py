@@ -192,7 +192,8 @@ def test_an_interactive_model_opens_a_folder_and_trains_it(folder, tmp_path):
   texts = [text.decode() for _, text in predictions]
   assert texts == [text.strip() for text in RECORDED["5.24.0/t5"]["greedy"]]
   model.train_step([{"input": "w9 w4", "target": "w5"}] * 8)
-  assert (model.step, int(model.train_summary["train"]["loss"].value > 0)) == (1, 1)
+  assert model.step == 1
+  assert model.train_summary["loss"].value > 0
 
 
 @pytest.mark.slow
