@@ -27,6 +27,7 @@ from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays, stored_step
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.telemetry.atomic_files import complete_folder
@@ -124,7 +125,7 @@ def convert(
   with complete_folder(final) as unfinished:
     if to == "hf":
       unfinished.mkdir(parents=True)
-      weights, their_config = _for_transformers(arrays, facts, model_type)
+      weights, their_config = _for_transformers(arrays, facts, model_type, tokenizer)
       hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
@@ -184,7 +185,10 @@ def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool
 
 
 def _for_transformers(
-  arrays: Arrays, facts: ModelFacts, family: str | None
+  arrays: Arrays,
+  facts: ModelFacts,
+  family: str | None,
+  tokenizer: str | os.PathLike[str] | None,
 ) -> tuple[Arrays, dict[str, Any]]:
   """Returns the weights by Transformers' names, and the content of config.json.
 
@@ -193,8 +197,9 @@ def _for_transformers(
   """
   if any(name.startswith("target/encoder/") for name in arrays):
     assert isinstance(facts.network, T5Config)
-    family = family or t5.find_family(arrays)
-    config = t5.make_config(arrays, facts.network, family, facts.source_config)
+    family = family or t5.find_family(arrays, facts.source_config)
+    source_config = {**_end_token(tokenizer), **facts.source_config}
+    config = t5.make_config(arrays, facts.network, family, source_config)
     return t5.make_weights(arrays, family), config
   gpt.check_is_gpt(arrays)
   if not isinstance(facts.network, TransformerConfig):
@@ -207,6 +212,14 @@ def _for_transformers(
     arrays, facts.network, family, facts.source_config, facts.ids_are_shifted
   )
   return gpt.make_weights(arrays, facts.network, config), config
+
+
+def _end_token(tokenizer: str | os.PathLike[str] | None) -> dict[str, int]:
+  """Returns the entry of config.json for the token that ends texts in a SentencePiece model, if it is one."""
+  files = hugging_face_folder.tokenizer_files(tokenizer)
+  model = next((file for file in files if file.suffix == ".model"), None)
+  end = -1 if model is None else load_sentencepiece(model).eos_id()
+  return {} if end < 0 else {"eos_token_id": end}
 
 
 def _prepare_destination(

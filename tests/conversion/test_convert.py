@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import numpy_t5
 import pytest
+import sentencepiece
 from huggingface_hub import ModelCard
 from limited_memory import limited_memory
 
@@ -261,3 +262,16 @@ def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reason
   ):
     assert reason in output
   assert not (tmp_path / "hf").exists()
+
+
+def test_the_end_token_of_a_run_is_that_of_its_vocabulary_and_mt5_stays_mt5(tmp_path):
+  options = {"model_prefix": str(tmp_path / "own"), "vocab_size": 24, "hard_vocab_limit": False}
+  rows = iter(["a text of few words"] * 9)
+  sentencepiece.SentencePieceTrainer.train(sentence_iterator=rows, **options)  # its end is token 2
+  quiet = {"report": lambda _: None}
+  own = convert.convert(MESH_TF, tmp_path / "own", "hf", tokenizer=tmp_path / "own.model", **quiet)
+  assert json.loads((own / "config.json").read_text())["eos_token_id"] == 2
+  mt5 = MESH_TF.parent / "mt5_sharded"
+  checkpoint = convert.convert(mt5, tmp_path / "t5x", "t5x", **quiet)
+  back = convert.convert(checkpoint, tmp_path / "back", "hf", **quiet)
+  assert json.loads((back / "config.json").read_text())["model_type"] == "mt5"

@@ -220,13 +220,20 @@ def _read_activations(
   return (activation, "linear") if is_gated else (activation,)
 
 
-def find_family(arrays: Mapping[str, StoredArray]) -> str:
-  """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size."""
+def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, Any]) -> str:
+  """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size.
+
+  Args:
+    arrays: the weights by T5X's names.
+    source_config: the config.json that the model came with, which decides between T5 and mT5; or {}.
+  """
   if switch.has_experts(arrays):
     return switch.FAMILY
   if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
     return "umt5"
-  return "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
+  default = "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
+  source = source_config.get("model_type")
+  return source if source in ("t5", "mt5") else default
 
 
 def make_config(
