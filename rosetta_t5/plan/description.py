@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from rosetta_t5.checkpoints import read_start_facts
+from rosetta_t5.checkpoints.model_dir.checkpoint_folders import step_of
 from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
@@ -20,7 +23,7 @@ from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.plan import fitting
 from rosetta_t5.plan.hardware import expected_devices, placement
-from rosetta_t5.plan.inputs import checkpoint_rows, data_rows
+from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
 from rosetta_t5.plan.workload import (
   Workload,
@@ -97,6 +100,18 @@ class Plan:
   def trainer_settings(self) -> Mapping[str, Any]:
     """The arguments that gin will pass to the trainer."""
     return self.resolved.settings.get("trainer_cls", {})
+
+  @functools.cached_property
+  def steps(self) -> tuple[int, int]:
+    """The steps at which the run begins (not its restart) and ends; 0 for a beginning that is unknown."""
+    path, facts = None, {}
+    with contextlib.suppress(ValueError):  # `checkpoint_rows` reports it
+      path = find_start(self)[1]
+      facts = read_start_facts(self["model_dir"], path)
+    start = (step_of(path) if path else None) or 0
+    relative = self["relative_steps"]
+    end = facts.get("relative_to", start) + relative if relative else self["total_steps"]
+    return facts.get("first_step", start), end or 1
 
   @functools.cached_property
   def lengths(self) -> dict[str, int]:
@@ -249,8 +264,8 @@ def _optimizer_rows(plan: Plan) -> Rows:
   rows = [("optimizer", name)]
   schedule = plan.trainer_settings.get("learning_rate_fn")
   if schedule is not None:
-    last = plan["total_steps"] or 1
-    steps = sorted({0, 1, *(last * n // 4 for n in (1, 2, 3, 4))})
+    first, last = plan.steps
+    steps = sorted({first, first + 1, *(first + (last - first) * n // 4 for n in (1, 2, 3, 4))})
     rate = ", ".join(f"{float(schedule(step)):.3g} at {step}" for step in steps)
     if not getattr(optimizer, "uses_learning_rate", True):
       rate += ": only logged, optax optimizers have their own"
@@ -276,8 +291,7 @@ def _reference_names(value: Any, bindings: Mapping[tuple[str, ...], Any]) -> Ite
 def _step_rows(plan: Plan) -> Rows:
   if not plan.is_training or plan["total_steps"] is None:
     return []
-  relative = plan["relative_steps"]
-  total = f"{relative} from the starting step" if relative else f"to {plan['total_steps']}"
+  total = "{} to {}".format(*plan.steps)
   periods = [
     f"{name} every {plan[f'{name}_period']}" for name in ("stats", "eval") if plan[f"{name}_period"]
   ]

@@ -171,9 +171,14 @@ def _source_of_path(plan: Any) -> str:
   return f"\n  {found.source}" if found and found.value else ""
 
 
-def _training_start(plan: Any) -> Rows:
-  """Returns the start of a training run: MODEL_DIR's checkpoint, else the given one, else scratch."""
+def find_start(plan: Any) -> tuple[Any, str | None]:
+  """Returns what a training run restores: MODEL_DIR's checkpoint, else the given one, else (None, None).
+
+  A checkpoint elsewhere than on this machine, which cannot be looked for, is returned without a config.
+  """
   cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
+  if cfg is None or not folder:
+    return None, None
   end = None if plan["relative_steps"] else plan["total_steps"]
   found, path = None, None
   if not _is_remote(folder):
@@ -181,8 +186,15 @@ def _training_start(plan: Any) -> Rows:
     found, path = checkpoints.find_start_checkpoint(without_restore, folder, end)
   if path is None and cfg.restore is not None:
     if any(map(_is_remote, cfg.restore.paths())):
-      return _unchecked(plan, cfg.restore.paths())
+      return None, ", ".join(cfg.restore.paths())
     found, path = checkpoints.find_start_checkpoint(cfg, folder, end)
+  return found, path
+
+
+def _training_start(plan: Any) -> Rows:
+  found, path = find_start(plan)
+  if path and found is None:
+    return _unchecked(plan, [path])
   _check(plan, found, [path] if path else [])
   return [("starts from", path or "scratch")]
 

@@ -129,6 +129,19 @@ def test_the_checkpoint_of_model_dir_wins_over_a_missing_initial_checkpoint(chec
   assert rows["starts from"] == "run/checkpoint_1"
 
 
+def test_the_steps_of_a_finetuning_begin_at_its_checkpoint(check, saved):
+  saved.parent.rename("pretrained")
+  path = "--gin.utils.RestoreCheckpointConfig.path='pretrained/checkpoint_1'"
+  start = (path, "--gin.utils.RestoreCheckpointConfig.mode='specific'")
+  status, rows, output = check(*start, "--gin.TRAIN_STEPS_RELATIVE=8")
+  assert status == 0, output
+  assert rows["steps"].startswith("1 to 9, ")
+  assert rows["learning rate"].startswith("0.01 at 1, 0.01 at 2, 0.01 at 3, ")
+  status, _, output = check(*start, "--gin.TRAIN_STEPS=1")
+  assert status == 2
+  assert "TRAIN_STEPS (train.total_steps) must be more than 1, " in output
+
+
 def test_a_checkpoint_of_another_model_is_refused(check, saved):
   status, _, output = check("--gin.network.T5Config.mlp_dim=24")
   assert status == 2
