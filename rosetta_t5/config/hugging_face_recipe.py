@@ -166,7 +166,8 @@ def _vocabulary(
     new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
     sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
     eos = config.get("eos_token_id", pieces.eos_id())
-    others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id())}
+    # No text has <s> or <pad>, which `reserve_padding` may have replaced.
+    others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
     if not tokenizer.exists() or (not others and eos == pieces.eos_id()):
       default = 100 if config["model_type"] == "t5" and not added else len(sentinels)
       return "seqio.SentencePieceVocabulary", {

@@ -7,10 +7,15 @@ import pathlib
 import pickle
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import END, gpt2_vocabulary
+from rosetta_t5.data.vocabularies.tokenizer_vocabulary import (
+  END,
+  gpt2_vocabulary,
+  tokenizer_vocabulary,
+)
 
 
 @pytest.fixture
@@ -56,3 +61,13 @@ def test_gpt2s_vocabulary_decodes_every_text_it_encodes_in_python_and_tensorflow
 def test_files_of_another_format_are_refused_as_gpt2s_vocabulary(gpt2: tuple[str, str]) -> None:
   with pytest.raises(ValueError, match=r"are not GPT-2's vocab\.json and merges\.txt"):
     gpt2_vocabulary(gpt2[1], gpt2[0]).encode("a")
+
+
+def test_an_unknown_token_0_of_a_tokenizer_is_not_padding(tmp_path: pathlib.Path) -> None:
+  ids = {"<unk>": 0, "<s>": 1, "</s>": 2, "red": 3}
+  tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  vocabulary = tokenizer_vocabulary(str(tmp_path / "tokenizer.json"), "</s>")
+  assert vocabulary.encode("red Q red") == [3, 1, 3]
+  assert vocabulary.decode([3, 0, 0]) == "red"

@@ -74,9 +74,15 @@ class TokenizerVocabulary(seqio.Vocabulary):
     special = {number + self._shift for number, token in added.items() if token.special}
     return {0, self.eos_id, *special} - {*self.named_sentinels()}
 
+  @functools.cached_property
+  def _unknown(self) -> int:
+    """The id of unknown pieces where their own is 0, which means padding here; as `reserve_padding` does."""
+    ids = (self.tokenizer.token_to_id(name) for name in ("<pad>", "<s>"))
+    return next(filter(None, ids), 0)
+
   def _encode(self, s: str) -> list[int]:
     ids = self.tokenizer.encode(s, add_special_tokens=False).ids
-    return [number + self._shift for number in ids]
+    return [number + self._shift or self._unknown for number in ids]
 
   def _decode(self, ids: Iterable[int]) -> str:
     shown = [int(id) - self._shift for id in ids if id not in self._hidden]
