@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import pathlib
 import unicodedata
 
@@ -11,11 +12,13 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer
 
+from rosetta_t5.checkpoints.formats.hugging_face.folder import write
 from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
   make_tokenizer,
   read_model,
 )
 from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 
 VIETNAMESE = "Tất cả mọi người sinh ra đều được tự do"
 OTHERS = "모든 인간은 태어날 때부터 ἄνδρα μοι ἔννεπε ᾧ क़ ख़ שּׁ"
@@ -114,3 +117,40 @@ def test_models_that_tokenizer_json_cannot_express_are_refused(lines, options, t
 def test_a_file_that_is_not_a_sentencepiece_model_is_refused(content):
   with pytest.raises(ValueError, match="not a SentencePiece model: "):
     read_model(content)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2},  # spm_train's defaults
+    {
+      "byte_fallback": True,
+      "normalization_rule_name": "identity",
+      "remove_extra_whitespaces": False,
+    },
+  ],
+)
+def test_a_t5_folder_encodes_as_its_tasks_also_with_a_vocabulary_unlike_t5s(
+  lines, options, tmp_path
+):
+  model = tmp_path / "my.model"
+  model.write_bytes(train(lines, vocab_size=1500, **options))
+  config = {"model_type": "t5", "vocab_size": 1664, "pad_token_id": 0, "eos_token_id": 1}
+  write(tmp_path, {}, config, model)
+  ours = load_sentencepiece(model, extra_ids=100)
+  theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+  for text in ("a <extra_id_0> list or <extra_id_99> item", "日本 is\n    unknown", *lines[:50]):
+    assert theirs.encode(text).ids == [*ours.encode(text), ours.eos_id()]
+  assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == ours.eos_id()
+  names = json.loads((tmp_path / "tokenizer_config.json").read_text())
+  assert [theirs.token_to_id(names[f"{name}_token"]) for name in ("pad", "eos", "unk")] == [
+    *(0, ours.eos_id(), ours.unk_id())
+  ]
+
+
+def test_t5s_own_tokenizer_reads_vocabularies_like_t5s(lines, tmp_path):
+  (tmp_path / "my.model").write_bytes(train(lines, vocab_size=400))
+  config = {"model_type": "t5", "vocab_size": 512, "pad_token_id": 0}
+  write(tmp_path, {}, config, tmp_path / "my.model")
+  assert not (tmp_path / "tokenizer.json").exists()
+  assert (tmp_path / "spiece.model").read_bytes() == (tmp_path / "my.model").read_bytes()

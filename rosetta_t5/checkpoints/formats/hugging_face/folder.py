@@ -21,6 +21,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
   SENTENCEPIECE,
   write_gpt_tokenizer,
+  write_t5_tokenizer,
 )
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import list_names
 from rosetta_t5.telemetry.json_files import read_json_object
@@ -245,6 +246,13 @@ def write(
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
   for file in tokenizer_files(tokenizer):
     shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
+  model = root / SENTENCEPIECE
+  if model.exists() and not config.get("pad_token_id") and not (root / "tokenizer.json").exists():
+    # Reading checkpoints must not import SentencePiece.
+    from rosetta_t5.data.vocabularies.sentencepiece_models import read_padded_model
+
+    model.write_bytes(read_padded_model(model))
+    config = config if is_gpt(config) else {**config, **write_t5_tokenizer(root, config)}
   config = {**config, **write_gpt_tokenizer(root, config)}
   (root / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

@@ -18,6 +18,7 @@ SENTENCEPIECE = "spiece.model"
 # The name of a start token that is not in vocab.json, because training has made it a token of its own.
 _START = "<|startoftext|>"
 _PADDING = 0
+_SENTINELS = 100  # that T5's vocabularies have
 
 
 def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,35 @@ def write_gpt_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str
   return {}
 
 
-def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
+def write_t5_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Writes tokenizer.json beside a folder's spiece.model if Transformers' T5Tokenizer would misread that.
+
+  Args:
+    root: the folder.
+    config: the content of the model's config.json.
+
+  Returns:
+    The entries of config.json that must change.
+
+  Raises:
+    ValueError: Transformers does not support the SentencePiece model.
+  """
+  # Reading checkpoints must not import SentencePiece.
+  from rosetta_t5.checkpoints.formats.hugging_face import sentencepiece_tokenizer
+
+  model = sentencepiece_tokenizer.read_model((root / SENTENCEPIECE).read_bytes())
+  pieces = len(model.pieces)
+  has_sentinels = (
+    "extra_id_" in model.pieces[-1].piece or config["vocab_size"] < pieces + _SENTINELS
+  )
+  if sentencepiece_tokenizer.is_t5s(model):
+    return {}
+  return _write_sentencepiece(root, is_gpt=False, sentinels=0 if has_sentinels else _SENTINELS)
+
+
+def _write_sentencepiece(
+  root: epath.Path, is_gpt: bool = True, sentinels: int = 0
+) -> dict[str, Any]:
   """Writes the model as tokenizer.json, because Transformers' GPTs do not read the .model file."""
   # Reading checkpoints must not import SentencePiece.
   from rosetta_t5.checkpoints.formats.hugging_face import sentencepiece_tokenizer
@@ -52,19 +81,22 @@ def _write_sentencepiece(root: epath.Path) -> dict[str, Any]:
   file = root / SENTENCEPIECE
   try:
     model = sentencepiece_tokenizer.read_model(file.read_bytes())
-    tokenizer = sentencepiece_tokenizer.make_tokenizer(model, _PADDING)
+    end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
+    around = {"start": _PADDING} if is_gpt else {"end": end}
+    tokenizer = sentencepiece_tokenizer.make_tokenizer(model, **around, sentinels=sentinels)
   except Exception as error:  # tokenizers raises no narrower type
     raise ValueError(f"{file}: {error}") from error
-  end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
   for name in ("special_tokens_map.json", "added_tokens.json"):
     (root / name).unlink(missing_ok=True)
   tokenizer.save(str(root / "tokenizer.json"), pretty=False)
-  ids = {"bos_token": _PADDING, "pad_token": _PADDING, "eos_token": end}
+  ids = {"pad_token": _PADDING, "eos_token": end}
+  ids |= {"bos_token": _PADDING} if is_gpt else {"unk_token": model.trainer_spec.unk_id}
   _write_json(
     root / "tokenizer_config.json",
     {
       "tokenizer_class": "PreTrainedTokenizerFast",
       "clean_up_tokenization_spaces": False,
+      "model_input_names": ["input_ids", "attention_mask"],
       **{name: model.pieces[id_].piece for name, id_ in ids.items() if id_ is not None},
     },
   )

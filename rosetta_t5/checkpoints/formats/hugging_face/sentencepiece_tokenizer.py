@@ -35,12 +35,16 @@ def read_model(model: bytes) -> Model:
   return proto
 
 
-def make_tokenizer(model: Model, start: int) -> Tokenizer:
+def make_tokenizer(
+  model: Model, start: int | None = None, end: int | None = None, sentinels: int = 0
+) -> Tokenizer:
   """Returns a tokenizer that encodes and decodes as SentencePiece does.
 
   Args:
     model: the result of `read_model`.
-    start: the token that is put before every text.
+    start: the token that is put before every text, if any.
+    end: the token that is put after every text, if any.
+    sentinels: the number of tokens <extra_id_0>, <extra_id_1>, … to add, the last ids in descending order.
 
   Raises:
     ValueError: `tokenizers` does not support the model.
@@ -50,17 +54,34 @@ def make_tokenizer(model: Model, start: int) -> Tokenizer:
   tokenizer = Tokenizer(_make_unigram(model) if is_unigram else _make_bpe(model))
   tokenizer.normalizer = normalizers.Sequence(_make_normalizers(model))
   tokenizer.decoder = decoders.Sequence(_make_decoders(model))
-  text = model.pieces[start].piece
+  first, last = ([model.pieces[id_].piece] if id_ is not None else [] for id_ in (start, end))
+  added = [(model.pieces[id_].piece, id_) for id_ in (start, end) if id_ is not None]
   tokenizer.post_processor = processors.TemplateProcessing(
-    single=[text, "$A"], pair=[text, "$A", "$B"], special_tokens=[(text, start)]
+    single=[*first, "$A", *last], pair=[*first, "$A", *last, "$B", *last], special_tokens=added
   )
   special = [
     AddedToken(piece.piece, normalized=False, special=True)
     for number, piece in enumerate(model.pieces)
     if piece.type == _Piece.CONTROL or number == start
   ]
+  names = [f"<extra_id_{number}>" for number in reversed(range(sentinels))]
+  flags = {"normalized": False, "special": True, "lstrip": True, "rstrip": True}
+  special += [AddedToken(name, **flags) for name in names]
   tokenizer.add_special_tokens(special)
   return tokenizer
+
+
+def is_t5s(model: Model) -> bool:
+  """Returns whether Transformers' T5Tokenizer, which knows only models like T5's, reads a model correctly."""
+  trainer, normalizer = model.trainer_spec, model.normalizer_spec
+  return (
+    (trainer.pad_id, trainer.eos_id, trainer.unk_id) == (0, 1, 2)
+    and trainer.model_type == _TrainerSpec.UNIGRAM
+    and not trainer.byte_fallback
+    and bool(normalizer.precompiled_charsmap)
+    and normalizer.remove_extra_whitespaces
+    and normalizer.add_dummy_prefix
+  )
 
 
 def _check_is_supported(model: Model) -> None:
