@@ -11,8 +11,6 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
-
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from tiny_state import Counter, Setup, Tiny
@@ -20,13 +18,10 @@ from tiny_state import Counter, Setup, Tiny
 WIDTH = 100_000
 
 
-def main(folder: pathlib.Path, layout: str) -> None:
+def main(folder: pathlib.Path) -> None:
   setup = Setup(module=Tiny(width=WIDTH), num_partitions=1)
   counter = Counter()
-  if layout == "orbax":
-    manager = setup.manager(folder, dataset_iterator=counter, keep=3)
-  else:
-    manager = Checkpointer(setup.state(), setup.partitioner, folder, counter, keep=3)
+  manager = setup.manager(folder, dataset_iterator=counter, keep=3)
   step = counter.position = manager.latest_step() or 0
   state = setup.state()
   while True:
@@ -37,4 +32,4 @@ def main(folder: pathlib.Path, layout: str) -> None:
 
 
 if __name__ == "__main__":
-  main(pathlib.Path(sys.argv[1]), sys.argv[2])
+  main(pathlib.Path(sys.argv[1]))

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_state import Counter, Setup, Tiny
+from tiny_state import Counter, Setup, Tiny, write_older_layout
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints import UnreadableCheckpointError, read_run_facts
 from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 DATASET_FILE = "train_ds-000-of-001"
 
@@ -30,8 +29,7 @@ def checkpoint(request, tmp_path_factory) -> pathlib.Path:
   next(counter)
   if request.param == "legacy":
     for step in (6, 7):
-      state = setup.state(step, seed=step)
-      Checkpointer(setup.state(), setup.partitioner, folder).save(state)
+      write_older_layout(folder, setup.state(step, seed=step))
   else:
     manager = setup.manager(folder, dataset_iterator=counter)
     manager.run_facts = {"random_seed": 3, "started_from": "somewhere"}

@@ -16,13 +16,12 @@ from saver_process import WIDTH
 from tiny_state import Counter, Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps, latest_step
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
-def save_until_killed(folder: pathlib.Path, layout: str, delay: float) -> int:
+def save_until_killed(folder: pathlib.Path, delay: float) -> int:
   """Runs the saver, kills it `delay` seconds after its third save began, and returns that step."""
   script = pathlib.Path(__file__).parent / "saver_process.py"
-  command = [python(), str(script), str(folder), layout]
+  command = [python(), str(script), str(folder)]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     lines = [process.stdout.readline() for _ in range(3)]
     time.sleep(delay)
@@ -32,34 +31,23 @@ def save_until_killed(folder: pathlib.Path, layout: str, delay: float) -> int:
   return int(lines[-1].split()[1])
 
 
-def check_every_checkpoint_is_whole(folder: pathlib.Path, layout: str, announced: int) -> None:
+def check_every_checkpoint_is_whole(folder: pathlib.Path, announced: int) -> None:
   counter = Counter()
   setup = Setup(module=Tiny(width=WIDTH), num_partitions=1)
   manager = setup.manager(folder, dataset_iterator=counter)
   # The last save that was announced may have waited for the one before it.
   assert latest_step(folder) >= announced - 2
   for step in all_steps(folder):
-    if layout == "legacy":
-      manager = Checkpointer(setup.state(), setup.partitioner, folder, counter)
     state = manager.restore(step=step)
     assert {float(x) for leaf in jax.tree.leaves(state) for x in np.unique(leaf)} == {float(step)}
     assert counter.position == step
 
 
-@pytest.mark.parametrize(
-  ("layout", "rounds"),
-  [
-    ("orbax", 1),
-    pytest.param("orbax", 12, marks=pytest.mark.slow),
-    pytest.param("legacy", 12, marks=pytest.mark.slow),
-  ],
-)
-def test_a_killed_process_leaves_complete_checkpoints_and_its_restart_continues(
-  tmp_path, layout, rounds
-):
+@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_complete_checkpoints_and_its_restart_continues(tmp_path, rounds):
   choose = random.Random(rounds)
   for _ in range(rounds):
     before = latest_step(tmp_path) or 0
-    announced = save_until_killed(tmp_path, layout, delay=choose.uniform(0.0, 0.1))
+    announced = save_until_killed(tmp_path, delay=choose.uniform(0.0, 0.1))
     assert announced == before + 3
-    check_every_checkpoint_is_whole(tmp_path, layout, announced)
+    check_every_checkpoint_is_whole(tmp_path, announced)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax import serialization
+from tiny_state import write_older_layout
 
 from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
@@ -89,8 +90,7 @@ def test_dataset_positions_are_saved_restored_and_limited_in_number(setup, count
 
 def test_a_checkpoint_loads_without_a_model(setup, tmp_path):
   state = setup.state(step=5)
-  arrays = flatten_state_dict(state.state_dict())
-  t5x_legacy.write(tmp_path / "checkpoint_5", arrays.items())
+  write_older_layout(tmp_path, state)
   file = find_checkpoint(tmp_path)
   assert file == str(tmp_path / "checkpoint_5/checkpoint")
   with pytest.raises(

@@ -10,7 +10,7 @@ import resource
 import jax
 import numpy as np
 import pytest
-from tiny_state import Counter
+from tiny_state import Counter, write_older_layout
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, all_steps
 from rosetta_t5.checkpoints.formats import t5x_legacy
@@ -22,7 +22,6 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.run_start import read_start_facts
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
 def save(setup, folder: pathlib.Path, step: int, **options) -> pathlib.Path:
@@ -47,7 +46,7 @@ def test_a_folder_of_any_name_is_written_read_and_cleaned(setup, tmp_path, name)
   state = setup.manager(folder, dataset_iterator=restored).restore()
   jax.tree.map(np.testing.assert_array_equal, state, setup.state(step=2))
   assert restored.position == 1
-  Checkpointer(setup.state(), setup.partitioner, folder).save(setup.state(step=3))
+  write_older_layout(folder, setup.state(step=3))
   assert read_arrays(folder / "checkpoint_3").keys() == read_arrays(folder / "checkpoint_2").keys()
   assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -121,7 +120,7 @@ def test_links_in_a_checkpoint_to_itself_are_not_counted(setup, tmp_path):
 
 
 def test_a_pipe_in_a_checkpoint_of_the_older_layout_is_refused(setup, tmp_path):
-  Checkpointer(setup.state(), setup.partitioner, tmp_path).save(setup.state(step=1))
+  write_older_layout(tmp_path, setup.state(step=1))
   array = next((tmp_path / "checkpoint_1").glob("target.*/0*"))
   array.unlink()
   os.mkfifo(array)

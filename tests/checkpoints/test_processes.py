@@ -11,11 +11,10 @@ import subprocess
 import numpy as np
 import pytest
 from forked_python import python
-from tiny_state import Tiny
+from tiny_state import Tiny, write_older_layout
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
 from rosetta_t5.checkpoints.model_dir.lock import lock_model_dir
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 
 
 def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]]:
@@ -92,8 +91,7 @@ def test_both_processes_report_that_a_folder_is_in_use(saved_by_two):
 def test_each_process_reads_its_shards_of_the_older_layout(make_setup, tmp_path):
   setup = make_setup(module=Tiny(width=4096), num_partitions=1)
   state = setup.state(step=7, seed=3)
-  Checkpointer(setup.state(), setup.partitioner, tmp_path).save(state)
-  assert (tmp_path / "checkpoint_7/checkpoint").is_file()
+  write_older_layout(tmp_path, state)
   statuses, outputs = two_processes(tmp_path, "restart")
   assert statuses == [0, 0], outputs
   whole = np.asarray(state.params["wi"])

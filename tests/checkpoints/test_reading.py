@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_state import write_older_layout
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError, restored_state
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
@@ -15,7 +16,6 @@ from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.checkpoints.restored_state import read_state
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import PjitPartitioner
 
 
@@ -123,16 +123,14 @@ def test_running_out_of_device_memory_is_not_reported_as_damage(setup, three_ste
 
 
 def test_a_missing_chunk_is_damage_and_not_zeros(setup, tmp_path):
-  legacy = Checkpointer(setup.state(), setup.partitioner, tmp_path)
-  legacy.save(setup.state(step=1))
+  write_older_layout(tmp_path, setup.state(step=1))
   (tmp_path / "checkpoint_1/target.wi/0.0").unlink()
   with pytest.raises(UnreadableCheckpointError, match=r"checkpoint_1 cannot be read"):
     setup.manager(tmp_path).restore()
 
 
 def test_a_shape_that_the_files_cannot_have_is_damage_and_not_zeros(setup, tmp_path):
-  legacy = Checkpointer(setup.state(), setup.partitioner, tmp_path)
-  legacy.save(setup.state(step=1))
+  write_older_layout(tmp_path, setup.state(step=1))
   next(tmp_path.glob("*/checksums-*")).unlink()
   metadata = tmp_path / "checkpoint_1/target.wi/.zarray"
   claims = {"shape": [10**9, 10**3], "fill_value": 0.0}
