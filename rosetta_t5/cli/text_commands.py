@@ -169,6 +169,7 @@ def _infer_rows(
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
+  from rosetta_t5.data.vocabularies.lost_text import describe_unknown
   from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
   from rosetta_t5.models.expert_losses import LEFT_BEHIND
@@ -189,13 +190,14 @@ def _infer_rows(
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
   arguments = {} if is_scoring else _decodes(options)
   preprocessors = default_preprocessors()
-  truncated: Counter[str] = Counter()
+  truncated, unknown = Counter[str](), Counter[str]()
   left_behind: list[float] = []
   num_empty = 0
   while batch := list(itertools.islice(rows, batch_size)):
     examples = [row.example for row in batch if row.example is not None]
     num_empty += len(batch) - len(examples)
     truncated += texts.count_truncated(examples)
+    unknown += texts.count_unknown(examples)
     results, aux = (
       texts.infer(mode, examples, preprocessors, model.state, **arguments) if examples else ([], {})
     )
@@ -214,6 +216,9 @@ def _infer_rows(
   if num_empty:
     note = f"note: {num_empty} of the lines are empty, and so are their predictions"
     print(note, file=sys.stderr)
+  if unknown:
+    note = "note: the vocabulary has no piece for these characters of the inputs"
+    print(f"{note}: {describe_unknown(unknown)}", file=sys.stderr)
   for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
     print(f"note: {note}", file=sys.stderr)
   for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):

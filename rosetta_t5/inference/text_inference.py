@@ -14,6 +14,7 @@ from rosetta_t5.data.pipeline.batch_checks import token_limit
 from rosetta_t5.data.pipeline.inference_data import iterate_chunks
 from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.lost_text import count_unknown
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.expert_capacity import inference_step
 from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn, join_aux
@@ -92,6 +93,11 @@ class TextInference:
       for example in examples
       if len(feature.vocabulary.encode(example[name[:-1]])) + feature.add_eos > self._lengths[name]
     )
+
+  def count_unknown(self, examples: Sequence[Mapping[str, str]]) -> Counter[str]:
+    """Returns how often each character without a piece is in the inputs; see `count_truncated`."""
+    vocabulary = self.features["inputs"].vocabulary
+    return sum((count_unknown(example["input"], vocabulary) for example in examples), Counter())
 
   def infer(
     self,

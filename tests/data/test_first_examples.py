@@ -17,6 +17,7 @@ from rosetta_t5.data import (
   task_on_rows,
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 
 pytestmark = pytest.mark.usefixtures("isolated_registries")
 
@@ -103,3 +104,24 @@ def test_the_data_of_a_users_own_dataset_function_is_not_described(cfg: DatasetC
     raise AssertionError
 
   assert check_examples(cfg, own)(100) == []
+
+
+@pytest.mark.parametrize("objective", ["seq2seq", "span_corruption"])
+def test_characters_that_the_vocabulary_lacks_are_named(
+  cfg: DatasetConfig, tmp_path: pathlib.Path, objective: str
+) -> None:
+  model = train_sentencepiece(["the red cat of the sea", "the old hat of the sea"], 16)
+  (tmp_path / "pieces.model").write_bytes(model)
+  (tmp_path / "more.csv").write_text("inputs,targets,text\n" + "the cat,the hat é,the cat é\n" * 20)
+  columns = {"inputs": "inputs", "targets": "targets"} if objective == "seq2seq" else {}
+  task = file_task(
+    str(tmp_path / "more.csv"),
+    vocabulary=import_seqio().SentencePieceVocabulary(str(tmp_path / "pieces.model"), 100),
+    objective=objective,
+    validation_percent=0.0,
+    **columns,
+  )
+  (text,) = describe(
+    cfg, 25, mixture_or_task_name=task, task_feature_lengths={"inputs": 64, "targets": 64}
+  )
+  assert "; the vocabulary has no piece for 'é' 20 times; 25 steps" in text

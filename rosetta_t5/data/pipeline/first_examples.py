@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.prepared import PreparedTask
+from rosetta_t5.data.vocabularies.lost_text import count_unknown, describe_unknown
 
 _EXAMPLES = 256  # of a task that are read
 _MAX_TASKS = 8  # of a mixture
@@ -34,6 +36,7 @@ class FirstExamples:
     lengths: for each feature the numbers of tokens of these examples, with the end token; none if the
       task cuts its texts into rows, so that nothing is truncated.
     share: the share of the run's rows that are the task's, in a mixture; else 1.
+    unknown: how often each character without a piece in the vocabulary occurs; see `count_unknown`.
     rows_per_example: how many rows the task makes of an example without packing; None if not known.
   """
 
@@ -44,6 +47,7 @@ class FirstExamples:
   lengths: Mapping[str, np.ndarray]
   rows_per_example: float | None
   share: float = 1.0
+  unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def truncated(self, limits: Mapping[str, int]) -> dict[str, float]:
     """Returns for each feature the share of the examples that are longer than its limit."""
@@ -75,6 +79,8 @@ class FirstExamples:
     shares = [f"{share:.1%} of the {name}" for name, share in truncated.items()]
     if shares:
       parts.append(f"truncated: {', '.join(shares)}, of the first {self.read}")
+    if unknown := describe_unknown(self.unknown):
+      parts.append(f"the vocabulary has no piece for {unknown}")
     if steps and self.number and self.rows_per_example:
       rows = self.number * self.rows_per_example / self._examples_per_row(cfg)
       is_exact = self.is_exact and not cfg.pack and bool(self.lengths) and self.share == 1
@@ -105,8 +111,8 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   with naming_files(cfg):
     measured = [_measure(task, cfg) for task in tasks[:_MAX_TASKS]]
   return [
-    dataclasses.replace(each, share=rate / sum(rates))
-    for each, rate in zip(measured, rates, strict=False)
+    dataclasses.replace(each, share=rate / sum(rates), unknown=_count_unknown(task, cfg))
+    for each, rate, task in zip(measured, rates, tasks, strict=False)
   ]
 
 
@@ -157,6 +163,21 @@ def _measure(task: Any, cfg: DatasetConfig) -> FirstExamples:
   examples = list(dataset.take(_EXAMPLES).as_numpy_iterator())
   lengths = {name: np.array([len(example[name]) for example in examples]) for name in names}
   return FirstExamples(task.name, number, is_exact, len(examples), lengths if examples else {}, 1.0)
+
+
+def _count_unknown(task: Any, cfg: DatasetConfig) -> Counter[str]:
+  """Counts the unknown characters of the first texts, if the task keeps them with their tokens."""
+  if cfg.use_cached or not task.supports_caching:
+    return Counter()
+  source = task.source.get_dataset(split=cfg.split, shuffle=False, seed=0)
+  examples = task.preprocess_precache(source, seed=0).take(_EXAMPLES).as_numpy_iterator()
+  texts = [
+    count_unknown(text.decode(), feature.vocabulary)
+    for example in examples
+    for name, feature in task.output_features.items()
+    if isinstance(text := example.get(f"{name}_pretokenized"), bytes)
+  ]
+  return sum(texts, Counter())
 
 
 def _read(task: Any, cfg: DatasetConfig, lengths: Mapping[str, int] | None) -> Any:

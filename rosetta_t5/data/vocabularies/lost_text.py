@@ -66,19 +66,10 @@ def describe_lost(counts: Mapping[str, int]) -> Iterator[str]:
   texts = counts["texts"]
   same = texts - counts.get("changed", 0)
   yield f"decode(encode(text)) equals the text, except for spaces, in {same} of {texts}"
-  for start, title in (
-    (_LOST, "lost characters"),
-    (_UNKNOWN_CHARACTER, "characters without a piece, in all texts"),
-  ):
-    # Representations of characters begin with a quote.
-    found = {
-      n.removeprefix(start): c
-      for n, c in counts.items()
-      if n.startswith((start + "'", start + '"'))
-    }
-    if found:
-      common = Counter(found).most_common(_SHOWN)
-      yield f"  {title}: " + ", ".join(f"{name} {count} times" for name, count in common)
+  if text := _name_characters(counts, _LOST):
+    yield f"  lost characters: {text}"
+  if text := describe_unknown(counts):
+    yield f"  characters without a piece, in all texts: {text}"
   kinds = [
     f"{lost:,} of {counts[name]:,} {name} ({lost / counts[name]:.0%})"
     for name in _WHITE_SPACE
@@ -87,6 +78,19 @@ def describe_lost(counts: Mapping[str, int]) -> Iterator[str]:
   if kinds:
     share = counts.get(_SIZE, 0) / counts["characters"]
     yield f"  lost white space, {share:.1%} of the characters: {', '.join(kinds)}"
+
+
+def describe_unknown(counts: Mapping[str, int]) -> str:
+  """Returns how often the most common unknown characters occur; "" without any. See `count_unknown`."""
+  return _name_characters(counts, _UNKNOWN_CHARACTER)
+
+
+def _name_characters(counts: Mapping[str, int], start: str) -> str:
+  # Representations of characters begin with a quote.
+  starts = (f"{start}'", f'{start}"')
+  found = {n.removeprefix(start): c for n, c in counts.items() if n.startswith(starts)}
+  common = Counter(found).most_common(_SHOWN)
+  return ", ".join(f"{name} {count} times" for name, count in common)
 
 
 def lost_text_problems(counts: Mapping[str, int]) -> Iterator[str]:
