@@ -84,6 +84,7 @@ def evaluate(
   check_output_dir("evaluate.output_dir", output_dir)
 
   # Data, and the shapes of the state.
+  data.check_same_files(dataset_cfg)
   evaluator = InferenceEvaluator(
     dataset_cfg,
     inference_evaluator_cls,

@@ -111,6 +111,7 @@ def infer(
   buckets = check_buckets(input_length_buckets, model)
 
   # Data, and the shapes of the state.
+  data.check_same_files(dataset_cfg)
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
     checkpoints.check_vocabularies(model, restore_checkpoint_cfg)

@@ -12,6 +12,7 @@ import jax
 
 from rosetta_t5 import checkpoints, config, data, distributed
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
+from rosetta_t5.distributed.preflight import CHANGES_NUMBERS
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.computation_summary import describe_computation
@@ -38,15 +39,6 @@ from rosetta_t5.training import TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction
 from rosetta_t5.training.hooks import automatic_garbage_collection
 from rosetta_t5.training.losses import microbatch_warning
-
-# JAX's environment variables on which the losses depend. The configuration does not contain them.
-_CHANGES_NUMBERS = (
-  "JAX_ENABLE_X64",
-  "JAX_DEFAULT_MATMUL_PRECISION",
-  "JAX_DEFAULT_PRNG_IMPL",
-  "JAX_THREEFRY_PARTITIONABLE",
-  "JAX_RANDOM_SEED_OFFSET",
-)
 
 
 @checkpoints.exclusive_model_dir
@@ -151,6 +143,7 @@ def train(
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
+  data.check_same_files(train_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
   model_facts = _check_model(verify_matching_vocabs_fn, train_cfg, model, restore_cfg, restore_path)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
@@ -290,7 +283,7 @@ def _header_notes(
   partitioner: BasePartitioner,
 ) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
-  options = {name: os.environ[name] for name in _CHANGES_NUMBERS if name in os.environ}
+  options = {name: os.environ[name] for name in CHANGES_NUMBERS if name in os.environ}
   notes += [f"{name}={value} may change the numbers of the run" for name, value in options.items()]
   if fp8.warning:
     notes.append(f"fp8 {fp8.text}")

@@ -43,10 +43,10 @@ def changes_since(
       bindings[key].value if key in bindings else _value_if_unbound(key, both)
       for bindings in (before, now)
     )
-    if old is _ABSENT or new is _ABSENT or _text(old) == _text(new):
+    if old is _ABSENT or new is _ABSENT or text_of(old) == text_of(new):
       continue
-    if _text(_expand(old, before)) != _text(_expand(new, now)):
-      lines.append(f"{binding.name}: {_text(old)} → {_text(new)}")
+    if text_of(_expand(old, before)) != text_of(_expand(new, now)):
+      lines.append(f"{binding.name}: {text_of(old)} → {text_of(new)}")
   return lines
 
 
@@ -76,7 +76,7 @@ def _expand(value: Any, bindings: _Bindings) -> Any:
   return statements.map_leaves(expand_leaf, value)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
   """Returns a value as gin code. References have no modules, because each file has its own aliases."""
 
   def without_module(leaf: Any) -> Any:

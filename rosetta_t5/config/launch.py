@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import gin
 
+from rosetta_t5.config.changes import text_of
 from rosetta_t5.config.checks.completeness import check_required
 from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
@@ -19,6 +21,7 @@ from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
 from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
+from rosetta_t5.config.language.statements import Program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
 from rosetta_t5.telemetry.user_errors import (
   DEBUG_VARIABLE,
@@ -71,10 +74,7 @@ def run_from_command_line(
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Set --run_mode={'|'.join(RUN_MODES)}")
-    program = command.read_program()
-    check_required(program)
-    join_run(command)
-    run = configure(program, function, allowed)
+    run = configure(_read_and_join(command), function, allowed)
     return run() if command.shard_id is None else run(shard_id=command.shard_id)
 
 
@@ -126,7 +126,22 @@ def _prepare_dry_run(command: CommandLine) -> None:
   _import_seqio(command)
 
 
-def join_run(command: CommandLine) -> None:
+def _read_and_join(command: CommandLine) -> Program:
+  """Reads the gin files, and joins the other processes of the run."""
+
+  @functools.cache
+  def read() -> Program:
+    program = command.read_program()
+    check_required(program)
+    return program
+
+  if not command.multiprocess_gpu:  # Several processes meet first: an error must end all of them.
+    read()
+  join_run(command, read)
+  return read()
+
+
+def join_run(command: CommandLine, read: Callable[[], Program] | None = None) -> None:
   """Joins the other processes of the run, and then imports TensorFlow.
 
   TensorFlow is imported in this thread. Beside a thread that imports jax or parses gin the import
@@ -143,6 +158,9 @@ def join_run(command: CommandLine) -> None:
     command.process_count,
     command.process_index,
     command.initialization_timeout,
+    lambda: (
+      {b.name: text_of(b.value) for b in read().effective_bindings().values()} if read else {}
+    ),
   )
   _import_seqio(command)
 

@@ -2,6 +2,7 @@
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
 from rosetta_t5.data.pipeline.batch_checks import token_limit
+from rosetta_t5.data.pipeline.data_facts import check_same_files
 from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
   get_dataset_inner,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +16,7 @@ from rosetta_t5.distributed.launchers import (
 from rosetta_t5.distributed.preflight import run_preflight
 from rosetta_t5.distributed.rendezvous import wait_for_processes
 
-# When a process dies or freezes, the others end after this time. A job that is suspended for a minute
-# continues.
+# When a process freezes, the others end after this time. A job that is suspended for a minute continues.
 _HEARTBEAT_TIMEOUT_S = 100
 
 
@@ -26,8 +26,11 @@ def join_processes(
   process_count: int | None = None,
   process_index: int | None = None,
   initialization_timeout: int = 1800,
+  settings: Callable[[], Mapping[str, str]] = dict,
 ) -> None:
-  """Connects to the other processes of the run, if there are any, and compares their environments.
+  """Connects to the other processes of the run, if there are any, and compares their settings.
+
+  From then on, an error that ends one process, or its death, ends the others too.
 
   Call it before any device is used. Arguments that are not given are taken from the environment
   variables of Slurm, PBS, Open MPI and other mpiexecs, or Kubernetes.
@@ -38,10 +41,12 @@ def join_processes(
     process_count: the number of processes.
     process_index: the index of this process, from 0.
     initialization_timeout: seconds to wait for all processes.
+    settings: returns the configuration of the run, by name, which must be the same in all processes. It
+      is called when the processes have met, so that an error in it ends all of them.
 
   Raises:
-    ValueError: an argument is missing or contradicts another one, or the environments of the
-      processes differ.
+    ValueError: an argument is missing or contradicts another one, or the processes have different
+      settings, versions or devices.
     SystemExit: the processes do not all arrive in time.
   """
   flags: dict[str, Any] = {
@@ -73,6 +78,7 @@ def join_processes(
     )
   check_coordinator_address(address, info)
   wait_for_processes(address, index, count, initialization_timeout)
+  own_settings = settings()
   jax.distributed.initialize(
     address,
     count,
@@ -80,7 +86,7 @@ def join_processes(
     local_device_ids=_local_device_ids(info),
     heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
   )
-  run_preflight(initialization_timeout)
+  run_preflight(own_settings, initialization_timeout)
 
 
 def _missing_text(missing: list[str], info: LaunchInfo | None) -> str:

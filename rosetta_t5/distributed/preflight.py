@@ -1,151 +1,87 @@
-"""Compares the processes' environments before a run starts, and times an all-reduce."""
+"""Compares the processes of a run before it starts."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rosetta_t5.distributed.coordination import allgather_text
-from rosetta_t5.distributed.rendezvous import format_ranges
+from rosetta_t5 import __version__
+from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 
-_PACKAGES = ("jax", "jaxlib", "flax", "rosetta-t5")
+# JAX's environment variables on which the losses depend. The configuration does not contain them.
+CHANGES_NUMBERS = (
+  "JAX_ENABLE_X64",
+  "JAX_DEFAULT_MATMUL_PRECISION",
+  "JAX_DEFAULT_PRNG_IMPL",
+  "JAX_THREEFRY_PARTITIONABLE",
+  "JAX_RANDOM_SEED_OFFSET",
+)
+_PACKAGES = ("jax", "jaxlib", "flax")
+_MAX_CHARACTERS = 150  # of a value in a table
 _MAX_LINES = 40
-_BYTES_ON_GPU, _BYTES_ON_CPU = 256 * 2**20, 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessInfo:
-  """What a process reports about itself."""
+def run_preflight(settings: Mapping[str, str], timeout_s: float) -> None:
+  """Compares all processes; process 0 prints their number, hosts, devices and versions.
 
-  process: int
-  host: str
-  devices: int
-  device_kind: str
-  versions: Mapping[str, str]
-
-
-def run_preflight(timeout_s: float) -> None:
-  """Compares all processes; process 0 prints a table of them and the time of an all-reduce.
+  Args:
+    settings: the configuration of the run, by name.
+    timeout_s: seconds that each process waits for the others.
 
   Raises:
-    ValueError: versions or devices differ (every process raises it), or the sum is wrong.
+    ValueError: settings, versions or devices differ (every process raises it).
   """
-  own = json.dumps(dataclasses.asdict(describe_process()))
-  processes = [
-    ProcessInfo(**json.loads(text)) for text in allgather_text(own, "preflight", timeout_s)
-  ]
-  is_first = jax.process_index() == 0
-  if is_first:
-    print("\n".join(format_table(processes)), flush=True)
-  check_same_environment(processes)
-  size = _BYTES_ON_CPU if processes[0].device_kind == "cpu" else _BYTES_ON_GPU
-  seconds = time_all_reduce(size)
-  if is_first:
-    count = jax.device_count()
-    rate = 2 * (count - 1) / count * size / seconds / 1e9
-    print(
-      f"all-reduce of {size / 2**20:.0f} MiB over {count} devices: {seconds * 1e3:.3g} ms, "
-      f"{rate:.3g} GB/s sent by each",
-      flush=True,
-    )
-
-
-def describe_process() -> ProcessInfo:
-  """Returns the facts about this process. It initializes the devices."""
   local = jax.local_devices()
-  versions = {"python": platform.python_version()}
-  for package in _PACKAGES:
-    try:
-      versions[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      versions[package] = "from source"
+  versions = {"rosetta-t5": __version__, "python": platform.python_version()}
+  versions |= {package: importlib.metadata.version(package) for package in _PACKAGES}
   if local[0].platform == "gpu":
     versions["platform"] = local[0].client.platform_version.splitlines()[0]
-  return ProcessInfo(
-    jax.process_index(), socket.gethostname(), len(local), local[0].device_kind, versions
+  devices = f"{len(local)} {local[0].device_kind}"
+  environment = {name: os.environ[name] for name in CHANGES_NUMBERS if name in os.environ}
+  check_same({**versions, "devices": devices, **environment, **settings}, "settings", timeout_s)
+  hosts = {*allgather_text(socket.gethostname(), "hosts", timeout_s)}
+  if jax.process_index() == 0:
+    names = ", ".join(sorted(hosts)[:_MAX_LINES])
+    each = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{jax.process_count()} processes on {names}, each with {devices}; {each}", flush=True)
+
+
+def check_same(facts: Mapping[str, str], what: str, timeout_s: float) -> None:
+  """Raises ValueError on every process if a fact of one differs from that of process 0.
+
+  Args:
+    facts: values by name, in the order in which differences are reported.
+    what: what the facts are, for the message.
+    timeout_s: seconds that each process waits for the others.
+  """
+  expected = json.loads(broadcast_text(json.dumps(dict(facts)), what, timeout_s))
+  names = [name for name in {**facts, **expected} if expected.get(name) != facts.get(name)]
+  row = [f"{jax.process_index()} on {socket.gethostname()}"]
+  for name in names[:1]:
+    values = (_shorten(either.get(name, "absent")) for either in (expected, facts))
+    row += [name, *values, str(len(names))]
+  reports = map(json.loads, allgather_text(json.dumps(row), f"compare {what}", timeout_s))
+  rows = [["process", "first difference", "process 0", "this process", "in all"]]
+  rows += [report for report in reports if len(report) > 1]
+  if len(rows) == 1:
+    return
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+  if len(lines) > _MAX_LINES:
+    lines[_MAX_LINES:] = [f"… and {len(lines) - _MAX_LINES} more processes"]
+  raise ValueError(
+    f"the processes of this run have different {what}, and would compute different things:\n  "
+    + "\n  ".join(lines)
+    + "\nStart all processes with the same command, files and installed packages."
   )
 
 
-def format_table(processes: Sequence[ProcessInfo]) -> list[str]:
-  """Returns one line for each host, and one line with the versions of process 0."""
-  hosts: dict[str, list[ProcessInfo]] = collections.defaultdict(list)
-  for process in processes:
-    hosts[process.host].append(process)
-  total = sum(process.devices for process in processes)
-  lines = [
-    f"{len(processes)} process{'es' * (len(processes) != 1)} on {len(hosts)} "
-    f"host{'s' * (len(hosts) != 1)} with {total} device{'s' * (total != 1)}:"
-  ]
-  width = max(map(len, hosts))
-  for host, group in list(hosts.items())[:_MAX_LINES]:
-    ranks = format_ranges([process.process for process in group])
-    counts: collections.Counter[str] = collections.Counter()
-    for process in group:
-      counts[process.device_kind] += process.devices
-    devices = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    lines.append(f"  {host:{width}}  process{'es' * (len(group) > 1)} {ranks}: {devices}")
-  if len(hosts) > _MAX_LINES:
-    lines.append(f"  … and {len(hosts) - _MAX_LINES} more hosts")
-  versions = (f"{name} {version}" for name, version in processes[0].versions.items())
-  return [*lines, f"  {', '.join(versions)}"]
-
-
-def check_same_environment(processes: Sequence[ProcessInfo]) -> None:
-  """Raises ValueError if a process has different versions or devices from process 0."""
-  first, *others = processes
-  expected = _facts(first)
-  differences = []
-  for process in others:
-    actual = _facts(process)
-    differences += [
-      f"process {process.process} on {process.host} has {actual.get(name, f'no {name}')}, but process "
-      f"0 on {first.host} has {expected.get(name, f'no {name}')}"
-      for name in {**expected, **actual}
-      if actual.get(name) != expected.get(name)
-    ]
-  if len(differences) > _MAX_LINES:
-    differences[_MAX_LINES:] = [f"… and {len(differences) - _MAX_LINES} more"]
-  if differences:
-    raise ValueError(
-      "the processes of this run have different environments, and could compile different "
-      "programs:\n  "
-      + "\n  ".join(differences)
-      + "\nInstall the same environment everywhere: the same container, or `make setup` from one lock."
-    )
-
-
-def _facts(process: ProcessInfo) -> dict[str, str]:
-  versions = {name: f"{name} {version}" for name, version in process.versions.items()}
-  return versions | {"devices": f"{process.devices} {process.device_kind} devices"}
-
-
-def time_all_reduce(size: int) -> float:
-  """Returns the seconds that all devices take to sum an array of `size` bytes, the best of three."""
-  mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
-  rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
-  shape = (jax.device_count(), size // 4)
-  array = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=rows)()
-  sum_rows = jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=replicated)
-  total = sum_rows(array).block_until_ready()
-  times = []
-  for _ in range(3):
-    started = time.perf_counter()
-    total = sum_rows(array).block_until_ready()
-    times.append(time.perf_counter() - started)
-  if float(total[0]) != jax.device_count():
-    raise ValueError(
-      f"an all-reduce of ones over {jax.device_count()} devices gave {float(total[0])}: a link or a "
-      "device is faulty"
-    )
-  return min(times)
+def _shorten(value: str) -> str:
+  value = " ".join(value.split())
+  return value if len(value) <= _MAX_CHARACTERS else f"{value[:_MAX_CHARACTERS]}…"

@@ -16,22 +16,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from rosetta_t5.distributed.watchdog import EXIT_STATUS
+from rosetta_t5.distributed.presence import EXIT_STATUS, Presence, is_open, read_line
 
 # Seconds between two lines about the processes that are still missing.
 REPORT_INTERVAL_S = 30.0
 # Seconds that an earlier run at the same address has to end: jax needs up to 100 to notice a lost process.
 FOREIGN_SERVER_GRACE_S = 120.0
-# Seconds for which process 0 also sends the reason for a refusal to processes that arrive late.
-_LATECOMERS_S = 10.0
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _RETRY_S = 5.0, 2.0, 0.2
 _MAX_MESSAGE_BYTES = 1000
 _PREFIX = b"rosetta-t5 "
 
 
-def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -> None:
-  """Returns once all processes of the run are present. The address is then free for jax.
+def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -> Presence:
+  """Returns the connections of the run's processes once all are present. The address is then free for jax.
 
   Args:
     address: HOST:PORT of process 0.
@@ -47,14 +46,19 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
   foreign_since: float | None = None
   while True:
     if index == 0 and roll_call is None and (listener := _listen(address, count)) is not None:
-      roll_call = RollCall(listener, count, name)
+      roll_call = RollCall(listener, count)
       progress.missing = roll_call.missing
       threading.Thread(target=roll_call.run, name="roll call", daemon=True).start()
-    reply = report_presence(address, index, count, name, progress.update)
-    if reply is not None and reply.startswith(_PREFIX):
+    reply, connection = report_presence(address, index, count, name, progress.update)
+    if connection is not None and reply.startswith(_PREFIX):
       if refusal := reply.removeprefix(_PREFIX).decode().strip():
         raise ValueError(refusal)
-      return
+      if roll_call is None:
+        return Presence(index, name, {connection: f"process 0 at {address}"})
+      connection.close()
+      return Presence(index, name, roll_call.peers())
+    if connection is not None:
+      connection.close()
     foreign_since = (foreign_since or time.monotonic()) if reply else None
     if foreign_since is not None and time.monotonic() - foreign_since > FOREIGN_SERVER_GRACE_S:
       raise ValueError(
@@ -68,8 +72,8 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
 
 def report_presence(
   address: str, index: int, count: int, name: str, while_waiting: Callable[[], None] = lambda: None
-) -> bytes | None:
-  """Reports this process at the address; returns the reply, or None if nothing listens there.
+) -> tuple[bytes, socket.socket | None]:
+  """Reports this process at the address; returns the reply, and the connection if something listens there.
 
   The reply comes when all processes are present or the run is refused. `while_waiting` is called
   about once a second until then.
@@ -77,96 +81,89 @@ def report_presence(
   host, _, port = address.rpartition(":")
   report = json.dumps({"index": index, "count": count, "name": name})
   try:
-    with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S) as connection:
-      connection.sendall(_PREFIX + report.encode() + b"\n")
-      while not select.select([connection], [], [], 1.0)[0]:
-        while_waiting()
-      with connection.makefile("rb") as stream:
-        # A different program may not end its reply with a newline.
-        first = stream.read1(1)
-        return first + stream.readline() if first == _PREFIX[:1] else first
+    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S)
+    connection.sendall(_PREFIX + report.encode() + b"\n")
+    while not select.select([connection], [], [], 1.0)[0]:
+      while_waiting()
+    # A different program may not end its reply with a newline.
+    reply = connection.recv(1)
+    return reply + read_line(connection) if reply == _PREFIX[:1] else reply, connection
   except OSError:
-    return None
+    return b"", None
 
 
 class RollCall:
-  """Collects the reports of all processes, at process 0, and replies to them."""
+  """Collects the reports of all processes, at process 0, and replies to them when all are present."""
 
-  def __init__(self, listener: socket.socket, count: int, name: str):
+  def __init__(self, listener: socket.socket, count: int):
     """Starts without any process.
 
     Args:
       listener: the socket to which the processes connect.
       count: the number of processes.
-      name: the name of process 0, for messages.
     """
-    self._listener, self._count, self._name = listener, count, name
-    self._present: dict[int, tuple[str, socket.socket]] = {}
-    self._waiting: list[tuple[str, socket.socket]] = []  # the processes that have no reply yet
+    self._listener, self._count = listener, count
+    self._reports: list[tuple[dict[str, Any], socket.socket]] = []
+
+  def peers(self) -> dict[socket.socket, str]:
+    """Returns the connections to the processes other than process 0, with their names."""
+    return {
+      connection: f"process {report['index']}, {report['name']},"
+      for report, connection in self._reports
+      if report["index"] != 0
+    }
 
   def missing(self) -> list[int]:
     """Returns the indices of the processes that have not joined, or have left again."""
     # A copy, because process 0 calls this while the thread of the roll call adds processes.
-    joined = list(self._present.items())
-    present = {index for index, (_, connection) in joined if _is_open(connection)}
+    present = {report["index"] for report, connection in [*self._reports] if is_open(connection)}
     return [index for index in range(self._count) if index not in present]
 
   def run(self) -> None:
-    """Replies to all processes: with no text when all are present, or with the reason for a refusal."""
-    refusal = None
+    """Replies to all processes: with no text, or with the reason why the run is refused."""
     with self._listener:
-      while refusal is None and self.missing():
-        refusal = self._accept()
-      if refusal is not None:
-        self._refuse(refusal)
-    # The listener is closed now, so jax's service can use the address.
-    self._reply(refusal or "", self._waiting)
-
-  def _refuse(self, refusal: str) -> None:
-    """Refuses all but process 0, which ends as soon as it has its reply, and with it this thread."""
-    deadline = time.monotonic() + _LATECOMERS_S
-    while True:
-      others = [process for process in self._waiting if process[0] != self._name]
-      self._waiting = [process for process in self._waiting if process[0] == self._name]
-      self._reply(refusal, others)
-      if len(self._present) == self._count or time.monotonic() >= deadline:
-        return
-      self._listener.settimeout(_RETRY_S)
-      with contextlib.suppress(TimeoutError):
+      while len(self._reports) < self._count:
         self._accept()
+        for entry in [*self._reports]:
+          if not is_open(entry[1]):
+            entry[1].close()
+            self._reports.remove(entry)
+    # The listener is closed now, so jax's service can use the address.
+    refusal = self._refusal()
+    for report, connection in self._reports:
+      with contextlib.suppress(OSError):  # The process may have ended.
+        connection.sendall(_PREFIX + refusal.encode() + b"\n")
+      if refusal or report["index"] == 0:
+        connection.close()
 
-  def _accept(self) -> str | None:
-    """Registers the next process that connects; returns the reason if the run must be refused."""
+  def _accept(self) -> None:
     connection, _ = self._listener.accept()
     try:
       connection.settimeout(_READ_TIMEOUT_S)
       with connection.makefile("rb") as stream:
         line = stream.readline(_MAX_MESSAGE_BYTES)
-      connection.setblocking(False)
       report = json.loads(line.removeprefix(_PREFIX)) if line.startswith(_PREFIX) else {}
-      index, count, name = (report[key] for key in ("index", "count", "name"))
+      self._reports.append(({key: report[key] for key in ("index", "count", "name")}, connection))
     except (OSError, ValueError, KeyError, TypeError):
       connection.close()  # It is a different program, or the process has already ended.
-      return None
-    self._waiting.append((name, connection))
-    previous = self._present.get(index)
-    if previous is not None and _is_open(previous[1]):
-      return (
-        f"--process_index={index} is given to two processes, {previous[0]} and {name}: each of the "
-        f"{self._count} processes needs its own index, from 0 to {self._count - 1}"
-      )
-    self._present[index] = name, connection
-    if count != self._count:
-      return (
-        f"process {index}, {name}, has --process_count={count}, but process 0, {self._name}, has "
-        f"--process_count={self._count}: give all processes the same count"
-      )
-    return None
 
-  def _reply(self, refusal: str, processes: Sequence[tuple[str, socket.socket]]) -> None:
-    for _, connection in processes:
-      with contextlib.suppress(OSError), connection:  # The process may have ended.
-        connection.sendall(_PREFIX + refusal.encode() + b"\n")
+  def _refusal(self) -> str:
+    """Returns why these processes cannot be one run; "" if they can."""
+    names: dict[int, str] = {}
+    for report, _ in self._reports:
+      index, count, name = report["index"], report["count"], report["name"]
+      if count != self._count:
+        return (
+          f"process {index}, {name}, has --process_count={count}, but process 0 has --process_count="
+          f"{self._count}: give all processes the same count"
+        )
+      if index in names:
+        return (
+          f"--process_index={index} is given to two processes, {names[index]} and {name}: each of the "
+          f"{self._count} processes needs its own index, from 0 to {self._count - 1}"
+        )
+      names[index] = name
+    return ""
 
 
 class _Progress:
@@ -239,13 +236,4 @@ def _is_reachable(address: str) -> bool:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=3.0):
       return True
   except (OSError, ValueError):
-    return False
-
-
-def _is_open(connection: socket.socket) -> bool:
-  try:
-    return connection.recv(1, socket.MSG_PEEK) != b""
-  except BlockingIOError:
-    return True
-  except OSError:
     return False

@@ -6,14 +6,12 @@ phase through jax's coordination service; a process whose reports stop is frozen
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -24,10 +22,10 @@ from typing import Any
 
 import jax
 
+from rosetta_t5.distributed.presence import EXIT_STATUS
 from rosetta_t5.jax_internals import coordination_client
 
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
-EXIT_STATUS = 70
 # A process is reported as silent after this time. jax's heartbeat may end the run 20 s after a death.
 SILENCE_S = 12.0
 _DEFAULT_LIMIT_S = 1800.0
@@ -35,10 +33,6 @@ _REPORT_INTERVAL_S = 5.0
 _STACK_FRAMES = 12
 _STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
-
-
-class ProcessLostError(RuntimeError):
-  """Another process of the run is dead or frozen, and this one ends because of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Report:
     phase: what it is doing, in the same words as every other process that does the same.
     seconds: how long it has been in this phase.
     stack: the calls of its main thread, if it has been in this phase for long.
-    has_left: whether it has finished its part, or ends because another process failed.
+    has_left: whether it has finished its part.
     silent_seconds: how long ago this report arrived.
   """
 
@@ -107,22 +101,6 @@ def is_stalled(reports: Reports, limit_s: float, silence_s: float = SILENCE_S) -
   )
 
 
-def is_failed_collective(error: BaseException) -> bool:
-  """Returns whether an error, or one of its causes, comes from a collective.
-
-  jax raises such an error as its own type, or as a ValueError where an array is copied to the host.
-  """
-  causes: list[BaseException] = [error]
-  while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
-    causes.append(cause)
-  if any("RESOURCE_EXHAUSTED" in str(each) for each in causes):
-    return False
-  return any(
-    isinstance(each, jax.errors.JaxRuntimeError) or re.search("Gloo|NCCL|nccl", str(each))
-    for each in causes
-  )
-
-
 class Watchdog:
   """Watches the processes of a run inside a `with`; does nothing for a single process."""
 
@@ -137,8 +115,8 @@ class Watchdog:
     self._limit_s = float(limit)
     self._ended = threading.Event()
     self._arrivals: dict[int, tuple[int, float]] = {}  # process → (report number, when it arrived)
-    self._lost: dict[int, Report] = {}  # the processes that are reported as silent
-    self._failed, self._finished = False, False
+    self._silent: list[int] = []  # the processes that are reported as silent
+    self._finished = False
     self._thread: threading.Thread | None = None
     self.set_phase(_STARTING)
 
@@ -150,18 +128,10 @@ class Watchdog:
     return self
 
   def __exit__(self, _: object, exception: BaseException | None, traceback: object) -> None:
-    if self._thread is not None and exception is not None and is_failed_collective(exception):
-      # Most likely a process was lost. Wait until its silence shows which one.
-      self._failed = True
-      self._thread.join(SILENCE_S + _REPORT_INTERVAL_S)
     self._finished = exception is None
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
-    if self._failed and self._lost:
-      # jax's own shutdown would wait for the lost process and then print a long stack trace.
-      atexit.register(_exit_immediately)
-      raise ProcessLostError(self._lost_text()) from exception
 
   @property
   def seconds_in_phase(self) -> float:
@@ -189,27 +159,20 @@ class Watchdog:
     client = coordination_client()
     interval = min(_REPORT_INTERVAL_S, self._limit_s / 5)
     # The first report is sent at once: nobody could miss a process that has never reported.
-    for number in itertools.count(1):
-      failed = self._failed
-      try:
-        self._send_report(client, number, has_left=failed)
+    with contextlib.suppress(
+      jax.errors.JaxRuntimeError
+    ):  # The process that runs the service has ended.
+      for number in itertools.count(1):
+        self._send_report(client, number)
         reports = self._read_reports(client)
-      except jax.errors.JaxRuntimeError:
-        if self._failed:  # The process that runs the service has ended.
-          return
-        raise
-      self._warn_of_silence(reports)
-      if failed and self._lost:
-        return
-      if not failed:
+        self._warn_of_silence(reports)
         self._end_if_stalled(reports, interval)
-      if self._ended.wait(interval):
-        break
-    if self._finished:  # Process 0 may continue for long: it computes metrics and writes them.
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if self._ended.wait(interval):
+          break
+      if self._finished:  # Process 0 may continue for long: it computes metrics and writes them.
         self._send_report(client, number + 1, has_left=True)
 
-  def _send_report(self, client: Any, number: int, has_left: bool) -> None:
+  def _send_report(self, client: Any, number: int, has_left: bool = False) -> None:
     seconds = self.seconds_in_phase
     report = {
       "number": number,
@@ -235,17 +198,18 @@ class Watchdog:
 
   def _warn_of_silence(self, reports: Reports) -> None:
     """Names silent processes, each once, long before the run ends because of them."""
-    silent = {process: reports[process] for process in find_silent(reports, SILENCE_S)}
-    for process, report in silent.items():
-      if process not in self._lost:
+    silent = find_silent(reports, SILENCE_S)
+    for process in silent:
+      report = reports[process]
+      if process not in self._silent:
         print(
           f"silent: process {process} ({report.host}) has not reported for "
-          f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is dead or "
+          f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is "
           "frozen, jax ends this run within two minutes.",
           file=sys.stderr,
           flush=True,
         )
-    self._lost = silent
+    self._silent = silent
 
   def _end_if_stalled(self, reports: Reports, interval: float) -> None:
     seconds, limit_s, silence_s = self.seconds_in_phase, self._limit_s, max(self._limit_s / 2, 3.0)
@@ -254,30 +218,12 @@ class Watchdog:
       return
     if blocking := find_blocking(reports, silence_s):
       print(_stall_text(reports, blocking, silence_s), file=sys.stderr, flush=True)
-      if jax.process_index() in blocking:  # Its end would end the others before they can print.
-        time.sleep(2 * interval)
+      # The end of a process ends the others, which must have printed this before.
+      time.sleep(2 * interval if jax.process_index() in blocking else interval)
       os._exit(EXIT_STATUS)
     if seconds > self._warned_s + limit_s and jax.process_index() == 0:
       self._warned_s = seconds
       print(f"slow: every process has been {self._phase} for {seconds:.0f} s", file=sys.stderr)
-
-  def _lost_text(self) -> str:
-    lost = " and ".join(f"process {n} ({report.host})" for n, report in self._lost.items())
-    return (
-      f"this run has lost {lost}, which is dead or frozen, while this process was {self._phase}. The "
-      "log of that process, or the kernel's log on its machine if memory ran out, may contain the "
-      "reason. All saved checkpoints are complete: start all processes again with the same command, "
-      "and the run resumes from the last one."
-    )
-
-
-def _exit_immediately() -> None:
-  """Ends this process without jax's shutdown; process 0 first gives the others time to print."""
-  sys.stdout.flush()
-  sys.stderr.flush()
-  if jax.process_index() == 0 and jax.process_count() > 2:
-    time.sleep(2 * _REPORT_INTERVAL_S)
-  os._exit(EXIT_STATUS)
 
 
 def _main_stack() -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rosetta_t5.terminal.standard_streams import finish_output
@@ -23,6 +23,9 @@ _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in s
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
 # What a read or a write reports about the disk, without the name of the file.
 _DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
+# Returns a context for the report of an error that ends the program. Processes of one run end together in it.
+around_failure: Callable[[Exception], contextlib.AbstractContextManager[Any]]
+around_failure = lambda error: contextlib.nullcontext()  # noqa: E731
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -134,20 +137,26 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
     if isinstance(error, KeyError) and re.fullmatch(r"'\w+://'", str(error)):  # raised by epath
       text = f"paths that begin with {error.args[0]} cannot be read: give a local path"
       error = ConfigError(text).with_traceback(error.__traceback__)
-    is_ours = _is_ours(error)
-    if os.environ.get(DEBUG_VARIABLE) or not (
-      is_ours or isinstance(error, also) or _is_about_file(error) or _is_out_of_memory(error)
-    ):
-      if not os.environ.get(DEBUG_VARIABLE):
-        sys.excepthook = show_briefly
-      raise
-    # The text of an error that we raised says everything, unless it reports another one.
-    is_config_error = isinstance(error, ConfigError)
-    says_all = is_config_error or (is_ours and error.__cause__ is None)
-    hint = "" if says_all else "\n(--debug shows where this was raised)"
-    print(f"\nerror: {printable(_message(error))}{hint}", file=sys.stderr, flush=True)
-    finish_output()
-    sys.exit(2 if is_config_error else 1)
+    with around_failure(error):
+      if not _print_user_error(error, also):
+        raise
+      sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _print_user_error(error: Exception, also: tuple[type[Exception], ...]) -> bool:
+  """Prints an error that a user can correct; returns whether it is one, and is not being debugged."""
+  is_ours, is_debugged = _is_ours(error), bool(os.environ.get(DEBUG_VARIABLE))
+  is_users = is_ours or isinstance(error, also) or _is_about_file(error) or _is_out_of_memory(error)
+  if is_debugged or not is_users:
+    if not is_debugged:
+      sys.excepthook = show_briefly
+    return False
+  # The text of an error that we raised says everything, unless it reports another one.
+  says_all = isinstance(error, ConfigError) or (is_ours and error.__cause__ is None)
+  hint = "" if says_all else "\n(--debug shows where this was raised)"
+  print(f"\nerror: {printable(_message(error))}{hint}", file=sys.stderr, flush=True)
+  finish_output()
+  return True
 
 
 def printable(text: str) -> str:

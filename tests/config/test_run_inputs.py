@@ -49,8 +49,8 @@ def spiece() -> bytes:
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch, spiece):
   """Returns a function that writes a run's folder and moves it away from the run's other files."""
-  monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda command: None)
-  monkeypatch.setattr("rosetta_t5.config.launch.join_run", lambda command: None)
+  monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda *_: None)
+  monkeypatch.setattr("rosetta_t5.config.launch.join_run", lambda *_: None)
   for variable in (local_assets.VARIABLE, dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
     monkeypatch.setenv(variable, "")  # so that it is restored
     monkeypatch.delenv(variable)

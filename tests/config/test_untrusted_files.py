@@ -202,7 +202,7 @@ def test_a_model_file_describes_what_gin_configures(model_file):
 
 
 def test_a_folder_is_opened_from_its_model_file(model_file, hostile, monkeypatch):
-  monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda command: None)
+  monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda *_: None)
   folder = model_file[1].parent
   (folder / "config.gin").write_text("import evil\n")
   run, restore_cfg = read_run(folder)

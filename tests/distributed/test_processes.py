@@ -1,4 +1,4 @@
-"""The processes of a run find each other, or report which ones are missing."""
+"""The processes of a run find each other, report which ones are missing or different, and end together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from rosetta_t5.distributed.join import join_processes
 join_processes(True, sys.argv[1], int(sys.argv[3]), int(sys.argv[2]), 60)
 print(jax.process_index(), jax.process_count(), len(jax.devices()))
 """
-# Process 1 has a different version of jax from process 0.
-DIFFERENT_VERSIONS = (
-  """
-import importlib.metadata, sys
+# Each process has a setting and a version of jax of its own, in the arguments after its count.
+DIFFERENT = PROGRAM.replace(
+  "import jax\n",
+  """import importlib.metadata
 import jax
 installed_version = importlib.metadata.version
 importlib.metadata.version = lambda package: (
   f"0.10.{sys.argv[2]}" if package == "jax" else installed_version(package)
 )
-"""
-  + PROGRAM
+""",
 )
 IMPATIENT = PROGRAM.replace(", 60)", ", 3)").replace(
   "import sys",
@@ -85,17 +84,13 @@ def run(program: str, *identities: tuple[int, int]) -> list[tuple[int, str, str]
   return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
-def test_two_processes_join_and_print_a_table():
+def test_two_processes_join_and_print_their_versions():
   (_, first, _), (_, second, _) = run(PROGRAM, (0, 2), (1, 2))
   host = socket.gethostname()
   lines = [line for line in first.splitlines() if "[Gloo]" not in line]
-  assert lines[0] == "2 processes on 1 host with 2 devices:"
-  assert lines[1] == f"  {host}  processes 0-1: 2 cpu"
-  assert f"jax {jax.__version__}, jaxlib " in lines[2]
-  assert re.fullmatch(
-    r"all-reduce of 1 MiB over 2 devices: \S+ ms, \S+ GB/s sent by each", lines[3]
-  )
-  assert (lines[4:], second.splitlines()[-1:]) == (["0 2 2"], ["1 2 2"])
+  assert lines[0].startswith(f"2 processes on {host}, each with 1 cpu; rosetta-t5 ")
+  assert f"jax {jax.__version__}, jaxlib " in lines[0]
+  assert (lines[1:], second.splitlines()[-1:]) == (["0 2 2"], ["1 2 2"])
 
 
 @pytest.mark.slow
@@ -117,10 +112,10 @@ def test_processes_of_open_mpi_find_each_other_without_flags():
 @pytest.mark.slow
 def test_different_versions_are_an_error_on_every_process():
   host = socket.gethostname()
-  for status, _, stderr in run(DIFFERENT_VERSIONS, (0, 2), (1, 2)):
-    assert status != 0
-    assert "the processes of this run have different environments" in stderr
-    assert f"process 1 on {host} has jax 0.10.1, but process 0 on {host} has jax 0.10.0" in stderr
+  for status, _, stderr in run(DIFFERENT, (0, 2), (1, 2)):
+    assert status == 1
+    assert "the processes of this run have different settings" in stderr
+    assert re.search(rf"1 on {host} +jax +0\.10\.0 +0\.10\.1 +1\n", stderr), stderr
 
 
 @pytest.mark.slow
@@ -190,25 +185,32 @@ def roll_call():
   """Returns a roll call of two processes that is in progress, and its address."""
   listener = socket.create_server(("127.0.0.1", 0))
   address = f"127.0.0.1:{listener.getsockname()[1]}"
-  roll_call = RollCall(listener, 2, name="first")
+  roll_call = RollCall(listener, 2)
   threading.Thread(target=roll_call.run, daemon=True).start()
-  return roll_call, address
+  yield roll_call, address
+  for connection in roll_call.peers():
+    connection.close()
+
+
+def reply_to(address, index, name):
+  """Reports a process; returns the reply."""
+  reply, connection = report_presence(address, index, 2, name)
+  connection.close()
+  return reply
 
 
 def replies_to_both(address):
   """Reports both processes; returns the replies."""
   with ThreadPoolExecutor() as pool:
-    both = [pool.submit(report_presence, address, index, 2, f"{index}") for index in (0, 1)]
+    both = [pool.submit(reply_to, address, index, f"{index}") for index in (0, 1)]
     return [each.result(timeout=10) for each in both]
 
 
-def test_both_processes_with_one_index_are_refused_and_so_is_a_latecomer(roll_call):
+def test_both_processes_with_one_index_are_refused(roll_call):
   _, address = roll_call
   with ThreadPoolExecutor() as pool:
-    both = [pool.submit(report_presence, address, 1, 2, name) for name in ("one", "another")]
-    refusals = {each.result(timeout=10) for each in both}
-  refusals.add(report_presence(address, 0, 2, "later"))
-  (refusal,) = refusals
+    both = [pool.submit(reply_to, address, 1, name) for name in ("one", "another")]
+    (refusal,) = {each.result(timeout=10) for each in both}
   assert b"--process_index=1 is given to two processes, " in refusal
 
 
@@ -235,3 +237,74 @@ def test_a_process_that_restarts_before_all_are_present_can_join_again(roll_call
       time.sleep(0.01)
   assert roll_call.missing() == [0, 1]
   assert replies_to_both(address) == [b"rosetta-t5 \n"] * 2
+
+
+FAULTY = """
+import os, signal, sys, time
+import jax
+from rosetta_t5.distributed import join_processes
+from rosetta_t5.telemetry.user_errors import exit_on_user_error
+
+address, index, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def settings():
+  SETTINGS
+with exit_on_user_error(ValueError):
+  join_processes(True, address, count, index, 60, settings)
+  if index == count - 1:
+    FAULT
+  time.sleep(100)
+"""
+SAME = FAULTY.replace("SETTINGS", "return {'TRAIN_STEPS': '6'}")
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_process_that_fails_ends_at_once_and_the_others_repeat_its_error(count):
+  started = time.monotonic()
+  *others, (status, _, stderr) = run(
+    SAME.replace("FAULT", "raise ValueError('wrong:' + chr(10) + '  row 7')"),
+    *((index, count) for index in range(count)),
+  )
+  assert time.monotonic() - started < 60
+  assert status == 1
+  assert "error: wrong:\n  row 7" in stderr
+  for status, _, stderr in others:
+    assert status == 70
+    assert re.search(
+      rf"error: this run ends because process {count - 1}, process id \d+ on {socket.gethostname()}, "
+      r"failed: ValueError: wrong:\n  row 7\n",
+      stderr,
+    )
+
+
+def test_a_process_that_is_killed_is_named_by_the_others():
+  started = time.monotonic()
+  program = SAME.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)")
+  (status, _, stderr), _ = run(program, (0, 2), (1, 2))
+  assert time.monotonic() - started < 60
+  assert status == 70
+  assert re.search(r"this run ends because process 1, .*, has died without a message", stderr)
+
+
+def test_the_first_difference_in_the_settings_is_named_with_its_process():
+  program = FAULTY.replace("FAULT", "pass").replace(
+    "SETTINGS", "return {'TRAIN_STEPS': '6', 'SEED': str(index // 2), 'MODEL_DIR': str(index // 2)}"
+  )
+  for status, _, stderr in run(program, (0, 3), (1, 3), (2, 3)):
+    assert status == 1
+    assert re.search(
+      r"different settings, and would .*:\n"
+      r"  process +first difference +process 0 +this process +in all\n"
+      rf"  2 on {socket.gethostname()} +SEED +0 +1 +2\n"
+      r"Start all processes with the same command",
+      stderr,
+    )
+
+
+@pytest.mark.slow
+def test_an_error_in_the_settings_of_one_process_ends_the_others():
+  program = SAME.replace(
+    "  return", "  if index: raise ValueError('there is no gin file')\n  return"
+  )
+  (status, _, stderr), (status_1, _, _) = run(program.replace("FAULT", "pass"), (0, 2), (1, 2))
+  assert (status, status_1) == (70, 1)
+  assert "failed: ValueError: there is no gin file" in stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import glob
 import json
@@ -9,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from clu.data import dataset_iterator
@@ -24,7 +26,9 @@ from rosetta_t5.data.reading.file_facts import (
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
+from rosetta_t5.distributed.preflight import check_same
 
+_TIMEOUT_S = 1800.0  # of a process that waits for another one
 _EXAMPLES_READ = 256  # from a source without files
 
 
@@ -126,6 +130,36 @@ def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
     return list(map(str, task.source.list_shards(cfg.split)))
   prefix = import_seqio().utils.get_cached_tfrecord_prefix(task.cache_dir, cfg.split)
   return sorted(glob.glob(f"{glob.escape(prefix)}*"))
+
+
+def check_same_files(*cfgs: DatasetConfig | None) -> None:
+  """Raises ValueError on every process of a run if one of them reads other files than process 0.
+
+  Names and sizes are compared. Folders are not: each machine may have its own copy.
+  """
+  if jax.process_count() == 1:
+    return
+  sizes: collections.Counter[str] = collections.Counter()
+  errors = {}
+  for cfg in filter(None, cfgs):
+    try:
+      for path in _all_files(cfg):
+        if "://" in path or os.path.isfile(path):
+          size = 0 if "://" in path else os.path.getsize(path)
+          sizes[f"{cfg.name}, {cfg.split}: {os.path.basename(path)}"] += size
+    # A user's function need not read a registered task, and its source need not list its files.
+    except Exception as error:
+      errors[cfg.name] = f"{type(error).__name__}: {error}"
+  files = {name: f"{size:,} bytes" for name, size in sizes.items()}
+  check_same({**errors, **files}, "files of data", _TIMEOUT_S)
+
+
+def _all_files(cfg: DatasetConfig) -> list[str]:
+  """Returns the files of all tasks of a dataset."""
+  provider = find_task_or_mixture(cfg)
+  if folders := getattr(provider, "folders", ()):  # of prepared data
+    return [path for folder in folders for path in sorted(glob.glob(f"{glob.escape(folder)}/*"))]
+  return [path for task in subtasks_with_split(cfg, provider) for path in task_files(task, cfg)]
 
 
 def _digest_of_examples(source: Any, split: str) -> str:
