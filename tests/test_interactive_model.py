@@ -67,13 +67,12 @@ def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
   predictions, aux = model.predict_with_aux([question for question, _ in PAIRS])
   assert len(predictions) == len(aux["scores"]) == len(PAIRS)
   assert all(isinstance(text, bytes) for _, text in predictions)
-  both, _ = model.infer_with_preprocessors(
-    InferenceType.PREDICT_WITH_AUX,
-    EXAMPLES[:2],
-    default_preprocessors(),
-    num_decodes=2,
-    return_all_decodes=True,
+  controls = {"no_repeat_ngram_size": 1, "bad_words_ids": [[106]]}
+  both, aux = model.predict_with_aux(
+    EXAMPLES[:2], num_decodes=2, return_all_decodes=True, decoder_params=controls
   )
+  assert all(len(set(text)) == len(text) for _, texts in both for text in texts)
+  assert all(worse <= best for worse, best in aux["scores"])
   assert [text.shape for _, text in both] == [(2,), (2,)]
   with pytest.raises(ValueError, match=r"InferenceType.SCORE, got 'score'"):
     model.infer_with_preprocessors("score", EXAMPLES, default_preprocessors())
