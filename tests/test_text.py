@@ -260,6 +260,7 @@ def gin_model_dir(model_dir, tmp_path):
   [
     ["--n_best=3"],
     ["--n_best=2", "--num_decodes=3"],
+    ["--n_best=3", "--gin.models.EncoderDecoderModel.decode_fn=@decoding.temperature_sample"],
     [
       "--num_decodes=3",
       "--gin.models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes=True",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
+import sys
 from typing import Any
 
 from rosetta_t5.terminal.option_types import positive_integer, positive_number
@@ -29,10 +32,33 @@ def apply(options: argparse.Namespace, model: Any) -> None:
   Raises:
     ValueError: its decode function lacks an argument.
   """
-  from rosetta_t5.models.decode_call import set_decode_options
+  from rosetta_t5.models.decode_call import set_decode_fn
 
   given = {name: getattr(options, name) for name in NAMES if getattr(options, name) is not None}
   if words := given.pop("bad_word", None):
     given["bad_words_ids"] = [model.output_vocabulary.encode(word) for word in words]
+  if any((getattr(options, name, None) or 1) > 1 for name in ("n_best", "num_decodes")):
+    _search_instead_of_greedy(model)
   if given:
-    set_decode_options(model, **given)
+    set_decode_fn(model, model.decode_fn, **given)
+
+
+def _search_instead_of_greedy(model: Any) -> None:
+  """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
+  from rosetta_t5 import decoding
+  from rosetta_t5.config.summary import bindings_of
+  from rosetta_t5.models.decode_call import set_decode_fn
+
+  decode_fn, bound = model.decode_fn, {}
+  while isinstance(decode_fn, functools.partial):
+    decode_fn, bound = decode_fn.func, {**decode_fn.keywords, **bound}
+  bound = {**bindings_of(decode_fn), **bound}
+  is_sampling = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.temperature_sample)
+  if is_sampling and (bound.get("topk", 1) == 1 or bound.get("temperature") == 0):
+    kept = {name: bound[name] for name in decoding.Controls._fields if name in bound}
+    if bound.get("max_decode_steps"):
+      kept["max_decode_step"] = bound["max_decode_steps"]
+    set_decode_fn(model, decoding.beam_search, **kept)
+    print(
+      "note: the model decodes greedily; several decodes are made by beam search", file=sys.stderr
+    )

@@ -103,14 +103,14 @@ def call_decode_fn(
   return decode_fn(**{**arguments, **params})
 
 
-def set_decode_options(model: Any, **options: Any) -> None:
-  """Makes a model decode with other arguments of its decode function, such as repetition_penalty=1.2.
+def set_decode_fn(model: Any, decode_fn: Callable[..., Any], **options: Any) -> None:
+  """Makes a model decode with a function and values of its arguments, such as repetition_penalty=1.2.
 
   Raises:
     ValueError: the function does not accept one of them.
   """
-  _check_names(model.decode_fn, options)
-  model._decode_fn = functools.partial(model.decode_fn, **options)
+  _check_names(decode_fn, options)
+  model._decode_fn = functools.partial(decode_fn, **options)
 
 
 def _check_names(decode_fn: Callable[..., Any], params: Mapping[str, Any]) -> None:
