@@ -49,7 +49,8 @@ def _search_instead_of_greedy(model: Any) -> None:
   from rosetta_t5.config.summary import bindings_of
   from rosetta_t5.models.decode_call import set_decode_fn
 
-  decode_fn, bound = model.decode_fn, {}
+  decode_fn: Any = model.decode_fn
+  bound: dict[str, Any] = {}
   while isinstance(decode_fn, functools.partial):
     decode_fn, bound = decode_fn.func, {**decode_fn.keywords, **bound}
   bound = {**bindings_of(decode_fn), **bound}

@@ -54,6 +54,8 @@ def test_gpt2s_vocabulary_decodes_every_text_it_encodes_in_python_and_tensorflow
     tokens = vocabulary.encode_tf(tf.constant(text))
     assert tokens.numpy().tolist() == vocabulary.encode(text)
     assert vocabulary.decode_tf(tokens).numpy().decode() == text
+    several = vocabulary.decode_tf(tf.stack([tokens, tokens])).numpy()
+    assert [decoded.decode() for decoded in several] == [text, text]
   assert vocabulary.decode([*vocabulary.encode("the cat"), vocabulary.eos_id]) == "the cat"
   assert pickle.loads(pickle.dumps(vocabulary)) == vocabulary
 

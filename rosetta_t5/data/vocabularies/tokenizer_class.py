@@ -102,9 +102,13 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   def _decode_tf(self, ids: Any) -> Any:
     tf = import_tensorflow()
-    return tf.numpy_function(
-      lambda rows: self._decode(rows.tolist()).encode(), [ids], tf.string, stateful=False
-    )
+
+    def decode(ids: np.ndarray) -> Any:
+      if ids.ndim == 1:
+        return self._decode(ids.tolist()).encode()
+      return np.array([decode(row) for row in ids], object)
+
+    return tf.numpy_function(decode, [ids], tf.string, stateful=False)
 
   def __eq__(self, other: object) -> bool:
     return (
