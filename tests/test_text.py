@@ -96,6 +96,9 @@ def echo_model(monkeypatch):
     def count_truncated(self, examples):
       return Counter(inputs=sum(len(example["input"]) > 20 for example in examples))
 
+    def count_unknown(self, examples):
+      return Counter()
+
     def infer(self, mode, examples, preprocessors, state, **options):
       pairs = [(example, example["input"].encode()) for example in examples]
       return pairs, {"scores": [0.0] * len(examples)}
