@@ -107,7 +107,7 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   notes: list[str] = []
   settings = _read(path / "tokenizer_config.json")
   generation = _read(path / "generation_config.json")
-  vocabulary = _vocabulary(path, config, settings)
+  vocabulary = _vocabulary(path, config, settings, notes)
   if (tokens := _count_tokens(*vocabulary)) > network["vocab_size"]:
     notes.append(
       f"the tokenizer has {tokens - network['vocab_size']} tokens more than the table has rows"
@@ -148,9 +148,9 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _vocabulary(
-  path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[str, Any]
+  path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[str, Any], notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-  """Returns the function that makes the folder's vocabulary, and its arguments.
+  """Returns the function that makes the folder's vocabulary, and its arguments, and adds to the notes.
 
   A SentencePiece model is preferred, because it works in tasks and exports too. It is not used if tokens
   were added to it, or if texts end with another token.
@@ -165,10 +165,13 @@ def _vocabulary(
     pieces = load_sentencepiece(model)
     new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
     sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
-    eos = config.get("eos_token_id", pieces.eos_id())
     # No text has <s> or <pad>, which `reserve_padding` may have replaced.
     others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
-    if not tokenizer.exists() or (not others and eos == pieces.eos_id()):
+    has_other_end = config.get("eos_token_id") not in (None, pieces.eos_id(), [pieces.eos_id()])
+    if not tokenizer.exists() or not (others or has_other_end):
+      if others or has_other_end:
+        names = ", ".join(sorted(others)) or f"the end token {config['eos_token_id']}"
+        notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
       default = 100 if config["model_type"] == "t5" and not added else len(sentinels)
       return "seqio.SentencePieceVocabulary", {
         "sentencepiece_model_file": str(model),

@@ -110,6 +110,9 @@ def test_the_folders_vocabulary_is_sentencepiece_unless_tokens_were_added(folder
   vocabulary = read_run(folder)[0]["model"].output_vocabulary
   assert vocabulary.decode(vocabulary.encode("w9 w4")) == "w9 w4"
   (folder / "tokenizer.json").unlink()
+  assert hugging_face_recipe(folder)[1] == [
+    "spiece.model lacks <table>: save the tokenizer as tokenizer.json too"
+  ]
   (folder / "spiece.model").unlink()
   with pytest.raises(ValueError, match=r"has no tokenizer: it must contain spiece\.model"):
     read_run(folder)
