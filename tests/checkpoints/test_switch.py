@@ -21,6 +21,7 @@ from rosetta_t5.checkpoints import UnreadableCheckpointError
 from rosetta_t5.checkpoints.formats import safetensors_file
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion.convert import convert
+from rosetta_t5.conversion.model_facts import read_facts
 from rosetta_t5.networks.t5 import T5Config, Transformer
 
 SWITCH = pathlib.Path(__file__).parent / "fixtures/switch"
@@ -104,3 +105,9 @@ def change(folder, tmp_path, **entries):
 def test_a_router_with_a_bias_is_refused(tmp_path):
   with pytest.raises(UnreadableCheckpointError, match="router_bias must be false, got true"):
     read_arrays(change(SWITCH, tmp_path, router_bias=True))
+
+
+def test_an_encoder_alone_is_written_and_read(tmp_path):
+  encoder = convert(SWITCH, tmp_path / "hf", "hf", encoder_only=True, report=lambda _: None)
+  network = read_facts(encoder, read_arrays(encoder)).network
+  assert (network.num_experts, network.num_decoder_layers) == (4, 0)

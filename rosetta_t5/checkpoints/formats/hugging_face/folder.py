@@ -49,6 +49,8 @@ _GPT_VALUES = {
   "tie_word_embeddings": True,
 }
 _BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt.PADDING_IS_TOKEN_0)
+# Entries that may be null, which stands for a size that is derived from others.
+_NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
@@ -200,9 +202,10 @@ def _checked_settings(
     names = {**gpt.FAMILIES[config["model_type"]].sizes, "vocab_size": "vocab_size"}
     found["vocab_size"] -= not config.get(gpt.PADDING_IS_TOKEN_0)
   for entry, field in names.items():
-    # A missing or null entry stands for a default or for a size that others determine.
-    value, size = config.get(entry), found.get(field)
-    if size and value is not None and not (type(value) is int and value == size):
+    size = found.get(field)
+    value = config.get(entry, size)
+    is_derived = value is None and entry in _NULLABLE
+    if size and not is_derived and not (type(value) is int and value == size):
       raise ValueError(f"{entry} must be {size}, as in the weights, got {reprlib.repr(value)}")
   for entry in _TOKENS:
     tokens = config.get(entry)

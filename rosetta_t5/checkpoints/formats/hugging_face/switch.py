@@ -108,33 +108,36 @@ def network_settings(
   """Returns the fields of T5Config about experts, for a config.json and arrays in the plain tree."""
   if not has_experts(arrays):
     return {}
-  layers = {side: _expert_layers(arrays, side) for side in ("encoder", "decoder")}
-  (_, period), (_, decoder_period) = layers.values()
+  layers = _expert_layers(arrays)
   return {
     "num_experts": next(x.shape[0] for name, x in arrays.items() if "/mlp/expert/" in name),
     "expert_layer_offset": max(start for start, _ in layers.values()),
-    "expert_layer_period": period,
-    "decoder_expert_layer_period": decoder_period,
+    "expert_layer_period": layers["encoder"][1],
+    "decoder_expert_layer_period": layers["decoder"][1] if "decoder" in layers else None,
     "expert_capacity": config.get("expert_capacity", _EXPERT_CAPACITY),
     "route_padding": not config.get("router_ignore_padding_tokens"),
   }
 
 
-def _expert_layers(arrays: Mapping[str, StoredArray], side: str) -> tuple[int, int]:
-  """Returns the first layer of a stack that has experts, and the distance between two of them.
+def _expert_layers(arrays: Mapping[str, StoredArray]) -> dict[str, tuple[int, int]]:
+  """Returns {stack: (the first layer that has experts, the distance between two of them)}.
 
   Raises:
     ValueError: Transformers cannot have experts in these layers.
   """
-  layers = count_layers(arrays, rf"target/{side}/layers_")
-  found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
-  step = layers // len(found) if found else layers
-  if not found or found != list(range(1 % step, layers, step)):
-    raise ValueError(
-      f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
-      f"{layers} layers have them in {found}"
-    )
-  return found[0], step
+  result = {}
+  for side in ("encoder", "decoder"):
+    layers = count_layers(arrays, rf"target/{side}/layers_")
+    found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
+    step = layers // len(found) if found else layers
+    if layers and (not found or found != list(range(1 % step, layers, step))):
+      raise ValueError(
+        f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
+        f"{layers} layers have them in {found}"
+      )
+    if layers:
+      result[side] = (found[0], step)
+  return result
 
 
 def config_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) -> dict[str, Any]:
@@ -151,8 +154,7 @@ def config_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) -
       f"{network.router!r} and {network.normalize_expert_weights}"
     )
   entries: dict[str, Any] = {}
-  for side in ("encoder", "decoder"):
-    _, step = _expert_layers(arrays, side)
+  for side, (_, step) in _expert_layers(arrays).items():
     layers = count_layers(arrays, rf"target/{side}/layers_")
     entries |= {f"num_sparse_{side}_layers": layers // step, f"{side}_sparse_step": step}
   return entries | {
