@@ -347,10 +347,9 @@ class OrbaxCheckpointManagerInterface:
   def _orbax_manager(self) -> ocp.CheckpointManager:
     """Returns Orbax's manager. It is created on first use, because it creates the folder."""
     if self._writer is None:
-      handlers: dict[str, Any] = {
-        # Compression would save 8% of the space, and take three times as long to write and read.
-        STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)
-      }
+      # Compression would save 8% of the space, and take three times as long to write and read.
+      handlers: dict[str, Any] = {STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)}
+      saved_state.end_run_if_a_write_fails(handlers[STATE_ITEM], self.directory)
       if self._dataset_iterator is not None:
         handlers[DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry.user_errors import reason_of
+from rosetta_t5.telemetry.user_errors import exit_on_user_error, reason_of
 
 PyTree = Any
 SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -128,6 +129,39 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
       with contextlib.suppress(Exception):  # the first error is the one to report
         manager.wait_until_finished()
     raise
+
+
+def end_run_if_a_write_fails(handler: Any, directory: epath.Path) -> None:
+  """Lets a failed write of one process end a run of several processes.
+
+  Otherwise Orbax lets the others wait for ten minutes for that process's part of the checkpoint.
+  """
+  original = handler.async_save
+
+  async def async_save(folder: Any, *args: Any, **options: Any) -> list[Any]:
+    (step,) = re.findall(r"checkpoint_(\d+)", str(getattr(folder, "path", folder)))[-1:] or ["0"]
+    writes = await original(folder, *args, **options)
+    return [_Write(write, directory, int(step)) for write in writes or ()]
+
+  if jax.process_count() > 1:
+    handler.async_save = async_save
+
+
+@dataclasses.dataclass(frozen=True)
+class _Write:
+  """A write of Orbax in the background, to the checkpoint of `step` in `directory`."""
+
+  write: Any
+  directory: epath.Path
+  step: int
+
+  def result(self, timeout: float | None = None) -> Any:
+    try:
+      return self.write.result(timeout)
+    except Exception as error:
+      with contextlib.suppress(SystemExit), exit_on_user_error():
+        raise save_error(self.directory, self.step, error) from error
+      raise
 
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
