@@ -19,7 +19,7 @@ from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.vocabularies.lost_text import count_unknown, describe_unknown
 
 _EXAMPLES = 256  # of a task that are read
-_MAX_TASKS = 8  # of a mixture
+_MAX_TASKS = 4  # of a mixture
 _COUNTED_BYTES = 64 << 20  # of files whose examples are counted
 _MAX_TRUNCATED = 0.5  # share of targets that may lose their end
 
@@ -108,12 +108,19 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
     return []
   tasks = subtasks_with_split(cfg, provider)
   rates = [1.0 if provider is task else float(provider.get_rate(task)) for task in tasks]
+  shares: dict[int, float] = {}  # by source: UL2's denoisers read one
+  firsts: dict[int, Any] = {}
+  for task, rate in zip(tasks, rates, strict=True):
+    source = id(task.source)
+    shares[source] = shares.get(source, 0.0) + rate / sum(rates)
+    firsts.setdefault(source, task)
   with naming_files(cfg):
-    measured = [_measure(task, cfg) for task in tasks[:_MAX_TASKS]]
-  return [
-    dataclasses.replace(each, share=rate / sum(rates), unknown=_count_unknown(task, cfg))
-    for each, rate, task in zip(measured, rates, tasks, strict=False)
-  ]
+    return [
+      dataclasses.replace(
+        _measure(task, cfg), share=shares[source], unknown=_count_unknown(task, cfg)
+      )
+      for source, task in [*firsts.items()][:_MAX_TASKS]
+    ]
 
 
 def check_examples(

@@ -64,7 +64,12 @@ def mixture(
     return float(min(number, maximum or number) ** (1 / temperature))
 
   if name not in registered_names():
-    named: Any = {"proportional": proportional, "equal": 1.0}
-    numbers = [named[rates]] * len(tasks) if isinstance(rates, str) else map(float, rates)
+    numbers: list[Any] = [1.0] * len(tasks) if isinstance(rates, str) else [float(x) for x in rates]
+    if rates == "proportional":
+      mixtures = seqio.MixtureRegistry.names()  # SeqIO accepts only numbers as their rates.
+      numbers = [
+        proportional(seqio.MixtureRegistry.get(task)) if task in mixtures else proportional
+        for task in tasks
+      ]
     seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
   return name
