@@ -30,6 +30,7 @@ def test_defaults_are_t5xs() -> None:
     "runtime_preprocessors": None,
     "num_prefetch_threads": None,
     "num_workers": 0,
+    "allow_truncated_targets": False,
   }
 
 
