@@ -185,8 +185,12 @@ def find_start(plan: Any) -> tuple[Any, str | None]:
     without_restore = dataclasses.replace(cfg, restore=None)
     found, path = checkpoints.find_start_checkpoint(without_restore, folder, end)
   if path is None and cfg.restore is not None:
-    if any(map(_is_remote, cfg.restore.paths())):
-      return None, ", ".join(cfg.restore.paths())
+    given = cfg.restore.paths()
+    if any(map(_is_remote, given)):
+      return None, ", ".join(given)
+    if _is_remote(folder):
+      found, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg.restore])
+      return found, paths[0] if paths else None
     found, path = checkpoints.find_start_checkpoint(cfg, folder, end)
   return found, path
 

@@ -137,6 +137,9 @@ def test_the_steps_of_a_finetuning_begin_at_its_checkpoint(check, saved):
   assert status == 0, output
   assert rows["steps"].startswith("1 to 9, ")
   assert rows["learning rate"].startswith("0.01 at 1, 0.01 at 2, 0.01 at 3, ")
+  status, rows, output = check(*start, "--gin.MODEL_DIR='gs://bucket/run'")  # cannot be read here
+  assert status == 0, output
+  assert rows["starts from"] == "pretrained/checkpoint_1"
   status, _, output = check(*start, "--gin.TRAIN_STEPS=1")
   assert status == 2
   assert "TRAIN_STEPS (train.total_steps) must be more than 1, " in output
