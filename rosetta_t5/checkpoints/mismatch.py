@@ -182,9 +182,10 @@ def _advice(path: Any, mismatches: list[Mismatch]) -> str:
     "missing": " RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.",
     "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
   }
+  sizes = _advice_about_sizes(mismatches)
+  usual = f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). "
   return (
-    f"{_advice_about_experts(mismatches)}{_advice_about_sizes(mismatches)}To use the checkpoint, give the gin file with which it was "
-    f"trained (see config.gin beside {path}). To train from scratch instead, set an empty folder "
+    f"{_advice_about_experts(mismatches)}{sizes or usual}To train from scratch instead, set an empty folder "
     "(--gin.MODEL_DIR=\"'...'\") and no INITIAL_CHECKPOINT_PATH."
     f"{''.join(text for problem, text in options.items() if problem in problems)}"
   )

@@ -58,8 +58,8 @@ def open_inputs(node: Any, folder: pathlib.Path) -> Any:
     case list():
       return [open_inputs(item, folder) for item in node]
     case {"@file": str(name), **others}:
-      file = pathlib.Path(os.path.normpath(folder / name))
-      if folder not in file.parents:
+      file = folder / name
+      if os.path.isabs(name) or ".." in file.relative_to(folder).parts:
         raise ConfigError(f"{name!r} is not a file in the folder of the run")
       if str(others.get("of")).startswith("gs://"):
         from rosetta_t5.data.local_files.local_assets import add_copy

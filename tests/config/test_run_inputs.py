@@ -83,11 +83,11 @@ def elsewhere(tmp_path, monkeypatch, spiece):
 @pytest.mark.parametrize("path", ["spiece.model", GS])
 def test_a_moved_folder_has_the_vocabulary_of_its_model_and_task(elsewhere, path, tmp_path):
   folder = elsewhere(OWN.format(path))
-  run, _ = read_run(folder)
+  run, _ = read_run(pathlib.Path("..", folder.name))  # from there/empty
   vocabulary = run["model"].output_vocabulary
   assert vocabulary.vocab_size == (220 if path == GS else 120)  # with the sentinels of the path
   assert vocabulary.decode(vocabulary.encode("the number 7")) == "the number 7"
-  assert pathlib.Path(vocabulary.sentencepiece_model_file).is_relative_to(folder)
+  assert pathlib.Path(vocabulary.sentencepiece_model_file).resolve().is_relative_to(folder)
   described = run.content["train_dataset_cfg"]["mixture_or_task_name"]
   assert described["files"] == [str(tmp_path / "here/rows.txt")]
   assert described["vocabulary"]["sentencepiece_model_file"]["of"] == path
