@@ -48,7 +48,7 @@ def test_a_model_that_states_no_vocabulary_refuses_only_negative_ids() -> None:
   assert limit is None
   check_ids(batch(decoder_target_tokens=np.array([[10**6]])), "data", limit)
   with pytest.raises(
-    ValueError, match=r"has the value -1 in decoder_target_tokens .*2147483647\. C"
+    ValueError, match=r"has the value -1 in decoder_target_tokens .*2147483647 \(-1 .* eos_id\)\. C"
   ):
     check_ids(batch(decoder_target_tokens=np.array([[-1]])), "data", limit)
 

@@ -81,6 +81,10 @@ def _out_of_range_text(
   )
   if not name.endswith("_tokens"):
     return f"{text}, because integers have 32 bits on the devices. Correct the task's preprocessors"
+  if value == -1:
+    text += (
+      " (-1 stands for a token that a SentencePiece vocabulary lacks, mostly the end token, eos_id)"
+    )
   if limit is not None:
     text += f", since the model's vocabulary has {limit.size} ids ({limit.origin})"
   return f"{text}. Correct the task's vocabulary or its preprocessors"
