@@ -200,7 +200,7 @@ def _for_transformers(
     family = family or t5.find_family(arrays, facts.source_config)
     source_config = {**_end_token(tokenizer), **facts.source_config}
     config = t5.make_config(arrays, facts.network, family, source_config)
-    return t5.make_weights(arrays, family), config
+    return t5.make_weights(arrays, config), config
   gpt.check_is_gpt(arrays)
   if not isinstance(facts.network, TransformerConfig):
     raise ValueError(

@@ -106,6 +106,7 @@ def _compare_with_transformers(
   compute = functools.partial(transformers_reference.outputs, folder, tokens, facts)
   ours, theirs = network_outputs(arrays, facts, tokens), compute(np.float32)
   difference, limit = _difference(ours, theirs)
+  version = transformers_reference.version()
   text = f"{difference:.1e}"
   if difference > limit:
     # Sharp attention amplifies the rounding errors of float32, in Transformers too.
@@ -114,8 +115,7 @@ def _compare_with_transformers(
     rounding, _ = _difference(theirs, exact)
     text += f" ({rounding:.1e} between Transformers in float32 and in float64)"
     if difference > _ROUNDING_FACTOR * rounding:
-      raise _conversion_error(difference, max(limit, rounding), "by Transformers")
-  version = transformers_reference.version()
+      raise _conversion_error(difference, max(limit, rounding), f"by Transformers {version}")
   report(_OF_TRANSFORMERS.format(version=version, difference=text, note=_INDEPENDENT))
 
 

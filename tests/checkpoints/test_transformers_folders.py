@@ -24,6 +24,7 @@ from rosetta_t5.checkpoints import (
   UnreadableCheckpointError,
   check_source_configs,
 )
+from rosetta_t5.checkpoints.formats.hugging_face import t5
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.conversion.model_facts import read_facts
@@ -99,6 +100,20 @@ def test_a_conversion_to_t5x_and_back_keeps_weights_and_settings(case, tmp_path)
   configs = [facts[n].source_config for n in (0, 1)]
   for entry in ("pad_token_id", "eos_token_id", "bos_token_id", "dropout_rate", "attn_pdrop"):
     assert configs[0].get(entry) == configs[1].get(entry)
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.23.0", "5.24.0"])
+def test_a_umt5_is_written_in_the_form_of_the_version_that_saved_it(version, tmp_path):
+  transformers_folders.write_folder(f"{version}/umt5-untied", tmp_path, RECORDED)
+  arrays = read_arrays(tmp_path)
+  facts = read_facts(tmp_path, arrays)
+  config = t5.make_config(arrays, facts.network, "umt5", facts.source_config)
+  assert config["tie_word_embeddings"] == facts.source_config["tie_word_embeddings"] or (
+    config["scale_decoder_outputs"] == facts.source_config["scale_decoder_outputs"]
+  )
+  head = t5.make_weights(arrays, config)["lm_head.weight"].get()
+  expected = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+  np.testing.assert_allclose(head, expected, rtol=1e-6)
 
 
 def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set(tmp_path, caplog):

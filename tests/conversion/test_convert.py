@@ -120,8 +120,8 @@ def test_a_conversion_that_changes_the_model_fails_and_leaves_nothing(
 ):
   correct = t5.make_weights
 
-  def wrong(arrays, family):
-    theirs = correct(arrays, family)
+  def wrong(arrays, config):
+    theirs = correct(arrays, config)
     k, v = (f"encoder.block.0.layer.0.SelfAttention.{letter}.weight" for letter in "kv")
     return theirs | {k: theirs[v], v: theirs[k]}
 
@@ -141,7 +141,7 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
 
 def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplog):
   theirs = t5.make_weights(
-    {n: x for n, x in read_arrays(MESH_TF).items() if n.startswith("target/")}, "t5"
+    {n: x for n, x in read_arrays(MESH_TF).items() if n.startswith("target/")}, {"model_type": "t5"}
   )
   config = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
   folder.write(tmp_path, theirs, config, shard_bytes=3000)

@@ -256,7 +256,10 @@ def make_config(
   found = sizes(arrays)
   has_decoder = found["num_decoder_layers"] > 0
   dtype = arrays[EMBEDDING].dtype.name
-  is_scaled = HEAD not in arrays or family == "umt5"
+  # Transformers 5 before 5.24 divides the input of every UMT5's head, and saves no entry for it.
+  version = str(source_config.get("transformers_version"))
+  is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source_config
+  is_scaled = HEAD not in arrays or (family == "umt5" and is_from_5)
   return {
     "dropout_rate": 0.1,
     "initializer_factor": 1.0,
@@ -275,7 +278,7 @@ def make_config(
     "is_encoder_decoder": has_decoder,
     "use_cache": has_decoder,
     # Transformers 4 decides by the first entry whether logits are divided by √d_model, as in T5 1.0, and
-    # Transformers 5 by the second one; UMT5 until 5.23 always divides.
+    # Transformers 5 by the second one.
     "tie_word_embeddings": is_scaled,
     **({"scale_decoder_outputs": is_scaled} if family in ("t5", "umt5") else {}),
     "dtype": dtype,
@@ -302,12 +305,19 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   }
 
 
-def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, StoredArray]:
+def make_weights(
+  arrays: Mapping[str, StoredArray], config: Mapping[str, Any]
+) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in T5X's plain tree.
+
+  Args:
+    arrays: the weights by T5X's names.
+    config: the config.json that `make_config` returned.
 
   Raises:
     ValueError: Transformers' T5 lacks some of the parameters.
   """
+  family = config["model_type"]
   # A bias that the layers share belongs to layer 0.
   own = {
     _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
@@ -318,7 +328,7 @@ def make_weights(arrays: Mapping[str, StoredArray], family: str) -> dict[str, St
   if family == switch.FAMILY:
     theirs = switch.rename_mlp(theirs) | experts
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
-  if family == "umt5" and _HEAD in theirs:
+  if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
   if family == "mt5" and _HEAD not in theirs and layers[1]:
     # Transformers' mT5 never divides, so tied logits need a head of their own.
