@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import unfreeze
 from flax.linen.partitioning import param_with_axes
 
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
@@ -132,9 +133,9 @@ def make_decoder_only_model(
 
 @functools.partial(jax.jit, static_argnums=0)
 def initialize(module: nn.Module, key: jax.Array) -> Any:
-  """Returns the module's own initial variables."""
+  """Returns the module's own initial variables as plain dicts."""
   shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
-  return make_model(module).get_initial_variables(key, input_shapes=shapes)
+  return unfreeze(make_model(module).get_initial_variables(key, input_shapes=shapes))
 
 
 @functools.cache
