@@ -64,6 +64,7 @@ def test_logits_are_those_of_the_version_that_saved_the_folder(case, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["t5-start", "madlad"])
 def test_decoding_starts_and_ends_with_the_tokens_of_the_folder(case, tmp_path):
   (*_, name) = versions(case)
@@ -84,7 +85,15 @@ def test_decoding_starts_and_ends_with_the_tokens_of_the_folder(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "case", ["t5-gated-silu", "t5-buckets", "t5-epsilon", "madlad", "switch", "gpt2", "gpt_neo"]
+  "case",
+  [
+    "t5-gated-silu",
+    "gpt2",
+    *(
+      pytest.param(case, marks=pytest.mark.slow)
+      for case in ("t5-buckets", "t5-epsilon", "madlad", "switch", "gpt_neo")
+    ),
+  ],
 )
 def test_a_conversion_to_t5x_and_back_keeps_weights_and_settings(case, tmp_path):
   (*_, name) = versions(case)
