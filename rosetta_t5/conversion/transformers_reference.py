@@ -68,7 +68,7 @@ def outputs(
   if facts.ids_are_shifted:
     targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
   elif not facts.is_gpt:
-    targets_1T = np.where(targets_1T == 0, config.get("decoder_start_token_id") or 0, targets_1T)
+    targets_1T = np.where(targets_1T == 0, facts.network.decoder_start_token_id, targets_1T)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad(), _compute_in_float64() if is_float64 else contextlib.nullcontext():
     if facts.is_gpt:
