@@ -463,7 +463,7 @@ def test_a_file_that_is_not_an_output_is_not_changed(model_dir, rows_file, tmp_p
 def test_chat_fills_blanks_until_an_empty_line(model_dir, monkeypatch, capfd):
   typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
-  assert cli.main(["chat", str(model_dir), "--module=tiny_tasks"]) == 0
+  assert cli.main(["chat", str(model_dir), "--module=tiny_tasks", "--bad_word=x"]) == 0
   printed = capfd.readouterr().out
   assert "There is no blank to fill" in printed
   assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in printed
