@@ -90,13 +90,7 @@ def _find_pbs(environ: Mapping[str, str]) -> LaunchInfo | None:
   mpi, node_file = _find_mpi(environ), environ.get("PBS_NODEFILE")
   if mpi is None or not node_file:
     return None
-  try:
-    slots = pathlib.Path(node_file).read_text().split()
-  except OSError as error:
-    raise ValueError(
-      f"PBS_NODEFILE={node_file}, which lists the nodes of the job, cannot be read "
-      f"({error.strerror}). Make the file readable for every process, or give --coordinator_address."
-    ) from None
+  slots = pathlib.Path(node_file).read_text().split()
   return dataclasses.replace(
     mpi,
     launcher=f"PBS ({mpi.launcher})",

@@ -25,7 +25,7 @@ REPORT_INTERVAL_S = 30.0
 # Seconds that an earlier run at the same address has to end: jax needs up to 100 to notice a lost process.
 FOREIGN_SERVER_GRACE_S = 120.0
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _RETRY_S = 5.0, 2.0, 0.2
-_MAX_MESSAGE_BYTES = 1000
+_MAX_MESSAGE_BYTES, _MAX_SHOWN = 1000, 20
 _PREFIX = b"rosetta-t5 "
 
 
@@ -49,7 +49,9 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
       roll_call = RollCall(listener, count)
       progress.missing = roll_call.missing
       threading.Thread(target=roll_call.run, name="roll call", daemon=True).start()
-    reply, connection = report_presence(address, index, count, name, progress.update)
+    reply, connection = report_presence(
+      address, index, count, name, lambda: progress.update(is_connected=True)
+    )
     if connection is not None and reply.startswith(_PREFIX):
       if refusal := reply.removeprefix(_PREFIX).decode().strip():
         raise ValueError(refusal)
@@ -66,7 +68,7 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
         f"0 of this run. Check that --process_index={index} is given to only one process. Otherwise "
         "end that program, or choose another port in --coordinator_address."
       )
-    progress.update()
+    progress.update(is_connected=False)
     time.sleep(_RETRY_S)
 
 
@@ -175,11 +177,11 @@ class _Progress:
     self._started = self._reported = time.monotonic()
     self.missing: Callable[[], Sequence[int]] = list
 
-  def update(self) -> None:
-    now = time.monotonic()
+  def update(self, is_connected: bool) -> None:
+    now, status = time.monotonic(), self._status(is_connected)
     if now - self._started >= self._timeout_s:
       print(
-        f"error: {self._process} gave up after {self._timeout_s:.0f} s while {self._status()}. Check that "
+        f"error: {self._process} gave up after {self._timeout_s:.0f} s while {status}. Check that "
         "all processes run, that each has its own --process_index, and that they can reach that "
         "address. --initialization_timeout sets how long to wait.",
         file=sys.stderr,
@@ -189,27 +191,15 @@ class _Progress:
     if now - self._reported >= REPORT_INTERVAL_S:
       self._reported = now
       seconds = f"{now - self._started:.0f} of at most {self._timeout_s:.0f} s"
-      print(f"{self._process}: {self._status()}, {seconds}", file=sys.stderr, flush=True)
+      print(f"{self._process}: {status}, {seconds}", file=sys.stderr, flush=True)
 
-  def _status(self) -> str:
+  def _status(self, is_connected: bool) -> str:
     if self._index == 0:
-      missing = self.missing()
-      what = f"process{'es' * (len(missing) > 1)} {format_ranges(missing)}"
-      return f"waiting at {self._address} for {what if missing else 'the other processes'}"
-    if _is_reachable(self._address):
+      missing = ", ".join(map(str, self.missing()[:_MAX_SHOWN]))
+      return f"waiting at {self._address} for {f'process {missing}' if missing else 'the others'}"
+    if is_connected:
       return f"waiting for the other processes; process 0 is reachable at {self._address}"
     return f"waiting for process 0; nothing is reachable at {self._address}"
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-  """Returns increasing numbers as ranges, such as "0-7, 12"."""
-  runs: list[list[int]] = []
-  for number in numbers:
-    if runs and number == runs[-1][-1] + 1:
-      runs[-1].append(number)
-    else:
-      runs.append([number])
-  return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _listen(address: str, count: int) -> socket.socket | None:
@@ -228,12 +218,3 @@ def _listen(address: str, count: int) -> socket.socket | None:
     )
   except OSError:
     return None
-
-
-def _is_reachable(address: str) -> bool:
-  host, _, port = address.rpartition(":")
-  try:
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=3.0):
-      return True
-  except (OSError, ValueError):
-    return False

@@ -60,11 +60,6 @@ def test_pbs_gives_the_nodes_and_its_mpiexec_the_indices(tmp_path, mpi):
   assert (info.index, info.local_index) in ((3, 3), (5, 1))
 
 
-def test_an_unreadable_pbs_node_file_is_an_error_that_names_it():
-  with pytest.raises(ValueError, match=r"PBS_NODEFILE=/none, .* cannot be read \(No such file"):
-    find_launch_info(OPEN_MPI | {"PBS_NODEFILE": "/none"})
-
-
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "[::1]"])
 def test_a_loopback_coordinator_is_an_error_on_several_nodes(host):
   text = f"--coordinator_address={host}:1234 is a loopback address, which means a different machine on each node, but Slurm"

@@ -113,10 +113,8 @@ def _this_process() -> str:
 
 
 def _unwritable_text(model_dir: epath.PathLike, error: OSError) -> str:
-  is_no_folder = isinstance(error, FileExistsError)
-  reason = "it is a file, or a link to a folder that does not exist" if is_no_folder else error
   return (
-    f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({reason}): set it to a writable folder "
+    f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
     "with space for checkpoints (--gin.MODEL_DIR=\"'...'\")"
   )
 
