@@ -65,7 +65,7 @@ VERBS = {
     (
       "--model_dir runs/squad --output_dir exported/1",
       "--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",
-      "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/export.gin …",
+      "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/export.gin",
     ),
     has_flags=True,
     imports_modules=True,

@@ -7,13 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import assert_equal as multihost_assert_equal
+from jax.experimental import multihost_utils
 from jax.experimental.multihost_utils import sync_global_devices
 
-__all__ = ["multihost_assert_equal", "sync_global_devices"]
+__all__ = ["sync_global_devices"]
 
 # Outputs in the order of their examples, and auxiliary values by name.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def multihost_assert_equal(input_tree: Any, fail_message: str = "") -> None:
+  """Raises AssertionError unless all processes have the same values."""
+  multihost_utils.assert_equal(input_tree, fail_message)
 
 
 def set_hardware_rng_ops() -> None:

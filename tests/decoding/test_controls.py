@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import transformers_decodes
 from history_model import HistoryModel
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_reader import network_values
 from transformers_decodes import CASES, CONFIGS, INPUTS, NEW_TOKENS, RECORDED
 
+from rosetta_t5.checkpoints.formats.hugging_face import gpt
+from rosetta_t5.checkpoints.formats.hugging_face.folder import read_arrays
 from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
 from rosetta_t5.decoding import Controls, apply_controls, beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
@@ -42,11 +43,13 @@ def folder_of(tmp_path_factory):
   return folders(tmp_path_factory.mktemp("models")).__getitem__
 
 
-def model_of(kind):
+def model_of(folder, kind):
   config = CONFIGS[kind]
   if kind == "gpt2":
     vocabulary = types.SimpleNamespace(eos_id=config["eos_token_id"] + 1)
-    module = DecoderWrapper(TransformerConfig(dropout_rate=0.0, **network_values(config)))
+    module = DecoderWrapper(
+      TransformerConfig(dropout_rate=0.0, **gpt.network_settings(config, read_arrays(folder)))
+    )
     return DecoderOnlyModel(module, vocabulary, None, feature_converter_cls=object)
   sizes = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 24, "dropout_rate": 0.0}
   layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "mlp_activations": ("relu",)}
@@ -79,7 +82,7 @@ def decoded_here(folder, kind, settings, decode_fn=None):
   beams, offset = values.pop("num_beams"), int(kind == "gpt2")
   words = values.pop("bad_words_ids", [])
   values["bad_words_ids"] = [[token + offset for token in word] for word in words]
-  model = model_of(kind)
+  model = model_of(folder, kind)
   if beams > 1:
     decode_fn = beam_search
     values |= {"alpha": 0.0, "max_decode_step": NEW_TOKENS}

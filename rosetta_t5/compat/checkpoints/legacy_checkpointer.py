@@ -117,22 +117,27 @@ class SaveBestCheckpointer(Checkpointer):
 
   def __init__(
     self,
-    *args: Any,
+    train_state: Any,
+    partitioner: BasePartitioner,
+    checkpoints_dir: epath.PathLike,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
     metric_name_to_monitor: str = "train/accuracy",
     metric_mode: str = "max",
     keep_checkpoints_without_metrics: bool = True,
     force_keep_period: int | None = None,
-    **options: Any,
+    keep_dataset_checkpoints: int | None = None,
   ):
-    """Creates a checkpointer.
+    """Creates a checkpointer; see `Checkpointer` for the other arguments.
 
     Args:
-      *args: the arguments of `Checkpointer`.
       metric_name_to_monitor: RUN/TAG in TensorBoard's files under the folder of checkpoints.
       metric_mode: 'max' if larger values are better, 'min' if smaller values are.
       keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
       force_keep_period: checkpoints at its multiples are kept.
-      **options: further arguments of `Checkpointer`.
     """
     self._manager_options: dict[str, Any] = {
       "metric_name_to_monitor": metric_name_to_monitor,
@@ -140,7 +145,17 @@ class SaveBestCheckpointer(Checkpointer):
       "keep_checkpoints_without_metrics": keep_checkpoints_without_metrics,
       "force_keep_period": force_keep_period,
     }
-    super().__init__(*args, **{**options, **self._manager_options})
+    super().__init__(
+      train_state,
+      partitioner,
+      checkpoints_dir,
+      dataset_iterator,
+      keep=keep,
+      save_dtype=save_dtype,
+      restore_dtype=restore_dtype,
+      keep_dataset_checkpoints=keep_dataset_checkpoints,
+      **self._manager_options,
+    )
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
