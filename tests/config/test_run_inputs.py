@@ -18,6 +18,7 @@ from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders
 from rosetta_t5.config.summary import get_gin_config_str
 from rosetta_t5.data.local_files import dataset_folders, local_assets, stdlib_corpus
+from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.trained_model import read_run, train
 
@@ -115,6 +116,7 @@ def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(tmp_path, 
   for variable in (dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
     monkeypatch.setenv(variable, "")  # so that they are restored
   monkeypatch.setenv(dataset_folders.VARIABLE, os.path.relpath(tmp_path))
+  import_seqio().set_tfds_data_dir_override(None)  # An earlier test may have set it.
   recorded = describe_surroundings([])
   assert recorded["data_folder"] == str(tmp_path)
   use_data_folders(recorded | {"data_folder": "/"})

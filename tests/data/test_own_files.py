@@ -182,7 +182,9 @@ def test_a_mixture_of_own_files_has_the_rates_that_were_asked_for(
   assert examples(mixture(names), lengths={"targets": 32})
   denoisers = file_task(pattern, vocabulary=vocabulary, objective="ul2", validation_percent=0.0)
   both = seqio.MixtureRegistry.get(mixture([denoisers, file_task(pattern, vocabulary=vocabulary)]))
-  assert sum(both.get_rate(task) for task in both.tasks[:7]) == pytest.approx(120)
+  parts = seqio.get_subtasks(seqio.get_mixture_or_task(denoisers))
+  assert len(parts) == 7
+  assert sum(map(both.get_rate, parts)) == pytest.approx(120)
   own = seqio.MixtureRegistry.add("own", names, default_rate=seqio.mixing_rate_num_examples)
   assert [own.get_rate(seqio.TaskRegistry.get(name)) for name in names] == [40.0, 80.0]
 

@@ -27,6 +27,7 @@ def test_seqio_has_the_private_name(module: str, name: str) -> None:
 
 def test_the_folder_of_tfds_is_read_back() -> None:
   seqio = import_seqio()
+  seqio.set_tfds_data_dir_override(None)  # An earlier test of this process may have set it.
   assert seqio_internals.tfds_data_dir_override() is None
   try:
     seqio.set_tfds_data_dir_override("/data")

@@ -62,7 +62,8 @@ def test_values_are_means_per_step_and_rates_per_second(manager, recorder):
   floats = as_floats(values)
   assert isinstance(values["loss"], clu_values.Scalar)
   assert (floats["loss"], floats["accuracy"]) == (2.0, 0.75)
-  assert 16 / took < floats["timing/seqs_per_second"] < 16 / 0.2
+  # The clock starts when the array is computed, shortly after the call.
+  assert 16 / took < floats["timing/seqs_per_second"] < 16 / 0.15
   assert floats["timing/steps_per_second"] * 4 == pytest.approx(floats["timing/seqs_per_second"])
   manager.close()
   assert recorder.scalars == [(20, floats)]
