@@ -79,7 +79,7 @@ def read_run(
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
 
   Raises:
-    ValueError: there is no such folder or model, or it is none of these; model.json is invalid; or a flag
+    ValueError: there is no such folder or model, or it is of another kind; model.json is invalid; or a flag
       changes nothing that is used.
     SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """

@@ -51,15 +51,18 @@ def read_rows(
     )
   templates = {"input": template, "target": targets}
   convert = make_converter({key: text for key, text in templates.items() if text is not None})
-  is_lines = name in _LINES and not path.endswith(".json")
-  rows = _lines(path, template) if is_lines else _records(path, Layout(name, quoted=quoted))
-  check_input(path)
+  rows = (
+    _lines(path, template)
+    if _has_row_per_line(path)
+    else _records(path, Layout(name, quoted=quoted))
+  )
+  _check_exists(path)
   return (_row(number, content, template, convert) for number, content in rows)
 
 
 def count_lines(path: str) -> int | None:
   """Returns the number of lines of a file that has a row in each; None for others, and for pipes."""
-  if not os.path.isfile(path) or _format(path) not in _LINES or path.endswith(".json"):
+  if not os.path.isfile(path) or not _has_row_per_line(path):
     return None
   from rosetta_t5.data.reading.file_formats import open_bytes
 
@@ -73,6 +76,11 @@ def _format(path: str) -> str:
   with contextlib.suppress(ValueError):
     return format_of(path, DEFAULT_LAYOUT)
   return "text"
+
+
+def _has_row_per_line(path: str) -> bool:
+  # A .json file may contain one array of all records.
+  return _format(path) in _LINES and not path.endswith(".json")
 
 
 def _row(number: int, content: Any, template: str | None, convert: Any) -> Row:
@@ -132,7 +140,7 @@ def _open(path: str) -> Iterator[str]:
   yield from sys.stdin
 
 
-def check_input(path: str) -> None:
+def _check_exists(path: str) -> None:
   """Raises ValueError if there is nothing to read."""
   if path == "-" and sys.stdin is None:
     raise ValueError("Standard input is closed: give a file as --input, or text on standard input")

@@ -22,21 +22,11 @@ from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
 
-_SETTINGS = ".settings.json"  # A file beside the output: what has determined its lines.
+_SETTINGS = ".settings.json"  # What determined the lines of an output is in OUTPUT.settings.json.
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
-
-
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has.
-OPTIONS = (
-  "template",
-  "targets",
-  "output",
-  "num_decodes",
-  "n_best",
-  *LENGTHS,
-  "quoted",
-)
+OPTIONS = ("template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
 
 
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +141,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _exit_when_stopped(output: str = "-") -> contextlib.AbstractContextManager[ctrl_c.Section]:
-  """Returns a context in which Ctrl-C says what is kept."""
+  """Returns a context in which Ctrl-C ends the command with a message about what is kept."""
   kept = f"{output} has the results so far; run again to continue"
   return ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept))
 

@@ -36,8 +36,8 @@ _OTHERS = (
     "length_penalty",
     "suppress_tokens",
     "use_cache",
-    "transformers_version",
     "cache_implementation",
+    "transformers_version",
   ),
   *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "_from_model_config"),
   *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
@@ -125,7 +125,7 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   if not is_gpt and generation.get("decoder_start_token_id") is not None:
     network["decoder_start_token_id"] = generation["decoder_start_token_id"]
   if "repetition_penalty" in decoding and (is_gpt or network["decoder_start_token_id"]):
-    notes.append("repetition_penalty does not count the start token, as it does in Transformers")
+    notes.append("repetition_penalty does not count the start token, unlike in Transformers")
   beams = generation.get("num_beams") or 1
   bindings = {
     "VOCABULARY": f"@{vocabulary[0]}()",

@@ -24,9 +24,6 @@ from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.conversion.network_outputs import Arrays, Tokens, network_outputs
 from rosetta_t5.conversion.sample_text import encode_sample_text
 
-# Computes a model's outputs.
-ComputeOutputs = Callable[[], np.ndarray]
-
 TOLERANCE = 1e-4
 # Two implementations may differ by this multiple of the rounding errors of one of them.
 _ROUNDING_FACTOR = 10.0

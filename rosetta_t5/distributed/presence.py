@@ -104,7 +104,7 @@ class Presence:
       self._end(text, EXIT_STATUS)
 
   def _end(self, text: str, status: int) -> NoReturn:
-    """Ends this process. Process 0, or a process that failed, first sends the reason to the others."""
+    """Sends the reason to the connected processes and ends this one; process 0 first waits for the others."""
     self._send("\r".join(text[:_MAX_CHARACTERS].splitlines()).encode() + b"\n")
     user_errors.finish_output()
     if self._index == 0:

@@ -159,9 +159,8 @@ class Watchdog:
     client = coordination_client()
     interval = min(_REPORT_INTERVAL_S, self._limit_s / 5)
     # The first report is sent at once: nobody could miss a process that has never reported.
-    with contextlib.suppress(
-      jax.errors.JaxRuntimeError
-    ):  # The process that runs the service has ended.
+    # An error means that the process that runs the service has ended.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
       for number in itertools.count(1):
         self._send_report(client, number)
         reports = self._read_reports(client)

@@ -104,14 +104,6 @@ class InferenceEvaluator:
       for task in self.eval_tasks
     }
 
-  @property
-  def only_scores(self) -> bool:
-    """Whether all metrics need only scores, so that nothing is predicted."""
-    return all(
-      task.score_metric_fns and not (task.predict_metric_fns or task.predict_with_aux_metric_fns)
-      for task in self.eval_tasks
-    )
-
   def evaluate(self, train_state: Any, train_state_axes: Any) -> Future[Any]:
     """Runs the inference, and computes the metrics in the background.
 

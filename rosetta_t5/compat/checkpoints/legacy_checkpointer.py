@@ -95,7 +95,7 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     fallback_state: Mapping[str, Any] | None = None,
     lazy_parameters: bool = False,
   ) -> Any:
-    """Returns the train state of a checkpoint; see the manager's method, whose order is another."""
+    """Returns the train state of a checkpoint; the manager's method has these arguments in another order."""
     return super().restore(step, path, fallback_state, state_transformation_fns, lazy_parameters)
 
   def convert_from_tf_checkpoint(

@@ -35,9 +35,9 @@ class FirstExamples:
     read: the number of examples that were read.
     lengths: for each feature the numbers of tokens of these examples, with the end token; none if the
       task cuts its texts into rows, so that nothing is truncated.
+    rows_per_example: how many rows the task makes of an example without packing; None if not known.
     share: the share of the run's rows that are the task's, in a mixture; else 1.
     unknown: how often each character without a piece in the vocabulary occurs; see `count_unknown`.
-    rows_per_example: how many rows the task makes of an example without packing; None if not known.
   """
 
   task: str
@@ -108,7 +108,7 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
     return []
   tasks = subtasks_with_split(cfg, provider)
   rates = [1.0 if provider is task else float(provider.get_rate(task)) for task in tasks]
-  shares: dict[int, float] = {}  # by source: UL2's denoisers read one
+  shares: dict[int, float] = {}  # by source, because UL2's denoisers are tasks on one source
   firsts: dict[int, Any] = {}
   for task, rate in zip(tasks, rates, strict=True):
     source = id(task.source)

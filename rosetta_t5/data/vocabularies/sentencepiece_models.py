@@ -116,9 +116,8 @@ def reserve_padding(processor: Any, name: str) -> Any:
       f"use a vocabulary with T5's ids ({_FLAGS} of spm_train; rosetta-t5 vocab train sets them)"
     )
   if free is None:
-    spec.unk_surface = (
-      ""  # Bytes replace unknown characters, so this piece is never anything but padding.
-    )
+    # Bytes replace unknown characters, so this piece is never anything but padding.
+    spec.unk_surface = ""
     return _load(model.SerializeToString())
   if multiprocessing.parent_process() is None:
     logging.log_first_n(

@@ -41,7 +41,7 @@ _TOKENIZER = re.compile(
 )
 _LAYER = re.compile(r"layers_\d+")
 _log = logging.getLogger(__name__)
-# What the networks do not have: {entry of config.json: its only supported value, the default}.
+# Entries of a GPT's config.json with the only value that the networks support, which is the default.
 _GPT_VALUES = {
   "scale_attn_weights": True,
   "scale_attn_by_inverse_layer_idx": False,
