@@ -182,7 +182,7 @@ def test_each_line_has_a_result_also_an_empty_one(echo_model, tmp_path, capfd):
   rows = [json.loads(line) for line in printed.out.splitlines()]
   assert [(row["inputs"], row["prediction"]) for row in rows] == [(x, x.strip()) for x in lines]
   assert [row["score"] for row in rows] == [None, 0.0, None, 0.0, 0.0, None]
-  assert "note: 3 of the lines are empty, and so are their predictions" in printed.err
+  assert "note: an empty line has an empty prediction (3 in all)" in printed.err
   (tmp_path / "in.jsonl").write_text('{"q": "a"}\n\n{"q": "b"}\n')
   assert infer("unused", "--input", tmp_path / "in.jsonl", "--template={q}") == 0
   rows = [json.loads(line)["inputs"] for line in capfd.readouterr().out.splitlines()]

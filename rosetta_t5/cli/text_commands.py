@@ -204,7 +204,7 @@ def _infer_rows(
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
   if num_empty:
-    note = f"note: {num_empty} of the lines are empty, and so are their predictions"
+    note = f"note: an empty line has an empty prediction ({num_empty} in all)"
     print(note, file=sys.stderr)
   if unknown:
     note = "note: the vocabulary has no piece for these characters of the inputs"

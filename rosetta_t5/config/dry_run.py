@@ -159,10 +159,12 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     except Exception as error:
       resolved.arguments.pop(name, None)
       if not had_problems:
-        names_of.setdefault(_build_error_text(name, error, resolved), []).append(name)
-  resolved.problems.messages += [
-    f"{', '.join(names)} cannot be built: {text}" for text, names in names_of.items()
-  ]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        names_of.setdefault(f"{kind}{strip_gin_notes(str(error))}", []).append(name)
+  for text, names in names_of.items():
+    own = [source for source in map(resolved.source_of, names) if source]
+    message = with_lines(text, resolved.program.lines_with(text)[:1] or own)
+    resolved.problems.messages.append(f"{', '.join(names)} cannot be built: {message}")
 
 
 def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
@@ -170,13 +172,6 @@ def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
   configurable = reference.configurable
   with gin.config_scope(reference.scopes or None):
     return {**defaults(configurable), **gin.get_bindings(configurable.selector)}
-
-
-def _build_error_text(name: str, error: Exception, resolved: ResolvedRun) -> str:
-  kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-  text = f"{kind}{strip_gin_notes(str(error))}"
-  sources = [*resolved.program.lines_with(text), resolved.source_of(name)]
-  return with_lines(text, [source for source in sources if source][:1])
 
 
 def _listing(noun: str, state: str, items: Sequence[str]) -> str:
