@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -195,6 +196,7 @@ def test_each_line_has_a_result_also_an_empty_one(echo_model, tmp_path, capfd):
     ("rows.csv", 'q,n\n"x, ""y""",1\nこ,2\n', "12"),
     ("rows.tsv", 'q\tn\n"x, ""y"""\t1\nこ\t2\n', "12"),
     ("rows.json", '[{"q": "x, \\"y\\"", "n": 1},\n {"q": "こ", "n": 2}]', (1, 2)),
+    ("rows.json.gz", '[{"q": "x, \\"y\\"", "n": 1},\n {"q": "こ", "n": 2}]', (1, 2)),
     ("rows.parquet", None, (1, 2)),
   ],
 )
@@ -204,7 +206,8 @@ def test_rows_are_read_as_in_training(echo_model, tmp_path, capfd, name, content
     columns = {"q": ['x, "y"', "こ"], "n": [1, 2]}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
   else:
-    path.write_text(content)
+    data = content.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
   assert infer("unused", "--input", path, "--template", "q: {q}") == 0
   rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
   assert [row["prediction"] for row in rows] == ['q: x, "y"', "q: こ"]

@@ -80,7 +80,7 @@ def _format(path: str) -> str:
 
 def _has_row_per_line(path: str) -> bool:
   # A .json file may contain one array of all records.
-  return _format(path) in _LINES and not path.endswith(".json")
+  return _format(path) in _LINES and ".json" not in pathlib.PurePath(path).suffixes
 
 
 def _row(number: int, content: Any, template: str | None, convert: Any) -> Row:

@@ -241,7 +241,9 @@ def _decoding(
   if unknown := [f"{k} = {json.dumps(v)}" for k, v in generation.items() if k not in known and v]:
     notes.append(f"these settings of generation_config.json have no effect: {', '.join(unknown)}")
   if (generation.get("num_beams") or 1) > 1:
-    arguments["alpha"] = float(generation.get("length_penalty", 1.0))
+    arguments["alpha"] = float(
+      1.0 if (penalty := generation.get("length_penalty")) is None else penalty
+    )
     notes.append("beams are compared with T5X's brevity penalty, where length_penalty is alpha")
     return "beam_search", arguments
   arguments |= {"rescale_log_probs": False, "temperature": 0.0}

@@ -164,3 +164,14 @@ def test_sentinels_are_counted_whether_seqio_adds_them_or_not(
     count_sentinels(types.SimpleNamespace(tokenizer=load_sentencepiece(sentencepiece_file))) == 3
   )
   assert count_sentinels(seqio.ByteVocabulary(extra_ids=5)) == 5
+
+
+def test_a_model_that_has_sentinels_gets_no_second_ones(
+  sentencepiece_file: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+  seqio = import_seqio()
+  added = seqio.SentencePieceVocabulary(str(sentencepiece_file), extra_ids=3)
+  (tmp_path / "with.model").write_bytes(added.sp_model)
+  again = seqio.SentencePieceVocabulary(str(tmp_path / "with.model"), extra_ids=3)
+  assert again.vocab_size == added.vocab_size
+  assert again.encode("a <extra_id_0>") == added.encode("a <extra_id_0>")

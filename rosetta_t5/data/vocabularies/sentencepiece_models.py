@@ -80,8 +80,8 @@ def load_vocabulary_model(
   """
   file = local_path(os.fspath(path))
   processor = load_sentencepiece(file)  # This raises an error that names a damaged file.
-  if not extra_ids and not count_extra_pieces(processor):
-    extra_ids = announced_extra_ids(path)
+  # A model that has sentinels gets no second ones.
+  extra_ids = 0 if count_extra_pieces(processor) else extra_ids or announced_extra_ids(path)
   context = load(file, extra_ids, *options)
   tokenizer = reserve_padding(context.tokenizer, file)
   if tokenizer is context.tokenizer:
