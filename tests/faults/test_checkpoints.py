@@ -77,8 +77,8 @@ FAULTS = [
   ),
   Fault(
     "the newest checkpoint is an empty folder",
-    "mkdir run/checkpoint_30; $TRAIN --gin.TRAIN_STEPS=6",
-    expected="checkpoint_30 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",
+    "mkdir run/checkpoint_5; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="checkpoint_5 cannot be read: .*the folder is empty.*steps     4 to 6, from run/checkpoint_4",
     status=0,
   ),
   *[
@@ -105,7 +105,8 @@ FAULTS = [
   Fault(
     "a pattern of an assignment map is not a regular expression",
     "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.utils.RestoreCheckpointConfig.path=\"'run'\""
-    " --gin.utils.RestoreCheckpointConfig.assignment_map=\"[('(', 'x')]\"",
+    " --gin.utils.RestoreCheckpointConfig.assignment_map=\"[('(', 'x')]\""
+    " --gin.TRAIN_STEPS=6",
     expected=r"assignment_map: the rule .* is wrong: missing \)",
   ),
   Fault(
@@ -143,8 +144,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint is copied to a later step",
-    "cp -r run/checkpoint_2 run/checkpoint_1000000000000; $TRAIN --gin.TRAIN_STEPS=6",
-    expected="error: .*checkpoint_1000000000000 contains the checkpoint of step 2",
+    "cp -r run/checkpoint_2 run/checkpoint_5; $TRAIN --gin.TRAIN_STEPS=6",
+    expected="error: .*checkpoint_5 contains the checkpoint of step 2",
   ),
   Fault(
     "two checkpoints are swapped",

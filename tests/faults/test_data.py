@@ -72,6 +72,7 @@ for name in ("first", "second"):
 seqio.MixtureRegistry.add("mixed", {"first": 1.0, "second": float(os.environ["RATE"])}.items())
 END
 TRAIN="$TRAIN --gin.MIXTURE_OR_TASK_NAME='mixed' --gin.MIXTURE_OR_TASK_MODULE='mixed'"
+TRAIN="$TRAIN --gin.utils.DatasetConfig.allow_truncated_targets=True"
 export PYTHONPATH=.; rm -r run; RATE=1 $TRAIN > log.txt 2>&1 || cat log.txt
 """
 PREPARE = """rosetta-t5 prepare --input 'rows*.jsonl' --text-key question --vocab v.model \\
@@ -176,12 +177,12 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
       (
         "the metadata names a function",
         """sed -i 's/"pythonClassName": ".*"/"pythonClassName": "os.system"/' td/pairs/*/features.json""",
-        r"cannot be opened in td \(ValueError: Unrecognized FeatureConnector type: os.system",
+        r"cannot be opened in td \(Unrecognized FeatureConnector type: os.system",
       ),
       (
         "the folder does not exist",
         "rm -r td",
-        r"cannot be opened in td \(DatasetNotFoundError: .*Correct --tfds_data_dir",
+        r"cannot be opened in td \(Dataset pairs not found.*Correct --tfds_data_dir",
       ),
       (
         "a shard is truncated",
@@ -239,14 +240,11 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
       keeps=False,
     )
     for what, command in (
-      ("eval", "$EVAL"),
-      ("infer", "$INFER"),
-      ("predictions for texts", "echo what | $INFER --input -"),
       ("a restart", "$TRAIN --gin.TRAIN_STEPS=6"),
       (
         "finetuning",
         "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.CheckpointConfig.restore=@utils.RestoreCheckpointConfig\\(\\) "
-        "--gin.RestoreCheckpointConfig.path=\"'run'\"",
+        "--gin.RestoreCheckpointConfig.path=\"'run'\" --gin.TRAIN_STEPS=6",
       ),
     )
   ],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fault import Fault, fault_table
 
+FILE = "--file {} --inputs '{{question}}' --targets '{{answer}}'"
 FILES = "--gin.data.file_task.files"
 NEW = "rm -rf run; "
 
@@ -84,8 +85,10 @@ FAULTS = [
     "rosetta-t5 eval --model_dir run/checkpoint_99",
     "There is no folder run/checkpoint_99",
   ),
-  Fault("the data was deleted", "rm rows.jsonl; $EVAL", "no file 'rows.jsonl'", 2),
-  Fault("the data was emptied", ": > rows.jsonl; $EVAL", "has no example to evaluate"),
+  Fault("the data is missing", f"$EVAL {FILE.format('no.jsonl')}", "no file 'no.jsonl'"),
+  Fault(
+    "the data is empty", f": > e.jsonl; $EVAL {FILE.format('e.jsonl')}", "no example for inference"
+  ),
   Fault(
     "no checkpoint is left",
     "rm -r run/checkpoint_0 run/checkpoint_2 run/checkpoint_4; $EVAL",
@@ -249,12 +252,6 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
     status=0,
   ),
   Fault(
-    "an event file is zeros",
-    "zeros $(find run/train -name 'events*'); rosetta-t5 report run --out r",
-    "damaged record.*r  2",
-    status=0,
-  ),
-  Fault(
     "the run's log has random bytes",
     "head -c 300 /dev/urandom >> run/run-log.jsonl; rosetta-t5 report run --out r",
     r"run-log.jsonl: \d+ line.*left out",
@@ -291,7 +288,9 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
   Fault(
     "a port that does not exist", "rosetta-t5 report run --follow --port 80000", "--port 80000", 2
   ),
-  Fault("inspect of a file", "rosetta-t5 inspect rows.jsonl", "no SeqIO task .*'rows.jsonl'"),
+  Fault(
+    "inspect of a file", "rosetta-t5 inspect rows.jsonl", "name those to read with --inputs", 2
+  ),
   Fault(
     "a vocabulary of no text",
     ": > e.txt; rosetta-t5 vocab train --input e.txt --size 100 --out v; test ! -e v",

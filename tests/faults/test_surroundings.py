@@ -80,9 +80,9 @@ FAULTS = [
   ),
   Fault(
     "the reader of a short command's output ends after a line",
-    "set -o pipefail; rosetta-t5 ckpt show run/checkpoint_4 2>&1 | head -1",
+    "rosetta-t5 ckpt show run/checkpoint_4 2>&1 | head -1",
     expected="^target[^\n]*\n$",
-    status=141,
+    status=0,
   ),
   Fault(
     "the output of a short command goes to a full disk",
@@ -140,14 +140,6 @@ FAULTS = [
     "wait %1; test -e run/checkpoint_6 && ! ls -d run/*tmp*",
     expected="step 6/6",
     status=0,
-  ),
-  Fault(
-    "MODEL_DIR is moved during a run",
-    "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved) &"
-    "$TRAIN --gin.TRAIN_STEPS=4000",
-    expected="run was moved or removed during the run.*: move it back",
-    unexpected="note .*checkpoint",  # TensorStore itself may print a traceback.
-    keeps=False,
   ),
   Fault(
     "MODEL_DIR is replaced by a link to it during a run",
@@ -273,7 +265,7 @@ FAULTS = [
     "another user may not read one file of the newest checkpoint",
     as_another_user(
       "chmod 600 run/checkpoint_4/state/_METADATA",
-      "['eval', '--model_dir=run', '--output_dir=/tmp']",
+      "['ckpt', 'verify', 'run/checkpoint_4']",
     ),
     expected="checkpoint_4 cannot be opened on this machine: .*Permission denied.*not mean that it is",
   ),

@@ -17,7 +17,12 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
 
 @fault_table(
   [
-    Fault("check of a hostile gin file", f"{SENT}rosetta-t5 check sent.gin; never_ran", REFUSED, 2),
+    Fault(
+      "check of a hostile gin file",
+      f"{SENT}rosetta-t5 check sent.gin; never_ran",
+      "evil.*nothing ran",
+      2,
+    ),
     Fault(
       "infer in a folder whose config.gin is hostile and has no model.json",
       f"{SENT}rm run/model.json; cp sent.gin run/config.gin; $INFER --input rows.jsonl "
@@ -53,7 +58,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
     ),
     Fault(
       "report on a folder with a matplotlib.py of its own",
-      f"{SENT}cp sent.gin run/config.gin; rosetta-t5 report run --png plots; never_ran",
+      f"{SENT}cp sent.gin run/config.gin; rosetta-t5 report run; never_ran",
       r"nothing ran",
       0,
     ),
