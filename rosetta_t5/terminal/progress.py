@@ -158,7 +158,8 @@ def print_line(text: str, stream: IO[str] | None = None) -> None:
   if _display is not None:
     _display.console.print(text, markup=False, soft_wrap=True)
   else:
-    print(text, file=stream or sys.stdout, flush=True)
+    # One write: print() writes the end of the line by itself, and another thread may come between.
+    print(f"{text}\n", end="", file=stream or sys.stdout, flush=True)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -189,4 +190,4 @@ def _start_display(stream: IO[str]) -> Any:
 def _print_lines(shown: Bar, stream: IO[str], period_s: float, ended: threading.Event) -> None:
   started = time.monotonic()
   while period_s and not ended.wait(period_s):
-    print(f"{shown.line()}  after {time.monotonic() - started:.0f} s", file=stream, flush=True)
+    print_line(f"{shown.line()}  after {time.monotonic() - started:.0f} s", stream)
