@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from rosetta_t5.files import write_atomically
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 from rosetta_t5.terminal.option_types import positive_integer
 

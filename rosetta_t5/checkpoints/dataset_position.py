@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   has_checksums,
   step_of,
 )
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.files import read_json_object
 
 DATASET_PREFIX = "train_ds"
 # The run fact that stores the shapes of the batches. A position is valid only for these shapes.

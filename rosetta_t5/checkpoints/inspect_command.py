@@ -27,7 +27,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.model_dir.retention import is_pinned_checkpoint
 from rosetta_t5.checkpoints.reading import checksum_folder, read_arrays, read_checksums
-from rosetta_t5.telemetry.user_errors import printable
+from rosetta_t5.user_errors import printable
 
 _LAYOUT_NAMES = {
   CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",

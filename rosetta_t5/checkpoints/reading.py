@@ -29,7 +29,7 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   state_path,
   step_of,
 )
-from rosetta_t5.telemetry.json_files import json_checksum
+from rosetta_t5.files import json_checksum
 
 # What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
 # runs out of memory is not damage.

@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry.user_errors import exit_on_user_error, reason_of
+from rosetta_t5.user_errors import exit_on_user_error, reason_of
 
 PyTree = Any
 SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
-from rosetta_t5.telemetry.user_errors import (
+from rosetta_t5.terminal import command
+from rosetta_t5.terminal.standard_streams import protect
+from rosetta_t5.user_errors import (
   DEBUG_VARIABLE,
   did_you_mean,
   exit_on_user_error,
   show_briefly,
 )
-from rosetta_t5.terminal import command
-from rosetta_t5.terminal.standard_streams import protect
 
 _HELP = ("-h", "--help")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from rosetta_t5.cli import decoding_options, text_commands
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output
+from rosetta_t5.user_errors import ConfigError
 
 _DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg")
 _SOURCES = (

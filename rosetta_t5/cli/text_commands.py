@@ -17,7 +17,7 @@ from typing import IO, Any
 from rosetta_t5.cli import decoding_options
 from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.telemetry.atomic_files import exclusive_output
+from rosetta_t5.files import exclusive_output
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import positive_integer
 from rosetta_t5.terminal.standard_streams import optional_output

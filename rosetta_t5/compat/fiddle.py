@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 from rosetta_t5.config import command_line
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 _FLAGS = ("fdl_config", "fdl_config_file", "fdl_help")
 

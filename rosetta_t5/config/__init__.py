@@ -9,4 +9,4 @@ from rosetta_t5.config.dry_run import ResolvedRun
 from rosetta_t5.config.gin_functions import bool_fn, steps_of, string_split_fn, sum_fn
 from rosetta_t5.config.launch import run_from_command_line
 from rosetta_t5.config.summary import bindings_of, get_gin_config_str, summarize_gin_config
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError

@@ -11,7 +11,7 @@ from rosetta_t5.config.language import statements
 from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
 from rosetta_t5.config.language.names import defaults
 from rosetta_t5.config.summary import get_gin_config_str
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 _Bindings = Mapping[tuple[str, ...], statements.Binding]
 _ABSENT = object()

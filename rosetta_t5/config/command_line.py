@@ -13,7 +13,7 @@ from absl import app, flags
 
 from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES
-from rosetta_t5.telemetry.user_errors import DEBUG_VARIABLE, ConfigError, Problems
+from rosetta_t5.user_errors import DEBUG_VARIABLE, ConfigError, Problems
 
 # A flag that people expect → the gin binding that sets the same.
 _BINDINGS = {

@@ -15,7 +15,7 @@ from rosetta_t5.config.checks.values import check_values
 from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.statements import Program, read_program
-from rosetta_t5.telemetry.user_errors import Problems
+from rosetta_t5.user_errors import Problems
 
 
 def parse_gin_flags(

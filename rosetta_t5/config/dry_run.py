@@ -20,7 +20,7 @@ from rosetta_t5.config.language.gin_internals import all_bindings, configurable_
 from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import COMMAND_LINE, Binding, Program, SourceLine
 from rosetta_t5.config.t5x.paths import is_recipe
-from rosetta_t5.telemetry.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
+from rosetta_t5.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
 
 Rows = list[tuple[str, str]]
 # The label of a row about something that could not be described, and so may be wrong.

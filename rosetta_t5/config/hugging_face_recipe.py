@@ -13,7 +13,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import tokenizer_vocabulary
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.files import read_json_object
 
 # Where a SentencePiece model is looked for, in this order.
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "tokenizer.model")

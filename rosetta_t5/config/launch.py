@@ -23,7 +23,7 @@ from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import Program
 from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
-from rosetta_t5.telemetry.user_errors import (
+from rosetta_t5.user_errors import (
   DEBUG_VARIABLE,
   ConfigError,
   Problems,

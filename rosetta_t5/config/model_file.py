@@ -36,9 +36,8 @@ from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
 from rosetta_t5.config.language.statements import leaves
 from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
-from rosetta_t5.telemetry.atomic_files import write_atomically
-from rosetta_t5.telemetry.json_files import json_checksum
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.files import json_checksum, write_atomically
+from rosetta_t5.user_errors import ConfigError
 
 NAME = "model.json"
 _VERSION = 1

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 _FOLDER = "vocabulary"
 # The arguments of functions that name a vocabulary's file.

@@ -11,7 +11,7 @@ import jax
 
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.model_file import write_model_file
-from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import lost_output
 
 

@@ -28,9 +28,9 @@ from rosetta_t5.checkpoints.reading import read_arrays, stored_step
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.files import complete_folder
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.telemetry.atomic_files import complete_folder
 from rosetta_t5.terminal import progress
 from rosetta_t5.terminal.standard_streams import optional_output
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
 from rosetta_t5.distributed.coordination import draw_seed
-from rosetta_t5.telemetry.user_errors import refuse_exit
+from rosetta_t5.user_errors import refuse_exit
 
 if TYPE_CHECKING:
   import seqio

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import jax
 
-from rosetta_t5.telemetry import user_errors
+from rosetta_t5 import user_errors
 
 EXIT_STATUS = 70
 # How long a process whose collective failed waits for the news of which process was lost.

@@ -18,10 +18,10 @@ from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export import inference_function, text_functions
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
+from rosetta_t5.files import complete_folder
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.atomic_files import complete_folder
 
 _STABLEHLO = "stablehlo"
 

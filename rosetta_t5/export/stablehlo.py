@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
 from rosetta_t5.export.inference_function import Features, InferenceFn, PyTree
-from rosetta_t5.telemetry.json_files import expect_content, read_json_object
+from rosetta_t5.files import expect_content, read_json_object
 
 _PROGRAM, _PARAMS, _ABOUT = "program.stablehlo", "params.npz", "about.json"
 

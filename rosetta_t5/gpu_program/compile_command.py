@@ -16,6 +16,7 @@ import jax
 from jax.sharding import use_abstract_mesh
 
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler, steps
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind
@@ -25,10 +26,9 @@ from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
-from rosetta_t5.telemetry.atomic_files import write_atomically
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
-from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.user_errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

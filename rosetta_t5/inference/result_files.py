@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from etils import epath
 
+from rosetta_t5 import files
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.pipeline.data_facts import compare_facts
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
+from rosetta_t5.files import read_json_object
 from rosetta_t5.inference.infer_fn import array_to_lists
-from rosetta_t5.telemetry import atomic_files
-from rosetta_t5.telemetry.json_files import read_json_object
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -194,7 +194,7 @@ def open_chunk_folder(
   with contextlib.ExitStack() as stack:
     if jax.process_index() == 0 and "://" not in os.fspath(folder):
       os.makedirs(folder, exist_ok=True)
-      stack.enter_context(atomic_files.exclusive_output(folder))
+      stack.enter_context(files.exclusive_output(folder))
     yield ChunkFolder(folder, name, settings)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 import rosetta_t5
 from rosetta_t5.distributed.coordination import broadcast_text
+from rosetta_t5.files import write_atomically
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import (
@@ -39,7 +40,6 @@ from rosetta_t5.networks.layers.dense import Matmul, matmul
 from rosetta_t5.networks.layers.masks import make_boolean_mask
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
-from rosetta_t5.telemetry.atomic_files import write_atomically
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32

@@ -22,7 +22,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
 )
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.vocabularies.task_vocabularies import get_vocabulary
-from rosetta_t5.telemetry.user_errors import reason_of
+from rosetta_t5.user_errors import reason_of
 
 # The arguments of runs that are datasets, and what a run does with each.
 _DATASETS = {

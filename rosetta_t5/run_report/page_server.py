@@ -11,8 +11,8 @@ from typing import Any
 
 from rosetta_t5.run_report.page import build_page, encode_data
 from rosetta_t5.run_report.run_folder import files_of_run, read_runs
-from rosetta_t5.telemetry.user_errors import ConfigError
 from rosetta_t5.terminal import ctrl_c
+from rosetta_t5.user_errors import ConfigError
 
 REFRESH_SECONDS = 5.0
 _HOST = "127.0.0.1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, rewrite_gin_args, usage
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 
 def _parse(*arguments: str) -> CommandLine:

@@ -12,7 +12,7 @@ import pytest
 
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.telemetry.user_errors import ConfigError, exit_on_user_error
+from rosetta_t5.user_errors import ConfigError, exit_on_user_error
 
 GOOD = """
 train_script.train:

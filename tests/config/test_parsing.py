@@ -9,7 +9,7 @@ from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 RUN = """
 STEPS = 3

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rosetta_t5.config.checks.t5x_installation import T5X_PACKAGE, check_t5x_installation
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ FAULTY = """
 import os, signal, sys, time
 import jax
 from rosetta_t5.distributed import join_processes
-from rosetta_t5.telemetry.user_errors import exit_on_user_error
+from rosetta_t5.user_errors import exit_on_user_error
 
 address, index, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def settings():

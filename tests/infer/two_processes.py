@@ -22,7 +22,7 @@ if __name__ == "__main__":
   import killed
 
   from rosetta_t5 import infer
-  from rosetta_t5.telemetry.user_errors import exit_on_user_error
+  from rosetta_t5.user_errors import exit_on_user_error
 
   infer.update_measurement_series = pause
   with exit_on_user_error():

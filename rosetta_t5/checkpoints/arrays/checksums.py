@@ -20,8 +20,7 @@ import xxhash
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
-from rosetta_t5.telemetry.atomic_files import write_atomically
-from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
+from rosetta_t5.files import json_checksum, read_json_object, write_atomically
 
 # Each process of a run writes the checksums of what it wrote into a file of its own.
 _FILES = "checksums-"

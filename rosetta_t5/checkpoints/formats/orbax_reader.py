@@ -12,7 +12,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_arr
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, read_state_dict
 from rosetta_t5.checkpoints.formats.tensorstores import inner_path, kvstore, open_arrays
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.telemetry.json_files import expect_content, read_json_object
+from rosetta_t5.files import expect_content, read_json_object
 
 # Older versions wrote a msgpack file of small values and, for each array, a prefix and its path.
 _AGGREGATE = "checkpoint"

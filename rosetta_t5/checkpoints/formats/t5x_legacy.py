@@ -21,7 +21,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   unflatten_state_dict,
 )
 from rosetta_t5.checkpoints.formats import tensorstores
-from rosetta_t5.telemetry.json_files import expect_content
+from rosetta_t5.files import expect_content
 
 INDEX = "checkpoint"
 VERSION = 3

@@ -17,8 +17,8 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
-from rosetta_t5.telemetry.json_files import json_checksum, read_json_object
-from rosetta_t5.telemetry.user_errors import reason_of
+from rosetta_t5.files import json_checksum, read_json_object
+from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"

@@ -10,7 +10,7 @@ from rosetta_t5.config.checks.references import Reached, reached_from
 from rosetta_t5.config.language.gin_internals import is_macro_set
 from rosetta_t5.config.language.names import defaults, parameters
 from rosetta_t5.config.language.statements import Macro, Program, Reference, SourceLine
-from rosetta_t5.telemetry.user_errors import ConfigError, did_you_mean
+from rosetta_t5.user_errors import ConfigError, did_you_mean
 
 # Example values, for messages, of the macros that T5X's recipes leave open.
 EXAMPLES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rosetta_t5.config.language.statements import COMMAND_LINE, Program, Reference, leaves
-from rosetta_t5.telemetry.user_errors import ConfigError, did_you_mean
+from rosetta_t5.user_errors import ConfigError, did_you_mean
 
 # The similarity above which a name is taken for a misspelling, such as TRAIN_STEP of TRAIN_STEPS.
 _SAME_NAME_SIMILARITY = 0.85

@@ -14,7 +14,7 @@ from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Binding, Program
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

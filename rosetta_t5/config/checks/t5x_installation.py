@@ -7,7 +7,7 @@ import pathlib
 import sys
 from importlib import metadata
 
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 T5X_PACKAGE = pathlib.Path(__file__).resolve().parents[3] / "t5x"
 _REINSTALL = "pip install --force-reinstall --no-deps rosetta-t5"

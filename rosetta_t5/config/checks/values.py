@@ -18,7 +18,7 @@ from rosetta_t5.config.checks import declared_types
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import Program, leaves, map_leaves
-from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, Problems, did_you_mean
+from rosetta_t5.user_errors import ConfigError, FollowOnError, Problems, did_you_mean
 
 # The ranges of numbers that Optax's functions take, by argument or by function and argument. Those of
 # our own are declared with the arguments.

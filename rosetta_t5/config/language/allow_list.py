@@ -19,7 +19,7 @@ from typing import Any
 from gin.config import Configurable
 
 from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
-from rosetta_t5.telemetry.user_errors import ConfigError
+from rosetta_t5.user_errors import ConfigError
 
 # The names in each module that gin may call. Whatever their arguments are, they only compute: none of
 # them writes, deletes, sends, or calls anything but the functions that it gets as arguments.

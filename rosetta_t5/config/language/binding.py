@@ -19,7 +19,7 @@ from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
-from rosetta_t5.telemetry.user_errors import ConfigError, Problems, did_you_mean, last_line_of_user
+from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean, last_line_of_user
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.
 gin.config.register_file_reader(open_recipe, find_recipe)

@@ -21,7 +21,7 @@ from rosetta_t5.config.t5x.run_functions import (
   T5X_RUN_ALIASES,
   find_run_function,
 )
-from rosetta_t5.telemetry.user_errors import ConfigError, FollowOnError, did_you_mean, refuse_exit
+from rosetta_t5.user_errors import ConfigError, FollowOnError, did_you_mean, refuse_exit
 
 # Fields that flax adds to every module and that no recipe sets.
 _FLAX_FIELDS = {"parent", "name"}

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from rosetta_t5.telemetry.user_errors import ConfigError, did_you_mean
+from rosetta_t5.user_errors import ConfigError, did_you_mean
 
 # The repository's folder gin/: a symbolic link in a checkout, a copy in an installed wheel.
 RECIPES = pathlib.Path(__file__).resolve().parents[2] / "recipes"

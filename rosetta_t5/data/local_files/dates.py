@@ -7,7 +7,7 @@ import json
 import pathlib
 import random
 
-from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.files import write_atomically
 
 _FIRST, _LAST = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
 _FORMATS = (

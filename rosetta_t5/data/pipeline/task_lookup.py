@@ -14,7 +14,7 @@ from rosetta_t5.data.tensorflow_setup.seqio_internals import (
   tfds_data_dir_override,
 )
 from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.telemetry.user_errors import reason_of
+from rosetta_t5.user_errors import reason_of
 
 if TYPE_CHECKING:
   import seqio

@@ -22,8 +22,7 @@ from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
 from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.telemetry.atomic_files import exclusive_output, write_atomically
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.files import exclusive_output, read_json_object, write_atomically
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"

@@ -24,8 +24,7 @@ from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_vali
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.telemetry.atomic_files import unfinished_path, write_atomically
-from rosetta_t5.telemetry.json_files import expect_content, read_json_object
+from rosetta_t5.files import expect_content, read_json_object, unfinished_path, write_atomically
 
 SPLITS = ("train", "validation")
 # A longer document is stored in several records, so that a segment can be read without all of it.

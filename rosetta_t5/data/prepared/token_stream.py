@@ -17,7 +17,7 @@ import numpy as np
 
 from rosetta_t5.data.prepared.prepare import MANIFEST, VOCABULARY
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.telemetry.json_files import expect_content, read_json_object
+from rosetta_t5.files import expect_content, read_json_object
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:

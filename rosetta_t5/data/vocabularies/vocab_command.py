@@ -20,7 +20,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_training import (
   lossless_options,
   train_sentencepiece,
 )
-from rosetta_t5.telemetry.atomic_files import write_atomically
+from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import ctrl_c
 from rosetta_t5.terminal.option_types import machine_path, positive_integer
 

@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
   write_t5_tokenizer,
 )
 from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import list_names
-from rosetta_t5.telemetry.json_files import read_json_object
+from rosetta_t5.files import read_json_object
 
 CONFIG = "config.json"
 FAMILIES = (*t5.FAMILIES, *gpt.FAMILIES)

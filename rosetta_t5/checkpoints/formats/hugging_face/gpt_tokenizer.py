@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
-from rosetta_t5.telemetry.json_files import expect_content, read_json_object
+from rosetta_t5.files import expect_content, read_json_object
 
 SENTENCEPIECE = "spiece.model"
 # The name of a start token that is not in vocab.json, because training has made it a token of its own.

@@ -26,7 +26,7 @@ _DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 # Returns a context for the report of an error that ends the program. Processes of one run end together in it.
 around_failure: Callable[[Exception], contextlib.AbstractContextManager[Any]]
 around_failure = lambda error: contextlib.nullcontext()  # noqa: E731
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class ConfigError(ValueError):

@@ -10,11 +10,11 @@ import subprocess
 import pytest
 from forked_python import python
 
-from rosetta_t5.telemetry.atomic_files import complete_folder, write_atomically
+from rosetta_t5.files import complete_folder, write_atomically
 
 KILLED = """
 import os, signal, sys
-from rosetta_t5.telemetry.atomic_files import complete_folder
+from rosetta_t5.files import complete_folder
 with complete_folder(sys.argv[1]) as folder:
   folder.mkdir()
   (folder / "half").write_text("1")
