@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def feeds(arguments: argparse.Namespace, files: list[str], folder: str) -> dict[str, Any]:
   """Returns the rates of both feeds."""
   from rosetta_t5.data import DatasetConfig, file_task, get_dataset, prepared_task
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   def config(task: Any) -> DatasetConfig:
     return DatasetConfig(task, LENGTHS, "train", arguments.batch, shuffle=True, seed=0)

@@ -133,7 +133,7 @@ def run_process(
   """Runs one of the processes; process 0 prints the results."""
   import jax
 
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+  from rosetta_t5.data.tensorflow_import import import_tensorflow
   from rosetta_t5.distributed.join import join_processes
   from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
 

@@ -84,7 +84,7 @@ def lost_output_of_this_test() -> None:
 @pytest.fixture
 def isolated_registries() -> Iterator[None]:
   """Restores SeqIO's registries after the test."""
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   seqio = import_seqio()
   registries = (seqio.TaskRegistry, seqio.MixtureRegistry)

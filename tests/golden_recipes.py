@@ -25,7 +25,7 @@ from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Macro, read_program
 from rosetta_t5.config.t5x.paths import RECIPES
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Values for what recipes leave open: these, and the examples that error messages give.

@@ -17,7 +17,7 @@ from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.inference.inference_evaluator import MetricError
 from rosetta_t5.out_of_memory import OutOfMemoryError

@@ -16,7 +16,7 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkp
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig
 from rosetta_t5.config import parse_gin_flags
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export.inference_function import create_inference_function, restore_params
 from rosetta_t5.export.saved_model import save, write_warmup_examples
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny_tasks import add_task, byte_model
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.networks.precision import TransformerEngineConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.precompile import precompile

@@ -11,7 +11,7 @@ from tiny_tasks import add_task, save_checkpoints
 
 from rosetta_t5 import cli
 from rosetta_t5.config import run_from_command_line
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.export.saved_model import save
 from rosetta_t5.export.stablehlo import load_stablehlo

@@ -12,7 +12,7 @@ from tiny_tasks import PAIRS, add_task, byte_model
 
 from rosetta_t5.checkpoints import CheckpointConfig
 from rosetta_t5.data import DatasetConfig
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.inference.during_training import PredictionEvaluation
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.train import train

@@ -12,7 +12,7 @@ import numpy as np
 from tiny_models import adafactor
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner

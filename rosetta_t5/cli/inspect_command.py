@@ -50,7 +50,7 @@ def inspect(options: argparse.Namespace) -> int:
   from rosetta_t5.config.command_line import parse_command_line
   from rosetta_t5.data import DatasetConfig
   from rosetta_t5.data.inspection.inspect_task import show_dataset
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   seqio = import_seqio()
   if folder := parse_command_line(["rosetta-t5", *options.flags]).tfds_data_dir:
@@ -111,7 +111,7 @@ def _file_task(path: str, options: argparse.Namespace) -> str:
   """Registers a task that reads a file, with the columns of the options or those with usual names."""
   from rosetta_t5.data import file_task
   from rosetta_t5.data.reading import BadExample, find_files, read_records
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   records = (record for _, record in read_records(find_files(path)[0]))
   columns = list(next((r for r in records if not isinstance(r, BadExample)), {}))

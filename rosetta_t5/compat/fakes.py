@@ -12,7 +12,7 @@ import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.compat.train_state import FlaxOptimTrainState
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_tensorflow
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training.optimizers.adafactor import Adafactor

@@ -169,7 +169,7 @@ def _import_seqio(command: CommandLine) -> None:
   """Imports TensorFlow and SeqIO before a gin file does, so that TensorFlow does not take a GPU."""
   if not find_spec("seqio"):
     return
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   seqio = import_seqio()
   if command.tfds_data_dir:

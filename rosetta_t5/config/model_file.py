@@ -217,7 +217,7 @@ class ModelFile(Mapping[str, Any]):
 
 def _check_model(model: Any, file: pathlib.Path) -> None:
   """Checks the arguments of a model for which no type is declared, because users have their own."""
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+  from rosetta_t5.data.tensorflow_import import import_seqio
 
   seqio, converter = import_seqio(), model.FEATURE_CONVERTER_CLS
   decode = getattr(model.decode_fn, "func", model.decode_fn)

@@ -75,7 +75,7 @@ def open_inputs(node: Any, folder: pathlib.Path) -> Any:
 def describe_surroundings(modules: Iterable[str]) -> dict[str, Any]:
   """Returns where the run finds its data, and the files of its modules that are the user's own."""
   from rosetta_t5.data.local_files import dataset_folders, stdlib_corpus
-  from rosetta_t5.data.tensorflow_setup.seqio_internals import tfds_data_dir_override
+  from rosetta_t5.data.seqio_internals import tfds_data_dir_override
 
   given = tfds_data_dir_override() or os.environ.get(dataset_folders.VARIABLE)
   files = {module: getattr(sys.modules.get(module), "__file__", None) for module in modules}

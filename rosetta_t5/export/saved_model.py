@@ -15,7 +15,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config
 from rosetta_t5.argument_types import NonNegative, Positive
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export import inference_function, text_functions
 from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.files import complete_folder

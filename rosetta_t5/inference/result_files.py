@@ -21,7 +21,7 @@ from etils import epath
 from rosetta_t5 import files
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.pipeline.data_facts import compare_facts
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.files import read_json_object
 from rosetta_t5.inference.infer_fn import array_to_lists

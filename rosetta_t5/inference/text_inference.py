@@ -13,7 +13,7 @@ import jax
 from rosetta_t5.data.pipeline.batch_checks import token_limit
 from rosetta_t5.data.pipeline.inference_data import iterate_chunks
 from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.lost_text import count_unknown
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.expert_capacity import inference_step

@@ -12,7 +12,7 @@ from tiny_tasks import PAIRS, add_task
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.data import DatasetConfig
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 
 TASK = "deterministic_data_test"
 CONFIG = DatasetConfig(

@@ -18,7 +18,7 @@ from rosetta_t5.config.language.allow_list import CALLED, NAMED, STRICT, AllowLi
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.trained_model import read_run, train
 
 HEAD = "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"

@@ -11,7 +11,7 @@ import pytest
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.local_files import stdlib_corpus
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 AddTask = Callable[..., str]
 _numbers = itertools.count()

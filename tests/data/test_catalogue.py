@@ -14,7 +14,7 @@ from rosetta_t5.data.local_files.dataset_folders import VARIABLE, find_tfds
 from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.tasks import catalogue, text_formats
 from rosetta_t5.data.tasks.known import glue
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 
 @pytest.fixture(autouse=True)

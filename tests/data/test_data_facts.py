@@ -22,7 +22,7 @@ from rosetta_t5.data import (
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.reading.file_facts import compare_files, file_facts
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 pytestmark = pytest.mark.usefixtures("isolated_registries")

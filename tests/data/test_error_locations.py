@@ -16,7 +16,7 @@ from rosetta_t5 import data
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline import error_locations
 from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LENGTHS = {"inputs": 16, "targets": 16}
 

@@ -23,7 +23,7 @@ from rosetta_t5.data import (
   prepare_train_iter,
 )
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 LINES = [f"line {number:03}" for number in range(100)]

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_tensorflow
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import (
   END,
   gpt2_vocabulary,

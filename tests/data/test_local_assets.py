@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 

@@ -16,7 +16,7 @@ import pytest
 from rosetta_t5.data import task_metrics
 from rosetta_t5.data.local_files.dataset_folders import VARIABLE
 from rosetta_t5.data.tasks import catalogue
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 MAX_EXAMPLES = 2000
 

@@ -7,12 +7,12 @@ import pathlib
 
 import pytest
 
-from rosetta_t5.data.tensorflow_setup import seqio_internals
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data import seqio_internals
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 ADVICE = (
   "SeqIO has moved a private name. Look for the new name in seqio's source, use it in "
-  "rosetta_t5/data/tensorflow_setup/seqio_internals.py, and raise the bound on seqio in setup.cfg."
+  "rosetta_t5/data/seqio_internals.py, and raise the bound on seqio in setup.cfg."
 )
 
 

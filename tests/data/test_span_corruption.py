@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data.objectives import span_corruption
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 VOCAB_SIZE = 259 + 100
 LENGTHS = {"inputs": 64, "targets": 32}

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 
 from rosetta_t5 import cli
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.lost_text import (
   KEEP_WHITE_SPACE,
   count_lost,

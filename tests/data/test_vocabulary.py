@@ -17,7 +17,7 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels, load_sentencepiece
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary

@@ -20,7 +20,7 @@ from user_files import TEXTS, continue_quickstart, copy_user_files, write_user_f
 from rosetta_t5.config.language.gin_internals import unregister
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 
 LANGUAGES = {"bash", "console", "gin", "python", "json", "text"}
 WITH_SNIPPETS = [

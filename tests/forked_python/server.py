@@ -33,7 +33,7 @@ def _import_packages() -> dict[str, str]:
   import rosetta_t5.train  # noqa: F401
 
   if "seqio" in sys.argv:
-    from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+    from rosetta_t5.data.tensorflow_import import import_seqio
 
     import_seqio()
   gc.freeze()  # The children share these objects; collecting garbage among them would copy them.

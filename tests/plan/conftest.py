@@ -7,7 +7,7 @@ import pathlib
 import gin
 import pytest
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.main import main
 
 RUN = """

@@ -11,7 +11,7 @@ import numpy as np
 from client_run import train_two_steps
 
 import t5x
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from t5x.examples.t5 import layers
 
 seqio, tf = import_seqio(), import_tensorflow()

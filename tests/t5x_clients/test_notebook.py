@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import t5x
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from t5x import partitioning, utils
 from t5x.examples.t5 import network
 from t5x.infer import _extract_tokens_and_aux_values

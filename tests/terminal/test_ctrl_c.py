@@ -75,7 +75,7 @@ with ctrl_c.entered(section):
 
 def test_the_line_is_printed_while_tensorflow_is_imported():
   program = """
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import quiet_tensorflow_import
+from rosetta_t5.data.tensorflow_import import quiet_tensorflow_import
 with quiet_tensorflow_import():
   print("ready", flush=True)
   time.sleep(60)

@@ -175,7 +175,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
   Raises:
     ValueError: there is no TensorFlow checkpoint, or it is damaged.
   """
-  from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+  from rosetta_t5.data.tensorflow_import import import_tensorflow
 
   prefix = _find_prefix(path)
   tf = import_tensorflow()

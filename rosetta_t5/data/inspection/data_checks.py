@@ -16,7 +16,7 @@ from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.prepared.token_stream import losses_of_folders
 from rosetta_t5.data.reading.file_facts import digest_of
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
 
 _MAX_SHARED = 0.01  # fraction of the examples that two splits may share
@@ -91,7 +91,7 @@ def check_splits(cfg: DatasetConfig, task: Any) -> Iterator[str]:
 
 def _source_texts(task: Any, split: str, limit: int) -> Iterator[list[bytes]]:
   """Yields the texts of each example, without ids, before any preprocessor."""
-  for part in import_seqio().get_subtasks(task):
+  for part in seqio.get_subtasks(task):
     if has_split(part, split):
       dataset = part.source.get_dataset(split=split, shuffle=False)
       for example in itertools.islice(dataset.as_numpy_iterator(), limit):

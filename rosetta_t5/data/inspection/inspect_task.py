@@ -15,7 +15,7 @@ from rosetta_t5.data.inspection import data_checks
 from rosetta_t5.data.pipeline.datasets import get_dataset
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import seqio
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
@@ -84,7 +84,6 @@ def _batches(cfg: DatasetConfig, count: int) -> Iterator[Any]:
   """Returns the first batches; those of prepared data need no feature converter."""
   converter: Any = None
   if not isinstance(cfg.mixture_or_task_name, PreparedTask):
-    seqio = import_seqio()
     has_inputs = "inputs" in (cfg.task_feature_lengths or {})
     converter = seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
   data = get_dataset(cfg, 0, 1, converter)

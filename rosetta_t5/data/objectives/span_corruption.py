@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from rosetta_t5.argument_types import PositiveNumber, Rate
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels
 
 if TYPE_CHECKING:

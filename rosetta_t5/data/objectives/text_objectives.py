@@ -20,7 +20,7 @@ from rosetta_t5.data.objectives.span_corruption import (
   span_corruption,
   split_tokens,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import tensorflow as tf

@@ -24,7 +24,7 @@ from rosetta_t5.data.reading.file_facts import (
   digest_of,
   file_facts,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 from rosetta_t5.distributed.preflight import check_same
 

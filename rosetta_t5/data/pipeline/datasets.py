@@ -15,7 +15,7 @@ from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
 from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.parallel.data_layout import multiples_near
 
 if TYPE_CHECKING:

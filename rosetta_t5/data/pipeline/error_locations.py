@@ -16,7 +16,7 @@ from rosetta_t5.data.pipeline.data_facts import task_files
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.reading import unwrap_reader_errors
 from rosetta_t5.data.reading.file_source import LineSource
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 SEARCH_SECONDS = 60.0  # A host that searches must not keep the others waiting for long.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.pipeline.task_lookup import find_checked_task, read_task, subtasks_with_split
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 if TYPE_CHECKING:
   import tensorflow as tf

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5.data import seqio_internals
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
-from rosetta_t5.data.tensorflow_setup import seqio_internals
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.terminal import lost_output
 
 if TYPE_CHECKING:

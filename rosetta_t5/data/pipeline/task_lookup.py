@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
-from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
-from rosetta_t5.data.tensorflow_setup.seqio_internals import (
+from rosetta_t5.data.seqio_internals import (
   passthrough_features,
   tfds_data_dir_override,
 )
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
+from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.user_errors import reason_of
 
 if TYPE_CHECKING:

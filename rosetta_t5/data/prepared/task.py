@@ -79,7 +79,7 @@ class PreparedTask:
   @property
   def output_features(self) -> dict[str, Any]:
     """The features as SeqIO describes them, with their vocabulary."""
-    from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+    from rosetta_t5.data.tensorflow_import import import_seqio
 
     seqio = import_seqio()
     path = TokenStream(self.folders[0], self.splits[0]).vocabulary

@@ -6,16 +6,12 @@ import abc
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rosetta_t5.data.reading import BlockReader
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-
-if TYPE_CHECKING:
-  import seqio
-
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 _COUNTED_BYTES = 1 << 30  # of a split; the number of examples in more data is estimated
 
@@ -50,7 +46,6 @@ def make_file_source(
     names: the features of the examples.
     arguments: JSON values that determine the examples besides the files, the source's `arguments`.
   """
-  seqio: Any = import_seqio()
 
   class NumberedFiles(seqio.FileDataSource):
     """Reads files by their numbers, where SeqIO's class expands patterns."""
@@ -108,7 +103,6 @@ def counted_task_class() -> type[seqio.Task]:
 
   A source of files states no number, because SeqIO would keep small ones in memory and in positions.
   """
-  seqio: Any = import_seqio()
 
   class CountedTask(seqio.Task):
     """A task with a number of examples, for example for `seqio.mixing_rate_num_examples`."""
@@ -124,7 +118,6 @@ def _examples(
   reader: BlockReader, paths: Mapping[str, str], number: Any, names: Sequence[str]
 ) -> Any:
   """Returns a tf.data.Dataset of the examples of the file with this number in `paths`."""
-  tf = import_tensorflow()
   text_types = [tf.string] * len(names)
 
   def read_block(number: bytes, block: np.int64) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.local_files import dataset_folders
@@ -17,14 +17,10 @@ from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader, Layout
 from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
 from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.seqio_internals import tfds_data_dir_override
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
 from rosetta_t5.data.tasks.task_spec import TaskSpec
-from rosetta_t5.data.tensorflow_setup.seqio_internals import tfds_data_dir_override
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-
-if TYPE_CHECKING:
-  import seqio
-  import tensorflow as tf
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 TASKS: Mapping[str, TaskSpec] = {**pretraining.TASKS, **glue.TASKS, **supervised.TASKS}
 
@@ -33,13 +29,11 @@ _registered_here: dict[str, seqio.Task] = {}
 
 def registered_names() -> set[str]:
   """Returns the names of all tasks and mixtures in SeqIO's registries."""
-  seqio = import_seqio()
   return {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
 
 
 def register(name: str) -> None:
   """Registers the known task of this name, unless the name is unknown or already registered."""
-  seqio = import_seqio()
   registry = seqio.TaskRegistry
   if name not in TASKS or name in registry.names():
     return
@@ -63,7 +57,7 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
     ValueError: there is no known task of this name.
   """
   check_one_of("data.known_task.name", name, sorted(TASKS))
-  registry = import_seqio().TaskRegistry
+  registry = seqio.TaskRegistry
   new_name, number = f"{name}_own_vocabulary", 1
   while new_name in registry.names():
     if registry.get(new_name).output_features["targets"].vocabulary == vocabulary:
@@ -76,7 +70,6 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
 
 def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
   """Returns the known task `name` as a SeqIO task called `new_name`."""
-  seqio = import_seqio()
   spec = TASKS[name]
   features = {}
   if spec.objective != "causal_lm":  # Decoder-only models have no inputs.
@@ -98,7 +91,7 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.
 @functools.cache
 def _replace_on_later_registration() -> None:
   """Wraps the registry's `add_provider`, so that a later task replaces a known task of its name."""
-  registry = import_seqio().TaskRegistry
+  registry = seqio.TaskRegistry
   add = registry.add_provider
 
   def add_provider(name: str, provider: Any) -> None:
@@ -112,7 +105,6 @@ def _replace_on_later_registration() -> None:
 
 def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
   """Returns a known task's source, which searches this machine for the data when it is first used."""
-  seqio: Any = import_seqio()
 
   class KnownSource(seqio.DataSource):
     """Delegates to the source that is found: TensorFlow Datasets' files, or the distributed files."""
@@ -163,7 +155,6 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
   Raises:
     ValueError: the data is not on this machine. The message lists the folders that were searched.
   """
-  seqio = import_seqio()
   folders = dataset_folders.data_folders(tfds_data_dir_override())
   for folder in folders:
     if spec.tfds and (tfds_folder := dataset_folders.find_tfds(spec.tfds, folder)):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from absl import logging
 
@@ -21,10 +21,7 @@ from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
 from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
 from rosetta_t5.data.reading.templates import make_converter
 from rosetta_t5.data.tasks.catalogue import registered_names
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-
-if TYPE_CHECKING:
-  import seqio
+from rosetta_t5.data.tensorflow_import import seqio
 
 Objective = Annotated[str, one_of(text_objectives.OBJECTIVES)]
 Format = Annotated[str, one_of(FORMATS)]
@@ -114,7 +111,7 @@ def file_task(
     },
   )
   logging.info("Task '%s': %s on %d files", name, objective, len(train))
-  vocabulary = vocabulary or import_seqio().SentencePieceVocabulary(T5_VOCABULARY)
+  vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   _register(name, source, objective, vocabulary, [_metric_function(m) for m in metrics])
   _digests[name] = digest
   return name
@@ -173,7 +170,6 @@ def _register(
   metric_fns: Sequence[Any],
 ) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
-  seqio = import_seqio()
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
   tasks: dict[str, text_objectives.Denoiser | None] = {name: None}

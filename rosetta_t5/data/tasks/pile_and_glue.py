@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.tasks.catalogue import TASKS, register
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-
-seqio = import_seqio()
+from rosetta_t5.data.tensorflow_import import seqio
 
 TaskRegistry = seqio.TaskRegistry
 _VOCABULARY = seqio.SentencePieceVocabulary(T5_VOCABULARY)

@@ -9,17 +9,12 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.objectives.span_corruption import span_corruption
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
-
-if TYPE_CHECKING:
-  import seqio
-else:
-  seqio = import_seqio()
+from rosetta_t5.data.tensorflow_import import seqio
 
 TASK = "stdlib_docs_span_corruption"
 BYTES_TASK = "stdlib_docs_bytes"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from rosetta_t5.argument_types import Positive, check_one_of, one_of
 from rosetta_t5.data.tasks.catalogue import register, registered_names
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import seqio
 
 RATES = ("proportional", "equal")
 
@@ -39,7 +39,6 @@ def mixture(
   Raises:
     ValueError: a task does not exist, or the rates are not positive numbers, one for each task.
   """
-  seqio: Any = import_seqio()
   for task in tasks:
     register(task)
     if task not in registered_names():

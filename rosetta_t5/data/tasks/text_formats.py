@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tensorflow_import import tf
 
 Example = Mapping[str, Any]
 
@@ -28,7 +28,6 @@ def glue(example: Example, benchmark: str, labels: Sequence[str]) -> Example:
 
   The columns are in alphabetical order.
   """
-  tf = import_tensorflow()
   columns = sorted(set(example) - {"label", "idx"})
   parts = [part for name in columns for part in (f"{name}:", example[name])]
   label = tf.cast(example["label"], tf.int64)
@@ -44,7 +43,6 @@ def stsb(example: Example) -> Example:
 
   The similarity is between 0.0 and 5.0, in steps of 0.2.
   """
-  tf = import_tensorflow()
   parts = ["stsb sentence1:", example["sentence1"], "sentence2:", example["sentence2"]]
   return {
     "inputs": tf.strings.join(parts, separator=" "),
@@ -75,13 +73,13 @@ def squad(example: Example, include_context: bool = True) -> Example:
 def translate(example: Example, source: str, target: str) -> Example:
   """Converts a pair of sentences to "translate English to German: …" and the translation."""
   prefix = f"translate {LANGUAGES[source]} to {LANGUAGES[target]}: "
-  inputs = import_tensorflow().strings.join([prefix, example[source]])
+  inputs = tf.strings.join([prefix, example[source]])
   return {"inputs": inputs, "targets": example[target]}
 
 
 def summarize(example: Example, article: str, summary: str) -> Example:
   """Converts an article to "summarize: …" and its summary."""
-  inputs = import_tensorflow().strings.join(["summarize:", example[article]], separator=" ")
+  inputs = tf.strings.join(["summarize:", example[article]], separator=" ")
   return {"inputs": inputs, "targets": example[summary]}
 
 
@@ -93,7 +91,6 @@ def last_word(example: Example, sentinel: str = " <extra_id_0>", before_word: st
     sentinel: appended to the text before the word.
     before_word: put before the word.
   """
-  tf = import_tensorflow()
   text = tf.strings.strip(example["text"])
   word = tf.strings.regex_replace(text, r"(?s)^.*\s", "")
   passage = tf.strings.regex_replace(text, r"\s\S+$", "")
@@ -127,11 +124,11 @@ def squad_answers(
 
 def _space_punctuation(text: Any) -> Any:
   """Puts spaces around punctuation, and replaces runs of white space by one space."""
-  regex_replace = import_tensorflow().strings.regex_replace
+  regex_replace = tf.strings.regex_replace
   return regex_replace(regex_replace(text, r"([[:punct:]])", r" \1 "), r"\s+", " ")
 
 
 def _join(parts: Sequence[Any]) -> Any:
   """Joins the parts with spaces, and replaces runs of white space by one space."""
-  strings = import_tensorflow().strings
+  strings = tf.strings
   return strings.regex_replace(strings.join(parts, separator=" "), r"\s+", " ")

@@ -5,12 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-
-if TYPE_CHECKING:
-  import seqio
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 
 def create_task_from_tfexample_file(
@@ -36,7 +32,6 @@ def create_task_from_tfexample_file(
   Raises:
     ValueError: no such file exists, or this type of file is not supported.
   """
-  tf, seqio = import_tensorflow(), import_seqio()
   paths = [paths] if isinstance(paths, str) else list(paths)
   if file_type != "tfrecord":
     raise ValueError(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.reading.file_facts import digest_of
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
-
-if TYPE_CHECKING:
-  import seqio
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabulary]:
@@ -23,7 +20,6 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
   Raises:
     ValueError: the task has no vocabulary, or several but no "inputs" and "targets".
   """
-  seqio = import_seqio()
   features = find_task_or_mixture(cfg).output_features
   if "inputs" in features and "targets" in features:
     return features["inputs"].vocabulary, features["targets"].vocabulary
@@ -49,7 +45,6 @@ def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
   """
   if a == b:
     return True
-  seqio = import_seqio()
   if not all(isinstance(v, seqio.SentencePieceVocabulary) for v in (a, b)):
     both = sorted((a, b), key=lambda v: isinstance(v, seqio.SentencePieceVocabulary))
     return _has_pieces_of(*both)
@@ -153,4 +148,4 @@ def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:
     vocabulary: a SeqIO vocabulary.
     tokens: ids, [T] or [N, T].
   """
-  return vocabulary.decode_tf(import_tensorflow().constant(tokens)).numpy()
+  return vocabulary.decode_tf(tf.constant(tokens)).numpy()

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import load_gpt2_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-  import seqio
   import tokenizers
-else:
-  seqio = import_seqio()
 
 _SENTINEL = "<extra_id_{}>"
 
@@ -89,7 +86,6 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return self.tokenizer.decode(shown, skip_special_tokens=False)
 
   def _encode_tf(self, s: Any) -> Any:
-    tf = import_tensorflow()
 
     def encode(text: bytes | np.ndarray) -> np.ndarray:
       # TensorFlow passes an array if it runs eagerly, and bytes in a graph.
@@ -101,7 +97,6 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return tokens
 
   def _decode_tf(self, ids: Any) -> Any:
-    tf = import_tensorflow()
 
     def decode(ids: np.ndarray) -> Any:
       if ids.ndim == 1:

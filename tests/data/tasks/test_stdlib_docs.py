@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rosetta_t5.data import DatasetConfig, get_dataset, verify_matching_vocabs
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_seqio
+from rosetta_t5.data.tensorflow_import import import_seqio
 
 TASK = "stdlib_docs_of_tests"
 

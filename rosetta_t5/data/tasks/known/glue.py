@@ -9,7 +9,7 @@ from typing import Any
 from rosetta_t5.data import task_metrics
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tensorflow_import import tf
 
 _MNLI = ("mnli", ("entailment", "neutral", "contradiction"), ("hypothesis", "premise"))
 _ENTAILED = ("entailment", "not_entailment")
@@ -77,7 +77,6 @@ def _is_label(text: str, labels: tuple[str, ...]) -> bool:
 
 
 def _to_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, Any]:
-  tf = import_tensorflow()
   idx = tf.strings.to_number(texts["idx"], tf.int32)
   label = tf.strings.to_number(texts["label"], tf.float32)
   return {**texts, "label": tf.cast(label, label_dtype), "idx": idx}

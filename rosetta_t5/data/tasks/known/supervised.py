@@ -12,7 +12,7 @@ from rosetta_t5.data import task_metrics
 from rosetta_t5.data.reading import BadExample, Layout
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
-from rosetta_t5.data.tensorflow_setup.tensorflow_import import import_tensorflow
+from rosetta_t5.data.tensorflow_import import tf
 
 _SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
 
@@ -34,7 +34,7 @@ def read_squad(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
 
 
 def _squad_example(texts: Mapping[str, Any]) -> Mapping[str, Any]:
-  answers = import_tensorflow().strings.split(texts["answers"], _SEPARATOR)
+  answers = tf.strings.split(texts["answers"], _SEPARATOR)
   return {**texts, "answers": {"text": answers}}
 
 

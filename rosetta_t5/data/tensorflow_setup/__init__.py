@@ -1,1 +1,0 @@
-"""How TensorFlow and SeqIO are imported, and SeqIO's private names."""
