@@ -24,7 +24,7 @@ from rosetta_t5.bench.turns import Run, time_in_turns
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, chain
-from rosetta_t5.training.optimizers.second_order.muon import muon
+from rosetta_t5.training.optimizers.second_order.matrices import muon
 
 OPTIMIZERS = {
   "adamw": lambda: OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01)),

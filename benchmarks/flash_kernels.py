@@ -22,7 +22,7 @@ from rosetta_t5.gpu_program.compiler import (
 )
 from rosetta_t5.gpu_program.ptx import kernel_resources
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.visible_tiles import Segments
+from rosetta_t5.kernels.flash_kernels import Segments
 from rosetta_t5.telemetry.gpus import GPUS
 
 KERNELS = tuple(

@@ -36,9 +36,8 @@ from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import optax_wrapper
 from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
-from rosetta_t5.training.optimizers.second_order.muon import muon
-from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
-from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.matrices import muon
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo, soap
 from rosetta_t5.training.optimizers.second_order.sophia import sophia
 
 contrib = optax.contrib

@@ -1,7 +1,5 @@
 """T5X's `optimizers`: the interface of an optimizer, and the optimizers of optax and of gin/optimizers."""
 
-from rosetta_t5.training.optimizers.averages import average_parameters
-from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
 from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
 from rosetta_t5.training.optimizers.optax_wrapper import (
@@ -12,6 +10,7 @@ from rosetta_t5.training.optimizers.optax_wrapper import (
   adam,
   adamw,
   amos,
+  average_parameters,
   chain,
   dpsgd,
   fromage,
@@ -33,8 +32,8 @@ from rosetta_t5.training.optimizers.optimizer_def import (
   OptimizerStateType,
   OptimizerType,
 )
+from rosetta_t5.training.optimizers.param_paths import all_except, scale_by_name
 from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
-from rosetta_t5.training.optimizers.second_order.muon import muon
-from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
-from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.matrices import muon
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo, soap
 from rosetta_t5.training.optimizers.second_order.sophia import sophia

@@ -21,5 +21,5 @@ from rosetta_t5.parallel import (
 )
 from rosetta_t5.parallel import PjitPartitioner as ModelBasedPjitPartitioner
 from rosetta_t5.parallel.axis_rules import LogicalAxisRules
-from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
+from rosetta_t5.parallel.data_layout import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.partitioner import BasePjitPartitioner, PartitionSpec

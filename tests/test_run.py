@@ -204,7 +204,7 @@ BAD_INPUT = {
   ),
   "partitions that do not divide the devices": (
     "partitioning.PjitPartitioner.num_partitions=3",
-    r"PjitPartitioner.num_partitions = 3 does not divide the 8 device\(s\) .* one of \[1, 2, 4, 8\]",
+    r"PjitPartitioner.num_partitions = 3 needs a multiple of 3 devices, but there are 8",
   ),
   "missing length": (
     "TASK_FEATURE_LENGTHS={'inputs': 32}",

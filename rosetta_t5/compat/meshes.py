@@ -12,8 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from rosetta_t5.parallel.mesh import default_mesh
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, MODEL_AXIS
+from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS, default_mesh
 from rosetta_t5.parallel.partitioner import PartitionedFunction
 
 PyTree = Any

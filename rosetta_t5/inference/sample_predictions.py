@@ -15,7 +15,7 @@ from etils import epath
 
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.mesh_axes import count_batch_shards
+from rosetta_t5.parallel.mesh import count_batch_shards
 from rosetta_t5.telemetry import console
 from rosetta_t5.terminal import lost_output
 from rosetta_t5.user_errors import reason_of

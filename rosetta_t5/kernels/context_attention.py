@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels import flash_attention
-from rosetta_t5.kernels.visible_tiles import Segments
+from rosetta_t5.kernels.flash_kernels import Segments
 
 
 def context_attention(

@@ -21,9 +21,16 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels import flash_kernels
-from rosetta_t5.kernels.flash_kernels import Inputs, Residuals, Setting
-from rosetta_t5.kernels.visible_tiles import Segments, TileRange, range_of, visible_tiles
-from rosetta_t5.parallel.target_device import target_device
+from rosetta_t5.kernels.flash_kernels import (
+  Inputs,
+  Residuals,
+  Segments,
+  Setting,
+  TileRange,
+  range_of,
+  visible_tiles,
+)
+from rosetta_t5.parallel.sharding_constraints import target_device
 from rosetta_t5.telemetry.gpus import gpu_of
 
 # Tensor cores need at least 16 of every dimension.

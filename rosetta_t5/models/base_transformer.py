@@ -13,7 +13,7 @@ from flax.core import unfreeze
 from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
-from rosetta_t5.kernels.chunked_cross_entropy import chunked_cross_entropy
+from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree
 from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
 from rosetta_t5.models.decode_call import accepts, call_decode_fn

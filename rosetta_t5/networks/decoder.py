@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, set_logit
+from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logit
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.expert_settings import expert_layers

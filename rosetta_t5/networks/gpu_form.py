@@ -11,8 +11,7 @@ import functools
 import flax.linen as nn
 import jax
 
-from rosetta_t5.parallel.sharding_constraints import context_shards
-from rosetta_t5.parallel.target_device import target_device
+from rosetta_t5.parallel.sharding_constraints import context_shards, target_device
 
 
 def computes_on_gpu(module: nn.Module) -> bool:

@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.visible_tiles import Segments
-from rosetta_t5.networks.layers.masks import make_boolean_mask
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS
+from rosetta_t5.kernels.flash_kernels import Segments
+from rosetta_t5.networks.layers.positions import make_boolean_mask
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 from rosetta_t5.parallel.sharding_constraints import (
   context_shards,
   dividing_axes,
+  target_device,
   with_sharding_constraint,
 )
-from rosetta_t5.parallel.target_device import target_device
 
 
 class KernelChoice(NamedTuple):

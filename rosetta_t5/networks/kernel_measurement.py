@@ -37,9 +37,9 @@ from rosetta_t5.networks.kernel_choice import (
   fused_attention,
 )
 from rosetta_t5.networks.layers.dense import Matmul, matmul
-from rosetta_t5.networks.layers.masks import make_boolean_mask
+from rosetta_t5.networks.layers.positions import make_boolean_mask
 from rosetta_t5.networks.t5_config import replace_config
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32

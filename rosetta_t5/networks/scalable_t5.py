@@ -16,9 +16,33 @@ from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.networks import t5
 from rosetta_t5.networks.expert_settings import expert_layers
-from rosetta_t5.networks.layers import nd_layers
+from rosetta_t5.networks.layers import attention, dense
+from rosetta_t5.networks.layers.dense import Initializer, nd_dense_init
 from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.t5_config import T5Config as PlainT5Config
+
+# T5X's layers whose kernels keep heads and head size as separate dimensions; only defaults differ.
+
+
+class DenseGeneral(dense.DenseGeneral):
+  """A projection whose kernel is stored as [*inputs, *outputs]; see `dense.DenseGeneral`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MlpBlock(dense.MlpBlock):
+  """T5's feed-forward block; see `dense.MlpBlock`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MultiHeadDotProductAttention(attention.MultiHeadDotProductAttention):
+  """T5's attention with kernels [embed, heads, kv] and [heads, kv, embed]; see `attention`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "normal")
+  nd_kernel: bool = True
 
 
 @struct.dataclass
@@ -35,7 +59,7 @@ class T5Config(PlainT5Config):
   scan_layers: bool = True
   param_scan_axis: int = 1
 
-  attention_class: ClassVar[type] = nd_layers.MultiHeadDotProductAttention
+  attention_class: ClassVar[type] = MultiHeadDotProductAttention
 
   def __post_init__(self) -> None:
     """Refuses settings that T5 cannot be trained with, and axes that parameters cannot have."""

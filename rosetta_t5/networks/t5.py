@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
+from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks import gpu_form
 from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.kernel_choice import (

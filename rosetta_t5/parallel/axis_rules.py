@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from rosetta_t5.parallel.mesh_axes import (
+from rosetta_t5.parallel.mesh import (
   BATCH_AXES,
   CONTEXT_AXIS,
   DATA_AXIS,

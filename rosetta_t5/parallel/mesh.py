@@ -5,25 +5,46 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from rosetta_t5.parallel.mesh_axes import (
-  BATCH_AXES,
-  CONTEXT_AXIS,
-  DATA_AXIS,
-  EXPERT_AXIS,
-  FSDP_AXIS,
-  MODEL_AXIS,
-  OPTIONAL_AXES,
-  sizes_from_counts,
-)
+from rosetta_t5.argument_types import near_hint
 
 Shape = tuple[int, ...]
+
+PIPELINE_AXIS = "pipeline"
+DATA_AXIS = "data"
+EXPERT_AXIS = "expert"
+FSDP_AXIS = "fsdp"
+CONTEXT_AXIS = "context"
+MODEL_AXIS = "model"
+# The mesh axes that a batch is split over, in the order in which they split its rows.
+BATCH_AXES = (PIPELINE_AXIS, EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
+# Those whose devices compute other tokens with the same parameters, so that gradients are summed.
+TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+# The axes that a mesh has only if a user's setting names them.
+OPTIONAL_AXES = (PIPELINE_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
+# The names of the axes in `PjitPartitioner.mesh`, outermost first. Tensor parallelism keeps T5X's name for
+# the mesh axis, `model`, which users' axis rules and models refer to.
+_COUNTED = (PIPELINE_AXIS, DATA_AXIS, EXPERT_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
+# Other names that people use for them.
+_ALSO_CALLED = {
+  "pp": "pipeline",
+  "dp": "data",
+  "ddp": "data",
+  "ep": "expert",
+  "zero": "fsdp",
+  "cp": "context",
+  "sp": "context",
+  "tp": "tensor",
+  "mp": "tensor",
+  MODEL_AXIS: "tensor",
+}
+_MAX_SUGGESTIONS = 4
 
 
 def default_mesh(
@@ -43,42 +64,39 @@ def default_mesh(
     dcn_mesh_shape: (data, model) over slices or nodes; requires ici_mesh_shape.
 
   Raises:
-    ValueError: the number of devices does not fit.
+    ValueError: the settings contradict each other, or the number of devices does not fit.
   """
-  config = MeshConfig(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
-  return config.build(jax.devices(backend))
+  shapes = (model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
+  return mesh_config(num_partitions, *shapes).build(jax.devices(backend))
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """The settings of a partitioner that define its mesh; see `PjitPartitioner`.
+  """The axes of a mesh; see `mesh_config`, which makes it from the settings of a partitioner.
 
-  With `expert_partitions`, T5X's axis `data` is factored: the size of `expert` is the largest divisor that
-  is at most `expert_partitions`.
+  Attributes:
+    sizes: the size of each axis, outermost first; -1 for all remaining devices.
+    setting: the settings of `PjitPartitioner` that define the sizes.
+    grids: the grids (data, model) within a node and over nodes, if both are set.
+    max_experts: if set, T5X's axis `data` is factored: the size of `expert` is the largest divisor of
+      it that is at most this.
   """
 
-  num_partitions: int | None = None
-  model_parallel_submesh: Shape | None = None
-  ici_mesh_shape: Shape | None = None
-  dcn_mesh_shape: Shape | None = None
-  counts: Mapping[str, int] | None = None
-  expert_partitions: int | None = None
-  order: tuple[str, ...] = ()
-
-  @property
-  def batch_axes(self) -> tuple[str, ...]:
-    """The mesh axes that a batch is split over, outermost first."""
-    if self.counts:
-      absent = {axis for axis in OPTIONAL_AXES if axis not in self.counts}
-    else:
-      absent = {FSDP_AXIS, *OPTIONAL_AXES} - ({EXPERT_AXIS} if self.expert_partitions else set())
-    return tuple(axis for axis in BATCH_AXES if axis not in absent)
+  sizes: Mapping[str, int]
+  setting: str
+  grids: tuple[Shape, Shape] | None = None
+  max_experts: int | None = None
 
   @property
   def ruled_axes(self) -> tuple[str, ...]:
     """The mesh axes for which `extend_axis_rules` adds rules: those of the batch, and `context`."""
-    has_context = CONTEXT_AXIS in (self.counts or ())
-    return (*self.batch_axes, *([CONTEXT_AXIS] if has_context else []))
+    axes = {*self.sizes, *([EXPERT_AXIS] if self.max_experts else [])}
+    return tuple(axis for axis in TOKEN_AXES if axis in axes)
+
+  @property
+  def batch_axes(self) -> tuple[str, ...]:
+    """The mesh axes that a batch is split over, outermost first."""
+    return tuple(axis for axis in self.ruled_axes if axis in BATCH_AXES)
 
   def build(self, devices: Sequence[Any]) -> Mesh:
     """Returns the mesh of these devices.
@@ -89,9 +107,8 @@ class MeshConfig:
     sizes = self.axis_sizes(len(devices))
     # Axes are Auto: linen's logical constraints fail on jax's default, Explicit.
     types = (AxisType.Auto,) * len(sizes)
-    if self.ici_mesh_shape and self.dcn_mesh_shape and not self.counts:
-      grid = hybrid_grid(devices, self.ici_mesh_shape, self.dcn_mesh_shape)
-      grid = grid.reshape(tuple(sizes.values()))
+    if self.grids:
+      grid = hybrid_grid(devices, *self.grids).reshape(tuple(sizes.values()))
       return Mesh(grid, tuple(sizes), axis_types=types)
     # `model` is usually the innermost axis: neighboring devices communicate most within a model replica.
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
@@ -102,119 +119,127 @@ class MeshConfig:
     Raises:
       ValueError: the number of devices does not fit.
     """
-    if self.counts:
-      return sizes_from_counts(self.counts, num_devices, self.order)
-    sizes = self._t5x_sizes(num_devices)
-    if not self.expert_partitions:
+    given = abs(math.prod(self.sizes.values()))
+    is_open = -1 in self.sizes.values()
+    if num_devices % given or (not is_open and given != num_devices):
+      raise ValueError(
+        f"partitioning.PjitPartitioner.{self.setting} needs {'a multiple of ' * is_open}{given} devices, "
+        f"but there are {num_devices}. Possible meshes: {'; '.join(self._suggest(num_devices))}"
+      )
+    sizes = {axis: num_devices // given if n == -1 else n for axis, n in self.sizes.items()}
+    if not self.max_experts:
       return sizes
     data = sizes[DATA_AXIS]
-    experts = max(n for n in range(1, min(data, self.expert_partitions) + 1) if data % n == 0)
+    experts = max(n for n in range(1, min(data, self.max_experts) + 1) if data % n == 0)
     return {DATA_AXIS: data // experts, EXPERT_AXIS: experts, MODEL_AXIS: sizes[MODEL_AXIS]}
 
-  def _t5x_sizes(self, num_devices: int) -> dict[str, int]:
-    """Returns the sizes of the axes `data` and `model` from T5X's settings."""
-    if self.ici_mesh_shape:
-      return self._hybrid_sizes(self.ici_mesh_shape, num_devices)
-    submesh = self.model_parallel_submesh
-    size = math.prod(submesh) if submesh else self.num_partitions
-    size = 1 if size is None else size
-    if size < 1 or num_devices % size:
-      divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-      product = f", whose product is {size}," if submesh else ""
-      raise ValueError(
-        f"PjitPartitioner.{self.description}{product} does not divide the {num_devices} device(s) of "
-        f"this run: set {'its product' if submesh else 'it'} to one of {divisors}"
-      )
-    return {DATA_AXIS: num_devices // size, MODEL_AXIS: size}
+  def _suggest(self, num_devices: int) -> list[str]:
+    """Returns meshes of `num_devices` devices, those closest to the wanted one first."""
+    names = [
+      "tensor" if axis == MODEL_AXIS and FSDP_AXIS in self.sizes else axis for axis in self.sizes
+    ]
+    wanted = dict(zip(names, self.sizes.values(), strict=True))
+    meshes = [
+      dict(zip(wanted, (first, *others), strict=True))
+      for *others, first in _factorizations(num_devices, len(wanted))
+    ]
 
-  def _hybrid_sizes(self, ici_mesh_shape: Shape, num_devices: int) -> dict[str, int]:
-    dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(ici_mesh_shape)
-    if (len(ici_mesh_shape), len(dcn_mesh_shape)) != (2, 2):
-      raise ValueError(
-        "PjitPartitioner.ici_mesh_shape and dcn_mesh_shape must each be two integers (data, model), got "
-        f"{tuple(ici_mesh_shape)} and {tuple(dcn_mesh_shape)}"
-      )
-    shape = tuple(int(i * d) for i, d in zip(ici_mesh_shape, dcn_mesh_shape, strict=True))
-    if math.prod(shape) != num_devices:
-      raise ValueError(
-        f"a mesh of shape {shape} needs {math.prod(shape)} devices, but there are {num_devices}: "
-        f"set PjitPartitioner.{_suggest_shapes(ici_mesh_shape, dcn_mesh_shape, num_devices)}"
-      )
-    return dict(zip((DATA_AXIS, MODEL_AXIS), shape, strict=True))
+    def distance(mesh: Mapping[str, int]) -> float:
+      return sum(abs(math.log2(mesh[n] / size)) for n, size in wanted.items() if size != -1)
 
-  @property
-  def description(self) -> str:
-    """The settings that decide the shape of the mesh."""
-    if self.counts:
-      return f"mesh = {dict(self.counts)}"
-    if self.ici_mesh_shape:
-      dcn = f", dcn_mesh_shape = {tuple(self.dcn_mesh_shape)}" if self.dcn_mesh_shape else ""
-      return f"ici_mesh_shape = {tuple(self.ici_mesh_shape)}{dcn}"
-    if self.model_parallel_submesh:
-      return f"model_parallel_submesh = {tuple(self.model_parallel_submesh)}"
-    return f"num_partitions = {1 if self.num_partitions is None else self.num_partitions}"
-
-  def check(self) -> None:
-    """Checks the settings, as far as that is possible without devices.
-
-    Raises:
-      ValueError: no mesh is defined, or several are.
-    """
-    partitions = self.num_partitions
-    is_positive = isinstance(partitions, numbers.Integral) and partitions > 0
-    if partitions is not None and not is_positive:
-      raise ValueError(
-        "PjitPartitioner.num_partitions, the number of devices that share one copy of the model, must "
-        f"be a positive integer, got {partitions!r}"
-      )
-    if self.dcn_mesh_shape and not self.ici_mesh_shape:
-      raise ValueError(
-        f"PjitPartitioner.dcn_mesh_shape = {tuple(self.dcn_mesh_shape)} requires ici_mesh_shape, the "
-        "mesh within a node. Set both, each (data, model), or neither."
-      )
-    if self.order and not self.counts:
-      raise ValueError(
-        f"PjitPartitioner.mesh_order = {self.order} requires mesh, whose axes it orders: set mesh, or "
-        "remove mesh_order"
-      )
-    self._check_one_definition()
-
-  def _check_one_definition(self) -> None:
-    """Raises ValueError if no setting defines the mesh, or several that disagree."""
-    partitions, submesh = self.num_partitions, self.model_parallel_submesh
-    shape = submesh or self.ici_mesh_shape
-    if not (partitions or shape or self.counts):
-      raise ValueError(
-        "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "
-        "set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or "
-        'mesh = {"data": -1}'
-      )
-    # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
-    if self.counts and (shape or partitions not in (None, 1)):
-      raise ValueError(
-        f"PjitPartitioner has mesh = {dict(self.counts)} and also num_partitions = {partitions}, "
-        f"model_parallel_submesh = {submesh}, ici_mesh_shape = {self.ici_mesh_shape}: set the last "
-        "three to None, because mesh defines every axis"
-      )
-    if submesh and partitions not in (None, 1, math.prod(submesh)):
-      raise ValueError(
-        f"PjitPartitioner has num_partitions = {partitions} and also model_parallel_submesh = "
-        f"{submesh}, whose product is {math.prod(submesh)}: set one of them to None"
-      )
+    return [str(mesh) for mesh in sorted(meshes, key=distance)[:_MAX_SUGGESTIONS]]
 
 
-def _suggest_shapes(
-  ici_mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], num_devices: int
-) -> str:
-  """Returns settings that fit: another dcn_mesh_shape if that is enough, else another ici_mesh_shape."""
-  nodes, rest = divmod(num_devices, math.prod(ici_mesh_shape))
-  if not rest:
-    return f"dcn_mesh_shape = ({nodes}, 1)" if nodes > 1 else "dcn_mesh_shape = None"
-  on_node, rest = divmod(num_devices, math.prod(dcn_mesh_shape))
-  if rest or on_node == 1:
-    return f"ici_mesh_shape = ({num_devices}, 1) and dcn_mesh_shape = None"
-  model = math.gcd(on_node, ici_mesh_shape[1])
-  return f"ici_mesh_shape = ({on_node // model}, {model})"
+def mesh_config(
+  num_partitions: int | None = None,
+  model_parallel_submesh: Shape | None = None,
+  ici_mesh_shape: Shape | None = None,
+  dcn_mesh_shape: Shape | None = None,
+  mesh: Mapping[str, int] | None = None,
+  mesh_order: Sequence[str] = (),
+) -> MeshConfig:
+  """Returns the mesh that the settings of a partitioner define; see `PjitPartitioner`.
+
+  Raises:
+    ValueError: no mesh is defined, or several are, or a setting is impossible.
+  """
+  submesh, ici, dcn = model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
+  is_count = isinstance(num_partitions, numbers.Integral) and num_partitions > 0
+  if num_partitions is not None and not is_count:
+    raise ValueError(
+      "PjitPartitioner.num_partitions, the number of devices that share one copy of the model, must "
+      f"be a positive integer, got {num_partitions!r}"
+    )
+  for name, value, needed, is_set in (
+    ("dcn_mesh_shape", dcn, "ici_mesh_shape", ici),
+    ("mesh_order", tuple(mesh_order), "mesh", mesh),
+  ):
+    if value and not is_set:
+      raise ValueError(f"PjitPartitioner.{name} = {value} requires {needed}: set both, or neither")
+  if not (num_partitions or submesh or ici or mesh):
+    raise ValueError(
+      "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "
+      "set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or "
+      'mesh = {"data": -1}'
+    )
+  # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
+  ones = {None, 1, math.prod(submesh)} if submesh and not mesh else {None, 1}
+  if (num_partitions not in ones and (mesh or submesh)) or (mesh and (submesh or ici)):
+    raise ValueError(
+      f"PjitPartitioner has several settings of the mesh: num_partitions = {num_partitions}, "
+      f"model_parallel_submesh = {submesh}, ici_mesh_shape = {ici}, mesh = {mesh}: set one of them, and "
+      "the others to None"
+    )
+  if mesh:
+    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
+  if ici:
+    return _hybrid_config(tuple(ici), None if dcn is None else tuple(dcn))
+  size = math.prod(submesh) if submesh else num_partitions
+  setting = f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
+  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size or 1}, setting)
+
+
+def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
+  if {len(ici), len(dcn or ici)} != {2}:
+    raise ValueError(
+      "PjitPartitioner.ici_mesh_shape and dcn_mesh_shape must each be two integers (data, model), got "
+      f"{ici} and {dcn}"
+    )
+  data, model = (i * d for i, d in zip(ici, dcn or (1, 1), strict=True))
+  setting = f"ici_mesh_shape = {ici}" + (f", dcn_mesh_shape = {dcn}" if dcn else "")
+  return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, (ici, dcn) if dcn else None)
+
+
+def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str, int]:
+  """Returns the sizes of the mesh axes, outermost first; the axis of `tensor` is called `model`.
+
+  Args:
+    counts: the size of each axis by name. One of them may be -1, which means all remaining devices; so
+      is `data` by default. The others are 1 by default, and the `OPTIONAL_AXES` do not exist.
+    order: the names of the outermost axes.
+  """
+  for name, size in counts.items():
+    if name not in _COUNTED:
+      meant = _ALSO_CALLED.get(str(name).lower(), str(name))
+      raise ValueError(
+        f"PjitPartitioner.mesh = {dict(counts)} has an unknown axis {name!r}"
+        f"{near_hint(meant, _COUNTED, 0.5)}. The axes must be among {', '.join(_COUNTED)}."
+      )
+    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+      raise ValueError(
+        f"PjitPartitioner.mesh = {dict(counts)}: the size of {name!r} must be a positive integer, or -1 "
+        f"for all remaining devices, got {size!r}"
+      )
+  if list(counts.values()).count(-1) > 1:
+    raise ValueError(f"PjitPartitioner.mesh = {dict(counts)}: only one axis may be -1")
+  if not set(order) <= set(_COUNTED) or len(set(order)) < len(order):
+    raise ValueError(
+      f"PjitPartitioner.mesh_order must be different axes among {', '.join(_COUNTED)}, got {tuple(order)}"
+    )
+  defaults = {name: 1 for name in _COUNTED if name not in OPTIONAL_AXES}
+  sizes = defaults | {DATA_AXIS: 1 if -1 in counts.values() else -1} | dict(counts)
+  ordered = [name for name in dict.fromkeys((*order, *_COUNTED)) if name in sizes]
+  return {MODEL_AXIS if name == "tensor" else name: sizes[name] for name in ordered}
 
 
 def hybrid_grid(
@@ -250,3 +275,23 @@ def _node_of(device: Any) -> tuple[int, int]:
   """Returns the node of a device: jax's slice on TPUs and GPUs, the process on CPUs."""
   on_cpu = getattr(device, "platform", "cpu") == "cpu"
   return (getattr(device, "slice_index", 0) or 0, device.process_index if on_cpu else 0)
+
+
+def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
+  """Returns how many parts a batch is split into, over the axes `BATCH_AXES`."""
+  return math.prod(axis_sizes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+  """Returns the mesh axes in an entry of a PartitionSpec, which is None, one name or several."""
+  return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+  """Yields the tuples of `count` factors whose product is `number`."""
+  if count == 1:
+    yield (number,)
+    return
+  for factor in range(1, number + 1):
+    if number % factor == 0:
+      yield from ((factor, *others) for others in _factorizations(number // factor, count - 1))

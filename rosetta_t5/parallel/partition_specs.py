@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS, axis_names
+from rosetta_t5.parallel.mesh import EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS, axis_names
 from rosetta_t5.parallel.partitioner import BasePartitioner
 
 _MAX_SUGGESTIONS = 12

@@ -20,10 +20,14 @@ from rosetta_t5.parallel.axis_rules import (
   extend_axis_rules,
   standard_logical_axis_rules,
 )
-from rosetta_t5.parallel.data_layout import DataLayout, check_batch_size, get_data_layout
-from rosetta_t5.parallel.local_chunks import LocalChunker, LocalChunkInfo
-from rosetta_t5.parallel.mesh import MeshConfig
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, axis_names, count_batch_shards
+from rosetta_t5.parallel.data_layout import (
+  DataLayout,
+  LocalChunker,
+  LocalChunkInfo,
+  check_batch_size,
+  get_data_layout,
+)
+from rosetta_t5.parallel.mesh import DATA_AXIS, axis_names, count_batch_shards, mesh_config
 from rosetta_t5.parallel.pipeline.schedule import PipelineSettings, pipeline_settings
 
 PyTree = Any
@@ -106,10 +110,9 @@ class BasePartitioner(abc.ABC):
     mesh: Mapping[str, int] | None = None,
     mesh_order: Sequence[str] = (),
   ):
-    shapes = (model_parallel_submesh or None, ici_mesh_shape, dcn_mesh_shape)
-    order = tuple(mesh_order or ())
-    self._mesh_config = MeshConfig(num_partitions, *shapes, mesh or None, order=order)
-    self._mesh_config.check()
+    shapes = (model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
+    self._mesh_config = mesh_config(num_partitions, *shapes, mesh, mesh_order)
+    self._mesh_order = mesh_order
     # T5X's names, which users' subclasses and notebooks read.
     self._num_partitions = num_partitions or 1
     self._model_parallel_submesh = model_parallel_submesh
@@ -133,7 +136,7 @@ class BasePartitioner(abc.ABC):
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
     changed = copy.copy(self)
     changed.__dict__.pop("mesh", None)
-    changed._mesh_config = MeshConfig(counts=mesh, order=self._mesh_config.order)
+    changed._mesh_config = mesh_config(mesh=mesh, mesh_order=self._mesh_order)
     return changed
 
   def mesh_shape(self, num_devices: int) -> dict[str, int]:
@@ -147,7 +150,7 @@ class BasePartitioner(abc.ABC):
   @property
   def mesh_reason(self) -> str:
     """The settings that decide the shape of the mesh."""
-    return self._mesh_config.description
+    return self._mesh_config.setting
 
   def move_params_to_devices(self, train_state: PyTree, train_state_axes: PyTree) -> PyTree:
     """Returns the state on the devices, each array split as `train_state_axes` specifies."""

@@ -10,7 +10,7 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, axis_names
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS, axis_names
 
 _Result = TypeVar("_Result")
 
@@ -95,3 +95,12 @@ def context_shards(*lengths: int) -> int:
 
 def _count_parts(axes: Any, axis_sizes: Any) -> int:
   return math.prod(axis_sizes[name] for name in axis_names(axes))
+
+
+def target_device() -> Any:
+  """Returns a device of the mesh in use (`jax.set_mesh`), or else jax's first device.
+
+  The result has a `platform`, such as "gpu", and a `device_kind`. Code that asks for jax's default
+  backend instead is wrong when it traces a GPU program on a machine without a GPU.
+  """
+  return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

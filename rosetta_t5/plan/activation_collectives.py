@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import CONTEXT_AXIS, EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS, EXPERT_AXIS, MODEL_AXIS, PIPELINE_AXIS
 from rosetta_t5.plan.workload import Workload
 
 ALL_REDUCE = "all-reduce"

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.parallel.mesh_axes import (
+from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   DATA_AXIS,
   EXPERT_AXIS,

@@ -12,7 +12,7 @@ from typing import Any
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.parallel.mesh_axes import (
+from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   DATA_AXIS,
   EXPERT_AXIS,

@@ -19,7 +19,7 @@ from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
-from rosetta_t5.parallel.mesh_axes import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
+from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.plan import fitting
 from rosetta_t5.plan.hardware import expected_devices, placement

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh_axes import FSDP_AXIS, axis_names
+from rosetta_t5.parallel.mesh import FSDP_AXIS, axis_names
 from rosetta_t5.plan.activations import (
   attention_bias_copies,
   deferred_by_layer,

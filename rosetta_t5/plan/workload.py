@@ -16,7 +16,7 @@ from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
-from rosetta_t5.parallel.mesh_axes import (
+from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   MODEL_AXIS,
   PIPELINE_AXIS,

@@ -12,8 +12,8 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays
 from rosetta_t5.checkpoints.restored_state import find_matching_arrays
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
-from rosetta_t5.training.optimizers.averages import average_parameters
 from rosetta_t5.training.optimizers.guards import SpikeGuard
+from rosetta_t5.training.optimizers.optax_wrapper import average_parameters
 
 PARAMS = {"layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}}
 AVERAGING = {

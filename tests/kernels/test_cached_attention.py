@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
-from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention, xla_attention
 
 B, M, S, H, K = 2, 3, 7, 2, 4
 RNG = np.random.default_rng(0)

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors, chunked_cross_entropy
-from rosetta_t5.kernels.cross_entropy import cross_entropy
+from rosetta_t5.kernels.cross_entropy import LogitFactors, chunked_cross_entropy, cross_entropy
 
 RNG = np.random.default_rng(5)
 HIDDEN = RNG.normal(size=(3, 7, 5))

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.visible_tiles import Segments, range_of, visible_tiles
+from rosetta_t5.kernels.flash_kernels import Segments, range_of, visible_tiles
 from rosetta_t5.kernels.xla_attention import xla_attention
 
 

@@ -24,7 +24,7 @@ from rosetta_t5.networks.kernel_measurement import (
   with_measured_kernel,
 )
 from rosetta_t5.networks.layers.dense import matmul
-from rosetta_t5.networks.layers.masks import make_boolean_mask
+from rosetta_t5.networks.layers.positions import make_boolean_mask
 from rosetta_t5.networks.t5_config import T5Config
 
 CASE = AttentionCase(1, 2, 32, 48, 2, 16, "float32", causal=False, has_bias=True, packed=True)

@@ -23,7 +23,7 @@ from tiny_models import (
 )
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.masks import make_causal_mask
+from rosetta_t5.networks.layers.positions import make_causal_mask
 from rosetta_t5.networks.t5 import Encoder, T5Config, Transformer
 
 

@@ -17,9 +17,8 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import Trainer, TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
-from rosetta_t5.training.optimizers.second_order.muon import muon
-from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
-from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.matrices import muon
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo, soap
 from rosetta_t5.training.optimizers.second_order.sophia import sophia
 
 CONFIG = DECODER_ONLY.replace(positions="rotary", scan_layers=True, remat_policy="minimal")

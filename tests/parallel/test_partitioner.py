@@ -297,11 +297,11 @@ def test_a_mesh_that_does_not_divide_the_heads_is_an_error_that_lists_those_that
     ({}, "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: set"),
     (
       {"num_partitions": 2, "mesh": {"data": 8}},
-      r"has mesh = {'data': 8} and also num_partitions = 2, .*: set the last ",
+      r"several settings of the mesh: num_partitions = 2, .* mesh = {'data': 8}: set one of them",
     ),
     (
       {"num_partitions": 4, "model_parallel_submesh": (1, 1, 1, 2)},
-      r"num_partitions = 4 and also model_parallel_submesh = \(1, 1, 1, 2\), whose product is 2",
+      r"several settings of the mesh: num_partitions = 4, model_parallel_submesh = \(1, 1, 1, 2\)",
     ),
   ],
 )

@@ -23,7 +23,7 @@ from tiny_models import (
   make_model,
 )
 
-from rosetta_t5.kernels.random_rows import bernoulli_of_rows
+from rosetta_t5.kernels.xla_attention import bernoulli_of_rows
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.scalable_t5 import Transformer

@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.adafactor import Adafactor
-from rosetta_t5.training.optimizers.averages import average_parameters
-from rosetta_t5.training.optimizers.by_name import all_except, scale_by_name
 from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.multi import MultiOptimizer
-from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
-from rosetta_t5.training.optimizers.second_order.muon import muon
+from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, average_parameters
+from rosetta_t5.training.optimizers.param_paths import all_except, scale_by_name
+from rosetta_t5.training.optimizers.second_order.matrices import muon
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 RNG = np.random.default_rng(0)

@@ -17,8 +17,7 @@ from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
 from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
-from rosetta_t5.training.optimizers.second_order.shampoo import shampoo
-from rosetta_t5.training.optimizers.second_order.soap import soap
+from rosetta_t5.training.optimizers.second_order.shampoo import shampoo, soap
 from rosetta_t5.training.optimizers.second_order.sophia import hessian_diagonal
 from rosetta_t5.training.step import train_step
 

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rosetta_t5.argument_types import Positive
 from rosetta_t5.parallel import PjitPartitioner, axis_rules
 from rosetta_t5.parallel.axis_rules import AxisRule, LogicalAxisRules
-from rosetta_t5.parallel.mesh import MeshConfig, Shape
-from rosetta_t5.parallel.mesh_axes import DATA_AXIS, EXPERT_AXIS
+from rosetta_t5.parallel.mesh import DATA_AXIS, EXPERT_AXIS, Shape, mesh_config
 
 _BATCH = (EXPERT_AXIS, DATA_AXIS)
 
@@ -33,10 +32,8 @@ def default_moe_mesh(
     model_parallel_submesh: T5X's TPU submesh; the product of its sizes is the size of `model`.
     backend: the backend whose devices are used; None for the default one.
   """
-  config = MeshConfig(
-    num_partitions, model_parallel_submesh, expert_partitions=num_expert_partitions
-  )
-  return config.build(jax.devices(backend))
+  config = mesh_config(num_partitions or 1, model_parallel_submesh)
+  return dataclasses.replace(config, max_experts=num_expert_partitions).build(jax.devices(backend))
 
 
 def get_cpu_mesh() -> Mesh:
@@ -138,6 +135,4 @@ class MoePjitPartitioner(PjitPartitioner):
     super().__init__(
       num_partitions, model_parallel_submesh, params_on_devices, logical_axis_rules=rules
     )
-    self._mesh_config = dataclasses.replace(
-      self._mesh_config, expert_partitions=num_expert_partitions
-    )
+    self._mesh_config = dataclasses.replace(self._mesh_config, max_experts=num_expert_partitions)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from rosetta_t5.kernels.cached_attention import beam_attention, cached_attention
-from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention, xla_attention
 from rosetta_t5.networks.gpu_form import projection_inputs
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention, gather_keys
 from rosetta_t5.networks.layers import decoding_cache

@@ -16,8 +16,11 @@ from jaxtyping import Array, Float
 from rosetta_t5.networks.gpu_form import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
-from rosetta_t5.parallel.sharding_constraints import context_shards, with_sharding_constraint
-from rosetta_t5.parallel.target_device import target_device
+from rosetta_t5.parallel.sharding_constraints import (
+  context_shards,
+  target_device,
+  with_sharding_constraint,
+)
 
 Initializer = Callable[..., Array]
 # y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.

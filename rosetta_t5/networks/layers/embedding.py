@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.kernels.chunked_cross_entropy import LogitFactors
+from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
 from rosetta_t5.parallel.sharding_constraints import (
   context_shards,
   dividing_axes,
+  target_device,
   with_sharding_constraint,
 )
-from rosetta_t5.parallel.target_device import target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 

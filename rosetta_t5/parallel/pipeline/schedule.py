@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS
+from rosetta_t5.parallel.mesh import BATCH_AXES, PIPELINE_AXIS
 
 _SETTING = "partitioning.PjitPartitioner"
 # By default, a pipeline of S stages has at most this times S microbatches.

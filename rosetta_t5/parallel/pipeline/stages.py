@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh_axes import BATCH_AXES, PIPELINE_AXIS
+from rosetta_t5.parallel.mesh import BATCH_AXES, PIPELINE_AXIS
 from rosetta_t5.parallel.pipeline.schedule import PipelineSchedule, Work
 
 PyTree = Any

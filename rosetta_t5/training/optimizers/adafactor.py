@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,9 @@ class AdafactorHyperParams(struct.PyTreeNode):
   global_norm_clip_threshold: float | None = None
   max_parameter_scale: float | None = None
   skip_nan_updates: bool = False
+
+
+_HYPER_PARAMS = [field.name for field in dataclasses.fields(AdafactorHyperParams)]
 
 
 class AdafactorParamState(struct.PyTreeNode):
@@ -120,6 +124,7 @@ class Adafactor(OptimizerDef):
     max_parameter_scale: PositiveNumber | None = None,
     skip_nan_updates: bool = False,
   ):
+    arguments = locals()
     if not factored and factor_map is not None:
       raise ValueError(
         "Adafactor.factor_map has no effect with factored = False: remove one of the two"
@@ -131,27 +136,7 @@ class Adafactor(OptimizerDef):
       if not isinstance(value, kinds):
         raise TypeError(f"Adafactor.{name} must be one of {kinds}, not {type(value)}: {value!r}")
     self.dtype_momentum = jnp.dtype(dtype_momentum)
-    super().__init__(
-      AdafactorHyperParams(
-        learning_rate=learning_rate,
-        factored=factored,
-        multiply_by_parameter_scale=multiply_by_parameter_scale,
-        beta1=beta1,
-        decay_rate=decay_rate,
-        step_offset=step_offset,
-        clipping_threshold=clipping_threshold,
-        weight_decay_rate=weight_decay_rate,
-        min_dim_size_to_factor=min_dim_size_to_factor,
-        epsilon1=epsilon1,
-        epsilon2=epsilon2,
-        factor_map=factor_map,
-        logical_factor_rules=logical_factor_rules,
-        weight_decay_rate_lr_exponent=weight_decay_rate_lr_exponent,
-        global_norm_clip_threshold=global_norm_clip_threshold,
-        max_parameter_scale=max_parameter_scale,
-        skip_nan_updates=skip_nan_updates,
-      )
-    )
+    super().__init__(AdafactorHyperParams(**{name: arguments[name] for name in _HYPER_PARAMS}))
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.

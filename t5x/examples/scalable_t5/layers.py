@@ -1,7 +1,7 @@
 """T5X's `examples.scalable_t5.layers`."""
 
 from rosetta_t5.networks.layers.dense import nd_dense_init
-from rosetta_t5.networks.layers.nd_layers import (
+from rosetta_t5.networks.scalable_t5 import (
   DenseGeneral,
   MlpBlock,
   MultiHeadDotProductAttention,

@@ -13,9 +13,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
-from rosetta_t5.training.optimizers.by_name import all_except
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
-from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
+from rosetta_t5.training.optimizers.param_paths import all_except, axes_by_path, path_name
 from rosetta_t5.training.optimizers.second_order import matrices
 
 PyTree = Any
