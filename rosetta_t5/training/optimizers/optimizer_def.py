@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -164,19 +163,11 @@ OptimizerDefType = OptimizerDef
 def _check_names(wanted: Mapping[tuple, Any], given: Mapping[tuple, Any]) -> None:
   """Raises ValueError unless `given` contains every array of `wanted` and nothing else."""
   optional = {path for path, value in wanted.items() if value is empty_node or value is None}
-  missing = ["/".join(path) for path in wanted if path not in given and path not in optional]
-  unknown = ["/".join(path) for path in given if path not in wanted]
-  if not missing and not unknown:
-    return
-  examples = [f"{name!r} is missing{_nearest(name, unknown)}" for name in missing[:3]]
-  examples += [f"{name!r} is unknown" for name in unknown[: 1 if missing else 3]]
-  raise ValueError(
-    f"the stored optimizer state belongs to another optimizer or model: {'; '.join(examples)} "
-    f"({len(missing)} missing, {len(unknown)} unknown). Set OPTIMIZER to the one that wrote it, or "
-    "restore only the parameters"
-  )
-
-
-def _nearest(name: str, candidates: list[str]) -> str:
-  near = difflib.get_close_matches(name, candidates, n=1)
-  return f" (stored: {near[0]!r})" if near else ""
+  missing = sorted("/".join(path) for path in wanted.keys() - given.keys() - optional)
+  unknown = sorted("/".join(path) for path in given.keys() - wanted.keys())
+  if missing or unknown:
+    raise ValueError(
+      f"the stored optimizer state belongs to another optimizer or model: it lacks {missing[:3]} "
+      f"({len(missing)} in all) and has the unknown {unknown[:3]} ({len(unknown)} in all). Set OPTIMIZER "
+      "to the one that wrote it, or restore only the parameters"
+    )
