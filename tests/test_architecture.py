@@ -47,6 +47,7 @@ PACKAGES = (
   "parallel",
   "distributed",
   "telemetry",
+  "manifest",
   "files",
   "user_errors",
   "terminal",
