@@ -11,7 +11,7 @@ object, or one of
 Only functions and classes in `allow_list.CALLED` can be named. If a run uses others, such as a model of
 the user's own, the file has only their names, and the folder is opened by its config.gin.
 
-The first key is the checksum of the rest. A file without it is read too.
+The manifest in MODEL_DIR has its hash. A file without one is read too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from typing import Any
 import gin
 from gin.config import ConfigurableReference
 
+from rosetta_t5 import manifest
 from rosetta_t5.argument_types import Positive
 from rosetta_t5.config.checks import declared_types
 from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
 from rosetta_t5.config.language.statements import leaves
 from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
-from rosetta_t5.files import json_checksum, write_atomically
+from rosetta_t5.files import write_atomically
 from rosetta_t5.user_errors import ConfigError
 
 NAME = "model.json"
@@ -50,7 +51,7 @@ ARGUMENTS = (
   "infer_eval_dataset_cfg",
   "eval_steps",
 )
-_CHECKSUM = "xxh3_64"
+_OLD_CHECKSUM = "xxh3_64"  # Earlier versions stored the hash of the content in it.
 _MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
 _VOCABULARIES = "vocabularies"
@@ -91,8 +92,8 @@ def write_model_file(folder: pathlib.Path) -> None:
     _SURROUNDINGS: describe_surroundings(users),
   }
   content = keep_inputs(json.loads(json.dumps(content)), folder)
-  signed = {_CHECKSUM: json_checksum(content), **content}
-  write_atomically(folder / NAME, json.dumps(signed, indent=2) + "\n")
+  write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
+  manifest.write(folder, [NAME])
 
 
 def read_model_file(file: pathlib.Path) -> ModelFile:
@@ -110,11 +111,11 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
   version = content.get("version") if isinstance(content, dict) else None
   if version != _VERSION:
     raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
-  if content.pop(_CHECKSUM, None) not in (None, json_checksum(content)):
-    raise ConfigError(
-      f"{file} was damaged or edited: its checksum does not match. If you edited it, remove the line "
-      f'"{_CHECKSUM}"'
-    )
+  content.pop(_OLD_CHECKSUM, None)
+  try:
+    manifest.verify(file.parent, lambda name: name == file.name)
+  except manifest.DamagedFileError as error:
+    raise ConfigError(f"{error}. If you edited it, remove {manifest.NAME} beside it") from error
   if _OTHERS in content:
     return ModelFile(file, content)
   if missing := {"model", "partitioner", _LENGTHS} - content.keys():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,8 +14,8 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
+from rosetta_t5 import manifest
 from rosetta_t5.export.inference_function import Features, InferenceFn, PyTree
-from rosetta_t5.files import expect_content, read_json_object
 
 _PROGRAM, _PARAMS, _ABOUT = "program.stablehlo", "params.npz", "about.json"
 
@@ -51,18 +49,8 @@ def write_stablehlo(
   stored = {n: x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for n, x in flat.items()}
   with (path / _PARAMS).open("wb") as file:
     np.savez(file, **stored)
-  digest = _digest(path, dtypes)
-  (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes, "sha256": digest}, indent=2))
-
-
-def _digest(folder: epath.Path, dtypes: Mapping[str, str]) -> str:
-  digest = hashlib.sha256()
-  for name in (_PROGRAM, _PARAMS):
-    with (folder / name).open("rb") as file:
-      for block in iter(functools.partial(file.read, 1 << 20), b""):
-        digest.update(block)
-  digest.update(json.dumps(dtypes).encode())
-  return digest.hexdigest()
+  (path / _ABOUT).write_text(json.dumps({**about, "dtypes": dtypes}, indent=2))
+  manifest.write(path, [_PROGRAM, _PARAMS, _ABOUT])
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
@@ -75,16 +63,11 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
     f(features) → results, which is compiled once for each batch size.
 
   Raises:
-    ValueError: a file has changed since the export.
+    DamagedFileError: a file has changed since the export.
   """
   path = epath.Path(folder)
-  about = read_json_object(path / _ABOUT)
-  with expect_content(path / _ABOUT, "an exported model"):
-    dtypes = about["dtypes"]
-    # Exports of older versions have no digest.
-    is_damaged = about.get("sha256", (digest := _digest(path, dtypes))) != digest
-  if is_damaged:
-    raise ValueError(f"{path}: a file has changed since the export, or is damaged: export it again")
+  manifest.verify(path)
+  dtypes = json.loads((path / _ABOUT).read_text())["dtypes"]
   exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
   with (path / _PARAMS).open("rb") as file, np.load(file) as stored:
     flat = {name: jnp.asarray(stored[name].view(jnp.dtype(d))) for name, d in dtypes.items()}

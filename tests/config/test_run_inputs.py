@@ -10,6 +10,7 @@ import shutil
 import gin
 import pytest
 
+from rosetta_t5 import manifest
 from rosetta_t5.config import ConfigError
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.names import temporary_run_function
@@ -138,7 +139,7 @@ def test_a_module_that_is_not_found_is_named_with_the_runs_file():
 def test_a_model_file_opens_only_files_of_its_own_folder(elsewhere):
   folder = elsewhere(OWN.format("spiece.model"))
   content = json.loads((folder / NAME).read_text())
-  del content["xxh3_64"]
+  (folder / manifest.NAME).unlink()
   content["model"]["input_vocabulary"]["sentencepiece_model_file"]["@file"] = "../../x.model"
   (folder / NAME).write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="is not a file in the folder of the run"):

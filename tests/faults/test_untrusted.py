@@ -39,7 +39,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
     ),
     Fault(
       "model.json names a function that is not listed",
-      f"{SENT}sed -i '/xxh3/d; s/t5x.models.EncoderDecoderModel/os.system/' run/model.json; "
+      f"{SENT}rm run/checksums.json; sed -i 's/t5x.models.EncoderDecoderModel/os.system/' run/model.json; "
       "$EVAL; never_ran",
       r"model.json: 'os.system' is not a function or class that this file may name.*nothing ran",
       2,
@@ -47,7 +47,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
     Fault(
       "a digit of model.json changes",
       'sed -i \'s/"head_dim": 8/"head_dim": 9/\' run/model.json; $EVAL',
-      r"model.json was damaged or edited: its checksum does not match",
+      r"model.json is damaged: it has changed since it was written",
       2,
     ),
     Fault(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
+from rosetta_t5 import manifest as file_manifest
 from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import Layout, find_files
@@ -31,7 +32,7 @@ _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
 # The files that a call writes, in `out`; those of a killed call have the names of `unfinished_path`.
 _OWN_FILES = re.compile(
   r"(\.?(train|validation)-\d+-of-\d+\.(array_record|ends\.npy)|shards/\.?\d+\.(json|progress)"
-  r"|\.?manifest\.json|\.?vocabulary\.model)(\.\d+)?"
+  r"|\.?(manifest|checksums)\.json|\.?vocabulary\.model)(\.\d+)?"
 )
 
 Facts = Mapping[str, Any]
@@ -105,6 +106,9 @@ def prepare(
     shards = _run(jobs, pool, progress)
     manifest = _manifest(jobs[0], tokenizer.get_piece_size(), shards)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+    # ArrayRecord detects damage of the shards themselves.
+    indices = [path.name for path in folder.glob("*.ends.npy")]
+    file_manifest.write(folder, [VOCABULARY, MANIFEST, *indices])
   return manifest
 
 

@@ -9,15 +9,15 @@ import itertools
 import os
 import pathlib
 import threading
-import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rosetta_t5 import manifest as file_manifest
 from rosetta_t5.data.prepared.prepare import MANIFEST, VOCABULARY
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.files import expect_content, read_json_object
+from rosetta_t5.files import read_json_object
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -29,10 +29,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
   """
   path = pathlib.Path(folder) / MANIFEST
   if path.exists():
-    manifest = read_json_object(path)
-    with expect_content(path, "prepared data"):
-      _check_manifest(manifest)
-    return manifest
+    file_manifest.verify(folder, {MANIFEST}.__contains__)
+    return read_json_object(path)
   done = len(list(path.parent.glob("shards/*.json")))
   state = f"only {done} shards are complete" if done else "the folder is not prepared data"
   raise ValueError(
@@ -45,31 +43,6 @@ def losses_of_folders(folders: Iterable[str | os.PathLike[str]]) -> collections.
   """Returns what texts lost when the folders were prepared; older folders do not say it. See `count_lost`."""
   losses = (collections.Counter(read_manifest(folder).get("losses", {})) for folder in folders)
   return sum(losses, collections.Counter())
-
-
-def _check_manifest(manifest: Mapping[str, Any]) -> None:
-  """Raises TypeError or LookupError unless the entries that are used have the expected types."""
-  vocabulary, splits = manifest["vocabulary"], manifest["splits"].values()
-  shards = [shard for split in splits for shard in split["shards"]]
-  for digest in (vocabulary["sha256"], *(shard["sha256_of_tokens"] for shard in shards)):
-    _require(isinstance(digest, str), "a digest must be a string", digest)
-  _require_size(vocabulary["pieces"])
-  for shard in shards:
-    _require_size(shard["bytes"])
-    _require_size(shard["tokens"])
-    is_name = pathlib.PurePath(shard["file"]).name == shard["file"]
-    _require(is_name, "a shard must be a file of the same folder", shard["file"])
-  bytes_per_token = manifest["bytes_a_token"]
-  _require(bytes_per_token in (2, 4), "bytes_a_token must be 2 or 4", bytes_per_token)
-
-
-def _require_size(size: Any) -> None:
-  _require(type(size) is int and size >= 0, "a size must be an integer of at least 0", size)
-
-
-def _require(is_valid: bool, requirement: str, value: Any) -> None:
-  if not is_valid:
-    raise TypeError(f"{requirement}, got {value!r}")
 
 
 class DamagedRecordError(ValueError):
@@ -96,6 +69,7 @@ class TokenStream:
     self.folder = pathlib.Path(folder)
     self._split = split
     self.manifest = read_manifest(folder)
+    file_manifest.verify(folder)
     splits = {name: facts["shards"] for name, facts in self.manifest["splits"].items()}
     shards = splits.get(split)
     if not shards:
@@ -112,21 +86,10 @@ class TokenStream:
     """Makes another process that receives the stream open the files itself."""
     return TokenStream, (self.folder, self._split)
 
-  @functools.cached_property
+  @property
   def vocabulary(self) -> str:
-    """The path of the vocabulary.
-
-    Raises:
-      ValueError: it is not the vocabulary with which the folder was prepared.
-    """
-    path = self.folder / VOCABULARY
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-    if digest != self.manifest["vocabulary"]["sha256"]:
-      raise ValueError(
-        f"{path} is {'damaged' if digest else 'missing'}: its SHA-256 must be the one in {MANIFEST}. "
-        "Copy the vocabulary with which the folder was prepared to this file"
-      )
-    return str(path)
+    """The path of the vocabulary with which the folder was prepared."""
+    return str(self.folder / VOCABULARY)
 
   def encode(self, text: str) -> list[int]:
     """Tokenizes a text with the vocabulary."""
@@ -185,18 +148,7 @@ class _Shard:
   def ends(self) -> np.ndarray:
     """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
     path = self._path.with_suffix(".ends.npy")
-    if path.is_fifo():
-      raise ValueError(_damaged_text(self._path, f"{path.name} is a pipe"))
-    try:
-      ends = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, EOFError, ValueError, SyntaxError, tokenize.TokenError) as error:
-      raise ValueError(_damaged_text(self._path, f"{path.name}: {error}")) from error
-    is_index = isinstance(ends, np.ndarray) and ends.ndim == 1 and ends.dtype == np.uint64
-    if not (is_index and ends.size and ends[0] == 0 and ends[-1] == self._tokens):
-      raise ValueError(_damaged_text(self._path, f"{path.name} is not the index of its tokens"))
-    if (ends[1:] <= ends[:-1]).any():
-      raise ValueError(_damaged_text(self._path, f"the numbers in {path.name} do not increase"))
-    return ends
+    return np.load(path, mmap_mode="r")
 
   @functools.cached_property
   def _reader(self) -> Any:

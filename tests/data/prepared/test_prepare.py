@@ -216,19 +216,6 @@ def test_a_folder_with_foreign_files_is_refused(
   assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-def test_pipes_in_a_prepared_folder_are_refused(
-  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
-) -> None:
-  run(tmp_path, vocabulary)
-  (index,) = (tmp_path / "out").glob("train-00000*.ends.npy")
-  index.unlink()
-  os.mkfifo(index)
-  with pytest.raises(ValueError, match=rf"{index.name} is a pipe"):
-    TokenStream(tmp_path / "out", "train").read([0], 1)
-  with pytest.raises(ValueError, match=rf"contains {index.name}, which is not prepared data"):
-    run(tmp_path, vocabulary)
-
-
 @pytest.mark.parametrize("name", ["shards/0.jsonl", "c4-train.array_record-00000-of-00001"])
 def test_data_of_others_under_similar_names_is_refused_and_not_deleted(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], name: str
