@@ -35,13 +35,12 @@ def read_rows(
     path: a file of any format of `data.reading`; a file with another suffix has one row in each line.
     template: makes the model's input of a record; None if each line is a text.
     targets: makes the target.
-    quoted: see `Layout`.
+    quoted: see `ReadOptions`.
 
   Raises:
     ValueError: there is no such file, its records need a template, or a row cannot be used.
   """
-  from rosetta_t5.data.reading import Layout
-  from rosetta_t5.data.reading.templates import make_converter
+  from rosetta_t5.data.reading import ReadOptions, make_converter
 
   name = _format(path)
   if template is None and (targets is not None or name != "text"):
@@ -54,7 +53,7 @@ def read_rows(
   rows = (
     _lines(path, template)
     if _has_row_per_line(path)
-    else _records(path, Layout(name, quoted=quoted))
+    else _records(path, ReadOptions(name, quoted=quoted))
   )
   _check_exists(path)
   return (_row(number, content, template, convert) for number, content in rows)
@@ -64,17 +63,17 @@ def count_lines(path: str) -> int | None:
   """Returns the number of lines of a file that has a row in each; None for others, and for pipes."""
   if not os.path.isfile(path) or not _has_row_per_line(path):
     return None
-  from rosetta_t5.data.reading.file_formats import open_bytes
+  from rosetta_t5.data.reading.files import open_bytes
 
   with open_bytes(path) as file:
     return sum(1 for _ in file)
 
 
 def _format(path: str) -> str:
-  from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT, format_of
+  from rosetta_t5.data.reading import DEFAULT_OPTIONS
 
   with contextlib.suppress(ValueError):
-    return format_of(path, DEFAULT_LAYOUT)
+    return DEFAULT_OPTIONS.format_of(path)
   return "text"
 
 
@@ -97,10 +96,10 @@ def _as_text(value: Any) -> str:
   return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _records(path: str, layout: Any) -> Iterator[tuple[int, Any]]:
+def _records(path: str, options: Any) -> Iterator[tuple[int, Any]]:
   from rosetta_t5.data.reading import BadExample, read_records
 
-  for number, record in read_records(path, layout):
+  for number, record in read_records(path, options):
     if isinstance(record, BadExample):
       raise ValueError(f"Line {number} of the input cannot be used: {record.reason}")
     yield number, record
@@ -127,7 +126,7 @@ def _lines(path: str, template: str | None) -> Iterator[tuple[int, Any]]:
 
 
 def _open(path: str) -> Iterator[str]:
-  from rosetta_t5.data.reading.file_formats import open_bytes
+  from rosetta_t5.data.reading.files import open_bytes
 
   # Invalid UTF-8 becomes surrogates, so that its line is reported after the lines before it.
   encoding, errors = "utf-8-sig", "surrogateescape"

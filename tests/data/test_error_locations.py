@@ -52,7 +52,7 @@ def test_a_bad_example_is_found_in_the_second_file_of_a_task_on_files(
     f"{tmp_path}/*.jsonl", vocabulary=vocabulary, validation_percent=0.0, **options
   )
   assert message_about(name) == (
-    f"the batch has an x. The first example that fails: {tmp_path}/2.jsonl, line 201"
+    f"the batch has an x. The first example that fails: {tmp_path}/2.jsonl, example 200"
   )
 
 

@@ -15,7 +15,6 @@ from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.data_facts import task_files
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.reading import unwrap_reader_errors
-from rosetta_t5.data.reading.file_source import LineSource
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 SEARCH_SECONDS = 60.0  # A host that searches must not keep the others waiting for long.
@@ -144,8 +143,6 @@ def _first_failure(cfg: DatasetConfig, check: Check, end: float) -> str:
       fails = _checker(cfg, task, import_tensorflow().data.Dataset.zip(window), check, end)
       if fails(_WINDOW):
         number = start + bisect.bisect_left(range(1, _WINDOW), True, key=fails)
-        if isinstance(task.source, LineSource):
-          return f"{file}, line {task.source.line_of(cfg.split, file, number)}"
         return f"{file}, example {number + 1}"
   return ""
 

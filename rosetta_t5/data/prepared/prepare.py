@@ -20,8 +20,7 @@ from typing import Any
 from rosetta_t5 import manifest as file_manifest
 from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
-from rosetta_t5.data.reading import Layout, find_files
-from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT
+from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import exclusive_output, read_json_object, write_atomically
 
@@ -47,7 +46,7 @@ def prepare(
   text: str = "text",
   validation_percent: float = 1.0,
   append_end: bool = False,
-  layout: Layout = DEFAULT_LAYOUT,
+  layout: ReadOptions = DEFAULT_OPTIONS,
   on_bad_example: str = "skip",
   workers: int | None = None,
   executor: Executor | None = None,

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from rosetta_t5.data.prepared.prepare import prepare
-from rosetta_t5.data.reading import Layout
-from rosetta_t5.data.reading.bad_examples import POLICIES
-from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
+from rosetta_t5.data.reading import ReadOptions
+from rosetta_t5.data.reading.examples import POLICIES
+from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
 from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.terminal.option_types import machine_path, percentage, positive_integer
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
       text=arguments.text_key,
       validation_percent=arguments.validation_percent,
       append_end=arguments.append_eos,
-      layout=Layout(arguments.format, columns, arguments.text_unit, arguments.quoted),
+      layout=ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted),
       on_bad_example=arguments.on_bad_example,
       workers=arguments.workers,
       executor=executor,

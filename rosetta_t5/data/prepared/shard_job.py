@@ -20,8 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, is_in_validation
-from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.reading import (
+  BadExamples,
+  BlockReader,
+  ReadOptions,
+  is_in_validation,
+  make_converter,
+)
 from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import expect_content, read_json_object, unfinished_path, write_atomically
@@ -64,7 +69,7 @@ class ShardJob:
   vocabulary: str
   vocabulary_sha256: str
   text: str
-  layout: Layout
+  layout: ReadOptions
   validation_percent: float
   append_end: bool
   on_bad_example: str

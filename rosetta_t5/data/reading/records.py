@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -11,51 +11,65 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
-from rosetta_t5.data.reading.bad_examples import BadExample
-from rosetta_t5.data.reading.file_formats import DEFAULT_LAYOUT, Layout, format_of, open_bytes
-from rosetta_t5.data.reading.tables import Row, UnclearQuotesError, table_rows
+from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions, open_bytes
 
 Record = Mapping[str, Any]
-# The number of a line (or row), and the record that begins there.
-Located = tuple[int, Record | BadExample]
 
-# The largest size of a line or document in bytes. A larger one is not an example, but shows that the
-# file is of another kind. It could fill the memory.
-LONGEST = 64 << 20
-# A line of so many times this size is not skipped: the file is not read further.
-_MAX_PARTS = 16
 # Exceptions of Python's readers if a file is truncated or damaged. pyarrow has its own.
 _DAMAGE = (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, zlib.error, csv.Error)
 _SEPARATORS = re.compile(r"[\s,]*")  # between the elements of a JSON array
-_PART = 1 << 20  # characters of an array that are read at a time
+# A field in quotes, in which quotes are doubled. It may contain tabs and line breaks.
+_OPEN = r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+'
+_QUOTED = re.compile(_OPEN + r'"(?=[\t\n]|\r\n|\Z)')
+_UNFINISHED = re.compile(_OPEN + r"\Z")
+_WINDOW = 1 << 20  # characters after the first quote that show how a tsv file is quoted
 
 
-class _BadRecordError(Exception):
-  """The record cannot be used; the text is the reason."""
+@dataclasses.dataclass(frozen=True)
+class BadExample:
+  """A record that cannot be used.
+
+  Attributes:
+    file: the file that contains it.
+    line: its line, or its row in files without lines; the first is 1.
+    reason: a short phrase.
+  """
+
+  file: str
+  line: int
+  reason: str
+
+  def __str__(self) -> str:
+    return f"{self.file}, line {self.line}: {self.reason}"
 
 
-def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located]:
+# The number of a line (or row), and the record that begins there.
+Located = tuple[int, Record | BadExample]
+# What the readers of this file yield: the record, or the reason why it cannot be used.
+_Unit = tuple[int, Record | str]
+
+
+class UnclearQuotesError(ValueError):
+  """A tsv file can be read in neither of the two ways, so that its rows are not known."""
+
+
+def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
   """Yields the records of a file in order, with a `BadExample` in place of each that cannot be used.
 
   Records of text files have the single column "text". A truncated or damaged file yields the records
-  before the damage and then one bad example.
+  before the damage and then one bad example. Invalid UTF-8 is read as surrogates, which
+  `make_converter` refuses.
 
   Raises:
     ValueError: the file's format is unknown, or the meaning of quotes in a tsv file.
   """
-  read_units, parse = _FORMATS[format_of(path, layout)]
+  read = _READERS[options.format_of(path)]
   line = 0
-  record: Record | BadExample | None
   try:
-    for line, unit in read_units(path, layout):
-      try:
-        record = parse(unit)
-      except _BadRecordError as error:
-        record = BadExample(path, line, str(error))
-      if record is not None:
-        yield line, record
+    for line, unit in read(path, options):
+      yield line, BadExample(path, line, unit) if isinstance(unit, str) else unit
   except UnclearQuotesError:
     raise
   except Exception as error:
@@ -69,150 +83,178 @@ def read_records(path: str, layout: Layout = DEFAULT_LAYOUT) -> Iterator[Located
     yield line + 1, BadExample(path, line + 1, reason)
 
 
-def _text_units(path: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
-  with open_bytes(path) as file:
-    if layout.text_unit == "file":
-      yield 1, file.read(LONGEST + 1)
-    elif layout.text_unit == "paragraph":
-      yield from _paragraphs(file)
+def _open_text(path: str, newline: str = "\n") -> io.TextIOWrapper:
+  return io.TextIOWrapper(open_bytes(path), "utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def _text_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+  with _open_text(path) as file:
+    if options.text_unit == "file":
+      units: Iterable[tuple[int, str]] = [(1, file.read())]
+    elif options.text_unit == "paragraph":
+      units = _paragraphs(file)
     else:
-      yield from enumerate(_lines(file), 1)
+      units = enumerate(file, 1)
+    for line, text in units:
+      if text.strip():  # An empty line only separates examples.
+        yield line, {"text": text.strip("\r\n")}
 
 
-def _json_units(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
-  """Yields the lines of a file as bytes, or the elements of the one array that it holds."""
-  with open_bytes(path) as file:
-    is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-  if is_array:
-    with io.TextIOWrapper(open_bytes(path), "utf-8-sig") as text:
-      yield from _array_elements(text)
-    return
-  with open_bytes(path) as file:
-    yield from ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
+def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+  numbered = enumerate(lines, 1)
+  for _, group in itertools.groupby(numbered, lambda item: not item[1].strip()):
+    (start, first), *rest = group
+    yield start, first + "".join(line for _, line in rest)
 
 
-def _array_elements(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
-  """Yields the elements of a JSON array, which is not read as a whole, and the lines where they begin."""
-  decoder = json.JSONDecoder()
-  text = file.read(_PART)
-  position, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+def _json_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+  """Yields the objects that the lines of a file contain, or the elements of the one array that it is."""
+  with _open_text(path) as file:
+    is_array = file.read(64).lstrip().startswith("[")
+  with _open_text(path) as file:
+    if is_array:
+      yield from ((line, _object(value)) for line, value in _array_elements(file.read()))
+    else:
+      lines = enumerate(file, 1)
+      yield from ((number, _parse_line(line)) for number, line in lines if line.strip())
+
+
+def _parse_line(line: str) -> Record | str:
+  try:
+    return _object(json.loads(line))
+  except (ValueError, RecursionError) as error:
+    if line.strip() == "{":
+      return "an object over several lines; expected one in each line, or one array of all objects"
+    truncated = "" if line.endswith("\n") else " (the file's last line has no line break)"
+    return f"invalid JSON: {str(error)[:80]}{truncated}"
+
+
+def _object(value: Any) -> Record | str:
+  is_object = isinstance(value, dict)
+  return value if is_object else f"a JSON {type(value).__name__}, not an object with columns"
+
+
+def _array_elements(text: str) -> Iterator[tuple[int, Any]]:
+  """Yields the elements of a JSON array, and the lines where they begin."""
+  decode = json.JSONDecoder().raw_decode
+  line, counted, end = 1, 0, text.index("[") + 1
   while True:
-    start, position = position, _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
-    line += text.count("\n", start, position)
-    if text.startswith("]", position):
+    start = _SEPARATORS.match(text, end).end()  # type: ignore[union-attr]
+    if text.startswith("]", start):
       break
-    try:
-      element, end = decoder.raw_decode(text, position)
-    except ValueError:
-      more = file.read(max(_PART, len(text)))
-      if not more or len(text) - position > LONGEST:
-        raise
-      text, position = text[position:] + more, 0
-      continue
+    line, counted = line + text.count("\n", counted, start), start
+    element, end = decode(text, start)
     yield line, element
-    line += text.count("\n", position, end)
-    position = end
-  if (text[position + 1 :] + file.read(_PART)).strip():
+  if text[start + 1 :].strip():
     raise ValueError("there is more after the end of the array")
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-  """Yields the lines of a file. Of a line that is too long, it yields just enough to show that.
+def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+  """Yields the rows of a csv or tsv file, with the line at which each begins."""
+  csv.field_size_limit(64 << 20)  # characters; the default is too small for a document
+  columns = list(options.columns or ())
+  with _open_text(path, newline="") as file:
+    if options.format_of(path) == "csv" or options.quoted is not None:
+      delimiter = "," if options.format_of(path) == "csv" else "\t"
+      rows = _rows(file, delimiter, options.quoted is not False)
+    else:
+      rows = _rows_of_unknown_tsv(file, path, len(columns))
+    for line, row in rows:
+      if isinstance(row, str):
+        yield line, row
+      elif not columns:
+        columns = row
+      elif len(row) == len(columns):
+        yield line, dict(zip(columns, row, strict=True))
+      elif row:  # csv reads an empty line as an empty row.
+        yield line, f"{len(row)} columns instead of {len(columns)}"
 
-  Raises:
-    ValueError: the line is endless, as in an archive made to fill the memory or the time.
+
+def _rows(
+  lines: Iterable[str], delimiter: str, is_quoted: bool, first_line: int = 1
+) -> Iterator[tuple[int, list[str] | str]]:
+  """Yields the line of each row, and its fields or the reason why it has none."""
+  quoting: Any = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+  # Without `strict`, a field with a quote in the wrong place would lose this quote.
+  reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+  while True:
+    line = first_line + reader.line_num
+    try:
+      yield line, next(reader)
+    except StopIteration:
+      return
+    except csv.Error as error:
+      if "field larger" in str(error):
+        raise
+      yield line, f"quotes in the wrong place ({error}); a quote in a quoted field must be doubled"
+
+
+def _rows_of_unknown_tsv(
+  lines: Iterator[str], path: str, width: int
+) -> Iterator[tuple[int, list[str] | str]]:
+  """Reads rows until the first quote, where both ways are equal, and then decides between them.
+
+  Args:
+    lines: the lines of the file.
+    path: its name, for errors.
+    width: the number of columns; 0 for that of the first row.
   """
-  while line := file.readline(LONGEST + 1):
+  number = 0
+  window: list[str] = []
+  for number, line in enumerate(lines, 1):
+    if '"' in line:
+      window = [line, *_limited(lines, _WINDOW)]
+      break
+    row = line.rstrip("\r\n").split("\t") if line.strip("\r\n") else []
+    width = width or len(row)
+    yield number, row
+  if window:
+    is_quoted = _is_quoted(window, width or window[0].count("\t") + 1, f"{path}, line {number}")
+    yield from _rows(itertools.chain(window, lines), "\t", is_quoted, number)
+
+
+def _limited(lines: Iterable[str], characters: int) -> Iterator[str]:
+  for line in lines:
     yield line
-    parts = 1
-    while len(line) > LONGEST and not line.endswith(b"\n"):
-      line = file.readline(LONGEST + 1)
-      parts += 1
-      if parts > _MAX_PARTS:
-        raise ValueError(f"a line has more than {_MAX_PARTS * LONGEST >> 20} MB")
+    characters -= len(line)
+    if characters < 0:
+      return
 
 
-def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-  numbered_lines = enumerate(_lines(file), 1)
-  for is_empty, lines in itertools.groupby(numbered_lines, lambda item: not item[1].strip()):
-    if is_empty:
-      continue
-    start, paragraph = 0, bytearray()
-    for number, line in lines:
-      start = start or number
-      if len(paragraph) <= LONGEST:  # A longer one will be refused, so its rest is not needed.
-        paragraph += line
-    yield start, bytes(paragraph)
+def _is_quoted(lines: list[str], width: int, where: str) -> bool:
+  """Returns whether fields of a tsv file are in quotes, by lines of which the first has a quote."""
+  unquoted = _QUOTED.sub("", "".join(lines))
+  if field := _UNFINISHED.search(unquoted):  # The last row goes on after these lines.
+    unquoted = unquoted[: unquoted.rfind("\n", 0, field.start()) + 1]
+  fits_quoted = '"' not in unquoted and _has_width(unquoted.split("\n"), width)
+  fits_plain = _has_width([line for line in lines if '"' in line], width)
+  if not fits_quoted and not fits_plain:
+    raise UnclearQuotesError(
+      f"{where}: here are quotes, and neither as quoted fields (with quotes inside them doubled) nor as "
+      f"ordinary characters do they give {width} columns in every row. Set data.file_task.quoted = "
+      "True if the fields are quoted, or False to read each line as a row. (For other commands: --quoted, "
+      "--no-quoted.)"
+    )
+  if fits_quoted and fits_plain:
+    # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
+    fields = lines[0].rstrip("\r\n").split("\t")
+    is_first_quoted = all(field.startswith('"') and field.endswith('"') for field in fields)
+    return is_first_quoted or any('""' in line for line in lines)
+  return fits_quoted
 
 
-def _parse_text(unit: bytes) -> Record | None:
-  """Returns None for an empty line, because it only separates examples."""
-  text = _decode(unit)
-  return {"text": text.strip("\r\n")} if text.strip() else None
+def _has_width(lines: Iterable[str], width: int) -> bool:
+  return all(line.count("\t") == width - 1 for line in lines if line.strip("\r"))
 
 
-def _parse_json(unit: Any) -> Record:
-  record = _loads(unit) if isinstance(unit, bytes) else unit
-  if not isinstance(record, dict):
-    raise _BadRecordError(f"a JSON {type(record).__name__}, not an object with columns")
-  return record
-
-
-def _loads(line: bytes) -> Any:
-  try:
-    return json.loads(_decode(line))
-  except (ValueError, RecursionError) as error:
-    if line.strip() == b"{":
-      reason = (
-        "an object over several lines; expected one in each line, or one array of all objects"
-      )
-      raise _BadRecordError(reason) from error
-    truncated = "" if line.endswith(b"\n") else " (the file's last line has no line break)"
-    raise _BadRecordError(f"invalid JSON: {str(error)[:80]}{truncated}") from error
-
-
-def _decode(unit: bytes) -> str:
-  if len(unit) > LONGEST:
-    raise _BadRecordError(f"more than {LONGEST >> 20} MB in one example")
-  try:
-    text = unit.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-  except UnicodeDecodeError as error:
-    reason = f"invalid UTF-8 at byte {error.start} ({error.reason})"
-    raise _BadRecordError(reason) from error
-  if "\0" in text:
-    raise _BadRecordError("a NUL byte")
-  return text
-
-
-def _table_rows(path: str, layout: Layout) -> Iterator[tuple[int, Row]]:
-  is_tsv = format_of(path, layout) == "tsv"
-  file = open_bytes(path)
-  with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-    yield from table_rows(text, path, layout.columns, is_tsv, layout.quoted, LONGEST)
-
-
-def _parse_row(unit: Row) -> Record:
-  if isinstance(unit, str):
-    raise _BadRecordError(unit)
-  columns, row = unit
-  if len(row) != len(columns):
-    raise _BadRecordError(f"{len(row)} columns instead of {len(columns)}")
-  text = "".join(row)
-  if "\0" in text:
-    raise _BadRecordError("a NUL byte")
-  if any("\udc80" <= character <= "\udcff" for character in text):
-    raise _BadRecordError("invalid UTF-8")
-  return dict(zip(columns, row, strict=True))
-
-
-def _parquet_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
+def _parquet_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
   from pyarrow import parquet
 
   with parquet.ParquetFile(path) as file:
     yield from _batch_rows(file.iter_batches(batch_size=64))
 
 
-def _arrow_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
+def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
   """Reads Arrow's stream format, in which Hugging Face stores datasets, or its file format."""
   import pyarrow
 
@@ -227,7 +269,7 @@ def _arrow_rows(path: str, layout: Layout) -> Iterator[tuple[int, Record]]:
     yield from _batch_rows(batches)
 
 
-def _batch_rows(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
+def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:
   def records() -> Iterator[Record]:
     for batch in batches:
       batch.validate(full=True)  # To read a damaged offset would end the process.
@@ -236,12 +278,11 @@ def _batch_rows(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
   return enumerate(records(), 1)
 
 
-# For each format, a function that reads the units of a file, and one that parses a unit.
-_FORMATS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], Callable[..., Any]]] = {
-  "text": (_text_units, _parse_text),
-  "jsonl": (_json_units, _parse_json),
-  "csv": (_table_rows, _parse_row),
-  "tsv": (_table_rows, _parse_row),
-  "parquet": (_parquet_rows, dict),
-  "arrow": (_arrow_rows, dict),
+_READERS: Mapping[str, Callable[[str, ReadOptions], Iterator[_Unit]]] = {
+  "text": _text_records,
+  "jsonl": _json_records,
+  "csv": _table_records,
+  "tsv": _table_records,
+  "parquet": _parquet_records,
+  "arrow": _arrow_records,
 }

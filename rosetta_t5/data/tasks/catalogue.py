@@ -14,9 +14,7 @@ from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.local_files import dataset_folders
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
-from rosetta_t5.data.reading import BlockReader, Layout
-from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
-from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.reading import BlockReader, ReadOptions, make_converter
 from rosetta_t5.data.seqio_internals import tfds_data_dir_override
 from rosetta_t5.data.tasks.known import glue, pretraining, supervised
 from rosetta_t5.data.tasks.task_spec import TaskSpec
@@ -70,12 +68,14 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
 
 def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
   """Returns the known task `name` as a SeqIO task called `new_name`."""
+  from rosetta_t5.data.reading.file_source import CountedTask
+
   spec = TASKS[name]
   features = {}
   if spec.objective != "causal_lm":  # Decoder-only models have no inputs.
     features["inputs"] = seqio.Feature(vocabulary, add_eos=spec.add_eos, required=False)
   features["targets"] = seqio.Feature(vocabulary, add_eos=spec.add_eos)
-  return counted_task_class()(
+  return CountedTask(
     new_name,
     source=make_source(name, spec),
     preprocessors=[
@@ -155,6 +155,8 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
   Raises:
     ValueError: the data is not on this machine. The message lists the folders that were searched.
   """
+  from rosetta_t5.data.reading.file_source import FileSource
+
   folders = dataset_folders.data_folders(tfds_data_dir_override())
   for folder in folders:
     if spec.tfds and (tfds_folder := dataset_folders.find_tfds(spec.tfds, folder)):
@@ -166,13 +168,13 @@ def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
     if found := dataset_folders.find_distributed_files(files, folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
       # In the tsv files of public data sets, quotes are ordinary characters.
-      layouts = {
-        split: Layout(quoted=False if ".tsv" in paths[0] else None)
+      options = {
+        split: ReadOptions(quoted=False if ".tsv" in paths[0] else None)
         for split, paths in found.items()
       }
       readers = {
-        split: BlockReader(select_texts, layout, read=files.read)
-        for split, layout in layouts.items()
+        split: BlockReader(select_texts, of_split, read=files.read)
+        for split, of_split in options.items()
       }
-      return make_file_source(found, readers, files.names)
+      return FileSource(found, readers, files.names)
   raise ValueError(dataset_folders.missing_data_message(name, spec, folders))

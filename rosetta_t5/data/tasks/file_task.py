@@ -15,11 +15,16 @@ from rosetta_t5.argument_types import Percentage, check_one_of, one_of
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
 from rosetta_t5.data.objectives import text_objectives
-from rosetta_t5.data.reading import BadExamples, BlockReader, Layout, find_files, is_in_validation
-from rosetta_t5.data.reading.bad_examples import POLICIES
-from rosetta_t5.data.reading.file_formats import FORMATS, TEXT_UNITS
-from rosetta_t5.data.reading.file_source import counted_task_class, make_file_source
-from rosetta_t5.data.reading.templates import make_converter
+from rosetta_t5.data.reading import (
+  BadExamples,
+  BlockReader,
+  ReadOptions,
+  find_files,
+  is_in_validation,
+  make_converter,
+)
+from rosetta_t5.data.reading.examples import POLICIES
+from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_import import seqio
 
@@ -88,25 +93,28 @@ def file_task(
         f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
       )
     return name
+  from rosetta_t5.data.reading.file_source import FileSource
+
   train = find_files(files)
-  layout = Layout(format, tuple(columns) if columns else None, text_unit, quoted)
+  options = ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
   bad_examples = BadExamples(on_bad_example)
 
   def reader(is_validation: bool) -> BlockReader:
-    def is_in_split(fields: Mapping[str, str]) -> bool:
-      return is_in_validation(fields, validation_percent) == is_validation
+    def is_kept(fields: Mapping[str, str]) -> bool:
+      return bool(validation_files) or (
+        is_in_validation(fields, validation_percent) == is_validation
+      )
 
-    is_kept = None if validation_files else is_in_split
-    return BlockReader(make_converter(templates), layout, is_kept, bad_examples)
+    return BlockReader(make_converter(templates), options, is_kept, bad_examples)
 
-  source = make_file_source(
+  source = FileSource(
     {"train": train, "validation": find_files(validation_files) if validation_files else train},
     {"train": reader(False), "validation": reader(True)},
     list(templates),
     {
       "objective": objective,
       "text": dict(templates),
-      "layout": dataclasses.asdict(layout),
+      "layout": dataclasses.asdict(options),
       "validation_percent": None if validation_files else validation_percent,
     },
   )
@@ -170,6 +178,8 @@ def _register(
   metric_fns: Sequence[Any],
 ) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
+  from rosetta_t5.data.reading.file_source import CountedTask
+
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
   tasks: dict[str, text_objectives.Denoiser | None] = {name: None}
@@ -182,7 +192,7 @@ def _register(
       preprocessors=text_objectives.objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
-      task_cls=counted_task_class(),
+      task_cls=CountedTask,
     )
   if objective == "ul2":
     seqio.MixtureRegistry.add(name, list(tasks), default_rate=1)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rosetta_t5.data.reading import Layout
-from rosetta_t5.data.reading.blocks import Convert
+from rosetta_t5.data.reading import ReadOptions
+from rosetta_t5.data.reading.examples import Convert
 from rosetta_t5.data.reading.records import read_records
 
 
@@ -30,7 +30,7 @@ class LocalFiles:
   names: tuple[str, ...]
   select_texts: Convert | None = None
   to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-  read: Callable[[str, Layout], Any] = read_records
+  read: Callable[[str, ReadOptions], Any] = read_records
 
 
 @dataclasses.dataclass(frozen=True)

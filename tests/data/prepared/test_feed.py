@@ -30,7 +30,7 @@ from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.data.prepared.example_order import RateMixture
-from rosetta_t5.data.reading.bad_examples import BadExamples
+from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 

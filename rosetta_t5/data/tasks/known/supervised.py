@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data import task_metrics
-from rosetta_t5.data.reading import BadExample, Layout
+from rosetta_t5.data.reading import BadExample, ReadOptions
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tasks.task_spec import LocalFiles, TaskSpec
 from rosetta_t5.data.tensorflow_import import tf
@@ -17,7 +17,7 @@ from rosetta_t5.data.tensorflow_import import tf
 _SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
 
 
-def read_squad(path: str, layout: Layout) -> Iterator[tuple[int, Any]]:
+def read_squad(path: str, options: ReadOptions) -> Iterator[tuple[int, Any]]:
   """Yields (number, question) of SQuAD's JSON, with the answers of a question joined to one text."""
   try:
     with open(path, encoding="utf-8") as file:

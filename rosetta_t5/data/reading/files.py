@@ -32,7 +32,7 @@ _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.j
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ReadOptions:
   """How a file's bytes become records.
 
   Attributes:
@@ -54,8 +54,22 @@ class Layout:
       check_one_of("format", self.format, FORMATS)
     check_one_of("text_unit", self.text_unit, TEXT_UNITS)
 
+  def format_of(self, path: str) -> str:
+    """Returns the format that is set here, or else the one that the file's name shows.
 
-DEFAULT_LAYOUT = Layout()
+    Raises:
+      ValueError: neither shows a known format.
+    """
+    name = self.format or _FORMAT_OF_SUFFIX.get(_data_suffix(pathlib.Path(path)))
+    if name is None:
+      raise ValueError(
+        f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
+        "Set the format, for example format = 'text'."
+      )
+    return name
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 def find_files(patterns: str | Sequence[str]) -> list[str]:
@@ -80,30 +94,12 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
       raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
     for match in matches:
       files = _data_files(match) if os.path.isdir(match) else [match]
-      for file in files:
-        if not os.path.isfile(file):
-          raise ValueError(f"{file} is not a regular file but a pipe, a device or a broken link")
       if not files:
         raise ValueError(
           f"The folder {match} contains no file of a known format: {_KNOWN_SUFFIXES}"
         )
       found.update(files)
   return sorted(found)
-
-
-def format_of(path: str, layout: Layout) -> str:
-  """Returns the format that `layout` specifies, or else the file's name.
-
-  Raises:
-    ValueError: neither specifies a known format.
-  """
-  name = layout.format or _FORMAT_OF_SUFFIX.get(_data_suffix(pathlib.Path(path)))
-  if name is None:
-    raise ValueError(
-      f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
-      "Set the format, for example format = 'text'."
-    )
-  return name
 
 
 def open_bytes(path: str) -> BinaryIO:
@@ -126,25 +122,13 @@ def _data_suffix(path: pathlib.Path) -> str:
 
 
 def _data_files(folder: str) -> list[str]:
-  """Returns the data files under a folder, also under linked folders; each folder is read once.
-
-  Raises:
-    OSError: a folder cannot be read.
-  """
-
-  def fail(error: OSError) -> None:
-    raise error
-
-  files: list[str] = []
-  read: set[str] = set()
-  for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-    if (real := os.path.realpath(parent)) in read:
-      folders.clear()
-      continue
-    read.add(real)
-    paths = (pathlib.Path(parent, name) for name in names if name not in _METADATA)
-    files += [str(path) for path in paths if _data_suffix(path) in _FORMAT_OF_SUFFIX]
-  return files
+  """Returns the data files under a folder, also under linked folders."""
+  paths = map(pathlib.Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
+  return [
+    str(path)
+    for path in paths
+    if _data_suffix(path) in _FORMAT_OF_SUFFIX and path.name not in _METADATA and not path.is_dir()
+  ]
 
 
 def _nearest(pattern: str) -> str:

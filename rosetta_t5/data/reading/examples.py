@@ -1,0 +1,278 @@
+"""Converts records to examples, in blocks of a fixed number of consecutive records, and counts bad ones.
+
+tf.data can save and restore a position only if the data is a function of a number. For that reason
+`BlockReader.read(path, n)` always returns the same block. Reading blocks in order is fast, because the
+file remains open after each block. To find any other block, the file is read from its start.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import math
+import re
+import string
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from absl import logging
+
+from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions
+from rosetta_t5.data.reading.records import BadExample, Located, read_records
+
+RECORDS_PER_BLOCK = 256
+POLICIES = ("skip", "refuse")
+_MAX_OPEN_FILES = 64
+_LOGGED_REASONS = 10  # For each of the first reasons, the first bad example is logged.
+# If all of the first records are bad, it is the wrong file, or it is read in the wrong way.
+_MAX_BAD_START = 1000
+# Characters that show text of another encoding than UTF-8. Escapes in JSON can yield them, too.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Finds the text of a reader's ValueError in the error that tf.data raises instead.
+_WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
+
+Fields = Mapping[str, str]
+# Converts a record to an example's texts, or returns the reason why that is impossible.
+Convert = Callable[[Mapping[str, Any]], "Fields | str"]
+
+
+class BadExamples:
+  """Counts and logs bad examples, or refuses them; thread-safe.
+
+  Each example is counted once, no matter how often its file is read. One of each reason is logged,
+  and then those whose number is a power of two, once there are many.
+
+  Attributes:
+    counts: number of bad examples by reason.
+    first: the first one, or None.
+    total_in_process: number of bad examples that this process has skipped, in all its readers.
+  """
+
+  total_in_process: ClassVar[int] = 0
+  _lock: ClassVar[threading.Lock] = threading.Lock()
+
+  def __init__(self, policy: str = "skip"):
+    """Starts counting.
+
+    Args:
+      policy: "skip" counts and logs bad examples; "refuse" raises an error for the first.
+
+    Raises:
+      ValueError: the policy is unknown.
+    """
+    check_one_of("on_bad_example", policy, POLICIES)
+    self.counts: collections.Counter[str] = collections.Counter()
+    self.first: BadExample | None = None
+    self._policy = policy
+    # The line of each file's last bad example. A file's records always come in order.
+    self._last_lines: dict[str, int] = {}
+
+  def add(self, bad: BadExample) -> None:
+    """Counts a bad example.
+
+    Raises:
+      ValueError: the policy is to refuse bad examples.
+    """
+    if self._policy == "refuse":
+      raise ValueError(f'{bad}. Correct it, or set on_bad_example = "skip" to leave it out.')
+    with self._lock:
+      if bad.line <= self._last_lines.get(bad.file, 0):
+        return
+      self._last_lines[bad.file] = bad.line
+      self.counts[bad.reason] += 1
+      self.first = self.first or bad
+      BadExamples.total_in_process += 1
+      total = self.counts.total()
+      is_new = self.counts[bad.reason] == 1 and len(self.counts) <= _LOGGED_REASONS
+    if is_new or (total > _MAX_BAD_START and total.bit_count() == 1):
+      logging.warning("Bad example %d is left out: %s", total, bad)
+
+  def summary(self) -> str:
+    """Returns one line with the number of bad examples, the reasons, and the first example."""
+    if not self.first:
+      return "no bad examples"
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in self.counts.most_common(5))
+    return f"{self.counts.total()} bad examples left out ({reasons}); the first: {self.first}"
+
+
+class BlockReader:
+  """Reads blocks of examples; thread-safe."""
+
+  def __init__(
+    self,
+    convert: Convert,
+    options: ReadOptions = DEFAULT_OPTIONS,
+    is_kept: Callable[[Fields], bool] = lambda fields: True,
+    bad_examples: BadExamples | None = None,
+    read: Callable[[str, ReadOptions], Iterator[Located]] = read_records,
+  ):
+    """Builds a reader.
+
+    Args:
+      convert: converts a record to an example's texts, or returns the reason why it cannot.
+      options: how the files' bytes become records.
+      is_kept: whether to return an example.
+      bad_examples: counts or refuses the bad examples; None counts them.
+      read: reads the records of a file.
+    """
+    self._convert, self._is_kept = convert, is_kept
+    self._read, self._options = read, options
+    self.bad_examples = bad_examples or BadExamples()
+    # Open files by their path and the number of their next block, the least recently used first.
+    self._open: collections.OrderedDict[tuple[str, int], _OpenFile] = collections.OrderedDict()
+    self._lock = threading.Lock()
+
+  def read(self, path: str, block: int) -> tuple[list[Fields], bool]:
+    """Returns the examples of a block, and whether another block follows.
+
+    Raises:
+      ValueError: a bad example is refused, or all of the file's examples are bad.
+    """
+    with self._lock:
+      file = self._open.pop((path, block), None)
+    if file is None:
+      records = itertools.islice(self._read(path, self._options), block * RECORDS_PER_BLOCK, None)
+      # A good example in earlier blocks is assumed, because those were checked when they were read.
+      file = _OpenFile(path, records, good=block)
+    examples, is_end = self._next_block(file)
+    if not is_end:
+      with self._lock:
+        self._open[path, block + 1] = file
+        if len(self._open) > _MAX_OPEN_FILES:
+          self._open.popitem(last=False)
+    return examples, not is_end
+
+  def examples(self, path: str) -> Iterator[Fields]:
+    """Yields all examples of a file."""
+    for block in itertools.count():
+      examples, has_more = self.read(path, block)
+      yield from examples
+      if not has_more:
+        return
+
+  def _next_block(self, file: _OpenFile) -> tuple[list[Fields], bool]:
+    examples: list[Fields] = []
+    records = list(itertools.islice(file.records, RECORDS_PER_BLOCK))
+    for line, record in records:
+      fields = record if isinstance(record, BadExample) else self._convert(record)
+      if isinstance(fields, str):
+        fields = BadExample(file.path, line, fields)
+      if isinstance(fields, BadExample):
+        self.bad_examples.add(fields)
+        file.bad += 1
+        continue
+      file.good += 1
+      if self._is_kept(fields):
+        examples.append(fields)
+    is_end = len(records) < RECORDS_PER_BLOCK
+    if file.bad and not file.good and (is_end or file.bad >= _MAX_BAD_START):
+      raise ValueError(
+        f"None of the {'' if is_end else 'first '}{file.bad} records of {file.path} can be used. The "
+        f"first bad one: {self.bad_examples.first}"
+      )
+    return examples, is_end
+
+
+@dataclasses.dataclass
+class _OpenFile:
+  """An open file: its remaining records, and the numbers of good and bad examples so far."""
+
+  path: str
+  records: Iterator[Located]
+  good: int
+  bad: int = 0
+
+
+@contextlib.contextmanager
+def unwrap_reader_errors() -> Iterator[None]:
+  """Raises a reader's ValueError again if tf.data has converted it to an error of TensorFlow."""
+  try:
+    yield
+  except Exception as error:
+    is_wrapped = type(error).__module__.startswith("tensorflow")
+    found = _WRAPPED.search(str(error)) if is_wrapped else None
+    if found is None:
+      raise
+    raise ValueError(found["text"]) from None
+
+
+def is_in_validation(fields: Fields, validation_percent: float) -> bool:
+  """Returns whether an example is in the validation split, by the hash of its texts.
+
+  Args:
+    fields: the example's texts; equal examples are in the same split.
+    validation_percent: percentage of the examples that are in the validation split.
+  """
+  if validation_percent <= 0:
+    return False
+  digest = hashlib.blake2b("\x1f".join(fields.values()).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") / 2**64 < validation_percent / 100
+
+
+def make_converter(templates: Mapping[str, str]) -> Convert:
+  """Returns a function that converts a record to {feature: text}, or returns why it cannot.
+
+  Args:
+    templates: for each feature the name of a column, or a text with columns in braces such as
+      "{a} and {b}". A literal brace is doubled.
+
+  Raises:
+    ValueError: the braces of a template do not match, or it contains no column.
+  """
+  parsed = {feature: _parse(feature, template) for feature, template in templates.items()}
+
+  def convert(record: Mapping[str, Any]) -> Fields | str:
+    fields = {}
+    for feature, parts in parsed.items():
+      names = " and ".join(column for _, column in parts if column is not None)
+      try:
+        values = ["" if column is None else _as_text(record[column]) for _, column in parts]
+      except KeyError as error:
+        return f"no column {error} among {', '.join(map(repr, record))}"[:200]
+      except TypeError as error:
+        return f"{names} {error}"
+      if not any(value and not value.isspace() for value in values):
+        return f"{names} is empty"
+      text = "".join(before + value for (before, _), value in zip(parts, values, strict=True))
+      if "\0" in text or (not text.isascii() and _SURROGATE.search(text)):
+        return f"{names} contains a NUL character or is not text in UTF-8"
+      fields[feature] = text
+    return fields
+
+  return convert
+
+
+def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
+  """Returns pairs of literal text and the column that follows it, or None at the end."""
+  if "{" not in template and "}" not in template:
+    return [("", template)]
+  try:
+    parsed = list(string.Formatter().parse(template))
+  except ValueError as error:
+    raise ValueError(f'{feature} = "{template}" is not a valid template: {error}') from error
+  if any(specification or conversion for _, _, specification, conversion in parsed):
+    raise ValueError(
+      f'{feature} = "{template}" is not a valid template: braces contain only the name of a column'
+    )
+  parts = [(text, column) for text, column, _, _ in parsed]
+  if not any(column for _, column in parts):
+    raise ValueError(f'{feature} = "{template}" contains no column, such as {{text}}')
+  return parts
+
+
+def _as_text(value: Any) -> str:
+  if isinstance(value, Mapping):
+    raise TypeError(f"is an object, not text: {value}"[:120])
+  if isinstance(value, (list, tuple)):
+    return " ".join(map(_as_text, value))
+  if isinstance(value, bytes):  # Parquet files of some programs have texts of this type
+    return value.decode(errors="surrogateescape")
+  if isinstance(value, float) and math.isinf(value):
+    raise TypeError(f"is the number {value}, not text")
+  is_missing = value is None or value != value  # pandas stores a missing value as NaN
+  return "" if is_missing else str(value)
