@@ -27,7 +27,7 @@ from rosetta_t5.kernels.flash_kernels import (
   Segments,
   Setting,
   TileRange,
-  range_of,
+  tile_range,
   visible_tiles,
 )
 from rosetta_t5.parallel.sharding_constraints import target_device
@@ -48,13 +48,13 @@ _INPUT_DIMS = Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs", "t")
 _RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
 
 
-class Launch(NamedTuple):
+class KernelSettings(NamedTuple):
   """How a kernel runs.
 
   Attributes:
     block_t: the number of queries in a tile.
     block_s: the number of keys in a tile.
-    warps: of a program.
+    warps: the number of warps (of 32 threads) of a program, which computes one tile.
     stages: how many tiles of the loop are in shared memory at once.
   """
 
@@ -67,18 +67,18 @@ class Launch(NamedTuple):
 class Tiling(NamedTuple):
   """How each kernel runs."""
 
-  forward: Launch
-  query_gradient: Launch
-  key_gradient: Launch
-  bias_gradient: Launch
+  forward: KernelSettings
+  query_gradient: KernelSettings
+  key_gradient: KernelSettings
+  bias_gradient: KernelSettings
 
 
 # By head size, up to which a row applies, and by whether the tensor cores take their operands from shared
 # memory (Hopper and Blackwell data-center GPUs). Others, and key_gradient everywhere, hold operands or
 # two sums in registers, so that a loop with tiles of 64 would leave room for one program or would spill.
 # benchmarks/results/2026-11-22-flash-kernel.md has the figures of the alternatives.
-_T64_S64, _T64_S32 = Launch(64, 64, 4, 2), Launch(64, 32, 4, 2)
-_T32_S64, _T32_S32 = Launch(32, 64, 4, 2), Launch(32, 32, 4, 2)
+_T64_S64, _T64_S32 = KernelSettings(64, 64, 4, 2), KernelSettings(64, 32, 4, 2)
+_T32_S64, _T32_S32 = KernelSettings(32, 64, 4, 2), KernelSettings(32, 32, 4, 2)
 _TILINGS = {
   (64, False): Tiling(_T64_S32, _T64_S32, _T32_S64, _T64_S32),
   (64, True): Tiling(_T64_S64, _T64_S64, _T32_S64, _T64_S64),
@@ -179,16 +179,16 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
     run: what the kernels share.
   """
   inputs, grid = arguments[0], _GRIDS[name]
-  launch = getattr(tiling_for(inputs.q.shape[3], target_device().device_kind), name)
+  settings = getattr(tiling_for(inputs.q.shape[3], target_device().device_kind), name)
   kernel = getattr(flash_kernels, f"{name}_kernel")
-  work, work_dims = _work(grid[:2], arguments, launch, run.causal)
+  work, work_dims = _work(grid[:2], arguments, settings, run.causal)
   absent = {name: None for name, array in inputs._asdict().items() if array is None}
   dims = (_INPUT_DIMS._replace(**absent), _RESIDUAL_DIMS)[: len(arguments)] + work_dims
   batch, length, heads, size = inputs.q.shape
   sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
-  blocks = {"t": launch.block_t, "s": launch.block_s}
+  blocks = {"t": settings.block_t, "s": settings.block_s}
   spec = functools.partial(_block_spec, grid, sizes, blocks)
-  setting = Setting(launch.block_t, launch.block_s, run.keys, run.causal, run.interpret)
+  setting = Setting(settings.block_t, settings.block_s, run.keys, run.causal, run.interpret)
   return pl.pallas_call(
     functools.partial(kernel, setting=setting),
     grid=tuple(sizes[dim] // blocks.get(dim, 1) for dim in grid),
@@ -197,23 +197,25 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
     out_shape=tuple(
       jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
     ),
-    compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+    compiler_params=plt.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
     interpret=run.interpret,
     name=kernel.__name__,
   )(*arguments, *work)
 
 
-def _work(grid: str, arguments: tuple, launch: Launch, causal: bool) -> tuple[tuple, tuple]:
+def _work(
+  grid: str, arguments: tuple, settings: KernelSettings, causal: bool
+) -> tuple[tuple, tuple]:
   """Returns the arrays that state which tiles each program of a kernel computes, and their dimensions."""
   inputs = arguments[0]
   segments = Segments(inputs.query_segments, inputs.key_segments, inputs.query_positions)
-  visible_BTS = visible_tiles(segments, launch.block_t, launch.block_s, causal)
+  visible_BTS = visible_tiles(segments, settings.block_t, settings.block_s, causal)
   if grid == "tb":
-    return (range_of(visible_BTS),), (TileRange("bT", "bT"),)
+    return (tile_range(visible_BTS),), (TileRange("bT", "bT"),)
   if grid == "sb":
     # All heads have the same mask.
     sees_nothing_BT = jnp.isinf(arguments[1].log2_total[:, 0])
-    work = (range_of(visible_BTS.transpose(0, 2, 1)), range_of(sees_nothing_BT))
+    work = (tile_range(visible_BTS.transpose(0, 2, 1)), tile_range(sees_nothing_BT))
     return work, (TileRange("bS", "bS"), TileRange("b", "b"))
   examples_TSB = jnp.argsort(~visible_BTS, axis=0).astype(jnp.int32).transpose(1, 2, 0)
   return (examples_TSB, jnp.sum(visible_BTS, axis=0, dtype=jnp.int32)), ("TSb", "TS")

@@ -343,7 +343,7 @@ def visible_tiles(
   return visible
 
 
-def range_of(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
+def tile_range(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
   """Returns the range from the first to the last chosen element of the last axis.
 
   If none is chosen, `first` is the last element and `end` is 0.

@@ -233,7 +233,7 @@ def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> 
     mesh: the size of each mesh axis.
   """
   config = model.network_config
-  if getattr(config, "make_product", None) is None or jax.default_backend() != "gpu":
+  if getattr(config, "make_matmul", None) is None or jax.default_backend() != "gpu":
     return []
   rows = batch["decoder_target_tokens"].size // count_batch_shards(mesh)
   units = config.mlp_dim // mesh.get(MODEL_AXIS, 1)

@@ -78,12 +78,12 @@ class Fp8Choice:
   """The decision whether and how a run computes in fp8.
 
   Attributes:
-    make_product: the value for `T5Config.make_product`; None if fp8 is off.
+    make_matmul: the value for `T5Config.make_matmul`; None if fp8 is off.
     text: the decision and its reason, one line for the run's header.
     warning: whether to warn the user that fp8 is off although it is on by default.
   """
 
-  make_product: MakeMatmul | None
+  make_matmul: MakeMatmul | None
   text: str
   warning: bool = False
 
@@ -132,20 +132,20 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   Raises:
     ValueError: the model's module has no such config.
   """
-  if choice.make_product is None:
+  if choice.make_matmul is None:
     return model
   config = model.network_config
-  if not hasattr(config, "make_product"):
+  if not hasattr(config, "make_matmul"):
     raise ValueError(
       f"train.te_config_cls requests fp8, but {type(model.module).__name__} does not support it: "
-      "its config needs a field make_product, like T5Config; or set te_config_cls = None"
+      "its config needs a field make_matmul, like T5Config; or set te_config_cls = None"
     )
-  if has_experts(config) and choice.make_product not in _MAKE_MATMUL.values():
+  if has_experts(config) and choice.make_matmul not in _MAKE_MATMUL.values():
     raise ValueError(
       "te_helper.TransformerEngineConfig.backend = 'te' does not compute the experts of "
       f"{type(config).__name__}.num_experts = {config.num_experts}: set backend = 'native'"
     )
-  return replace_config(model, make_product=choice.make_product)
+  return replace_config(model, make_matmul=choice.make_matmul)
 
 
 def _missing_hardware_support(device: Any) -> str | None:

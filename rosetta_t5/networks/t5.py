@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors
-from rosetta_t5.networks import gpu_form
+from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.kernel_choice import (
   SegmentMask,
@@ -41,7 +41,7 @@ def make_attention(config: Any, name: str, **attributes: Any) -> MultiHeadDotPro
     dropout_rate=config.dropout_rate,
     float32_logits=config.float32_attention_logits,
     scale_attn_logits=config.scale_attn_logits,
-    make_product=config.make_product,
+    make_matmul=config.make_matmul,
     transpose_batch_sequence=config.transpose_batch_sequence,
     fuse_qkv_params=config.fuse_qkv_params,
     attention_kernel=choose_attention_kernel(config).name,
@@ -75,7 +75,7 @@ def feed_forward(
     "activations": config.mlp_activations,
     "intermediate_dropout_rate": config.dropout_rate,
     "dtype": config.dtype,
-    "make_product": config.make_product,
+    "make_matmul": config.make_matmul,
   }
   transposed = config.transpose_batch_sequence
   if not has_experts:
@@ -118,7 +118,7 @@ def add_residual(
   cfg = layer.config
   dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, name)
   x = dropout(x, deterministic=deterministic)
-  return gpu_form.add_residual(layer, x, residual, cfg.transpose_batch_sequence)
+  return gpu_fusion.add_residual(layer, x, residual, cfg.transpose_batch_sequence)
 
 
 def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
@@ -225,7 +225,7 @@ class Encoder(nn.Module):
     cfg = self.config
     x = self.shared_embedding(encoder_input_tokens.astype(jnp.int32))
     x = feature_dropout(cfg.dropout_rate)(x, deterministic=deterministic).astype(cfg.dtype)
-    x = gpu_form.store_rows(self, to_layer_layout(cfg, x), cfg.transpose_batch_sequence)
+    x = gpu_fusion.store_rows(self, to_layer_layout(cfg, x), cfg.transpose_batch_sequence)
     x = self._layers(x, encoder_mask, deterministic)
     x = make_norm(cfg, "encoder_norm")(to_layer_layout(cfg, x))
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
@@ -266,7 +266,7 @@ class Decoder(nn.Module):
     y = self.shared_embedding(tokens)
     y = feature_dropout(cfg.dropout_rate)(y, deterministic=deterministic).astype(cfg.dtype)
     y, encoded = to_layer_layout(cfg, y), to_layer_layout(cfg, encoded)
-    y = gpu_form.store_rows(self, y, cfg.transpose_batch_sequence)
+    y = gpu_fusion.store_rows(self, y, cfg.transpose_batch_sequence)
     masks = (decoder_mask, encoder_decoder_mask)
     y = self._layers(y, encoded, *masks, deterministic, decode, max_decode_length)
     y = make_norm(cfg, "decoder_norm")(to_layer_layout(cfg, y))

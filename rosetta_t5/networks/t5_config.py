@@ -43,7 +43,7 @@ class LayerSettings(ExpertSettings):
     attention_kernel: auto, xla, cudnn or flash; see `networks.kernel_choice`.
     num_buckets: the number of buckets of T5's relative bias.
     max_distance: the distance at which the last of these buckets begins.
-    make_product: returns the function that computes the matmuls of the attention and feed-forward
+    make_matmul: returns the function that computes the matmuls of the attention and feed-forward
       projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
     attention_class: the class of the attention layers; not a field, so users cannot set it.
   """
@@ -53,7 +53,7 @@ class LayerSettings(ExpertSettings):
   attention_kernel: AttentionKernel = "auto"
   num_buckets: Positive = 32
   max_distance: Positive = 128
-  make_product: MakeMatmul | None = None
+  make_matmul: MakeMatmul | None = None
 
   attention_class: ClassVar[type[MultiHeadDotProductAttention]] = MultiHeadDotProductAttention
 

@@ -190,4 +190,4 @@ def _policies(work: Workload) -> tuple[str, ...]:
 
 
 def _can_use_fp8(config: Any, gpu: Gpu) -> bool:
-  return gpu.fp8 is not None and hasattr(config, "make_product") and is_bfloat16(config)
+  return gpu.fp8 is not None and hasattr(config, "make_matmul") and is_bfloat16(config)

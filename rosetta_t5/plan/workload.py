@@ -185,7 +185,7 @@ def workload_of(
     zero1=getattr(partitioner, "zero1", False),
     activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
-    fp8=fp8 or getattr(model.network_config, "make_product", None) is not None,
+    fp8=fp8 or getattr(model.network_config, "make_matmul", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
   )
 

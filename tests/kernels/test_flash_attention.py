@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.flash_kernels import Segments, range_of, visible_tiles
+from rosetta_t5.kernels.flash_kernels import Segments, tile_range, visible_tiles
 from rosetta_t5.kernels.xla_attention import xla_attention
 
 
@@ -127,7 +127,7 @@ def test_packed_rows_and_causality_leave_the_tiles_on_the_diagonal(row, tiles, c
     mask &= jnp.tri(512, dtype=bool) | (not causal)
     needed = mask.reshape(8, 64, 8, 64).any((1, 3))
     assert not (needed & ~visible[0]).any()
-    first, end = range_of(visible)
+    first, end = tile_range(visible)
     assert jnp.sum(jnp.maximum(end - first, 0)) == jnp.sum(visible) == expected
 
 

@@ -133,7 +133,7 @@ def test_fused_projections_differ_only_by_rounding():
 
 def test_hardware_without_fp8_uses_dtype_unless_fp8_is_required():
   choice = choose_fp8(TransformerEngineConfig)  # the class, as gin passes it
-  assert choice.make_product is None
+  assert choice.make_matmul is None
   assert choice.warning
   assert re.search("off: a cpu has no fp8 .*; running in T5Config.dtype", choice.text)
   model = make_model()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention, xla_attention
-from rosetta_t5.networks.gpu_form import projection_inputs
+from rosetta_t5.networks.gpu_fusion import projection_inputs
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention, gather_keys
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
@@ -62,7 +62,7 @@ class MultiHeadDotProductAttention(nn.Module):
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
     nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed], and how
       `kernel_init` is called; see `DenseGeneral`.
-    make_product: see `DenseGeneral`.
+    make_matmul: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs and output are [length, batch, features].
     fuse_qkv_params: whether one matmul computes queries, keys and values in self-attention, and keys
       and values in cross-attention. The kernels are stacked during tracing; they are stored
@@ -81,7 +81,7 @@ class MultiHeadDotProductAttention(nn.Module):
   float32_logits: bool = False
   scale_attn_logits: bool = False
   nd_kernel: bool = False
-  make_product: MakeMatmul | None = None
+  make_matmul: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
@@ -222,10 +222,10 @@ class MultiHeadDotProductAttention(nn.Module):
     rows_axes = row_axes(self.transpose_batch_sequence)
     row_shape = inputs.shape[:-1] if len(rows_axes) > 1 else (-1,)
     multiply: Matmul = matmul
-    if self.make_product:
+    if self.make_matmul:
       outputs = "heads" if self.nd_kernel else "joined_kv"
       axes = (*rows_axes, "embed", None, outputs)
-      multiply = self.make_product(axes)
+      multiply = self.make_matmul(axes)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     y = multiply(x_ND, w_DNJ)
     shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
@@ -244,7 +244,7 @@ class MultiHeadDotProductAttention(nn.Module):
       kernel_init=init,
       kernel_axes=axes,
       nd_kernel=self.nd_kernel,
-      make_product=self.make_product,
+      make_matmul=self.make_matmul,
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
       name=name,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.gpu_form import computes_on_gpu, separate_from_matmul
+from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
 from rosetta_t5.parallel.sharding_constraints import (
@@ -73,7 +73,7 @@ class DenseGeneral(nn.Module):
       init(key, [*inputs, *outputs], float32, in_axis, out_axis).
     kernel_axes: the logical axes of the kernel's dimensions.
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
-    make_product: called once per projection, with the logical axes of the matmul's dimensions, it
+    make_matmul: called once per projection, with the logical axes of the matmul's dimensions, it
       returns the function that multiplies rows by the kernel; None for `matmul`. It may return a
       linen module, whose state is then stored in this module.
     transpose_batch_sequence: whether inputs are [length, batch, ...].
@@ -88,7 +88,7 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   kernel_axes: tuple[str, ...] = ()
   nd_kernel: bool = False
-  make_product: MakeMatmul | None = None
+  make_matmul: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
   kernel_divisor: jax.Array | None = None
@@ -113,7 +113,7 @@ class DenseGeneral(nn.Module):
       kernel = kernel / self.kernel_divisor
     bias = self._bias(features) if self.use_bias else None
     measures_factors = any(self.has_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
-    if measures_factors and (parameters_only or self.make_product):
+    if measures_factors and (parameters_only or self.make_matmul):
       raise ValueError(
         f"K-FAC cannot measure {self.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
         "layer with precondition_by_kfac.skip_layers"
@@ -124,10 +124,10 @@ class DenseGeneral(nn.Module):
     row_shape = leading if len(rows_axes) > 1 else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
     multiply: Matmul = self._matmul_with_factors if measures_factors else self._matmul
-    if self.make_product:
+    if self.make_matmul:
       kernel_axes = self.kernel_axes or (None,) * (len(contracted) + 1)
       output_axis = kernel_axes[len(contracted) if self.nd_kernel else 1]
-      multiply = self.make_product((*rows_axes, kernel_axes[0], output_axis))
+      multiply = self.make_matmul((*rows_axes, kernel_axes[0], output_axis))
     outputs = multiply(rows, kernel).reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 
@@ -343,7 +343,7 @@ class MlpBlock(nn.Module):
     intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
     dtype: the type of the matmuls.
     nd_kernel: how `kernel_init` is called; see `DenseGeneral`.
-    make_product: see `DenseGeneral`.
+    make_matmul: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs are [length, batch, features].
     use_bias: whether the projections have biases.
     batch_axis: the logical axis of the rows.
@@ -356,7 +356,7 @@ class MlpBlock(nn.Module):
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
   nd_kernel: bool = False
-  make_product: MakeMatmul | None = None
+  make_matmul: MakeMatmul | None = None
   transpose_batch_sequence: bool = False
   use_bias: bool = False
   batch_axis: str = "batch"
@@ -373,7 +373,7 @@ class MlpBlock(nn.Module):
       dtype=self.dtype,
       kernel_init=self.kernel_init,
       nd_kernel=self.nd_kernel,
-      make_product=self.make_product,
+      make_matmul=self.make_matmul,
       transpose_batch_sequence=self.transpose_batch_sequence,
       use_bias=self.use_bias,
       batch_axis=self.batch_axis,

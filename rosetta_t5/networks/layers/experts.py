@@ -177,7 +177,7 @@ class _RouterWeights(nn.Module):
       self.num_experts,
       kernel_init=nn.initializers.normal(2e-2),
       kernel_axes=("embed", "unmodeled"),
-      make_product=_make_exact_matmul,
+      make_matmul=_make_exact_matmul,
       name="w",
     )(x_GND)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.gpu_form import computes_on_gpu
+from rosetta_t5.networks.gpu_fusion import computes_on_gpu
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
 

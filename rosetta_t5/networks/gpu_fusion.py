@@ -1,7 +1,7 @@
-"""How layers are written for a GPU, so that XLA makes as few kernels of them as it can.
+"""Layers written so that XLA for GPUs fuses their operations into few kernels.
 
-The numbers are the same but for rounding. XLA adds one array inside a matmul, and normalizes in one kernel, if the
-program has the form for it (benchmarks/results/2026-11-23-fusion-bytes.md).
+The numbers are the same but for rounding. XLA fuses the addition of one array into a matmul, and a norm into
+one kernel, only if the program has the form for it (benchmarks/results/2026-11-23-fusion-bytes.md).
 """
 
 from __future__ import annotations
