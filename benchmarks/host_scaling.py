@@ -37,7 +37,7 @@ METRICS = 20
 def write_text(folder: pathlib.Path, word_count: int) -> None:
   """Prepares random text: the speed of a feed does not depend on the content."""
   from rosetta_t5.data.prepared import prepare
-  from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+  from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
   rng = np.random.default_rng(0)
   words = ["".join(rng.choice(list("abcdefghij"), 4)) for _ in range(500)]

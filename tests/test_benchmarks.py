@@ -25,7 +25,7 @@ from benchmarks import attention_kernels, fp8_comparison, host_scaling, optimize
 from rosetta_t5.bench.turns import time_in_turns
 from rosetta_t5.cli import main
 from rosetta_t5.data.prepared import prepare
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.parallel import PjitPartitioner
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

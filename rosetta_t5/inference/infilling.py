@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import sentinel_ids
+from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
 
 BLANK = "____"

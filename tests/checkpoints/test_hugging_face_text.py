@@ -14,9 +14,8 @@ from rosetta_t5 import cli
 from rosetta_t5.checkpoints.formats.hugging_face import hub
 from rosetta_t5.config import bindings_of
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids, train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import sentinel_ids
 from rosetta_t5.interactive.open_model import open_model
 from rosetta_t5.trained_model import open_model_dir, read_run
 

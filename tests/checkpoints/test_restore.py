@@ -29,7 +29,7 @@ from rosetta_t5.checkpoints import (
   read_start_facts,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 RNG = jax.random.PRNGKey(9)
 

@@ -20,7 +20,7 @@ from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, u
 from rosetta_t5.config.summary import get_gin_config_str
 from rosetta_t5.data.local_files import dataset_folders, local_assets, stdlib_corpus
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.trained_model import read_run, train
 
 RUN = """

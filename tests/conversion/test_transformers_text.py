@@ -15,7 +15,7 @@ from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.conversion.convert import convert
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import END
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer

@@ -17,7 +17,7 @@ from rosetta_t5.data import (
   task_on_rows,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 pytestmark = pytest.mark.usefixtures("isolated_registries")
 

@@ -14,7 +14,7 @@ import pytest
 from inline_executor import InlineExecutor
 
 from rosetta_t5.data.prepared import prepare
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 SCRIPT = pathlib.Path(__file__).parent / "host_feed.py"
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")

@@ -12,7 +12,7 @@ import pytest
 from rosetta_t5 import cli
 from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, readable
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
 TASK = """

@@ -9,7 +9,7 @@ import pytest
 
 from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 
 T5 = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"

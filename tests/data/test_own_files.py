@@ -13,7 +13,7 @@ import pytest
 
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, mixture, prepare_train_iter
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")

@@ -17,8 +17,10 @@ from rosetta_t5.data.vocabularies.lost_text import (
   describe_lost,
   lost_text_problems,
 )
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  load_sentencepiece,
+  train_sentencepiece,
+)
 
 TEXT = [f"the {a} {b} of the {c}" for a in ("red", "old") for b in ("cat", "hat") for c in ("sea",)]
 

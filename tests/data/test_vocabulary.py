@@ -18,8 +18,11 @@ from rosetta_t5.data import (
   verify_matching_vocabs,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels, load_sentencepiece
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  load_sentencepiece,
+  sentinel_ids,
+  train_sentencepiece,
+)
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
 
 Config = Callable[..., DatasetConfig]
@@ -152,18 +155,18 @@ def test_a_vocabulary_without_an_id_for_padding_is_refused_with_the_flags_to_set
     _ = import_seqio().SentencePieceVocabulary(file).vocab_size
 
 
-def test_sentinels_are_counted_whether_seqio_adds_them_or_not(
+def test_sentinels_are_the_last_ids_whether_seqio_adds_them_or_not(
   sentencepiece_file: pathlib.Path,
 ) -> None:
   seqio = import_seqio()
-  assert count_sentinels(seqio.SentencePieceVocabulary(str(sentencepiece_file))) == 0
+  assert sentinel_ids(seqio.SentencePieceVocabulary(str(sentencepiece_file))) == []
   added = seqio.SentencePieceVocabulary(str(sentencepiece_file), extra_ids=3)
-  assert count_sentinels(added) == 3
-  sentencepiece_file.write_bytes(added.sp_model)
-  assert (
-    count_sentinels(types.SimpleNamespace(tokenizer=load_sentencepiece(sentencepiece_file))) == 3
-  )
-  assert count_sentinels(seqio.ByteVocabulary(extra_ids=5)) == 5
+  expected = [added.vocab_size - 1 - number for number in range(3)]
+  assert sentinel_ids(added) == expected
+  complete = sentencepiece_file.with_name("complete.model")
+  complete.write_bytes(added.sp_model)
+  assert sentinel_ids(seqio.SentencePieceVocabulary(str(complete))) == expected
+  assert sentinel_ids(seqio.ByteVocabulary(extra_ids=2)) == [260, 259]
 
 
 def test_a_model_that_has_sentinels_gets_no_second_ones(

@@ -17,7 +17,7 @@ import shell
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 TEXTS = [f"Return {n * n}, which is the square of {n} and of {-n}." for n in range(300)]
 _NAMES = ("Ada", "Bo", "Cy", "Di")

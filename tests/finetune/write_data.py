@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 _NAMES = ["Ada", "Bo", "Cy", "Di", "Eli", "Fay", "Gus", "Hal"]
 _CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Kyoto", "Quito", "Paris", "Delhi"]

@@ -37,8 +37,10 @@ from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.reading import read_records
 from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  load_sentencepiece,
+  train_sentencepiece,
+)
 from rosetta_t5.data.vocabularies.tokenizer_vocabulary import (
   END,
   gpt2_vocabulary,

@@ -20,7 +20,7 @@ TEXT = [
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
   from rosetta_t5.data.tensorflow_import import import_seqio
-  from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+  from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
   path = tmp_path_factory.mktemp("vocabulary") / "pieces.model"
   path.write_bytes(train_sentencepiece(TEXT, vocab_size=100))

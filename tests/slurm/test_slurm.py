@@ -16,7 +16,7 @@ from slurm_cluster import Cluster, cluster, missing
 
 from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.data.prepared import prepare
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.terminal import ctrl_c
 
 EXTRA_IDS = 100

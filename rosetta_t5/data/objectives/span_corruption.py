@@ -16,7 +16,7 @@ from absl import logging
 
 from rosetta_t5.argument_types import PositiveNumber, Rate
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.data.vocabularies.sentencepiece_models import count_sentinels
+from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 
 if TYPE_CHECKING:
   import seqio
@@ -67,9 +67,10 @@ def span_corruption(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
   _, spans = noise_and_spans(tokens_length, noise_density, mean_noise_span_length)
-  warn_of_missing_sentinels(
-    tokens_length, spans, count_sentinels(output_features["targets"].vocabulary)
-  )
+  vocabulary = output_features["targets"].vocabulary
+  sentinels = sentinel_ids(vocabulary)
+  are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # as spans are numbered
+  warn_of_missing_sentinels(tokens_length, spans, len(sentinels) if are_last else 0)
   dataset = select_random_chunk(dataset, ("targets", *(passthrough_feature_keys or ())))
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)

@@ -1,22 +1,26 @@
-"""Loads SentencePiece models so that id 0 is padding, which no text contains."""
+"""Loads SentencePiece models so that id 0 is padding, which no text contains, and trains them with T5's ids."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import multiprocessing
 import os
 import pathlib
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from absl import logging
 
 from rosetta_t5.data.local_files.local_assets import announced_extra_ids, local_path
+from rosetta_t5.terminal import progress
 
 # The ids that T5's vocabularies have, as flags of SentencePiece's spm_train.
 T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+_SMALL = 1000  # pieces; 256 bytes would be too many of a smaller vocabulary
 _FLAGS = " ".join(f"--{name}={value}" for name, value in T5_IDS.items())
 
 
@@ -135,12 +139,18 @@ def reserve_padding(processor: Any, name: str) -> Any:
   return _load(model.SerializeToString())
 
 
-def count_sentinels(vocabulary: Any) -> int:
-  """Returns how many of a vocabulary's last ids are sentinels, whether SeqIO adds them or its file has them."""
+def sentinel_ids(vocabulary: Any) -> list[int]:
+  """Returns the ids of the sentinels <extra_id_0>, <extra_id_1>, … of a vocabulary, in this order.
+
+  They are the last ids, whether SeqIO adds them or the vocabulary's file has them. Only the sentinels of a
+  tokenizer.json may be elsewhere.
+  """
+  if hasattr(vocabulary, "named_sentinels") and not vocabulary.extra_ids:
+    return vocabulary.named_sentinels()
   tokenizer: Any = getattr(vocabulary, "tokenizer", None)
-  if not hasattr(tokenizer, "id_to_piece"):
-    return vocabulary.extra_ids
-  return count_extra_pieces(tokenizer)
+  is_model = hasattr(tokenizer, "id_to_piece")
+  count = count_extra_pieces(tokenizer) if is_model else vocabulary.extra_ids
+  return [vocabulary.vocab_size - 1 - number for number in range(count)]
 
 
 def count_extra_pieces(processor: Any) -> int:
@@ -157,3 +167,53 @@ def _with_sentinels(processor: Any, count: int) -> Any:
   for number in reversed(range(count)):
     model.pieces.add(piece=f"▁<extra_id_{number}>", score=0.0, type=user_defined)
   return _load(model.SerializeToString())
+
+
+def lossless_options(vocab_size: int) -> dict[str, str]:
+  """Returns SentencePiece's options with which a vocabulary of this size loses no character of its text."""
+  if vocab_size < _SMALL:
+    return {"character_coverage": "1.0"}
+  return {
+    "byte_fallback": "true",
+    "required_chars": string.digits + string.ascii_letters + string.punctuation,
+  }
+
+
+def train_sentencepiece(
+  lines: Iterable[str], vocab_size: int, options: Mapping[str, str] | None = None
+) -> bytes:
+  """Returns a serialized unigram model of `vocab_size` pieces: 0 padding, 1 end, 2 unknown.
+
+  The same lines give the same model. Extra ids (sentinels) are added when the model is loaded.
+
+  Args:
+    lines: texts without line breaks, of at most 4,000 characters.
+    vocab_size: the number of pieces.
+    options: further options of SentencePiece's trainer, by name.
+
+  Raises:
+    ValueError: the text does not have enough different pieces, or SentencePiece refuses an option.
+  """
+  import sentencepiece
+
+  model = io.BytesIO()
+  settings: dict[str, Any] = {
+    "model_type": "unigram",
+    "vocab_size": vocab_size,
+    "num_threads": 2,  # A fixed number, because each thread's sums of scores decide ties.
+    "max_sentence_length": 4 * 4000,  # bytes; longer lines are ignored
+    "minloglevel": 2,
+    **T5_IDS,
+  }
+  try:
+    with progress.bar("training the vocabulary"):
+      sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, **{**settings, **(options or {})}
+      )
+  except (RuntimeError, ValueError) as error:
+    reason = str(error).rpartition("] ")[2]  # without the position in SentencePiece's source
+    raise ValueError(
+      f"No SentencePiece vocabulary of {vocab_size} pieces can be trained on this text: "
+      f"{reason or 'there is none.'} Use more text, another size (vocab train --size) or other options"
+    ) from None
+  return model.getvalue()

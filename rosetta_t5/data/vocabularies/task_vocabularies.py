@@ -39,30 +39,24 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
 
 
 def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
-  """Returns whether two vocabularies give the same ids. SentencePiece models are compared by content.
+  """Returns whether two vocabularies give the same ids. Those with files are compared by content.
 
   A tokenizer.json that was made of a SentencePiece model has its pieces under the same ids.
   """
   if a == b:
     return True
-  if not all(isinstance(v, seqio.SentencePieceVocabulary) for v in (a, b)):
-    both = sorted((a, b), key=lambda v: isinstance(v, seqio.SentencePieceVocabulary))
-    return _has_pieces_of(*both)
-  # The bytes of a loaded model include its extra ids and its normalizer.
-  return a.sp_model == b.sp_model or _pieces(a.tokenizer) == _pieces(b.tokenizer)
-
-
-def _has_pieces_of(tokenizer: Any, pieces: Any) -> bool:
-  """Returns whether the first vocabulary is a tokenizer with all pieces of the second, with the same ids."""
-  first: Any = getattr(tokenizer, "tokenizer", None)
-  second: Any = getattr(pieces, "tokenizer", None)
-  if not (hasattr(first, "id_to_token") and hasattr(second, "id_to_piece")):
+  first: Any = getattr(a, "tokenizer", None)
+  second: Any = getattr(b, "tokenizer", None)
+  if hasattr(first, "id_to_token"):
+    first, second = second, first
+  if not hasattr(first, "id_to_piece"):
     return False
-  if tokenizer.eos_id != pieces.eos_id:
+  if hasattr(second, "id_to_piece"):
+    return _pieces(first) == _pieces(second)
+  if not hasattr(second, "id_to_token") or a.eos_id != b.eos_id:
     return False
-  expected = [piece for piece, _ in _pieces(second)]
-  found = [first.id_to_token(number) for number in range(len(expected))]
-  return all(y in ("", x) for x, y in zip(found, expected, strict=True))
+  pieces = enumerate(piece for piece, _ in _pieces(first))
+  return all(piece in ("", second.id_to_token(number)) for number, piece in pieces)
 
 
 def _pieces(tokenizer: Any) -> list[tuple[str, float]]:
@@ -102,27 +96,21 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
   """
   vocabularies = get_vocabulary(cfg)
   sides = ("input", model.input_vocabulary), ("output", model.output_vocabulary)
-  for of_task, (side, of_model) in zip(vocabularies, sides, strict=True):
-    if not same_vocabulary(of_task, of_model):
+  for wanted, (side, given) in zip(vocabularies, sides, strict=True):
+    if not same_vocabulary(wanted, given):
       raise ValueError(
         f"The task '{cfg.name}' and the model have different {side} vocabularies. "
-        f"Task: {_describe(of_task)}. Model: {_describe(of_model)}. Set VOCABULARY (the model's "
+        f"Task: {_describe(wanted)}. Model: {_describe(given)}. Set VOCABULARY (the model's "
         f"{side}_vocabulary) to the task's, or choose another MIXTURE_OR_TASK_NAME."
       )
-  _check_embedding_rows(cfg, model, max(v.vocab_size for v in vocabularies))
-
-
-def _check_embedding_rows(cfg: DatasetConfig, model: Any, needed: int) -> None:
   config = model.network_config
-  rows = getattr(config, "vocab_size", None)
-  if rows is None or rows >= needed:
-    return
-  kind = type(config).__name__
-  raise ValueError(
-    f"The vocabulary of the task '{cfg.name}' has {needed} tokens (with its extra ids), but the "
-    f"model's embedding table has only {rows} rows. Set network.{kind}.vocab_size = "
-    f"{needed + -needed % 128} (the next multiple of 128)."
-  )
+  rows, needed = getattr(config, "vocab_size", None), max(v.vocab_size for v in vocabularies)
+  if rows is not None and rows < needed:
+    raise ValueError(
+      f"The vocabulary of the task '{cfg.name}' has {needed} tokens (with its extra ids), but the "
+      f"model's embedding table has only {rows} rows. Set network.{type(config).__name__}.vocab_size = "
+      f"{needed + -needed % 128} (the next multiple of 128)."
+    )
 
 
 def _describe(vocabulary: seqio.Vocabulary) -> str:

@@ -92,14 +92,6 @@ def tokenizer_vocabulary(file: str, eos_token: str, shift: int = 0) -> seqio.Voc
   return _class()((file,), eos_token, shift, 0)
 
 
-def sentinel_ids(vocabulary: seqio.Vocabulary) -> list[int]:
-  """Returns the ids of the sentinels <extra_id_0>, <extra_id_1>, … of a vocabulary, in this order."""
-  if isinstance(vocabulary, _class()) and not vocabulary.extra_ids:
-    return vocabulary.named_sentinels()
-  last = vocabulary.vocab_size - 1
-  return [last - number for number in range(vocabulary.extra_ids)]
-
-
 def _class() -> Any:
   # It imports SeqIO.
   from rosetta_t5.data.vocabularies.tokenizer_class import TokenizerVocabulary

@@ -14,8 +14,9 @@ from typing import Any
 from rosetta_t5.data.local_files.local_assets import local_path
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files, make_converter
 from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
-from rosetta_t5.data.vocabularies.sentencepiece_models import count_extra_pieces, load_sentencepiece
-from rosetta_t5.data.vocabularies.sentencepiece_training import (
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  count_extra_pieces,
+  load_sentencepiece,
   lossless_options,
   train_sentencepiece,
 )
@@ -88,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
   bad_examples = BadExamples()
   files = find_files(arguments.input)
   checked: list[str] = []
-  lines = sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
+  lines = _sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
   given = {name: getattr(arguments, name) for name in _OPTIONS}
   options = lossless_options(arguments.size) | {n: v for n, v in given.items() if v is not None}
   with ctrl_c.entered(ctrl_c.Section("no vocabulary was written")):
@@ -128,33 +129,28 @@ def _show(arguments: argparse.Namespace) -> int:
   return 0
 
 
-def sample_lines(
-  files: Sequence[str],
-  text: str,
-  max_characters: int,
-  bad_examples: BadExamples,
-  checked: list[str],
+def _sample_lines(
+  files: Sequence[str], template: str, max_characters: int, bad: BadExamples, checked: list[str]
 ) -> Iterator[str]:
   """Yields lines of the files' texts; the same files give the same lines.
 
   Args:
     files: the files to read.
-    text: the column with the text, or a template.
+    template: the column with the text, or a template.
     max_characters: about the number of characters to yield; each file has an equal share.
-    bad_examples: receives the records that cannot be used.
+    bad: receives the records that cannot be used.
     checked: receives the beginnings of random texts, each with the same probability.
   """
-  random_texts, seen = random.Random(0), 1
-  reader = BlockReader(make_converter({"text": text}), bad_examples=bad_examples)
+  random_texts, seen = random.Random(0), 0
+  reader = BlockReader(make_converter({"text": template}), bad_examples=bad)
   for path in random.Random(0).sample(list(files), len(files)):
     remaining = max_characters // len(files)
-    for example in reader.examples(path):
-      if len(checked) < _CHECKED_TEXTS:
-        checked.append(example["text"][:_MAX_LINE_LENGTH])
-      elif (place := random_texts.randrange(seen)) < _CHECKED_TEXTS:
-        checked[place] = example["text"][:_MAX_LINE_LENGTH]
+    for text in (example["text"] for example in reader.examples(path)):
       seen += 1
-      for line in filter(str.strip, example["text"].splitlines()):
+      place = len(checked) if len(checked) < _CHECKED_TEXTS else random_texts.randrange(seen)
+      if place < _CHECKED_TEXTS:
+        checked[place : place + 1] = [text[:_MAX_LINE_LENGTH]]
+      for line in filter(str.strip, text.splitlines()):
         yield from (line[n : n + _MAX_LINE_LENGTH] for n in range(0, len(line), _MAX_LINE_LENGTH))
         remaining -= len(line)
       if remaining <= 0:

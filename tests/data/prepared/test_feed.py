@@ -31,7 +31,7 @@ from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.data.prepared.example_order import RateMixture
 from rosetta_t5.data.reading import BadExamples
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")

@@ -19,7 +19,7 @@ from inline_executor import InlineExecutor
 
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.prepared.shard_job import TOKENS_PER_RECORD
-from rosetta_t5.data.vocabularies.sentencepiece_training import train_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.files import exclusive_output
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
